@@ -1,0 +1,187 @@
+"""Builds the parts of a run from its configuration: models on their layouts, engine, data, rewards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+
+from megappo.config import Config, Derived, RoleNumbers
+from megappo.config.schema import ModelSettings, TrainedRoleSettings
+from megappo.data import Cursor, PromptDataset
+from megappo.models.build import DTYPES, BuildOptions, RoleModel, build_model
+from megappo.models.layout import Grid, make_layout
+from megappo.models.optimization import make_optimizer
+from megappo.models.roles import Placement, Role, TrainedRole
+from megappo.models.shape import ArchitectureConfig, architecture
+from megappo.reshard.sources import RandomSource, SafetensorsSource, WeightSource
+from megappo.reshard.stream import WeightStream
+from megappo.rewards import RewardScorer
+from megappo.rollout import Engine, TransformersEngine, resolve_stop_token_ids
+from megappo.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything the trainer works with."""
+
+    config: Config
+    derived: Derived
+    runtime: Runtime
+    tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: tuple[int, ...]
+    train_prompts: PromptDataset
+    cursor: Cursor
+    validation_prompts: PromptDataset | None
+    reward: RewardScorer
+    engine: Engine
+    actor: TrainedRole
+    critic: TrainedRole | None
+    reference: Role | None
+    weights: WeightStream
+
+
+def model_folder(path: str) -> Path:
+    """The local folder of a model; a hub name is fetched once per machine.
+
+    Fetches configuration, tokenizer and safetensors only.
+    """
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]))
+
+
+def load_tokenizer(model: ModelSettings) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model."""
+    return AutoTokenizer.from_pretrained(
+        model.tokenizer or model_folder(model.path), trust_remote_code=model.trust_remote_code
+    )
+
+
+def load_architecture(folder: Path, trust_remote_code: bool) -> ArchitectureConfig:
+    """The architecture of a model folder."""
+    return architecture(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code))
+
+
+def assemble(config: Config, derived: Derived, runtime: Runtime) -> Parts:
+    """Make every part; a collective of the whole world. Data and reward errors come before any model is built."""
+    tokenizer = load_tokenizer(config.model)
+    train_prompts = PromptDataset(config.data.train, config.data, tokenizer)
+    validation = config.data.validation
+    validation_prompts = PromptDataset(validation, config.data, tokenizer) if validation is not None else None
+    reward = RewardScorer(config.reward, runtime.device)
+    folder = model_folder(config.model.path)
+    arch = load_architecture(folder, config.model.trust_remote_code)
+    builder = _RoleBuilder(config, runtime)
+    actor_place, actor_model = builder.policy(folder, arch, config.actor, derived.actor)
+    # Drawn before the optimizer exists, so the reference is exactly the starting policy.
+    reference = None
+    if config.reference is not None:
+        reference_folder = model_folder(config.reference.path or config.model.path)
+        reference = builder.reference(reference_folder, actor_place, derived.actor)
+    actor = builder.trained(actor_place, actor_model, config.actor, derived.actor)
+    critic = None
+    if config.critic is not None and derived.critic is not None:
+        critic = builder.critic(model_folder(config.critic.path or config.model.path), derived.critic)
+    weights = WeightStream(
+        actor_place.grid,
+        arch,
+        actor_model,
+        padded_vocab=derived.actor.padded_vocab_size,
+        dtype=DTYPES[config.model.dtype],
+        device=runtime.device,
+        bucket_bytes=config.rollout.sync_bucket_bytes,
+    )
+    stop_token_ids = resolve_stop_token_ids(folder, tokenizer, config.rollout.stop_token_ids)
+    return Parts(
+        config=config,
+        derived=derived,
+        runtime=runtime,
+        tokenizer=tokenizer,
+        stop_token_ids=stop_token_ids,
+        train_prompts=train_prompts,
+        cursor=Cursor(len(train_prompts), config.run.seed, config.data.shuffle, fingerprint=train_prompts.fingerprint),
+        validation_prompts=validation_prompts,
+        reward=reward,
+        engine=_engine(config, runtime, folder),
+        actor=actor,
+        critic=critic,
+        reference=reference,
+        weights=weights,
+    )
+
+
+def _engine(config: Config, runtime: Runtime, folder: Path) -> Engine:
+    return TransformersEngine(
+        folder,
+        dtype=DTYPES[config.rollout.dtype or config.model.dtype],
+        device=runtime.device,
+        generate_batch_sequences=config.rollout.generate_batch_sequences,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+class _RoleBuilder:
+    def __init__(self, config: Config, runtime: Runtime) -> None:
+        self._config, self._runtime = config, runtime
+
+    def policy(
+        self, folder: Path, arch: ArchitectureConfig, settings: TrainedRoleSettings, numbers: RoleNumbers
+    ) -> tuple[Placement, RoleModel | None]:
+        placement = self._placement("actor", settings, numbers)
+        return placement, self._model(folder, arch, placement, settings.recompute, numbers, None)
+
+    def reference(self, folder: Path, placement: Placement, numbers: RoleNumbers) -> Role:
+        arch = load_architecture(folder, self._config.model.trust_remote_code)
+        return Role(placement, self._model(folder, arch, placement, "none", numbers, None), self._runtime)
+
+    def critic(self, folder: Path, numbers: RoleNumbers) -> TrainedRole:
+        settings = self._config.critic
+        assert settings is not None
+        arch = load_architecture(folder, self._config.model.trust_remote_code)
+        placement = self._placement("critic", settings, numbers)
+        model = self._model(folder, arch, placement, settings.recompute, numbers, settings.value_head_std)
+        return self.trained(placement, model, settings, numbers)
+
+    def trained(
+        self, placement: Placement, model: RoleModel | None, settings: TrainedRoleSettings, numbers: RoleNumbers
+    ) -> TrainedRole:
+        optimizer = make_optimizer(model, settings.optimizer, numbers.total_updates)
+        return TrainedRole(placement, model, self._runtime, optimizer)
+
+    def _placement(self, name: str, settings: TrainedRoleSettings, numbers: RoleNumbers) -> Placement:
+        grid = Grid(numbers.ranks, numbers.tp, numbers.pp)
+        layout = make_layout(grid, vpp=numbers.vpp, sequence_parallel=settings.layout.sequence_parallel)
+        multiple = grid.pp if numbers.vpp > 1 else 1
+        return Placement(name, grid, settings.microbatch_budget_tokens, multiple, layout)
+
+    def _model(
+        self,
+        folder: Path,
+        arch: ArchitectureConfig,
+        placement: Placement,
+        recompute: str,
+        numbers: RoleNumbers,
+        value_head_std: float | None,
+    ) -> RoleModel | None:
+        if placement.layout is None:
+            return None
+        options = BuildOptions(
+            dtype=DTYPES[self._config.model.dtype],
+            device=self._runtime.device,
+            padded_vocab=numbers.padded_vocab_size,
+            temperature=self._config.rollout.temperature,
+            recompute=recompute,
+            seed=self._config.run.seed,
+            value_head_std=value_head_std,
+        )
+        with self._runtime.megatron():
+            return build_model(arch, placement.layout, options, self._source(folder, arch))
+
+    def _source(self, folder: Path, arch: ArchitectureConfig) -> WeightSource:
+        if self._config.model.init == "random":
+            return RandomSource(arch, self._config.run.seed)
+        return SafetensorsSource(folder, arch)

@@ -1,0 +1,115 @@
+"""The command line: `megappo train | export | eval`.
+
+Settings, models and layout are checked on every rank before anything else starts; what a user can mend is one line
+per problem on stderr (rank 0 only) and exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from megappo import __version__
+from megappo.config import Config, ConfigError, derive_run, load_config, print_table
+
+_USER_ERROR = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code: 0, or 2 for what the user can mend."""
+    arguments = _parse(argv)
+    try:
+        _run(arguments)
+    except ValueError as error:
+        if not isinstance(error, ConfigError) and not _raised_by_megappo(error):
+            raise
+        _report(error)
+        return _USER_ERROR
+    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="megappo", description="PPO for large language models.")
+    parser.add_argument("--version", action="version", version=f"megappo {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,export,eval}")
+    train = commands.add_parser("train", help="run PPO as a YAML file describes it")
+    export = commands.add_parser("export", help="write a run's newest checkpoint as a Hugging Face folder")
+    evaluate = commands.add_parser("eval", help="score a model on data.validation")
+    for command in (train, evaluate):
+        command.add_argument("config", metavar="CONFIG", help="YAML file")
+        command.add_argument("overrides", nargs="*", metavar="key=value", help="override such as run.steps=10")
+    evaluate.add_argument("--weights", metavar="DIR", help="Hugging Face folder to score instead of model.path")
+    export.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run")
+    export.add_argument("out", metavar="OUT", help="folder to write")
+    # argparse gives positional arguments away before it sees an option, so overrides after `--weights DIR` are left
+    # over in `extra`.
+    arguments, extra = parser.parse_known_args(argv)
+    strange = [word for word in extra if word.startswith("-") or not hasattr(arguments, "overrides")]
+    if strange:
+        parser.error(f"unrecognized arguments: {' '.join(strange)}")
+    if extra:
+        arguments.overrides = [*arguments.overrides, *extra]
+    return arguments
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    """Check everything, then import the heavy modules and start."""
+    if arguments.command == "export":
+        from megappo.export import export_run
+
+        export_run(arguments.run_dir, arguments.out)
+        return
+    config = load_config(arguments.config, arguments.overrides)
+    if arguments.command == "eval":
+        config = _for_evaluation(config, arguments.weights)
+    derived = derive_run(config, _environment_number("WORLD_SIZE", 1))
+    if _is_main() and config.logging.console != "quiet":
+        print_table(config, derived)
+    if arguments.command == "train":
+        from megappo.trainer import train
+
+        train(config)
+    else:
+        from megappo.trainer import evaluate
+
+        evaluate(config)
+
+
+def _for_evaluation(config: Config, weights: str | None) -> Config:
+    """The settings with `weights` in the model's place; the tokenizer stays the model's."""
+    if config.data.validation is None:
+        raise ConfigError("eval needs prompts; add data.validation (and evaluation.every_steps)")
+    if weights is None:
+        return config
+    tokenizer = config.model.tokenizer or config.model.path
+    model = config.model.model_copy(update={"path": weights, "init": "pretrained", "tokenizer": tokenizer})
+    return config.model_copy(update={"model": model})
+
+
+def _environment_number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdigit():
+        raise ConfigError(f"the environment variable {name} is '{text}', must be a whole number; start with torchrun")
+    return int(text)
+
+
+def _is_main() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _raised_by_megappo(error: ValueError) -> bool:
+    """Whether our own code refused a value; a ValueError from a library is a bug and keeps its traceback."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return traceback is not None and str(traceback.tb_frame.f_globals.get("__name__")).split(".")[0] == "megappo"
+
+
+def _report(error: ValueError) -> None:
+    if not _is_main():
+        return
+    problems = error.problems if isinstance(error, ConfigError) else (" ".join(str(error).split()),)
+    for problem in problems:
+        print(f"megappo: error: {problem}", file=sys.stderr)

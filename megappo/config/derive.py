@@ -1,0 +1,264 @@
+"""Every number that follows from the settings, the models and the world size, computed once and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megappo.config import rules
+from megappo.config.errors import ConfigError
+from megappo.config.rules import Role, format_ranks
+from megappo.config.schema import Config
+from megappo.config.shape import ModelShape, model_shape
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = [
+    "Derived",
+    "ModelShape",
+    "RoleNumbers",
+    "derive",
+    "derive_run",
+    "describe",
+    "model_shape",
+    "print_table",
+]
+
+
+@dataclass(frozen=True)
+class RoleNumbers:
+    """Ranks, sizes and updates of a trained role."""
+
+    ranks: tuple[int, ...]
+    """Global ranks, ascending and without gaps."""
+    tp: int
+    pp: int
+    vpp: int
+    dp: int
+    """Data parallel replicas: ranks / (tp * pp)."""
+    padded_vocab_size: int
+    """Rows of the embedding over all tensor parallel ranks."""
+    minibatches_per_step: int
+    """Updates in one epoch of a step."""
+    updates_per_step: int
+    """Minibatches x epochs; `algorithm.target_kl` may end the actor's earlier."""
+    total_updates: int
+    """Most updates of the run; the actor's begin after the critic's warm-up steps."""
+
+    @property
+    def first_rank(self) -> int:
+        """Lowest global rank."""
+        return self.ranks[0]
+
+    @property
+    def last_rank(self) -> int:
+        """Highest global rank."""
+        return self.ranks[-1]
+
+
+@dataclass(frozen=True)
+class Derived:
+    """What the settings come to on this world."""
+
+    world_size: int
+    actor: RoleNumbers
+    critic: RoleNumbers | None
+    batch_sequences: int
+    """Samples of one step over all ranks."""
+    max_sequence_tokens: int
+    """Longest prompt and response together."""
+    engine_ranks: tuple[int, ...]
+    """Ranks that generate: all."""
+    notes: tuple[str, ...]
+    """What is allowed but worth knowing, a sentence each."""
+
+
+def derive(
+    config: Config,
+    world_size: int,
+    actor_shape: ModelShape,
+    critic_shape: ModelShape | None = None,
+    reference_shape: ModelShape | None = None,
+) -> Derived:
+    """Check every rule between sections and compute the run's numbers.
+
+    A critic or reference without a shape of its own has the actor's. Raises ConfigError with a sentence per problem.
+    """
+    actor = Role("actor", config.actor, actor_shape)
+    critic = Role("critic", config.critic, critic_shape or actor_shape) if config.critic is not None else None
+    roles = [actor] if critic is None else [actor, critic]
+    problems = list(_problems(config, world_size, roles, reference_shape))
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))
+    warmup_steps = config.critic.warmup_steps if config.critic is not None else 0
+    return Derived(
+        world_size=world_size,
+        actor=_numbers(config, actor, world_size, config.run.steps - warmup_steps),
+        critic=_numbers(config, critic, world_size, config.run.steps) if critic is not None else None,
+        batch_sequences=_batch_sequences(config),
+        max_sequence_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+        engine_ranks=tuple(range(world_size)),
+        notes=tuple(_notes(roles)),
+    )
+
+
+def derive_run(config: Config, world_size: int) -> Derived:
+    """`derive` with the shapes read from the models that the settings name."""
+    trust = config.model.trust_remote_code
+    own_paths = {
+        "critic.path": config.critic.path if config.critic is not None else None,
+        "reference.path": config.reference.path if config.reference is not None else None,
+    }
+    actor = model_shape(config.model.path, trust, key="model.path")
+    shapes = {key: model_shape(path, trust, key=key) for key, path in own_paths.items() if path is not None}
+    return derive(config, world_size, actor, shapes.get("critic.path"), shapes.get("reference.path"))
+
+
+def _problems(config: Config, world_size: int, roles: list[Role], reference_shape: ModelShape | None) -> Iterator[str]:
+    """All broken rules; those that need a role's replicas are checked only where its ranks are right."""
+    yield from rules.algorithm_rules(config)
+    yield from rules.section_rules(config)
+    placed = {role.name: list(rules.placement_rules(role, world_size)) for role in roles}
+    for found in placed.values():
+        yield from found
+    if not any(placed.values()):
+        yield from rules.coverage_rules(roles, world_size)
+    shaped = {role.name: role for role in roles}
+    if reference_shape is not None:
+        shaped["reference"] = Role("actor", config.actor, reference_shape)
+    for name, role in shaped.items():
+        yield from rules.parallel_rules(role, name)
+    yield from rules.vocabulary_rules(config, shaped.values())
+    different = {n: r.shape for n, r in shaped.items() if n == "actor" or r.shape != roles[0].shape}
+    yield from rules.length_rules(config, different)
+    yield from rules.engine_rules(config, world_size)
+    for role in roles:
+        if placed[role.name]:
+            continue
+        batch_problems = list(rules.batch_rules(config, role, len(role.ranks(world_size)) // role.model_ranks))
+        yield from batch_problems
+        if not batch_problems:
+            yield from _warmup_problems(config, role)
+
+
+def _warmup_problems(config: Config, role: Role) -> Iterator[str]:
+    steps = config.run.steps
+    if role.name == "actor" and config.critic is not None:
+        steps -= config.critic.warmup_steps
+    if steps > 0:
+        yield from rules.warmup_rules(role, steps * _updates_per_step(config, role))
+
+
+def _batch_sequences(config: Config) -> int:
+    return config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+
+
+def _updates_per_step(config: Config, role: Role) -> int:
+    return _batch_sequences(config) // role.settings.minibatch_sequences * role.settings.epochs
+
+
+def _numbers(config: Config, role: Role, world_size: int, steps: int) -> RoleNumbers:
+    """The numbers of a role that breaks no rule and is updated in `steps` steps."""
+    from megappo.models.shape import padded_vocab_size
+
+    ranks, tp = role.ranks(world_size), role.layout.tensor_parallel
+    updates_per_step = _updates_per_step(config, role)
+    return RoleNumbers(
+        ranks=ranks,
+        tp=tp,
+        pp=role.layout.pipeline_parallel,
+        vpp=role.layout.virtual_pipeline_chunks,
+        dp=len(ranks) // role.model_ranks,
+        padded_vocab_size=padded_vocab_size(role.shape.vocab_size, tp, config.model.pad_vocab_to_multiple_of),
+        minibatches_per_step=_batch_sequences(config) // role.settings.minibatch_sequences,
+        updates_per_step=updates_per_step,
+        total_updates=steps * updates_per_step,
+    )
+
+
+def _notes(roles: list[Role]) -> Iterator[str]:
+    for role in roles:
+        pp, vpp = role.layout.pipeline_parallel, role.layout.virtual_pipeline_chunks
+        if vpp > 1:
+            yield (
+                f"{role.name}: the interleaved schedule (virtual_pipeline_chunks {vpp}) runs microbatches in "
+                f"multiples of pipeline_parallel {pp}"
+            )
+
+
+def describe(config: Config, derived: Derived) -> list[tuple[str, str]]:
+    """The run in a few rows of (name, what it is), for the start of the log."""
+    rollout, run = config.rollout, config.run
+    rows = [
+        ("run", f"{run.name}: {run.steps} steps, seed {run.seed}, in {run.path}"),
+        ("model", f"{config.model.path} ({config.model.init}, {config.model.dtype})"),
+        (
+            "world",
+            f"{derived.world_size} rank{'s' if derived.world_size > 1 else ''}, device {config.runtime.device}",
+        ),
+        ("data", f"{config.data.train.source}, reward {config.reward.function}"),
+        (
+            "step",
+            f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples = "
+            + f"{derived.batch_sequences} sequences of at most {derived.max_sequence_tokens} tokens",
+        ),
+        ("rollout", f"{rollout.engine} on every rank, temperature {rollout.temperature:g}"),
+        *_role_rows("actor", config, derived.actor),
+    ]
+    if derived.critic is not None:
+        rows += _role_rows("critic", config, derived.critic)
+    rows.append(("algorithm", _algorithm_words(config)))
+    if config.evaluation is not None and config.data.validation is not None:
+        rows.append(("evaluation", f"{config.data.validation.source}, every {config.evaluation.every_steps} steps"))
+    return rows + [("note", note) for note in derived.notes]
+
+
+def print_table(config: Config, derived: Derived, console: Console | None = None) -> None:
+    """Print `describe` as a table; the console defaults to stdout."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(show_header=False, title="megappo", title_justify="left")
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, words in describe(config, derived):
+        table.add_row(name, Text(words))
+    (console or Console()).print(table)
+
+
+def _role_rows(name: str, config: Config, numbers: RoleNumbers) -> list[tuple[str, str]]:
+    """A role's layout and its updates."""
+    settings = config.critic if name == "critic" else config.actor
+    assert settings is not None
+    layout = f"ranks {format_ranks(numbers.ranks)}: TP {numbers.tp} x PP {numbers.pp} x DP {numbers.dp}"
+    layout += f", VPP {numbers.vpp}" if numbers.vpp > 1 else ""
+    layout += ", sequence parallel" if settings.layout.sequence_parallel else ""
+    optimizer = settings.optimizer
+    updates = (
+        f"{settings.epochs} epochs x {numbers.minibatches_per_step} minibatches of {settings.minibatch_sequences} = "
+        f"{numbers.updates_per_step} per step, {numbers.total_updates} in all; learning rate "
+        f"{optimizer.learning_rate:g} {optimizer.schedule}, warm-up {optimizer.warmup_updates}"
+    )
+    return [
+        (name, f"{layout}, vocabulary padded to {numbers.padded_vocab_size}"),
+        (f"{name} updates", updates),
+    ]
+
+
+def _algorithm_words(config: Config) -> str:
+    algorithm = config.algorithm
+    words = [f"{algorithm.estimator} (gamma {algorithm.gamma:g}, lambda {algorithm.lam:g})"]
+    if algorithm.policy_loss == "clip":
+        words.append(f"clip {algorithm.clip_low:g} low, {algorithm.clip_high:g} high")
+    else:
+        words.append(f"adaptive penalty towards {algorithm.penalty.target:g} nats per token")
+    if algorithm.kl_in_reward is not None:
+        kl = algorithm.kl_in_reward
+        words.append(f"KL in reward {kl.coef:g} ({kl.kind}, {kl.controller})")
+    if algorithm.kl_in_loss is not None:
+        words.append(f"KL in loss {algorithm.kl_in_loss.coef:g} ({algorithm.kl_in_loss.kind})")
+    words.append(f"old logprobs {algorithm.old_logprob}")
+    return ", ".join(words)

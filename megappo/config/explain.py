@@ -1,0 +1,243 @@
+"""Validation errors as sentences: the dotted key, the value, the rule, the nearest valid name."""
+
+from __future__ import annotations
+
+import functools
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from megappo.config.errors import either, nearest_word, show
+from megappo.config.schema import Config, Settings
+
+Key = tuple[str, ...]
+
+_OTHER_NAMES = {
+    "lr": "learning_rate",
+    "min_lr": "min_learning_rate",
+    "lr_scheduler_type": "schedule",
+    "batch_size": "prompts_per_step",
+    "train_batch_size": "prompts_per_step",
+    "ppo_mini_batch_size": "minibatch_sequences",
+    "mini_batch_size": "minibatch_sequences",
+    "ppo_max_token_len_per_gpu": "microbatch_budget_tokens",
+    "ppo_epochs": "epochs",
+    "num_ppo_epochs": "epochs",
+    "total_training_steps": "steps",
+    "tensor_model_parallel_size": "tensor_parallel",
+    "tp": "tensor_parallel",
+    "pipeline_model_parallel_size": "pipeline_parallel",
+    "pp": "pipeline_parallel",
+    "vpp": "virtual_pipeline_chunks",
+    "max_new_tokens": "max_response_tokens",
+    "max_response_length": "max_response_tokens",
+    "max_prompt_length": "max_prompt_tokens",
+    "n": "samples_per_prompt",
+    "num_generations": "samples_per_prompt",
+    "cliprange": "clip_low",
+    "clip_ratio": "clip_low",
+    "clip_ratio_c": "dual_clip",
+    "cliprange_value": "value_clip",
+    "adv_estimator": "estimator",
+    "max_grad_norm": "clip_grad_norm",
+    "test_freq": "every_steps",
+}
+"""What other trainers call our settings."""
+
+_OTHER_WORDS = {"gpu": "cuda", "bf16": "bfloat16", "fp32": "float32", "float": "float32", "ppo": "clip"}
+"""What others call the words our settings take."""
+
+_TYPE_RULES = {
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "string_type": "must be text",
+    "string_too_short": "must not be empty",
+    "bool_type": "must be true or false",
+    "model_type": "must be a section of `key: value` lines",
+    "dict_type": "must be a section of `key: value` lines",
+    "tuple_type": "must be a list, such as [1, 2]",
+    "path_type": "must be a path",
+}
+
+_BOUNDS = {
+    "greater_than": ("gt", "above"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "below"),
+    "less_than_equal": ("le", "at most"),
+}
+
+
+def dotted(key: Key) -> str:
+    """`actor.optimizer.learning_rate`."""
+    return ".".join(key)
+
+
+def section_of(field: FieldInfo) -> type[Settings] | None:
+    """The settings class a field holds, also where it may be null; None for a plain value."""
+    for annotation in (field.annotation, *typing.get_args(field.annotation)):
+        if isinstance(annotation, type) and issubclass(annotation, Settings):
+            return annotation
+    return None
+
+
+def find_field(key: Key) -> FieldInfo | None:
+    """The field at a dotted key of the configuration."""
+    section: type[Settings] | None = Config
+    field = None
+    for name in key:
+        field = section.model_fields.get(name) if section is not None else None
+        if field is None:
+            return None
+        section = section_of(field)
+    return field
+
+
+def names_in(key: Key) -> list[str]:
+    """Names of the settings in the section at `key`; () is the top level."""
+    field = find_field(key) if key else None
+    section = section_of(field) if field is not None else Config
+    return list(section.model_fields) if section is not None else []
+
+
+@functools.cache
+def all_keys() -> tuple[Key, ...]:
+    """Every key of the configuration, sections included."""
+
+    def walk(section: type[Settings], prefix: Key) -> Iterator[Key]:
+        for name, field in section.model_fields.items():
+            yield (*prefix, name)
+            inner = section_of(field)
+            if inner is not None:
+                yield from walk(inner, (*prefix, name))
+
+    return tuple(walk(Config, ()))
+
+
+def likely_keys(section: Key, name: str) -> list[Key]:
+    """The keys the user may have meant by an unknown `name` in `section`, best only; empty if nothing is alike."""
+    siblings = names_in(section)
+    known_as = _OTHER_NAMES.get(name.lower(), name)
+    close = nearest_word(name, siblings, cutoff=0.6)
+    if known_as in siblings:
+        return [(*section, known_as)]
+    if close is not None and nearest_word(name, [close], cutoff=0.8):
+        return [(*section, close)]
+    same_name = [key for key in all_keys() if key[-1] == known_as]
+    if same_name:
+        best = max(_shared_prefix(key, section) for key in same_name)
+        return [key for key in same_name if _shared_prefix(key, section) == best][:3]
+    if close is not None:
+        return [(*section, close)]
+    elsewhere = nearest_word(name, sorted({key[-1] for key in all_keys()}), cutoff=0.75)
+    return [key for key in all_keys() if key[-1] == elsewhere][:3]
+
+
+def unknown_key(section: Key, name: str) -> str:
+    """The sentence on an unknown key."""
+    likely = likely_keys(section, name)
+    here = f"the section {dotted(section)}" if section else "the top level"
+    if likely and likely[0][:-1] == section:
+        remedy = f"did you mean {dotted(likely[0])}?"
+    elif likely:
+        remedy = f"did you mean {either(dotted(key) for key in likely)}?"
+    else:
+        remedy = f"{here} has {', '.join(names_in(section))}"
+    return f"{dotted((*section, name))} is not a setting; {remedy}"
+
+
+def explain(error: ValidationError) -> tuple[str, ...]:
+    """One sentence per problem; a missing key that a misspelt one stands for is not told twice."""
+    details: list[Mapping[str, Any]] = list(error.errors())
+    unknown = [_key(d["loc"]) for d in details if d["type"] == "extra_forbidden"]
+    misspelt = {key for name in unknown for key in likely_keys(name[:-1], name[-1])}
+    return tuple(_sentence(d) for d in details if not (d["type"] == "missing" and _key(d["loc"]) in misspelt))
+
+
+def _key(loc: tuple[int | str, ...]) -> Key:
+    return tuple(str(part) for part in loc)
+
+
+def _shared_prefix(a: Key, b: Key) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _sentence(detail: Mapping[str, Any]) -> str:
+    key, kind, value = _key(detail["loc"]), detail["type"], detail["input"]
+    name = dotted(key) or "the configuration"
+    if kind == "extra_forbidden":
+        return unknown_key(key[:-1], key[-1])
+    if kind == "invalid_key":
+        return f"{name} is a key that is not text; {unknown_key(key[:-1], key[-1])}"
+    if kind == "missing":
+        return f"{name} is missing; add it{_description(key)}"
+    if kind == "literal_error":
+        choices = _choices(key)
+        word = _OTHER_WORDS.get(str(value).lower(), str(value))
+        nearest = word if word in choices else nearest_word(word, choices)
+        return f"{name} is {show(value)}, must be {either(choices)}; the nearest is '{nearest}'"
+    if kind == "value_error":
+        return f"{name}: {detail['ctx']['error']}"
+    if kind in _BOUNDS:
+        return f"{name} is {show(value)}, {_bound(key, kind, detail['ctx'])}"
+    if kind in _TYPE_RULES:
+        return f"{name} is {show(value)}, {_TYPE_RULES[kind]}{_type_remedy(kind, value)}"
+    return f"{name} is {show(value)}: {detail['msg']}"
+
+
+def _description(key: Key) -> str:
+    field = find_field(key)
+    text = (field.description or "").split("\n\n")[0] if field is not None else ""
+    return f" ({text.rstrip('.')})" if text else ""
+
+
+def _choices(key: Key) -> list[str]:
+    """The words a Literal field takes."""
+    field = find_field(key)
+    assert field is not None
+    literals = [
+        a for a in (field.annotation, *typing.get_args(field.annotation)) if typing.get_origin(a) is typing.Literal
+    ]
+    return [str(choice) for literal in literals for choice in typing.get_args(literal)]
+
+
+def _bound(key: Key, kind: str, context: Mapping[str, Any]) -> str:
+    """`must be above 0; the nearest is 1`: an open bound has a nearest value only among whole numbers."""
+    name, words = _BOUNDS[kind]
+    bound = context[name]
+    field = find_field(tuple(part for part in key if not part.isdigit()))
+    whole = field is not None and "int" in str(field.annotation)
+    step = {"gt": 1, "lt": -1}.get(name, 0)
+    if step and not whole:
+        return f"must be {words} {bound}"
+    return f"must be {words} {bound}; the nearest is {bound + step}"
+
+
+def _type_remedy(kind: str, value: object) -> str:
+    """What to write instead, where that can be told."""
+    if kind == "string_type" and isinstance(value, (bool, int, float)):
+        return f"; put it in quotes: '{show(value)}'"
+    if kind == "int_from_float" or (kind == "int_type" and isinstance(value, float)):
+        return f"; the nearest is {round(typing.cast(float, value))}"
+    if kind in ("int_type", "float_type") and isinstance(value, str):
+        number = _number_in(value)
+        return f"; write {number}" if number else "; give a number without quotes or units"
+    if kind == "bool_type":
+        meant = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
+        answer = meant.get(str(value).lower(), str(value).lower())
+        return f"; write {answer}" if answer in ("true", "false") else ""
+    return ""
+
+
+def _number_in(text: str) -> str | None:
+    """The number that quoted text or text with underscores stands for."""
+    plain = text.strip().replace("_", "")
+    try:
+        float(plain)
+    except ValueError:
+        return None
+    return plain

@@ -1,0 +1,104 @@
+"""From a YAML file and `key=value` overrides to a validated configuration, and back.
+
+Relative paths in the file (`model.path`, `run.directory`, ...) are relative to the current working directory of the
+process, not to the file; they are kept as written.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from megappo import __version__
+from megappo.config.errors import ConfigError, show
+from megappo.config.explain import Key, dotted, explain, find_field, names_in, section_of, unknown_key
+from megappo.config.rules import estimator_rules
+from megappo.config.schema import Config
+from megappo.config.yaml_core import dump_yaml, parse_yaml
+
+
+def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
+    """Read, override and validate the settings of a run.
+
+    An override is `a.b.c=value`; its value is YAML (`critic=null`, `reference={}`, `rollout.stop_token_ids=[1, 2]`),
+    later ones win, and sections that do not stand in the file are made. Raises ConfigError with a sentence per problem.
+    """
+    data = parse_yaml(_read(Path(path)), str(path))
+    if data is None:
+        raise ConfigError(f"{path} is empty; it needs the sections {', '.join(_required_sections())}")
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} holds {show(data)}, must be sections of `key: value` lines")
+    for override in overrides:
+        key, value = _parse_override(override)
+        _set(data, key, value)
+    try:
+        config = Config.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(explain(error)) from None
+    problems = tuple(estimator_rules(config))
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def save_config(config: Config, path: str | os.PathLike[str]) -> None:
+    """Write every setting, defaults included, so that `load_config(path)` gives an equal configuration."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    settings = config.model_dump()
+    if config.run.directory is not None:
+        settings["run"]["directory"] = str(config.run.directory)
+    target.write_text(
+        f"# Every setting of this run, defaults included; written by megappo {__version__}.\n{dump_yaml(settings)}",
+        encoding="utf-8",
+    )
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"there is no file {path} (from {Path.cwd()}); give the path of a YAML file") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; give the path of a YAML file") from None
+
+
+def _required_sections() -> list[str]:
+    return [name for name, field in Config.model_fields.items() if field.is_required()]
+
+
+def _parse_override(override: str) -> tuple[Key, Any]:
+    """`a.b=1` -> (("a", "b"), 1); the key must exist."""
+    name, equals, text = override.partition("=")
+    key = tuple(name.strip().split("."))
+    if not equals or not all(key):
+        raise ConfigError(f"override '{override}' must have the form section.key=value, such as run.steps=10")
+    for depth in range(1, len(key) + 1):
+        field = find_field(key[:depth])
+        if field is None:
+            raise ConfigError(f"override '{override}': {unknown_key(key[: depth - 1], key[depth - 1])}")
+        if section_of(field) is None:
+            if depth < len(key) and "dict" not in str(field.annotation):
+                raise ConfigError(f"override '{override}': {dotted(key[:depth])} is a value; set it without more keys")
+            break
+    return key, parse_yaml(text, f"override '{override}'")
+
+
+def _set(data: dict[str, Any], key: Key, value: Any) -> None:
+    """Put an override's value in its place, making the sections on the way."""
+    for depth, name in enumerate(key[:-1], start=1):
+        if data.get(name) is None:
+            data[name] = {}
+        data = data[name]
+        if not isinstance(data, dict):
+            inside = f"a section with {', '.join(names_in(key[:depth]))}" if names_in(key[:depth]) else "a section"
+            raise ConfigError(
+                f"{dotted(key[:depth])} is {show(data)}, must be {inside}; override {dotted(key[:depth])}"
+            )
+    data[key[-1]] = value

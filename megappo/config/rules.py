@@ -1,0 +1,278 @@
+"""Rules between sections, the models and the world size.
+
+Each function yields a sentence per broken rule: the dotted key with its value, the rule, the nearest valid value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megappo.config.errors import divisors, either, nearest_numbers, nearest_word
+from megappo.config.schema import ActorSettings, Config, CriticSettings, LayoutSettings
+from megappo.config.shape import ModelShape
+
+ESTIMATOR_NEEDS_CRITIC = {"gae": True, "grpo": False, "rloo": False, "reinforce_plus_plus": False}
+"""The names in `megappo.algo`, which is not imported here because it brings torch; a test keeps them equal."""
+_GROUP_ESTIMATORS = ("grpo", "rloo")
+
+
+@dataclass(frozen=True)
+class Role:
+    """A trained role's name in the YAML file, its settings and its model."""
+
+    name: str
+    settings: ActorSettings | CriticSettings
+    shape: ModelShape
+
+    @property
+    def layout(self) -> LayoutSettings:
+        """The role's parallel layout."""
+        return self.settings.layout
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that hold one copy of the model."""
+        return self.layout.tensor_parallel * self.layout.pipeline_parallel
+
+    def ranks(self, world_size: int) -> tuple[int, ...]:
+        """Global ranks of the role; may reach beyond the world where `placement_rules` complains."""
+        first = self.layout.first_rank
+        count = self.layout.ranks if self.layout.ranks is not None else max(0, world_size - first)
+        return tuple(range(first, first + count))
+
+
+def estimator_rules(config: Config) -> Iterator[str]:
+    """The estimator's name."""
+    name = config.algorithm.estimator
+    names = list(ESTIMATOR_NEEDS_CRITIC)
+    if name not in names:
+        yield (
+            f"algorithm.estimator is '{name}', must be {either(names)}; the nearest is '{nearest_word(name, names)}'"
+        )
+
+
+def algorithm_rules(config: Config) -> Iterator[str]:
+    """What the algorithm needs of the other sections."""
+    yield from estimator_rules(config)
+    estimator = config.algorithm.estimator
+    without = [name for name, needs in ESTIMATOR_NEEDS_CRITIC.items() if not needs]
+    needs_critic = ESTIMATOR_NEEDS_CRITIC.get(estimator)
+    if needs_critic and config.critic is None:
+        yield f"algorithm.estimator '{estimator}' needs a critic; add the section critic, or set {either(without)}"
+    if needs_critic is False and config.critic is not None:
+        yield (
+            f"critic is given but algorithm.estimator '{estimator}' has none; "
+            "remove it (critic=null) or set algorithm.estimator to gae"
+        )
+    samples = config.rollout.samples_per_prompt
+    if estimator in _GROUP_ESTIMATORS and samples < 2:
+        yield (
+            f"rollout.samples_per_prompt is {samples}, algorithm.estimator '{estimator}' compares the samples of a "
+            "prompt; set at least 2"
+        )
+    has_kl = config.algorithm.kl_in_reward is not None or config.algorithm.kl_in_loss is not None
+    if has_kl and config.reference is None:
+        term = "kl_in_reward" if config.algorithm.kl_in_reward is not None else "kl_in_loss"
+        yield f"algorithm.{term} needs a reference policy; add `reference: {{}}` or set algorithm.{term} to null"
+    if config.reference is not None and not has_kl:
+        yield (
+            "reference is given but no KL term uses it; add algorithm.kl_in_reward or algorithm.kl_in_loss, "
+            "or remove it (reference=null)"
+        )
+
+
+def section_rules(config: Config) -> Iterator[str]:
+    """What sections need of each other besides the algorithm."""
+    if config.evaluation is not None and config.data.validation is None:
+        yield "evaluation is given but there is nothing to evaluate on; add data.validation or set evaluation to null"
+    if config.data.validation is not None and config.evaluation is None:
+        yield "data.validation is given but never used; add evaluation with every_steps, or set data.validation to null"
+    if config.critic is not None and config.critic.warmup_steps >= config.run.steps:
+        yield (
+            f"critic.warmup_steps {config.critic.warmup_steps} must be below run.steps {config.run.steps}, "
+            f"or the actor is never trained; set at most {config.run.steps - 1}"
+        )
+    reward_model = config.reward.model_path
+    if reward_model is not None and not Path(reward_model).is_dir():
+        yield (
+            f"reward.model_path '{reward_model}' is not a folder (from {Path.cwd()}); "
+            "give the folder of a sequence classification model"
+        )
+
+
+def placement_rules(role: Role, world_size: int) -> Iterator[str]:
+    """A role's ranks lie in the world and hold whole copies of its model."""
+    layout, key = role.layout, f"{role.name}.layout"
+    if layout.first_rank >= world_size:
+        yield (
+            f"{key}.first_rank {layout.first_rank} is outside the world of {world_size} ranks; "
+            f"set at most {world_size - 1}, or start more processes"
+        )
+        return
+    ranks = role.ranks(world_size)
+    if ranks[-1] >= world_size:
+        yield (
+            f"{key}.first_rank {layout.first_rank} + ranks {len(ranks)} = {ranks[-1] + 1} is above the world size "
+            f"{world_size}; set {key}.ranks to {world_size - layout.first_rank}, or start {ranks[-1] + 1} processes"
+        )
+    if len(ranks) % role.model_ranks:
+        yield (
+            f"{key}.tensor_parallel {layout.tensor_parallel} x pipeline_parallel {layout.pipeline_parallel} = "
+            f"{role.model_ranks} does not divide its {len(ranks)} ranks; the nearest layouts are "
+            f"{_nearest_layouts(role, len(ranks))}"
+        )
+
+
+def coverage_rules(roles: Iterable[Role], world_size: int) -> Iterator[str]:
+    """Every rank of the world belongs to a role."""
+    roles = list(roles)
+    covered = {rank for role in roles for rank in role.ranks(world_size)}
+    idle = [rank for rank in range(world_size) if rank not in covered]
+    if not idle:
+        return
+    plural = "rank" if len(idle) == 1 else "ranks"
+    layouts = either(f"{role.name}.layout (ranks {format_ranks(role.ranks(world_size))})" for role in roles)
+    how = "lower its first_rank" if idle[0] < min(covered) else "`ranks: null` takes all from first_rank"
+    remedy = f"widen {layouts}: {how}"
+    if idle[0] == len(covered):
+        remedy += f", or start {len(covered)} {'process' if len(covered) == 1 else 'processes'}"
+    yield f"{plural} {format_ranks(idle)} of the world size {world_size} would stay idle; {remedy}"
+
+
+def parallel_rules(role: Role, model_name: str) -> Iterator[str]:
+    """A role's tensor and pipeline parallel sizes fit its model; `model_name` is `actor`, `critic` or `reference`."""
+    layout, shape, key = role.layout, role.shape, f"{role.name}.layout"
+    tp, pp, vpp = layout.tensor_parallel, layout.pipeline_parallel, layout.virtual_pipeline_chunks
+    sizes = {"heads": shape.heads, "KV heads": shape.kv_heads, "FFN hidden size": shape.ffn_hidden_size}
+    unfit = [f"{size} ({name})" for name, size in sizes.items() if size % tp]
+    if unfit:
+        nearest = nearest_numbers(tp, _valid_tensor_parallel(shape))
+        sizes_words = f"{either(unfit)} of the {model_name} model"
+        yield f"{key}.tensor_parallel {tp} does not divide {sizes_words}; the nearest is {nearest}"
+    if layout.sequence_parallel and tp == 1:
+        remedy = "set sequence_parallel to false or tensor_parallel to 2"
+        yield f"{key}.sequence_parallel needs tensor_parallel above 1; {remedy}"
+    if vpp > 1 and pp == 1:
+        yield (
+            f"{key}.virtual_pipeline_chunks {vpp} needs pipeline_parallel above 1; "
+            "set virtual_pipeline_chunks to 1 or pipeline_parallel to 2"
+        )
+    elif shape.layers % (pp * vpp):
+        yield (
+            f"{key}.pipeline_parallel {pp} x virtual_pipeline_chunks {vpp} = {pp * vpp} does not divide the "
+            f"{shape.layers} layers of the {model_name} model; the nearest are "
+            f"{_nearest_pipelines(pp, vpp, shape.layers)}"
+        )
+
+
+def vocabulary_rules(config: Config, roles: Iterable[Role]) -> Iterator[str]:
+    """Tensor parallel ranks share the padded vocabulary evenly."""
+    multiple = config.model.pad_vocab_to_multiple_of
+    if multiple == 1:
+        return
+    roles = list(roles)
+    common = math.lcm(*(role.layout.tensor_parallel for role in roles))
+    for role in roles:
+        tp, padded = role.layout.tensor_parallel, -(-role.shape.vocab_size // multiple) * multiple
+        if padded % tp:
+            below, above = multiple // common * common, -(-multiple // common) * common
+            yield (
+                f"model.pad_vocab_to_multiple_of {multiple} pads the vocabulary to {padded}, which "
+                f"{role.name}.layout.tensor_parallel {tp} does not divide; the nearest is "
+                f"{nearest_numbers(multiple, [n for n in (1, below, above) if n > 0])}"
+            )
+
+
+def batch_rules(config: Config, role: Role, dp: int) -> Iterator[str]:
+    """A role's minibatches and microbatches fit the step's samples."""
+    batch = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    size, key = role.settings.minibatch_sequences, f"{role.name}.minibatch_sequences"
+    valid = [d for d in divisors(batch) if d >= dp]
+    nearest = f"the nearest is {nearest_numbers(size, valid)}" if valid else "raise rollout.prompts_per_step"
+    if size < dp:
+        yield f"{key} {size} is below the {dp} data parallel replicas, which each need a sample; {nearest}"
+    elif batch % size:
+        yield (
+            f"{key} {size} does not divide the step's {batch} samples (rollout.prompts_per_step "
+            f"{config.rollout.prompts_per_step} x samples_per_prompt {config.rollout.samples_per_prompt}); {nearest}"
+        )
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    if role.settings.microbatch_budget_tokens < longest:
+        yield (
+            f"{role.name}.microbatch_budget_tokens {role.settings.microbatch_budget_tokens} is below the longest "
+            f"sample (data.max_prompt_tokens {config.data.max_prompt_tokens} + rollout.max_response_tokens "
+            f"{config.rollout.max_response_tokens}); set at least {longest}"
+        )
+
+
+def warmup_rules(role: Role, total_updates: int) -> Iterator[str]:
+    """The learning rate reaches its peak."""
+    warmup = role.settings.optimizer.warmup_updates
+    if warmup and warmup >= total_updates:
+        yield (
+            f"{role.name}.optimizer.warmup_updates {warmup} must be below the run's {total_updates} updates of the "
+            f"{role.name}; set at most {max(0, total_updates - 1)}"
+        )
+
+
+def length_rules(config: Config, shapes: dict[str, ModelShape]) -> Iterator[str]:
+    """Prompt and response fit every model's positions; `shapes` is keyed by the model's name in sentences."""
+    lengths = {"rollout": config.rollout.max_response_tokens}
+    if config.evaluation is not None and config.evaluation.max_response_tokens is not None:
+        lengths["evaluation"] = config.evaluation.max_response_tokens
+    prompt = config.data.max_prompt_tokens
+    for name, shape in shapes.items():
+        room = shape.max_position_embeddings
+        for section, response in lengths.items():
+            if prompt + response > room:
+                fits = room - prompt
+                remedy = f"set {section}.max_response_tokens to at most {fits}" if fits > 0 else "shorten both"
+                yield (
+                    f"data.max_prompt_tokens {prompt} + {section}.max_response_tokens {response} = {prompt + response} "
+                    f"is above max_position_embeddings {room} of the {name} model; {remedy}"
+                )
+
+
+def engine_rules(config: Config, world_size: int) -> Iterator[str]:
+    """Every rank's embedded engine gets a prompt."""
+    prompts = config.rollout.prompts_per_step
+    if prompts < world_size:
+        yield (
+            f"rollout.prompts_per_step {prompts} is below the world size {world_size}, and every rank generates; "
+            f"set at least {world_size}"
+        )
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """`0-3, 6`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs) or "none"
+
+
+def _valid_tensor_parallel(shape: ModelShape) -> list[int]:
+    return divisors(math.gcd(shape.heads, shape.kv_heads, shape.ffn_hidden_size))
+
+
+def _nearest_layouts(role: Role, ranks: int) -> str:
+    """The two tensor x pipeline sizes nearest to the role's that divide its ranks and fit its model."""
+    tp, pp = role.layout.tensor_parallel, role.layout.pipeline_parallel
+    fitting = [
+        (t, p) for t in _valid_tensor_parallel(role.shape) for p in divisors(role.shape.layers) if ranks % (t * p) == 0
+    ]
+    nearest = sorted(fitting, key=lambda pair: (abs(pair[0] - tp) + abs(pair[1] - pp), pair))[:2]
+    return either(f"{t} x {p}" for t, p in nearest)
+
+
+def _nearest_pipelines(pp: int, vpp: int, layers: int) -> str:
+    """The two pipeline x chunk sizes nearest to the given ones that divide the layers."""
+    fitting = [(p, v) for p in divisors(layers) for v in divisors(layers // p) if v == 1 or (p > 1 and vpp > 1)]
+    nearest = sorted(fitting, key=lambda pair: (abs(pair[0] - pp) + abs(pair[1] - vpp), pair))[:2]
+    return either(f"{p} x {v}" for p, v in nearest)

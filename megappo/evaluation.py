@@ -1,0 +1,37 @@
+"""Greedy answers to the validation prompts."""
+
+from __future__ import annotations
+
+import torch
+
+from megappo.assembly import Parts
+from megappo.rollout import SamplingParams, prompts_of_rank, roll_out
+from megappo.runtime.tally import Tally
+
+
+def evaluate_policy(parts: Parts) -> dict[str, float]:
+    """Mean reward and length over `data.validation` with the engine's weights; a collective of the whole world."""
+    config, dataset = parts.config, parts.validation_prompts
+    assert config.evaluation is not None and dataset is not None
+    prompts = prompts_of_rank(dataset, range(len(dataset)), parts.runtime)
+    scores_B = lengths_B = torch.empty(0)  # a rank may get no prompt of a small validation set
+    if prompts.prompts:
+        params = SamplingParams(
+            temperature=config.rollout.temperature,
+            max_new_tokens=config.evaluation.max_response_tokens or config.rollout.max_response_tokens,
+            stop_token_ids=parts.stop_token_ids,
+            greedy=True,
+        )
+        rollouts = roll_out(
+            parts.engine,
+            prompts,
+            samples_per_prompt=1,
+            params=params,
+            tokenizer=parts.tokenizer,
+            seed_of=lambda sample_id: sample_id,
+        )
+        scores_B, lengths_B = parts.reward.score_local(rollouts), rollouts.response_lengths_B
+    tally = Tally()
+    tally.mean("eval/reward_mean", scores_B)
+    tally.mean("eval/response_length", lengths_B)
+    return tally.reduce(None, parts.runtime.device)

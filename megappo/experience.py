@@ -1,0 +1,103 @@
+"""From scores to what the updates need: KL in the reward, advantages, whitening, correction of the engine's gap.
+
+Works on this rank's own samples; only statistics are exchanged. B samples of this rank, R longest response.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megappo import algo
+from megappo.config.schema import AlgorithmSettings
+from megappo.runtime.tally import Tally
+from megappo.types import Experience, Scored
+
+
+class ExperienceMaker:
+    """Turns Scored into Experience; keeps the state of the adaptive KL controller."""
+
+    def __init__(self, algorithm: AlgorithmSettings, device: torch.device) -> None:
+        self._algorithm, self._device = algorithm, device
+        self._estimator = algo.get_estimator(algorithm.estimator)
+        kl = algorithm.kl_in_reward
+        self.kl_controller: algo.FixedKLController | algo.AdaptiveKLController
+        if kl is not None and kl.controller == "adaptive":
+            self.kl_controller = algo.AdaptiveKLController(kl.coef, kl.target, kl.horizon)
+        else:
+            self.kl_controller = algo.FixedKLController(kl.coef if kl is not None else 0.0)
+
+    def make(self, scored: Scored, step_sequences: int) -> tuple[Experience, dict[str, float]]:
+        """The step's experience and its metrics; a collective of the whole world.
+
+        Args:
+            scored: this rank's samples.
+            step_sequences: samples of the step over all ranks, by which the adaptive controller moves.
+        """
+        tally, mask_BR = Tally(), scored.rollouts.response_mask_BR
+        rewards_BR = self._rewards(scored, tally)
+        advantages_BR, returns_BR = self._estimator(
+            rewards=rewards_BR,
+            values=scored.values_BR,
+            mask=mask_BR,
+            group_ids=scored.rollouts.group_ids_B,
+            gamma=self._algorithm.gamma,
+            lam=self._algorithm.lam,
+        )
+        if self._algorithm.whiten_advantages and self._estimator.whiten:
+            advantages_BR = algo.masked_whiten(
+                values=advantages_BR, mask=mask_BR, stats=self._global_stats(advantages_BR, mask_BR)
+            )
+        weights_BR, loss_mask_BR = self._correction(scored, tally)
+        tally.mean_and_std("advantage", advantages_BR, mask_BR)
+        tally.mean("return/mean", returns_BR, mask_BR)
+        tally.mean_and_std("reward", scored.scores_B)
+        tally.maximum("reward/max", scored.scores_B)
+        tally.minimum("reward/min", scored.scores_B)
+        numbers = tally.reduce(None, self._device)
+        if "kl/per_response" in numbers:
+            numbers["kl/coef"] = self.kl_controller.value
+            self.kl_controller.update(numbers["kl/per_response"], step_sequences)
+        return Experience(scored, advantages_BR, returns_BR, weights_BR, loss_mask_BR), numbers
+
+    def _rewards(self, scored: Scored, tally: Tally) -> Tensor:
+        """Token rewards (B, R): the score on the last token, minus the weighted KL on every token."""
+        mask_BR = scored.rollouts.response_mask_BR
+        kl = torch.zeros_like(scored.old_logprob_BR)
+        if scored.ref_logprob_BR is not None:
+            settings = self._algorithm.kl_in_reward
+            kl = algo.kl_penalty(
+                logprob=scored.old_logprob_BR,
+                ref_logprob=scored.ref_logprob_BR,
+                kind=settings.kind if settings is not None else "kl",
+            )
+            kl = torch.where(mask_BR, kl, 0.0)
+            tally.mean("kl/mean", kl, mask_BR)
+            tally.mean("kl/per_response", kl.sum(-1))
+        return algo.apply_kl_to_rewards(scores=scored.scores_B, kl=kl, mask=mask_BR, coef=self.kl_controller.value)
+
+    def _global_stats(self, values_BR: Tensor, mask_BR: Tensor) -> algo.WhitenStats:
+        packed = algo.whiten_stats(values=values_BR, mask=mask_BR).pack().to(self._device)
+        gathered = [torch.empty_like(packed) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, packed)
+        return algo.WhitenStats.merge([algo.WhitenStats.unpack(p.cpu()) for p in gathered])
+
+    def _correction(self, scored: Scored, tally: Tally) -> tuple[Tensor | None, Tensor]:
+        """Importance weights for the engine's gap, and the mask of tokens that count."""
+        mask_BR = scored.rollouts.response_mask_BR
+        if self._algorithm.old_logprob != "corrected":
+            return None, mask_BR
+        settings = self._algorithm.correction
+        weights_BR, keep_BR, _ = algo.importance_weights(
+            old_logprob=scored.old_logprob_BR,
+            engine_logprob=scored.rollouts.engine_logprob_BR,
+            mask=mask_BR,
+            level=settings.level,
+            cap=settings.cap,
+            reject_above=settings.reject_above,
+        )
+        tally.mean("correction/weight_mean", weights_BR, mask_BR)
+        tally.mean("correction/truncated", (weights_BR >= settings.cap).float(), mask_BR)
+        tally.mean("correction/rejected", (~keep_BR).float(), mask_BR)
+        return weights_BR, keep_BR & mask_BR

@@ -1,0 +1,68 @@
+"""Metrics of a step that no single stage owns; the same numbers on every rank."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megappo.config.schema import AlgorithmSettings
+from megappo.reporting import Reporter
+from megappo.runtime import Runtime
+from megappo.runtime.tally import Tally
+from megappo.types import Rollouts
+
+
+class MismatchError(RuntimeError):
+    """Engine and trainer disagree on what was sampled."""
+
+
+def rollout_metrics(rollouts: Rollouts, runtime: Runtime) -> dict[str, float]:
+    """Lengths and counts of the step over all ranks."""
+    tally, responses = Tally(), rollouts.response_lengths_B
+    tally.mean("response/length", responses)
+    tally.maximum("response/length_max", responses)
+    tally.mean("response/truncated", rollouts.truncated_B)
+    tally.mean("prompt/length", rollouts.lengths_B - responses)
+    tally.total("step_tokens", float(rollouts.lengths_B.sum()))
+    tally.total("step_samples", float(len(responses)))
+    return tally.reduce(None, runtime.device)
+
+
+def check_mismatch(
+    trainer_logprob_BR: Tensor, rollouts: Rollouts, algorithm: AlgorithmSettings, reporter: Reporter, runtime: Runtime
+) -> dict[str, float]:
+    """`mismatch/*`: how far the engine's log-probabilities are from the trainer's, in nats per token.
+
+    Raises MismatchError above `algorithm.mismatch_stop_nats`.
+    """
+    mask_BR = rollouts.response_mask_BR
+    gap = torch.where(mask_BR, trainer_logprob_BR - rollouts.engine_logprob_BR, 0.0)
+    tally = Tally()
+    tally.mean("mismatch/mean", gap.abs(), mask_BR)
+    tally.maximum("mismatch/max", gap.abs(), mask_BR)
+    # k3 of KL(engine || trainer), whose samples the responses are.
+    tally.mean("mismatch/k3", gap.clamp(-20, 20).exp() - 1 - gap, mask_BR)
+    numbers = tally.reduce(None, runtime.device)
+    mean = numbers["mismatch/mean"]
+    if not mean <= algorithm.mismatch_stop_nats:
+        raise MismatchError(
+            f"engine and trainer log-probabilities differ by {mean:.3g} nats per token, above "
+            f"algorithm.mismatch_stop_nats {algorithm.mismatch_stop_nats}; the engine does not hold the actor's "
+            "weights, or computes in a type too coarse (rollout.dtype)"
+        )
+    if mean > algorithm.mismatch_warn_nats:
+        reporter.message(
+            f"engine and trainer log-probabilities differ by {mean:.3g} nats per token "
+            f"(algorithm.mismatch_warn_nats {algorithm.mismatch_warn_nats}); try rollout.dtype: float32 or "
+            "algorithm.old_logprob: corrected"
+        )
+    return numbers
+
+
+def sync_metrics(seconds: float, total_bytes: int, version: int) -> dict[str, float]:
+    """`sync/*` of a weight stream that took `seconds`."""
+    return {
+        "sync/seconds": seconds,
+        "sync/gigabytes_per_second": total_bytes / 1e9 / max(seconds, 1e-9),
+        "sync/version": float(version),
+    }

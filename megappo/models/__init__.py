@@ -1,0 +1,1 @@
+"""The Megatron-Core side: layouts, models, schedules and roles."""

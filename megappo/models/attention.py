@@ -1,0 +1,150 @@
+"""Core attention and norm for machines without Transformer Engine.
+
+Megatron's own local attention refuses packed sequences and builds an S x S mask; its local norm refuses sequence
+parallelism. Both fit Megatron's layer spec as they are.
+Shape legend: t tokens of a packed microbatch, h query heads, g key/value heads of this rank, d channels, S segments,
+L longest segment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+# A rectangle of S x L is one call of SDPA instead of S; it pays off while it is not mostly padding.
+_MOST_PADDING = 2.0
+
+
+@dataclass
+class PackedSegments(PackedSeqParams):
+    """Megatron's description of a packed microbatch, with the lengths on the host so that nothing synchronises."""
+
+    lengths: tuple[int, ...] = ()
+    slots: Tensor | None = None
+    """(t,) int64: place of each token in the (S, L) rectangle, None where segments are attended one by one."""
+
+
+def packed_segments(lengths: tuple[int, ...], device: torch.device) -> PackedSegments:
+    """Describe a microbatch of segments that do not see each other."""
+    cumulative = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
+    cu_seqlens = cumulative.to(device=device, dtype=torch.int32)
+    longest = max(lengths)
+    slots = None
+    if len(lengths) > 1 and len(lengths) * longest <= _MOST_PADDING * sum(lengths):
+        slots = torch.cat([torch.arange(n) + i * longest for i, n in enumerate(lengths)]).to(device)
+    return PackedSegments(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        lengths=lengths,
+        slots=slots,
+    )
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    """Causal attention of (b, heads, n, d) tensors; with a window each token sees the last `window` tokens.
+
+    Queries of a long windowed sequence are taken in blocks of `window`, so that no mask exceeds window x 2 window.
+    """
+    length = query.shape[-2]
+    grouped = query.shape[1] != key.shape[1]
+    if window is None or length <= window:
+        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+    blocks = []
+    for start in range(0, length, window):
+        stop, first = min(start + window, length), max(0, start - window + 1)
+        rows = torch.arange(start, stop, device=query.device)[:, None]
+        columns = torch.arange(first, stop, device=query.device)[None, :]
+        mask = (columns <= rows) & (columns > rows - window)
+        blocks.append(
+            scaled_dot_product_attention(
+                query[..., start:stop, :],
+                key[..., first:stop, :],
+                value[..., first:stop, :],
+                attn_mask=mask,
+                scale=scale,
+                enable_gqa=grouped,
+            )
+        )
+    return torch.cat(blocks, dim=-2)
+
+
+class SDPACoreAttention(MegatronModule):
+    """Causal self-attention on torch's scaled_dot_product_attention, packed (thd) or dense (sbhd).
+
+    Takes part in Megatron's layer spec as `core_attention`; the arguments are those Megatron passes.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__(config=config)
+        assert not config.attention_dropout, "PPO's ratio needs a policy without dropout"
+        self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
+        window = config.window_size
+        self.window = window[0] + 1 if isinstance(window, tuple) else None
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """query (t,h,d), key and value (t,g,d) -> (t, h*d); dense: (s,b,h,d), (s,b,g,d) -> (s, b, h*d)."""
+        if packed_seq_params is None:
+            out = _attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), self.scale, self.window)
+            return out.permute(2, 0, 1, 3).flatten(2)
+        assert isinstance(packed_seq_params, PackedSegments)
+        lengths, slots = packed_seq_params.lengths, packed_seq_params.slots
+        if slots is not None:
+            return self._attend_rectangle(query, key, value, len(lengths), max(lengths), slots)
+        segments = [
+            _attend(*(x.transpose(0, 1).unsqueeze(0) for x in piece), self.scale, self.window)
+            for piece in zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
+        ]
+        return torch.cat([s.squeeze(0).transpose(0, 1) for s in segments]).flatten(1)
+
+    def _attend_rectangle(
+        self, query: Tensor, key: Tensor, value: Tensor, segments: int, longest: int, slots: Tensor
+    ) -> Tensor:
+        """All segments in one call, padded on the right, where causality hides the padding from every real token."""
+
+        def rectangle(x: Tensor) -> Tensor:
+            padded = x.new_zeros(segments * longest, *x.shape[1:]).index_copy(0, slots, x)
+            return padded.view(segments, longest, *x.shape[1:]).transpose(1, 2)
+
+        out = _attend(rectangle(query), rectangle(key), rectangle(value), self.scale, self.window)
+        return out.transpose(1, 2).flatten(0, 1).index_select(0, slots).flatten(1)
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm that Megatron's sequence parallelism accepts.
+
+    Under sequence parallelism each tensor rank sees a part of the tokens; the attribute makes Megatron sum the
+    weight's gradient over tensor ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

@@ -1,0 +1,232 @@
+"""Hugging Face architecture and layout in, Megatron-Core GPT models out."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from megappo.models.attention import RMSNorm, SDPACoreAttention
+from megappo.models.heads import LogprobHead, ValueHead
+from megappo.models.layout import Layout
+from megappo.models.shape import ArchitectureConfig
+from megappo.reshard.hf_map import Parameter, model_parameters
+from megappo.reshard.sources import WeightSource, read_shard
+
+_PARTITION_DIM = {"column": 0, "glu": 0, "qkv": 0, "vocab": 0, "row": 1}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine's layers are used: it is installed and there is a CUDA device for it."""
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """Everything about a model that is neither architecture nor layout."""
+
+    dtype: torch.dtype
+    device: torch.device
+    padded_vocab: int
+    temperature: float = 1.0
+    recompute: str = "none"
+    seed: int = 0
+    value_head_std: float | None = None
+    """Not None: a critic, its value head drawn with this standard deviation."""
+
+
+@dataclass(frozen=True)
+class RoleModel:
+    """The model chunks of one rank: one, or `vpp` of them with an interleaved pipeline."""
+
+    arch: ArchitectureConfig
+    layout: Layout
+    options: BuildOptions
+    config: TransformerConfig
+    chunks: list[GPTModel]
+
+    @property
+    def is_critic(self) -> bool:
+        """Whether the output layer is a value head."""
+        return self.options.value_head_std is not None
+
+    def parameters_here(self) -> list[tuple[Parameter, nn.Parameter]]:
+        """The mapped parameters of this rank, in the map's order; a critic's trunk has no output layer in it."""
+        held: dict[str, nn.Parameter] = {}
+        for chunk in self.chunks:
+            held |= {_global_name(chunk, name): parameter for name, parameter in chunk.named_parameters()}
+        return [
+            (p, held[p.megatron])
+            for p in model_parameters(self.arch, transformer_engine=has_transformer_engine())
+            if p.megatron in held and not (self.is_critic and p.megatron == "output_layer.weight")
+        ]
+
+
+def _global_name(chunk: GPTModel, name: str) -> str:
+    """Megatron numbers the layers of a chunk from 0; the map numbers those of the model."""
+    parts = name.split(".")
+    if parts[:2] != ["decoder", "layers"]:
+        return name
+    parts[2] = str(chunk.decoder.layers[int(parts[2])].layer_number - 1)
+    return ".".join(parts)
+
+
+def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildOptions) -> TransformerConfig:
+    """Megatron's configuration of this architecture on this layout."""
+    recompute: dict[str, Any] = {}
+    if options.recompute == "full":
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    elif options.recompute == "selective":
+        recompute = {"recompute_granularity": "selective"}
+    rope_scale = _rope(arch)[1]
+    return TransformerConfig(
+        num_layers=arch.layers,
+        hidden_size=arch.hidden_size,
+        num_attention_heads=arch.heads,
+        num_query_groups=arch.kv_heads,
+        kv_channels=arch.head_dim,
+        ffn_hidden_size=arch.ffn_hidden_size,
+        layernorm_epsilon=arch.norm_eps,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=arch.qkv_bias,
+        qk_layernorm=arch.qk_norm,
+        window_size=None if arch.sliding_window is None else (arch.sliding_window - 1, 0),
+        # The factor that yarn puts on cosine and sine of both query and key.
+        softmax_scale=None if rope_scale == 1.0 else rope_scale**2 * arch.head_dim**-0.5,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method_std=arch.initializer_range,
+        perform_initialization=False,
+        use_cpu_initialization=options.device.type == "cpu",
+        params_dtype=options.dtype,
+        bf16=options.dtype == torch.bfloat16,
+        pipeline_dtype=options.dtype,
+        autocast_dtype=options.dtype,
+        tensor_model_parallel_size=layout.grid.tp,
+        pipeline_model_parallel_size=layout.grid.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        sequence_parallel=layout.sequence_parallel,
+        # Packed microbatches differ in length.
+        variable_seq_lengths=layout.grid.pp > 1,
+        moe_token_dispatcher_type="alltoall",  # checked with variable lengths even where there are no experts
+        # Losses are sums already divided by the global count; Megatron must not divide again.
+        calculate_per_token_loss=True,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        **recompute,
+    )
+
+
+def _rope(arch: ArchitectureConfig) -> tuple[torch.Tensor, float]:
+    """Inverse frequencies (head_dim/2,) and the factor on cosine and sine, as transformers computes them.
+
+    Megatron's own scaling knows Llama 3's constants only.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = arch.hf_config.rope_parameters
+    if rope["rope_type"] == "default":
+        exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.int64).float() / arch.head_dim
+        return 1.0 / (rope["rope_theta"] ** exponents), 1.0
+    inv_freq, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](arch.hf_config, torch.device("cpu"))
+    return inv_freq, float(scale)
+
+
+def _layer_spec(arch: ArchitectureConfig, config: TransformerConfig, layout: Layout, vp_stage: int | None) -> Any:
+    """Transformer Engine's layers where it can run; otherwise Megatron's own with our attention and norm."""
+    if has_transformer_engine():
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=arch.qk_norm)
+    layer = get_gpt_layer_local_spec(qk_layernorm=arch.qk_norm, normalization="RMSNorm")
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = SDPACoreAttention
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    if arch.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    layers = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=layout.stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
+
+
+def build_model(arch: ArchitectureConfig, layout: Layout, options: BuildOptions, source: WeightSource) -> RoleModel:
+    """Build this rank's chunks of a role and fill them from `source`."""
+    model_parallel_cuda_manual_seed(
+        options.seed, tp_rank=layout.tensor_rank, ep_rank=0, etp_rank=0, force_reset_rng=True
+    )
+    config = transformer_config(arch, layout, options)
+    chunks = [_build_chunk(arch, layout, options, config, chunk) for chunk in range(layout.vpp)]
+    model = RoleModel(arch, layout, options, config, chunks)
+    with torch.no_grad():
+        for entry, parameter in model.parameters_here():
+            _mark_partition(entry, parameter, layout)
+            parameter.copy_(
+                read_shard(source, arch, entry, parameter, layout.tensor_rank, layout.grid.tp, options.padded_vocab)
+            )
+        _fill_last_stage_copy(model, source)
+    return model
+
+
+def _mark_partition(entry: Parameter, parameter: nn.Parameter, layout: Layout) -> None:
+    """Megatron does this where it initialises weights itself; without it a norm counts one shard for all."""
+    if layout.grid.tp > 1 and entry.kind in _PARTITION_DIM and not hasattr(parameter, "tensor_model_parallel"):
+        set_tensor_model_parallel_attributes(parameter, True, _PARTITION_DIM[entry.kind], 1)
+
+
+def _build_chunk(
+    arch: ArchitectureConfig, layout: Layout, options: BuildOptions, config: TransformerConfig, chunk: int
+) -> GPTModel:
+    is_critic = options.value_head_std is not None
+    vp_stage = chunk if layout.vpp > 1 else None
+    first = layout.stage == 0 and chunk == 0
+    last = layout.is_last_stage and chunk == layout.vpp - 1
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=_layer_spec(arch, config, layout, vp_stage),
+        vocab_size=options.padded_vocab,
+        max_sequence_length=arch.max_position_embeddings,
+        pre_process=first,
+        post_process=last,
+        parallel_output=True,
+        share_embeddings_and_output_weights=arch.tied_embeddings and not is_critic,
+        position_embedding_type="rope",
+        pg_collection=layout.groups,
+        vp_stage=vp_stage,
+    )
+    model.rotary_pos_emb.inv_freq = _rope(arch)[0].to(options.device)
+    if last and options.value_head_std is not None:
+        model.output_layer = ValueHead(layout, arch.hidden_size, options.dtype, options.device)
+        generator = torch.Generator().manual_seed(options.seed)
+        drawn = torch.randn(1, arch.hidden_size, generator=generator) * options.value_head_std
+        model.output_layer.weight.data.copy_(drawn)
+    elif last:
+        model.output_layer = LogprobHead(layout, model.output_layer.weight, arch.vocab_size, options.temperature)
+    return model
+
+
+def _fill_last_stage_copy(model: RoleModel, source: WeightSource) -> None:
+    """Tied embeddings under a pipeline: the last stage trains a copy of the first stage's embedding."""
+    last = model.chunks[-1]
+    if not (model.arch.tied_embeddings and last.post_process and not last.pre_process) or model.is_critic:
+        return
+    entry = next(iter(model_parameters(model.arch)))
+    weight, layout = last.output_layer.weight, model.layout
+    _mark_partition(entry, weight, layout)
+    weight.copy_(
+        read_shard(source, model.arch, entry, weight, layout.tensor_rank, layout.grid.tp, model.options.padded_vocab)
+    )

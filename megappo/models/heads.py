@@ -1,0 +1,96 @@
+"""Output layers that hand out what PPO needs instead of logits.
+
+Both stand at GPTModel's `output_layer` and keep its contract: `forward(hidden, weight, runtime_gather_output)` returns
+(output, None) with the output in Megatron's [rows, 1, channels]. Only the rows that predict response tokens are
+computed: `expect` names them before each microbatch.
+"""
+
+from __future__ import annotations
+
+import torch
+from megappo_kernels import linear_logprob
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor, nn
+
+from megappo.models.layout import Layout
+
+
+class _Head(nn.Module):
+    """Selects the expected rows of the hidden states, whole along the sequence."""
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__()
+        self.layout = layout
+        self._rows_N: Tensor | None = None
+
+    def _select(self, hidden: Tensor, *, partial_gradients: bool) -> Tensor:
+        """(t, 1, H) hidden states, or their sequence parallel part -> the expected rows (n, H).
+
+        `partial_gradients`: each tensor rank's gradient is a part to be summed (the head is split over ranks), not
+        the whole (the head is replicated).
+        """
+        assert self._rows_N is not None, "expect() comes before each forward"
+        if self.layout.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=partial_gradients, group=self.layout.groups.tp
+            )
+        return hidden.squeeze(1).index_select(0, self._rows_N)
+
+
+class LogprobHead(_Head):
+    """Language model head: (logprob, entropy) of the response tokens, float32, in nats."""
+
+    def __init__(self, layout: Layout, weight: nn.Parameter | None, vocab_size: int, temperature: float) -> None:
+        super().__init__(layout)
+        self.weight = weight  # None where the tied embedding of the same stage is passed to forward
+        self.vocab_size = vocab_size
+        self.temperature = temperature
+        self.wants_entropy = True
+        self.trains_entropy = False
+        self._labels_N: Tensor | None = None
+
+    def expect(self, rows_N: Tensor, labels_N: Tensor) -> None:
+        """Name the rows of the next microbatch and the tokens they predict (int64)."""
+        self._rows_N, self._labels_N = rows_N, labels_N
+
+    def forward(
+        self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        """[t, 1, H] -> [n, 1, 2]."""
+        assert self._labels_N is not None
+        matrix = weight if weight is not None else self.weight
+        assert matrix is not None
+        logprob_N, entropy_N = linear_logprob(
+            self._select(hidden, partial_gradients=True),
+            matrix,
+            self._labels_N,
+            temperature=self.temperature,
+            tp_group=self.layout.groups.tp,
+            valid_vocab=self.vocab_size,
+            entropy=self.wants_entropy,
+            sequence_parallel=self.layout.sequence_parallel,
+        )
+        if not self.trains_entropy:
+            entropy_N = entropy_N.detach()
+        return torch.stack([logprob_N, entropy_N], dim=-1).unsqueeze(1), None
+
+
+class ValueHead(_Head):
+    """Scalar head of the critic, replicated over tensor ranks; float32 arithmetic whatever the trunk's type."""
+
+    def __init__(self, layout: Layout, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(layout)
+        self.weight = nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.zeros(1, dtype=dtype, device=device))
+
+    def expect(self, rows_N: Tensor, labels_N: Tensor) -> None:
+        """Name the rows of the next microbatch; the labels play no part."""
+        self._rows_N = rows_N
+
+    def forward(
+        self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        """[t, 1, H] -> [n, 1, 1]: the value of the state before each response token."""
+        rows_NH = self._select(hidden, partial_gradients=False).float()
+        values_N = rows_NH @ self.weight.float().T + self.bias.float()
+        return values_N.unsqueeze(1), None

@@ -1,0 +1,93 @@
+"""Which data parallel replica processes which sample, and in which packed microbatch.
+
+Pure functions of the lengths: every rank computes the same plan from the all-gathered lengths.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Samples that are packed together."""
+
+    sample_ids: tuple[int, ...]
+    is_filler: bool = False
+    """A repetition with zero weight, there because a schedule needs a multiple of microbatches."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """replicas[d] lists the microbatches of data parallel replica d in order."""
+
+    replicas: tuple[tuple[Microbatch, ...], ...]
+
+    def replicas_of(self) -> dict[int, list[int]]:
+        """The replicas each sample is sent to: one, and those that use it as a filler."""
+        places: dict[int, list[int]] = {}
+        for replica, microbatches in enumerate(self.replicas):
+            for sample_id in sorted({i for microbatch in microbatches for i in microbatch.sample_ids}):
+                places.setdefault(sample_id, []).append(replica)
+        return places
+
+
+def balance(costs: Sequence[int], n_bins: int) -> list[list[int]]:
+    """Distribute items over bins so that the sums are close (longest processing time first, Graham 1969).
+
+    Returns lists of item indices in increasing order; deterministic, ties go to the emptier, then the lower bin.
+    """
+    heap = [(0, 0, b) for b in range(n_bins)]
+    bins: list[list[int]] = [[] for _ in range(n_bins)]
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        total, count, b = heapq.heappop(heap)
+        bins[b].append(index)
+        heapq.heappush(heap, (total + costs[index], count + 1, b))
+    return [sorted(b) for b in bins]
+
+
+def pack(lengths: Sequence[int], budget_tokens: int) -> list[list[int]]:
+    """The fewest balanced bins of at most `budget_tokens` tokens each.
+
+    Raises ValueError where a single item exceeds the budget.
+    """
+    if not lengths:
+        return []
+    if max(lengths) > budget_tokens:
+        raise ValueError(
+            f"a sample of {max(lengths)} tokens exceeds the microbatch budget of {budget_tokens} tokens; "
+            "raise microbatch_budget_tokens"
+        )
+    n_bins = -(-sum(lengths) // budget_tokens)
+    while True:
+        bins = balance(lengths, n_bins)
+        if max(sum(lengths[i] for i in b) for b in bins) <= budget_tokens:
+            return [b for b in bins if b]
+        n_bins += 1
+
+
+def plan_microbatches(lengths: Mapping[int, int], *, replicas: int, budget_tokens: int, multiple_of: int = 1) -> Plan:
+    """Spread samples over replicas by tokens and pack each replica's share by the budget.
+
+    Args:
+        lengths: tokens of each sample id; the order of the mapping does not matter.
+        replicas: data parallel size.
+        budget_tokens: most tokens in a microbatch.
+        multiple_of: every replica gets a multiple of this many microbatches (interleaved pipelines need it).
+
+    A replica's shortfall is filled with repetitions of the shortest sample that carry no weight, so every replica has
+    at least one microbatch.
+    """
+    ids = sorted(lengths)
+    shortest = min(ids, key=lambda i: (lengths[i], i))
+    planned = []
+    for share in balance([lengths[i] for i in ids], replicas):
+        share_ids = [ids[i] for i in share]
+        microbatches = [
+            Microbatch(tuple(share_ids[i] for i in b)) for b in pack([lengths[i] for i in share_ids], budget_tokens)
+        ]
+        missing = max(1, -(-len(microbatches) // multiple_of)) * multiple_of - len(microbatches)
+        planned.append(tuple(microbatches) + (Microbatch((shortest,), is_filler=True),) * missing)
+    return Plan(tuple(planned))

@@ -1,0 +1,184 @@
+"""Actor, critic and reference: models on their layouts, fed by every rank of the world.
+
+A rank that made samples (their home) hands them to `score` or `update`; they travel to the ranks of the replica that
+processes them, and scores travel back. Every method here is a collective of the whole world, also for ranks on which
+the role has no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megappo.models.build import RoleModel
+from megappo.models.layout import Grid, Layout
+from megappo.models.packing import Plan, plan_microbatches
+from megappo.models.schedule import LossFunction, PackedBatch, pack_rows, run_schedule
+from megappo.runtime import Runtime
+from megappo.runtime.exchange import Row, all_gather_varying, exchange_rows
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a role stands, known on every rank."""
+
+    name: str
+    grid: Grid
+    budget_tokens: int
+    microbatch_multiple: int
+    """Interleaved pipelines run a multiple of the pipeline size."""
+    layout: Layout | None
+    """None on ranks outside the role."""
+
+
+class Role:
+    """A model that can be evaluated on samples from anywhere."""
+
+    def __init__(self, placement: Placement, model: RoleModel | None, runtime: Runtime) -> None:
+        assert (model is None) == (placement.layout is None)
+        self.placement, self.model, self.runtime = placement, model, runtime
+        self._chunks: Sequence[Any] = model.chunks if model is not None else ()
+
+    def _deliver(self, rows: Sequence[Row]) -> tuple[list[PackedBatch], dict[int, int]]:
+        """Send this rank's rows to their replicas; returns the microbatches to run here and every sample's home."""
+        device, world = self.runtime.device, _world()
+        local = torch.tensor([[r.sample_id, len(r.integers)] for r in rows], dtype=torch.int64, device=device)
+        gathered = all_gather_varying(local.reshape(-1, 2), group=world)
+        homes = {int(i): rank for rank, part in enumerate(gathered) for i in part[:, 0].tolist()}
+        lengths = {int(i): int(n) for part in gathered for i, n in part.tolist()}
+        grid = self.placement.grid
+        plan = plan_microbatches(
+            lengths,
+            replicas=grid.dp,
+            budget_tokens=self.placement.budget_tokens,
+            multiple_of=self.placement.microbatch_multiple,
+        )
+        replicas = plan.replicas_of()
+        destinations = [[rank for d in replicas[r.sample_id] for rank in grid.replica_ranks(d)] for r in rows]
+        received = exchange_rows(rows, destinations, group=world, device=device)
+        return self._microbatches(plan, received), homes
+
+    def _microbatches(self, plan: Plan, received: Sequence[Row]) -> list[PackedBatch]:
+        layout = self.placement.layout
+        if layout is None:
+            return []
+        row_of = {r.sample_id: r for r in received}
+        return [
+            pack_rows([row_of[i] for i in m.sample_ids], layout, self.runtime.device, is_filler=m.is_filler)
+            for m in plan.replicas[layout.replica]
+        ]
+
+    def score(self, rows: Sequence[Row]) -> dict[int, Tensor]:
+        """Run the model forward; returns for each of this rank's samples the output (R, channels) of its response."""
+        batches, homes = self._deliver(rows)
+        layout = self.placement.layout
+        results: list[Row] = []
+        if layout is not None:
+            with self.runtime.megatron():
+                outputs = run_schedule(self._chunks, layout, batches, _report_output, train=False)
+            if layout.hands_out_results:
+                for batch, output_NC in zip(batches, outputs, strict=True):
+                    results += _rows_of(batch, output_NC)
+        returned = exchange_rows(
+            results, [[homes[r.sample_id]] for r in results], group=_world(), device=self.runtime.device
+        )
+        return {r.sample_id: r.floats.T for r in returned}
+
+
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _report_output(output_NC: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    return output_NC.sum(), output_NC.detach().float()
+
+
+def _rows_of(batch: PackedBatch, output_NC: Tensor) -> list[Row]:
+    """Cut the output of a microbatch back into samples; a filler has none to give."""
+    if batch.is_filler:
+        return []
+    nothing = torch.empty(0, dtype=torch.int64)
+    return [
+        Row(sample_id, nothing, piece.T.contiguous())
+        for sample_id, piece in zip(batch.sample_ids, output_NC.split(batch.response_lengths), strict=True)
+    ]
+
+
+class NonFiniteUpdateError(RuntimeError):
+    """A loss or gradient was not finite; the weights were left alone."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one minibatch did; the same on every rank of the role."""
+
+    applied: bool
+    finite: bool
+    sums: dict[str, float]
+    """Metrics summed over the minibatch (names ending in `_max`: their maximum)."""
+    grad_norm: float
+    """Global L2 norm before clipping; NaN where the update was refused before gradients were reduced."""
+    learning_rate: float
+
+
+class TrainedRole(Role):
+    """A role with gradients and an optimizer."""
+
+    def __init__(self, placement: Placement, model: RoleModel | None, runtime: Runtime, trainer: Any) -> None:
+        super().__init__(placement, model, runtime)
+        self._trainer = trainer
+        if trainer is not None:
+            self._chunks = trainer.chunks
+
+    def update_minibatch(
+        self, rows: Sequence[Row], loss: LossFunction, *, stop_above: tuple[str, float] | None = None
+    ) -> Update | None:
+        """One optimizer update from all ranks' rows of a minibatch.
+
+        `loss` gives the weighted sum to differentiate and a dict of metric sums with `loss` and `count` among them.
+        `stop_above` names a metric and the mean per `count` from which the update is refused.
+        Returns None on ranks outside the role.
+        """
+        batches, _ = self._deliver(rows)
+        layout = self.placement.layout
+        if layout is None:
+            return None
+        with self.runtime.megatron():
+            self._trainer.zero_grad()
+            reports = run_schedule(self._chunks, layout, batches, loss, train=True)
+            sums = self._reduce(layout, batches, reports)
+            rate = self._trainer.learning_rate
+            if stop_above is not None and sums[stop_above[0]] > stop_above[1] * sums["count"]:
+                return Update(False, True, sums, float("nan"), rate)
+            finite_loss = bool(torch.isfinite(torch.tensor(sums["loss"])))
+            applied, grad_norm = self._trainer.step() if finite_loss else (False, float("nan"))
+        return Update(applied, applied, sums, grad_norm, rate)
+
+    def _reduce(self, layout: Layout, batches: Sequence[PackedBatch], reports: list[Any]) -> dict[str, float]:
+        """Sum the reports of all microbatches and replicas; every rank of the role gets the result."""
+        names: list[str] | None = None
+        total = maximum = None
+        if layout.hands_out_results:
+            real = [r for b, r in zip(batches, reports, strict=True) if not b.is_filler] or [
+                {k: torch.zeros_like(v) for k, v in reports[0].items()}
+            ]
+            names = sorted(real[0])
+            stacked = torch.stack([torch.stack([r[k].double() for k in names]) for r in real])
+            total, maximum = stacked.sum(0), stacked.amax(0)
+        shared = [names]
+        dist.broadcast_object_list(shared, src=layout.grid.output_rank(0), group=layout.role_group)
+        names = shared[0]
+        assert names is not None
+        if total is None or maximum is None:
+            total = torch.zeros(len(names), dtype=torch.float64, device=self.runtime.device)
+            maximum = torch.full_like(total, -torch.inf)
+        dist.all_reduce(total, group=layout.role_group)
+        dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=layout.role_group)
+        return {name: float(maximum[i] if name.endswith("_max") else total[i]) for i, name in enumerate(names)}

@@ -1,0 +1,127 @@
+"""Microbatches through Megatron's pipeline schedules.
+
+Shape legend: t tokens of a packed microbatch (padding segment included), N response tokens in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megappo.models.attention import PackedSegments, packed_segments
+from megappo.models.layout import Layout
+from megappo.runtime.exchange import Row
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Samples packed into one sequence, ready for the model."""
+
+    sample_ids: tuple[int, ...]
+    response_lengths: tuple[int, ...]
+    tokens_1t: Tensor
+    positions_1t: Tensor
+    segments: PackedSegments
+    rows_N: Tensor
+    """Positions whose output predicts a response token."""
+    labels_N: Tensor
+    """The response tokens."""
+    fields_FN: Tensor
+    """float32: per response token what the loss needs, in the order the sender stacked it."""
+    is_filler: bool
+
+
+def pack_rows(rows: Sequence[Row], layout: Layout, device: torch.device, *, is_filler: bool) -> PackedBatch:
+    """Pack samples: `integers` are the tokens of prompt and response, `floats` (F, R) belong to the R response tokens.
+
+    The last R tokens of a sample are its response. Under sequence parallelism the pack is filled up to a multiple of
+    the tensor parallel size by a segment of its own, which nothing reads.
+    """
+    lengths = [len(r.integers) for r in rows]
+    responses = [r.floats.shape[1] for r in rows]
+    starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    tokens = [r.integers for r in rows]
+    missing = -sum(lengths) % layout.grid.tp if layout.sequence_parallel else 0
+    if missing:
+        tokens.append(torch.zeros(missing, dtype=torch.int64, device=device))
+        lengths.append(missing)
+    predicting = [
+        torch.arange(start + n - r - 1, start + n - 1) for start, n, r in zip(starts, lengths, responses, strict=False)
+    ]
+    return PackedBatch(
+        sample_ids=tuple(r.sample_id for r in rows),
+        response_lengths=tuple(responses),
+        tokens_1t=torch.cat(tokens).to(device).unsqueeze(0),
+        positions_1t=torch.cat([torch.arange(n) for n in lengths]).to(device).unsqueeze(0),
+        segments=packed_segments(tuple(lengths), device),
+        rows_N=torch.cat(predicting).to(device),
+        labels_N=torch.cat([r.integers[-n:] for r, n in zip(rows, responses, strict=True)]).to(device),
+        fields_FN=torch.cat([r.floats for r in rows], dim=1).to(device),
+        is_filler=is_filler,
+    )
+
+
+LossFunction = Callable[[Tensor, PackedBatch], tuple[Tensor, Any]]
+"""(output (N, channels), microbatch) -> (the scalar to differentiate, what to report)."""
+
+
+def run_schedule(
+    chunks: Sequence[Any], layout: Layout, microbatches: Sequence[PackedBatch], loss: LossFunction, *, train: bool
+) -> list[Any]:
+    """Run all microbatches forward (and backward) through the pipeline.
+
+    Gradients are summed over microbatches and data parallel replicas. Returns on the last stage what `loss` reported
+    for each microbatch in order, elsewhere an empty list.
+    """
+
+    def forward_step(batches: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        batch = next(batches)
+        gpt = model.module if hasattr(model, "ddp_config") else model
+        if gpt.post_process:
+            gpt.output_layer.expect(batch.rows_N, batch.labels_N)
+        output = model(batch.tokens_1t, batch.positions_1t, None, packed_seq_params=batch.segments)
+
+        def finish(output_1NC: Tensor) -> tuple[Tensor, Tensor, Any]:
+            scalar, report = loss(output_1NC.squeeze(0), batch)
+            # The second value is Megatron's token count, which `calculate_per_token_loss` would divide by.
+            return scalar, torch.zeros((), dtype=torch.int32, device=scalar.device), report
+
+        return output, finish
+
+    for chunk in chunks:
+        chunk.train(train)
+    schedule = get_forward_backward_func(pp_size=layout.grid.pp, vp_size=layout.vpp if layout.vpp > 1 else None)
+    iterators = [iter(microbatches) for _ in chunks]
+    with torch.set_grad_enabled(train):
+        reports = schedule(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(chunks) > 1 else iterators[0],
+            model=list(chunks) if len(chunks) > 1 else chunks[0],
+            num_microbatches=len(microbatches),
+            seq_length=microbatches[0].tokens_1t.shape[1],
+            micro_batch_size=1,
+            forward_only=not train,
+            pg_collection=layout.groups,
+            p2p_communicator=_p2p(chunks, layout),
+        )
+    return list(reports)
+
+
+def _p2p(chunks: Sequence[Any], layout: Layout) -> Any:
+    """The pipeline schedules want their communicator together with the process groups; one stage has none."""
+    if layout.grid.pp == 1:
+        return None
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    return P2PCommunicator(pp_group=layout.groups.pp, config=chunks[0].config)
+
+
+def finalize_summed_grads(models: list[Any], num_tokens: Tensor | None, **groups: Any) -> None:
+    """Megatron's finalisation without its division by tokens: our loss weights are already global."""
+    finalize_model_grads(models, None, **groups)

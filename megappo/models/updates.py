@@ -1,0 +1,255 @@
+"""The updates of a step: epochs x minibatches x microbatches, for actor and critic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megappo.algo import policy_loss, token_weights, value_loss
+from megappo.config.schema import AlgorithmSettings, CriticSettings, TrainedRoleSettings
+from megappo.models.roles import NonFiniteUpdateError, TrainedRole, Update
+from megappo.models.schedule import LossFunction, PackedBatch
+from megappo.models.scoring import response_rows
+from megappo.runtime.exchange import all_gather_varying
+from megappo.types import Experience
+
+_POLICY_FIELDS = ("old_logprob", "advantages", "weights", "mask", "ref_logprob", "importance_weights")
+_VALUE_FIELDS = ("old_values", "returns", "weights", "mask")
+# Already weighted by the global minibatch: their sum over microbatches is the number to show.
+_WEIGHTED = frozenset({"loss", "pg_loss", "kl_loss", "entropy_loss"})
+
+
+@dataclass
+class UpdateSummary:
+    """Metrics of all updates of one role in one step."""
+
+    updates: list[Update] = field(default_factory=list)
+
+    def metrics(self) -> dict[str, float]:
+        """Means per token over all minibatches; losses, norms and counts over updates."""
+        applied = [u for u in self.updates if u.applied]
+        count = sum(u.sums["count"] for u in self.updates)
+        numbers = {
+            "updates": float(len(applied)),
+            "skipped_updates": float(sum(not u.finite for u in self.updates)),
+        }
+        if not self.updates:
+            return numbers
+        numbers["learning_rate"] = self.updates[-1].learning_rate
+        if applied:
+            numbers["grad_norm"] = sum(u.grad_norm for u in applied) / len(applied)
+        for name in self.updates[0].sums:
+            values = [u.sums[name] for u in self.updates]
+            if name.endswith("_max"):
+                numbers[name] = max(values)
+            elif name in _WEIGHTED:
+                numbers[name] = sum(values) / len(values)
+            elif name != "count" and count:
+                numbers[name] = sum(values) / count
+        return numbers
+
+
+@dataclass(frozen=True)
+class MinibatchPlan:
+    """Which samples make which update; the same on every rank."""
+
+    batch_sequences: int
+    minibatch_sequences: int
+    epochs: int
+    seed: int
+    """Changes with run seed, step and role."""
+
+    def __iter__(self) -> Iterator[frozenset[int]]:
+        """Sample ids of one minibatch after the other, a new order each epoch."""
+        generator = torch.Generator().manual_seed(self.seed)
+        for _ in range(self.epochs):
+            order = torch.randperm(self.batch_sequences, generator=generator).tolist()
+            for start in range(0, self.batch_sequences, self.minibatch_sequences):
+                yield frozenset(order[start : start + self.minibatch_sequences])
+
+
+def minibatch_plan(settings: TrainedRoleSettings, batch_sequences: int, seed: int) -> MinibatchPlan:
+    """The plan of one role for one step."""
+    return MinibatchPlan(batch_sequences, settings.minibatch_sequences, settings.epochs, seed)
+
+
+def update_actor(
+    actor: TrainedRole,
+    experience: Experience,
+    plan: MinibatchPlan,
+    algorithm: AlgorithmSettings,
+    *,
+    penalty_coef: float,
+    norm_tokens: int,
+) -> dict[str, float]:
+    """All updates of the policy in a step; returns `actor/*` on every rank. A collective of the whole world.
+
+    Args:
+        penalty_coef: weight of KL(old || new) with `policy_loss: penalty`.
+        norm_tokens: the constant of `seq-mean-token-sum-norm`.
+
+    Raises NonFiniteUpdateError with `on_nonfinite: stop`.
+    """
+    scored = experience.scored
+    fields = {
+        "old_logprob": scored.old_logprob_BR,
+        "advantages": experience.advantages_BR,
+        "mask": experience.loss_mask_BR.float(),
+        "ref_logprob": scored.ref_logprob_BR,
+        "importance_weights": experience.importance_weights_BR,
+    }
+    loss = _policy_objective(
+        algorithm,
+        penalty_coef,
+        has_reference=scored.ref_logprob_BR is not None,
+        has_weights=experience.importance_weights_BR is not None,
+    )
+    stop = None if algorithm.target_kl is None else ("ppo_kl_k3", algorithm.target_kl)
+    return _run(
+        actor, experience, plan, fields, _POLICY_FIELDS, experience.loss_mask_BR, loss, algorithm, norm_tokens, stop
+    )
+
+
+def update_critic(
+    critic: TrainedRole,
+    experience: Experience,
+    plan: MinibatchPlan,
+    settings: CriticSettings,
+    algorithm: AlgorithmSettings,
+    *,
+    norm_tokens: int,
+) -> dict[str, float]:
+    """All updates of the value model in a step; returns `critic/*` on every rank. A collective of the whole world."""
+    mask_BR = experience.scored.rollouts.response_mask_BR
+    fields = {
+        "old_values": experience.scored.values_BR,
+        "returns": experience.returns_BR,
+        "mask": mask_BR.float(),
+    }
+
+    def loss(output_NC: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        named = _named(batch, _VALUE_FIELDS)
+        result = value_loss(
+            values=output_NC[:, 0],
+            old_values=named["old_values"],
+            returns=named["returns"],
+            weights=named["weights"],
+            mask=named["mask"] > 0,
+            clip=settings.value_clip,
+        )
+        return result.loss, {**result.metrics, "loss": result.loss.detach().clone()}
+
+    return _run(critic, experience, plan, fields, _VALUE_FIELDS, mask_BR, loss, algorithm, norm_tokens, None)
+
+
+def _policy_objective(
+    algorithm: AlgorithmSettings, penalty_coef: float, *, has_reference: bool, has_weights: bool
+) -> LossFunction:
+    kl = algorithm.kl_in_loss
+
+    def loss(output_NC: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        named = _named(batch, _POLICY_FIELDS)
+        result = policy_loss(
+            logprob=output_NC[:, 0],
+            entropy=output_NC[:, 1],
+            old_logprob=named["old_logprob"],
+            advantages=named["advantages"],
+            weights=named["weights"],
+            mask=named["mask"] > 0,
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
+            dual_clip=algorithm.dual_clip,
+            kind=algorithm.policy_loss,
+            penalty_coef=penalty_coef,
+            entropy_coef=algorithm.entropy_coef,
+            ref_logprob=named["ref_logprob"] if has_reference else None,
+            kl_kind=kl.kind if kl else "low_var_kl",
+            kl_coef=kl.coef if kl else 0.0,
+            importance_weights=named["importance_weights"] if has_weights else None,
+        )
+        return result.loss, {**result.metrics, "loss": result.loss.detach().clone()}
+
+    return loss
+
+
+def _named(batch: PackedBatch, names: tuple[str, ...]) -> dict[str, Tensor]:
+    named = dict(zip(names, batch.fields_FN, strict=True))
+    if batch.is_filler:
+        named["weights"], named["mask"] = torch.zeros_like(named["weights"]), torch.zeros_like(named["mask"])
+    return named
+
+
+def _run(
+    role: TrainedRole,
+    experience: Experience,
+    plan: MinibatchPlan,
+    fields: dict[str, Tensor | None],
+    names: tuple[str, ...],
+    mask_BR: Tensor,
+    loss: LossFunction,
+    algorithm: AlgorithmSettings,
+    norm_tokens: int,
+    stop_above: tuple[str, float] | None,
+) -> dict[str, float]:
+    rollouts = experience.scored.rollouts
+    counts = _token_counts(rollouts.sample_ids_B, mask_BR, role.runtime.device)
+    ids = rollouts.sample_ids_B.tolist()
+    summary = UpdateSummary()
+    for minibatch in plan:
+        tokens = [counts[i] for i in minibatch if counts[i] > 0]
+        if not tokens:
+            continue  # every sample was rejected
+        chosen = [b for b, sample_id in enumerate(ids) if sample_id in minibatch]
+        fields["weights"] = token_weights(
+            mask=mask_BR,
+            mode=algorithm.loss_aggregation,
+            total_tokens=sum(tokens),
+            total_sequences=len(tokens),
+            norm_tokens=norm_tokens,
+        )
+        stacked_FBR = torch.stack([_or_zeros(fields[name], mask_BR) for name in names])
+        update = role.update_minibatch(response_rows(rollouts, chosen, stacked_FBR), loss, stop_above=stop_above)
+        if _note(role, summary, update, algorithm):
+            break
+    return _shared_metrics(role, summary)
+
+
+def _shared_metrics(role: TrainedRole, summary: UpdateSummary) -> dict[str, float]:
+    """The summary of the role's first rank, on every rank of the world."""
+    metrics = {f"{role.placement.name}/{name}": value for name, value in summary.metrics().items()}
+    shared = [metrics]
+    dist.broadcast_object_list(shared, src=role.placement.grid.ranks[0])
+    return shared[0]
+
+
+def _note(role: TrainedRole, summary: UpdateSummary, update: Update | None, algorithm: AlgorithmSettings) -> bool:
+    """Record an update; True where the step's updates of this role end. All ranks of the world agree on it."""
+    verdict: list[Any] = [None]
+    if update is not None:
+        summary.updates.append(update)
+        verdict = [(update.finite, update.applied)]
+    dist.broadcast_object_list(verdict, src=role.placement.grid.ranks[0])
+    finite, applied = verdict[0]
+    if not finite and algorithm.on_nonfinite == "stop":
+        raise NonFiniteUpdateError(
+            f"the {role.placement.name}'s loss or gradient is not finite; its weights were left as they were. "
+            f"Lower {role.placement.name}.optimizer.learning_rate, or set algorithm.on_nonfinite: skip to go on"
+        )
+    return finite and not applied
+
+
+def _token_counts(sample_ids_B: Tensor, mask_BR: Tensor, device: torch.device) -> dict[int, int]:
+    """Counted tokens of every sample of the step, on every rank."""
+    local = torch.stack([sample_ids_B, mask_BR.sum(-1)], dim=1).to(device)
+    world = dist.group.WORLD
+    assert world is not None
+    return {int(i): int(n) for part in all_gather_varying(local, group=world) for i, n in part.tolist()}
+
+
+def _or_zeros(values_BR: Tensor | None, mask_BR: Tensor) -> Tensor:
+    return torch.zeros(mask_BR.shape) if values_BR is None else values_BR.float()

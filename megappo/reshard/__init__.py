@@ -1,0 +1,1 @@
+"""Between Hugging Face's tensors and Megatron's shards."""

@@ -1,0 +1,118 @@
+"""One process of the run: its rank, its device, its collectives."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megappo.config.schema import RuntimeSettings
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What the rest of the program knows of the process it runs in."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """True on the rank that prints and writes."""
+        return self.rank == 0
+
+    @contextlib.contextmanager
+    def megatron(self) -> Iterator[None]:
+        """Every call into Megatron-Core happens inside this; on CUDA it does nothing."""
+        if self.device.type == "cuda":
+            yield
+            return
+        from megappo.runtime.megatron_cpu import cuda_means_cpu
+
+        with cuda_means_cpu():
+            yield
+
+    def synchronize(self) -> None:
+        """Wait for the device, so that stage times are true."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def peak_memory_gigabytes(self) -> float:
+        """Peak memory of this rank in GB (1e9 bytes): of the device on CUDA, of the process on CPU."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated() / 1e9
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
+def _rank_variables() -> tuple[int, int, int, int]:
+    """(rank, world size, local rank, ranks on this machine) from torchrun's variables; one process without them."""
+    rank = int(os.environ.get("RANK", "0"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+    return rank, world_size, local_rank, local_world_size
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def start_runtime(settings: RuntimeSettings) -> Iterator[Runtime]:
+    """Join the process group and prepare Megatron-Core for this machine; leave the group at the end.
+
+    Reads `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`; without them the run
+    is one process. Raises ValueError where `runtime.device` asks for CUDA and there is none.
+    """
+    has_cuda = torch.cuda.is_available()
+    if settings.device == "cuda" and not has_cuda:
+        raise ValueError("runtime.device is cuda, but this machine shows no CUDA device; use runtime.device: cpu")
+    if settings.device == "cpu" and has_cuda:
+        raise ValueError("runtime.device is cpu on a machine with CUDA; set CUDA_VISIBLE_DEVICES= to hide the devices")
+    rank, world_size, local_rank, local_world_size = _rank_variables()
+    if has_cuda:
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+        threads = settings.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // local_world_size)
+        torch.set_num_threads(threads)
+        # Compiled fusions bring nothing on gloo and cost seconds at every new shape.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        from megappo.runtime.megatron_cpu import install
+
+        install()
+    if "MASTER_ADDR" not in os.environ:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+    dist.init_process_group(
+        "nccl" if has_cuda else "gloo",
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=settings.collective_timeout_seconds),
+    )
+    _prepare_megatron()
+    try:
+        yield Runtime(rank, world_size, local_rank, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def _prepare_megatron() -> None:
+    """Make the buffer of sequence parallel gathers, Megatron's one global that process groups do not replace."""
+    from megatron.core import parallel_state
+
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        parallel_state._set_global_memory_buffer()

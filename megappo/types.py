@@ -1,0 +1,97 @@
+"""What flows through a PPO step: Prompts -> Rollouts -> Scored -> Experience.
+
+Shape legend: B samples on this rank (its share of the step), T tokens of one sample (prompt and response),
+R longest response on this rank (responses are padded on the right), P prompts.
+Token ids are int64, masks bool, everything else float32 unless said. Logprobs are natural logarithms of the
+distribution that was sampled from, temperature included. Padded positions may hold anything; masks decide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of a data source, tokenised.
+
+    `metadata` is what the source knows besides (for example `data_source`, or reasoning-gym's entry); it is handed
+    to the reward function and must be picklable.
+    """
+
+    index: int
+    """Position in the data source."""
+    token_ids: tuple[int, ...]
+    text: str
+    """The prompt as the model sees it."""
+    answer: str | None
+    metadata: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """This rank's prompts of one step, each to be sampled `samples_per_prompt` times."""
+
+    prompts: tuple[Prompt, ...]
+    first_position: int
+    """Position of the first of them among all prompts of the step."""
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """What the engine made of this rank's prompts; samples of one prompt stand together."""
+
+    prompts: tuple[Prompt, ...]
+    """B: the prompt of each sample."""
+    sample_ids_B: Tensor
+    """int64: position of each sample in the step's global batch; unique over all ranks."""
+    group_ids_B: Tensor
+    """int64: position of each sample's prompt in the step; equal for samples of one prompt."""
+    sequences: tuple[Tensor, ...]
+    """B tensors (T,) of token ids: the prompt, then the response as sampled, never re-tokenised."""
+    response_lengths_B: Tensor
+    """int64, >= 1, the stop token included."""
+    engine_logprob_BR: Tensor
+    response_mask_BR: Tensor
+    """True on the response's own tokens."""
+    truncated_B: Tensor
+    """bool: the length limit ended the response."""
+    weight_version: int
+    """Version of the weights that generated them."""
+    responses: tuple[str, ...]
+    """B decoded responses without special tokens, for the reward and the log."""
+
+    @property
+    def lengths_B(self) -> Tensor:
+        """int64: tokens of each sample, prompt and response."""
+        return torch.tensor([len(s) for s in self.sequences], dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Rollouts with what the reward and the models say of them."""
+
+    rollouts: Rollouts
+    scores_B: Tensor
+    old_logprob_BR: Tensor
+    """The denominator of the ratio: recomputed by the trainer, or the engine's in bypass mode."""
+    ref_logprob_BR: Tensor | None
+    values_BR: Tensor | None
+    """Value of the state before each response token."""
+
+
+@dataclass(frozen=True)
+class Experience:
+    """Everything the updates need."""
+
+    scored: Scored
+    advantages_BR: Tensor
+    returns_BR: Tensor
+    importance_weights_BR: Tensor | None
+    """Truncated weights for the gap between engine and trainer; None: all 1."""
+    loss_mask_BR: Tensor
+    """Response tokens the policy loss counts: the response mask without rejected samples."""

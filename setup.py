@@ -1,0 +1,42 @@
+"""Packaging of megappo and its kernels.
+
+`kernels/` has no `__init__.py`: Hugging Face ships a package of that name, which one here would shadow. The package
+in it is mapped by name instead.
+"""
+
+from setuptools import find_packages, setup
+
+setup(
+    name="megappo",
+    version="0.1.0",
+    description="PPO for large language models on Megatron-Core and SGLang",
+    license="Apache-2.0",
+    python_requires=">=3.11,<3.13",
+    packages=[*find_packages(include=["megappo", "megappo.*"]), "megappo_kernels"],
+    package_dir={"megappo_kernels": "kernels/megappo_kernels"},
+    install_requires=[
+        "torch>=2.11",
+        "megatron-core>=0.16,<0.20",
+        "transformers>=5,<6",
+        "accelerate",
+        "einops",
+        "jinja2",
+        "numpy",
+        "psutil",
+        "pyarrow",
+        "pydantic>=2.11,<3",
+        "pyyaml",
+        "rich",
+        "safetensors",
+        "setuptools<81",
+        "tensorboard",
+    ],
+    extras_require={
+        "sglang": ["sglang==0.5.23"],
+        "te": ["transformer-engine[pytorch]"],
+        "tasks": ["math-verify", "reasoning-gym"],
+        "wandb": ["wandb"],
+        "test": ["hypothesis", "math-verify", "mypy", "pytest", "pytest-timeout", "reasoning-gym", "ruff"],
+    },
+    entry_points={"console_scripts": ["megappo=megappo.cli:main"]},
+)

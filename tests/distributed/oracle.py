@@ -1,0 +1,166 @@
+"""One PPO step in one process, written from the papers: transformers models, torch autograd, torch.optim.AdamW.
+
+Imports nothing of megappo. Samples are processed one by one without padding, every formula is spelled out, and what is
+global (whitening, loss normalisation, clipping) is computed over everything at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass
+class Sample:
+    """A finished response and its score."""
+
+    tokens: Tensor
+    response: int
+    score: float
+
+
+class ValueModel(nn.Module):
+    """A transformers trunk with a scalar head."""
+
+    def __init__(self, causal_lm: Any, head: nn.Linear) -> None:
+        super().__init__()
+        self.trunk = causal_lm.model
+        self.head = head
+
+    def forward(self, sample: Sample) -> Tensor:
+        hidden = self.trunk(input_ids=sample.tokens[None]).last_hidden_state[0]
+        return self.head(hidden)[-sample.response - 1 : -1, 0]
+
+
+def policy_outputs(model: Any, sample: Sample, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probability and entropy at each response token."""
+    logits = model(input_ids=sample.tokens[None]).logits[0, -sample.response - 1 : -1] / temperature
+    logp = logits.log_softmax(-1)
+    labels = sample.tokens[-sample.response :]
+    return logp.gather(1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
+def gae(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Tensor:
+    """Generalised advantage estimation, Schulman et al. 2016, eq. 16, from its recursion."""
+    advantages = torch.zeros_like(rewards)
+    following, carried = 0.0, 0.0
+    for t in reversed(range(len(rewards))):
+        delta = rewards[t] + gamma * following - values[t]
+        carried = delta + gamma * lam * carried
+        advantages[t], following = carried, values[t]
+    return advantages
+
+
+@dataclass
+class Settings:
+    """The numbers of the step, all of them on."""
+
+    temperature: float
+    gamma: float
+    lam: float
+    kl_reward_coef: float
+    kl_loss_coef: float
+    clip_low: float
+    clip_high: float
+    dual_clip: float
+    value_clip: float
+    entropy_coef: float
+    aggregation: str
+    clip_grad_norm: float
+    actor_lr: float
+    critic_lr: float
+    weight_decay: float
+
+
+def _optimizer(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.AdamW:
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    spared = [p for p in model.parameters() if p.dim() <= 1]
+    # A value head of one row is a matrix in Megatron's eyes too.
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": spared, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.999), eps=1e-8)
+
+
+def _weights(samples: list[Sample], aggregation: str) -> list[float]:
+    """Weight of each token of each sample in the minibatch's loss."""
+    if aggregation == "token-mean":
+        return [1 / sum(s.response for s in samples)] * len(samples)
+    if aggregation == "seq-mean-token-mean":
+        return [1 / (len(samples) * s.response) for s in samples]
+    assert aggregation == "seq-mean-token-sum"
+    return [1 / len(samples)] * len(samples)
+
+
+def ppo_step(
+    actor: Any, reference: Any, critic: ValueModel, samples: list[Sample], settings: Settings,
+    actor_minibatches: list[list[int]], critic_minibatches: list[list[int]],
+) -> dict[str, Any]:
+    """Run the step in place; returns what was measured, per update."""
+    with torch.no_grad():
+        old = [policy_outputs(actor, s, settings.temperature)[0] for s in samples]
+        ref = [policy_outputs(reference, s, settings.temperature)[0] for s in samples]
+        values = [critic(s) for s in samples]
+    advantages, returns = [], []
+    for s, o, r, v in zip(samples, old, ref, values, strict=True):
+        rewards = -settings.kl_reward_coef * (o - r)
+        rewards[-1] += s.score
+        advantages.append(gae(rewards, v, settings.gamma, settings.lam))
+        returns.append(advantages[-1] + v)
+    every = torch.cat(advantages)
+    advantages = [(a - every.mean()) / torch.sqrt(every.var(unbiased=False) + 1e-8) for a in advantages]
+
+    measured: dict[str, Any] = {
+        "old_logprob": old, "values": values, "advantages": advantages, "returns": returns, "actor": [], "critic": []
+    }
+    optimizer = _optimizer(critic, settings.critic_lr, settings.weight_decay)
+    for minibatch in critic_minibatches:
+        measured["critic"].append(_critic_update(critic, optimizer, samples, minibatch, values, returns, settings))
+    optimizer = _optimizer(actor, settings.actor_lr, settings.weight_decay)
+    for minibatch in actor_minibatches:
+        measured["actor"].append(_actor_update(actor, optimizer, samples, minibatch, old, ref, advantages, settings))
+    return measured
+
+
+def _critic_update(critic, optimizer, samples, minibatch, values, returns, settings):  # type: ignore[no-untyped-def]
+    weights = _weights([samples[i] for i in minibatch], settings.aggregation)
+    optimizer.zero_grad()
+    loss, clipped, count = torch.zeros(()), 0, 0
+    for i, weight in zip(minibatch, weights, strict=True):
+        v = critic(samples[i])
+        near = values[i] + (v - values[i]).clamp(-settings.value_clip, settings.value_clip)
+        plain, other = (v - returns[i]) ** 2, (near - returns[i]) ** 2
+        loss = loss + weight * 0.5 * torch.maximum(plain, other).sum()
+        clipped += int((other > plain).sum())
+        count += samples[i].response
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(critic.parameters(), settings.clip_grad_norm)
+    optimizer.step()
+    return {"loss": loss.item(), "grad_norm": norm.item(), "clipfrac": clipped / count}
+
+
+def _actor_update(actor, optimizer, samples, minibatch, old, ref, advantages, settings):  # type: ignore[no-untyped-def]
+    weights = _weights([samples[i] for i in minibatch], settings.aggregation)
+    optimizer.zero_grad()
+    loss, count = torch.zeros(()), 0
+    sums = dict.fromkeys(("clipfrac", "ppo_kl", "entropy"), 0.0)
+    for i, weight in zip(minibatch, weights, strict=True):
+        logp, entropy = policy_outputs(actor, samples[i], settings.temperature)
+        ratio, A = torch.exp(logp - old[i]), advantages[i]
+        plain = -A * ratio
+        clipped = -A * ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+        objective = torch.maximum(plain, clipped)
+        objective = torch.where(A < 0, torch.minimum(objective, -A * settings.dual_clip), objective)
+        gap = ref[i] - logp
+        k3 = torch.exp(gap) - gap - 1
+        total = objective - settings.entropy_coef * entropy + settings.kl_loss_coef * k3
+        loss = loss + weight * total.sum()
+        count += samples[i].response
+        sums["clipfrac"] += float((clipped > plain).sum())
+        sums["ppo_kl"] += float((old[i] - logp).sum())
+        sums["entropy"] += float(entropy.sum())
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(actor.parameters(), settings.clip_grad_norm)
+    optimizer.step()
+    return {"loss": loss.item(), "grad_norm": norm.item(), **{k: v / count for k, v in sums.items()}}

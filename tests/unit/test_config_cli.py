@@ -1,0 +1,180 @@
+"""The command line: checks before anything starts, one line per problem, exit code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megappo import __version__
+from megappo.cli import main
+from megappo.config import Config, ConfigError
+
+REPOSITORY = Path(__file__).parents[2]
+BASE_PATH = Path(__file__).parent / "config_base.yaml"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """A tiny model folder."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 97, "max_position_embeddings": 256}
+    heads = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes, **heads}))
+    return f"model.path={tmp_path}"
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What the command line calls, with the trainer and the export replaced."""
+    seen: list[tuple[Any, ...]] = []
+    for variable in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    trainer, export = types.ModuleType("megappo.trainer"), types.ModuleType("megappo.export")
+    vars(trainer).update(
+        train=lambda config: seen.append(("train", config)),
+        evaluate=lambda config: seen.append(("evaluate", config)),
+    )
+    vars(export)["export_run"] = lambda run_dir, out: seen.append(("export", str(run_dir), str(out)))
+    monkeypatch.setitem(sys.modules, "megappo.trainer", trainer)
+    monkeypatch.setitem(sys.modules, "megappo.export", export)
+    return seen
+
+
+def spawn(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "megappo", *arguments],
+        cwd=REPOSITORY,
+        env={**os.environ, "RANK": "0", "WORLD_SIZE": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("actor.epoch=2", "actor.epoch is not a setting; did you mean actor.epochs?"),
+        ("run.steps=0", "run.steps is 0, must be above 0; the nearest is 1"),
+        ("model.path=./nowhere", "model.path './nowhere': there is no such folder"),
+    ],
+)
+def test_malformed_in_a_process(override: str, words: str) -> None:
+    done = spawn("train", str(BASE_PATH), override)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("megappo: error: ")
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_rule_between_sections_in_a_process(model: str) -> None:
+    done = spawn("train", str(BASE_PATH), model, "actor.layout.tensor_parallel=4", WORLD_SIZE="4", RANK="0")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "megappo: error: actor.layout.tensor_parallel 4 does not divide 2 (KV heads) of the actor model; "
+        "the nearest is 2\n"
+    )
+
+
+def test_import_is_light() -> None:
+    code = "import sys, megappo.cli; print([m for m in ('torch', 'transformers', 'rich') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_train(calls: list[tuple[Any, ...]], model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(BASE_PATH), model, "run.steps=7"]) == 0
+    (name, config) = calls[0]
+    assert name == "train"
+    assert isinstance(config, Config)
+    assert config.run.steps == 7
+    assert "16 sequences" in capsys.readouterr().out
+
+
+def test_quiet_and_other_ranks_print_nothing(
+    calls: list[tuple[Any, ...]],
+    model: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert main(["train", str(BASE_PATH), model, "logging.console=quiet"]) == 0
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert main(["train", str(BASE_PATH), model]) == 0
+    assert main(["train", str(BASE_PATH), model, "run.steps=0"]) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err, len(calls)) == ("", "", 2)
+
+
+def test_world_size_comes_from_the_environment(
+    calls: list[tuple[Any, ...]],
+    model: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "32")
+    assert main(["train", str(BASE_PATH), model]) == 2
+    errors = capsys.readouterr().err
+    assert "below the world size 32" in errors
+    assert all(line.startswith("megappo: error: ") for line in errors.splitlines())
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    assert main(["train", str(BASE_PATH), model]) == 2
+    assert "WORLD_SIZE is 'many'" in capsys.readouterr().err
+    assert calls == []
+
+
+def test_eval(calls: list[tuple[Any, ...]], model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", str(BASE_PATH), model]) == 0
+    assert main(["eval", str(BASE_PATH), model, "--weights", str(tmp_path), "model.tokenizer=t", "run.seed=9"]) == 0
+    assert [call[0] for call in calls] == ["evaluate", "evaluate"]
+    config = calls[1][1]
+    assert (config.model.path, config.model.init) == (str(tmp_path), "pretrained")
+    assert (config.model.tokenizer, config.run.seed) == ("t", 9)
+    assert main(["eval", str(BASE_PATH), model, "data.validation=null", "evaluation=null"]) == 2
+    assert "eval needs prompts; add data.validation" in capsys.readouterr().err
+
+
+def test_export(calls: list[tuple[Any, ...]]) -> None:
+    assert main(["export", "runs/a", "out"]) == 0
+    assert calls == [("export", "runs/a", "out")]
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["tune"], ["train"], ["export", "a"], ["train", "a", "--wat"], ["export", *"abc"]]
+)
+def test_usage_errors(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    assert "usage: megappo" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"megappo {__version__}\n"
+
+
+def test_value_errors_while_training(
+    calls: list[tuple[Any, ...]], model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ours become a line; a library's is a bug and keeps its traceback."""
+    trainer = vars(sys.modules["megappo.trainer"])
+    exec("def train(config):\n    raise ValueError('train.jsonl has\\nno prompts; add some')", trainer)
+    assert main(["train", str(BASE_PATH), model]) == 2
+    assert capsys.readouterr().err == "megappo: error: train.jsonl has no prompts; add some\n"
+    trainer["train"] = lambda config: int("x")
+    with pytest.raises(ValueError, match="invalid literal"):
+        main(["train", str(BASE_PATH), model])
+    trainer["train"] = lambda config: (_ for _ in ()).throw(ConfigError(["one", "two"]))
+    assert main(["train", str(BASE_PATH), model]) == 2
+    assert capsys.readouterr().err == "megappo: error: one\nmegappo: error: two\n"
+    assert calls == []

@@ -1,0 +1,281 @@
+"""Model shapes, the rules between sections, the derived numbers and their table."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from megappo.config import (
+    Config,
+    ConfigError,
+    ModelShape,
+    derive,
+    derive_run,
+    describe,
+    load_config,
+    model_shape,
+)
+from megappo.config import print_table as print_config_table
+from megappo.config.rules import ESTIMATOR_NEEDS_CRITIC
+
+BASE_PATH = Path(__file__).parent / "config_base.yaml"
+SHAPE = ModelShape(
+    family="qwen2",
+    hidden_size=64,
+    layers=4,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    ffn_hidden_size=96,
+    vocab_size=97,
+    max_position_embeddings=256,
+    tied_embeddings=False,
+)
+HF_CONFIG: dict[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 97,
+    "max_position_embeddings": 256,
+}
+
+
+def config_with(*overrides: str) -> Config:
+    return load_config(BASE_PATH, overrides)
+
+
+def model_folder(folder: Path, **changes: Any) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**HF_CONFIG, **changes}))
+    return str(folder)
+
+
+NO_CRITIC = ("critic=null", "algorithm.estimator=grpo")
+
+# world size, overrides, words of the only sentence
+BROKEN: list[tuple[int, tuple[str, ...], list[str]]] = [
+    (1, ("critic=null",), ["algorithm.estimator 'gae' needs a critic", "add the section critic", "grpo, rloo or"]),
+    (1, ("algorithm.estimator=grpo",), ["critic is given but", "'grpo'", "critic=null"]),
+    (1, ("algorithm.estimator=reinforce_plus_plus",), ["critic is given but", "set algorithm.estimator to gae"]),
+    (1, (*NO_CRITIC, "rollout.samples_per_prompt=1"), ["samples_per_prompt is 1", "'grpo'", "set at least 2"]),
+    (1, ("reference=null",), ["algorithm.kl_in_reward needs a reference", "add `reference: {}`"]),
+    (1, ("reference=null", "algorithm.kl_in_reward=null", "algorithm.kl_in_loss.coef=1"), ["kl_in_loss needs a ref"]),
+    (1, ("algorithm.kl_in_reward=null",), ["reference is given but no KL term", "reference=null"]),
+    (1, ("data.validation=null",), ["nothing to evaluate on", "add data.validation"]),
+    (1, ("evaluation=null",), ["data.validation is given but never used", "add evaluation"]),
+    (1, ("critic.warmup_steps=10",), ["critic.warmup_steps 10", "below run.steps 10", "set at most 9"]),
+    (1, ("reward={function: model, model_path: nowhere}",), ["reward.model_path 'nowhere' is not a folder"]),
+    (2, ("actor.layout.first_rank=2",), ["first_rank 2 is outside the world of 2 ranks", "set at most 1"]),
+    (2, ("actor.layout.ranks=3",), ["first_rank 0 + ranks 3 = 3", "actor.layout.ranks to 2", "start 3 processes"]),
+    (3, ("actor.layout.tensor_parallel=2",), ["tensor_parallel 2 x pipeline_parallel 1 = 2", "3 ranks", "are 1 x 1"]),
+    (4, ("critic.layout.pipeline_parallel=3",), ["critic.layout", "does not divide its 4 ranks", "nearest layouts"]),
+    (4, ("actor.layout.ranks=2", "critic.layout.ranks=2"), ["ranks 2-3 of the world", "idle", "start 2 processes"]),
+    (3, ("actor.layout.first_rank=1", "critic.layout.first_rank=2"), ["rank 0 of the world", "lower its first_rank"]),
+    (4, ("actor.layout.tensor_parallel=4",), ["tensor_parallel 4", "2 (KV heads)", "the nearest is 2"]),
+    (3, ("actor.layout.tensor_parallel=3",), ["4 (heads) or 2 (KV heads) of the actor", "the nearest is 2"]),
+    (4, ("critic.layout.tensor_parallel=4",), ["critic.layout.tensor_parallel 4", "critic model"]),
+    (1, ("actor.layout.sequence_parallel=true",), ["sequence_parallel needs tensor_parallel above 1", "to 2"]),
+    (1, ("actor.layout.virtual_pipeline_chunks=2",), ["virtual_pipeline_chunks 2 needs pipeline_parallel above 1"]),
+    (3, ("actor.layout.pipeline_parallel=3",), ["x virtual_pipeline_chunks 1 = 3", "4 layers", "2 x 1 or 4 x 1"]),
+    (8, ("actor.layout.pipeline_parallel=8",), ["8 does not divide the 4 layers", "4 x 1"]),
+    (
+        2,
+        ("actor.layout.pipeline_parallel=2", "actor.layout.virtual_pipeline_chunks=3"),
+        ["x virtual_pipeline_chunks 3 = 6", "4 layers", "2 x 2"],
+    ),
+    (
+        2,
+        ("actor.layout.tensor_parallel=2", "model.pad_vocab_to_multiple_of=3"),
+        ["pad_vocab_to_multiple_of 3 pads the vocabulary to 99", "nearest is 2 or 4"],
+    ),
+    (1, ("actor.minibatch_sequences=5",), ["5 does not divide the step's 16 samples", "prompts_per_step 8", "4 or 8"]),
+    (1, ("critic.minibatch_sequences=32",), ["critic.minibatch_sequences 32 does not divide", "the nearest is 16"]),
+    (8, ("actor.minibatch_sequences=4",), ["4 is below the 8 data parallel replicas", "the nearest is 8"]),
+    (1, ("actor.microbatch_budget_tokens=127",), ["actor.microbatch_budget_tokens 127", "set at least 128"]),
+    (1, ("critic.microbatch_budget_tokens=127",), ["critic.microbatch_budget_tokens 127", "set at least 128"]),
+    (1, ("evaluation.max_response_tokens=200",), ["64 + evaluation.max_response_tokens 200 = 264", "to at most 192"]),
+    (1, ("actor.optimizer.warmup_updates=20",), ["warmup_updates 20", "20 updates of the actor", "set at most 19"]),
+    (1, ("critic.optimizer.warmup_updates=20",), ["20 updates of the critic", "set at most 19"]),
+    (9, ("actor.minibatch_sequences=16",), ["rollout.prompts_per_step 8 is below the world size 9", "at least 9"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("world", "overrides", "words"), BROKEN, ids=lambda v: v[-1] if isinstance(v, tuple) else "")
+def test_broken_rules(world: int, overrides: tuple[str, ...], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        derive(config_with(*overrides), world, SHAPE)
+    about = [problem for problem in caught.value.problems if all(word in problem for word in words)]
+    assert len(about) == 1, caught.value.problems
+    others = set(caught.value.problems) - set(about)
+    assert not others or world in (3, 4, 8), others
+
+
+def test_longer_than_the_model() -> None:
+    overrides = ("actor.microbatch_budget_tokens=512", "critic.microbatch_budget_tokens=512")
+    config = config_with("rollout.max_response_tokens=200", *overrides)
+    with pytest.raises(ConfigError) as caught:
+        derive(config, 1, SHAPE)
+    assert caught.value.problems == (
+        "data.max_prompt_tokens 64 + rollout.max_response_tokens 200 = 264 is above max_position_embeddings 256 of the "
+        "actor model; set rollout.max_response_tokens to at most 192",
+    )
+    with pytest.raises(ConfigError, match="128 of the critic model"):
+        derive(
+            config,
+            1,
+            dataclasses.replace(SHAPE, max_position_embeddings=512),
+            dataclasses.replace(SHAPE, max_position_embeddings=128),
+        )
+    with pytest.raises(ConfigError, match="32 of the reference model; shorten both"):
+        derive(config_with(), 1, SHAPE, None, dataclasses.replace(SHAPE, max_position_embeddings=32))
+
+
+def test_reference_stands_on_the_actors_layout() -> None:
+    reference = dataclasses.replace(SHAPE, layers=5)
+    config = config_with("actor.layout.pipeline_parallel=2")
+    with pytest.raises(ConfigError, match=r"does not divide the 5 layers of the reference model; .* 1 x 1 or 5 x 1"):
+        derive(config, 2, SHAPE, None, reference)
+
+
+def test_all_problems_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        derive(config_with("reference=null", "evaluation=null", "actor.minibatch_sequences=5"), 1, SHAPE)
+    assert len(caught.value.problems) == 3
+
+
+def test_numbers_on_one_rank() -> None:
+    derived = derive(config_with("critic.warmup_steps=4"), 1, SHAPE)
+    assert (derived.batch_sequences, derived.max_sequence_tokens, derived.engine_ranks) == (16, 128, (0,))
+    actor, critic = derived.actor, derived.critic
+    assert critic is not None
+    assert (actor.minibatches_per_step, actor.updates_per_step, actor.total_updates) == (2, 2, 12)
+    assert (critic.minibatches_per_step, critic.updates_per_step, critic.total_updates) == (1, 2, 20)
+    assert (actor.tp, actor.pp, actor.vpp, actor.dp, actor.padded_vocab_size) == (1, 1, 1, 1, 97)
+
+
+def test_numbers_of_disjoint_roles() -> None:
+    config = config_with(
+        "actor.layout={tensor_parallel: 2, sequence_parallel: true, ranks: 4}",
+        "critic.layout={pipeline_parallel: 2, virtual_pipeline_chunks: 2, first_rank: 4}",
+    )
+    derived = derive(config, 6, SHAPE)
+    assert derived.actor.ranks == (0, 1, 2, 3)
+    assert (derived.actor.dp, derived.actor.padded_vocab_size) == (2, 98)
+    assert derived.critic is not None
+    assert (derived.critic.first_rank, derived.critic.last_rank) == (4, 5)
+    assert (derived.critic.pp, derived.critic.vpp, derived.critic.dp) == (2, 2, 1)
+    assert derived.critic.padded_vocab_size == 97
+    assert derived.notes == (
+        "critic: the interleaved schedule (virtual_pipeline_chunks 2) runs microbatches in multiples of "
+        "pipeline_parallel 2",
+    )
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        derived.world_size = 2  # type: ignore[misc]
+
+
+def test_padded_vocabulary() -> None:
+    config = config_with("actor.layout.tensor_parallel=2", "model.pad_vocab_to_multiple_of=64")
+    assert derive(config, 2, SHAPE).actor.padded_vocab_size == 128
+
+
+def test_without_critic() -> None:
+    derived = derive(config_with(*NO_CRITIC), 8, SHAPE)
+    assert derived.critic is None
+    assert derived.actor.dp == 8
+
+
+def test_model_shape(tmp_path: Path) -> None:
+    assert model_shape(model_folder(tmp_path / "a")) == SHAPE
+    own = model_shape(model_folder(tmp_path / "b", model_type="qwen3", head_dim=32, tie_word_embeddings=True))
+    assert own == dataclasses.replace(SHAPE, family="qwen3", head_dim=32, tied_embeddings=True)
+    for family in ("llama", "mistral"):
+        assert model_shape(model_folder(tmp_path / family, model_type=family)).family == family
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "gpt2"}, ["model_type 'gpt2' is not supported", "llama, qwen2, qwen3 or mistral"]),
+        ({"model_type": None}, ["has no model_type", "use a model of llama"]),
+        ({"hidden_size": "wide"}, ["its config.json is refused", "hidden_size"]),
+        ({"num_key_value_heads": 3}, ["num_attention_heads 4 is not a multiple of num_key_value_heads 3"]),
+        ({"hidden_act": "gelu"}, ["hidden_act 'gelu' is not supported"]),
+    ],
+)
+def test_refused_models(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        model_shape(model_folder(tmp_path / "m", **changes), key="critic.path")
+    assert len(caught.value.problems) == 1
+    for word in ("critic.path", *words):
+        assert word in caught.value.problems[0]
+
+
+def test_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    (tmp_path / "file").write_text("")
+    expected = {
+        "empty": "has no config.json",
+        "broken": "is not valid JSON",
+        "file": "is a file; give the folder",
+        "nowhere": "there is no such folder",
+        "./a/b": "there is no such folder",
+        "empty/model": "there is no such folder",
+        "~/model": "there is no such folder",
+    }
+    for path, words in expected.items():
+        with pytest.raises(ConfigError, match=words):
+            model_shape(path)
+
+
+def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoConfig
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("We couldn't connect to 'https://huggingface.co'\nand more lines.")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", fail)
+    with pytest.raises(ConfigError, match=r"neither a folder .* connect .*; check the name and the network"):
+        model_shape("someone/some-model")
+
+
+def test_derive_run_reads_every_model(tmp_path: Path) -> None:
+    actor = model_folder(tmp_path / "actor")
+    critic = model_folder(tmp_path / "critic", vocab_size=101)
+    derived = derive_run(config_with(f"model.path={actor}", f"critic.path={critic}"), 1)
+    assert derived.critic is not None
+    assert (derived.actor.padded_vocab_size, derived.critic.padded_vocab_size) == (97, 101)
+    with pytest.raises(ConfigError, match=r"reference\.path 'nowhere'"):
+        derive_run(config_with(f"model.path={actor}", "reference.path=nowhere"), 1)
+
+
+def test_table() -> None:
+    config = config_with("critic.layout.pipeline_parallel=2", "run.name=my[bold]run", "algorithm.kl_in_loss.coef=0.1")
+    derived = derive(config, 2, SHAPE)
+    rows = dict(describe(config, derived))
+    assert rows["actor"] == "ranks 0-1: TP 1 x PP 1 x DP 2, vocabulary padded to 97"
+    assert rows["critic"].startswith("ranks 0-1: TP 1 x PP 2 x DP 1")
+    assert rows["step"] == "8 prompts x 2 samples = 16 sequences of at most 128 tokens"
+    assert "2 minibatches of 8 = 2 per step, 20 in all; learning rate 1e-05 cosine" in rows["actor updates"]
+    assert "KL in reward 0.01" in rows["algorithm"]
+    text = io.StringIO()
+    print_config_table(config, derived, Console(file=text, width=80))
+    assert "my[bold]run" in text.getvalue()
+    assert "critic updates" in text.getvalue()
+
+
+def test_estimators_are_those_of_algo() -> None:
+    algo = pytest.importorskip("megappo.algo")
+    for name in ESTIMATOR_NEEDS_CRITIC:
+        algo.get_estimator(name)

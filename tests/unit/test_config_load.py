@@ -1,0 +1,290 @@
+"""YAML, overrides, validation sentences, round trip."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+from pydantic import BaseModel, ValidationError
+
+from megappo.config import Config, ConfigError, load_config, save_config
+from megappo.config.explain import all_keys, find_field, section_of
+from megappo.config.schema import Settings
+from megappo.config.yaml_core import dump_yaml, parse_yaml
+
+BASE_PATH = Path(__file__).parent / "config_base.yaml"
+BASE: dict[str, Any] = parse_yaml(BASE_PATH.read_text(), "base")
+REMOVED = object()
+
+
+def changed(changes: dict[str, Any]) -> dict[str, Any]:
+    """The base with dotted keys set or removed."""
+    data = copy.deepcopy(BASE)
+    for key, value in changes.items():
+        *sections, name = key.split(".")
+        place = data
+        for section in sections:
+            place = place.setdefault(section, {})
+        if value is REMOVED:
+            del place[name]
+        else:
+            place[name] = value
+    return data
+
+
+def written(tmp_path: Path, changes: dict[str, Any]) -> Path:
+    """A YAML file of the changed base."""
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_yaml(changed(changes)))
+    return path
+
+
+def refusal(tmp_path: Path, changes: dict[str, Any], *overrides: str) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load_config(written(tmp_path, changes), overrides)
+    return caught.value
+
+
+def test_base_is_valid() -> None:
+    config = load_config(BASE_PATH)
+    assert config.actor.optimizer.learning_rate == 1e-5
+    assert config.reference is not None
+    assert config.algorithm.kl_in_loss is None
+    assert config.run.path == Path("runs/base")
+
+
+MALFORMED: list[tuple[dict[str, Any], list[str]]] = [
+    ({"actor.epoch": 2}, ["actor.epoch is not a setting", "did you mean actor.epochs?"]),
+    ({"actor.learning_rate": 1e-5}, ["actor.learning_rate", "did you mean actor.optimizer.learning_rate?"]),
+    ({"critic.lr": 1e-5}, ["critic.lr", "did you mean critic.optimizer.learning_rate?"]),
+    ({"algorithm.temperature": 1.0}, ["algorithm.temperature", "did you mean rollout.temperature?"]),
+    ({"rollout.max_new_tokens": 7}, ["rollout.max_new_tokens", "did you mean rollout.max_response_tokens?"]),
+    ({"actor.tp": 2}, ["actor.tp is not a setting", "actor.layout.tensor_parallel?"]),
+    ({"steps": 3}, ["steps is not a setting", "did you mean run.steps?"]),
+    ({"logging.xyzzy": 3}, ["logging.xyzzy", "the section logging has tensorboard, wandb_project"]),
+    ({"qqqq": {}}, ["qqqq is not a setting", "the top level has run, runtime, model"]),
+    ({"run.steps": REMOVED}, ["run.steps is missing", "add it (PPO steps: each is"]),
+    ({"reward": REMOVED}, ["reward is missing", "add it (Scoring)"]),
+    (
+        {"reward": REMOVED, "rewards": {"function": "exact"}},
+        ["rewards is not a setting", "did you mean reward?"],
+    ),
+    ({"run.steps": 0}, ["run.steps is 0", "must be above 0", "the nearest is 1"]),
+    ({"run.seed": -1}, ["run.seed is -1", "at least 0", "the nearest is 0"]),
+    ({"run.steps": "ten"}, ["run.steps is 'ten'", "must be a whole number", "without quotes"]),
+    ({"run.steps": "10"}, ["run.steps is '10'", "whole number; write 10"]),
+    ({"run.steps": "1_000"}, ["run.steps is '1_000'", "write 1000"]),
+    ({"run.steps": 1e3}, ["run.steps is 1000.0", "whole number", "the nearest is 1000"]),
+    ({"run.steps": True}, ["run.steps is true", "must be a whole number"]),
+    ({"run.steps": None}, ["run.steps is null", "must be a whole number"]),
+    ({"run.name": ""}, ["run.name is ''", "must not be empty"]),
+    ({"run.name": 7}, ["run.name is 7", "must be text; put it in quotes: '7'"]),
+    ({"run.directory": 7}, ["run.directory is 7", "must be a path"]),
+    ({"run": 7}, ["run is 7", "must be a section of `key: value` lines"]),
+    ({"critic": [1]}, ["critic is [1]", "must be a section"]),
+    ({"reward.options": 3}, ["reward.options is 3", "must be a section"]),
+    ({"model.trust_remote_code": "yes"}, ["model.trust_remote_code is 'yes'", "true or false; write true"]),
+    (
+        {"runtime.device": "gpu"},
+        ["runtime.device is 'gpu'", "must be auto, cpu or cuda; the nearest is 'cuda'"],
+    ),
+    ({"model.dtype": "bf16"}, ["model.dtype is 'bf16'", "float32 or bfloat16", "nearest is 'bfloat16'"]),
+    ({"rollout.dtype": "fp16"}, ["rollout.dtype is 'fp16'", "must be float32 or bfloat16"]),
+    ({"actor.optimizer.schedule": "cos"}, ["actor.optimizer.schedule is 'cos'", "the nearest is 'cosine'"]),
+    (
+        {"algorithm.kl_in_loss": {"coef": 0.1, "kind": "k4"}},
+        ["algorithm.kl_in_loss.kind is 'k4'", "low_var_kl"],
+    ),
+    (
+        {"algorithm.estimator": "groupo"},
+        ["algorithm.estimator is 'groupo'", "must be gae", "nearest is 'grpo'"],
+    ),
+    ({"algorithm.gamma": 1.5}, ["algorithm.gamma is 1.5", "at most 1.0; the nearest is 1.0"]),
+    ({"algorithm.clip_low": 1}, ["algorithm.clip_low is 1", "must be below 1"]),
+    ({"algorithm.dual_clip": 1.0}, ["algorithm.dual_clip is 1.0", "must be above 1"]),
+    ({"actor.optimizer.learning_rate": "1e-5x"}, ["learning_rate is '1e-5x'", "must be a number"]),
+    ({"actor.optimizer.learning_rate": float("inf")}, ["learning_rate is inf", "must be a finite number"]),
+    ({"actor.optimizer.beta2": 1.0}, ["actor.optimizer.beta2 is 1.0", "must be below 1.0"]),
+    (
+        {"actor.optimizer.min_learning_rate": 1.0},
+        ["actor.optimizer: min_learning_rate 1.0 is above", "lower it"],
+    ),
+    ({"rollout.top_p": 0.9}, ["rollout: top_p 0.9", "set top_p: 1.0 and top_k: 0"]),
+    ({"rollout.stop_token_ids": 5}, ["rollout.stop_token_ids is 5", "must be a list, such as [1, 2]"]),
+    ({"rollout.stop_token_ids": [1, -2]}, ["rollout.stop_token_ids.1 is -2", "at least 0; the nearest is 0"]),
+    ({"reward.model_path": "x"}, ["reward: model_path belongs to function: model", "set both or neither"]),
+    (
+        {"algorithm.kl_in_reward": {"coef": 0, "controller": "adaptive"}},
+        ["algorithm.kl_in_reward: the adaptive controller", "set coef above 0"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), MALFORMED, ids=lambda v: next(iter(v)) if isinstance(v, dict) else "")
+def test_malformed(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
+    error = refusal(tmp_path, changes)
+    assert len(error.problems) == 1, error.problems
+    assert "\n" not in error.problems[0]
+    for word in words:
+        assert word in error.problems[0]
+
+
+def test_every_problem_has_its_sentence(tmp_path: Path) -> None:
+    error = refusal(tmp_path, {"run.steps": 0, "actor.epoch": 1, "runtime.device": "tpu"})
+    assert len(error.problems) == 3
+    assert str(error).splitlines() == list(error.problems)
+
+
+TEXTS: list[tuple[str, list[str]]] = [
+    ("", ["is empty", "run, model, actor, data, rollout, reward"]),
+    ("- a\n- b\n", ["holds ['a', 'b']", "must be sections"]),
+    ("run:\n  name: a\n  steps: 1\n  name: b\n", ["line 4, column 3", "'name' stands twice", "remove one"]),
+    ("run: {name: a\nmodel: 3\n", ["line 2", "not valid YAML"]),
+    ("run:\n\tname: a\n", ["line 2", "not valid YAML"]),
+    ("run: !!python/object:os.system {}\n", ["line 1", "could not determine a constructor"]),
+    ("a: 1\n---\nb: 2\n", ["line 2", "single document"]),
+    ("run: &x\n  inner: *x\n", ["an anchor contains itself"]),
+    ("run: *nowhere\n", ["line 1", "undefined alias"]),
+    ("run: !!int x\n", ["not valid YAML"]),
+    ("7: 3\n", ["7 is a key that is not text"]),
+    ("run: \x07\n", ["not valid YAML"]),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), TEXTS)
+def test_unreadable_yaml(tmp_path: Path, text: str, words: list[str]) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no file"):
+        load_config(tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes(b"run: \xff")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load_config(tmp_path / "latin.yaml")
+
+
+def test_yaml_core_schema() -> None:
+    text = "[1e-5, 1E3, -2.e1, .5, 010, 0o17, 0xff, 1:30, no, on, 2026-01-02, ~, null, TRUE, 1_000, +3, .inf]"
+    expected = [1e-5, 1e3, -20.0, 0.5, 10, 15, 255, "1:30", "no", "on", "2026-01-02", None, None, True]
+    assert parse_yaml(text, "text") == [*expected, "1_000", 3, float("inf")]
+    assert parse_yaml("a: &x {b: 1}\nc: {<<: *x, b: 2}\n", "text") == {"a": {"b": 1}, "c": {"b": 2}}
+
+
+@pytest.mark.parametrize("value", ["1e-5", "010", "no", "0o7", "null", "", "~", "2026-01-02", "a: b", "ü\n#"])
+def test_text_stays_text_for_both_yaml_versions(value: str) -> None:
+    text = dump_yaml({"key": value})
+    assert parse_yaml(text, "text") == {"key": value}
+    assert yaml.safe_load(text) == {"key": value}
+
+
+def test_overrides(tmp_path: Path) -> None:
+    overrides = [
+        "run.steps=3",
+        "run.steps=4",
+        "actor.optimizer.learning_rate=3e-6",
+        "critic=null",
+        "algorithm.estimator=grpo",
+        "algorithm.kl_in_loss.coef=0.5",
+        "rollout.stop_token_ids=[1, 2]",
+        "reward.options.deep.key=a=b",
+        "run.directory=/tmp/x",
+        "logging.wandb_project=",
+    ]
+    config = load_config(written(tmp_path, {}), overrides)
+    assert (config.run.steps, config.actor.optimizer.learning_rate, config.critic) == (4, 3e-6, None)
+    assert config.algorithm.kl_in_loss is not None
+    assert config.algorithm.kl_in_loss.coef == 0.5
+    assert config.rollout.stop_token_ids == (1, 2)
+    assert config.reward.options == {"deep": {"key": "a=b"}}
+    assert config.run.path == Path("/tmp/x")
+    without = load_config(written(tmp_path, {"reference": None}), ["reference={}"])
+    assert without.reference is not None
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("run.steps", ["'run.steps' must have the form section.key=value"]),
+        ("=3", ["must have the form"]),
+        (
+            "actor.optimiser.learning_rate=1",
+            ["actor.optimiser is not a setting; did you mean actor.optimizer?"],
+        ),
+        ("actor.lr=1", ["did you mean actor.optimizer.learning_rate?"]),
+        ("run.steps.x=1", ["run.steps is a value"]),
+        ("run.steps=[1", ["override 'run.steps=[1'", "not valid YAML"]),
+        ("run.steps=many", ["run.steps is 'many', must be a whole number"]),
+        ("critic.optimizer=3", ["critic.optimizer is 3, must be a section"]),
+    ],
+)
+def test_bad_overrides(tmp_path: Path, override: str, words: list[str]) -> None:
+    error = refusal(tmp_path, {}, override)
+    assert len(error.problems) == 1
+    for word in words:
+        assert word in error.problems[0]
+
+
+def test_override_inside_a_value_that_is_no_section(tmp_path: Path) -> None:
+    assert "actor is 3, must be a section with layout" in str(refusal(tmp_path, {"actor": 3}, "actor.epochs=2"))
+
+
+def test_override_changes_one_use_of_an_anchor(tmp_path: Path) -> None:
+    text = BASE_PATH.read_text().replace("optimizer: {learning_rate: 2e-5}", "optimizer: *o")
+    path = tmp_path / "anchored.yaml"
+    path.write_text(text.replace("optimizer: {learning_rate: 1e-5,", "optimizer: &o {learning_rate: 1e-5,"))
+    config = load_config(path, ["actor.optimizer.learning_rate=9e-5"])
+    assert config.actor.optimizer.learning_rate == 9e-5
+    assert config.critic is not None
+    assert config.critic.optimizer.learning_rate == 1e-5
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["critic=null", "algorithm.estimator=grpo", "run.directory=/tmp/some dir", "run.name='1e-5'"],
+        ["rollout.stop_token_ids=[1, 2]", "reward.options={a: [1, 1e-7, 'no', null], b: {c: '010'}}"],
+    ],
+)
+def test_round_trip(tmp_path: Path, overrides: list[str]) -> None:
+    config = load_config(BASE_PATH, overrides)
+    saved = tmp_path / "deep" / "config.yaml"
+    save_config(config, saved)
+    assert load_config(saved) == config
+    assert "virtual_pipeline_chunks: 1" in saved.read_text()
+    save_config(load_config(saved), tmp_path / "again.yaml")
+    assert (tmp_path / "again.yaml").read_text() == saved.read_text()
+
+
+def test_frozen() -> None:
+    config = load_config(BASE_PATH)
+    values: list[BaseModel] = [config]
+    while values:
+        section = values.pop()
+        for name in type(section).model_fields:
+            with pytest.raises(ValidationError, match="frozen"):
+                setattr(section, name, getattr(section, name))
+            if isinstance(getattr(section, name), BaseModel):
+                values.append(getattr(section, name))
+
+
+def test_every_setting_is_described() -> None:
+    assert len(all_keys()) > 100
+    for key in all_keys():
+        field = find_field(key)
+        assert field is not None
+        assert field.description, key
+        section = section_of(field)
+        assert section is None or issubclass(section, Settings)
+    assert set(Config.model_fields) >= {"run", "actor", "critic", "rollout", "algorithm"}
