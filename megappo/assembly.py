@@ -30,6 +30,7 @@ class Parts:
     derived: Derived
     runtime: Runtime
     tokenizer: PreTrainedTokenizerBase
+    architecture: ArchitectureConfig
     stop_token_ids: tuple[int, ...]
     train_prompts: PromptDataset
     cursor: Cursor
@@ -40,6 +41,11 @@ class Parts:
     critic: TrainedRole | None
     reference: Role | None
     weights: WeightStream
+
+    def close(self) -> None:
+        """End worker processes and engines."""
+        self.reward.close()
+        self.engine.close()
 
 
 def model_folder(path: str) -> Path:
@@ -66,8 +72,11 @@ def load_architecture(folder: Path, trust_remote_code: bool) -> ArchitectureConf
     return architecture(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code))
 
 
-def assemble(config: Config, derived: Derived, runtime: Runtime) -> Parts:
-    """Make every part; a collective of the whole world. Data and reward errors come before any model is built."""
+def assemble(config: Config, derived: Derived, runtime: Runtime, *, training: bool = True) -> Parts:
+    """Make every part; a collective of the whole world. Data and reward errors come before any model is built.
+
+    Without `training` there is an actor to generate with, but no optimizer, critic or reference.
+    """
     tokenizer = load_tokenizer(config.model)
     train_prompts = PromptDataset(config.data.train, config.data, tokenizer)
     validation = config.data.validation
@@ -77,14 +86,16 @@ def assemble(config: Config, derived: Derived, runtime: Runtime) -> Parts:
     arch = load_architecture(folder, config.model.trust_remote_code)
     builder = _RoleBuilder(config, runtime)
     actor_place, actor_model = builder.policy(folder, arch, config.actor, derived.actor)
-    # Drawn before the optimizer exists, so the reference is exactly the starting policy.
     reference = None
-    if config.reference is not None:
+    if config.reference is not None and training:
         reference_folder = model_folder(config.reference.path or config.model.path)
         reference = builder.reference(reference_folder, actor_place, derived.actor)
-    actor = builder.trained(actor_place, actor_model, config.actor, derived.actor)
+    if training:
+        actor = builder.trained(actor_place, actor_model, config.actor, derived.actor)
+    else:
+        actor = TrainedRole(actor_place, actor_model, runtime, None)
     critic = None
-    if config.critic is not None and derived.critic is not None:
+    if config.critic is not None and derived.critic is not None and training:
         critic = builder.critic(model_folder(config.critic.path or config.model.path), derived.critic)
     weights = WeightStream(
         actor_place.grid,
@@ -101,6 +112,7 @@ def assemble(config: Config, derived: Derived, runtime: Runtime) -> Parts:
         derived=derived,
         runtime=runtime,
         tokenizer=tokenizer,
+        architecture=arch,
         stop_token_ids=stop_token_ids,
         train_prompts=train_prompts,
         cursor=Cursor(len(train_prompts), config.run.seed, config.data.shuffle, fingerprint=train_prompts.fingerprint),

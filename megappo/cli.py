@@ -68,13 +68,13 @@ def _run(arguments: argparse.Namespace) -> None:
     if _is_main() and config.logging.console != "quiet":
         print_table(config, derived)
     if arguments.command == "train":
-        from megappo.trainer import train
+        from megappo.run import train
 
-        train(config)
+        train(config, derived)
     else:
-        from megappo.trainer import evaluate
+        from megappo.run import evaluate
 
-        evaluate(config)
+        evaluate(config, derived)
 
 
 def _for_evaluation(config: Config, weights: str | None) -> Config:

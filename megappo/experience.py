@@ -89,7 +89,7 @@ class ExperienceMaker:
         if self._algorithm.old_logprob != "corrected":
             return None, mask_BR
         settings = self._algorithm.correction
-        weights_BR, keep_BR, _ = algo.importance_weights(
+        weights_BR, keep_BR = algo.importance_weights(
             old_logprob=scored.old_logprob_BR,
             engine_logprob=scored.rollouts.engine_logprob_BR,
             mask=mask_BR,
@@ -100,4 +100,4 @@ class ExperienceMaker:
         tally.mean("correction/weight_mean", weights_BR, mask_BR)
         tally.mean("correction/truncated", (weights_BR >= settings.cap).float(), mask_BR)
         tally.mean("correction/rejected", (~keep_BR).float(), mask_BR)
-        return weights_BR, keep_BR & mask_BR
+        return weights_BR, keep_BR

@@ -51,7 +51,17 @@ class UpdateSummary:
                 numbers[name] = sum(values) / len(values)
             elif name != "count" and count:
                 numbers[name] = sum(values) / count
-        return numbers
+        return _value_statistics(numbers) if "return_square" in numbers else numbers
+
+
+def _value_statistics(means: dict[str, float]) -> dict[str, float]:
+    """Mean value and explained variance 1 - Var(R - v) / Var(R) in place of the moments they are made of."""
+    moments = {name: means.pop(name) for name in ("value", "return", "return_square", "error", "error_square")}
+    variance = moments["return_square"] - moments["return"] ** 2
+    unexplained = moments["error_square"] - moments["error"] ** 2
+    means["value_mean"] = moments["value"]
+    means["explained_variance"] = 1 - unexplained / variance if variance > 1e-12 else float("nan")
+    return means
 
 
 @dataclass(frozen=True)

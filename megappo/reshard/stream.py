@@ -57,7 +57,8 @@ class WeightStream:
         buckets: list[_Bucket] = []
         current: list[Parameter] = []
         size, stage = 0, -1
-        for parameter in model_parameters(self._arch):
+        held = [p for p in model_parameters(self._arch) if p.megatron in stage_of]  # a critic has no LM head
+        for parameter in held:
             n_bytes = _tensor_bytes(self._arch, parameter, self._dtype)
             if current and (stage_of[parameter.megatron] != stage or size + n_bytes > bucket_bytes):
                 buckets.append(_Bucket(stage, tuple(current)))

@@ -72,8 +72,7 @@ def run(scenario: dict[str, Any], runtime: Any) -> None:
     dist.all_gather_object(gathered, per_sample)
     actor = {name: tensor.clone() for name, tensor in parts.weights}
     critic = critic_weights(trainer, runtime)
-    parts.engine.close()
-    parts.reward.close()
+    parts.close()
     if runtime.is_main:
         out = Path(scenario["out"])
         out.mkdir(parents=True)
@@ -98,7 +97,7 @@ def critic_weights(trainer: Trainer, runtime: Any) -> dict[str, torch.Tensor]:
     arch = load_architecture(model_folder(parts.config.model.path), False)
     stream = WeightStream(
         critic.placement.grid, arch, critic.model, padded_vocab=parts.derived.critic.padded_vocab_size,
-        dtype=torch.float32, device=runtime.device, bucket_bytes=1 << 20, trunk_only=True,
+        dtype=torch.float32, device=runtime.device, bucket_bytes=1 << 20,
     )
     weights = {name: tensor.clone() for name, tensor in stream}
     head = [None]

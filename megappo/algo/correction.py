@@ -1,0 +1,44 @@
+"""Correction of the gap between the policy that sampled (the engine) and the one that is trained."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megappo.algo.kl import LOG_RATIO_LIMIT
+from megappo.algo.masks import check_mask, clean
+
+
+def importance_weights(
+    *,
+    old_logprob: Tensor,
+    engine_logprob: Tensor,
+    mask: Tensor,
+    level: Literal["token", "sequence"] = "token",
+    cap: float,
+    reject_above: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Truncated importance weights min(pi_trainer / pi_engine, cap).
+
+    Args:
+        old_logprob: (B, T) by the trainer with the weights that sampled, nats.
+        engine_logprob: (B, T) as the engine reported them, nats.
+        mask: (B, T) bool.
+        level: one ratio per token, or the product over the sample for all its tokens.
+        cap: weights are truncated here.
+        reject_above: positions whose untruncated ratio exceeds this are left out.
+
+    Returns:
+        weights (B, T), 1 at masked positions, and keep (B, T) bool, the mask without rejected positions.
+
+    Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training".
+    """
+    check_mask(mask, old_logprob=old_logprob, engine_logprob=engine_logprob)
+    gap = clean(old_logprob, mask) - clean(engine_logprob, mask)
+    if level == "sequence":
+        gap = gap.sum(-1, keepdim=True).expand_as(gap)
+    ratio = gap.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    keep = mask if reject_above is None else mask & (ratio <= reject_above)
+    return torch.where(mask, ratio.clamp(max=cap), 1.0), keep

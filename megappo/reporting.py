@@ -1,0 +1,111 @@
+"""What a run says of itself: stage times on every rank; files, console and advice on the main rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+
+from torch import Tensor
+
+from megappo.config import Config, Derived, save_config
+from megappo.observe import Advisor, Lap, MetricsLog, StageTimer, make_view
+from megappo.runtime import Runtime
+from megappo.types import Rollouts
+
+# Counts that other metrics are made of.
+_INTERNAL = ("step_tokens", "step_samples")
+
+
+class Reporter:
+    """Times the stages of a step and shows the step's metrics."""
+
+    def __init__(self, config: Config, derived: Derived, runtime: Runtime) -> None:
+        self._config, self._runtime = config, runtime
+        self._timer = StageTimer(runtime.synchronize)
+        self._view = make_view(config.logging.console if runtime.is_main else "quiet", config.run.steps)
+        self._advisor = Advisor(config.algorithm)
+        self._log: MetricsLog | None = None
+        if runtime.is_main:
+            directory = config.run.path
+            directory.mkdir(parents=True, exist_ok=True)
+            save_config(config, directory / "config.yaml")
+            self._log = MetricsLog(directory, config.logging, config.run.name, config.model_dump(mode="json"))
+
+    def stage(self, name: str) -> AbstractContextManager[Lap]:
+        """Time a stage of the step."""
+        if self._runtime.is_main:
+            self._view.stage(name)
+        return self._timer.stage(name)
+
+    def begin_step(self, step: int) -> None:
+        """Start the clock of a step."""
+        self._timer.reset()
+        if self._runtime.is_main:
+            self._view.begin_step(step)
+
+    def end_step(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """`time/*`, throughput and memory of the step."""
+        seconds = self._timer.total
+        return {
+            **{f"time/{name}": value for name, value in self._timer.seconds.items()},
+            "time/step": seconds,
+            "tokens_per_second": metrics["step_tokens"] / seconds,
+            "samples_per_second": metrics["step_samples"] / seconds,
+            "memory/peak_gigabytes": self._runtime.peak_memory_gigabytes(),
+        }
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write and show a finished step, with advice where the numbers ask for it."""
+        if self._log is None:
+            return
+        shown = {name: value for name, value in metrics.items() if name not in _INTERNAL}
+        self._log.log(step, shown)
+        self._view.step(step, shown)
+        for sentence in self._advisor.observe(step, shown):
+            self.message(f"step {step}: {sentence}")
+
+    def note_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show an evaluation; before the first step there is no line to carry it."""
+        self.message(f"step {step}: validation reward {metrics['eval/reward_mean']:.3f}")
+        if step == 0 and self._log is not None:
+            self._log.log(step, metrics)
+
+    def samples(self, step: int, rollouts: Rollouts, scores_B: Tensor) -> None:
+        """Write a few of this rank's texts."""
+        if self._log is None:
+            return
+        chosen = range(min(self._config.logging.sample_texts, len(rollouts.responses)))
+        self._log.log_samples(
+            step,
+            [
+                {
+                    "prompt": rollouts.prompts[b].text,
+                    "response": rollouts.responses[b],
+                    "answer": rollouts.prompts[b].answer,
+                    "score": float(scores_B[b]),
+                    "tokens": int(rollouts.response_lengths_B[b]),
+                }
+                for b in chosen
+            ],
+        )
+
+    def message(self, text: str) -> None:
+        """Print a line on the main rank."""
+        if self._runtime.is_main:
+            self._view.message(text)
+
+    def close(self) -> None:
+        """Close files and restore the terminal."""
+        self._view.close()
+        if self._log is not None:
+            self._log.close()
+
+
+@contextmanager
+def reporting(config: Config, derived: Derived, runtime: Runtime) -> Iterator[Reporter]:
+    """A reporter that is closed whatever happens."""
+    reporter = Reporter(config, derived, runtime)
+    try:
+        yield reporter
+    finally:
+        reporter.close()

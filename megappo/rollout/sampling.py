@@ -1,0 +1,75 @@
+"""Rollouts from prompts: seeds, requests, and the engine's answers as padded tensors."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from megappo.data import PromptDataset
+from megappo.rollout.engine import Engine, GenerateRequest, SamplingParams
+from megappo.runtime import Runtime
+from megappo.types import Prompts, Rollouts
+
+
+def sample_seed(seed: int, step: int, sample_id: int) -> int:
+    """A 63-bit seed that depends on run seed, step and sample alone, not on scheduling."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{sample_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def resolve_stop_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase, extra: Sequence[int]) -> tuple[int, ...]:
+    """Tokens that end a response: the tokenizer's, those of generation_config.json, and the configured ones."""
+    found = set(extra)
+    if tokenizer.eos_token_id is not None:
+        found.add(int(tokenizer.eos_token_id))
+    if (folder / "generation_config.json").exists():
+        eos = GenerationConfig.from_pretrained(folder).eos_token_id
+        found |= {eos} if isinstance(eos, int) else set(eos or ())
+    return tuple(sorted(found))
+
+
+def prompts_of_rank(dataset: PromptDataset, indices: Sequence[int], runtime: Runtime) -> Prompts:
+    """This rank's contiguous share of the step's prompts; shares differ by one at most."""
+    first = len(indices) * runtime.rank // runtime.world_size
+    stop = len(indices) * (runtime.rank + 1) // runtime.world_size
+    return Prompts(tuple(dataset[i] for i in indices[first:stop]), first)
+
+
+def roll_out(
+    engine: Engine,
+    prompts: Prompts,
+    *,
+    samples_per_prompt: int,
+    params: SamplingParams,
+    tokenizer: PreTrainedTokenizerBase,
+    seed_of: Callable[[int], int],
+) -> Rollouts:
+    """Sample every prompt `samples_per_prompt` times.
+
+    `seed_of` gives the seed of a sample by its position in the step's global batch.
+    """
+    repeated = [prompt for prompt in prompts.prompts for _ in range(samples_per_prompt)]
+    first = prompts.first_position * samples_per_prompt
+    sample_ids = torch.arange(first, first + len(repeated))
+    requests = [GenerateRequest(p.token_ids, seed_of(i)) for p, i in zip(repeated, sample_ids.tolist(), strict=True)]
+    completions = engine.generate(requests, params)
+    lengths = torch.tensor([len(c.token_ids) for c in completions])
+    mask_BR = torch.arange(int(lengths.max()))[None] < lengths[:, None]
+    logprob_BR = torch.zeros(mask_BR.shape)
+    logprob_BR[mask_BR] = torch.tensor([x for c in completions for x in c.logprobs])
+    return Rollouts(
+        prompts=tuple(repeated),
+        sample_ids_B=sample_ids,
+        group_ids_B=sample_ids // samples_per_prompt,
+        sequences=tuple(torch.tensor(p.token_ids + c.token_ids) for p, c in zip(repeated, completions, strict=True)),
+        response_lengths_B=lengths,
+        engine_logprob_BR=logprob_BR,
+        response_mask_BR=mask_BR,
+        truncated_B=torch.tensor([c.truncated for c in completions]),
+        weight_version=engine.version,
+        responses=tuple(tokenizer.batch_decode([list(c.token_ids) for c in completions], skip_special_tokens=True)),
+    )

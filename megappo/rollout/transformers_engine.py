@@ -1,0 +1,168 @@
+"""The embedded engine: transformers' `generate` in the trainer's own process, on every rank.
+
+Shape legend: B sequences of a batch, V vocabulary, S new tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
+
+from megappo.rollout.engine import Completion, GenerateRequest, SamplingParams
+
+
+class _Sampler(LogitsProcessor):
+    """Chooses the tokens itself and hands `generate` one-hot scores.
+
+    One uniform number per sequence and position, drawn from the sequence's own seed, inverts the cumulative
+    distribution: a response does not depend on its batch, and the log-probability is recorded where it is used.
+    """
+
+    def __init__(self, requests: Sequence[GenerateRequest], params: SamplingParams, device: torch.device) -> None:
+        self._params = params
+        self._uniforms_BS = torch.stack(
+            [torch.rand(params.max_new_tokens, generator=torch.Generator().manual_seed(r.seed)) for r in requests]
+        ).to(device)
+        self.tokens: list[Tensor] = []
+        self.logprobs: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        # `generate` hands over a float32 copy of its own; every pass over (B, V) counts.
+        shifted_BV = scores.float().div_(self._params.temperature)
+        shifted_BV.sub_(shifted_BV.amax(-1, keepdim=True))
+        exp_BV = shifted_BV.exp()
+        sum_B1 = exp_BV.sum(-1, keepdim=True)
+        if self._params.greedy:
+            choice_B1 = shifted_BV.argmax(-1, keepdim=True)
+        else:
+            cumulative_BV = exp_BV.cumsum_(-1)
+            # Below the total even where rounding would reach it, so that no token of probability 0 is chosen.
+            total_B1 = cumulative_BV[:, -1:]
+            wanted_B1 = self._uniforms_BS[:, len(self.tokens), None] * total_B1
+            wanted_B1 = torch.minimum(wanted_B1, torch.nextafter(total_B1, torch.zeros_like(total_B1)))
+            choice_B1 = torch.searchsorted(cumulative_BV, wanted_B1, right=True)
+        self.tokens.append(choice_B1[:, 0])
+        self.logprobs.append((shifted_BV.gather(1, choice_B1) - sum_B1.log())[:, 0])
+        return shifted_BV.fill_(-torch.inf).scatter_(1, choice_B1, 0.0)
+
+
+class TransformersEngine:
+    """An `Engine` on transformers. Weights come from the stream only; the folder gives the configuration."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        generate_batch_sequences: int,
+        trust_remote_code: bool = False,
+    ) -> None:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        self._model: Any = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
+        )
+        self._model.to(device).eval().requires_grad_(False)
+        # Everything about generation is said per call; the folder's defaults (top_k, penalties) must not interfere.
+        self._model.generation_config = type(self._model.generation_config)()
+        self._device, self._batch_sequences = device, generate_batch_sequences
+        self._parameters: dict[str, Tensor] = dict(self._model.named_parameters())
+        self._version = 0
+        self._complete = False
+        self._asleep = False
+
+    @property
+    def version(self) -> int:
+        """Version of the weights; 0 before the first update."""
+        return self._version
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """See `Engine.update_weights`; tied output weights need not arrive."""
+        self._complete = False
+        problems: list[str] = []
+        missing = set(self._parameters)
+        for name, tensor in named_tensors:
+            parameter = self._parameters.get(name)
+            if parameter is None:
+                problems.append(f"'{name}' is unknown")
+            elif name not in missing:
+                problems.append(f"'{name}' came twice")
+            elif parameter.shape != tensor.shape:
+                problems.append(f"'{name}' has shape {tuple(tensor.shape)}, not {tuple(parameter.shape)}")
+            else:
+                parameter.data.copy_(tensor)
+                missing.discard(name)
+        problems += [f"'{name}' did not come" for name in sorted(missing)]
+        if problems:
+            raise ValueError(
+                f"weight update {version} is not a whole set: {'; '.join(problems[:5])}"
+                f"{' and more' if len(problems) > 5 else ''}; send every parameter once"
+            )
+        self._version, self._complete = version, True
+
+    def generate(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> list[Completion]:
+        """See `Engine.generate`; sequences of similar length are batched together."""
+        if not self._complete or self._asleep:
+            state = "asleep" if self._asleep else "without a whole set of weights"
+            raise RuntimeError(f"the engine is {state}; wake it and update its weights first")
+        order = sorted(range(len(requests)), key=lambda i: len(requests[i].token_ids))
+        completions: dict[int, Completion] = {}
+        for start in range(0, len(order), self._batch_sequences):
+            batch = order[start : start + self._batch_sequences]
+            completions |= zip(batch, self._generate_batch([requests[i] for i in batch], params), strict=True)
+        return [completions[i] for i in range(len(requests))]
+
+    @torch.inference_mode()
+    def _generate_batch(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> list[Completion]:
+        longest = max(len(r.token_ids) for r in requests)
+        ids = torch.zeros(len(requests), longest, dtype=torch.int64)
+        attention = torch.zeros_like(ids)
+        for row, request in enumerate(requests):
+            ids[row, longest - len(request.token_ids) :] = torch.tensor(request.token_ids)
+            attention[row, longest - len(request.token_ids) :] = 1
+        sampler = _Sampler(requests, params, self._device)
+        self._model.generate(
+            input_ids=ids.to(self._device),
+            attention_mask=attention.to(self._device),
+            logits_processor=LogitsProcessorList([sampler]),
+            do_sample=False,
+            max_new_tokens=params.max_new_tokens,
+            eos_token_id=list(params.stop_token_ids) or None,
+            pad_token_id=0,
+        )
+        tokens_BS = torch.stack(sampler.tokens, dim=1).cpu()
+        logprobs_BS = torch.stack(sampler.logprobs, dim=1).cpu()
+        return [
+            self._cut(tokens, logprobs, params)
+            for tokens, logprobs in zip(tokens_BS.tolist(), logprobs_BS.tolist(), strict=True)
+        ]
+
+    def _cut(self, tokens: list[int], logprobs: list[float], params: SamplingParams) -> Completion:
+        """End a response after its first stop token; what the batch went on with is not part of it."""
+        stop = next((i for i, token in enumerate(tokens) if token in params.stop_token_ids), None)
+        length = len(tokens) if stop is None else stop + 1
+        return Completion(tuple(tokens[:length]), tuple(logprobs[:length]), stop is None, self._version)
+
+    def sleep(self) -> None:
+        """Move the weights to the CPU; they survive."""
+        self._model.to("cpu")
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._asleep = True
+
+    def wake(self) -> None:
+        """Move the weights back."""
+        self._model.to(self._device)
+        self._parameters = dict(self._model.named_parameters())
+        self._asleep = False
+
+    def close(self) -> None:
+        """Forget the model."""
+        self._complete = False
+        self._model = None
+        self._parameters = {}
