@@ -14,9 +14,18 @@ VOCAB = 131  # a prime: never divisible, so every tensor parallel size pads
 def write_model(folder: Path, family: str, seed: int, **changes: Any) -> Path:
     """Save a tiny random model of a family with norms and biases that are not trivial."""
     settings: dict[str, Any] = {
-        "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 8, "intermediate_size": 48, "vocab_size": VOCAB, "max_position_embeddings": 128,
-        "initializer_range": 0.15, "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None,
+        "hidden_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 48,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.15,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "bos_token_id": None,
     }
     config = AutoConfig.for_model(family, **(settings | changes))
     torch.manual_seed(seed)

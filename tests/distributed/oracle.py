@@ -94,8 +94,13 @@ def _weights(samples: list[Sample], aggregation: str) -> list[float]:
 
 
 def ppo_step(
-    actor: Any, reference: Any, critic: ValueModel, samples: list[Sample], settings: Settings,
-    actor_minibatches: list[list[int]], critic_minibatches: list[list[int]],
+    actor: Any,
+    reference: Any,
+    critic: ValueModel,
+    samples: list[Sample],
+    settings: Settings,
+    actor_minibatches: list[list[int]],
+    critic_minibatches: list[list[int]],
 ) -> dict[str, Any]:
     """Run the step in place; returns what was measured, per update."""
     with torch.no_grad():
@@ -112,7 +117,12 @@ def ppo_step(
     advantages = [(a - every.mean()) / torch.sqrt(every.var(unbiased=False) + 1e-8) for a in advantages]
 
     measured: dict[str, Any] = {
-        "old_logprob": old, "values": values, "advantages": advantages, "returns": returns, "actor": [], "critic": []
+        "old_logprob": old,
+        "values": values,
+        "advantages": advantages,
+        "returns": returns,
+        "actor": [],
+        "critic": [],
     }
     optimizer = _optimizer(critic, settings.critic_lr, settings.weight_decay)
     for minibatch in critic_minibatches:

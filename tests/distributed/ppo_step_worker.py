@@ -96,8 +96,13 @@ def critic_weights(trainer: Trainer, runtime: Any) -> dict[str, torch.Tensor]:
 
     arch = load_architecture(model_folder(parts.config.model.path), False)
     stream = WeightStream(
-        critic.placement.grid, arch, critic.model, padded_vocab=parts.derived.critic.padded_vocab_size,
-        dtype=torch.float32, device=runtime.device, bucket_bytes=1 << 20,
+        critic.placement.grid,
+        arch,
+        critic.model,
+        padded_vocab=parts.derived.critic.padded_vocab_size,
+        dtype=torch.float32,
+        device=runtime.device,
+        bucket_bytes=1 << 20,
     )
     weights = {name: tensor.clone() for name, tensor in stream}
     head = [None]

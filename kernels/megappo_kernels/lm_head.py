@@ -111,6 +111,8 @@ class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_logprob_T, grad_entropy_T = grads
+        if grad_logprob_T is None and grad_entropy_T is None:
+            return (None,) * 8
         hidden_TH, weight_VH, local_labels_T, max_T, sum_T, weighted_T = ctx.saved_tensors
         accumulate = torch.float64 if hidden_TH.dtype == torch.float64 else torch.float32
         grad_hidden_TH = torch.zeros_like(hidden_TH)

@@ -1,0 +1,118 @@
+"""Builds tiny models of every family on every layout and compares them with transformers; see test_models.py.
+
+Usage (under torchrun): model_worker.py CASES.json OUT.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megappo.config.schema import RuntimeSettings
+from megappo.models.build import BuildOptions, RoleModel, build_model
+from megappo.models.layout import Grid, Layout, make_layout
+from megappo.models.schedule import PackedBatch, pack_rows, run_schedule
+from megappo.models.shape import architecture, padded_vocab_size
+from megappo.reshard.sources import SafetensorsSource
+from megappo.reshard.stream import WeightStream
+from megappo.runtime import Runtime, start_runtime
+from megappo.runtime.exchange import Row
+
+
+def sequences(vocab: int) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(1)
+    return [torch.randint(0, vocab, (n,), generator=g) for n in (9, 12, 5, 41)]
+
+
+def expected(folder: Path, tokens: list[torch.Tensor]) -> torch.Tensor:
+    """(logprob, entropy) of everything but the first token, by transformers in float64."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    rows = []
+    for sequence in tokens:
+        with torch.no_grad():
+            logp = model(sequence[None]).logits[0, :-1].log_softmax(-1)
+        rows.append(torch.stack([logp.gather(1, sequence[1:, None])[:, 0], -(logp.exp() * logp).sum(-1)], -1))
+    return torch.cat(rows)
+
+
+def forward(model: RoleModel, layout: Layout, tokens: list[torch.Tensor], train: bool) -> torch.Tensor | None:
+    rows = [Row(i, s, torch.zeros(1, len(s) - 1)) for i, s in enumerate(tokens)]
+    device = torch.device("cpu")
+    batches = [pack_rows(r, layout, device, is_filler=False) for r in (rows[:3], rows[3:])]
+
+    def loss(output: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        return output.sum(), output.detach().clone()
+
+    outputs = run_schedule(model.chunks, layout, batches, loss, train=train)
+    return torch.cat(outputs) if layout.hands_out_results else None
+
+
+def check(case: dict[str, Any], runtime: Runtime) -> dict[str, float] | None:
+    """Errors of one case, on the rank that hands out results."""
+    folder = Path(case["folder"])
+    arch = architecture(AutoConfig.from_pretrained(folder))
+    ranks = tuple(range(case["tp"] * case["pp"]))
+    vpp, sp = case.get("vpp", 1), case.get("sp", False)
+    layout = make_layout(Grid(ranks, case["tp"], case["pp"]), vpp=vpp, sequence_parallel=sp)
+    vocab = padded_vocab_size(arch.vocab_size, case["tp"], 8)
+    model, output = None, None
+    tokens = sequences(arch.vocab_size)
+    if layout is not None:
+        options = BuildOptions(torch.float32, runtime.device, vocab, recompute=case.get("recompute", "none"))
+        with runtime.megatron():
+            model = build_model(arch, layout, options, SafetensorsSource(folder, arch))
+            output = forward(model, layout, tokens, case.get("train", False))
+            if case.get("train"):
+                check_tracker()
+    stream = WeightStream(
+        Grid(ranks, case["tp"], case["pp"]),
+        arch,
+        model,
+        padded_vocab=vocab,
+        dtype=torch.float32,
+        device=runtime.device,
+        bucket_bytes=case.get("bucket_bytes", 10_000),
+    )
+    streamed = {name: tensor.clone() for name, tensor in stream}
+    if layout is None or not layout.hands_out_results:
+        return None
+    assert output is not None
+    truth = expected(folder, tokens)
+    source = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
+    assert streamed.keys() == source.keys(), streamed.keys() ^ source.keys()
+    return {
+        "error": float((output - truth).abs().max()),
+        "largest": float(truth.abs().max()),
+        "stream": max(float((streamed[n] - p).abs().max()) for n, p in source.items()),
+    }
+
+
+def check_tracker() -> None:
+    """fork() of Megatron's random state must switch the generator and put it back."""
+    before = torch.get_rng_state()
+    with get_cuda_rng_tracker().fork():
+        torch.rand(3)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def main() -> None:
+    cases = json.loads(Path(sys.argv[1]).read_text())
+    with start_runtime(RuntimeSettings(collective_timeout_seconds=120)) as runtime:
+        results = {}
+        for case in cases:
+            gathered: list[Any] = [None] * runtime.world_size
+            dist.all_gather_object(gathered, check(case, runtime))
+            results[case["name"]] = next(r for r in gathered if r is not None)
+        if runtime.is_main:
+            Path(sys.argv[2]).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

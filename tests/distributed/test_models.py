@@ -1,0 +1,86 @@
+"""Every family on every layout computes what transformers computes, and streams the weights it was given."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributed.harness import launch
+from distributed.models import write_model
+
+ROPES = {
+    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 1e4,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "yarn": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32},
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {"tp": 1, "pp": 1},
+    "tp2": {"tp": 2, "pp": 1},
+    "pp2": {"tp": 1, "pp": 2},
+}
+EXTRAS: dict[str, dict[str, Any]] = {
+    "sp": {"tp": 2, "pp": 1, "sp": True},
+    "vpp": {"tp": 1, "pp": 2, "vpp": 2},
+    "recompute": {"tp": 2, "pp": 1, "train": True, "recompute": "full"},
+    "selective": {"tp": 1, "pp": 2, "train": True, "recompute": "selective"},
+    "one_bucket": {"tp": 2, "pp": 1, "bucket_bytes": 1 << 30},
+}
+
+
+def _cases(root: Path) -> list[dict[str, Any]]:
+    cases = []
+    for family in ("llama", "qwen2", "qwen3", "mistral"):
+        changes: dict[str, Any] = {"sliding_window": 7} if family == "mistral" else {}
+        for tied in (False, True):
+            folder = write_model(root / f"{family}-{tied}", family, 3, tie_word_embeddings=tied, **changes)
+            for name, layout in LAYOUTS.items():
+                cases.append(
+                    {"name": f"{family}-{'tied' if tied else 'untied'}-{name}", "folder": str(folder), **layout}
+                )
+    for name, extra in EXTRAS.items():
+        cases.append({"name": f"qwen3-{name}", "folder": str(root / "qwen3-True"), **extra})
+    for rope, parameters in ROPES.items():
+        folder = write_model(root / rope, "llama", 3, rope_parameters=parameters)
+        cases.append({"name": f"rope-{rope}", "folder": str(folder), **LAYOUTS["tp2"]})
+    return cases
+
+
+NAMES = [
+    *(f"{f}-{t}-{n}" for f in ("llama", "qwen2", "qwen3", "mistral") for t in ("untied", "tied") for n in LAYOUTS),
+    *(f"qwen3-{n}" for n in EXTRAS),
+    *(f"rope-{r}" for r in ROPES),
+]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+    root = tmp_path_factory.mktemp("models")
+    cases, out = root / "cases.json", root / "out.json"
+    cases.write_text(json.dumps(_cases(root)))
+    launch("model_worker.py", 2, cases, out)
+    return json.loads(out.read_text())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_transformers(results: dict[str, dict[str, float]], name: str) -> None:
+    assert results[name]["error"] < 1e-4
+    assert results[name]["largest"] > 1  # the model says something
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_streams_what_was_loaded(results: dict[str, dict[str, float]], name: str) -> None:
+    assert results[name]["stream"] == 0
+
+
+def test_every_case_ran(results: dict[str, dict[str, float]]) -> None:
+    assert set(results) == set(NAMES)
