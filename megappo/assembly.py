@@ -17,7 +17,7 @@ from megappo.models.roles import Placement, Role, TrainedRole
 from megappo.models.shape import ArchitectureConfig, architecture
 from megappo.reshard.sources import RandomSource, SafetensorsSource, WeightSource
 from megappo.reshard.stream import WeightStream
-from megappo.rewards import RewardScorer
+from megappo.rewards.scorer import RewardScorer
 from megappo.rollout import Engine, TransformersEngine, resolve_stop_token_ids
 from megappo.runtime import Runtime
 
@@ -161,7 +161,8 @@ class _RoleBuilder:
     def trained(
         self, placement: Placement, model: RoleModel | None, settings: TrainedRoleSettings, numbers: RoleNumbers
     ) -> TrainedRole:
-        optimizer = make_optimizer(model, settings.optimizer, numbers.total_updates)
+        with self._runtime.megatron():
+            optimizer = make_optimizer(model, settings.optimizer, numbers.total_updates)
         return TrainedRole(placement, model, self._runtime, optimizer)
 
     def _placement(self, name: str, settings: TrainedRoleSettings, numbers: RoleNumbers) -> Placement:

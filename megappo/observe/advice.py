@@ -1,0 +1,78 @@
+"""Sentences for numbers that ask for one: what they mean, and which setting to try."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+
+from megappo.config.schema import AlgorithmSettings
+
+_PATIENCE_STEPS = 10
+_QUIET_STEPS = 20
+
+ADVICE = {
+    "clipfrac": "More than half of the tokens hit the clip range, so most of the update is thrown away: "
+    "lower actor.optimizer.learning_rate or actor.epochs.",
+    "explained_variance": "The critic predicts returns worse than their mean does, so its advantages are noise: "
+    "raise critic.optimizer.learning_rate or critic.epochs, or give it a head start with critic.warmup_steps.",
+    "kl_target": "KL to the reference has been above its target for many steps, so the policy drifts: "
+    "raise algorithm.kl_in_reward.coef or lower actor.optimizer.learning_rate.",
+    "entropy": "Entropy fell below a tenth of what it was, so the policy hardly explores any more: "
+    "raise algorithm.entropy_coef or lower actor.optimizer.learning_rate.",
+    "same_reward": "All rewards have been equal for many steps, so there is nothing to learn from: "
+    "check reward.function, or take prompts of another difficulty in data.train.",
+    "truncated": "More than half of the responses hit the length limit and were cut: "
+    "raise rollout.max_response_tokens, or reward shorter answers.",
+    "skipped": "An update was refused because its loss or gradient was not finite: "
+    "lower actor.optimizer.learning_rate or critic.optimizer.learning_rate.",
+}
+"""By name of the condition."""
+
+
+class Advisor:
+    """Watches the metrics of a run; the same advice comes at most every 20 steps."""
+
+    def __init__(self, algorithm: AlgorithmSettings) -> None:
+        kl = algorithm.kl_in_reward
+        self._kl_target = kl.target if kl is not None and kl.controller == "adaptive" else None
+        self._streaks: dict[str, int] = defaultdict(int)
+        self._last_said: dict[str, int] = {}
+        self._first_entropies: list[float] = []
+
+    def observe(self, step: int, metrics: Mapping[str, float]) -> list[str]:
+        """The sentences that this step's metrics call for."""
+        said = []
+        for name in self._conditions(metrics):
+            if step - self._last_said.get(name, -_QUIET_STEPS) >= _QUIET_STEPS:
+                self._last_said[name] = step
+                said.append(ADVICE[name])
+        return said
+
+    def _conditions(self, metrics: Mapping[str, float]) -> list[str]:
+        def value(name: str) -> float:
+            return metrics.get(name, math.nan)
+
+        found = {
+            "clipfrac": value("actor/clipfrac") > 0.5,
+            "truncated": value("response/truncated") > 0.5,
+            "skipped": value("actor/skipped_updates") > 0 or value("critic/skipped_updates") > 0,
+            "explained_variance": self._lasting("explained_variance", value("critic/explained_variance") < 0),
+            "same_reward": self._lasting("same_reward", value("reward/std") == 0),
+            "kl_target": self._kl_target is not None
+            and self._lasting("kl_target", value("kl/per_response") > self._kl_target),
+            "entropy": self._entropy_fell(value("actor/entropy")),
+        }
+        return [name for name, holds in found.items() if holds]
+
+    def _lasting(self, name: str, holds: bool) -> bool:
+        self._streaks[name] = self._streaks[name] + 1 if holds else 0
+        return self._streaks[name] >= _PATIENCE_STEPS
+
+    def _entropy_fell(self, entropy: float) -> bool:
+        if math.isnan(entropy):
+            return False
+        if len(self._first_entropies) < 5:
+            self._first_entropies.append(entropy)
+            return False
+        return entropy < 0.1 * sum(self._first_entropies) / 5

@@ -1,0 +1,50 @@
+"""Seconds per stage of a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass
+class Lap:
+    """One timed stage; `seconds` is right after its block."""
+
+    seconds: float = 0.0
+
+
+class StageTimer:
+    """Collects seconds per stage since the last `reset`; stages do not nest."""
+
+    def __init__(self, synchronize: Callable[[], None]) -> None:
+        """`synchronize` waits for the device, so that a stage is charged for its own work."""
+        self._synchronize = synchronize
+        self._running: str | None = None
+        self.seconds: dict[str, float] = {}
+        self._start = time.perf_counter()
+
+    def reset(self) -> None:
+        """Begin a step."""
+        self.seconds = {}
+        self._start = time.perf_counter()
+
+    @property
+    def total(self) -> float:
+        """Seconds since the last reset."""
+        return time.perf_counter() - self._start
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[Lap]:
+        """Time a block; blocks of the same name add up."""
+        assert self._running is None, f"stage {name} began inside stage {self._running}"
+        self._running = name
+        lap, start = Lap(), time.perf_counter()
+        try:
+            yield lap
+            self._synchronize()
+        finally:
+            self._running = None
+            lap.seconds = time.perf_counter() - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + lap.seconds
