@@ -125,6 +125,10 @@ def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildO
         # Packed microbatches differ in length.
         variable_seq_lengths=layout.grid.pp > 1,
         moe_token_dispatcher_type="alltoall",  # checked with variable lengths even where there are no experts
+        # Between two stages an interleaved schedule would put activations and gradients for the same neighbour into
+        # one batch, where they are matched by order and get swapped; overlapped, each has a call of its own.
+        overlap_p2p_comm=layout.vpp > 1,
+        batch_p2p_comm=layout.vpp == 1,
         # Losses are sums already divided by the global count; Megatron must not divide again.
         calculate_per_token_loss=True,
         bias_activation_fusion=False,

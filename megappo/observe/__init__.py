@@ -1,19 +1,29 @@
 """What a user sees of a run."""
 
 from megappo.observe.advice import ADVICE, Advisor
-from megappo.observe.console import View, curve, make_view, sparkline
+from megappo.observe.charts import curve, sparkline
+from megappo.observe.console import View, make_view
+from megappo.observe.metric_docs import METRICS, MetricDoc, markdown_table
 from megappo.observe.metrics import MetricsLog, read_metrics
 from megappo.observe.stopwatch import Lap, StageTimer
+from megappo.observe.throughput import PEAK_FLOPS, mfu, peak_flops, training_flops_per_token
 
 __all__ = [
     "ADVICE",
+    "METRICS",
+    "PEAK_FLOPS",
     "Advisor",
     "Lap",
+    "MetricDoc",
     "MetricsLog",
     "StageTimer",
     "View",
     "curve",
     "make_view",
+    "markdown_table",
+    "mfu",
+    "peak_flops",
     "read_metrics",
     "sparkline",
+    "training_flops_per_token",
 ]

@@ -10,24 +10,29 @@ from megappo.config.schema import AlgorithmSettings
 
 _PATIENCE_STEPS = 10
 _QUIET_STEPS = 20
+_EARLY_STEPS = 5
+# Rewards whose spread is below this share of their size are equal up to the rounding of the moments it is made of.
+_EQUAL = 1e-6
 
 ADVICE = {
     "clipfrac": "More than half of the tokens hit the clip range, so most of the update is thrown away: "
     "lower actor.optimizer.learning_rate or actor.epochs.",
-    "explained_variance": "The critic predicts returns worse than their mean does, so its advantages are noise: "
+    "explained_variance": "The critic has long predicted returns worse than their mean would, so advantages are noise: "
     "raise critic.optimizer.learning_rate or critic.epochs, or give it a head start with critic.warmup_steps.",
     "kl_target": "KL to the reference has been above its target for many steps, so the policy drifts: "
-    "raise algorithm.kl_in_reward.coef or lower actor.optimizer.learning_rate.",
+    "lower actor.optimizer.learning_rate, or algorithm.kl_in_reward.horizon to let the weight rise faster.",
     "entropy": "Entropy fell below a tenth of what it was, so the policy hardly explores any more: "
     "raise algorithm.entropy_coef or lower actor.optimizer.learning_rate.",
-    "same_reward": "All rewards have been equal for many steps, so there is nothing to learn from: "
+    "same_reward": "All rewards of a step have been equal for many steps, so there is nothing to learn from: "
     "check reward.function, or take prompts of another difficulty in data.train.",
     "truncated": "More than half of the responses hit the length limit and were cut: "
-    "raise rollout.max_response_tokens, or reward shorter answers.",
-    "skipped": "An update was refused because its loss or gradient was not finite: "
-    "lower actor.optimizer.learning_rate or critic.optimizer.learning_rate.",
+    "raise rollout.max_response_tokens, or let reward.function pay less for long answers.",
+    "actor_nonfinite": "An update of the actor was refused because its loss or gradient was not finite: "
+    "lower actor.optimizer.learning_rate, or compute with model.dtype: float32.",
+    "critic_nonfinite": "An update of the critic was refused because its loss or gradient was not finite: "
+    "lower critic.optimizer.learning_rate, or compute with model.dtype: float32.",
 }
-"""By name of the condition."""
+"""The sentence for each condition; dotted names in it are settings."""
 
 
 class Advisor:
@@ -51,14 +56,20 @@ class Advisor:
 
     def _conditions(self, metrics: Mapping[str, float]) -> list[str]:
         def value(name: str) -> float:
-            return metrics.get(name, math.nan)
+            return metrics.get(name, math.nan)  # no comparison holds for NaN
+
+        def nonfinite(role: str) -> bool:
+            return value(f"{role}/skipped_updates") > 0 or not math.isfinite(metrics.get(f"{role}/grad_norm", 0.0))
 
         found = {
             "clipfrac": value("actor/clipfrac") > 0.5,
             "truncated": value("response/truncated") > 0.5,
-            "skipped": value("actor/skipped_updates") > 0 or value("critic/skipped_updates") > 0,
+            "actor_nonfinite": nonfinite("actor"),
+            "critic_nonfinite": nonfinite("critic"),
             "explained_variance": self._lasting("explained_variance", value("critic/explained_variance") < 0),
-            "same_reward": self._lasting("same_reward", value("reward/std") == 0),
+            "same_reward": self._lasting(
+                "same_reward", value("reward/std") <= _EQUAL * max(1.0, abs(metrics.get("reward/mean", 0.0)))
+            ),
             "kl_target": self._kl_target is not None
             and self._lasting("kl_target", value("kl/per_response") > self._kl_target),
             "entropy": self._entropy_fell(value("actor/entropy")),
@@ -70,9 +81,9 @@ class Advisor:
         return self._streaks[name] >= _PATIENCE_STEPS
 
     def _entropy_fell(self, entropy: float) -> bool:
-        if math.isnan(entropy):
+        if not math.isfinite(entropy):
             return False
-        if len(self._first_entropies) < 5:
+        if len(self._first_entropies) < _EARLY_STEPS:
             self._first_entropies.append(entropy)
             return False
-        return entropy < 0.1 * sum(self._first_entropies) / 5
+        return entropy < 0.1 * sum(self._first_entropies) / _EARLY_STEPS

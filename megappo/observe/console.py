@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import math
+import io
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal, Protocol, TextIO
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
+
+from megappo.observe.charts import ASCII_BLOCKS, BLOCKS, sparkline
 
 _LINE = (
     ("reward", "reward/mean", ".3f"),
@@ -21,11 +24,16 @@ _LINE = (
     ("entropy", "actor/entropy", ".3f"),
     ("ev", "critic/explained_variance", ".2f"),
     ("length", "response/length", ".1f"),
+    ("eval", "eval/reward_mean", ".3f"),
     ("tok/s", "tokens_per_second", ".0f"),
     ("s", "time/step", ".2f"),
 )
-_TABLE = tuple(dict.fromkeys([*(name for _, name, _ in _LINE), "actor/grad_norm", "critic/loss", "mismatch/mean"]))
+"""Label, metric and format of a plain line."""
+_TABLE = (*(name for _, name, _ in _LINE), "actor/grad_norm", "critic/loss", "mismatch/mean")
 _KEPT_STEPS = 60
+_SPARKLINE_COLUMNS = 24
+# The progress bar's default forgets steps older than 30 seconds, and with them the ETA of any longer step.
+_ETA_WINDOW_SECONDS = 6 * 3600.0
 
 
 class View(Protocol):
@@ -38,50 +46,13 @@ class View(Protocol):
         """A stage of the step begins."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step is done."""
+        """A step is done; any metric may be missing."""
 
     def message(self, text: str) -> None:
         """Say something that must not be overwritten."""
 
     def close(self) -> None:
-        """Give the terminal back."""
-
-
-def _blocks(stream: TextIO) -> str:
-    """Characters of rising height that the terminal can show."""
-    encoding = (getattr(stream, "encoding", None) or "ascii").lower()
-    return "▁▂▃▄▅▆▇█" if "utf" in encoding else "_.-=*#"
-
-
-def sparkline(values: Sequence[float], width: int, *, blocks: str = "▁▂▃▄▅▆▇█") -> str:
-    """The last `width` finite values as characters of rising height."""
-    shown = [v for v in values if math.isfinite(v)][-width:]
-    if not shown:
-        return ""
-    low, high = min(shown), max(shown)
-    scale = (len(blocks) - 1) / (high - low) if high > low else 0.0
-    return "".join(blocks[round((v - low) * scale)] for v in shown)
-
-
-def curve(values: Sequence[float], width: int = 60, height: int = 10, *, mark: str = "*") -> str:
-    """A chart of values over their positions, with the range at its left and the number of values below."""
-    shown = [v for v in values if math.isfinite(v)]
-    if not shown:
-        return "(nothing to show)"
-    columns = min(width, len(shown))
-    means = []
-    for column in range(columns):
-        part = shown[column * len(shown) // columns : (column + 1) * len(shown) // columns]
-        means.append(sum(part) / len(part))
-    low, high = min(means), max(means)
-    rows = [[" "] * columns for _ in range(height)]
-    for x, value in enumerate(means):
-        y = round((value - low) / (high - low) * (height - 1)) if high > low else 0
-        rows[height - 1 - y][x] = mark
-    labels = {0: f"{high:8.3f} |", height - 1: f"{low:8.3f} |"}
-    lines = [labels.get(y, " " * 9 + "|") + "".join(row).rstrip() for y, row in enumerate(rows)]
-    axis = " " * 9 + "+" + "-" * columns
-    return "\n".join([*lines, axis, " " * 10 + f"1{len(shown):>{max(1, columns - 1)}}"])
+        """Give the terminal back; may be called twice."""
 
 
 class QuietView:
@@ -112,80 +83,124 @@ class PlainView(QuietView):
 
     def __init__(self, stream: TextIO, total_steps: int) -> None:
         super().__init__(stream)
-        self._total = total_steps
+        self._total_steps = total_steps
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """The key metrics that there are."""
         parts = [f"{label} {metrics[name]:{form}}" for label, name, form in _LINE if name in metrics]
-        self.message(f"step {step}/{self._total}  " + "  ".join(parts))
+        self.message("  ".join([f"step {step}/{self._total_steps}", *parts]))
 
 
 class LiveView:
-    """Progress, stage, metrics and step times, redrawn in place."""
+    """Last message, progress with ETA, stage, metrics and step times, redrawn in place."""
 
     def __init__(self, stream: TextIO, total_steps: int) -> None:
-        self._console = Console(file=stream)
-        self._blocks = _blocks(stream)
+        """Nothing is drawn before the first call, so that a run that fails to start leaves the terminal alone."""
+        self._console = Console(file=stream, force_terminal=True)
+        self._blocks = BLOCKS if self._console.encoding.startswith("utf") else ASCII_BLOCKS
         self._progress = Progress(
-            TextColumn("{task.description:<16}"),
+            TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
+            TextColumn("ETA"),
             TimeRemainingColumn(),
             console=self._console,
+            speed_estimate_period=_ETA_WINDOW_SECONDS,
         )
         self._task = self._progress.add_task("starting", total=total_steps)
         self._history: dict[str, deque[float]] = {name: deque(maxlen=_KEPT_STEPS) for name in _TABLE}
         self._times: dict[str, float] = {}
-        self._live = Live(self._progress, console=self._console, refresh_per_second=4)
-        self._live.start()
+        self._step: int | None = None
+        self._note: str | None = None
+        self._live = Live(console=self._console, refresh_per_second=4, vertical_overflow="crop")
+        self._closed = False
 
     def begin_step(self, step: int) -> None:
-        """Nothing; the bar moves when a step is done."""
+        """Start the clock of the ETA at the first step."""
+        if self._step is None:
+            self._progress.reset(self._task, completed=step - 1)
+        self._step = step
+        self._draw()
 
     def stage(self, name: str) -> None:
         """Name the stage beside the bar."""
-        self._progress.update(self._task, description=name)
+        description = name if self._step is None else f"step {self._step}: {name}"
+        self._progress.update(self._task, description=description)
+        self._draw()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Redraw."""
+        """Take the numbers over and move the bar."""
         for name, history in self._history.items():
             if name in metrics:
                 history.append(metrics[name])
         self._times = {n.removeprefix("time/"): v for n, v in metrics.items() if n.startswith("time/")}
         self._progress.update(self._task, completed=step)
-        self._live.update(Group(self._table(), self._progress))
-
-    def _table(self) -> Table:
-        table = Table(box=None, pad_edge=False)
-        for column in ("metric", "last", "", "stage", "seconds"):
-            table.add_column(column)
-        metrics = [
-            (name, f"{history[-1]:.4g}", sparkline(history, 24, blocks=self._blocks))
-            for name, history in self._history.items()
-            if history
-        ]
-        times = [(name, f"{seconds:.2f}") for name, seconds in self._times.items()]
-        for row in range(max(len(metrics), len(times))):
-            left = metrics[row] if row < len(metrics) else ("", "", "")
-            right = times[row] if row < len(times) else ("", "")
-            table.add_row(*left, *right)
-        return table
+        self._draw()
 
     def message(self, text: str) -> None:
-        """A line above the live area."""
-        self._console.print(text, markup=False, highlight=False)
+        """Show it above the bar; the one before moves up into the scrollback, so each is written once."""
+        if self._closed:
+            self._console.print(text, markup=False, highlight=False)
+            return
+        before, self._note = self._note, text
+        self._draw()
+        if before is not None:
+            self._console.print(before, markup=False, highlight=False)
 
     def close(self) -> None:
         """Leave the last state on the screen."""
-        self._live.stop()
+        if not self._closed:
+            self._closed = True
+            self._live.stop()
+
+    def _draw(self) -> None:
+        if self._closed:
+            return
+        parts: list[RenderableType] = [self._progress, self._table()]
+        if self._note is not None:
+            parts.insert(0, Text(self._note, style="yellow"))
+        self._live.update(Group(*parts), refresh=self._live.is_started)
+        self._live.start()
+
+    def _table(self) -> Table:
+        """Metrics with last value and course at the left, seconds and share of each stage at the right."""
+        table = Table(box=None, pad_edge=False)
+        table.add_column("metric")
+        table.add_column("last", justify="right")
+        table.add_column(f"last {_KEPT_STEPS} steps", no_wrap=True)
+        table.add_column("stage")
+        table.add_column("seconds", justify="right")
+        table.add_column("share", justify="right")
+        metrics = [
+            (name, f"{history[-1]:.4g}", sparkline(history, _SPARKLINE_COLUMNS, blocks=self._blocks))
+            for name, history in self._history.items()
+            if history
+        ]
+        whole = self._times.get("step") or sum(self._times.values())
+        times = [
+            (name, f"{seconds:.2f}", f"{seconds / whole:.0%}" if whole > 0 else "")
+            for name, seconds in self._times.items()
+        ]
+        for row in range(max(len(metrics), len(times))):
+            left = metrics[row] if row < len(metrics) else ("", "", "")
+            right = times[row] if row < len(times) else ("", "", "")
+            table.add_row(*(Text(cell) for cell in (*left, *right)))
+        return table
 
 
 def make_view(mode: Literal["auto", "live", "plain", "quiet"], total_steps: int, stream: TextIO | None = None) -> View:
-    """The view of a mode; `auto` is live on a terminal and plain elsewhere."""
-    stream = stream if stream is not None else sys.stdout
+    """The view of a mode; `auto` is live on a terminal and plain elsewhere.
+
+    Writes to `stream`, by default the standard output, with `quiet` the standard error.
+    """
+    if stream is None:
+        stream = sys.stderr if mode == "quiet" else sys.stdout
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")  # a text that the terminal cannot show must not end a run
     if mode == "auto":
-        mode = "live" if stream.isatty() else "plain"
+        drawable = stream.isatty() and not Console(file=stream).is_dumb_terminal
+        mode = "live" if drawable else "plain"
     if mode == "live":
         return LiveView(stream, total_steps)
-    return PlainView(stream, total_steps) if mode == "plain" else QuietView(sys.stderr)
+    return PlainView(stream, total_steps) if mode == "plain" else QuietView(stream)

@@ -4,61 +4,107 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from megappo.config.schema import LoggingSettings
+
+_NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class MetricsLog:
     """`metrics.jsonl` and `samples.jsonl` always, TensorBoard and Weights & Biases by configuration."""
 
     def __init__(self, directory: Path, settings: LoggingSettings, run_name: str, config: Mapping[str, Any]) -> None:
-        """Raises ValueError where wandb is asked for and not installed."""
-        self._metrics = (directory / "metrics.jsonl").open("a", encoding="utf-8")
-        self._samples = (directory / "samples.jsonl").open("a", encoding="utf-8")
+        """Append to the files of `directory`, which is made where it is missing; for one rank only.
+
+        Args:
+            directory: the run directory.
+            settings: which logs to write.
+            run_name: the name of the run at Weights & Biases.
+            config: the whole configuration in JSON's types, for the same.
+
+        Raises ValueError where wandb is asked for and not installed.
+        """
+        self._wandb: Any = None
         self._tensorboard: Any = None
+        directory.mkdir(parents=True, exist_ok=True)
+        if settings.wandb_project is not None:
+            self._wandb = _start_wandb(settings.wandb_project, run_name, config, directory)
         if settings.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
             self._tensorboard = SummaryWriter(str(directory / "tensorboard"))
-        self._wandb: Any = None
-        if settings.wandb_project is not None:
-            try:
-                import wandb
-            except ImportError as error:
-                raise ValueError("logging.wandb_project needs wandb; pip install 'megappo[wandb]'") from error
-            self._wandb = wandb.init(
-                project=settings.wandb_project, name=run_name, config=dict(config), dir=str(directory)
-            )
+        self._metrics = _open(directory / "metrics.jsonl")
+        self._samples = _open(directory / "samples.jsonl")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One line of JSON; what is not finite is written as text, so that every line stays valid JSON."""
-        line: dict[str, Any] = {"step": step}
-        line |= {name: value if math.isfinite(value) else str(value) for name, value in sorted(metrics.items())}
-        print(json.dumps(line), file=self._metrics, flush=True)
+        """One line of JSON, `step` first; what is not finite is written as text, so that every line is valid JSON."""
+        _write(self._metrics, {"step": step, **dict(sorted(metrics.items()))})
         if self._tensorboard is not None:
             for name, value in metrics.items():
                 self._tensorboard.add_scalar(name, value, step)
+            self._tensorboard.flush()
         if self._wandb is not None:
             self._wandb.log(dict(metrics), step=step)
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """One line of JSON per sample."""
+        """One line of JSON per sample, `step` first."""
         for sample in samples:
-            print(json.dumps({"step": step, **sample}, ensure_ascii=False), file=self._samples, flush=True)
+            _write(self._samples, {"step": step, **sample})
 
     def close(self) -> None:
-        """Finish all files."""
+        """Finish all files; may be called twice."""
         self._metrics.close()
         self._samples.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
+        self._tensorboard = self._wandb = None
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    """The lines of a metrics.jsonl, values that are not finite as floats again.
+
+    A last line that a killed run left unfinished is passed over. Raises ValueError for any other that is not JSON.
+    """
+    lines = path.read_text(encoding="utf-8").split("\n")
+    lines.pop()  # "" after the last line's end, or an unfinished line
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number} is not JSON ({error}); remove the line") from error
+        records.append({name: _NONFINITE.get(value, value) for name, value in record.items()})
+    return records
+
+
+def _open(path: Path) -> TextIO:
+    """Open for appending behind the last complete line; lone surrogates become JSON's own escapes."""
+    if path.exists():
+        end = path.read_bytes().rfind(b"\n") + 1
+        if end < path.stat().st_size:
+            os.truncate(path, end)
+    return path.open("a", encoding="utf-8", errors="backslashreplace")
+
+
+def _write(file: TextIO, record: Mapping[str, Any]) -> None:
+    valid = {
+        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in record.items()
+    }
+    print(json.dumps(valid, ensure_ascii=False, allow_nan=False), file=file, flush=True)
+
+
+def _start_wandb(project: str, run_name: str, config: Mapping[str, Any], directory: Path) -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise ValueError(
+            f"logging.wandb_project is '{project}', but wandb is not installed; pip install 'megappo[wandb]'"
+        ) from error
+    return wandb.init(project=project, name=run_name, config=dict(config), dir=str(directory))

@@ -23,10 +23,12 @@ class StageTimer:
         self._synchronize = synchronize
         self._running: str | None = None
         self.seconds: dict[str, float] = {}
+        """Seconds of each stage since the last `reset`, in the order of their beginnings."""
         self._start = time.perf_counter()
 
     def reset(self) -> None:
-        """Begin a step."""
+        """Begin a step; not inside a stage."""
+        assert self._running is None, f"the clock was reset inside stage {self._running}"
         self.seconds = {}
         self._start = time.perf_counter()
 

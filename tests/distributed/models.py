@@ -11,8 +11,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 VOCAB = 131  # a prime: never divisible, so every tensor parallel size pads
 
 
-def write_model(folder: Path, family: str, seed: int, **changes: Any) -> Path:
-    """Save a tiny random model of a family with norms and biases that are not trivial."""
+def write_model(folder: Path, family: str, seed: int, noise: float = 0.0, **changes: Any) -> Path:
+    """Save a tiny random model of a family with norms and biases that are not trivial.
+
+    `noise` makes a neighbour of the model of the same seed.
+    """
     settings: dict[str, Any] = {
         "hidden_size": 32,
         "num_hidden_layers": 4,
@@ -33,5 +36,7 @@ def write_model(folder: Path, family: str, seed: int, **changes: Any) -> Path:
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data.add_(0.2 * torch.randn_like(parameter))
+    for parameter in model.parameters():
+        parameter.data.add_(noise * torch.randn_like(parameter))
     model.save_pretrained(folder)
     return folder

@@ -16,8 +16,11 @@ def approx(value: float, tolerance: float = 1e-5) -> object:
 
 def test_gae_skips_masked_tokens() -> None:
     advantages, returns = algo.compute_gae(
-        rewards=t([[0.0, 0, 0, 1]]), values=t([[0.2, 0.3, 0.4, 0.5]]), mask=t([[False, False, True, True]]),
-        gamma=0.99, lam=0.95,
+        rewards=t([[0.0, 0, 0, 1]]),
+        values=t([[0.2, 0.3, 0.4, 0.5]]),
+        mask=t([[False, False, True, True]]),
+        gamma=0.99,
+        lam=0.95,
     )
     assert advantages.tolist() == [[0, 0, approx(0.56525), approx(0.5)]]
     assert returns.tolist() == [[0, 0, approx(0.96525), approx(1.0)]]
@@ -25,17 +28,20 @@ def test_gae_skips_masked_tokens() -> None:
 
 def test_clip_loss() -> None:
     result = algo.policy_loss(
-        logprob=t([-1.5]), old_logprob=t([-2.0]), advantages=t([0.5]), weights=t([1.0]), mask=t([True]),
-        clip_low=0.2, clip_high=0.2,
+        logprob=t([-1.5]),
+        old_logprob=t([-2.0]),
+        advantages=t([0.5]),
+        weights=t([1.0]),
+        mask=t([True]),
+        clip_low=0.2,
+        clip_high=0.2,
     )
     assert result.metrics["ratio"].item() == approx(1.6487, 1e-4)
     assert result.loss.item() == approx(-0.6)
     assert result.metrics["clipfrac"].item() == 1
 
 
-@pytest.mark.parametrize(
-    ("p", "q", "kl"), [([0.8, 0.2], [0.7, 0.3], 0.02573), ([0.9, 0.1], [0.5, 0.5], 0.3681)]
-)
+@pytest.mark.parametrize(("p", "q", "kl"), [([0.8, 0.2], [0.7, 0.3], 0.02573), ([0.9, 0.1], [0.5, 0.5], 0.3681)])
 def test_expected_k1_is_the_divergence(p: list[float], q: list[float], kl: float) -> None:
     estimate = algo.kl_penalty(logprob=t(p).log(), ref_logprob=t(q).log(), kind="k1")
     assert (t(p) * estimate).sum().item() == approx(kl, 2e-4)
@@ -49,7 +55,10 @@ def test_expected_k1_is_the_divergence(p: list[float], q: list[float], kl: float
 
 def test_kl_in_the_reward() -> None:
     rewards = algo.apply_kl_to_rewards(
-        scores=t([1.0]), kl=t([[0.03, 0.02, 0.01, 0.02, 0.03, 0.05]]), mask=torch.ones(1, 6, dtype=torch.bool), coef=0.01
+        scores=t([1.0]),
+        kl=t([[0.03, 0.02, 0.01, 0.02, 0.03, 0.05]]),
+        mask=torch.ones(1, 6, dtype=torch.bool),
+        coef=0.01,
     )
     assert rewards[0].tolist() == [approx(x) for x in (-0.0003, -0.0002, -0.0001, -0.0002, -0.0003, 1 - 0.0005)]
 
@@ -98,15 +107,19 @@ def test_aggregation(mode: str, loss: float) -> None:
     losses = t([[1.0, 2.0, float("nan")], [3.0, float("inf"), 0.0], [5.0, 5.0, 5.0]])
     mask = t([[True, True, False], [True, False, False], [False, False, False]])
     assert algo.aggregate(loss=losses, mask=mask, mode=mode).item() == approx(loss)
-    assert algo.aggregate(
-        loss=losses, mask=mask, mode="seq-mean-token-sum-norm", norm_tokens=6
-    ).item() == approx(6 / 12)
+    assert algo.aggregate(loss=losses, mask=mask, mode="seq-mean-token-sum-norm", norm_tokens=6).item() == approx(
+        6 / 12
+    )
 
 
 def test_dual_clip_bounds_only_negative_advantages() -> None:
     both = algo.policy_loss(
-        logprob=t([3.0, 3.0]), old_logprob=t([0.0, 0.0]), advantages=t([-1.0, 1.0]), weights=t([1.0, 1.0]),
-        mask=t([True, True]), dual_clip=3.0,
+        logprob=t([3.0, 3.0]),
+        old_logprob=t([0.0, 0.0]),
+        advantages=t([-1.0, 1.0]),
+        weights=t([1.0, 1.0]),
+        mask=t([True, True]),
+        dual_clip=3.0,
     )
     assert both.loss.item() == approx(3.0 - 1.2)
     assert both.metrics["clipfrac_lower"].item() == 1
@@ -115,7 +128,10 @@ def test_dual_clip_bounds_only_negative_advantages() -> None:
 def test_log_ratio_is_clamped() -> None:
     logprob = t([500.0, -500.0], requires_grad=True)
     result = algo.policy_loss(
-        logprob=logprob, old_logprob=t([0.0, 0.0]), advantages=t([-1.0, 1.0]), weights=t([1.0, 1.0]),
+        logprob=logprob,
+        old_logprob=t([0.0, 0.0]),
+        advantages=t([-1.0, 1.0]),
+        weights=t([1.0, 1.0]),
         mask=t([True, True]),
     )
     result.loss.backward()
@@ -141,12 +157,12 @@ def test_grpo_and_rloo_against_their_papers() -> None:
 def test_importance_weights() -> None:
     old, engine = t([[0.0, -1.0, 0.0]]), t([[-2.0, -1.5, float("nan")]])
     mask = t([[True, True, False]])
-    weights, keep = algo.importance_weights(old_logprob=old, engine_logprob=engine, mask=mask, cap=3.0, reject_above=5.0)
+    weights, keep = algo.importance_weights(
+        old_logprob=old, engine_logprob=engine, mask=mask, cap=3.0, reject_above=5.0
+    )
     assert weights.tolist() == [[3.0, approx(1.64872), 1.0]]
     assert keep.tolist() == [[False, True, False]]
-    weights, _ = algo.importance_weights(
-        old_logprob=old, engine_logprob=engine, mask=mask, level="sequence", cap=100.0
-    )
+    weights, _ = algo.importance_weights(old_logprob=old, engine_logprob=engine, mask=mask, level="sequence", cap=100.0)
     assert weights.tolist() == [[approx(12.1825), approx(12.1825), 1.0]]
 
 

@@ -43,8 +43,11 @@ def test_gae_equals_its_definition(seed: int, gamma: float, lam: float) -> None:
         expected[b, m] = torch.tensor(gae_by_definition(rewards[b, m], values[b, m], gamma, lam), dtype=torch.float64)
     garbage = torch.where(torch.rand(mask.shape, generator=g) < 0.5, math.nan, math.inf)
     advantages, returns = algo.compute_gae(
-        rewards=torch.where(mask, rewards, garbage), values=torch.where(mask, values, garbage), mask=mask,
-        gamma=gamma, lam=lam,
+        rewards=torch.where(mask, rewards, garbage),
+        values=torch.where(mask, values, garbage),
+        mask=mask,
+        gamma=gamma,
+        lam=lam,
     )
     torch.testing.assert_close(advantages, expected, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(returns, (expected + values) * mask, rtol=1e-6, atol=1e-9)
@@ -76,9 +79,7 @@ def test_whitening_in_parts_is_whitening_the_whole(seed: int) -> None:
 def test_any_split_into_microbatches_gives_the_same_loss(mode: str, seed: int) -> None:
     g, mask = ragged(seed)
     loss = torch.randn(mask.shape, generator=g)
-    totals = {
-        "total_tokens": int(mask.sum()), "total_sequences": int(mask.any(-1).sum()), "norm_tokens": mask.shape[1]
-    }
+    totals = {"total_tokens": int(mask.sum()), "total_sequences": int(mask.any(-1).sum()), "norm_tokens": mask.shape[1]}
     whole = algo.aggregate(loss=loss, mask=mask, mode=mode)
     parts = [algo.aggregate(loss=loss[b : b + 1], mask=mask[b : b + 1], mode=mode, **totals) for b in range(len(mask))]
     torch.testing.assert_close(torch.stack(parts).sum(), whole)
@@ -111,9 +112,19 @@ def test_policy_loss_and_gradient_by_hand(seed: int) -> None:
     ours = [torch.where(mask, x, math.nan).requires_grad_() for x in (lp, ent)]
     others = [torch.where(mask, x, math.inf) for x in (old, adv, ref, w, iw)]
     result = algo.policy_loss(
-        logprob=ours[0], entropy=ours[1], old_logprob=others[0], advantages=others[1], ref_logprob=others[2],
-        weights=others[3], importance_weights=others[4], mask=mask, clip_low=0.1, clip_high=0.3, dual_clip=2.0,
-        entropy_coef=0.01, kl_coef=0.2,
+        logprob=ours[0],
+        entropy=ours[1],
+        old_logprob=others[0],
+        advantages=others[1],
+        ref_logprob=others[2],
+        weights=others[3],
+        importance_weights=others[4],
+        mask=mask,
+        clip_low=0.1,
+        clip_high=0.3,
+        dual_clip=2.0,
+        entropy_coef=0.01,
+        kl_coef=0.2,
     )
     torch.testing.assert_close(result.loss, expected, rtol=1e-9, atol=1e-12)
     result.loss.backward()
@@ -127,8 +138,13 @@ def test_penalty_objective() -> None:
     lp = torch.tensor([-1.0, -3.0], requires_grad=True)
     old, adv = torch.tensor([-1.2, -2.0]), torch.tensor([1.0, -2.0])
     result = algo.policy_loss(
-        logprob=lp, old_logprob=old, advantages=adv, weights=torch.tensor([0.5, 0.5]), mask=torch.tensor([True, True]),
-        kind="penalty", penalty_coef=3.0,
+        logprob=lp,
+        old_logprob=old,
+        advantages=adv,
+        weights=torch.tensor([0.5, 0.5]),
+        mask=torch.tensor([True, True]),
+        kind="penalty",
+        penalty_coef=3.0,
     )
     d = lp.detach() - old
     expected = 0.5 * (-d.exp() * adv + 3.0 * (d.exp() - 1 - d)).sum()

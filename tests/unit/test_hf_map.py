@@ -39,9 +39,7 @@ def test_cutting_and_joining_gives_the_model_back(tmp_path: Path, family: str, t
 def test_random_weights_do_not_depend_on_the_layout(tmp_path: Path) -> None:
     arch = architecture(AutoConfig.from_pretrained(write_model(tmp_path / "m", "qwen3", 1)))
     entry = next(p for p in model_parameters(arch) if p.kind == "glu")
-    whole = read_shard(
-        RandomSource(arch, 3), arch, entry, torch.empty(shard_shape(arch, entry, 1, VOCAB)), 0, 1, VOCAB
-    )
+    whole = read_shard(RandomSource(arch, 3), arch, entry, torch.empty(shard_shape(arch, entry, 1, VOCAB)), 0, 1, VOCAB)
     half = read_shard(
         RandomSource(arch, 3), arch, entry, torch.empty(shard_shape(arch, entry, 2, VOCAB + 1)), 1, 2, VOCAB + 1
     )

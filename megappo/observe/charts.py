@@ -1,0 +1,70 @@
+"""Charts made of characters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+"""Characters of rising height."""
+ASCII_BLOCKS = "_.-=*#"
+"""The same for a terminal that knows no Unicode."""
+
+
+def sparkline(values: Iterable[float], width: int, *, blocks: str = BLOCKS) -> str:
+    """The last `width` finite values as characters of rising height; "" where there is none."""
+    finite = [value for value in values if math.isfinite(value)]
+    shown = finite[max(0, len(finite) - width) :]
+    if not shown:
+        return ""
+    low, high = min(shown), max(shown)
+    return "".join(blocks[_level(value, low, high, len(blocks))] for value in shown)
+
+
+def curve(values: Sequence[float], width: int = 60, height: int = 10, *, mark: str = "*") -> str:
+    """A chart of several lines: values upwards, their positions (from 1) to the right.
+
+    Of more than `width` values each column shows the mean of its share. Values that are not finite leave a gap.
+
+    Args:
+        values: in order, one per step for instance.
+        width: most columns of the chart, labels not counted; at least 1.
+        height: rows of the chart, axis not counted; at least 1.
+        mark: the character of a point.
+    """
+    assert width >= 1 and height >= 1, f"a chart of {width} x {height} characters"
+    columns = _column_means(values, min(width, len(values)))
+    finite = [value for value in columns if value is not None]
+    if not finite:
+        return "(nothing to show)"
+    low, high = min(finite), max(finite)
+    rows = [[" "] * len(columns) for _ in range(height)]
+    for x, value in enumerate(columns):
+        if value is not None:
+            rows[height - 1 - _level(value, low, high, height)][x] = mark
+    labels = {height - 1: f"{low:.4g}"}
+    if high > low:
+        labels[0] = f"{high:.4g}"
+    if high > low and height >= 3:
+        middle = height // 2
+        share = (height - 1 - middle) / (height - 1)
+        labels[middle] = f"{low * (1 - share) + high * share:.4g}"
+    gutter = max(len(label) for label in labels.values())
+    lines = [f"{labels.get(y, ''):>{gutter}} |{''.join(row)}".rstrip() for y, row in enumerate(rows)]
+    end = f"{len(values):>{len(columns) - 1}}" if len(columns) > 1 else ""
+    axis = [f"{'':{gutter}} +{'-' * len(columns)}", f"{'':{gutter}}  1{end}"]
+    return "\n".join(lines + axis)
+
+
+def _level(value: float, low: float, high: float, levels: int) -> int:
+    """0 for `low` to `levels` - 1 for `high`; 0 where they are equal."""
+    return round((value / 2 - low / 2) / (high / 2 - low / 2) * (levels - 1)) if high > low else 0
+
+
+def _column_means(values: Sequence[float], columns: int) -> list[float | None]:
+    means: list[float | None] = []
+    for column in range(columns):
+        share = values[column * len(values) // columns : (column + 1) * len(values) // columns]
+        finite = [value for value in share if math.isfinite(value)]
+        means.append(sum(finite) / len(finite) if finite else None)
+    return means

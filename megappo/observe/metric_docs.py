@@ -1,0 +1,126 @@
+"""What every metric means; the reference in the documentation is made of this table."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class MetricDoc(NamedTuple):
+    """One metric."""
+
+    unit: str
+    meaning: str
+    healthy: str
+    """What to expect of a run that goes well."""
+
+
+METRICS: dict[str, MetricDoc] = {
+    "reward/mean": MetricDoc("score", "Mean score of the step's responses, KL not subtracted.", "rises"),
+    "reward/std": MetricDoc("score", "Spread of the scores.", "above 0; at 0 there is nothing to learn from"),
+    "reward/min": MetricDoc("score", "Lowest score.", "within the range of the reward function"),
+    "reward/max": MetricDoc("score", "Highest score.", "above the mean until the task is solved"),
+    "reward/failures": MetricDoc(
+        "fraction", "Rewards that failed and got `reward.failure_score`, time-outs included.", "0"
+    ),
+    "reward/timeouts": MetricDoc("fraction", "Rewards that passed `reward.timeout_seconds`.", "0"),
+    "advantage/mean": MetricDoc("score", "Mean advantage per token, after whitening.", "near 0"),
+    "advantage/std": MetricDoc("score", "Spread of the advantages, after whitening.", "near 1 where whitened"),
+    "return/mean": MetricDoc(
+        "score", "Mean return per token: what the critic learns to predict.", "follows reward/mean"
+    ),
+    "critic/value_mean": MetricDoc("score", "Mean predicted value per token.", "near return/mean"),
+    "critic/loss": MetricDoc(
+        "score squared", "Value loss, a half included.", "falls, then follows the returns' spread"
+    ),
+    "critic/clipfrac": MetricDoc("fraction", "Tokens whose clipped value error was the larger one.", "below 0.3"),
+    "critic/explained_variance": MetricDoc(
+        "1", "1 - Var(return - value) / Var(return); NaN where all returns are equal.", "rises from 0 towards 1"
+    ),
+    "critic/grad_norm": MetricDoc("1", "Mean L2 norm of the critic's gradient before clipping.", "steady; no jumps"),
+    "critic/learning_rate": MetricDoc("1", "Learning rate of the step's last critic update.", "as scheduled"),
+    "critic/updates": MetricDoc("updates", "Critic updates applied in the step.", "epochs x minibatches"),
+    "critic/skipped_updates": MetricDoc("updates", "Critic updates refused as not finite.", "0"),
+    "actor/loss": MetricDoc("1", "Whole policy loss: pg_loss + kl_loss + entropy_loss.", "no trend is needed"),
+    "actor/pg_loss": MetricDoc("1", "Policy gradient part, clipped or with penalty.", "near 0, mostly below"),
+    "actor/kl_loss": MetricDoc("1", "KL to the reference times `algorithm.kl_in_loss.coef`.", "small beside pg_loss"),
+    "actor/entropy_loss": MetricDoc("1", "Minus the entropy times `algorithm.entropy_coef`.", "small beside pg_loss"),
+    "actor/clipfrac": MetricDoc("fraction", "Tokens whose ratio was clipped.", "0.01 to 0.3; advice above 0.5"),
+    "actor/clipfrac_lower": MetricDoc("fraction", "Tokens at the bound of `algorithm.dual_clip`.", "near 0"),
+    "actor/ppo_kl": MetricDoc("nats per token", "KL(old || new), the plain estimate; may be below 0.", "below 0.05"),
+    "actor/ppo_kl_k3": MetricDoc("nats per token", "KL(old || new), the k3 estimate; never below 0.", "below 0.05"),
+    "actor/ratio": MetricDoc("1", "Mean ratio new / old probability.", "0.95 to 1.05"),
+    "actor/ratio_max": MetricDoc("1", "Largest ratio.", "below 10"),
+    "actor/entropy": MetricDoc(
+        "nats per token", "Entropy of the policy at the sampling temperature.", "falls slowly, stays above 0"
+    ),
+    "actor/ref_kl": MetricDoc(
+        "nats per token", "KL to the reference as the updates estimate it; 0 without `kl_in_loss`.", "below 0.5"
+    ),
+    "actor/grad_norm": MetricDoc("1", "Mean L2 norm of the actor's gradient before clipping.", "steady; no jumps"),
+    "actor/learning_rate": MetricDoc("1", "Learning rate of the step's last actor update.", "as scheduled"),
+    "actor/updates": MetricDoc(
+        "updates", "Actor updates applied in the step.", "epochs x minibatches, less after `algorithm.target_kl`"
+    ),
+    "actor/skipped_updates": MetricDoc("updates", "Actor updates refused as not finite.", "0"),
+    "actor/penalty_coef": MetricDoc("1", "Weight of KL(old || new) with `policy_loss: penalty`.", "settles"),
+    "kl/mean": MetricDoc("nats per token", "KL to the reference before the updates.", "rises slowly"),
+    "kl/per_response": MetricDoc(
+        "nats per response", "The same summed over a response.", "near `algorithm.kl_in_reward.target` where adaptive"
+    ),
+    "kl/coef": MetricDoc("1", "Weight of the KL in the reward.", "settles where adaptive"),
+    "response/length": MetricDoc("tokens", "Mean length of a response.", "well below `rollout.max_response_tokens`"),
+    "response/length_max": MetricDoc("tokens", "Longest response.", "at most `rollout.max_response_tokens`"),
+    "response/truncated": MetricDoc("fraction", "Responses cut at the length limit.", "below 0.1; advice above 0.5"),
+    "prompt/length": MetricDoc("tokens", "Mean length of a prompt.", "as the data"),
+    "prompt/dropped": MetricDoc(
+        "prompts", "Training prompts left out as longer than `data.max_prompt_tokens`.", "few of the data set"
+    ),
+    "mismatch/mean": MetricDoc(
+        "nats per token", "Mean |engine - trainer| log-probability.", "below 0.001 in float32, 0.05 in bfloat16"
+    ),
+    "mismatch/max": MetricDoc("nats", "Largest such gap of a token.", "below 1"),
+    "mismatch/k3": MetricDoc("nats per token", "KL(engine || trainer), the k3 estimate.", "below 0.001"),
+    "correction/weight_mean": MetricDoc("1", "Mean importance weight for the engine's gap.", "near 1"),
+    "correction/truncated": MetricDoc("fraction", "Tokens with a weight at `algorithm.correction.cap`.", "below 0.01"),
+    "correction/rejected": MetricDoc(
+        "fraction", "Tokens left out by `algorithm.correction.reject_above`.", "below 0.01"
+    ),
+    "sync/seconds": MetricDoc(
+        "seconds", "Time to stream the actor's weights into the engine.", "small beside time/step"
+    ),
+    "sync/gigabytes_per_second": MetricDoc("GB/s (1e9 bytes)", "Speed of that stream.", "steady"),
+    "sync/version": MetricDoc("count", "Version of the weights in the engine.", "step + 1"),
+    "time/rollout": MetricDoc("seconds", "Generation.", "often the largest part"),
+    "time/reward": MetricDoc("seconds", "Reward functions or model.", "small beside time/step"),
+    "time/score": MetricDoc("seconds", "Old and reference log-probabilities, values.", "below the updates"),
+    "time/advantages": MetricDoc("seconds", "KL, advantages, whitening.", "near 0"),
+    "time/update_critic": MetricDoc("seconds", "All critic updates.", "like time/update_actor"),
+    "time/update_actor": MetricDoc("seconds", "All actor updates.", "steady at steady lengths"),
+    "time/sync": MetricDoc("seconds", "Weight stream into the engine.", "small beside time/step"),
+    "time/evaluate": MetricDoc("seconds", "Validation, in steps that have one.", "rare enough not to matter"),
+    "time/step": MetricDoc("seconds", "The whole step.", "a little more than its stages"),
+    "tokens_per_second": MetricDoc(
+        "tokens/s", "Prompt and response tokens of the step by its time, all ranks.", "steady"
+    ),
+    "samples_per_second": MetricDoc("samples/s", "Responses of the step by its time, all ranks.", "steady"),
+    "mfu": MetricDoc(
+        "fraction",
+        "Share of the devices' dense bfloat16 peak that the model's arithmetic used.",
+        "0.2 to 0.5 in updates",
+    ),
+    "memory/peak_gigabytes": MetricDoc(
+        "GB (1e9 bytes)", "Peak memory of the first rank: of its device, on CPU of its process.", "below the device's"
+    ),
+    "eval/reward_mean": MetricDoc("score", "Mean score of greedy answers to the validation prompts.", "rises"),
+    "eval/response_length": MetricDoc("tokens", "Mean length of those answers.", "like response/length"),
+}
+"""Every metric that a run writes."""
+
+
+def markdown_table() -> str:
+    """The table as Markdown, one row per metric, without a newline at its end."""
+    rows = [
+        " | ".join(["| `" + name + "`", *(cell.replace("|", r"\|") for cell in doc)]) + " |"
+        for name, doc in METRICS.items()
+    ]
+    return "\n".join(["| metric | unit | meaning | healthy |", "|---|---|---|---|", *rows])

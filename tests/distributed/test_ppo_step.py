@@ -1,0 +1,227 @@
+"""One PPO step on every layout against the one-process oracle: every number and every updated weight.
+
+Two epochs, minibatches, microbatches, KL in reward and in loss, dual clip, value clip, entropy, weight decay,
+gradient clipping, temperature; padding is NaN.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from distributed.harness import launch
+from distributed.models import VOCAB, write_model
+from distributed.oracle import Sample, Settings, ValueModel, ppo_step
+
+SAMPLES = 12
+TOLERANCE = 1e-4
+
+ORACLE = Settings(
+    temperature=0.8,
+    gamma=0.98,
+    lam=0.9,
+    kl_reward_coef=0.05,
+    kl_loss_coef=0.1,
+    clip_low=0.1,
+    clip_high=0.15,
+    dual_clip=1.5,
+    value_clip=0.05,
+    entropy_coef=0.02,
+    aggregation="token-mean",
+    clip_grad_norm=0.5,
+    actor_lr=2e-3,
+    critic_lr=3e-3,
+    weight_decay=0.1,
+)
+
+TWO_PROCESSES: dict[str, list[str]] = {
+    "tp2": ["actor.layout.tensor_parallel=2", "critic.layout.tensor_parallel=2"],
+    "pp2": ["actor.layout.pipeline_parallel=2", "critic.layout.pipeline_parallel=2"],
+    "dp2": [],
+    "dp2-distributed-optimizer": ["actor.optimizer.distributed=true", "critic.optimizer.distributed=true"],
+    "mixed": ["actor.layout.tensor_parallel=2", "critic.layout.pipeline_parallel=2"],
+    "apart": ["actor.layout.ranks=1", "critic.layout.first_rank=1"],
+    "sp2": [
+        "actor.layout.tensor_parallel=2",
+        "actor.layout.sequence_parallel=true",
+        "critic.layout.tensor_parallel=2",
+        "critic.layout.sequence_parallel=true",
+    ],
+    "vpp2": [
+        "actor.layout.pipeline_parallel=2",
+        "actor.layout.virtual_pipeline_chunks=2",
+        "critic.layout.pipeline_parallel=2",
+        "critic.layout.virtual_pipeline_chunks=2",
+    ],
+    "tp2-one-microbatch": [
+        "actor.layout.tensor_parallel=2",
+        "critic.layout.tensor_parallel=2",
+        "actor.microbatch_budget_tokens=4096",
+        "critic.microbatch_budget_tokens=4096",
+    ],
+    "dp2-seq-mean": ["algorithm.loss_aggregation=seq-mean-token-mean"],
+    "pp2-recompute": [
+        "actor.layout.pipeline_parallel=2",
+        "critic.layout.tensor_parallel=2",
+        "actor.recompute=full",
+        "critic.recompute=selective",
+    ],
+}
+FOUR_PROCESSES = {
+    "tp2-pp2": [
+        "actor.layout.tensor_parallel=2",
+        "actor.layout.pipeline_parallel=2",
+        "critic.layout.tensor_parallel=2",
+        "critic.layout.pipeline_parallel=2",
+    ],
+    "tp2-dp2": ["actor.layout.tensor_parallel=2", "critic.layout.pipeline_parallel=2"],
+}
+ONE_PROCESS: dict[str, list[str]] = {"one": [], "one-tied": []}
+SCENARIOS = {**ONE_PROCESS, **TWO_PROCESSES, "pp2-tied": TWO_PROCESSES["pp2"], **FOUR_PROCESSES}
+
+
+def base_config(folder: Path) -> dict[str, Any]:
+    """The settings that ORACLE spells out."""
+    o = ORACLE
+    role = {"epochs": 2, "minibatch_sequences": 6, "microbatch_budget_tokens": 40}
+    optimizer = {"weight_decay": o.weight_decay, "clip_grad_norm": o.clip_grad_norm}
+    return {
+        "run": {"name": "oracle", "steps": 10, "seed": 5},
+        "model": {"path": str(folder), "dtype": "float32", "tokenizer": "configs/models/tiny_arithmetic"},
+        "actor": {**role, "optimizer": {**optimizer, "learning_rate": o.actor_lr}},
+        "critic": {
+            **role, "optimizer": {**optimizer, "learning_rate": o.critic_lr}, "value_clip": o.value_clip,
+            "value_head_std": 0.3,
+        },
+        "reference": {"path": str(folder.with_name(folder.name + "-ref"))},
+        "data": {
+            "train": {"source": "python:megappo.data.arithmetic:sums", "options": {"max_operand": 3}},
+            "apply_chat_template": False, "max_prompt_tokens": 12,
+        },
+        "rollout": {
+            "prompts_per_step": SAMPLES, "max_response_tokens": 20, "temperature": o.temperature,
+        },
+        "reward": {"function": "exact"},
+        "algorithm": {
+            "gamma": o.gamma, "lam": o.lam, "clip_low": o.clip_low, "clip_high": o.clip_high, "dual_clip": o.dual_clip,
+            "entropy_coef": o.entropy_coef, "kl_in_reward": {"kind": "kl", "coef": o.kl_reward_coef},
+            "kl_in_loss": {"kind": "low_var_kl", "coef": o.kl_loss_coef}, "mismatch_stop_nats": 1e6,
+        },
+        "logging": {"tensorboard": False, "console": "quiet"},
+    }  # fmt: skip
+
+
+def random_samples() -> list[dict[str, Any]]:
+    g = torch.Generator().manual_seed(7)
+    samples = []
+    for _ in range(SAMPLES):
+        prompt, response = (int(torch.randint(low, high, (), generator=g)) for low, high in ((2, 12), (1, 20)))
+        tokens = torch.randint(0, VOCAB, (prompt + response,), generator=g).tolist()
+        samples.append({"tokens": tokens, "response": response, "score": float(torch.randn((), generator=g))})
+    return samples
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models, configurations and the results of all scenarios; each launch runs several."""
+    root = tmp_path_factory.mktemp("ppo")
+    for name, tied in (("model", False), ("model-tied", True)):
+        write_model(root / name, "qwen3", 11, tie_word_embeddings=tied)
+        # Near the actor: the estimator of KL is clamped for tokens that differ by more than three nats.
+        write_model(root / f"{name}-ref", "qwen3", 11, noise=0.02, tie_word_embeddings=tied)
+        (root / f"{name}.yaml").write_text(yaml.safe_dump(base_config(root / name)))
+    samples = random_samples()
+    (root / "samples.json").write_text(json.dumps(samples))
+    launches = {1: ONE_PROCESS, 2: {**TWO_PROCESSES, "pp2-tied": SCENARIOS["pp2-tied"]}, 4: FOUR_PROCESSES}
+    for processes, scenarios in launches.items():
+        described = [
+            {
+                "config": str(root / ("model-tied.yaml" if name.endswith("tied") else "model.yaml")),
+                "overrides": [*overrides, f"run.directory={root / name / 'run'}"],
+                "samples": samples,
+                "out": str(root / name / "out"),
+            }
+            for name, overrides in scenarios.items()
+        ]
+        path = root / f"scenarios-{processes}.json"
+        path.write_text(json.dumps(described))
+        launch("ppo_step_worker.py", processes, path)
+    return root
+
+
+def oracle(root: Path, name: str, result: dict[str, Any]) -> tuple[dict[str, Any], Any, ValueModel]:
+    """The same step in one process, with the minibatches the run drew."""
+    folder = root / ("model-tied" if name.endswith("tied") else "model")
+    actor, reference, trunk = (
+        AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32)
+        for p in (folder, folder.with_name(folder.name + "-ref"), folder)
+    )
+    head = torch.nn.Linear(32, 1)
+    drawn = torch.randn(1, 32, generator=torch.Generator().manual_seed(5)) * 0.3
+    head.weight.data.copy_(drawn)
+    head.bias.data.zero_()
+    critic = ValueModel(trunk, head)
+    samples = [
+        Sample(torch.tensor(s["tokens"]), s["response"], s["score"])
+        for s in json.loads((root / "samples.json").read_text())
+    ]
+    settings = copy.copy(ORACLE)
+    if "seq-mean" in name:
+        settings.aggregation = "seq-mean-token-mean"
+    minibatches = result["minibatches"]
+    measured = ppo_step(actor, reference, critic, samples, settings, minibatches["actor"], minibatches["critic"])
+    return measured, actor, critic
+
+
+def close(mine: torch.Tensor, truth: torch.Tensor, what: str) -> None:
+    """Relative error of the whole tensor."""
+    error = float((mine.double() - truth.double()).norm() / truth.double().norm().clamp(min=1e-6))
+    assert error < TOLERANCE, f"{what}: relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_step_equals_the_oracle(world: Path, name: str) -> None:
+    out = world / name / "out"
+    result = json.loads((out / "result.json").read_text())
+    measured, actor, critic = oracle(world, name, result)
+    for key in ("old_logprob", "values", "advantages", "returns"):
+        mine = torch.cat([torch.tensor(result["samples"][str(i)][key]) for i in range(SAMPLES)])
+        close(mine, torch.cat(measured[key]), key)
+    for role in ("actor", "critic"):
+        updates = measured[role]
+        assert result["metrics"][f"{role}/updates"] == len(updates) == 4
+        for metric in updates[0]:
+            truth = sum(u[metric] for u in updates) / len(updates)
+            if metric in ("clipfrac", "ppo_kl", "entropy"):  # means over tokens, not over updates
+                tokens = [sum(json_response(world)[i] for i in m) for m in result["minibatches"][role]]
+                truth = sum(u[metric] * n for u, n in zip(updates, tokens, strict=True)) / sum(tokens)
+            assert result["metrics"][f"{role}/{metric}"] == pytest.approx(truth, rel=TOLERANCE, abs=1e-6), metric
+    trained = load_file(out / "actor.safetensors")
+    for parameter_name, parameter in actor.named_parameters():
+        close(trained[parameter_name], parameter.detach(), parameter_name)
+    trained = load_file(out / "critic.safetensors")
+    for parameter_name, parameter in critic.named_parameters():
+        mapped = parameter_name.replace("trunk.", "model.")
+        close(trained[mapped], parameter.detach(), f"critic {mapped}")
+
+
+def json_response(root: Path) -> list[int]:
+    return [s["response"] for s in json.loads((root / "samples.json").read_text())]
+
+
+def test_the_step_uses_what_it_should(world: Path) -> None:
+    """Clips, dual clip and value clip are active in the scenario, so the agreement above covers them."""
+    metrics = json.loads((world / "one" / "out" / "result.json").read_text())["metrics"]
+    assert metrics["actor/clipfrac"] > 0.05
+    assert metrics["actor/clipfrac_lower"] > 0
+    assert metrics["critic/clipfrac"] > 0.05
+    assert metrics["actor/grad_norm"] > ORACLE.clip_grad_norm
+    assert metrics["kl/mean"] != 0

@@ -1,0 +1,91 @@
+"""Advice comes when it should, not more often, and names settings that exist."""
+
+import math
+import re
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
+
+import pytest
+
+from megappo.config.schema import AlgorithmSettings, Config, KLInRewardSettings, Settings
+from megappo.observe import ADVICE, Advisor
+
+ADAPTIVE = AlgorithmSettings(kl_in_reward=KLInRewardSettings(coef=0.1, controller="adaptive", target=6.0))
+
+
+def said(algorithm: AlgorithmSettings, steps: list[dict[str, float]]) -> list[tuple[int, str]]:
+    """Step and condition of everything said."""
+    advisor, names = Advisor(algorithm), {sentence: name for name, sentence in ADVICE.items()}
+    return [(step, names[s]) for step, metrics in enumerate(steps, start=1) for s in advisor.observe(step, metrics)]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "name"),
+    [
+        ({"actor/clipfrac": 0.51}, "clipfrac"),
+        ({"response/truncated": 0.6}, "truncated"),
+        ({"actor/skipped_updates": 1.0}, "actor_nonfinite"),
+        ({"critic/skipped_updates": 1.0}, "critic_nonfinite"),
+        ({"actor/grad_norm": math.nan}, "actor_nonfinite"),
+        ({"critic/grad_norm": math.inf}, "critic_nonfinite"),
+    ],
+)
+def test_said_at_once_and_again_after_twenty_steps(metrics: dict[str, float], name: str) -> None:
+    assert said(AlgorithmSettings(), [metrics] * 45) == [(1, name), (21, name), (41, name)]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "name"),
+    [
+        ({"critic/explained_variance": -0.1}, "explained_variance"),
+        ({"reward/std": 0.0}, "same_reward"),
+        ({"reward/std": 3e-9, "reward/mean": 0.1}, "same_reward"),  # what rounding leaves of equal rewards
+        ({"kl/per_response": 6.1}, "kl_target"),
+    ],
+)
+def test_said_when_it_lasts(metrics: dict[str, float], name: str) -> None:
+    assert said(ADAPTIVE, [metrics] * 35) == [(10, name), (30, name)]
+    good = {"critic/explained_variance": 0.1, "reward/std": 0.1, "kl/per_response": 1.0}
+    assert said(ADAPTIVE, ([metrics] * 9 + [good]) * 4) == []
+
+
+def test_kl_has_no_target_with_a_fixed_weight() -> None:
+    fixed = AlgorithmSettings(kl_in_reward=KLInRewardSettings(coef=0.1))
+    assert said(fixed, [{"kl/per_response": 99.0}] * 30) == []
+
+
+def test_entropy_is_compared_with_its_early_mean() -> None:
+    early = [{"actor/entropy": 2.0}] * 5
+    assert said(ADAPTIVE, [*early, {"actor/entropy": 0.21}]) == []
+    assert said(ADAPTIVE, [*early, {}, {"actor/entropy": math.nan}, {"actor/entropy": 0.19}]) == [(8, "entropy")]
+
+
+def test_good_or_missing_or_nan_metrics_are_passed_over() -> None:
+    good = {"actor/clipfrac": 0.5, "reward/std": 0.2, "response/truncated": 0.5, "actor/grad_norm": 1.0}
+    unknown = {"actor/clipfrac": math.nan, "reward/std": math.nan, "critic/explained_variance": math.nan}
+    assert said(ADAPTIVE, [good, {}, unknown] * 20) == []
+
+
+def field_type(path: str) -> Any:
+    """The annotation of a dotted setting; KeyError where there is none."""
+    current: Any = Config
+    for name in path.split("."):
+        options = get_args(current) if get_origin(current) in (Union, UnionType) else (current,)
+        section = next(o for o in options if isinstance(o, type) and issubclass(o, Settings))
+        current = section.model_fields[name].annotation
+    return current
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_advice_is_one_sentence_that_names_real_settings(name: str) -> None:
+    sentence = ADVICE[name]
+    settings = re.findall(r"[a-z_]+(?:\.[a-z_]+)+", sentence)
+    assert settings
+    for setting in settings:
+        field_type(setting)
+    assert sentence.endswith(".") and ". " not in sentence and "\n" not in sentence
+
+
+def test_the_check_of_settings_finds_what_is_not_there() -> None:
+    with pytest.raises(KeyError):
+        field_type("actor.optimizer.speed")

@@ -1,0 +1,154 @@
+"""What the terminal shows."""
+
+import io
+import math
+from typing import Any, Literal, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megappo.observe import METRICS, curve, make_view, sparkline
+from megappo.observe.console import LiveView, PlainView
+
+Mode = Literal["live", "plain", "quiet"]
+ALL = dict.fromkeys(METRICS, 0.5)
+
+
+def terminal(encoding: str = "utf-8") -> tuple[io.TextIOWrapper, io.BytesIO]:
+    raw = io.BytesIO()
+    return io.TextIOWrapper(raw, encoding=encoding, write_through=True), raw
+
+
+def show(mode: Mode, stream: Any, *metrics: dict[str, float]) -> None:
+    view = make_view(mode, len(metrics), stream)
+    view.message("4 training prompts")
+    for step, numbers in enumerate(metrics, start=1):
+        view.begin_step(step)
+        view.stage("rollout")
+        view.step(step, numbers)
+        view.message(f"step {step}: Entropie fällt [not markup] \ud800")
+    view.close()
+    view.close()
+    view.message("after the end")
+
+
+@pytest.mark.parametrize("mode", get_args(Mode))
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
+@pytest.mark.parametrize("columns", ["24", "100"])
+def test_nothing_crashes(mode: Mode, encoding: str, columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    stream, raw = terminal(encoding)
+    odd = {"reward/mean": math.nan, "time/step": 0.0, "time/rollout": math.inf, "unknown/name": 1.0}
+    show(mode, stream, {}, ALL, odd, ALL | {"reward/mean": 0.75})
+    assert b"after the end" in raw.getvalue()
+
+
+def test_live_shows_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("LINES", "40")
+    stream, raw = terminal()
+    show("live", stream, *({"reward/mean": i / 8, "time/rollout": 1.0, "time/step": 4.0} for i in range(8)))
+    text = raw.getvalue().decode()
+    last = text[text.rindex("metric") :]
+    assert "reward/mean" in last and "▁▂▃▄▅▆▇█" in last and "0.875" in last
+    assert "rollout" in last and "25%" in last and "4.00" in last
+    assert "8/8" in text and "ETA" in text and "step 8: rollout" in text
+    for step in range(1, 9):
+        assert f"step {step}: Entropie fällt [not markup]" in text
+
+
+def test_live_in_ascii_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    stream, raw = terminal("ascii")
+    view = make_view("live", 2, stream)
+    for step in (1, 2):
+        view.begin_step(step)
+        view.step(step, ALL | {"reward/mean": float(step)})
+    view.close()
+    text = raw.getvalue().decode("ascii")
+    assert "_#" in text and "\\u" not in text and "\\x" not in text
+
+
+def test_live_knows_the_eta_of_slow_steps() -> None:
+    view = make_view("live", 10, terminal()[0])
+    assert isinstance(view, LiveView)
+    clock = [0.0]
+    view._progress.get_time = lambda: clock[0]  # type: ignore[method-assign]
+    for step in range(4, 8):  # continued after step 3
+        view.begin_step(step)
+        clock[0] += 100.0
+        view.step(step, {})
+    view.close()
+    task = view._progress.tasks[0]
+    assert task.time_remaining == pytest.approx(300.0)
+
+
+def test_live_draws_nothing_before_it_is_used() -> None:
+    stream, raw = terminal()
+    make_view("live", 2, stream).close()
+    assert raw.getvalue() == b""
+
+
+def test_plain_is_one_line_per_step() -> None:
+    stream = io.StringIO()
+    view = make_view("plain", 20, stream)
+    view.begin_step(7)
+    view.stage("rollout")
+    view.step(7, {"reward/mean": 0.5, "time/step": 1.25})
+    assert stream.getvalue() == "step 7/20  reward 0.500  s 1.25\n"
+
+
+def test_quiet_says_messages_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    view = make_view("quiet", 2)
+    view.step(1, ALL)
+    view.message("hello")
+    assert capsys.readouterr() == ("", "hello\n")
+
+
+def test_auto_is_plain_in_a_file() -> None:
+    assert type(make_view("auto", 2, terminal()[0])) is PlainView
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("term", "kind"), [("xterm-256color", LiveView), ("dumb", PlainView)])
+def test_auto_is_live_on_a_terminal_that_can_move_its_cursor(
+    term: str, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", term)
+    assert type(make_view("auto", 2, Terminal())) is kind
+
+
+def test_sparkline_by_hand() -> None:
+    assert sparkline([0, 1, 2, 3], 10, blocks="abcd") == "abcd"
+    assert sparkline([9, 0, math.nan, 3], 2, blocks="abcd") == "ad"
+    assert sparkline([5, 5], 10, blocks="abcd") == "aa"
+    assert sparkline([math.nan], 10) == sparkline([1.0], 0) == ""
+
+
+def test_curve_by_hand() -> None:
+    assert curve([0.0, 1.0, math.nan, 4.0], width=10, height=3).splitlines() == [
+        "4 |   *",
+        "2 |",
+        "0 |**",
+        "  +----",
+        "   1  4",
+    ]
+    assert curve([1.0, 3.0, 5.0, 7.0], width=2, height=2).splitlines() == ["6 | *", "2 |*", "  +--", "   14"]
+    assert curve([7.0]).splitlines()[-3:] == ["7 |*", "  +-", "   1"]
+    assert curve([]) == curve([math.inf]) == "(nothing to show)"
+
+
+@given(
+    st.lists(st.floats(), max_size=200), st.integers(min_value=1, max_value=80), st.integers(min_value=1, max_value=20)
+)
+def test_charts_take_any_numbers(values: list[float], width: int, height: int) -> None:
+    assert len(sparkline(values, width)) <= width
+    lines = curve(values, width, height).splitlines()
+    assert len(lines) == (height + 2 if any(math.isfinite(v) for v in values) else 1)

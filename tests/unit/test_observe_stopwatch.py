@@ -1,0 +1,86 @@
+"""Seconds per stage, and the share of the hardware's peak."""
+
+import time
+
+import pytest
+
+from megappo.observe import StageTimer, mfu, peak_flops, training_flops_per_token
+
+
+def test_stages_add_up_until_reset() -> None:
+    waits: list[str] = []
+    timer = StageTimer(lambda: waits.append("wait"))
+    with timer.stage("rollout") as lap:
+        time.sleep(0.01)
+        assert lap.seconds == 0.0
+    first = lap.seconds
+    with timer.stage("rollout") as lap:
+        pass
+    with timer.stage("sync"):
+        pass
+    assert first >= 0.01
+    assert list(timer.seconds) == ["rollout", "sync"]
+    assert timer.seconds["rollout"] == first + lap.seconds
+    assert timer.total >= sum(timer.seconds.values())
+    assert len(waits) == 3
+    timer.reset()
+    assert timer.seconds == {} and timer.total < 0.01
+
+
+def test_a_stage_waits_for_the_device() -> None:
+    timer = StageTimer(lambda: time.sleep(0.02))
+    with timer.stage("score") as lap:
+        pass
+    assert lap.seconds >= 0.02
+
+
+def test_stages_do_not_nest() -> None:
+    timer = StageTimer(lambda: None)
+    with (
+        pytest.raises(AssertionError, match="stage reward began inside stage rollout"),
+        timer.stage("rollout"),
+        timer.stage("reward"),
+    ):
+        pass
+    with pytest.raises(AssertionError, match="reset inside"), timer.stage("rollout"):
+        timer.reset()
+    with timer.stage("reward"):
+        pass
+
+
+def test_a_failed_stage_is_timed_and_ends() -> None:
+    timer = StageTimer(lambda: pytest.fail("waited for a device that may have failed"))
+    with pytest.raises(RuntimeError), timer.stage("rollout") as lap:
+        raise RuntimeError
+    assert timer.seconds == {"rollout": lap.seconds}
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA GB200", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA GeForce RTX 4090", None),
+        ("cpu", None),
+    ],
+)
+def test_peaks(name: str, teraflops: float | None) -> None:
+    assert peak_flops(name) == (None if teraflops is None else teraflops * 1e12)
+
+
+def test_flops_by_hand() -> None:
+    # PaLM's appendix B: 6 N + 12 L H Q T.
+    assert training_flops_per_token(1000, layers=2, heads=3, head_dim=5, sequence_tokens=7) == 6000 + 12 * 2 * 3 * 5 * 7
+
+
+def test_mfu_by_hand() -> None:
+    assert mfu(1000.0, 989e9, devices=2, device_name="NVIDIA H200") == pytest.approx(0.5)
+    assert mfu(1000.0, 989e9, devices=2, device_name="cpu") is None
