@@ -42,6 +42,8 @@ class BuildOptions:
     device: torch.device
     padded_vocab: int
     temperature: float = 1.0
+    train_entropy: bool = False
+    """Whether gradients flow through the entropy."""
     recompute: str = "none"
     seed: int = 0
     value_head_std: float | None = None
@@ -219,7 +221,13 @@ def _build_chunk(
         drawn = torch.randn(1, arch.hidden_size, generator=generator) * options.value_head_std
         model.output_layer.weight.data.copy_(drawn)
     elif last:
-        model.output_layer = LogprobHead(layout, model.output_layer.weight, arch.vocab_size, options.temperature)
+        model.output_layer = LogprobHead(
+            layout,
+            model.output_layer.weight,
+            vocab_size=arch.vocab_size,
+            temperature=options.temperature,
+            trains_entropy=options.train_entropy,
+        )
     return model
 
 

@@ -40,13 +40,20 @@ class _Head(nn.Module):
 class LogprobHead(_Head):
     """Language model head: (logprob, entropy) of the response tokens, float32, in nats."""
 
-    def __init__(self, layout: Layout, weight: nn.Parameter | None, vocab_size: int, temperature: float) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        weight: nn.Parameter | None,
+        *,
+        vocab_size: int,
+        temperature: float,
+        trains_entropy: bool,
+    ) -> None:
         super().__init__(layout)
         self.weight = weight  # None where the tied embedding of the same stage is passed to forward
         self.vocab_size = vocab_size
         self.temperature = temperature
-        self.wants_entropy = True
-        self.trains_entropy = False
+        self.trains_entropy = trains_entropy
         self._labels_N: Tensor | None = None
 
     def expect(self, rows_N: Tensor, labels_N: Tensor) -> None:
@@ -67,7 +74,6 @@ class LogprobHead(_Head):
             temperature=self.temperature,
             tp_group=self.layout.groups.tp,
             valid_vocab=self.vocab_size,
-            entropy=self.wants_entropy,
             sequence_parallel=self.layout.sequence_parallel,
         )
         if not self.trains_entropy:

@@ -73,14 +73,15 @@ class Settings:
     actor_lr: float
     critic_lr: float
     weight_decay: float
+    adam_eps: float
 
 
-def _optimizer(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.AdamW:
+def _optimizer(model: nn.Module, lr: float, settings: Settings) -> torch.optim.AdamW:
     decayed = [p for p in model.parameters() if p.dim() > 1]
     spared = [p for p in model.parameters() if p.dim() <= 1]
     # A value head of one row is a matrix in Megatron's eyes too.
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": spared, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.999), eps=1e-8)
+    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": spared, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.999), eps=settings.adam_eps)
 
 
 def _weights(samples: list[Sample], aggregation: str) -> list[float]:
@@ -124,10 +125,10 @@ def ppo_step(
         "actor": [],
         "critic": [],
     }
-    optimizer = _optimizer(critic, settings.critic_lr, settings.weight_decay)
+    optimizer = _optimizer(critic, settings.critic_lr, settings)
     for minibatch in critic_minibatches:
         measured["critic"].append(_critic_update(critic, optimizer, samples, minibatch, values, returns, settings))
-    optimizer = _optimizer(actor, settings.actor_lr, settings.weight_decay)
+    optimizer = _optimizer(actor, settings.actor_lr, settings)
     for minibatch in actor_minibatches:
         measured["actor"].append(_actor_update(actor, optimizer, samples, minibatch, old, ref, advantages, settings))
     return measured

@@ -40,6 +40,8 @@ ORACLE = Settings(
     actor_lr=2e-3,
     critic_lr=3e-3,
     weight_decay=0.1,
+    # With the usual 1e-8 Adam's first step is the sign of the gradient, also where that is rounding noise.
+    adam_eps=1e-3,
 )
 
 TWO_PROCESSES: dict[str, list[str]] = {
@@ -92,7 +94,7 @@ def base_config(folder: Path) -> dict[str, Any]:
     """The settings that ORACLE spells out."""
     o = ORACLE
     role = {"epochs": 2, "minibatch_sequences": 6, "microbatch_budget_tokens": 40}
-    optimizer = {"weight_decay": o.weight_decay, "clip_grad_norm": o.clip_grad_norm}
+    optimizer = {"weight_decay": o.weight_decay, "clip_grad_norm": o.clip_grad_norm, "eps": o.adam_eps}
     return {
         "run": {"name": "oracle", "steps": 10, "seed": 5},
         "model": {"path": str(folder), "dtype": "float32", "tokenizer": "configs/models/tiny_arithmetic"},
@@ -124,7 +126,8 @@ def random_samples() -> list[dict[str, Any]]:
     samples = []
     for _ in range(SAMPLES):
         prompt, response = (int(torch.randint(low, high, (), generator=g)) for low, high in ((2, 12), (1, 20)))
-        tokens = torch.randint(0, VOCAB, (prompt + response,), generator=g).tolist()
+        # Not the padding token 0: transformers keeps its embedding at zero and without gradient.
+        tokens = torch.randint(1, VOCAB, (prompt + response,), generator=g).tolist()
         samples.append({"tokens": tokens, "response": response, "score": float(torch.randn((), generator=g))})
     return samples
 
