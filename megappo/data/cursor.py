@@ -6,42 +6,68 @@ from typing import Any
 
 import torch
 
+_LARGEST_SEED = 2**63 - 1
+
 
 class Cursor:
     """Walks through a data set epoch by epoch, each in an order drawn from (seed, epoch)."""
 
     def __init__(self, dataset_size: int, seed: int, shuffle: bool, *, fingerprint: str) -> None:
         """`fingerprint` identifies the data, so that a saved cursor is not used on other data."""
+        if dataset_size < 1:
+            raise ValueError(f"dataset_size is {dataset_size}, must be at least 1; give the cursor a data set")
         self._size, self._seed, self._shuffle, self._fingerprint = dataset_size, seed, shuffle, fingerprint
-        self.epoch = 0
-        self.position = 0
+        self._epoch = 0
+        self._position = 0
+        self._order = self._draw_order()
 
-    def _order(self) -> list[int]:
+    @property
+    def epoch(self) -> int:
+        """Complete passes over the data."""
+        return self._epoch
+
+    @property
+    def position(self) -> int:
+        """Prompts taken in this epoch; less than the size of the data set."""
+        return self._position
+
+    def _draw_order(self) -> list[int]:
         if not self._shuffle:
             return list(range(self._size))
-        generator = torch.Generator().manual_seed((self._seed << 20) + self.epoch)
+        generator = torch.Generator().manual_seed(((self._seed << 20) + self._epoch) & _LARGEST_SEED)
         return torch.randperm(self._size, generator=generator).tolist()
 
     def take(self, n: int) -> list[int]:
         """The next `n` indices, across ends of epochs."""
         taken: list[int] = []
         while len(taken) < n:
-            part = self._order()[self.position : self.position + n - len(taken)]
+            part = self._order[self._position : self._position + n - len(taken)]
             taken += part
-            self.position += len(part)
-            if self.position == self._size:
-                self.epoch, self.position = self.epoch + 1, 0
+            self._position += len(part)
+            if self._position == self._size:
+                self._epoch, self._position = self._epoch + 1, 0
+                self._order = self._draw_order()
         return taken
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
-        return {"epoch": self.epoch, "position": self.position, "fingerprint": self._fingerprint}
+        return {"epoch": self._epoch, "position": self._position, "fingerprint": self._fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where a saved cursor stood. Raises ValueError where the data are others."""
+        missing = {"epoch", "position", "fingerprint"} - state.keys()
+        if missing:
+            raise ValueError(f"the saved cursor lacks {', '.join(sorted(missing))}; use a checkpoint that is whole")
         if state["fingerprint"] != self._fingerprint:
             raise ValueError(
                 f"the data's fingerprint is {self._fingerprint[:12]}, the saved cursor's {state['fingerprint'][:12]}; "
-                "use the data the run began with, or start a new run"
+                "use the data, tokenizer and data settings the run began with, or start a new run"
             )
-        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+        epoch, position = int(state["epoch"]), int(state["position"])
+        if epoch < 0 or not 0 <= position < self._size:
+            raise ValueError(
+                f"the saved cursor stands at {position} in epoch {epoch}, outside of {self._size} prompts; "
+                "use a checkpoint that is whole"
+            )
+        self._epoch, self._position = epoch, position
+        self._order = self._draw_order()

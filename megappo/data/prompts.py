@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from megappo.config.schema import DataSettings, DataSourceSettings
-from megappo.data.sources import Record, read_records
+from megappo.data.sources import Chat, Record, read_records
 from megappo.types import Prompt
+
+CHAT_MESSAGES = "chat_messages"
+"""Metadata key of the messages a prompt was rendered from, for reward models with a template of their own."""
 
 
 class PromptDataset:
@@ -20,19 +25,18 @@ class PromptDataset:
         self._settings, self._tokenizer, self._source = settings, tokenizer, source.source
         if settings.apply_chat_template and not tokenizer.chat_template:
             raise ValueError("the tokenizer has no chat template; set data.apply_chat_template: false")
+        if settings.system_prompt is not None and not settings.apply_chat_template:
+            raise ValueError("data.system_prompt is set, but apply_chat_template is false; write it into the prompts")
         self.dropped = 0
         self.truncated = 0
-        self._prompts: list[Prompt] = []
-        for index, record in enumerate(read_records(source)):
-            prompt = self._tokenise(index, record)
-            if prompt is not None:
-                self._prompts.append(prompt)
+        self._prompts = self._tokenise(read_records(source))
         if not self._prompts:
             raise ValueError(
                 f"all {self.dropped} prompts of '{source.source}' are longer than data.max_prompt_tokens "
                 f"{settings.max_prompt_tokens}; raise it, or set data.overlong_prompts: truncate"
             )
-        self.fingerprint = self._fingerprint()
+        self.fingerprint = _fingerprint(self._prompts)
+        """sha256 over the tokenised prompts and their answers, in order."""
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -40,43 +44,75 @@ class PromptDataset:
     def __getitem__(self, position: int) -> Prompt:
         return self._prompts[position]
 
-    def _tokenise(self, index: int, record: Record) -> Prompt | None:
-        text = self._render(index, record)
+    def _tokenise(self, records: Sequence[Record]) -> list[Prompt]:
+        chats = [self._messages(index, record) for index, record in enumerate(records)]
+        texts = [
+            str(record.prompt) if chat is None else self._render(index, chat)
+            for index, (record, chat) in enumerate(zip(records, chats, strict=True))
+        ]
         # A rendered template holds its special tokens already.
-        ids = self._tokenizer(text, add_special_tokens=not self._settings.apply_chat_template).input_ids
-        limit = self._settings.max_prompt_tokens
-        if len(ids) > limit:
-            match self._settings.overlong_prompts:
-                case "error":
-                    raise ValueError(
-                        f"prompt {index} of '{self._source}' has {len(ids)} tokens, more than data.max_prompt_tokens "
-                        f"{limit}; raise it, or set data.overlong_prompts: drop"
-                    )
-                case "drop":
-                    self.dropped += 1
-                    return None
-            self.truncated += 1
-            ids = ids[-limit:]
-            text = self._tokenizer.decode(ids)
-        return Prompt(index, tuple(ids), text, record.answer, record.metadata)
+        add_special_tokens = not self._settings.apply_chat_template
+        ids_of_all = self._tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]
+        prompts = []
+        for index, record in enumerate(records):
+            metadata = record.metadata
+            if chats[index] is not None:
+                metadata = {**metadata, CHAT_MESSAGES: chats[index]}
+            fitted = self._fit(Prompt(index, tuple(ids_of_all[index]), texts[index], record.answer, metadata))
+            if fitted is not None:
+                prompts.append(fitted)
+        return prompts
 
-    def _render(self, index: int, record: Record) -> str:
+    def _messages(self, index: int, record: Record) -> Chat | None:
+        """The chat of a record with the system prompt; None where prompts are plain text."""
         settings = self._settings
         if not settings.apply_chat_template:
             if not isinstance(record.prompt, str):
                 raise ValueError(
                     f"prompt {index} of '{self._source}' is a list of chat messages; set data.apply_chat_template: true"
                 )
-            return record.prompt
+            return None
         messages = record.prompt
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         if settings.system_prompt is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": settings.system_prompt}, *messages]
-        return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        return messages
 
-    def _fingerprint(self) -> str:
-        digest = hashlib.sha256()
-        for prompt in self._prompts:
-            digest.update(json.dumps([prompt.token_ids, prompt.answer]).encode())
-        return digest.hexdigest()
+    def _render(self, index: int, messages: Chat) -> str:
+        try:
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        except TemplateError as error:
+            raise ValueError(
+                f"the chat template refuses prompt {index} of '{self._source}' ({error}); "
+                "mend its messages or data.system_prompt"
+            ) from error
+
+    def _fit(self, prompt: Prompt) -> Prompt | None:
+        """The prompt within `max_prompt_tokens`; None where it is dropped."""
+        length, limit = len(prompt.token_ids), self._settings.max_prompt_tokens
+        where = f"prompt {prompt.index} of '{self._source}'"
+        if length == 0:
+            raise ValueError(f"{where} becomes no token at all; write it in the tokenizer's alphabet, or remove it")
+        if length <= limit:
+            return prompt
+        match self._settings.overlong_prompts:
+            case "error":
+                raise ValueError(
+                    f"{where} has {length} tokens, more than data.max_prompt_tokens {limit}; "
+                    "raise it, or set data.overlong_prompts: drop"
+                )
+            case "drop":
+                self.dropped += 1
+                return None
+        self.truncated += 1
+        ids = prompt.token_ids[-limit:]
+        metadata = {key: value for key, value in prompt.metadata.items() if key != CHAT_MESSAGES}
+        return Prompt(prompt.index, ids, str(self._tokenizer.decode(ids)), prompt.answer, metadata)
+
+
+def _fingerprint(prompts: Sequence[Prompt]) -> str:
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(json.dumps([prompt.token_ids, prompt.answer]).encode())
+    return digest.hexdigest()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,9 @@ from megappo.config.schema import DataSourceSettings
 from megappo.rewards.registry import load_function
 
 _ROLES = ("system", "user", "assistant", "tool")
+_SHOWN_CHARACTERS = 80
 
-Chat = list[dict[str, str]]
+Chat = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -26,106 +29,139 @@ class Record:
     metadata: dict[str, Any]
 
 
+Located = Iterator[tuple[str, Record]]
+"""Records, each with the words that name its place."""
+
+
 def read_records(settings: DataSourceSettings) -> list[Record]:
-    """All records of a source, in its order.
+    """All records of a source, in its order, at most `limit`.
 
     Raises ValueError naming the file and line (or row) and what is wrong with it.
     """
-    source = settings.source
-    if source.startswith("reasoning_gym:"):
-        records = _reasoning_gym(source.removeprefix("reasoning_gym:"), settings.options)
-    elif source.startswith("python:"):
-        records = _python(source.removeprefix("python:"), settings.options)
-    elif source.endswith(".jsonl"):
-        records = _jsonl(Path(source), settings)
-    elif source.endswith(".parquet"):
-        records = _parquet(Path(source))
-    else:
-        raise ValueError(
-            f"data source '{source}' is of no known kind; "
-            "use FILE.jsonl, FILE.parquet, reasoning_gym:TASK or python:package.module:function"
-        )
     found: list[Record] = []
-    for record in records:
+    places: list[str] = []
+    for place, record in _open(settings):
         found.append(record)
+        places.append(place)
         if len(found) == settings.limit:
             break
     if not found:
-        raise ValueError(f"data source '{source}' is empty; it needs at least one record")
-    without = sum(r.answer is None for r in found)
-    if 0 < without < len(found):
+        raise ValueError(f"data source '{settings.source}' is empty; it needs at least one record")
+    without = [place for place, record in zip(places, found, strict=True) if record.answer is None]
+    if 0 < len(without) < len(found) and not settings.source.startswith("reasoning_gym:"):
         raise ValueError(
-            f"{without} of {len(found)} records of '{source}' have no answer; give all of them one, or none"
+            f"{without[0]} has no answer, like {len(without)} of {len(found)} records; give all of them one, or none"
         )
     return found
 
 
+def _open(settings: DataSourceSettings) -> Located:
+    source = settings.source
+    if source.startswith("reasoning_gym:"):
+        return _reasoning_gym(source.removeprefix("reasoning_gym:"), settings.options)
+    if source.startswith("python:"):
+        return _python(source.removeprefix("python:"), settings.options)
+    if not source.endswith((".jsonl", ".parquet")):
+        raise ValueError(
+            f"data source '{source}' is of no known kind; "
+            "use FILE.jsonl, FILE.parquet, reasoning_gym:TASK or python:package.module:function"
+        )
+    if settings.options:
+        raise ValueError(f"data source '{source}' is a file and takes no options, got {settings.options}; remove them")
+    if not Path(source).is_file():
+        raise ValueError(f"data file '{source}' does not exist (from {Path.cwd()}); check the path")
+    return _jsonl(Path(source), settings) if source.endswith(".jsonl") else _parquet(Path(source))
+
+
+def _show(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
+
+
 def _checked_prompt(prompt: Any, where: str) -> str | Chat:
-    """A non-empty string, or chat messages."""
+    """A non-empty string, or chat messages that end where the model is to speak."""
     if isinstance(prompt, str):
         if not prompt:
             raise ValueError(f"{where}: the prompt is empty; remove the record")
-        return prompt
+        return _checked_text(prompt, where)
     if not isinstance(prompt, list) or not prompt:
-        raise ValueError(f"{where}: the prompt is {prompt!r}, must be a text or a list of chat messages")
-    for message in prompt:
-        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-            raise ValueError(f"{where}: chat message {message!r} must be an object with role and content")
-        if message["role"] not in _ROLES:
-            raise ValueError(f"{where}: chat role '{message['role']}' is not one of {', '.join(_ROLES)}")
-        if not isinstance(message["content"], str):
-            raise ValueError(f"{where}: chat content {message['content']!r} must be a text")
-    return [{"role": m["role"], "content": m["content"]} for m in prompt]
+        raise ValueError(f"{where}: the prompt is {_show(prompt)}, must be a text or a list of chat messages; mend it")
+    messages = [_checked_message(message, where) for message in prompt]
+    if messages[-1]["role"] == "assistant":
+        raise ValueError(f"{where}: the last chat message is the assistant's, which the model is to write; remove it")
+    return messages
+
+
+def _checked_message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+        raise ValueError(f"{where}: chat message {_show(message)} must be an object with role and content; mend it")
+    if message["role"] not in _ROLES:
+        raise ValueError(f"{where}: chat role {_show(message['role'])} must be one of {', '.join(_ROLES)}; change it")
+    if not isinstance(message["content"], str):
+        raise ValueError(f"{where}: chat content {_show(message['content'])} must be a text; mend it")
+    _checked_text(message["content"], where)
+    # parquet fills the fields that only other messages have with None
+    return {key: value for key, value in message.items() if value is not None}
+
+
+def _checked_text(text: str, where: str) -> str:
+    """JSON can escape half of a surrogate pair, which is no character and breaks tokenizers."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where}: the prompt holds half a surrogate pair ({error.reason}); mend the text") from error
+    return text
 
 
 def _checked_answer(answer: Any, where: str) -> str | None:
     if answer is None or isinstance(answer, str):
         return answer
-    if isinstance(answer, int | float) and not isinstance(answer, bool):
+    if isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer):
         return str(answer)
-    raise ValueError(f"{where}: the answer is {answer!r}, must be a text or a number")
+    raise ValueError(f"{where}: the answer is {_show(answer)}, must be a text or a finite number; mend it")
 
 
-def _jsonl(path: Path, settings: DataSourceSettings) -> Iterator[Record]:
-    for number, line in enumerate(_lines(path), start=1):
+def _jsonl(path: Path, settings: DataSourceSettings) -> Located:
+    for number, line in enumerate(_read(path).removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         where = f"{path} line {number}"
         if not line.strip():
             continue
-        try:
-            fields = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where} is not JSON ({error.msg} at column {error.colno}); mend or remove it") from error
-        if not isinstance(fields, dict):
-            raise ValueError(f'{where} holds {type(fields).__name__}, must be an object like {{"prompt": ...}}')
+        fields = _json_object(line, where)
         if settings.prompt_key not in fields:
             near = difflib.get_close_matches(settings.prompt_key, fields, n=1, cutoff=0.5)
-            hint = f"'{near[0]}'" if near else f"one of {', '.join(fields) or 'none'}"
-            raise ValueError(f"{where} has no field '{settings.prompt_key}' but {hint}; set data.train.prompt_key")
+            hint = f"'{near[0]}'" if near else ", ".join(fields) or "none at all"
+            raise ValueError(f"{where} has no field '{settings.prompt_key}', but {hint}; set the source's prompt_key")
         rest = {k: v for k, v in fields.items() if k not in (settings.prompt_key, settings.answer_key)}
-        yield Record(
-            _checked_prompt(fields[settings.prompt_key], where),
-            _checked_answer(fields.get(settings.answer_key), where),
-            rest,
-        )
+        prompt = _checked_prompt(fields[settings.prompt_key], where)
+        yield where, Record(prompt, _checked_answer(fields.get(settings.answer_key), where), rest)
 
 
-def _lines(path: Path) -> list[str]:
+def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes().decode("utf-8").splitlines()
+        return path.read_bytes()
     except OSError as error:
-        raise ValueError(f"data file {path} cannot be read ({error.strerror}); check data.*.source") from error
+        raise ValueError(f"data file '{path}' cannot be read ({error.strerror}); check its permissions") from error
+
+
+def _json_object(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise ValueError(f"{path} line {line} is not UTF-8; convert the file") from error
+        raise ValueError(f"{where} is not UTF-8 (byte {error.start}); convert the file") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is not JSON ({error.msg} at column {error.colno}); mend or remove it") from error
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, brackets in brackets
+        raise ValueError(f"{where} is JSON beyond what Python reads ({error}); mend or remove it") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f'{where} holds {_show(fields)}, must be an object like {{"prompt": ...}}; mend it')
+    return fields
 
 
-def _parquet(path: Path) -> Iterator[Record]:
+def _parquet(path: Path) -> Located:
     """verl's schema: data_source, prompt (chat messages), reward_model.ground_truth, extra_info."""
     import pyarrow
     from pyarrow import parquet
 
-    if not path.exists():
-        raise ValueError(f"data file {path} does not exist; check data.*.source")
     try:
         table = parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as error:
@@ -135,18 +171,27 @@ def _parquet(path: Path) -> Iterator[Record]:
     if missing:
         raise ValueError(
             f"{path} lacks the column{'s' if len(missing) > 1 else ''} {', '.join(sorted(missing))}; "
-            "verl's schema has data_source, prompt, reward_model and extra_info"
+            "write verl's schema: data_source, prompt, reward_model and extra_info"
         )
-    for number, row in enumerate(table.to_pylist()):
-        where = f"{path} row {number}"
-        reward = row["reward_model"]
-        if not isinstance(reward, dict) or reward.get("ground_truth") is None:
-            raise ValueError(f"{where} has no reward_model.ground_truth; add it")
-        metadata = {"data_source": row["data_source"], **(row.get("extra_info") or {})}
-        yield Record(_checked_prompt(row["prompt"], where), _checked_answer(reward["ground_truth"], where), metadata)
+    number = -1
+    for batch in table.to_batches(max_chunksize=1024):
+        for row in batch.to_pylist():
+            number += 1
+            where = f"{path} row {number}"
+            yield where, _parquet_record(row, where)
 
 
-def _reasoning_gym(task: str, options: dict[str, Any]) -> Iterator[Record]:
+def _parquet_record(row: dict[str, Any], where: str) -> Record:
+    reward, extra = row["reward_model"], row.get("extra_info")
+    if not isinstance(reward, dict) or reward.get("ground_truth") is None:
+        raise ValueError(f"{where} has no reward_model.ground_truth; add it")
+    if extra is not None and not isinstance(extra, dict):
+        raise ValueError(f"{where}: extra_info is {_show(extra)}, must be a struct; write verl's schema")
+    metadata = {**(extra or {}), "data_source": row["data_source"]}
+    return Record(_checked_prompt(row["prompt"], where), _checked_answer(reward["ground_truth"], where), metadata)
+
+
+def _reasoning_gym(task: str, options: dict[str, Any]) -> Located:
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
@@ -155,26 +200,45 @@ def _reasoning_gym(task: str, options: dict[str, Any]) -> Iterator[Record]:
     if task not in DATASETS:
         nearest = difflib.get_close_matches(task, DATASETS, n=1, cutoff=0.0)[0]
         raise ValueError(f"reasoning-gym has no task '{task}'; did you mean '{nearest}'?")
+    options = {"seed": 0, **options}  # its default is a random seed, so every rank would have other prompts
     try:
         dataset = reasoning_gym.create_dataset(task, **options)
-    except (TypeError, AssertionError) as error:
-        raise ValueError(f"reasoning-gym task '{task}' refuses its options {options}: {error}") from error
-    for entry in dataset:
-        yield Record(entry["question"], str(entry["answer"]), {"task": task, "entry": entry})
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ValueError(f"reasoning-gym task '{task}' refuses the options {options} ({error}); mend them") from error
+    for number in range(len(dataset)):
+        entry = dataset[number]
+        where = f"reasoning_gym:{task} record {number}"
+        answer = None if entry["answer"] is None else str(entry["answer"])
+        metadata = {"task": task, "options": options, "entry": entry}
+        yield where, Record(_checked_prompt(entry["question"], where), answer, metadata)
 
 
-def _python(path: str, options: dict[str, Any]) -> Iterator[Record]:
+def _python(path: str, options: dict[str, Any]) -> Located:
     function = load_function(path, "data source")
     try:
-        produced = iter(function(**options))
+        inspect.signature(function).bind(**options)
     except TypeError as error:
-        raise ValueError(f"data source 'python:{path}' cannot be called with options {options}: {error}") from error
-    for number, fields in enumerate(produced):
+        raise ValueError(
+            f"data source 'python:{path}' cannot be called with the options {options} ({error}); mend its options"
+        ) from error
+    for number, fields in enumerate(_produced(function, path, options)):
         where = f"python:{path} record {number}"
         if not isinstance(fields, Mapping) or "prompt" not in fields:
-            raise ValueError(f"{where} is {fields!r}, must be a mapping with prompt, answer and perhaps metadata")
-        yield Record(
-            _checked_prompt(fields["prompt"], where),
-            _checked_answer(fields.get("answer"), where),
-            dict(fields.get("metadata") or {}),
-        )
+            raise ValueError(
+                f"{where} is {_show(fields)}, must be a mapping with prompt, answer and perhaps metadata; mend it"
+            )
+        metadata = fields.get("metadata") or {}
+        if not isinstance(metadata, Mapping):
+            raise ValueError(f"{where}: the metadata are {_show(metadata)}, must be a mapping; mend them")
+        prompt, answer = _checked_prompt(fields["prompt"], where), _checked_answer(fields.get("answer"), where)
+        yield where, Record(prompt, answer, dict(metadata))
+
+
+def _produced(function: Callable[..., Any], path: str, options: dict[str, Any]) -> Iterator[Any]:
+    """What a user's function yields, its exceptions as sentences."""
+    try:
+        yield from function(**options)
+    except Exception as error:  # whatever a user's function raises
+        raise ValueError(
+            f"data source 'python:{path}' failed with {type(error).__name__}: {error}; mend the function"
+        ) from error

@@ -6,10 +6,16 @@ decoded response, the reference answer (or None) and the record's metadata, and 
 
 from __future__ import annotations
 
+import json
 import re
-from typing import Any
+from collections.abc import Callable
+from decimal import Decimal
+from functools import cache
+from importlib import import_module
+from typing import Any, Literal
 
-_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
+# A minus is a sign unless it stands behind what could be subtracted from: 10-3 holds 10 and 3.
+_NUMBER = re.compile(r"(?:(?<![\w).])-)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\d)\.\d+)(?:[eE][-+]?\d{1,4}\b)?")
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
@@ -19,8 +25,9 @@ def _need(answer: str | None, rule: str) -> str:
     return answer
 
 
-def _numbers(text: str) -> list[float]:
-    return [float(found.replace(",", "")) for found in _NUMBER.findall(text)]
+def _numbers(text: str) -> list[Decimal]:
+    """All numbers of a text, exactly: 3.50 equals 3.5, and long integers keep every digit."""
+    return [Decimal(found.replace(",", "")) for found in _NUMBER.findall(text.replace("\u2212", "-"))]
 
 
 def exact(*, prompt: str, response: str, answer: str | None, metadata: dict[str, Any]) -> float:
@@ -28,7 +35,14 @@ def exact(*, prompt: str, response: str, answer: str | None, metadata: dict[str,
     return float(response.strip() == _need(answer, "exact").strip())
 
 
-def number(*, prompt: str, response: str, answer: str | None, metadata: dict[str, Any], which: str = "last") -> float:
+def number(
+    *,
+    prompt: str,
+    response: str,
+    answer: str | None,
+    metadata: dict[str, Any],
+    which: Literal["last", "first"] = "last",
+) -> float:
     """1 where the last (or `which: first`) number of the response equals the answer's; 1,234 and 3.50 are numbers."""
     wanted = _numbers(_need(answer, "number"))
     if not wanted:
@@ -49,29 +63,54 @@ def gsm8k(*, prompt: str, response: str, answer: str | None, metadata: dict[str,
 
 def math_verify(*, prompt: str, response: str, answer: str | None, metadata: dict[str, Any]) -> float:
     """1 where the response's last mathematical expression equals the answer, by the library math-verify."""
-    try:
-        from math_verify import parse, verify
-    except ImportError as error:
-        raise ValueError("the reward 'math_verify' needs a library; pip install 'megappo[tasks]'") from error
+    library = _library("math_verify")
     gold = _need(answer, "math_verify")
-    return float(verify(parse(gold if "$" in gold else f"${gold}$"), parse(response)))
+    # Its own time limit would turn a hang into a wrong answer; ours counts it as a failure.
+    gold_parsed = library.parse(gold if "$" in gold or "\\boxed" in gold else f"${gold}$", parsing_timeout=None)
+    if not gold_parsed:
+        raise ValueError(f"the answer '{answer}' is no mathematical expression; use another reward than 'math_verify'")
+    return float(library.verify(gold_parsed, library.parse(response, parsing_timeout=None), timeout_seconds=None))
 
 
 def reasoning_gym(
     *, prompt: str, response: str, answer: str | None, metadata: dict[str, Any], tagged: bool = False
 ) -> float:
-    """The score of the dataset the prompt came from; with `tagged`, of the text between <answer> tags."""
-    try:
-        from reasoning_gym import get_score_answer_fn
-    except ImportError as error:
-        raise ValueError("the reward 'reasoning_gym' needs a library; pip install 'megappo[tasks]'") from error
-    if "entry" not in metadata:
-        raise ValueError("the reward 'reasoning_gym' needs prompts of a source 'reasoning_gym:TASK'")
+    """The score of the dataset the prompt came from; with `tagged`, of the text between the last <answer> tags."""
+    if not {"task", "options", "entry"} <= metadata.keys():
+        raise ValueError("the reward 'reasoning_gym' needs prompts of a source 'reasoning_gym:TASK'; change one of them")
     if tagged:
         found = _TAGGED.findall(response)
         response = found[-1].strip() if found else ""
-    return float(get_score_answer_fn(metadata["task"])(response, metadata["entry"]))
+    dataset = _dataset(metadata["task"], json.dumps(metadata["options"], sort_keys=True))
+    return float(dataset.score_answer(response, metadata["entry"]))
 
 
-RULES = {"exact": exact, "number": number, "gsm8k": gsm8k, "math_verify": math_verify, "reasoning_gym": reasoning_gym}
+@cache
+def _dataset(task: str, options: str) -> Any:
+    """The dataset whose scorer is used; some score by their own options."""
+    return _library("reasoning_gym").create_dataset(task, **json.loads(options))
+
+
+def _library(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise ValueError(f"the reward '{name}' needs a library; pip install 'megappo[tasks]'") from error
+
+
+def warm_up(rule: str) -> None:
+    """Import what a rule needs, so that no sample's time limit pays for it. Raises ValueError where it is missing."""
+    if rule in ("math_verify", "reasoning_gym"):
+        _library(rule)
+    if rule == "math_verify":
+        math_verify(prompt="", response="$\\frac{1}{2}$", answer="1/2", metadata={})
+
+
+RULES: dict[str, Callable[..., float]] = {
+    "exact": exact,
+    "number": number,
+    "gsm8k": gsm8k,
+    "math_verify": math_verify,
+    "reasoning_gym": reasoning_gym,
+}
 """By name."""

@@ -1,8 +1,10 @@
 """A reward worker: `python -m megappo.rewards.worker_main FD`, started by `workers.RewardPool`.
 
-Receives (function name, options, batch) once, answers ("ready", None) or ("broken", reason), then receives lists of
-requests and answers each request in order with (score, None) or (None, reason); a batch function answers the list at
-once. Ends with its parent.
+Receives a RewardChoice once and answers ("ready", None) or ("broken", reason). Then receives lists of pickled requests
+(prompt, response, answer, metadata). A per-sample function answers each request in order with (score, None) or
+(None, reason), a batch function the whole list at once. Ends with its parent.
+
+Must import nothing heavy: a killed worker is replaced in the time this takes.
 """
 
 from __future__ import annotations
@@ -10,45 +12,73 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import pickle
 import signal
 import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from megappo.rewards.registry import resolve
+from megappo.rewards.registry import RewardChoice, resolve
 
 _PR_SET_PDEATHSIG = 1
+_LARGEST_FLOAT32 = 3.4028234663852886e38
+_REASON_CHARACTERS = 300
 
 Answer = tuple[float | None, str | None]
 
 
 def _number(value: Any) -> Answer:
-    if isinstance(value, bool) or not hasattr(value, "__float__"):
-        if not isinstance(value, bool):
-            return None, f"returned {value!r}, must be a number"
-        return float(value), None
+    """A score that fits float32, or why `value` is none."""
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        return None, f"returned {value!r}, must be a number"[:_REASON_CHARACTERS]
     number = float(value)
-    return (number, None) if math.isfinite(number) else (None, f"returned {number}, must be finite")
+    if not math.isfinite(number) or abs(number) > _LARGEST_FLOAT32:
+        return None, f"returned {number}, must be finite"
+    return number, None
 
 
-def _score(function: Callable[..., Any], request: dict[str, Any], options: dict[str, Any]) -> Answer:
+def _failure(error: BaseException) -> Answer:
+    return None, f"{type(error).__name__}: {error}"[:_REASON_CHARACTERS]
+
+
+def _score(function: Callable[..., Any], pickled: bytes, options: dict[str, Any]) -> Answer:
     try:
-        return _number(function(**request, **options))
-    except Exception as error:  # noqa: BLE001 - whatever a user's function raises is a failed sample, not a crash
-        return None, f"{type(error).__name__}: {error}"
+        prompt, response, answer, metadata = pickle.loads(pickled)
+        return _number(function(prompt=prompt, response=response, answer=answer, metadata=metadata, **options))
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - what a user's function raises is a failed sample
+        return _failure(error)
 
 
-def _score_batch(function: Callable[..., Any], requests: list[dict[str, Any]], options: dict[str, Any]) -> list[Answer]:
-    names = {"prompt": "prompts", "response": "responses", "answer": "answers", "metadata": "metadata"}
-    columns = {plural: [r[name] for r in requests] for name, plural in names.items()}
+def _score_batch(function: Callable[..., Any], pickled: list[bytes], options: dict[str, Any]) -> list[Answer]:
     try:
-        values = list(function(**columns, **options))
-    except Exception as error:  # noqa: BLE001 - as above
-        return [(None, f"{type(error).__name__}: {error}")] * len(requests)
-    if len(values) != len(requests):
-        return [(None, f"returned {len(values)} scores for {len(requests)} samples")] * len(requests)
-    return [_number(v) for v in values]
+        prompts, responses, answers, metadata = (list(c) for c in zip(*map(pickle.loads, pickled), strict=True))
+        values = list(function(prompts=prompts, responses=responses, answers=answers, metadata=metadata, **options))
+        if len(values) != len(pickled):
+            return [(None, f"returned {len(values)} scores for {len(pickled)} samples")] * len(pickled)
+        return [_number(value) for value in values]
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
+        return [_failure(error)] * len(pickled)
+
+
+def _load(choice: RewardChoice) -> tuple[Callable[..., Any] | None, str | None]:
+    try:
+        return resolve(choice), None
+    except ValueError as error:
+        return None, str(error)
+
+
+def _serve(connection: Connection) -> None:
+    choice: RewardChoice = connection.recv()
+    function, reason = _load(choice)
+    connection.send(("ready" if function is not None else "broken", reason))
+    while function is not None:
+        pickled: list[bytes] = connection.recv()
+        if choice.batch:
+            connection.send(_score_batch(function, pickled, choice.options))
+            continue
+        for request in pickled:
+            connection.send(_score(function, request, choice.options))
 
 
 def main() -> None:
@@ -57,26 +87,13 @@ def main() -> None:
         # A function that hangs would never notice the closed pipe.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
-    connection = Connection(int(sys.argv[1]))
+    descriptor = int(sys.argv[1])
+    os.set_inheritable(descriptor, False)  # a function's own children would keep the pipe open
     os.dup2(2, 1)  # what a function prints must not end up in the parent's output
-    name, options, batch = connection.recv()
     try:
-        function = resolve(name)
-    except ValueError as error:
-        connection.send(("broken", str(error)))
-        return
-    connection.send(("ready", None))
-    while True:
-        try:
-            requests = connection.recv()
-        except EOFError:
-            return
-        if batch:
-            for answer in _score_batch(function, requests, options):
-                connection.send(answer)
-            continue
-        for request in requests:
-            connection.send(_score(function, request, options))
+        _serve(Connection(descriptor))
+    except (EOFError, ConnectionError):
+        return  # the parent is gone, or has closed the pool
 
 
 if __name__ == "__main__":

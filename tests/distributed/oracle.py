@@ -164,7 +164,7 @@ def _actor_update(actor, optimizer, samples, minibatch, old, ref, advantages, se
         objective = torch.maximum(plain, clipped)
         objective = torch.where(A < 0, torch.minimum(objective, -A * settings.dual_clip), objective)
         gap = ref[i] - logp
-        k3 = torch.exp(gap) - gap - 1
+        k3 = (torch.exp(gap) - gap - 1).clamp(-10, 10)
         total = objective - settings.entropy_coef * entropy + settings.kl_loss_coef * k3
         loss = loss + weight * total.sum()
         count += samples[i].response
