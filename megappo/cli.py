@@ -1,4 +1,4 @@
-"""The command line: `megappo train | export | eval`.
+"""The command line: `megappo train | eval | export | report`.
 
 Settings, models and layout are checked on every rank before anything else starts; what a user can mend is one line
 per problem on stderr (rank 0 only) and exit code 2.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 from megappo import __version__
@@ -20,6 +21,8 @@ _USER_ERROR = 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code: 0, or 2 for what the user can mend."""
     arguments = _parse(argv)
+    # Megatron-Core says at every import that Transformer Engine and Apex are missing.
+    warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|full scope is deprecated).*")
     try:
         _run(arguments)
     except ValueError as error:
@@ -33,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="megappo", description="PPO for large language models.")
     parser.add_argument("--version", action="version", version=f"megappo {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,export,eval}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,eval,export,report}")
     train = commands.add_parser("train", help="run PPO as a YAML file describes it")
     export = commands.add_parser("export", help="write a run's newest checkpoint as a Hugging Face folder")
     evaluate = commands.add_parser("eval", help="score a model on data.validation")
@@ -43,6 +46,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     evaluate.add_argument("--weights", metavar="DIR", help="Hugging Face folder to score instead of model.path")
     export.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run")
     export.add_argument("out", metavar="OUT", help="folder to write")
+    report = commands.add_parser("report", help="show how a metric of a run went")
+    report.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run")
+    report.add_argument("--metric", default="reward/mean", help="name in metrics.jsonl (default: %(default)s)")
     # argparse gives positional arguments away before it sees an option, so overrides after `--weights DIR` are left
     # over in `extra`.
     arguments, extra = parser.parse_known_args(argv)
@@ -61,7 +67,14 @@ def _run(arguments: argparse.Namespace) -> None:
 
         export_run(arguments.run_dir, arguments.out)
         return
+    if arguments.command == "report":
+        from megappo.report import report
+
+        print(report(arguments.run_dir, arguments.metric))
+        return
     config = load_config(arguments.config, arguments.overrides)
+    if arguments.command == "train" and _is_main():
+        _refuse_used_directory(config)
     if arguments.command == "eval":
         config = _for_evaluation(config, arguments.weights)
     derived = derive_run(config, _environment_number("WORLD_SIZE", 1))
@@ -75,6 +88,15 @@ def _run(arguments: argparse.Namespace) -> None:
         from megappo.run import evaluate
 
         evaluate(config, derived)
+
+
+def _refuse_used_directory(config: Config) -> None:
+    """A run never writes over another one's files."""
+    if (config.run.path / "metrics.jsonl").exists():
+        raise ConfigError(
+            f"run.directory '{config.run.path}' holds a run already; choose another run.directory or run.name, "
+            "or remove the folder"
+        )
 
 
 def _for_evaluation(config: Config, weights: str | None) -> Config:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megappo.assembly import Parts
 from megappo.config.schema import AlgorithmSettings
+from megappo.observe.throughput import mfu, training_flops_per_token
 from megappo.reporting import Reporter
+from megappo.reshard.hf_map import multiplied_parameters
 from megappo.runtime import Runtime
 from megappo.runtime.tally import Tally
 from megappo.types import Rollouts
@@ -66,3 +69,29 @@ def sync_metrics(seconds: float, total_bytes: int, version: int) -> dict[str, fl
         "sync/gigabytes_per_second": total_bytes / 1e9 / max(seconds, 1e-9),
         "sync/version": float(version),
     }
+
+
+def actor_mfu(parts: Parts, *, tokens: float, samples: float, seconds: float) -> dict[str, float]:
+    """`mfu` of the actor's updates; empty where the device's peak is not known, as on a CPU.
+
+    Args:
+        tokens, samples: of the step, over all ranks.
+        seconds: of all epochs of updates.
+    """
+    if parts.runtime.device.type != "cuda":
+        return {}
+    arch, grid = parts.architecture, parts.actor.placement.grid
+    per_token = training_flops_per_token(
+        multiplied_parameters(arch),
+        layers=arch.layers,
+        heads=arch.heads,
+        head_dim=arch.head_dim,
+        sequence_tokens=tokens / samples,
+    )
+    share = mfu(
+        tokens * parts.config.actor.epochs / seconds,
+        per_token,
+        devices=len(grid.ranks),
+        device_name=torch.cuda.get_device_name(),
+    )
+    return {} if share is None else {"mfu": share}

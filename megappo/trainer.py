@@ -11,7 +11,7 @@ from megappo.algo import PenaltyController
 from megappo.assembly import Parts
 from megappo.evaluation import evaluate_policy
 from megappo.experience import ExperienceMaker
-from megappo.measures import check_mismatch, rollout_metrics, sync_metrics
+from megappo.measures import actor_mfu, check_mismatch, rollout_metrics, sync_metrics
 from megappo.models.scoring import score_responses
 from megappo.models.updates import minibatch_plan, update_actor, update_critic
 from megappo.reporting import Reporter
@@ -58,6 +58,7 @@ class Trainer:
     def take_prompts(self) -> Prompts:
         """This rank's share of the step's prompts."""
         indices = self.parts.cursor.take(self.config.rollout.prompts_per_step)
+        self.metrics["prompt/dropped"] = float(self.parts.train_prompts.dropped)
         return prompts_of_rank(self.parts.train_prompts, indices, self.parts.runtime)
 
     def generate(self, prompts: Prompts) -> Rollouts:
@@ -128,7 +129,7 @@ class Trainer:
         """Epochs of policy updates, none while the critic warms up."""
         if self.config.critic is not None and self.step <= self.config.critic.warmup_steps:
             return
-        with self.reporter.stage("update_actor"):
+        with self.reporter.stage("update_actor") as elapsed:
             plan = minibatch_plan(self.config.actor, self.parts.derived.batch_sequences, self._seed("actor"))
             metrics = update_actor(
                 self.parts.actor,
@@ -141,7 +142,8 @@ class Trainer:
         if self.algorithm.policy_loss == "penalty":
             metrics["actor/penalty_coef"] = self.penalty.value
             self.penalty.update(metrics["actor/ppo_kl_k3"], self.parts.derived.batch_sequences)
-        self.metrics |= metrics
+        tokens, samples = self.metrics["step_tokens"], self.metrics["step_samples"]
+        self.metrics |= metrics | actor_mfu(self.parts, tokens=tokens, samples=samples, seconds=elapsed.seconds)
 
     def sync_weights(self) -> None:
         """Stream the actor's weights into the engine under the next version."""
@@ -154,9 +156,9 @@ class Trainer:
         """Greedy answers to the validation prompts, every `evaluation.every_steps` steps and before the first."""
         evaluation = self.config.evaluation
         if evaluation is not None and self.step % evaluation.every_steps == 0:
-            with self.reporter.stage("evaluate"):
+            with self.reporter.stage("evaluate") as elapsed:
                 metrics = evaluate_policy(self.parts)
-            self.metrics |= metrics
+            self.metrics |= metrics | {"time/evaluate": elapsed.seconds}
             self.reporter.note_evaluation(self.step, metrics)
 
     def _seed(self, role: str) -> int:

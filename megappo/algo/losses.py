@@ -143,22 +143,13 @@ def policy_loss(
         ratio, entropy, ref_kl and count; ratio_max is a maximum; pg_loss, entropy_loss and kl_loss are the weighted
         terms of the loss.
     """
-    check_mask(
-        mask,
-        logprob=logprob,
-        old_logprob=old_logprob,
-        advantages=advantages,
-        weights=weights,
-        entropy=entropy,
-        ref_logprob=ref_logprob,
-        importance_weights=importance_weights,
-    )
+    check_mask(mask, logprob=logprob, old_logprob=old_logprob, advantages=advantages, weights=weights)
+    check_mask(mask, entropy=entropy, ref_logprob=ref_logprob, importance_weights=importance_weights)
     logprob, advantages = clean(logprob, mask), clean(advantages, mask)
     log_ratio = (logprob - clean(old_logprob, mask)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratio = log_ratio.exp()
-    k3 = ratio - 1 - log_ratio
     if kind == "penalty":
-        objective = -ratio * advantages + penalty_coef * k3
+        objective = -ratio * advantages + penalty_coef * (ratio - 1 - log_ratio)
         is_clipped = is_bounded = torch.zeros_like(mask)
     else:
         objective, is_clipped, is_bounded = _clipped_objective(ratio, advantages, clip_low, clip_high, dual_clip)
@@ -173,20 +164,27 @@ def policy_loss(
     pg_loss, entropy_loss, kl_loss = (
         (weights * x).sum() for x in (objective, -entropy_coef * entropy, kl_coef * ref_kl)
     )
+    metrics = _ratio_metrics(log_ratio, mask, is_clipped, is_bounded)
+    metrics |= _detached_sums({"entropy": entropy, "ref_kl": ref_kl, "count": mask})
+    metrics |= {"pg_loss": pg_loss.detach(), "entropy_loss": entropy_loss.detach(), "kl_loss": kl_loss.detach()}
+    return PolicyLoss(pg_loss + entropy_loss + kl_loss, metrics)
+
+
+def _ratio_metrics(log_ratio: Tensor, mask: Tensor, is_clipped: Tensor, is_bounded: Tensor) -> dict[str, Tensor]:
+    """Sums that tell how far the policy went from the old one; `log_ratio` is 0 at masked positions."""
+    ratio = log_ratio.detach().exp()
     sums = {
         "clipfrac": is_clipped & mask,
         "clipfrac_lower": is_bounded & mask,
         "ppo_kl": -log_ratio,
-        "ppo_kl_k3": k3,
+        "ppo_kl_k3": ratio - 1 - log_ratio,
         "ratio": clean(ratio, mask),
-        "entropy": entropy,
-        "ref_kl": ref_kl,
-        "count": mask,
     }
-    metrics = {name: values.detach().sum().float() for name, values in sums.items()}
-    metrics["ratio_max"] = clean(ratio, mask).detach().amax().float()
-    metrics |= {"pg_loss": pg_loss.detach(), "entropy_loss": entropy_loss.detach(), "kl_loss": kl_loss.detach()}
-    return PolicyLoss(pg_loss + entropy_loss + kl_loss, metrics)
+    return _detached_sums(sums) | {"ratio_max": clean(ratio, mask).amax().float()}
+
+
+def _detached_sums(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.detach().sum().float() for name, x in values.items()}
 
 
 @dataclass(frozen=True)
@@ -232,4 +230,4 @@ def value_loss(
         "error_square": square,
         "count": mask,
     }
-    return ValueLoss(loss, {name: x.detach().sum().float() for name, x in sums.items()})
+    return ValueLoss(loss, _detached_sums(sums))

@@ -113,17 +113,17 @@ class SDPACoreAttention(MegatronModule):
     ) -> Tensor:
         """query (t,h,d), key and value (t,g,d) -> (t, h*d); dense: (s,b,h,d), (s,b,g,d) -> (s, b, h*d)."""
         if packed_seq_params is None:
-            out = _attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), self.scale, self.window)
-            return out.permute(2, 0, 1, 3).flatten(2)
+            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+            return _attend(q, k, v, self.scale, self.window).permute(2, 0, 1, 3).flatten(2)
         assert isinstance(packed_seq_params, PackedSegments)
         lengths, slots = packed_seq_params.lengths, packed_seq_params.slots
         if slots is not None:
             return self._attend_rectangle(query, key, value, len(lengths), max(lengths), slots)
-        segments = [
-            _attend(*(x.transpose(0, 1).unsqueeze(0) for x in piece), self.scale, self.window)
-            for piece in zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
-        ]
-        return torch.cat([s.squeeze(0).transpose(0, 1) for s in segments]).flatten(1)
+        segments = []
+        for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
+            q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+            segments.append(_attend(q, k, v, self.scale, self.window).squeeze(0).transpose(0, 1))
+        return torch.cat(segments).flatten(1)
 
     def _attend_rectangle(
         self, query: Tensor, key: Tensor, value: Tensor, segments: int, longest: int, slots: Tensor

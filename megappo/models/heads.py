@@ -8,11 +8,11 @@ computed: `expect` names them before each microbatch.
 from __future__ import annotations
 
 import torch
-from megappo_kernels import linear_logprob
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
 from megappo.models.layout import Layout
+from megappo_kernels import linear_logprob
 
 
 class _Head(nn.Module):

@@ -7,6 +7,7 @@ parameter, and load, weight sync and export cannot disagree.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -120,6 +121,14 @@ def hf_shape(arch: ArchitectureConfig, name: str) -> tuple[int, ...]:
     }
     # What is left are the norms over the hidden size.
     return shapes.get(".".join(name.split(".")[-2:]), (arch.hidden_size,))
+
+
+def multiplied_parameters(arch: ArchitectureConfig) -> int:
+    """Weights that every token is multiplied with: all but an input embedding of its own."""
+    names = [name for parameter in model_parameters(arch) for name in parameter.hf]
+    if not arch.tied_embeddings:
+        names.remove("model.embed_tokens.weight")
+    return sum(math.prod(hf_shape(arch, name)) for name in names)
 
 
 def pieces(arch: ArchitectureConfig, parameter: Parameter, tensor_rank: int, tp: int, padded_vocab: int) -> list[Piece]:

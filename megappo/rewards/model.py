@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,32 +15,78 @@ _BATCH_SEQUENCES = 16
 class RewardModel:
     """`AutoModelForSequenceClassification` with one label, over prompt and response as text.
 
-    The text is tokenised by the reward model's own tokenizer. Raises ValueError for a model with several labels.
+    The text is tokenised by the reward model's own tokenizer, its score read at the last token. A text longer than the
+    model's positions loses its beginning.
     """
 
-    def __init__(self, path: str, *, dtype: torch.dtype, device: torch.device) -> None:
-        labels = AutoConfig.from_pretrained(path).num_labels
-        if labels != 1:
-            raise ValueError(f"reward.model_path '{path}' has {labels} labels, must have 1; use a scalar reward model")
-        self._tokenizer = AutoTokenizer.from_pretrained(path)
-        self._model = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, use_safetensors=True)
+    def __init__(self, path: str, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False) -> None:
+        """Load it. Raises ValueError for a folder without a model, several labels, or weights without a score head."""
+        try:
+            config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+            if config.num_labels != 1:
+                raise ValueError(
+                    f"reward.model_path '{path}' has {config.num_labels} labels, must have 1; use a scalar reward model"
+                )
+            self._tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+            self._model, loading = AutoModelForSequenceClassification.from_pretrained(
+                path,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+            )
+        except OSError as error:
+            reason = str(error).split("\n")[0]
+            raise ValueError(f"reward.model_path '{path}' cannot be loaded ({reason}); check the folder") from error
+        self._require_head(path, loading["missing_keys"])
         self._model.to(device).eval().requires_grad_(False)
-        if self._model.config.pad_token_id is None:
-            self._model.config.pad_token_id = self._tokenizer.pad_token_id
         self._device = device
+        self._longest_tokens: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+
+    def _require_head(self, path: str, missing: Sequence[str]) -> None:
+        if missing:
+            raise ValueError(
+                f"reward.model_path '{path}' lacks the weights {', '.join(sorted(missing)[:3])}, which would be "
+                "random; use a trained reward model"
+            )
+        if not hasattr(self._model, "score"):
+            raise ValueError(
+                f"reward.model_path '{path}' is a {type(self._model).__name__}, which does not score at the last "
+                "token; use a decoder's reward model"
+            )
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether prompts may be chat messages."""
+        return bool(self._tokenizer.chat_template)
 
     @torch.inference_mode()
-    def score(self, prompts: Sequence[str], responses: Sequence[str]) -> Tensor:
-        """(B,) float32 on the CPU; a sample's score does not depend on its neighbours."""
-        ids = [
-            self._tokenizer(p + r, add_special_tokens=True).input_ids for p, r in zip(prompts, responses, strict=True)
-        ]
+    def score(self, prompts: Sequence[str | Sequence[Mapping[str, Any]]], responses: Sequence[str]) -> Tensor:
+        """(B,) float32 on the CPU; a sample's score does not depend on its neighbours.
+
+        A text is followed by its response as it is; chat messages and the response as the assistant's are rendered by
+        the reward model's chat template.
+        """
+        ids = [self._tokenise(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
         scores_B = torch.empty(len(ids))
         order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
         for start in range(0, len(order), _BATCH_SEQUENCES):
             chosen = order[start : start + _BATCH_SEQUENCES]
             scores_B[chosen] = self._score_batch([ids[i] for i in chosen])
         return scores_B
+
+    def _tokenise(self, prompt: str | Sequence[Mapping[str, Any]], response: str) -> list[int]:
+        if isinstance(prompt, str):
+            ids = self._tokenizer(prompt + response).input_ids
+        else:
+            if not self.has_chat_template:
+                raise ValueError("the reward model's tokenizer has no chat template; give it prompts as text")
+            chat = [*prompt, {"role": "assistant", "content": response}]
+            text = self._tokenizer.apply_chat_template(chat, tokenize=False)
+            ids = self._tokenizer(text, add_special_tokens=False).input_ids
+        if not ids:
+            raise ValueError("a prompt and its response become no token of the reward model; use another reward model")
+        return list(ids if self._longest_tokens is None else ids[-self._longest_tokens :])
 
     def _score_batch(self, ids: list[list[int]]) -> Tensor:
         """Right padding: a causal trunk never sees it, and the score is read at the last token of the text.
@@ -56,4 +103,5 @@ class RewardModel:
         trunk = self._model.base_model
         hidden = trunk(input_ids=tokens.to(self._device), attention_mask=attention.to(self._device)).last_hidden_state
         last = torch.tensor([len(s) - 1 for s in ids], device=self._device)
-        return self._model.score(hidden[torch.arange(len(ids)), last]).float().squeeze(-1).cpu()
+        rows = torch.arange(len(ids), device=self._device)
+        return self._model.score(hidden[rows, last]).float().squeeze(-1).cpu()

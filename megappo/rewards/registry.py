@@ -92,7 +92,9 @@ def _check_rule_options(rule: Callable[..., Any], settings: ChosenReward) -> Non
         choices = get_args(hint) if get_origin(hint) is Literal else (True, False)
         if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
             words = " or ".join(str(choice).lower() for choice in choices)
-            raise ValueError(f"reward.options.{name} is {value!r}, must be {words} for '{settings.function}'; change it")
+            raise ValueError(
+                f"reward.options.{name} is {value!r}, must be {words} for '{settings.function}'; change it"
+            )
 
 
 def load_function(path: str, setting: str) -> Callable[..., Any]:

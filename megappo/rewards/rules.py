@@ -15,7 +15,9 @@ from importlib import import_module
 from typing import Any, Literal
 
 # A minus is a sign unless it stands behind what could be subtracted from: 10-3 holds 10 and 3.
-_NUMBER = re.compile(r"(?:(?<![\w).])-)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\d)\.\d+)(?:[eE][-+]?\d{1,4}\b)?")
+_NUMBER = re.compile(
+    r"(?:(?<![\w).])-)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\d)\.\d+)(?:[eE][-+]?\d{1,4}\b)?"
+)
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
@@ -77,7 +79,9 @@ def reasoning_gym(
 ) -> float:
     """The score of the dataset the prompt came from; with `tagged`, of the text between the last <answer> tags."""
     if not {"task", "options", "entry"} <= metadata.keys():
-        raise ValueError("the reward 'reasoning_gym' needs prompts of a source 'reasoning_gym:TASK'; change one of them")
+        raise ValueError(
+            "the reward 'reasoning_gym' needs prompts of a source 'reasoning_gym:TASK'; change one of them"
+        )
     if tagged:
         found = _TAGGED.findall(response)
         response = found[-1].strip() if found else ""

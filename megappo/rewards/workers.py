@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import pickle
+import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
@@ -16,9 +21,13 @@ import torch
 from torch import Tensor
 
 from megappo.config.schema import RewardSettings
+from megappo.rewards.registry import RewardChoice
 
 _START_SECONDS = 120.0
+_TRANSFER_SECONDS = 10
+_LARGEST_CHUNK = 64
 _TIMED_OUT = "ran out of time"
+_DIED = "ended its worker process"
 
 
 class RewardError(RuntimeError):
@@ -37,9 +46,9 @@ class RewardRequest:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """Scores (B,) float32, and (index, reason) of the samples that got the failure score instead."""
+    """Scores (B,) float32 on the CPU, and (index, reason) of the samples that got the failure score instead."""
 
-    scores_B: Tensor
+    scores: Tensor
     failures: list[tuple[int, str]]
 
     @property
@@ -48,31 +57,86 @@ class RewardResult:
         return sum(reason == _TIMED_OUT for _, reason in self.failures)
 
 
-@dataclass
 class _Worker:
-    process: subprocess.Popen[bytes]
-    connection: Connection
-    pending: deque[int] = field(default_factory=deque)
-    """Indices of the requests it works on, in order."""
-    deadline: float = 0.0
+    """One process, from its start to its end."""
+
+    def __init__(self, choice: RewardChoice) -> None:
+        self.ready = False
+        self.pending: deque[int] = deque()
+        """Indices of the requests it works on, in order."""
+        self.deadline = time.monotonic() + _START_SECONDS
+        self.connection, theirs = Pipe()
+        _limit_transfers(self.connection)
+        command = [sys.executable, "-m", "megappo.rewards.worker_main", str(theirs.fileno())]
+        # The parent's import path, so that a function found here is found there.
+        path = os.pathsep.join(p or os.getcwd() for p in sys.path)
+        self.process = subprocess.Popen(
+            command,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            process_group=0,  # what a function starts is killed with it
+        )
+        theirs.close()
+        self.connection.send(choice)
 
     def kill(self) -> None:
-        self.process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.connection.close()
+
+
+def _limit_transfers(connection: Connection) -> None:
+    """A stopped process must not block a send or receive for ever: both end with OSError after a while."""
+    limit = struct.pack("ll", _TRANSFER_SECONDS, 0)
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+
+@dataclass
+class _Job:
+    """One call of `RewardPool.run`."""
+
+    pickled: list[bytes]
+    most_failures: float
+    waiting: deque[int]
+    """Indices that no worker has."""
+    scores: dict[int, float] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def done(self) -> bool:
+        return len(self.scores) + len(self.failures) == len(self.pickled) or len(self.failures) > self.most_failures
+
+    def record(self, index: int, answer: tuple[float | None, str | None]) -> None:
+        score, reason = answer
+        if score is None:
+            self.failures[index] = str(reason)
+        else:
+            self.scores[index] = score
 
 
 class RewardPool:
     """Worker processes that apply one reward function; use as a context manager or `close` it."""
 
     def __init__(self, settings: RewardSettings) -> None:
-        """Start the workers. Raises ValueError where the function cannot be found."""
+        """Start the workers and wait until each has imported the function.
+
+        Raises ValueError where the function cannot be used, RewardError where a worker ends or hangs in the import.
+        """
+        if settings.batch and settings.workers > 1:
+            raise ValueError(f"reward.workers is {settings.workers}, but reward.batch makes one call; set workers: 1")
         self._settings = settings
+        self._choice = RewardChoice(settings.function, settings.options, settings.batch)
         self._workers: list[_Worker] = []
         try:
-            starting = [self._spawn() for _ in range(settings.workers)]
-            self._workers = [self._await_ready(w) for w in starting]
-        except (ValueError, RewardError):
+            for _ in range(settings.workers):
+                self._workers.append(_Worker(self._choice))
+            while not all(worker.ready for worker in self._workers):
+                self._collect(_Job([], 0, deque()))
+        except (ValueError, RewardError, OSError):
             self.close()
             raise
 
@@ -89,98 +153,119 @@ class RewardPool:
         self._workers = []
 
     def score(self, requests: Sequence[RewardRequest]) -> RewardResult:
-        """Score all requests; failures cost only their own sample.
+        """Score all requests; failures cost only their own sample (all of them, with a batch function).
 
-        Raises RewardError where more than `max_failure_fraction` of them failed.
+        Raises RewardError as soon as more than `max_failure_fraction` of them failed.
         """
-        scores = torch.full((len(requests),), self._settings.failure_score, dtype=torch.float32)
-        failures: list[tuple[int, str]] = []
-        for number, worker in enumerate(self._workers):
-            self._hand_out(worker, range(number, len(requests), len(self._workers)), requests)
-        while any(w.pending for w in self._workers):
-            for index, score, reason in self._collect(requests):
-                if score is None:
-                    failures.append((index, str(reason)))
-                else:
-                    scores[index] = score
-        if len(failures) > self._settings.max_failure_fraction * len(requests):
-            raise RewardError(
-                f"{len(failures)} of {len(requests)} rewards failed, more than reward.max_failure_fraction "
-                f"{self._settings.max_failure_fraction}; the first: {failures[0][1]}"
-            )
-        return RewardResult(scores, sorted(failures))
+        most_failures = self._settings.max_failure_fraction * len(requests)
+        result = self.run(requests, most_failures=most_failures)
+        if len(result.failures) > most_failures:
+            raise too_many_failures(self._settings, len(result.failures), len(requests), result.failures)
+        return result
 
-    def _spawn(self) -> _Worker:
-        ours, theirs = Pipe()
-        command = [sys.executable, "-m", "megappo.rewards.worker_main", str(theirs.fileno())]
-        # The parent's import path, so that a function found here is found there.
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment)
-        theirs.close()
-        return _Worker(process, ours)
-
-    def _await_ready(self, worker: _Worker) -> _Worker:
-        settings = self._settings
-        worker.connection.send((settings.function, settings.options, settings.batch))
+    def run(self, requests: Sequence[RewardRequest], *, most_failures: float = float("inf")) -> RewardResult:
+        """Score all requests, whatever the share of failures; gives up after more than `most_failures`."""
+        assert self._workers, "the pool is closed"
+        pickled = [_pickled(index, request) for index, request in enumerate(requests)]
+        job = _Job(pickled, most_failures, deque(range(len(pickled))))
+        for worker in [w for w in self._workers if w.ready and w.process.poll() is not None]:
+            self._replace(worker)  # ended between two calls, by whatever: no sample's fault
         try:
-            if not worker.connection.poll(_START_SECONDS):
-                raise RewardError(f"a reward worker did not start within {_START_SECONDS:.0f} s")
-            state, reason = worker.connection.recv()
-        except EOFError:
-            state, reason = "broken", f"reward.function '{settings.function}' ended its worker while being imported"
-        except RewardError:
-            worker.kill()
-            raise
-        if state == "broken":
-            worker.kill()
-            raise ValueError(reason)
-        return worker
+            while not job.done:
+                self._hand_out(job)
+                self._collect(job)
+        finally:
+            for worker in [w for w in self._workers if w.pending]:
+                self._replace(worker)  # its answers are nobody's any more
+        scores = torch.full((len(requests),), self._settings.failure_score, dtype=torch.float32)
+        for index, score in job.scores.items():
+            scores[index] = score
+        return RewardResult(scores, sorted(job.failures.items()))
 
-    def _hand_out(self, worker: _Worker, indices: Sequence[int], requests: Sequence[RewardRequest]) -> None:
-        worker.pending = deque(indices)
-        if not worker.pending:
+    def _hand_out(self, job: _Job) -> None:
+        """Give idle workers their next requests: fewer towards the end, so that they finish together."""
+        for worker in [w for w in self._workers if w.ready and not w.pending]:
+            if not job.waiting:
+                return
+            fair = -(-len(job.waiting) // (2 * len(self._workers)))
+            count = len(job.waiting) if self._settings.batch else min(fair, _LARGEST_CHUNK)
+            worker.pending = deque(job.waiting.popleft() for _ in range(count))
+            try:
+                worker.connection.send([job.pickled[index] for index in worker.pending])
+            except OSError:
+                self._lose(worker, job, _DIED)
+                continue
+            worker.deadline = time.monotonic() + self._settings.timeout_seconds * (count if self._settings.batch else 1)
+
+    def _collect(self, job: _Job) -> None:
+        """Wait for answers and take them, or take the worker whose time is up."""
+        busy = [worker for worker in self._workers if worker.pending or not worker.ready]
+        if not busy:
             return
-        # Shared metadata objects are large only by accident; a request is a few hundred bytes.
-        worker.connection.send([asdict(requests[i]) for i in worker.pending])
-        self._restart_clock(worker)
-
-    def _restart_clock(self, worker: _Worker) -> None:
-        share = len(worker.pending) if self._settings.batch else 1
-        worker.deadline = time.monotonic() + self._settings.timeout_seconds * share
-
-    def _collect(self, requests: Sequence[RewardRequest]) -> list[tuple[int, float | None, str | None]]:
-        """Answers that are there, or the failure of the worker whose time is up first."""
-        busy = [w for w in self._workers if w.pending]
-        patience = max(0.0, min(w.deadline for w in busy) - time.monotonic())
-        ready = set(wait([w.connection for w in busy], timeout=patience))
-        found: list[tuple[int, float | None, str | None]] = []
+        patience = max(0.0, min(worker.deadline for worker in busy) - time.monotonic())
+        ready = wait([worker.connection for worker in busy], timeout=patience)
         for worker in busy:
             if worker.connection in ready:
-                found += self._receive(worker, requests)
-            elif time.monotonic() >= worker.deadline:
-                found += self._replace(worker, requests, _TIMED_OUT)
-        return found
+                self._receive(worker, job)
+            elif time.monotonic() >= worker.deadline and not worker.connection.poll():
+                self._lose(worker, job, _TIMED_OUT)
 
-    def _receive(
-        self, worker: _Worker, requests: Sequence[RewardRequest]
-    ) -> list[tuple[int, float | None, str | None]]:
+    def _receive(self, worker: _Worker, job: _Job) -> None:
         try:
-            score, reason = worker.connection.recv()
-        except (EOFError, ConnectionResetError):
-            return self._replace(worker, requests, "ended its worker process")
-        index = worker.pending.popleft()
-        if not self._settings.batch:
-            self._restart_clock(worker)
-        return [(index, score, reason)]
+            message = worker.connection.recv()
+            if not worker.ready:
+                self._welcome(worker, message)
+                return
+            if self._settings.batch:
+                while worker.pending:
+                    job.record(worker.pending.popleft(), message.pop(0))
+                return
+            job.record(worker.pending.popleft(), message)
+            while worker.pending and worker.connection.poll():
+                job.record(worker.pending.popleft(), worker.connection.recv())
+        except (EOFError, OSError):
+            self._lose(worker, job, _DIED)
+            return
+        worker.deadline = time.monotonic() + self._settings.timeout_seconds
 
-    def _replace(
-        self, worker: _Worker, requests: Sequence[RewardRequest], reason: str
-    ) -> list[tuple[int, float | None, str | None]]:
-        """Kill a worker; the sample it was at fails, a new worker goes on with the others."""
+    def _welcome(self, worker: _Worker, message: tuple[str, str | None]) -> None:
+        state, reason = message
+        if state == "broken":
+            raise ValueError(reason)
+        worker.ready = True
+
+    def _lose(self, worker: _Worker, job: _Job, reason: str) -> None:
+        """Replace a worker; the sample it was at fails, the others wait for another worker."""
+        if not worker.ready:
+            raise RewardError(f"reward.function '{self._settings.function}' {reason} while it was imported; mend it")
+        if self._settings.batch:
+            job.failures |= dict.fromkeys(worker.pending, reason)
+        elif worker.pending:
+            job.failures[worker.pending.popleft()] = reason
+            job.waiting.extendleft(reversed(worker.pending))
+        self._replace(worker)
+
+    def _replace(self, worker: _Worker) -> None:
+        """Start a new worker in the place of one; others go on while it starts."""
         worker.kill()
-        lost = list(worker.pending) if self._settings.batch else [worker.pending.popleft()]
-        remaining = [] if self._settings.batch else list(worker.pending)
-        fresh = self._await_ready(self._spawn())
-        self._workers[self._workers.index(worker)] = fresh
-        self._hand_out(fresh, remaining, requests)
-        return [(index, None, reason) for index in lost]
+        self._workers[self._workers.index(worker)] = _Worker(self._choice)
+
+
+def too_many_failures(
+    settings: RewardSettings, failed: int, total: int, failures: Sequence[tuple[int, str]]
+) -> RewardError:
+    """The error that ends a run."""
+    first = failures[0][1] if failures else "on another rank"
+    return RewardError(
+        f"{failed} of {total} rewards failed, more than reward.max_failure_fraction {settings.max_failure_fraction}; "
+        f"mend the reward or its data; the first: {first}"
+    )
+
+
+def _pickled(index: int, request: RewardRequest) -> bytes:
+    try:
+        return pickle.dumps((request.prompt, request.response, request.answer, request.metadata))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"the metadata of sample {index} cannot be sent to a reward worker ({error}); keep plain values in them"
+        ) from error

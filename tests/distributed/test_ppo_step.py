@@ -87,6 +87,13 @@ FOUR_PROCESSES = {
     "tp2-dp2": ["actor.layout.tensor_parallel=2", "critic.layout.pipeline_parallel=2"],
 }
 ONE_PROCESS: dict[str, list[str]] = {"one": [], "one-tied": []}
+# The first update of a step: one epoch, and no learning where there are several updates.
+FIRST_UPDATE = {
+    "same-packs-tp2": [*TWO_PROCESSES["tp2"], "actor.epochs=1", "actor.minibatch_sequences=12"],
+    "same-packs-pp2": [*TWO_PROCESSES["pp2"], "actor.epochs=1", "actor.minibatch_sequences=12"],
+    "other-packs-tp2": [*TWO_PROCESSES["tp2"], "actor.epochs=1", "actor.optimizer.learning_rate=1e-30"],
+    "other-packs-dp2": ["actor.epochs=1", "actor.optimizer.learning_rate=1e-30"],
+}
 SCENARIOS = {**ONE_PROCESS, **TWO_PROCESSES, "pp2-tied": TWO_PROCESSES["pp2"], **FOUR_PROCESSES}
 
 
@@ -143,7 +150,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / f"{name}.yaml").write_text(yaml.safe_dump(base_config(root / name)))
     samples = random_samples()
     (root / "samples.json").write_text(json.dumps(samples))
-    launches = {1: ONE_PROCESS, 2: {**TWO_PROCESSES, "pp2-tied": SCENARIOS["pp2-tied"]}, 4: FOUR_PROCESSES}
+    launches = {
+        1: ONE_PROCESS,
+        2: {**TWO_PROCESSES, "pp2-tied": SCENARIOS["pp2-tied"], **FIRST_UPDATE},
+        4: FOUR_PROCESSES,
+    }
     for processes, scenarios in launches.items():
         described = [
             {
@@ -228,3 +239,16 @@ def test_the_step_uses_what_it_should(world: Path) -> None:
     assert metrics["critic/clipfrac"] > 0.05
     assert metrics["actor/grad_norm"] > ORACLE.clip_grad_norm
     assert metrics["kl/mean"] != 0
+
+
+@pytest.mark.parametrize("name", FIRST_UPDATE)
+def test_the_first_update_starts_at_ratio_one(world: Path, name: str) -> None:
+    """To the last bit where the microbatches are those of scoring, to float32's rounding elsewhere."""
+    metrics = json.loads((world / name / "out" / "result.json").read_text())["metrics"]
+    if name.startswith("same"):
+        assert metrics["actor/ratio_max"] == metrics["actor/ratio"] == 1
+        assert metrics["actor/ppo_kl"] == metrics["actor/clipfrac"] == 0
+    else:
+        assert metrics["actor/ratio_max"] == pytest.approx(1, abs=1e-5)
+        assert metrics["actor/ratio"] == pytest.approx(1, abs=1e-6)
+        assert abs(metrics["actor/ppo_kl"]) < 1e-6

@@ -144,7 +144,14 @@ def test_log_ratio_is_clamped() -> None:
 def test_grpo_and_rloo_against_their_papers() -> None:
     mask = t([[True, True], [True, False], [True, True], [True, True]])
     rewards = t([[0.0, 1.0], [3.0, 9.0], [0.0, 5.0], [0.0, 2.0]])  # scores 1, 3, 5 of one prompt, 2 of another
-    arguments = dict(rewards=rewards, values=None, mask=mask, group_ids=t([7, 7, 7, 1]), gamma=1.0, lam=1.0)
+    arguments = {
+        "rewards": rewards,
+        "values": None,
+        "mask": mask,
+        "group_ids": t([7, 7, 7, 1]),
+        "gamma": 1.0,
+        "lam": 1.0,
+    }
     grpo, _ = algo.get_estimator("grpo")(**arguments)
     assert grpo[:, 0].tolist() == [approx(-1, 1e-4), approx(0), approx(1, 1e-4), approx(2)]
     assert grpo[1, 1] == 0

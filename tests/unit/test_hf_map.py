@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed.models import VOCAB, write_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from distributed.models import VOCAB, write_model
 from megappo.models.shape import architecture, padded_vocab_size
 from megappo.reshard.hf_map import hf_shape, model_parameters, pieces, scatter_shard, shard_shape
 from megappo.reshard.sources import RandomSource, SafetensorsSource, read_shard

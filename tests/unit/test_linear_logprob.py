@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from megappo_kernels import linear_logprob, reference
 
 

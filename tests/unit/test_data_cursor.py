@@ -1,0 +1,64 @@
+"""The order of prompts over epochs and restarts."""
+
+from __future__ import annotations
+
+import pytest
+
+from megappo.data import Cursor
+
+
+def cursor(size: int = 5, seed: int = 1, shuffle: bool = True, fingerprint: str = "f" * 64) -> Cursor:
+    return Cursor(size, seed, shuffle, fingerprint=fingerprint)
+
+
+def test_every_epoch_has_every_prompt_once_in_its_own_order() -> None:
+    walk = cursor(size=20)
+    epochs = [walk.take(20) for _ in range(3)]
+    assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
+    assert len(set(map(tuple, epochs))) == 3
+    assert (walk.epoch, walk.position) == (3, 0)
+
+
+def test_takes_cross_epochs() -> None:
+    one_by_one, at_once = cursor(), cursor()
+    assert [one_by_one.take(1)[0] for _ in range(13)] == at_once.take(13)
+    assert (at_once.epoch, at_once.position) == (2, 3) == (one_by_one.epoch, one_by_one.position)
+
+
+def test_file_order() -> None:
+    assert cursor(size=3, shuffle=False).take(7) == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_seeds_differ_and_large_ones_work() -> None:
+    assert cursor(size=50, seed=1).take(50) != cursor(size=50, seed=2).take(50)
+    assert sorted(cursor(seed=2**62 + 1).take(5)) == list(range(5))
+
+
+@pytest.mark.parametrize("taken", [0, 3, 5, 17])
+def test_resumes_where_it_stood(taken: int) -> None:
+    before = cursor()
+    before.take(taken)
+    after = cursor()
+    after.load_state_dict(before.state_dict())
+    assert after.take(9) == before.take(9)
+    assert after.state_dict() == before.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("state", "sentence"),
+    [
+        ({"epoch": 0, "position": 0, "fingerprint": "e" * 64}, "fingerprint is ffffffffffff, the saved cursor's eeee"),
+        ({"epoch": 0, "position": 5, "fingerprint": "f" * 64}, "outside of 5 prompts"),
+        ({"epoch": 0}, "lacks fingerprint, position"),
+    ],
+)
+def test_other_states_are_refused(state: dict[str, object], sentence: str) -> None:
+    walk = cursor()
+    with pytest.raises(ValueError, match=sentence):
+        walk.load_state_dict(state)
+    assert (walk.epoch, walk.position) == (0, 0)
+
+
+def test_needs_data() -> None:
+    with pytest.raises(ValueError, match="dataset_size is 0"):
+        cursor(size=0)

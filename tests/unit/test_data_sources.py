@@ -1,0 +1,203 @@
+"""Records from every kind of source, and the sentence each malformed one gives."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from megappo.config.schema import DataSourceSettings
+from megappo.data.sources import Record, read_records
+
+CHAT = [{"role": "user", "content": "2+2"}]
+
+
+def read(source: str | Path, **settings: Any) -> list[Record]:
+    return read_records(DataSourceSettings(source=str(source), **settings))
+
+
+def jsonl(folder: Path, *records: Any) -> Path:
+    path = folder / "data.jsonl"
+    path.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records), encoding="utf-8")
+    return path
+
+
+def verl_row(**changes: Any) -> dict[str, Any]:
+    row = {"data_source": "d", "prompt": CHAT, "reward_model": {"ground_truth": "4", "style": "rule"}}
+    return row | {"extra_info": {"index": 3}} | changes
+
+
+def verl_file(folder: Path, *rows: dict[str, Any]) -> Path:
+    path = folder / "data.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+    return path
+
+
+def test_jsonl(tmp_path: Path) -> None:
+    path = jsonl(tmp_path, {"prompt": "a\u2028b", "answer": 4, "level": 2}, {"prompt": CHAT, "answer": "x"})
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n\r\n"))
+    assert read(path) == [Record("a\u2028b", "4", {"level": 2}), Record(CHAT, "x", {})]
+    assert len(read(path, limit=1)) == 1
+
+
+def test_jsonl_of_other_keys_without_answers(tmp_path: Path) -> None:
+    path = jsonl(tmp_path, {"q": "a"}, {"q": "b"})
+    assert [(r.prompt, r.answer) for r in read(path, prompt_key="q")] == [("a", None), ("b", None)]
+
+
+def test_numbers_become_text(tmp_path: Path) -> None:
+    path = jsonl(tmp_path, {"prompt": "a", "answer": 3.5}, {"prompt": "b", "answer": -7})
+    assert [r.answer for r in read(path)] == ["3.5", "-7"]
+
+
+def test_parquet(tmp_path: Path) -> None:
+    path = verl_file(tmp_path, verl_row(), verl_row(reward_model={"ground_truth": "5", "style": "rule"}))
+    first, second = read(path)
+    assert first == Record(CHAT, "4", {"index": 3, "data_source": "d"})
+    assert second.answer == "5"
+
+
+def test_reasoning_gym_is_the_same_every_time() -> None:
+    pytest.importorskip("reasoning_gym")
+    first, again = (read("reasoning_gym:chain_sum", options={"size": 3, "max_terms": 2}) for _ in range(2))
+    assert first == again
+    assert first[0].metadata["task"] == "chain_sum"
+    assert first[0].metadata["options"] == {"size": 3, "max_terms": 2, "seed": 0}
+    assert first[0].metadata["entry"]["answer"] == first[0].answer
+
+
+def test_arithmetic_has_every_pair_once() -> None:
+    records = read("python:megappo.data.arithmetic:sums", options={"max_operand": 2, "modulus": 3})
+    assert len({r.prompt for r in records}) == 9
+    assert (records[-1].prompt, records[-1].answer) == ("2+2=", "1")
+
+
+def raw(content: bytes, name: str = "data.jsonl") -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        (folder / name).write_bytes(content)
+        return folder / name
+
+    return write
+
+
+def lines(*records: Any) -> Callable[[Path], Path]:
+    return lambda folder: jsonl(folder, *records)
+
+
+def rows(*found: dict[str, Any]) -> Callable[[Path], Path]:
+    return lambda folder: verl_file(folder, *found)
+
+
+def truncated_parquet(folder: Path) -> Path:
+    path = verl_file(folder, verl_row())
+    path.write_bytes(path.read_bytes()[:-20])
+    return path
+
+
+GOOD = {"prompt": "a", "answer": "b"}
+MALFORMED: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "missing file": (lambda folder: folder / "none.jsonl", "does not exist"),
+    "folder": (lambda folder: folder, "of no known kind"),
+    "unknown suffix": (raw(b"", "data.csv"), "of no known kind; use FILE.jsonl"),
+    "empty": (raw(b""), "is empty; it needs at least one record"),
+    "blank lines": (raw(b"\n \n"), "is empty"),
+    "invalid JSON": (raw(b'{"prompt": "a"}\n{"prompt": \n'), "line 2 is not JSON"),
+    "not an object": (lines(GOOD, [1]), r"line 2 holds \[1\], must be an object"),
+    "near prompt key": (lines({"prompts": "a"}), "line 1 has no field 'prompt', but 'prompts'; set the source's"),
+    "no prompt key": (lines({"x": "a"}), "no field 'prompt', but x;"),
+    "prompt is a number": (lines({"prompt": 3}), "line 1: the prompt is 3, must be a text or a list"),
+    "prompt is empty": (lines({"prompt": ""}), "line 1: the prompt is empty"),
+    "no messages": (lines({"prompt": []}), "must be a text or a list of chat messages"),
+    "message without content": (lines({"prompt": [{"role": "user"}]}), "must be an object with role and content"),
+    "sharegpt keys": (lines({"prompt": [{"from": "human", "value": "a"}]}), "with role and content"),
+    "unknown role": (lines({"prompt": [{"role": "human", "content": "a"}]}), "chat role 'human' must be one of system"),
+    "unhashable role": (lines({"prompt": [{"role": [], "content": "a"}]}), r"chat role \[\] must be one of"),
+    "content parts": (lines({"prompt": [{"role": "user", "content": [1]}]}), r"chat content \[1\] must be a text"),
+    "answer in the prompt": (lines({"prompt": [*CHAT, {"role": "assistant", "content": "4"}]}), "is the assistant's"),
+    "answer of wrong type": (lines({"prompt": "a", "answer": ["b"]}), "must be a text or a finite number"),
+    "answer not a number": (raw(b'{"prompt": "a", "answer": NaN}'), "must be a text or a finite number"),
+    "some answers": (lines(GOOD, {"prompt": "c"}), "line 2 has no answer, like 1 of 2 records"),
+    "not UTF-8": (raw(b'{"prompt": "a"}\n{"prompt": "\xe4"}\n'), "line 2 is not UTF-8"),
+    "half a surrogate": (raw(b'{"prompt": "\\ud800"}'), "line 1: the prompt holds half a surrogate pair"),
+    "digits without end": (raw(b'{"prompt": ' + b"1" * 5000 + b"}"), "line 1 is JSON beyond what Python reads"),
+    "garbage parquet": (raw(b"garbage", "data.parquet"), "not a readable parquet file"),
+    "empty parquet file": (raw(b"", "data.parquet"), "not a readable parquet file"),
+    "truncated parquet": (truncated_parquet, "not a readable parquet file"),
+    "other schema": (rows({"question": "a"}), "lacks the columns data_source, prompt, reward_model"),
+    "no ground truth": (rows(verl_row(), verl_row(reward_model={})), "row 1 has no reward_model.ground_truth"),
+    "reward model is text": (rows(verl_row(reward_model="4")), "row 0 has no reward_model.ground_truth"),
+    "extra info is text": (rows(verl_row(extra_info="x")), "row 0: extra_info is 'x', must be a struct"),
+    "prompt is a struct": (rows(verl_row(prompt={"a": 1})), "row 0: the prompt is"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_file(name: str, tmp_path: Path) -> None:
+    write, sentence = MALFORMED[name]
+    path = write(tmp_path)
+    with pytest.raises(ValueError, match=sentence) as caught:
+        read(path)
+    assert type(caught.value) is ValueError and str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+USER_MODULE = """
+def good(): yield {"prompt": "a"}
+def number(): return 3
+def raises():
+    yield {"prompt": "a"}
+    raise KeyError("k")
+def text(): yield "a"
+def bad_metadata(): yield {"prompt": "a", "metadata": "m"}
+def endless():
+    while True: yield {"prompt": "a"}
+"""
+
+
+@pytest.fixture
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "user_prompts.py").write_text(USER_MODULE)
+    (tmp_path / "broken_prompts.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "user_prompts", raising=False)
+    return "user_prompts"
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "sentence"),
+    [
+        ("python:no_such_module:f", {}, "module 'no_such_module' cannot be imported"),
+        ("python:broken_prompts:f", {}, "failed with ZeroDivisionError"),
+        ("python:user_prompts", {}, "write package.module:function"),
+        ("python:.relative:f", {}, "write package.module:function"),
+        ("python:user_prompts:god", {}, "has no function 'god'; did you mean 'user_prompts:good'"),
+        ("python:user_prompts:good", {"size": 3}, "cannot be called with the options"),
+        ("python:user_prompts:number", {}, "failed with TypeError"),
+        ("python:user_prompts:raises", {}, "failed with KeyError"),
+        ("python:user_prompts:text", {}, "record 0 is 'a', must be a mapping"),
+        ("python:user_prompts:bad_metadata", {}, "record 0: the metadata are 'm'"),
+        ("reasoning_gym:chain_sun", {}, "has no task 'chain_sun'; did you mean 'chain_sum'"),
+        ("reasoning_gym:chain_sum", {"terms": 3}, "refuses the options"),
+        ("reasoning_gym:chain_sum", {"min_terms": -1}, "refuses the options"),
+    ],
+)
+def test_unusable_source(user_module: str, source: str, options: dict[str, Any], sentence: str) -> None:
+    if source.startswith("reasoning_gym"):
+        pytest.importorskip("reasoning_gym")
+    with pytest.raises(ValueError, match=sentence):
+        read(source, options=options)
+
+
+def test_limit_ends_an_endless_source(user_module: str) -> None:
+    assert len(read(f"python:{user_module}:endless", limit=5)) == 5
+
+
+def test_options_of_a_file_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is a file and takes no options"):
+        read(jsonl(tmp_path, GOOD), options={"size": 3})

@@ -1,0 +1,250 @@
+"""Reward functions that hang, die, raise or return nonsense cost their own sample, and leave no process behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from megappo.config.schema import RewardSettings
+from megappo.rewards import RewardError, RewardScorer
+from megappo.rewards.workers import RewardPool, RewardRequest
+from megappo.types import Prompt, Rollouts
+
+USER_MODULE = '''
+import os, subprocess, sys, time
+
+def obey(*, prompt, response, answer, metadata):
+    """The response says what happens."""
+    match response:
+        case "hang": time.sleep(1000)
+        case "exit": os._exit(3)
+        case "sys.exit": sys.exit(3)
+        case "raise": raise KeyError("k")
+        case "nan": return float("nan")
+        case "large": return 1e300
+        case "none": return None
+        case "text": return "1.0"
+        case "pid": return os.getpid()
+        case "print": print("noise")
+        case "child": subprocess.run(["sleep", "1000"])
+        case "metadata": return metadata["x"]
+        case "slow": time.sleep(0.3)
+    return 1.0
+
+def lengths(*, prompts, responses, answers, metadata, factor=1):
+    if "hang" in responses: time.sleep(1000)
+    if "short" in responses: return [1.0]
+    if "raise" in responses: raise KeyError("k")
+    return [factor * len(r) for r in responses]
+'''
+
+
+@pytest.fixture(autouse=True)
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "user_rewards.py").write_text(USER_MODULE)
+    (tmp_path / "exits_on_import.py").write_text("import os; os._exit(1)")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "user_rewards", raising=False)
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    left = set(psutil.Process().children(recursive=True)) - before
+    assert not left, f"left behind: {left}"
+
+
+def settings(**changes: Any) -> RewardSettings:
+    chosen = {"function": "user_rewards:obey", "timeout_seconds": 0.5, "failure_score": -1.0}
+    return RewardSettings(**chosen | {"max_failure_fraction": 1.0} | changes)
+
+
+def requests(*responses: str) -> list[RewardRequest]:
+    return [RewardRequest("p", response, "a", {"x": i}) for i, response in enumerate(responses)]
+
+
+@pytest.mark.parametrize(
+    ("response", "reason"),
+    [
+        ("hang", "ran out of time"),
+        ("child", "ran out of time"),
+        ("exit", "ended its worker process"),
+        ("sys.exit", "SystemExit: 3"),
+        ("raise", "KeyError: 'k'"),
+        ("nan", "returned nan, must be finite"),
+        ("large", "must be finite"),
+        ("none", "returned None, must be a number"),
+        ("text", "returned '1.0', must be a number"),
+    ],
+)
+def test_a_failure_costs_its_own_sample(response: str, reason: str) -> None:
+    with RewardPool(settings()) as pool:
+        result = pool.score(requests("fine", "metadata", response, "fine", "metadata"))
+        assert result.scores.tolist() == [1.0, 1.0, -1.0, 1.0, 4.0]
+        assert result.scores.dtype == torch.float32
+        [(index, said)] = result.failures
+        assert index == 2 and reason in said
+        assert result.timeouts == (said == "ran out of time")
+        assert pool.score(requests("fine")).scores.tolist() == [1.0]
+
+
+def test_many_failures_on_several_workers() -> None:
+    responses = ["fine", "hang", "exit", "slow", "exit", "raise", "fine", "hang", "slow", "fine"] * 2
+    started = time.monotonic()
+    with RewardPool(settings(workers=2)) as pool:
+        result = pool.score(requests(*responses))
+    failed = [i for i, r in enumerate(responses) if r in ("hang", "exit", "raise")]
+    assert [i for i, _ in result.failures] == failed
+    assert result.timeouts == 4
+    assert time.monotonic() - started < 15
+
+
+def test_too_many_failures_end_the_run_early() -> None:
+    with RewardPool(settings(max_failure_fraction=0.1)) as pool:
+        started = time.monotonic()
+        with pytest.raises(RewardError, match=r"more than reward.max_failure_fraction 0.1; .*: ran out of time"):
+            pool.score(requests(*["hang"] * 20))
+        assert time.monotonic() - started < 10
+        assert pool.score(requests("fine")).scores.tolist() == [1.0]
+
+
+def test_a_worker_killed_between_calls_is_replaced() -> None:
+    with RewardPool(settings()) as pool:
+        pid = int(pool.score(requests("pid")).scores[0])
+        os.kill(pid, signal.SIGKILL)
+        time.sleep(0.1)
+        result = pool.score(requests("fine", "fine"))
+        assert (result.scores.tolist(), result.failures) == ([1.0, 1.0], [])
+
+
+def test_a_stopped_worker_is_replaced() -> None:
+    with RewardPool(settings()) as pool:
+        os.kill(int(pool.score(requests("pid")).scores[0]), signal.SIGSTOP)
+        result = pool.score(requests("fine", "fine"))
+        assert (result.scores.tolist(), result.timeouts) == ([-1.0, 1.0], 1)
+
+
+def test_prints_stay_out_of_the_output(capfd: pytest.CaptureFixture[str]) -> None:
+    with RewardPool(settings()) as pool:
+        pool.score(requests("print"))
+    assert "noise" not in capfd.readouterr().out
+
+
+def test_trivial_functions_cost_little() -> None:
+    with RewardPool(settings(function="exact", timeout_seconds=10.0)) as pool:
+        many = requests(*["a"] * 2000)
+        pool.score(many)
+        started = time.perf_counter()
+        assert pool.score(many).scores.sum() == 2000
+        assert (time.perf_counter() - started) / 2000 < 1e-3  # typically 5e-5
+
+
+def test_no_samples() -> None:
+    with RewardPool(settings()) as pool:
+        assert pool.score([]).scores.shape == (0,)
+
+
+def test_metadata_that_cannot_be_sent() -> None:
+    with RewardPool(settings()) as pool, pytest.raises(ValueError, match="metadata of sample 0 cannot be sent"):
+        pool.score([RewardRequest("p", "r", "a", {"f": lambda: 0})])
+
+
+def test_batch_function() -> None:
+    with RewardPool(settings(function="user_rewards:lengths", batch=True, options={"factor": 2})) as pool:
+        assert pool.score(requests("a", "bb", "")).scores.tolist() == [2.0, 4.0, 0.0]
+        for response, reason in [
+            ("hang", "ran out of time"),
+            ("short", "returned 1 scores for 2 samples"),
+            ("raise", "KeyError: 'k'"),
+        ]:
+            result = pool.score(requests("a", response))
+            assert result.scores.tolist() == [-1.0, -1.0]
+            assert result.failures == [(0, reason), (1, reason)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "sentence"),
+    [
+        ({"function": "no_such_module:f"}, ValueError, "cannot be imported"),
+        ({"function": "exits_on_import:f", "workers": 3}, RewardError, "ended its worker process while it was"),
+        ({"function": "user_rewards:lengths", "batch": True, "workers": 2}, ValueError, "set workers: 1"),
+    ],
+)
+def test_pool_that_cannot_start(changes: dict[str, Any], error: type[Exception], sentence: str) -> None:
+    with pytest.raises(error, match=sentence):
+        RewardPool(settings(**changes))
+
+
+PARENT = """
+import sys, time
+from megappo.config.schema import RewardSettings
+from megappo.rewards.workers import RewardPool, RewardRequest
+pool = RewardPool(RewardSettings(function="user_rewards:obey", timeout_seconds=1000.0, workers=2))
+print(*[worker.process.pid for worker in pool._workers], flush=True)
+pool.score([RewardRequest("p", "hang", None, {})])
+"""
+
+
+def test_workers_die_with_their_parent(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, env=environment)
+    assert parent.stdout is not None
+    workers = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
+    assert len(workers) == 2
+    time.sleep(0.2)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    _gone, alive = psutil.wait_procs(workers, timeout=5)
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+
+
+def rollouts(*responses: str) -> Rollouts:
+    B = len(responses)
+    ones, flags = torch.ones(B, dtype=torch.int64), torch.zeros(B, dtype=torch.bool)
+    prompts = tuple(Prompt(i, (0,), "1+1=", "2", {}) for i in range(B))
+    return Rollouts(
+        prompts=prompts,
+        sample_ids_B=torch.arange(B),
+        group_ids_B=torch.arange(B),
+        sequences=tuple(torch.tensor([0, 1]) for _ in range(B)),
+        response_lengths_B=ones,
+        engine_logprob_BR=torch.zeros(B, 1),
+        response_mask_BR=torch.ones(B, 1, dtype=torch.bool),
+        truncated_B=flags,
+        weight_version=0,
+        responses=responses,
+    )
+
+
+@pytest.fixture
+def world_of_one(tmp_path: Path) -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_scorer(world_of_one: None) -> None:
+    scorer = RewardScorer(settings(max_failure_fraction=0.5), torch.device("cpu"))
+    try:
+        scores, metrics = scorer.score(rollouts("fine", "raise", "hang", "fine"))
+        assert scores.tolist() == [1.0, -1.0, -1.0, 1.0]
+        assert metrics == {"reward/failures": 0.5, "reward/timeouts": 0.25}
+        with pytest.raises(RewardError, match="2 of 3 rewards failed"):
+            scorer.score(rollouts("raise", "raise", "fine"))
+        with pytest.raises(RewardError, match="rewards failed"):
+            scorer.score_local(rollouts("raise"))
+    finally:
+        scorer.close()
+
+
+def test_scorer_checks_first() -> None:
+    with pytest.raises(ValueError, match="did you mean 'exact'"):
+        RewardScorer(RewardSettings(function="exakt"), torch.device("cpu"))

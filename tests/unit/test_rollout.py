@@ -1,0 +1,136 @@
+"""The embedded engine: what it samples, what it reports, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from distributed.models import VOCAB, write_model
+from megappo.rollout.engine import GenerateRequest, SamplingParams
+from megappo.rollout.sampling import sample_seed
+from megappo.rollout.transformers_engine import TransformersEngine
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("m") / "model", "llama", 5, initializer_range=0.08)
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path):  # type: ignore[no-untyped-def]
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def make_engine(folder: Path, batch: int = 8) -> TransformersEngine:
+    return TransformersEngine(folder, dtype=torch.float32, device=torch.device("cpu"), generate_batch_sequences=batch)
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path, model) -> TransformersEngine:  # type: ignore[no-untyped-def]
+    made = make_engine(folder)
+    made.update_weights(model.named_parameters(), 3)
+    return made
+
+
+def requests(n: int = 12) -> list[GenerateRequest]:
+    g = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(2, VOCAB, (1 + i % 5,), generator=g).tolist() for i in range(n)]
+    return [GenerateRequest(tuple(p), seed=i) for i, p in enumerate(prompts)]
+
+
+PARAMS = SamplingParams(temperature=0.7, max_new_tokens=9, stop_token_ids=(1, 17))
+
+
+def test_logprobs_are_those_of_a_plain_forward_pass(engine: TransformersEngine, model) -> None:  # type: ignore[no-untyped-def]
+    for request, done in zip(requests(), engine.generate(requests(), PARAMS), strict=True):
+        tokens = torch.tensor([request.token_ids + done.token_ids])
+        logp = (model(tokens).logits[0] / PARAMS.temperature).log_softmax(-1)[len(request.token_ids) - 1 : -1]
+        truth = logp.gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(done.logprobs), truth, rtol=0, atol=1e-5)
+        assert done.weight_version == 3
+
+
+def test_responses_end_at_the_first_stop_token(engine: TransformersEngine) -> None:
+    done = engine.generate(requests(40), PARAMS)
+    ended = [d for d in done if not d.truncated]
+    assert ended
+    assert all(d.token_ids[-1] in PARAMS.stop_token_ids for d in ended)
+    assert all(len(d.token_ids) == PARAMS.max_new_tokens for d in done if d.truncated)
+    assert all(t not in PARAMS.stop_token_ids for d in done for t in d.token_ids[:-1])
+
+
+def test_a_response_depends_on_its_own_seed_only(folder: Path, model) -> None:  # type: ignore[no-untyped-def]
+    together, alone = make_engine(folder, 64), make_engine(folder, 1)
+    for e in (together, alone):
+        e.update_weights(model.named_parameters(), 1)
+    first = together.generate(requests(), PARAMS)
+    assert [d.token_ids for d in alone.generate(requests(), PARAMS)] == [d.token_ids for d in first]
+    backwards = together.generate(requests()[::-1], PARAMS)[::-1]
+    assert [d.token_ids for d in backwards] == [d.token_ids for d in first]
+    other = together.generate([GenerateRequest(r.token_ids, r.seed + 99) for r in requests()], PARAMS)
+    assert [d.token_ids for d in other] != [d.token_ids for d in first]
+
+
+def test_tokens_come_with_their_probability(engine: TransformersEngine, model) -> None:  # type: ignore[no-untyped-def]
+    n, prompt = 4000, (5, 6, 7)
+    params = SamplingParams(temperature=1.3, max_new_tokens=1, stop_token_ids=())
+    big = make_engine_like(engine, 2000)
+    done = big.generate([GenerateRequest(prompt, seed) for seed in range(n)], params)
+    counts = torch.bincount(torch.tensor([d.token_ids[0] for d in done]), minlength=VOCAB).double()
+    p = (model(torch.tensor([prompt])).logits[0, -1] / 1.3).softmax(-1).double()
+    chi2 = float(((counts - n * p) ** 2 / (n * p)).sum())
+    # 130 degrees of freedom: mean 130, standard deviation 16.
+    assert 130 - 5 * 16 < chi2 < 130 + 5 * 16
+
+
+def make_engine_like(engine: TransformersEngine, batch: int) -> TransformersEngine:
+    engine._batch_sequences = batch
+    return engine
+
+
+def test_greedy_takes_the_most_likely(engine: TransformersEngine, model) -> None:  # type: ignore[no-untyped-def]
+    params = SamplingParams(temperature=0.7, max_new_tokens=4, stop_token_ids=(), greedy=True)
+    for request, done in zip(requests(), engine.generate(requests(), params), strict=True):
+        tokens = torch.tensor([request.token_ids + done.token_ids])
+        assert tuple(model(tokens).logits[0, len(request.token_ids) - 1 : -1].argmax(-1).tolist()) == done.token_ids
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda named: named[1:], "'model.embed_tokens.weight' did not come"),
+        (lambda named: [*named, ("model.layers.9.x", torch.zeros(1))], "'model.layers.9.x' is unknown"),
+        (lambda named: [named[0], *named], "'model.embed_tokens.weight' came twice"),
+        (lambda named: [(named[0][0], torch.zeros(2, 2)), *named[1:]], r"has shape \(2, 2\), not \(131, 32\)"),
+    ],
+)
+def test_a_partial_update_is_refused_by_name(folder: Path, model, change, words: str) -> None:  # type: ignore[no-untyped-def]
+    engine = make_engine(folder)
+    engine.update_weights(model.named_parameters(), 1)
+    with pytest.raises(ValueError, match=words):
+        engine.update_weights(change(list(model.named_parameters())), 2)
+    assert engine.version == 1
+    with pytest.raises(RuntimeError, match="without a whole set of weights"):
+        engine.generate(requests(1), PARAMS)
+    engine.update_weights(model.named_parameters(), 2)
+    assert engine.generate(requests(1), PARAMS)[0].weight_version == 2
+
+
+def test_sleep_and_wake(folder: Path, model) -> None:  # type: ignore[no-untyped-def]
+    engine = make_engine(folder)
+    engine.update_weights(model.named_parameters(), 1)
+    before = engine.generate(requests(2), PARAMS)
+    engine.sleep()
+    with pytest.raises(RuntimeError, match="asleep"):
+        engine.generate(requests(1), PARAMS)
+    engine.wake()
+    assert engine.generate(requests(2), PARAMS) == before
+
+
+def test_seeds_are_distinct_and_stable() -> None:
+    seeds = {sample_seed(s, t, i) for s in range(3) for t in range(5) for i in range(50)}
+    assert len(seeds) == 750
+    assert sample_seed(1, 2, 3) == sample_seed(1, 2, 3) < 2**63

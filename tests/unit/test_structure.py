@@ -1,0 +1,91 @@
+"""The house rules that a machine can check."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted([*(ROOT / "megappo").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")])
+STAGES = ("data", "rollout", "rewards", "models", "reshard", "algo", "observe")
+# What a room may import of others besides types, config and runtime. The trainer, assembly and the few modules at the
+# top level wire the stages.
+ALLOWED = {
+    "algo": set(),
+    "observe": set(),
+    "rewards": {"data"},  # what a prompt of chat messages keeps for the reward model
+    "data": {"rewards"},  # the loader of python:module:function
+    "reshard": {"models"},  # shapes and layouts, not roles
+    "models": {"algo", "reshard"},
+    "rollout": {"data"},
+}
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("room", STAGES)
+def test_stages_do_not_import_each_other(room: str) -> None:
+    for path in (ROOT / "megappo" / room).rglob("*.py"):
+        rooms = {name.split(".")[1] for name in imports(path) if name.startswith("megappo.")}
+        assert rooms & set(STAGES) <= ALLOWED[room] | {room}, path
+
+
+def test_the_mathematics_depends_on_torch_only() -> None:
+    for path in (ROOT / "megappo" / "algo").glob("*.py"):
+        outside = {n.split(".")[0] for n in imports(path)} - {"torch", "megappo"} - set(sys.stdlib_module_names)
+        assert not outside, path
+        assert all(n.startswith("megappo.algo") for n in imports(path) if n.startswith("megappo"))
+
+
+def test_kernels_know_nothing_of_megappo() -> None:
+    for path in (ROOT / "kernels").rglob("*.py"):
+        assert not [n for n in imports(path) if n.split(".")[0] == "megappo"], path
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_and_functions_fit_a_screen(path: Path) -> None:
+    text = path.read_text()
+    assert text.count("\n") <= 450
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert (node.end_lineno or 0) - node.lineno < 70, f"{path}:{node.lineno} {node.name}"
+
+
+def test_the_step_fits_a_screen() -> None:
+    tree = ast.parse((ROOT / "megappo" / "trainer.py").read_text())
+    step = next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "ppo_step")
+    assert (step.end_lineno or 0) - step.lineno < 60
+
+
+def test_upstream_is_reached_through_megatron_core_only() -> None:
+    for path in SOURCES:
+        assert not [n for n in imports(path) if n.startswith("megatron.") and not n.startswith("megatron.core")], path
+
+
+def test_the_top_level_is_fixed() -> None:
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    top = {name.split("/")[0] for name in tracked}
+    fixed = {"setup.py", "megappo", "launch", "configs", "kernels", "tests", "benchmarks", "README.md"}
+    settings = {"LICENSE", "ruff.toml", "mypy.ini", "pytest.ini"}
+    assert {t for t in top if not t.startswith(".")} <= fixed | settings
+    assert "kernels/__init__.py" not in tracked
+
+
+def test_command_line_starts_without_torch() -> None:
+    code = "import sys, megappo.cli; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
