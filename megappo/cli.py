@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 
 from megappo import __version__
@@ -21,8 +20,6 @@ _USER_ERROR = 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code: 0, or 2 for what the user can mend."""
     arguments = _parse(argv)
-    # Megatron-Core says at every import that Transformer Engine and Apex are missing.
-    warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|full scope is deprecated).*")
     try:
         _run(arguments)
     except ValueError as error:

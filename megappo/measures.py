@@ -8,7 +8,6 @@ from torch import Tensor
 from megappo.assembly import Parts
 from megappo.config.schema import AlgorithmSettings
 from megappo.observe.throughput import mfu, training_flops_per_token
-from megappo.reporting import Reporter
 from megappo.reshard.hf_map import multiplied_parameters
 from megappo.runtime import Runtime
 from megappo.runtime.tally import Tally
@@ -32,7 +31,7 @@ def rollout_metrics(rollouts: Rollouts, runtime: Runtime) -> dict[str, float]:
 
 
 def check_mismatch(
-    trainer_logprob_BR: Tensor, rollouts: Rollouts, algorithm: AlgorithmSettings, reporter: Reporter, runtime: Runtime
+    trainer_logprob_BR: Tensor, rollouts: Rollouts, algorithm: AlgorithmSettings, runtime: Runtime
 ) -> dict[str, float]:
     """`mismatch/*`: how far the engine's log-probabilities are from the trainer's, in nats per token.
 
@@ -52,12 +51,6 @@ def check_mismatch(
             f"engine and trainer log-probabilities differ by {mean:.3g} nats per token, above "
             f"algorithm.mismatch_stop_nats {algorithm.mismatch_stop_nats}; the engine does not hold the actor's "
             "weights, or computes in a type too coarse (rollout.dtype)"
-        )
-    if mean > algorithm.mismatch_warn_nats:
-        reporter.message(
-            f"engine and trainer log-probabilities differ by {mean:.3g} nats per token "
-            f"(algorithm.mismatch_warn_nats {algorithm.mismatch_warn_nats}); try rollout.dtype: float32 or "
-            "algorithm.old_logprob: corrected"
         )
     return numbers
 

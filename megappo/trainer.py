@@ -97,7 +97,7 @@ class Trainer:
             trainer_logprob = score_responses(parts.actor, rollouts)
             reference = score_responses(parts.reference, rollouts) if parts.reference else None
             values = score_responses(parts.critic, rollouts) if parts.critic else None
-        self.metrics |= check_mismatch(trainer_logprob, rollouts, self.algorithm, self.reporter, parts.runtime)
+        self.metrics |= check_mismatch(trainer_logprob, rollouts, self.algorithm, parts.runtime)
         bypass = self.algorithm.old_logprob == "bypass"
         old_logprob = rollouts.engine_logprob_BR if bypass else trainer_logprob
         return Scored(rollouts, scores_B, old_logprob, reference, values)

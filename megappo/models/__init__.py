@@ -1,1 +1,17 @@
-"""The Megatron-Core side: layouts, models, schedules and roles."""
+"""The Megatron-Core side: layouts, models, schedules and roles.
+
+Megatron-Core reads CUDA's attributes while it is imported, so a machine without CUDA is prepared here, before any
+module of this room imports it.
+"""
+
+import warnings
+
+import torch
+
+# Said at every import: that Transformer Engine and Apex are missing, and of a default of Megatron's own.
+warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|full scope is deprecated).*")
+
+if not torch.cuda.is_available():
+    from megappo.runtime.megatron_cpu import install
+
+    install()

@@ -27,6 +27,8 @@ ADVICE = {
     "check reward.function, or take prompts of another difficulty in data.train.",
     "truncated": "More than half of the responses hit the length limit and were cut: "
     "raise rollout.max_response_tokens, or let reward.function pay less for long answers.",
+    "mismatch": "Engine and trainer disagree on the probabilities of what was sampled, so the ratios are biased: "
+    "try rollout.dtype: float32 or algorithm.old_logprob: corrected.",
     "actor_nonfinite": "An update of the actor was refused because its loss or gradient was not finite: "
     "lower actor.optimizer.learning_rate, or compute with model.dtype: float32.",
     "critic_nonfinite": "An update of the critic was refused because its loss or gradient was not finite: "
@@ -41,6 +43,7 @@ class Advisor:
     def __init__(self, algorithm: AlgorithmSettings) -> None:
         kl = algorithm.kl_in_reward
         self._kl_target = kl.target if kl is not None and kl.controller == "adaptive" else None
+        self._mismatch_warn_nats = algorithm.mismatch_warn_nats
         self._streaks: dict[str, int] = defaultdict(int)
         self._last_said: dict[str, int] = {}
         self._first_entropies: list[float] = []
@@ -64,6 +67,7 @@ class Advisor:
         found = {
             "clipfrac": value("actor/clipfrac") > 0.5,
             "truncated": value("response/truncated") > 0.5,
+            "mismatch": value("mismatch/mean") > self._mismatch_warn_nats,
             "actor_nonfinite": nonfinite("actor"),
             "critic_nonfinite": nonfinite("critic"),
             "explained_variance": self._lasting("explained_variance", value("critic/explained_variance") < 0),

@@ -58,7 +58,8 @@ def curve(values: Sequence[float], width: int = 60, height: int = 10, *, mark: s
 
 def _level(value: float, low: float, high: float, levels: int) -> int:
     """0 for `low` to `levels` - 1 for `high`; 0 where they are equal."""
-    return round((value / 2 - low / 2) / (high / 2 - low / 2) * (levels - 1)) if high > low else 0
+    span = high / 2 - low / 2  # halves: the whole may be more than a float holds
+    return round((value / 2 - low / 2) / span * (levels - 1)) if span > 0 else 0
 
 
 def _column_means(values: Sequence[float], columns: int) -> list[float | None]:
@@ -66,5 +67,11 @@ def _column_means(values: Sequence[float], columns: int) -> list[float | None]:
     for column in range(columns):
         share = values[column * len(values) // columns : (column + 1) * len(values) // columns]
         finite = [value for value in share if math.isfinite(value)]
-        means.append(sum(finite) / len(finite) if finite else None)
+        means.append(_mean(finite) if finite else None)
     return means
+
+
+def _mean(values: Sequence[float]) -> float:
+    """The mean, which is finite even where the sum of finite values is not."""
+    mean = sum(value / len(values) for value in values)
+    return min(max(mean, min(values)), max(values))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import NamedTuple
 
 
@@ -115,6 +116,15 @@ METRICS: dict[str, MetricDoc] = {
     "eval/response_length": MetricDoc("tokens", "Mean length of those answers.", "like response/length"),
 }
 """Every metric that a run writes."""
+
+
+def describe_metric(name: str) -> MetricDoc:
+    """Unit, meaning and healthy values of a metric; raises ValueError, with the nearest name, where there is none."""
+    if name not in METRICS:
+        nearest = get_close_matches(name, METRICS, n=1)
+        remedy = f"did you mean '{nearest[0]}'?" if nearest else f"there are {', '.join(METRICS)}"
+        raise ValueError(f"no metric is called '{name}'; {remedy}")
+    return METRICS[name]
 
 
 def markdown_table() -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from megappo.config.schema import LoggingSettings
 
+_METRICS_FILE = "metrics.jsonl"
+_SAMPLES_FILE = "samples.jsonl"
 _NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -28,17 +30,16 @@ class MetricsLog:
 
         Raises ValueError where wandb is asked for and not installed.
         """
+        self._directory = directory
         self._wandb: Any = None
         self._tensorboard: Any = None
         directory.mkdir(parents=True, exist_ok=True)
         if settings.wandb_project is not None:
             self._wandb = _start_wandb(settings.wandb_project, run_name, config, directory)
         if settings.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._tensorboard = SummaryWriter(str(directory / "tensorboard"))
-        self._metrics = _open(directory / "metrics.jsonl")
-        self._samples = _open(directory / "samples.jsonl")
+            self._tensorboard = _start_tensorboard(directory, first_step=None)
+        self._metrics = _open(directory / _METRICS_FILE)
+        self._samples = _open(directory / _SAMPLES_FILE)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One line of JSON, `step` first; what is not finite is written as text, so that every line is valid JSON."""
@@ -54,6 +55,22 @@ class MetricsLog:
         """One line of JSON per sample, `step` first."""
         for sample in samples:
             _write(self._samples, {"step": step, **sample})
+
+    def truncate_after(self, step: int) -> None:
+        """Forget what was logged of later steps than `step`, because a resumed run logs them again.
+
+        Each file is replaced at once: a run killed here leaves the old one or the new one. TensorBoard is told to pass
+        over its old events; what Weights & Biases was sent stays there.
+        """
+        for file in (self._metrics, self._samples):
+            file.close()
+        for name in (_METRICS_FILE, _SAMPLES_FILE):
+            _keep_until(self._directory / name, step)
+        self._metrics = _open(self._directory / _METRICS_FILE)
+        self._samples = _open(self._directory / _SAMPLES_FILE)
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+            self._tensorboard = _start_tensorboard(self._directory, first_step=step + 1)
 
     def close(self) -> None:
         """Finish all files; may be called twice."""
@@ -71,16 +88,29 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
     A last line that a killed run left unfinished is passed over. Raises ValueError for any other that is not JSON.
     """
-    lines = path.read_text(encoding="utf-8").split("\n")
-    lines.pop()  # "" after the last line's end, or an unfinished line
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number} is not JSON ({error}); remove the line") from error
-        records.append({name: _NONFINITE.get(value, value) for name, value in record.items()})
-    return records
+    return [{name: _NONFINITE.get(value, value) for name, value in record.items()} for _, record in _lines(path)]
+
+
+def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each complete line as text, its end included, and what it holds."""
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith("\n"):
+                return
+            try:
+                yield line, json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number} is not JSON ({error}); remove the line") from error
+
+
+def _keep_until(path: Path, step: int) -> None:
+    """Drop the lines of later steps."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("w", encoding="utf-8") as kept:
+        kept.writelines(line for line, record in _lines(path) if record["step"] <= step)
+        kept.flush()
+        os.fsync(kept.fileno())
+    partial.replace(path)
 
 
 def _open(path: Path) -> TextIO:
@@ -98,6 +128,13 @@ def _write(file: TextIO, record: Mapping[str, Any]) -> None:
         for name, value in record.items()
     }
     print(json.dumps(valid, ensure_ascii=False, allow_nan=False), file=file, flush=True)
+
+
+def _start_tensorboard(directory: Path, first_step: int | None) -> Any:
+    """A writer of events; earlier files' events from `first_step` on are passed over."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(directory / "tensorboard"), purge_step=first_step)
 
 
 def _start_wandb(project: str, run_name: str, config: Mapping[str, Any], directory: Path) -> Any:

@@ -18,9 +18,17 @@ class Lap:
 class StageTimer:
     """Collects seconds per stage since the last `reset`; stages do not nest."""
 
-    def __init__(self, synchronize: Callable[[], None]) -> None:
-        """`synchronize` waits for the device, so that a stage is charged for its own work."""
+    def __init__(
+        self, synchronize: Callable[[], None] | None = None, on_enter: Callable[[str], None] | None = None
+    ) -> None:
+        """Start the clock of the first step.
+
+        Args:
+            synchronize: waits for the device, so that a stage is charged for its own work.
+            on_enter: is told the name of each stage before its clock starts.
+        """
         self._synchronize = synchronize
+        self._on_enter = on_enter
         self._running: str | None = None
         self.seconds: dict[str, float] = {}
         """Seconds of each stage since the last `reset`, in the order of their beginnings."""
@@ -41,11 +49,14 @@ class StageTimer:
     def stage(self, name: str) -> Iterator[Lap]:
         """Time a block; blocks of the same name add up."""
         assert self._running is None, f"stage {name} began inside stage {self._running}"
+        if self._on_enter is not None:
+            self._on_enter(name)
         self._running = name
         lap, start = Lap(), time.perf_counter()
         try:
             yield lap
-            self._synchronize()
+            if self._synchronize is not None:
+                self._synchronize()
         finally:
             self._running = None
             lap.seconds = time.perf_counter() - start

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,6 +11,16 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 _BATCH_SEQUENCES = 16
+
+
+@contextmanager
+def _loading(path: str) -> Iterator[None]:
+    """transformers' errors about a folder as one sentence."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = str(error).split("\n")[0].rstrip(".")
+        raise ValueError(f"reward.model_path '{path}' cannot be loaded ({reason}); check the folder") from error
 
 
 class RewardModel:
@@ -21,12 +32,13 @@ class RewardModel:
 
     def __init__(self, path: str, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False) -> None:
         """Load it. Raises ValueError for a folder without a model, several labels, or weights without a score head."""
-        try:
+        with _loading(path):
             config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-            if config.num_labels != 1:
-                raise ValueError(
-                    f"reward.model_path '{path}' has {config.num_labels} labels, must have 1; use a scalar reward model"
-                )
+        if config.num_labels != 1:
+            raise ValueError(
+                f"reward.model_path '{path}' has {config.num_labels} labels, must have 1; use a scalar reward model"
+            )
+        with _loading(path):
             self._tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
             self._model, loading = AutoModelForSequenceClassification.from_pretrained(
                 path,
@@ -35,9 +47,6 @@ class RewardModel:
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
             )
-        except OSError as error:
-            reason = str(error).split("\n")[0]
-            raise ValueError(f"reward.model_path '{path}' cannot be loaded ({reason}); check the folder") from error
         self._require_head(path, loading["missing_keys"])
         self._model.to(device).eval().requires_grad_(False)
         self._device = device

@@ -7,6 +7,7 @@ decoded response, the reference answer (or None) and the record's metadata, and 
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable
 from decimal import Decimal
@@ -107,6 +108,7 @@ def warm_up(rule: str) -> None:
     if rule in ("math_verify", "reasoning_gym"):
         _library(rule)
     if rule == "math_verify":
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
         math_verify(prompt="", response="$\\frac{1}{2}$", answer="1/2", metadata={})
 
 

@@ -200,8 +200,7 @@ class RewardPool:
     def _collect(self, job: _Job) -> None:
         """Wait for answers and take them, or take the worker whose time is up."""
         busy = [worker for worker in self._workers if worker.pending or not worker.ready]
-        if not busy:
-            return
+        assert busy, "unanswered requests, but no worker has them"
         patience = max(0.0, min(worker.deadline for worker in busy) - time.monotonic())
         ready = wait([worker.connection for worker in busy], timeout=patience)
         for worker in busy:
@@ -222,7 +221,8 @@ class RewardPool:
                 return
             job.record(worker.pending.popleft(), message)
             while worker.pending and worker.connection.poll():
-                job.record(worker.pending.popleft(), worker.connection.recv())
+                message = worker.connection.recv()
+                job.record(worker.pending.popleft(), message)
         except (EOFError, OSError):
             self._lose(worker, job, _DIED)
             return

@@ -8,6 +8,7 @@ redirects what can only be seen at the call. Nothing is changed where CUDA exist
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -67,8 +68,9 @@ def _set_rng_state(state: torch.Tensor, *_args: Any, **_kwargs: Any) -> None:
     torch.set_rng_state(state)
 
 
+@functools.cache
 def install() -> None:
-    """Fill in what Megatron reads from `torch.cuda`; call once, before `megatron.core` is imported."""
+    """Fill in what Megatron reads from `torch.cuda`; must come before `megatron.core` is imported."""
     if torch.cuda.is_available():
         raise RuntimeError("the CPU stand-ins for CUDA must not be installed on a machine that has CUDA")
     # Importing flash_mla needs libcuda and dies with OSError, which megatron.core does not guard against.

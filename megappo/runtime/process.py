@@ -83,6 +83,8 @@ def start_runtime(settings: RuntimeSettings) -> Iterator[Runtime]:
     if settings.device == "cpu" and has_cuda:
         raise ValueError("runtime.device is cpu on a machine with CUDA; set CUDA_VISIBLE_DEVICES= to hide the devices")
     rank, world_size, local_rank, local_world_size = _rank_variables()
+    # Megatron's tensor parallel layers want communication and computation in launch order.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if has_cuda:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)

@@ -24,6 +24,7 @@ def said(algorithm: AlgorithmSettings, steps: list[dict[str, float]]) -> list[tu
     [
         ({"actor/clipfrac": 0.51}, "clipfrac"),
         ({"response/truncated": 0.6}, "truncated"),
+        ({"mismatch/mean": 0.051}, "mismatch"),
         ({"actor/skipped_updates": 1.0}, "actor_nonfinite"),
         ({"critic/skipped_updates": 1.0}, "critic_nonfinite"),
         ({"actor/grad_norm": math.nan}, "actor_nonfinite"),
@@ -52,6 +53,11 @@ def test_said_when_it_lasts(metrics: dict[str, float], name: str) -> None:
 def test_kl_has_no_target_with_a_fixed_weight() -> None:
     fixed = AlgorithmSettings(kl_in_reward=KLInRewardSettings(coef=0.1))
     assert said(fixed, [{"kl/per_response": 99.0}] * 30) == []
+
+
+def test_mismatch_is_compared_with_its_setting() -> None:
+    assert said(AlgorithmSettings(mismatch_warn_nats=0.2), [{"mismatch/mean": 0.2}] * 3) == []
+    assert said(AlgorithmSettings(mismatch_warn_nats=0.2), [{"mismatch/mean": 0.21}]) == [(1, "mismatch")]
 
 
 def test_entropy_is_compared_with_its_early_mean() -> None:

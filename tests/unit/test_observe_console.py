@@ -2,6 +2,7 @@
 
 import io
 import math
+import sys
 from typing import Any, Literal, get_args
 
 import pytest
@@ -143,6 +144,13 @@ def test_curve_by_hand() -> None:
     assert curve([1.0, 3.0, 5.0, 7.0], width=2, height=2).splitlines() == ["6 | *", "2 |*", "  +--", "   14"]
     assert curve([7.0]).splitlines()[-3:] == ["7 |*", "  +-", "   1"]
     assert curve([]) == curve([math.inf]) == "(nothing to show)"
+
+
+def test_charts_of_numbers_at_the_ends_of_what_a_float_holds() -> None:
+    huge = sys.float_info.max
+    assert curve([0.0, -huge, -huge], width=2, height=2).splitlines()[0].endswith("|*")
+    assert curve([huge] * 9, width=2, height=1).splitlines()[0].endswith("|**")
+    assert sparkline([0.0, 5e-324], 2, blocks="ab") == "aa"
 
 
 @given(

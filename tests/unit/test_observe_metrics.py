@@ -16,7 +16,7 @@ from megappo.algo import policy_loss, value_loss
 from megappo.config.schema import LoggingSettings
 from megappo.models.roles import Update
 from megappo.models.updates import UpdateSummary
-from megappo.observe import METRICS, MetricsLog, markdown_table, read_metrics
+from megappo.observe import METRICS, MetricsLog, describe_metric, markdown_table, read_metrics
 
 FILES_ONLY = LoggingSettings(tensorboard=False)
 ROOT = Path(__file__).parents[2]
@@ -74,6 +74,45 @@ def test_a_killed_run_is_readable_and_can_be_continued(tmp_path: Path) -> None:
     assert read_metrics(path) == [{"step": 1, "a": 1.0}, {"step": 2, "a": 2.0}]
 
 
+def test_a_resumed_run_forgets_later_steps(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, FILES_ONLY, "r", {})
+    for step in range(5):
+        log.log(step, {"a": math.nan})
+        log.log_samples(step, [{"response": f"\ud800 \u2028 \r\n {step}"}] * 2)
+    lines = {path.name: path.read_bytes().splitlines(keepends=True) for path in tmp_path.iterdir()}
+    log.close()
+    with (tmp_path / "samples.jsonl").open("a") as file:
+        file.write('{"step": 5, "respo')  # killed while writing
+    log = MetricsLog(tmp_path, FILES_ONLY, "r", {})
+    log.truncate_after(2)
+    # At once, to the byte, with nothing left beside it.
+    kept = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert kept == {"metrics.jsonl": b"".join(lines["metrics.jsonl"][:3])} | {
+        "samples.jsonl": b"".join(lines["samples.jsonl"][:6])
+    }
+    log.log(3, {"a": 3.0})
+    log.log_samples(3, [{"response": "again"}])
+    log.truncate_after(3)  # nothing to drop
+    log.close()
+    assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
+    assert (tmp_path / "samples.jsonl").read_text().endswith('{"step": 3, "response": "again"}\n')
+
+
+def test_a_truncation_that_fails_leaves_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = MetricsLog(tmp_path, FILES_ONLY, "r", {})
+    log.log(1, {"a": 1.0})
+    log.log(2, {"a": 2.0})
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        log.truncate_after(1)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
 def test_a_broken_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
@@ -91,6 +130,22 @@ def test_tensorboard_holds_the_numbers(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
+
+
+def test_tensorboard_forgets_later_steps_of_a_resumed_run(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = MetricsLog(tmp_path, LoggingSettings(), "r", {})
+    for step in range(1, 5):
+        log.log(step, {"reward/mean": 0.25})
+    log.close()
+    log = MetricsLog(tmp_path, LoggingSettings(), "r", {})
+    log.truncate_after(2)
+    log.log(3, {"reward/mean": 0.5})
+    log.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.25), (3, 0.5)]
 
 
 def test_missing_wandb_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,3 +211,11 @@ def test_the_table_has_four_cells_per_metric() -> None:
     assert len(rows) == 2 + len(METRICS)
     for row in rows:
         assert len(re.split(r"(?<!\\)\|", row)) == 6, row
+
+
+def test_a_metric_is_described_and_a_wrong_name_mended() -> None:
+    assert describe_metric("response/length").unit == "tokens"
+    with pytest.raises(ValueError, match="'reward/meen'; did you mean 'reward/mean'"):
+        describe_metric("reward/meen")
+    with pytest.raises(ValueError, match="there are reward/mean, "):
+        describe_metric("?")

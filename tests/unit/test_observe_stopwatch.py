@@ -23,8 +23,9 @@ def test_stages_add_up_until_reset() -> None:
     assert timer.seconds["rollout"] == first + lap.seconds
     assert timer.total >= sum(timer.seconds.values())
     assert len(waits) == 3
+    before = timer.total
     timer.reset()
-    assert timer.seconds == {} and timer.total < 0.01
+    assert timer.seconds == {} and timer.total < before
 
 
 def test_a_stage_waits_for_the_device() -> None:
@@ -32,6 +33,25 @@ def test_a_stage_waits_for_the_device() -> None:
     with timer.stage("score") as lap:
         pass
     assert lap.seconds >= 0.02
+
+
+def test_a_stage_is_announced_before_its_clock_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+
+    def announce(name: str) -> None:
+        names.append(name)
+        clock[0] += 100.0
+
+    timer = StageTimer(on_enter=announce)
+    with timer.stage("rollout"):
+        assert names == ["rollout"]
+        clock[0] += 1.0
+    with timer.stage("reward"):
+        pass
+    assert names == ["rollout", "reward"]
+    assert timer.seconds == {"rollout": 1.0, "reward": 0.0}
 
 
 def test_stages_do_not_nest() -> None:

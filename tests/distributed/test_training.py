@@ -1,0 +1,173 @@
+"""Whole runs through the command line, as a user starts them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megappo.observe import read_metrics
+from megappo.observe.metric_docs import METRICS
+
+ROOT = Path(__file__).parents[2]
+
+
+def megappo(*arguments: object, processes: int = 1, timeout: float = 400) -> subprocess.CompletedProcess[str]:
+    """Run the command line, on several processes under torchrun."""
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    command = [*launcher, "-m", "megappo", *map(str, arguments)]
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+def quickstart(directory: Path, *overrides: str, processes: int = 2, timeout: float = 400) -> list[dict[str, Any]]:
+    """A run of the quickstart configuration; returns its metrics."""
+    done = megappo(
+        "train",
+        "configs/quickstart.yaml",
+        f"run.directory={directory}",
+        *overrides,
+        processes=processes,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return read_metrics(directory / "metrics.jsonl")
+
+
+SHORT = ("run.steps=2", "rollout.prompts_per_step=10", "actor.minibatch_sequences=40", "critic.minibatch_sequences=40")
+
+
+@pytest.fixture(scope="module")
+def short_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("short") / "run"
+    quickstart(directory, *SHORT, "evaluation.every_steps=1")
+    return directory
+
+
+def test_every_logged_metric_is_documented_and_finite(short_run: Path) -> None:
+    lines = read_metrics(short_run / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    names = {name for line in lines for name in line} - {"step"}
+    assert names <= set(METRICS), names - set(METRICS)
+    assert {"reward/mean", "actor/grad_norm", "critic/explained_variance", "sync/version", "eval/reward_mean"} <= names
+    assert all(math.isfinite(value) for line in lines for value in line.values())
+
+
+def test_engine_and_trainer_agree(short_run: Path) -> None:
+    """Float32 on both sides, before and after an update: the sync carried the weights over."""
+    for line in read_metrics(short_run / "metrics.jsonl")[1:]:
+        assert 0 < line["mismatch/max"] < 1e-4
+    assert line["sync/version"] == 3
+
+
+def test_the_run_leaves_what_a_user_looks_for(short_run: Path) -> None:
+    assert (short_run / "config.yaml").exists()
+    assert list((short_run / "tensorboard").glob("events*"))
+    samples = [json.loads(line) for line in (short_run / "samples.jsonl").read_text().splitlines()]
+    assert {"step", "prompt", "response", "answer", "score", "tokens"} <= samples[0].keys()
+    done = megappo("report", short_run)
+    assert done.returncode == 0
+    assert "reward/mean" in done.stdout
+    assert str(short_run / "final") in done.stdout
+
+
+def test_the_final_folder_loads_in_transformers(short_run: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(short_run / "final")
+    tokenizer = AutoTokenizer.from_pretrained(short_run / "final")
+    ids = tokenizer("1+2=", return_tensors="pt").input_ids
+    assert torch.isfinite(model(ids).logits).all()
+
+
+def test_export_from_the_run_directory_is_the_same_model(short_run: Path, tmp_path: Path) -> None:
+    done = megappo("export", short_run, tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    final = AutoModelForCausalLM.from_pretrained(short_run / "final").state_dict()
+    assert ours.keys() == final.keys()
+    assert all(torch.equal(ours[name], final[name]) for name in ours)
+
+
+def test_export_names_what_is_missing(short_run: Path, tmp_path: Path) -> None:
+    done = megappo("export", tmp_path, tmp_path / "out")
+    assert done.returncode == 2
+    assert "holds no config.yaml; name the directory of a run" in done.stderr
+
+
+def test_evaluation_of_exported_weights(short_run: Path) -> None:
+    arguments = ("eval", "configs/quickstart.yaml", "--weights", short_run / "final", "actor.layout.tensor_parallel=1")
+    done = megappo(*arguments, "critic.layout.pipeline_parallel=1")
+    assert done.returncode == 0, done.stderr
+    last = read_metrics(short_run / "metrics.jsonl")[-1]
+    assert f"eval/reward_mean: {last['eval/reward_mean']:.4f}" in done.stdout
+
+
+def test_a_used_directory_is_refused(short_run: Path) -> None:
+    done = megappo("train", "configs/quickstart.yaml", f"run.directory={short_run}", processes=1)
+    assert done.returncode == 2
+    assert "holds a run already; choose another run.directory" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus"])
+def test_estimators_without_a_critic(tmp_path: Path, estimator: str) -> None:
+    lines = quickstart(tmp_path / "run", *SHORT, f"algorithm.estimator={estimator}", "critic=null")
+    assert "critic/loss" not in lines[-1]
+    assert lines[-1]["actor/updates"] > 0
+
+
+def test_every_option_at_once(tmp_path: Path) -> None:
+    """Adaptive KL in the reward, KL in the loss, PPO-penalty, target KL, correction with rejection, critic warm-up."""
+    lines = quickstart(
+        tmp_path / "run", *SHORT, "run.steps=3", "reference={}",
+        "algorithm.kl_in_reward={kind: kl, coef: 0.1, controller: adaptive, target: 0.5, horizon: 100}",
+        "algorithm.kl_in_loss={coef: 0.01}", "algorithm.policy_loss=penalty", "algorithm.target_kl=1e-9",
+        "algorithm.old_logprob=corrected", "algorithm.correction={level: sequence, cap: 2.0, reject_above: 1.5}",
+        "critic.warmup_steps=1", "actor.layout={pipeline_parallel: 2}", "critic.layout={tensor_parallel: 2}",
+        "algorithm.loss_aggregation=seq-mean-token-sum-norm",
+    )  # fmt: skip
+    steps = {line["step"]: line for line in lines}
+    assert "actor/loss" not in steps[1]  # the critic warms up
+    assert steps[1]["kl/mean"] == pytest.approx(0, abs=1e-6)  # the reference is the starting policy
+    assert steps[2]["actor/updates"] == 1  # the second update passed the target and was not applied
+    assert steps[3]["kl/coef"] != steps[1]["kl/coef"]
+    assert steps[2]["actor/penalty_coef"] == 1
+    kl = steps[2]["actor/ppo_kl_k3"]  # default target: 0.01
+    assert steps[3]["actor/penalty_coef"] == (2 if kl > 0.015 else 0.5 if kl < 0.01 / 1.5 else 1)
+    assert steps[3]["correction/weight_mean"] == pytest.approx(1, abs=1e-3)
+
+
+def test_bypass_takes_the_engines_logprobs(tmp_path: Path) -> None:
+    """The same weights and arithmetic, so the first update of each step still starts near ratio 1."""
+    lines = quickstart(
+        tmp_path / "run", *SHORT, "algorithm.old_logprob=bypass", "actor.epochs=1", "actor.minibatch_sequences=80"
+    )
+    for line in lines[1:]:
+        assert 0 < abs(line["actor/ratio_max"] - 1) < 1e-3
+
+
+def test_the_same_seed_gives_the_same_run(tmp_path: Path) -> None:
+    first, second = (quickstart(tmp_path / name, *SHORT) for name in "ab")
+    for a, b in zip(first, second, strict=True):
+        for name in a:
+            if not name.startswith(("time/", "memory/", "sync/")) and "per_second" not in name:
+                assert a[name] == b[name], name
+
+
+@pytest.mark.slow
+def test_the_quickstart_learns(tmp_path: Path) -> None:
+    lines = quickstart(tmp_path / "run", timeout=590)
+    rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
+    assert rewards[0] < 0.3
+    assert sum(rewards[-5:]) / 5 > 0.8

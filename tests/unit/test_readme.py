@@ -1,0 +1,42 @@
+"""What the README shows is what there is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megappo.config.load import load_config
+from megappo.observe.metric_docs import markdown_table
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_metrics_table_is_current() -> None:
+    shown = README.split("<!-- metrics -->\n")[1].split("<!-- /metrics -->")[0]
+    assert shown.strip() == markdown_table().strip()
+
+
+def test_the_example_configuration_is_valid(tmp_path: Path) -> None:
+    example = re.search(r"```yaml\n(.*?)```", README, re.DOTALL)
+    assert example is not None
+    path = tmp_path / "example.yaml"
+    path.write_text(example.group(1))
+    assert load_config(path, ["actor.optimizer.learning_rate=2e-6"]).actor.optimizer.learning_rate == 2e-6
+
+
+def test_links_and_scripts_exist() -> None:
+    for target in re.findall(r"\]\(([^)h][^)]*)\)", README) + re.findall(
+        r"(?:launch|tests|benchmarks)/[\w/]+\.\w+", README
+    ):
+        assert (ROOT / target).exists(), target
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
+def test_shipped_configurations_are_valid(path: Path) -> None:
+    config = load_config(path, [])
+    assert config.run.name == path.stem
+    assert yaml.safe_load(path.read_text())["run"]["name"] == path.stem
