@@ -13,15 +13,20 @@ from collections.abc import Sequence
 
 from megappo import __version__
 from megappo.config import Config, ConfigError, derive_run, load_config, print_table
+from megappo.errors import RunError
 
+_RUN_ERROR = 1
 _USER_ERROR = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code: 0, or 2 for what the user can mend."""
+    """Run a command; returns the exit code: 0, 1 for a run that could not go on, 2 for what the user can mend."""
     arguments = _parse(argv)
     try:
         _run(arguments)
+    except RunError as error:
+        _report(error)
+        return _RUN_ERROR
     except ValueError as error:
         if not isinstance(error, ConfigError) and not _raised_by_megappo(error):
             raise
@@ -126,9 +131,9 @@ def _raised_by_megappo(error: ValueError) -> bool:
     return traceback is not None and str(traceback.tb_frame.f_globals.get("__name__")).split(".")[0] == "megappo"
 
 
-def _report(error: ValueError) -> None:
-    if not _is_main():
-        return
+def _report(error: ValueError | RunError) -> None:
+    if not _is_main() and not isinstance(error, RunError):
+        return  # every rank finds what is wrong with the settings; one says it
     problems = error.problems if isinstance(error, ConfigError) else (" ".join(str(error).split()),)
     for problem in problems:
         print(f"megappo: error: {problem}", file=sys.stderr)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megappo.assembly import Parts
 from megappo.config.schema import AlgorithmSettings
+from megappo.errors import RunError
 from megappo.observe.throughput import mfu, training_flops_per_token
 from megappo.reshard.hf_map import multiplied_parameters
 from megappo.runtime import Runtime
@@ -14,7 +15,7 @@ from megappo.runtime.tally import Tally
 from megappo.types import Rollouts
 
 
-class MismatchError(RuntimeError):
+class MismatchError(RunError):
     """Engine and trainer disagree on what was sampled."""
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megappo.errors import RunError
 from megappo.models.build import RoleModel
 from megappo.models.layout import Grid, Layout
 from megappo.models.packing import Plan, plan_microbatches
@@ -111,7 +112,7 @@ def _rows_of(batch: PackedBatch, output_NC: Tensor) -> list[Row]:
     ]
 
 
-class NonFiniteUpdateError(RuntimeError):
+class NonFiniteUpdateError(RunError):
     """A loss or gradient was not finite; the weights were left alone."""
 
 

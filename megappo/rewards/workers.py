@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megappo.config.schema import RewardSettings
+from megappo.errors import RunError
 from megappo.rewards.registry import RewardChoice
 
 _START_SECONDS = 120.0
@@ -30,7 +31,7 @@ _TIMED_OUT = "ran out of time"
 _DIED = "ended its worker process"
 
 
-class RewardError(RuntimeError):
+class RewardError(RunError):
     """Too many rewards failed, or a worker cannot be started."""
 
 

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from megappo.assembly import assemble
 from megappo.config import derive_run, load_config
+from megappo.models.roles import NonFiniteUpdateError
 from megappo.models.updates import minibatch_plan
 from megappo.reporting import Reporter
 from megappo.reshard.stream import WeightStream
@@ -57,8 +58,12 @@ def run(scenario: dict[str, Any], runtime: Any) -> None:
     ids = rollouts.sample_ids_B.tolist()
     scored = trainer.score(rollouts, torch.tensor([samples[i]["score"] for i in ids]))
     experience = trainer.estimate_advantages(scored)
-    trainer.update_critic(experience)
-    trainer.update_actor(experience)
+    stopped = ""
+    try:
+        trainer.update_critic(experience)
+        trainer.update_actor(experience)
+    except NonFiniteUpdateError as error:
+        stopped = str(error)
     per_sample = {
         i: {
             "old_logprob": scored.old_logprob_BR[b, :n].tolist(),
@@ -84,7 +89,7 @@ def run(scenario: dict[str, Any], runtime: Any) -> None:
         }
         merged = {str(k): v for part in gathered for k, v in part.items()}
         (out / "result.json").write_text(
-            json.dumps({"metrics": trainer.metrics, "samples": merged, "minibatches": plans})
+            json.dumps({"stopped": stopped, "metrics": trainer.metrics, "samples": merged, "minibatches": plans})
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,11 @@ FIRST_UPDATE = {
     "other-packs-tp2": [*TWO_PROCESSES["tp2"], "actor.epochs=1", "actor.optimizer.learning_rate=1e-30"],
     "other-packs-dp2": ["actor.epochs=1", "actor.optimizer.learning_rate=1e-30"],
 }
+# One sample's score is infinite, so every loss is.
+NON_FINITE = {
+    "nonfinite-skip": [*TWO_PROCESSES["mixed"], "algorithm.on_nonfinite=skip"],
+    "nonfinite-stop": TWO_PROCESSES["mixed"],
+}
 SCENARIOS = {**ONE_PROCESS, **TWO_PROCESSES, "pp2-tied": TWO_PROCESSES["pp2"], **FOUR_PROCESSES}
 
 
@@ -150,9 +156,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / f"{name}.yaml").write_text(yaml.safe_dump(base_config(root / name)))
     samples = random_samples()
     (root / "samples.json").write_text(json.dumps(samples))
+    spoiled = [{**samples[0], "score": math.inf}, *samples[1:]]
     launches = {
         1: ONE_PROCESS,
-        2: {**TWO_PROCESSES, "pp2-tied": SCENARIOS["pp2-tied"], **FIRST_UPDATE},
+        2: {**TWO_PROCESSES, "pp2-tied": SCENARIOS["pp2-tied"], **FIRST_UPDATE, **NON_FINITE},
         4: FOUR_PROCESSES,
     }
     for processes, scenarios in launches.items():
@@ -160,7 +167,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
             {
                 "config": str(root / ("model-tied.yaml" if name.endswith("tied") else "model.yaml")),
                 "overrides": [*overrides, f"run.directory={root / name / 'run'}"],
-                "samples": samples,
+                "samples": spoiled if name in NON_FINITE else samples,
                 "out": str(root / name / "out"),
             }
             for name, overrides in scenarios.items()
@@ -252,3 +259,20 @@ def test_the_first_update_starts_at_ratio_one(world: Path, name: str) -> None:
         assert metrics["actor/ratio_max"] == pytest.approx(1, abs=1e-5)
         assert metrics["actor/ratio"] == pytest.approx(1, abs=1e-6)
         assert abs(metrics["actor/ppo_kl"]) < 1e-6
+
+
+@pytest.mark.parametrize("name", NON_FINITE)
+def test_a_nonfinite_update_never_reaches_the_weights(world: Path, name: str) -> None:
+    out = world / name / "out"
+    result = json.loads((out / "result.json").read_text())
+    start = dict(AutoModelForCausalLM.from_pretrained(world / "model", dtype=torch.float32).named_parameters())
+    trained = load_file(out / "actor.safetensors")
+    assert all(torch.equal(trained[n], p) for n, p in start.items())
+    if name == "nonfinite-stop":
+        assert "the critic's loss or gradient is not finite; its weights were left as they were" in result["stopped"]
+        assert "actor/updates" not in result["metrics"]
+    else:
+        assert result["stopped"] == ""
+        for role in ("actor", "critic"):
+            assert result["metrics"][f"{role}/updates"] == 0
+            assert result["metrics"][f"{role}/skipped_updates"] == 4

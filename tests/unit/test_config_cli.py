@@ -35,13 +35,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     seen: list[tuple[Any, ...]] = []
     for variable in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(variable, raising=False)
-    trainer, export = types.ModuleType("megappo.trainer"), types.ModuleType("megappo.export")
+    trainer, export = types.ModuleType("megappo.run"), types.ModuleType("megappo.export")
     vars(trainer).update(
-        train=lambda config: seen.append(("train", config)),
-        evaluate=lambda config: seen.append(("evaluate", config)),
+        train=lambda config, derived: seen.append(("train", config)),
+        evaluate=lambda config, derived: seen.append(("evaluate", config)),
     )
     vars(export)["export_run"] = lambda run_dir, out: seen.append(("export", str(run_dir), str(out)))
-    monkeypatch.setitem(sys.modules, "megappo.trainer", trainer)
+    monkeypatch.setitem(sys.modules, "megappo.run", trainer)
     monkeypatch.setitem(sys.modules, "megappo.export", export)
     return seen
 
@@ -167,14 +167,14 @@ def test_value_errors_while_training(
     calls: list[tuple[Any, ...]], model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Ours become a line; a library's is a bug and keeps its traceback."""
-    trainer = vars(sys.modules["megappo.trainer"])
-    exec("def train(config):\n    raise ValueError('train.jsonl has\\nno prompts; add some')", trainer)
+    trainer = vars(sys.modules["megappo.run"])
+    exec("def train(config, derived):\n    raise ValueError('train.jsonl has\\nno prompts; add some')", trainer)
     assert main(["train", str(BASE_PATH), model]) == 2
     assert capsys.readouterr().err == "megappo: error: train.jsonl has no prompts; add some\n"
-    trainer["train"] = lambda config: int("x")
+    trainer["train"] = lambda config, derived: int("x")
     with pytest.raises(ValueError, match="invalid literal"):
         main(["train", str(BASE_PATH), model])
-    trainer["train"] = lambda config: (_ for _ in ()).throw(ConfigError(["one", "two"]))
+    trainer["train"] = lambda config, derived: (_ for _ in ()).throw(ConfigError(["one", "two"]))
     assert main(["train", str(BASE_PATH), model]) == 2
     assert capsys.readouterr().err == "megappo: error: one\nmegappo: error: two\n"
     assert calls == []
