@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -65,27 +67,22 @@ def sync_metrics(seconds: float, total_bytes: int, version: int) -> dict[str, fl
     }
 
 
-def actor_mfu(parts: Parts, *, tokens: float, samples: float, seconds: float) -> dict[str, float]:
-    """`mfu` of the actor's updates; empty where the device's peak is not known, as on a CPU.
-
-    Args:
-        tokens, samples: of the step, over all ranks.
-        seconds: of all epochs of updates.
-    """
-    if parts.runtime.device.type != "cuda":
+def actor_mfu(parts: Parts, metrics: Mapping[str, float]) -> dict[str, float]:
+    """`mfu` of the actor's updates in a finished step; empty where the device's peak is not known, as on a CPU."""
+    if parts.runtime.device.type != "cuda" or "time/update_actor" not in metrics:
         return {}
-    arch, grid = parts.architecture, parts.actor.placement.grid
+    arch = parts.architecture
     per_token = training_flops_per_token(
         multiplied_parameters(arch),
         layers=arch.layers,
         heads=arch.heads,
         head_dim=arch.head_dim,
-        sequence_tokens=tokens / samples,
+        sequence_tokens=metrics["step_tokens"] / metrics["step_samples"],
     )
     share = mfu(
-        tokens * parts.config.actor.epochs / seconds,
+        metrics["step_tokens"] * parts.config.actor.epochs / metrics["time/update_actor"],
         per_token,
-        devices=len(grid.ranks),
+        devices=len(parts.actor.placement.grid.ranks),
         device_name=torch.cuda.get_device_name(),
     )
     return {} if share is None else {"mfu": share}

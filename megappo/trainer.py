@@ -54,6 +54,7 @@ class Trainer:
         self.update_actor(experience)
         self.sync_weights()
         self.metrics |= self.reporter.end_step(self.metrics)
+        self.metrics |= actor_mfu(self.parts, self.metrics)
 
     def take_prompts(self) -> Prompts:
         """This rank's share of the step's prompts."""
@@ -129,7 +130,7 @@ class Trainer:
         """Epochs of policy updates, none while the critic warms up."""
         if self.config.critic is not None and self.step <= self.config.critic.warmup_steps:
             return
-        with self.reporter.stage("update_actor") as elapsed:
+        with self.reporter.stage("update_actor"):
             plan = minibatch_plan(self.config.actor, self.parts.derived.batch_sequences, self._seed("actor"))
             metrics = update_actor(
                 self.parts.actor,
@@ -142,8 +143,7 @@ class Trainer:
         if self.algorithm.policy_loss == "penalty":
             metrics["actor/penalty_coef"] = self.penalty.value
             self.penalty.update(metrics["actor/ppo_kl_k3"], self.parts.derived.batch_sequences)
-        tokens, samples = self.metrics["step_tokens"], self.metrics["step_samples"]
-        self.metrics |= metrics | actor_mfu(self.parts, tokens=tokens, samples=samples, seconds=elapsed.seconds)
+        self.metrics |= metrics
 
     def sync_weights(self) -> None:
         """Stream the actor's weights into the engine under the next version."""
