@@ -273,6 +273,7 @@ def test_a_nonfinite_update_never_reaches_the_weights(world: Path, name: str) ->
         assert "actor/updates" not in result["metrics"]
     else:
         assert result["stopped"] == ""
-        for role in ("actor", "critic"):
-            assert result["metrics"][f"{role}/updates"] == 0
-            assert result["metrics"][f"{role}/skipped_updates"] == 4
+        # Whitening spreads the infinity over all advantages; the critic's other minibatch of each epoch is sound.
+        for role, refused in (("actor", 4), ("critic", 2)):
+            assert result["metrics"][f"{role}/updates"] == 4 - refused
+            assert result["metrics"][f"{role}/skipped_updates"] == refused
