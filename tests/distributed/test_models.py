@@ -55,10 +55,14 @@ def _cases(root: Path) -> list[dict[str, Any]]:
     return cases
 
 
+# SmolLM2's proportions: 9 heads and 3 key/value heads rule TP2 out.
+THREE = {"tp": 3, "pp": 1}
+
 NAMES = [
     *(f"{f}-{t}-{n}" for f in ("llama", "qwen2", "qwen3", "mistral") for t in ("untied", "tied") for n in LAYOUTS),
     *(f"qwen3-{n}" for n in EXTRAS),
     *(f"rope-{r}" for r in ROPES),
+    "nine-heads-tp3",
 ]
 
 
@@ -68,7 +72,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, flo
     cases, out = root / "cases.json", root / "out.json"
     cases.write_text(json.dumps(_cases(root)))
     launch("model_worker.py", 2, cases, out)
-    return json.loads(out.read_text())  # type: ignore[no-any-return]
+    found: dict[str, dict[str, float]] = json.loads(out.read_text())
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}
+    folder = write_model(root / "nine", "llama", 3, **heads)
+    cases.write_text(json.dumps([{"name": "nine-heads-tp3", "folder": str(folder), **THREE}]))
+    launch("model_worker.py", 3, cases, out)
+    return found | json.loads(out.read_text())  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("name", NAMES)
