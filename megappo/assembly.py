@@ -7,6 +7,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
+from megappo.architecture import ArchitectureConfig, architecture
 from megappo.config import Config, Derived, RoleNumbers
 from megappo.config.schema import ModelSettings, TrainedRoleSettings
 from megappo.data import Cursor, PromptDataset
@@ -14,7 +15,6 @@ from megappo.models.build import DTYPES, BuildOptions, RoleModel, build_model
 from megappo.models.layout import Grid, make_layout
 from megappo.models.optimization import make_optimizer
 from megappo.models.roles import Placement, Role, TrainedRole
-from megappo.models.shape import ArchitectureConfig, architecture
 from megappo.reshard.sources import RandomSource, SafetensorsSource, WeightSource
 from megappo.reshard.stream import WeightStream
 from megappo.rewards.scorer import RewardScorer

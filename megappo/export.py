@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
+from megappo.architecture import ArchitectureConfig, architecture
 from megappo.config import Config, load_config
 from megappo.models.roles import Role
-from megappo.models.shape import ArchitectureConfig, architecture
 from megappo.reshard.hf_map import hf_shape, model_parameters, pieces, scatter_shard
 
 _FILE_BYTES = 4 * 2**30

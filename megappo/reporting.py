@@ -21,8 +21,8 @@ class Reporter:
 
     def __init__(self, config: Config, derived: Derived, runtime: Runtime) -> None:
         self._config, self._runtime = config, runtime
-        self._timer = StageTimer(runtime.synchronize)
         self._view = make_view(config.logging.console if runtime.is_main else "quiet", config.run.steps)
+        self._timer = StageTimer(runtime.synchronize, on_enter=self._view.stage)
         self._advisor = Advisor(config.algorithm)
         self._log: MetricsLog | None = None
         if runtime.is_main:
@@ -33,8 +33,6 @@ class Reporter:
 
     def stage(self, name: str) -> AbstractContextManager[Lap]:
         """Time a stage of the step."""
-        if self._runtime.is_main:
-            self._view.stage(name)
         return self._timer.stage(name)
 
     def begin_step(self, step: int) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megappo.architecture import padded_vocab_size
 from megappo.config import rules
 from megappo.config.errors import ConfigError
 from megappo.config.rules import Role, format_ranks
@@ -161,8 +162,6 @@ def _updates_per_step(config: Config, role: Role) -> int:
 
 def _numbers(config: Config, role: Role, world_size: int, steps: int) -> RoleNumbers:
     """The numbers of a role that breaks no rule and is updated in `steps` steps."""
-    from megappo.models.shape import padded_vocab_size
-
     ranks, tp = role.ranks(world_size), role.layout.tensor_parallel
     updates_per_step = _updates_per_step(config, role)
     return RoleNumbers(

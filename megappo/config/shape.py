@@ -3,33 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megappo.architecture import FAMILIES, ModelShape, architecture
 from megappo.config.errors import ConfigError, either
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """The sizes that layouts and batches depend on."""
-
-    family: str
-    """`model_type` of config.json: llama, qwen2, qwen3 or mistral."""
-    hidden_size: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn_hidden_size: int
-    vocab_size: int
-    """Rows of the embedding, before padding for tensor parallelism."""
-    max_position_embeddings: int
-    """Tokens of the longest sequence."""
-    tied_embeddings: bool
 
 
 def model_shape(path: str, trust_remote_code: bool = False, *, key: str = "model.path") -> ModelShape:
@@ -40,8 +21,6 @@ def model_shape(path: str, trust_remote_code: bool = False, *, key: str = "model
     """
     _check_folder(path, key)
     hf_config = _hf_config(path, trust_remote_code, key)
-    from megappo.models.shape import architecture
-
     try:
         model = architecture(hf_config)
     except ValueError as error:
@@ -51,18 +30,7 @@ def model_shape(path: str, trust_remote_code: bool = False, *, key: str = "model
             f"{key} '{path}': num_attention_heads {model.heads} is not a multiple of num_key_value_heads "
             f"{model.kv_heads}; mend its config.json (without num_key_value_heads the family's default holds)"
         )
-    return ModelShape(
-        family=model.family,
-        hidden_size=model.hidden_size,
-        layers=model.layers,
-        heads=model.heads,
-        kv_heads=model.kv_heads,
-        head_dim=model.head_dim,
-        ffn_hidden_size=model.ffn_hidden_size,
-        vocab_size=model.vocab_size,
-        max_position_embeddings=model.max_position_embeddings,
-        tied_embeddings=model.tied_embeddings,
-    )
+    return model
 
 
 def _check_folder(path: str, key: str) -> None:
@@ -80,8 +48,6 @@ def _check_folder(path: str, key: str) -> None:
 
 
 def _check_model_type(folder: Path, key: str) -> None:
-    from megappo.models.shape import FAMILIES
-
     supported = f"use a model of {either(FAMILIES)}"
     try:
         content = json.loads((folder / "config.json").read_text(encoding="utf-8"))

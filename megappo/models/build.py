@@ -18,14 +18,14 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
+from megappo.architecture import ArchitectureConfig
 from megappo.models.attention import RMSNorm, SDPACoreAttention
 from megappo.models.heads import LogprobHead, ValueHead
 from megappo.models.layout import Layout
-from megappo.models.shape import ArchitectureConfig
 from megappo.reshard.hf_map import Parameter, model_parameters
 from megappo.reshard.sources import WeightSource, read_shard
 
-_PARTITION_DIM = {"column": 0, "glu": 0, "qkv": 0, "vocab": 0, "row": 1}
+_PARTITION_DIM = {"glu": 0, "qkv": 0, "vocab": 0, "row": 1}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 

@@ -15,9 +15,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megappo.models.shape import ArchitectureConfig
+from megappo.architecture import ArchitectureConfig
 
-Kind = Literal["replicated", "column", "row", "glu", "qkv", "vocab"]
+Kind = Literal["replicated", "row", "glu", "qkv", "vocab"]
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def pieces(arch: ArchitectureConfig, parameter: Parameter, tensor_rank: int, tp:
     names = parameter.hf
     if parameter.kind == "replicated":
         return [Piece(names[0], 0, 0, hf_shape(arch, names[0])[0])]
-    if parameter.kind in ("column", "glu"):
+    if parameter.kind == "glu":
         return [share(name, 0, hf_shape(arch, name)[0]) for name in names]
     if parameter.kind == "row":
         return [share(names[0], 1, hf_shape(arch, names[0])[1])]

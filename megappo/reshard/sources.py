@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from megappo.models.shape import ArchitectureConfig
+from megappo.architecture import ArchitectureConfig
 from megappo.reshard.hf_map import Parameter, Piece, assemble_shard, hf_shape, pieces
 
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megappo.architecture import ArchitectureConfig
 from megappo.models.build import RoleModel
 from megappo.models.layout import Grid
-from megappo.models.shape import ArchitectureConfig
 from megappo.reshard.hf_map import Parameter, hf_shape, model_parameters, pieces, scatter_shard, shard_shape
 
 

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from megappo.architecture import architecture, padded_vocab_size
 from megappo.config.schema import RuntimeSettings
 from megappo.models.build import BuildOptions, RoleModel, build_model
 from megappo.models.layout import Grid, Layout, make_layout
 from megappo.models.schedule import PackedBatch, pack_rows, run_schedule
-from megappo.models.shape import architecture, padded_vocab_size
 from megappo.reshard.sources import SafetensorsSource
 from megappo.reshard.stream import WeightStream
 from megappo.runtime import Runtime, start_runtime

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from distributed.models import VOCAB, write_model
-from megappo.models.shape import architecture, padded_vocab_size
+from megappo.architecture import architecture, padded_vocab_size
 from megappo.reshard.hf_map import hf_shape, model_parameters, pieces, scatter_shard, shard_shape
 from megappo.reshard.sources import RandomSource, SafetensorsSource, read_shard
 

@@ -15,10 +15,11 @@ _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
-class ArchitectureConfig:
-    """A dense decoder of the Llama kind, in the terms of `config.json`."""
+class ModelShape:
+    """The sizes that layouts and batches depend on."""
 
     family: str
+    """`model_type` of config.json, one of FAMILIES."""
     hidden_size: int
     layers: int
     heads: int
@@ -26,8 +27,16 @@ class ArchitectureConfig:
     head_dim: int
     ffn_hidden_size: int
     vocab_size: int
+    """Rows of the embedding, before padding for tensor parallelism."""
     max_position_embeddings: int
+    """Tokens of the longest sequence."""
     tied_embeddings: bool
+
+
+@dataclass(frozen=True)
+class ArchitectureConfig(ModelShape):
+    """A dense decoder of the Llama kind, in the terms of `config.json`."""
+
     norm_eps: float
     qkv_bias: bool
     qk_norm: bool
