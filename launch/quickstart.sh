@@ -4,6 +4,7 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 ensure_environment
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 cd "$ROOT"
 run=runs/quickstart-$(date +%Y%m%d-%H%M%S)
 python -m torch.distributed.run --standalone --nproc-per-node 2 -m megappo \

@@ -94,7 +94,8 @@ def _run(arguments: argparse.Namespace) -> None:
 
 def _refuse_used_directory(config: Config) -> None:
     """A run never writes over another one's files."""
-    if (config.run.path / "metrics.jsonl").exists():
+    metrics = config.run.path / "metrics.jsonl"
+    if metrics.exists() and metrics.stat().st_size:  # a run that failed before its first step left it empty
         raise ConfigError(
             f"run.directory '{config.run.path}' holds a run already; choose another run.directory or run.name, "
             "or remove the folder"
