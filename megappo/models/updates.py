@@ -83,6 +83,27 @@ class MinibatchPlan:
                 yield frozenset(order[start : start + self.minibatch_sequences])
 
 
+@dataclass(frozen=True)
+class _Task:
+    """What a role's updates are made of."""
+
+    names: tuple[str, ...]
+    """Fields that travel with each sample, in this order."""
+    fields_BR: dict[str, Tensor | None]
+    """All of them but the weights, which differ between minibatches; None travels as zeros."""
+    mask_BR: Tensor
+    """Tokens the loss counts."""
+    loss: LossFunction
+    stop_above: tuple[str, float] | None = None
+
+    def stacked(self, weights_BR: Tensor) -> Tensor:
+        """(F, B, R) float32."""
+        fields_BR = {**self.fields_BR, "weights": weights_BR}
+        zeros_BR = torch.zeros(self.mask_BR.shape)
+        values = [fields_BR[name] for name in self.names]
+        return torch.stack([zeros_BR if v is None else v.float() for v in values])
+
+
 def minibatch_plan(settings: TrainedRoleSettings, batch_sequences: int, seed: int) -> MinibatchPlan:
     """The plan of one role for one step."""
     return MinibatchPlan(batch_sequences, settings.minibatch_sequences, settings.epochs, seed)
@@ -119,10 +140,9 @@ def update_actor(
         has_reference=scored.ref_logprob_BR is not None,
         has_weights=experience.importance_weights_BR is not None,
     )
-    stop = None if algorithm.target_kl is None else ("ppo_kl_k3", algorithm.target_kl)
-    return _run(
-        actor, experience, plan, fields, _POLICY_FIELDS, experience.loss_mask_BR, loss, algorithm, norm_tokens, stop
-    )
+    stop_above = None if algorithm.target_kl is None else ("ppo_kl_k3", algorithm.target_kl)
+    task = _Task(_POLICY_FIELDS, fields, experience.loss_mask_BR, loss, stop_above)
+    return _run(actor, experience, plan, task, algorithm, norm_tokens)
 
 
 def update_critic(
@@ -154,7 +174,8 @@ def update_critic(
         )
         return result.loss, {**result.metrics, "loss": result.loss.detach().clone()}
 
-    return _run(critic, experience, plan, fields, _VALUE_FIELDS, mask_BR, loss, algorithm, norm_tokens, None)
+    task = _Task(_VALUE_FIELDS, fields, mask_BR, loss)
+    return _run(critic, experience, plan, task, algorithm, norm_tokens)
 
 
 def _policy_objective(
@@ -198,16 +219,13 @@ def _run(
     role: TrainedRole,
     experience: Experience,
     plan: MinibatchPlan,
-    fields: dict[str, Tensor | None],
-    names: tuple[str, ...],
-    mask_BR: Tensor,
-    loss: LossFunction,
+    task: _Task,
     algorithm: AlgorithmSettings,
     norm_tokens: int,
-    stop_above: tuple[str, float] | None,
 ) -> dict[str, float]:
+    """Go through the plan's minibatches; all ranks of the world take part in each of them."""
     rollouts = experience.scored.rollouts
-    counts = _token_counts(rollouts.sample_ids_B, mask_BR, role.runtime.device)
+    counts = _token_counts(rollouts.sample_ids_B, task.mask_BR, role.runtime.device)
     ids = rollouts.sample_ids_B.tolist()
     summary = UpdateSummary()
     for minibatch in plan:
@@ -215,15 +233,15 @@ def _run(
         if not tokens:
             continue  # every sample was rejected
         chosen = [b for b, sample_id in enumerate(ids) if sample_id in minibatch]
-        fields["weights"] = token_weights(
-            mask=mask_BR,
+        weights_BR = token_weights(
+            mask=task.mask_BR,
             mode=algorithm.loss_aggregation,
             total_tokens=sum(tokens),
             total_sequences=len(tokens),
             norm_tokens=norm_tokens,
         )
-        stacked_FBR = torch.stack([_or_zeros(fields[name], mask_BR) for name in names])
-        update = role.update_minibatch(response_rows(rollouts, chosen, stacked_FBR), loss, stop_above=stop_above)
+        rows = response_rows(rollouts, chosen, task.stacked(weights_BR))
+        update = role.update_minibatch(rows, task.loss, stop_above=task.stop_above)
         if _note(role, summary, update, algorithm):
             break
     return _shared_metrics(role, summary)
@@ -259,7 +277,3 @@ def _token_counts(sample_ids_B: Tensor, mask_BR: Tensor, device: torch.device) -
     world = dist.group.WORLD
     assert world is not None
     return {int(i): int(n) for part in all_gather_varying(local, group=world) for i, n in part.tolist()}
-
-
-def _or_zeros(values_BR: Tensor | None, mask_BR: Tensor) -> Tensor:
-    return torch.zeros(mask_BR.shape) if values_BR is None else values_BR.float()

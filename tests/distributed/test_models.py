@@ -73,7 +73,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, flo
     cases.write_text(json.dumps(_cases(root)))
     launch("model_worker.py", 2, cases, out)
     found: dict[str, dict[str, float]] = json.loads(out.read_text())
-    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}
+    heads = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}
     folder = write_model(root / "nine", "llama", 3, **heads)
     cases.write_text(json.dumps([{"name": "nine-heads-tp3", "folder": str(folder), **THREE}]))
     launch("model_worker.py", 3, cases, out)
