@@ -61,7 +61,7 @@ def check(case: dict[str, Any], runtime: Runtime) -> dict[str, float] | None:
     ranks = tuple(range(case["tp"] * case["pp"]))
     vpp, sp = case.get("vpp", 1), case.get("sp", False)
     layout = make_layout(Grid(ranks, case["tp"], case["pp"]), vpp=vpp, sequence_parallel=sp)
-    vocab = padded_vocab_size(arch.vocab_size, case["tp"], 8)
+    vocab = padded_vocab_size(arch.vocab_size, case["tp"], 8 * case["tp"])
     model, output = None, None
     tokens = sequences(arch.vocab_size)
     if layout is not None:
