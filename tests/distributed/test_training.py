@@ -171,3 +171,27 @@ def test_the_quickstart_learns(tmp_path: Path) -> None:
     rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
     assert rewards[0] < 0.3
     assert sum(rewards[-5:]) / 5 > 0.8
+
+
+def test_the_step_benchmark(tmp_path: Path) -> None:
+    out = tmp_path / "step.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["benchmarks/step.py", "configs/quickstart.yaml", "--warmup", "1", "--repeat", "2", "--json", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(out.read_text())
+    stages = {row["stage"]: row for row in report["stages"]}
+    assert list(stages) == ["rollout", "reward", "score", "advantages", "update_critic", "update_actor", "sync", "step"]
+    for row in stages.values():
+        assert 0 < row["min_seconds"] <= row["median_seconds"] <= row["max_seconds"]
+        assert row["samples_per_second"] == pytest.approx(400 / row["median_seconds"])
+    assert stages["step"]["median_seconds"] > stages["update_actor"]["median_seconds"]
+    assert "update_actor" in done.stdout
+
+
+def test_the_launch_script(short_run: Path) -> None:
+    environment = os.environ | {"MEGAPPO_PYTHON": sys.executable}
+    command = ["bash", "launch/torchrun.sh", "2", "report", str(short_run), "--metric", "actor/entropy"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "actor/entropy over 2 steps" in done.stdout
