@@ -195,3 +195,29 @@ def test_the_launch_script(short_run: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "actor/entropy over 2 steps" in done.stdout
+
+
+def test_a_mismatch_beyond_the_limit_stops_the_run(tmp_path: Path) -> None:
+    """Rounding alone exceeds a limit of 1e-12 nats; the sentence says what to look for."""
+    one_process = ("actor.layout={}", "critic.layout={}", *SHORT)
+    done = megappo(
+        "train", "configs/quickstart.yaml", f"run.directory={tmp_path / 'run'}", *one_process,
+        "algorithm.mismatch_stop_nats=1e-12",
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "megappo: error: engine and trainer log-probabilities differ by" in done.stderr
+    assert "above algorithm.mismatch_stop_nats 1e-12" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_failing_rewards_stop_the_run_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "broken_reward.py").write_text("def score(**sample):\n    raise KeyError('no such column')\n")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{tmp_path}"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megappo"]
+    command += ["train", "configs/quickstart.yaml", f"run.directory={tmp_path / 'run'}", *SHORT, "evaluation=null"]
+    command += ["data.validation=null", "reward.function=broken_reward:score"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "KeyError: 'no such column'" in done.stderr
+    assert "max_failure_fraction" in done.stderr
+    assert "megappo/run.py" not in done.stderr  # torchrun shows a traceback of its own, megappo none
