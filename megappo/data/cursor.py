@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-_GENERATOR_MASK = 2**32 - 1
-_MIX = 0x9E3779B1  # odd, so that no two high parts of a seed mix to the same word
+_LARGEST_SEED = 2**63 - 1
 
 
 class Cursor:
@@ -35,9 +34,7 @@ class Cursor:
     def _draw_order(self) -> list[int]:
         if not self._shuffle:
             return list(range(self._size))
-        # torch's CPU generator looks at 32 bits of its seed only: without mixing, seeds 1 and 4097 would be the same.
-        word = ((self._seed << 20) + self._epoch) ^ ((self._seed >> 12) * _MIX)
-        generator = torch.Generator().manual_seed(word & _GENERATOR_MASK)
+        generator = torch.Generator().manual_seed(((self._seed << 20) + self._epoch) & _LARGEST_SEED)
         return torch.randperm(self._size, generator=generator).tolist()
 
     def take(self, n: int) -> list[int]:

@@ -79,8 +79,7 @@ class _Worker:
             process_group=0,  # what a function starts is killed with it
         )
         theirs.close()
-        with suppress(OSError):  # that it has ended already is noticed where its answer is read
-            self.connection.send(choice)
+        self.connection.send(choice)
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):
@@ -225,7 +224,7 @@ class RewardPool:
             while worker.pending and worker.connection.poll():
                 message = worker.connection.recv()
                 job.record(worker.pending.popleft(), message)
-        except (EOFError, OSError, pickle.UnpicklingError):  # the last: a function that writes into every descriptor
+        except (EOFError, OSError):
             self._lose(worker, job, _DIED)
             return
         worker.deadline = time.monotonic() + self._settings.timeout_seconds
