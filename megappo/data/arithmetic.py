@@ -3,11 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from string import Formatter
 
 
 def sums(*, max_operand: int, template: str = "{a}+{b}=", modulus: int | None = None) -> Iterator[dict[str, str]]:
-    """Every pair 0 <= a, b <= max_operand once, with its sum (modulo `modulus`) as the answer."""
+    """Every pair 0 <= a, b <= max_operand once, with its sum (modulo `modulus`) as the answer.
+
+    Raises ValueError where an option cannot be used.
+    """
+    _check_whole("max_operand", max_operand, 0)
+    if modulus is not None:
+        _check_whole("modulus", modulus, 1)
+    if _fields(template) != {"a", "b"}:
+        raise ValueError(f"template is {template!r}, must hold {{a}} and {{b}} and no other field; change it")
     for a in range(max_operand + 1):
         for b in range(max_operand + 1):
             total = a + b if modulus is None else (a + b) % modulus
             yield {"prompt": template.format(a=a, b=b), "answer": str(total)}
+
+
+def _check_whole(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} is {value!r}, must be a whole number of at least {least}; change it")
+
+
+def _fields(template: str) -> set[str] | None:
+    """The names in braces; None where the braces do not pair."""
+    try:
+        return {name for _, name, _, _ in Formatter().parse(template) if name is not None}
+    except ValueError:
+        return None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from typing import Any
 
 import torch
 
-_LARGEST_SEED = 2**63 - 1
+_GENERATOR_BITS = 32
+_SEED_BITS, _EPOCH_BITS = 12, 20
 
 
 class Cursor:
@@ -34,7 +36,7 @@ class Cursor:
     def _draw_order(self) -> list[int]:
         if not self._shuffle:
             return list(range(self._size))
-        generator = torch.Generator().manual_seed(((self._seed << 20) + self._epoch) & _LARGEST_SEED)
+        generator = torch.Generator().manual_seed(_generator_seed(self._seed, self._epoch))
         return torch.randperm(self._size, generator=generator).tolist()
 
     def take(self, n: int) -> list[int]:
@@ -71,3 +73,12 @@ class Cursor:
             )
         self._epoch, self._position = epoch, position
         self._order = self._draw_order()
+
+
+def _generator_seed(seed: int, epoch: int) -> int:
+    """32 bits, as torch's CPU generator ignores all higher ones: seeds 1 and 4097 must not be the same."""
+    word = (seed << _EPOCH_BITS) + epoch
+    high = seed >> _SEED_BITS
+    if high:
+        word ^= int.from_bytes(sha256(str(high).encode()).digest()[:4], "little")
+    return word % 2**_GENERATOR_BITS

@@ -6,13 +6,19 @@ import difflib
 import inspect
 import json
 import math
+import numbers
+import os
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megappo.config.schema import DataSourceSettings
-from megappo.rewards.registry import load_function
+from megappo.rewards.registry import load_function, on_one_line
+
+if TYPE_CHECKING:
+    import pyarrow
 
 _ROLES = ("system", "user", "assistant", "tool")
 _SHOWN_CHARACTERS = 80
@@ -68,7 +74,9 @@ def _open(settings: DataSourceSettings) -> Located:
         )
     if settings.options:
         raise ValueError(f"data source '{source}' is a file and takes no options, got {settings.options}; remove them")
-    if not Path(source).is_file():
+    if os.path.isdir(source):
+        raise ValueError(f"data file '{source}' is a folder; name one file in it")
+    if not os.path.isfile(source):
         raise ValueError(f"data file '{source}' does not exist (from {Path.cwd()}); check the path")
     return _jsonl(Path(source), settings) if source.endswith(".jsonl") else _parquet(Path(source))
 
@@ -83,7 +91,7 @@ def _checked_prompt(prompt: Any, where: str) -> str | Chat:
     if isinstance(prompt, str):
         if not prompt:
             raise ValueError(f"{where}: the prompt is empty; remove the record")
-        return _checked_text(prompt, where)
+        return _checked_text(prompt, where, "prompt")
     if not isinstance(prompt, list) or not prompt:
         raise ValueError(f"{where}: the prompt is {_show(prompt)}, must be a text or a list of chat messages; mend it")
     messages = [_checked_message(message, where) for message in prompt]
@@ -99,24 +107,27 @@ def _checked_message(message: Any, where: str) -> dict[str, Any]:
         raise ValueError(f"{where}: chat role {_show(message['role'])} must be one of {', '.join(_ROLES)}; change it")
     if not isinstance(message["content"], str):
         raise ValueError(f"{where}: chat content {_show(message['content'])} must be a text; mend it")
-    _checked_text(message["content"], where)
+    _checked_text(message["content"], where, "prompt")
     # parquet fills the fields that only other messages have with None
     return {key: value for key, value in message.items() if value is not None}
 
 
-def _checked_text(text: str, where: str) -> str:
-    """JSON can escape half of a surrogate pair, which is no character and breaks tokenizers."""
+def _checked_text(text: str, where: str, name: str) -> str:
+    """JSON can escape half of a surrogate pair, which is no character and breaks tokenizers and logs."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(f"{where}: the prompt holds half a surrogate pair ({error.reason}); mend the text") from error
+        raise ValueError(f"{where}: the {name} holds half a surrogate pair ({error.reason}); mend the text") from error
     return text
 
 
 def _checked_answer(answer: Any, where: str) -> str | None:
-    if answer is None or isinstance(answer, str):
-        return answer
-    if isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer):
+    if answer is None:
+        return None
+    if isinstance(answer, str):
+        return _checked_text(answer, where, "answer")
+    is_number = isinstance(answer, numbers.Real) and not isinstance(answer, bool)  # numpy's numbers too
+    if is_number and (isinstance(answer, numbers.Rational) or math.isfinite(answer)):
         return str(answer)
     raise ValueError(f"{where}: the answer is {_show(answer)}, must be a text or a finite number; mend it")
 
@@ -164,21 +175,37 @@ def _parquet(path: Path) -> Located:
 
     try:
         table = parquet.read_table(path)
-    except (pyarrow.ArrowException, OSError) as error:
+        columns = table.column_names
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: names that are not UTF-8
         reason = str(error).split(".")[0]
         raise ValueError(f"{path} is not a readable parquet file ({reason}); write it again") from error
-    missing = {"data_source", "prompt", "reward_model"} - set(table.column_names)
+    missing = {"data_source", "prompt", "reward_model"} - set(columns)
     if missing:
         raise ValueError(
             f"{path} lacks the column{'s' if len(missing) > 1 else ''} {', '.join(sorted(missing))}; "
             "write verl's schema: data_source, prompt, reward_model and extra_info"
         )
-    number = -1
+    for number, row in enumerate(_rows(table, path)):
+        where = f"{path} row {number}"
+        yield where, _parquet_record(row, where)
+
+
+def _rows(table: pyarrow.Table, path: Path) -> Iterator[dict[str, Any]]:
+    """Arrow checks neither UTF-8 nor dates before a value becomes Python's."""
+    first = 0
     for batch in table.to_batches(max_chunksize=1024):
-        for row in batch.to_pylist():
-            number += 1
-            where = f"{path} row {number}"
-            yield where, _parquet_record(row, where)
+        try:
+            yield from batch.to_pylist()
+        except (ValueError, OverflowError):
+            yield from (_row(batch, i, f"{path} row {first + i}") for i in range(batch.num_rows))
+        first += batch.num_rows
+
+
+def _row(batch: pyarrow.RecordBatch, i: int, where: str) -> dict[str, Any]:
+    try:
+        return batch.slice(i, 1).to_pylist()[0]  # type: ignore[no-any-return]
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"{where} holds a value that cannot be read ({on_one_line(error)}); mend it") from error
 
 
 def _parquet_record(row: dict[str, Any], where: str) -> Record:
@@ -193,7 +220,6 @@ def _parquet_record(row: dict[str, Any], where: str) -> Record:
 
 def _reasoning_gym(task: str, options: dict[str, Any]) -> Located:
     try:
-        import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise ValueError("reasoning-gym tasks need a library; pip install 'megappo[tasks]'") from error
@@ -201,16 +227,28 @@ def _reasoning_gym(task: str, options: dict[str, Any]) -> Located:
         nearest = difflib.get_close_matches(task, DATASETS, n=1, cutoff=0.0)[0]
         raise ValueError(f"reasoning-gym has no task '{task}'; did you mean '{nearest}'?")
     options = {"seed": 0, **options}  # its default is a random seed, so every rank would have other prompts
-    try:
-        dataset = reasoning_gym.create_dataset(task, **options)
-    except (TypeError, ValueError, AssertionError) as error:
-        raise ValueError(f"reasoning-gym task '{task}' refuses the options {options} ({error}); mend them") from error
-    for number in range(len(dataset)):
-        entry = dataset[number]
+    for name in ("seed", "size"):
+        value = options.get(name, 0)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"option {name} of reasoning_gym:{task} is {value!r}, must be a whole number; set one")
+    for number, entry in enumerate(_entries(task, options)):
         where = f"reasoning_gym:{task} record {number}"
         answer = None if entry["answer"] is None else str(entry["answer"])
         metadata = {"task": task, "options": options, "entry": entry}
         yield where, Record(_checked_prompt(entry["question"], where), answer, metadata)
+
+
+def _entries(task: str, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What a task generates, its objections to the options as sentences."""
+    import reasoning_gym
+
+    try:
+        dataset = reasoning_gym.create_dataset(task, **options)
+        yield from (dataset[number] for number in range(len(dataset)))
+    except Exception as error:  # each task has its own code and its own way to object
+        raise ValueError(
+            f"reasoning-gym task '{task}' refuses the options {options} ({on_one_line(error)}); mend them"
+        ) from error
 
 
 def _python(path: str, options: dict[str, Any]) -> Located:
@@ -230,6 +268,13 @@ def _python(path: str, options: dict[str, Any]) -> Located:
         metadata = fields.get("metadata") or {}
         if not isinstance(metadata, Mapping):
             raise ValueError(f"{where}: the metadata are {_show(metadata)}, must be a mapping; mend them")
+        try:
+            pickle.dumps(metadata)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ValueError(
+                f"{where}: the metadata cannot be sent to a reward worker ({on_one_line(error)}); "
+                "keep plain values in them"
+            ) from error
         prompt, answer = _checked_prompt(fields["prompt"], where), _checked_answer(fields.get("answer"), where)
         yield where, Record(prompt, answer, dict(metadata))
 
@@ -238,7 +283,8 @@ def _produced(function: Callable[..., Any], path: str, options: dict[str, Any]) 
     """What a user's function yields, its exceptions as sentences."""
     try:
         yield from function(**options)
-    except Exception as error:  # whatever a user's function raises
+    except (Exception, SystemExit) as error:  # whatever a user's function raises
         raise ValueError(
-            f"data source 'python:{path}' failed with {type(error).__name__}: {error}; mend the function"
+            f"data source 'python:{path}' failed with {type(error).__name__}: {on_one_line(error)}; "
+            "mend the function or its options"
         ) from error

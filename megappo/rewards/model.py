@@ -7,10 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-_BATCH_SEQUENCES = 16
+# What transformers raises over a folder, by what is wrong: files, weights, shapes, values of the configuration.
+_FOLDER_ERRORS = (OSError, ValueError, SafetensorError, RuntimeError, KeyError, TypeError, StrictDataclassError)
 
 
 @contextmanager
@@ -18,9 +21,21 @@ def _loading(path: str) -> Iterator[None]:
     """transformers' errors about a folder as one sentence."""
     try:
         yield
-    except (OSError, ValueError) as error:
-        reason = str(error).split("\n")[0].rstrip(".")
+    except _FOLDER_ERRORS as error:
+        reason = f"{type(error).__name__}: " + str(error).split("\n")[0].rstrip(".")
         raise ValueError(f"reward.model_path '{path}' cannot be loaded ({reason}); check the folder") from error
+
+
+def _batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
+    """Indices in batches of similar lengths, each at most `batch_tokens` when padded to its longest."""
+    batch: list[int] = []
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if batch and (len(batch) + 1) * lengths[i] > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(i)
+    if batch:
+        yield batch
 
 
 class RewardModel:
@@ -30,8 +45,19 @@ class RewardModel:
     model's positions loses its beginning.
     """
 
-    def __init__(self, path: str, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False) -> None:
-        """Load it. Raises ValueError for a folder without a model, several labels, or weights without a score head."""
+    def __init__(
+        self,
+        path: str,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        batch_tokens: int = 16384,
+        trust_remote_code: bool = False,
+    ) -> None:
+        """Load it. Raises ValueError for a folder without a model, several labels, or weights without a score head.
+
+        `batch_tokens` bounds a batch, padding included; a longer text is a batch of its own.
+        """
         with _loading(path):
             config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         if config.num_labels != 1:
@@ -49,7 +75,8 @@ class RewardModel:
             )
         self._require_head(path, loading["missing_keys"])
         self._model.to(device).eval().requires_grad_(False)
-        self._device = device
+        self._device, self._batch_tokens = device, batch_tokens
+        self._vocabulary = self._model.get_input_embeddings().num_embeddings
         self._longest_tokens: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
 
     def _require_head(self, path: str, missing: Sequence[str]) -> None:
@@ -78,9 +105,7 @@ class RewardModel:
         """
         ids = [self._tokenise(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
         scores_B = torch.empty(len(ids))
-        order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
-        for start in range(0, len(order), _BATCH_SEQUENCES):
-            chosen = order[start : start + _BATCH_SEQUENCES]
+        for chosen in _batches([len(sequence) for sequence in ids], self._batch_tokens):
             scores_B[chosen] = self._score_batch([ids[i] for i in chosen])
         return scores_B
 
@@ -95,6 +120,11 @@ class RewardModel:
             ids = self._tokenizer(text, add_special_tokens=False).input_ids
         if not ids:
             raise ValueError("a prompt and its response become no token of the reward model; use another reward model")
+        if max(ids) >= self._vocabulary:  # on a GPU this would end the process
+            raise ValueError(
+                f"the reward model's tokenizer makes token {max(ids)}, its vocabulary has {self._vocabulary}; "
+                "use the tokenizer it was trained with"
+            )
         return list(ids if self._longest_tokens is None else ids[-self._longest_tokens :])
 
     def _score_batch(self, ids: list[list[int]]) -> Tensor:

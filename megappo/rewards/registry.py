@@ -97,6 +97,11 @@ def _check_rule_options(rule: Callable[..., Any], settings: ChosenReward) -> Non
             )
 
 
+def on_one_line(error: BaseException) -> str:
+    """What an error says, fit for the middle of a sentence."""
+    return " ".join(str(error).split())
+
+
 def load_function(path: str, setting: str) -> Callable[..., Any]:
     """Import `package.module:function`; `setting` names the place in errors."""
     module_name, _, function_name = path.partition(":")
@@ -106,11 +111,13 @@ def load_function(path: str, setting: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise ValueError(
-            f"{setting} '{path}': module '{module_name}' cannot be imported ({error}); install it or set PYTHONPATH"
+            f"{setting} '{path}': module '{module_name}' cannot be imported ({on_one_line(error)}); "
+            "install it or set PYTHONPATH"
         ) from error
-    except Exception as error:  # a user's module can raise anything
+    except (Exception, SystemExit) as error:  # a user's module can raise anything
         raise ValueError(
-            f"{setting} '{path}': module '{module_name}' failed with {type(error).__name__}: {error}; mend it"
+            f"{setting} '{path}': module '{module_name}' failed with {type(error).__name__}: {on_one_line(error)}; "
+            "mend it"
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):

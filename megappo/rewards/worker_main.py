@@ -15,7 +15,7 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Set
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -53,7 +53,10 @@ def _score(function: Callable[..., Any], pickled: bytes, options: dict[str, Any]
 def _score_batch(function: Callable[..., Any], pickled: list[bytes], options: dict[str, Any]) -> list[Answer]:
     try:
         prompts, responses, answers, metadata = (list(c) for c in zip(*map(pickle.loads, pickled), strict=True))
-        values = list(function(prompts=prompts, responses=responses, answers=answers, metadata=metadata, **options))
+        found = function(prompts=prompts, responses=responses, answers=answers, metadata=metadata, **options)
+        if isinstance(found, Mapping | Set):  # a list of them would hold keys, or any order
+            return [(None, f"returned a {type(found).__name__}, must be a list of numbers")] * len(pickled)
+        values = list(found)
         if len(values) != len(pickled):
             return [(None, f"returned {len(values)} scores for {len(pickled)} samples")] * len(pickled)
         return [_number(value) for value in values]
@@ -72,13 +75,18 @@ def _serve(connection: Connection) -> None:
     choice: RewardChoice = connection.recv()
     function, reason = _load(choice)
     connection.send(("ready" if function is not None else "broken", reason))
+    process = os.getpid()
     while function is not None:
         pickled: list[bytes] = connection.recv()
-        if choice.batch:
-            connection.send(_score_batch(function, pickled, choice.options))
-            continue
-        for request in pickled:
-            connection.send(_score(function, request, choice.options))
+        answers: Iterable[Answer | list[Answer]] = (
+            [_score_batch(function, pickled, choice.options)]
+            if choice.batch
+            else (_score(function, request, choice.options) for request in pickled)
+        )
+        for answer in answers:
+            if os.getpid() != process:  # the function forked: a second answer would become the next sample's score
+                os._exit(0)
+            connection.send(answer)
 
 
 def main() -> None:

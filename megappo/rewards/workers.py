@@ -79,7 +79,8 @@ class _Worker:
             process_group=0,  # what a function starts is killed with it
         )
         theirs.close()
-        self.connection.send(choice)
+        with suppress(OSError):  # that it has ended already is noticed where its answer is read
+            self.connection.send(choice)
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):
@@ -224,7 +225,7 @@ class RewardPool:
             while worker.pending and worker.connection.poll():
                 message = worker.connection.recv()
                 job.record(worker.pending.popleft(), message)
-        except (EOFError, OSError):
+        except (EOFError, OSError, pickle.UnpicklingError):  # the last: a function that writes into every descriptor
             self._lose(worker, job, _DIED)
             return
         worker.deadline = time.monotonic() + self._settings.timeout_seconds

@@ -34,6 +34,18 @@ def test_seeds_differ_and_large_ones_work() -> None:
     assert sorted(cursor(seed=2**62 + 1).take(5)) == list(range(5))
 
 
+def test_all_bits_of_a_seed_count() -> None:
+    """torch's CPU generator reads 32 bits, of which the epochs have some."""
+    seeds = [*range(1, 9), *(1 + 4096 * k for k in range(1, 9)), 2**32 + 1, 2**44 + 1]
+    orders = [tuple(cursor(size=50, seed=seed).take(50)) for seed in seeds]
+    assert len(set(orders)) == len(seeds)
+
+
+def test_the_order_stays_what_it_was() -> None:
+    """Runs are resumed by later versions."""
+    assert cursor(size=8, seed=1).take(16) == [6, 1, 3, 2, 4, 5, 0, 7, 3, 5, 6, 7, 4, 2, 0, 1]
+
+
 @pytest.mark.parametrize("taken", [0, 3, 5, 17])
 def test_resumes_where_it_stood(taken: int) -> None:
     before = cursor()

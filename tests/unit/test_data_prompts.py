@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from helpers_data import ALPHABET, character_tokenizer
 
 from megappo.config.schema import DataSettings, DataSourceSettings
 from megappo.data import PromptDataset
@@ -18,13 +17,6 @@ TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
     "<{{ m['role'][0] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )
-ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789+=<>"
-
-
-def character_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
-    """One token per character, no unknown token."""
-    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(ALPHABET)}, []))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template)
 
 
 def dataset(

@@ -54,6 +54,8 @@ def test_jsonl_of_other_keys_without_answers(tmp_path: Path) -> None:
 def test_numbers_become_text(tmp_path: Path) -> None:
     path = jsonl(tmp_path, {"prompt": "a", "answer": 3.5}, {"prompt": "b", "answer": -7})
     assert [r.answer for r in read(path)] == ["3.5", "-7"]
+    path.write_text('{"prompt": "a", "answer": 1' + "0" * 4000 + "}")
+    assert read(path)[0].answer == "1" + "0" * 4000
 
 
 def test_parquet(tmp_path: Path) -> None:
@@ -78,6 +80,10 @@ def test_arithmetic_has_every_pair_once() -> None:
     assert (records[-1].prompt, records[-1].answer) == ("2+2=", "1")
 
 
+def test_numbers_of_numpy_are_answers(user_module: str) -> None:
+    assert [r.answer for r in read(f"python:{user_module}:numpy_answers")] == ["4", "0.5"]
+
+
 def raw(content: bytes, name: str = "data.jsonl") -> Callable[[Path], Path]:
     def write(folder: Path) -> Path:
         (folder / name).write_bytes(content)
@@ -100,6 +106,31 @@ def truncated_parquet(folder: Path) -> Path:
     return path
 
 
+def made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def renamed_column(folder: Path) -> Path:
+    path = verl_file(folder, verl_row())
+    path.write_bytes(path.read_bytes().replace(b"data_source", b"data_sourc\xff"))
+    return path
+
+
+def arrow_column(name: str, column: pyarrow.Array) -> Callable[[Path], Path]:
+    """Two rows of verl's schema, of whose columns one is replaced."""
+
+    def write(folder: Path) -> Path:
+        table = pyarrow.Table.from_pylist([verl_row(), verl_row()])
+        table = table.set_column(table.column_names.index(name), name, column)
+        parquet.write_table(table, folder / "data.parquet")
+        return folder / "data.parquet"
+
+    return write
+
+
+NOT_UTF8 = pyarrow.array([b"d", b"\xff"]).view(pyarrow.string())
+NO_DATE = pyarrow.array([{"when": 0}, {"when": 2**52}], pyarrow.struct([("when", pyarrow.timestamp("ms"))]))
 GOOD = {"prompt": "a", "answer": "b"}
 MALFORMED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "missing file": (lambda folder: folder / "none.jsonl", "does not exist"),
@@ -123,6 +154,11 @@ MALFORMED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "answer of wrong type": (lines({"prompt": "a", "answer": ["b"]}), "must be a text or a finite number"),
     "answer not a number": (raw(b'{"prompt": "a", "answer": NaN}'), "must be a text or a finite number"),
     "some answers": (lines(GOOD, {"prompt": "c"}), "line 2 has no answer, like 1 of 2 records"),
+    "surrogate in the answer": (raw(b'{"prompt": "a", "answer": "\\ud800"}'), "line 1: the answer holds half a"),
+    "parquet folder": (lambda folder: made(folder / "data.parquet"), "is a folder; name one file in it"),
+    "parquet column not UTF-8": (renamed_column, "not a readable parquet file"),
+    "parquet not UTF-8": (arrow_column("data_source", NOT_UTF8), "row 1 holds a value that cannot be read .'utf-8'"),
+    "parquet impossible date": (arrow_column("extra_info", NO_DATE), "row 1 holds a value that cannot be read"),
     "not UTF-8": (raw(b'{"prompt": "a"}\n{"prompt": "\xe4"}\n'), "line 2 is not UTF-8"),
     "half a surrogate": (raw(b'{"prompt": "\\ud800"}'), "line 1: the prompt holds half a surrogate pair"),
     "digits without end": (raw(b'{"prompt": ' + b"1" * 5000 + b"}"), "line 1 is JSON beyond what Python reads"),
@@ -147,6 +183,7 @@ def test_malformed_file(name: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+SUMS = "python:megappo.data.arithmetic:sums"
 USER_MODULE = """
 def good(): yield {"prompt": "a"}
 def number(): return 3
@@ -154,6 +191,15 @@ def raises():
     yield {"prompt": "a"}
     raise KeyError("k")
 def text(): yield "a"
+def leaves():
+    import sys
+    sys.exit(3)
+def says_much(): raise RuntimeError("one\\ntwo")
+def unsendable(): yield {"prompt": "a", "metadata": {"f": lambda: 0}}
+def numpy_answers():
+    import numpy
+    yield {"prompt": "a", "answer": numpy.int64(4)}
+    yield {"prompt": "a", "answer": numpy.float32(0.5)}
 def bad_metadata(): yield {"prompt": "a", "metadata": "m"}
 def endless():
     while True: yield {"prompt": "a"}
@@ -164,6 +210,7 @@ def endless():
 def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "user_prompts.py").write_text(USER_MODULE)
     (tmp_path / "broken_prompts.py").write_text("1 / 0")
+    (tmp_path / "leaving_prompts.py").write_text("import sys; sys.exit(3)")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "user_prompts", raising=False)
     return "user_prompts"
@@ -181,6 +228,17 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("python:user_prompts:number", {}, "failed with TypeError"),
         ("python:user_prompts:raises", {}, "failed with KeyError"),
         ("python:user_prompts:text", {}, "record 0 is 'a', must be a mapping"),
+        ("python:leaving_prompts:f", {}, "failed with SystemExit: 3"),
+        ("python:user_prompts:leaves", {}, "failed with SystemExit: 3; mend the function"),
+        ("python:user_prompts:says_much", {}, "failed with RuntimeError: one two; mend"),
+        ("python:user_prompts:unsendable", {}, "record 0: the metadata cannot be sent to a reward worker"),
+        (SUMS, {"max_operand": -1}, "max_operand is -1, must be a whole number of at least 0"),
+        (SUMS, {"max_operand": "3"}, "max_operand is '3', must be a whole number"),
+        (SUMS, {"max_operand": 1, "modulus": 0}, "modulus is 0, must be a whole number of at least 1"),
+        (SUMS, {"max_operand": 1, "template": "{a}+{c}"}, "must hold {a} and {b} and no other field"),
+        (SUMS, {"max_operand": 1, "template": "{a"}, "must hold {a} and {b} and no other field"),
+        ("reasoning_gym:chain_sum", {"seed": None}, "option seed of .* is None, must be a whole number"),
+        ("reasoning_gym:chain_sum", {"size": 2.5}, "option size of .* is 2.5, must be a whole number"),
         ("python:user_prompts:bad_metadata", {}, "record 0: the metadata are 'm'"),
         ("reasoning_gym:chain_sun", {}, "has no task 'chain_sun'; did you mean 'chain_sum'"),
         ("reasoning_gym:chain_sum", {"terms": 3}, "refuses the options"),
@@ -190,8 +248,9 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_unusable_source(user_module: str, source: str, options: dict[str, Any], sentence: str) -> None:
     if source.startswith("reasoning_gym"):
         pytest.importorskip("reasoning_gym")
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=sentence) as caught:
         read(source, options=options)
+    assert "\n" not in str(caught.value)
 
 
 def test_limit_ends_an_endless_source(user_module: str) -> None:

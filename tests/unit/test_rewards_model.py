@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models
+from helpers_data import ALPHABET, character_tokenizer
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
-    PreTrainedTokenizerFast,
 )
 
 from megappo.config.schema import RewardSettings
 from megappo.rewards import RewardScorer
-from megappo.rewards.model import RewardModel
+from megappo.rewards.model import RewardModel, _batches
 
-ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789+=<>"
 TEMPLATE = "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}{% endfor %}"
 SIZES: dict[str, Any] = {
     "vocab_size": len(ALPHABET),
@@ -36,13 +36,12 @@ LLAMA: dict[str, Any] = SIZES | {"num_key_value_heads": 2, "pad_token_id": 0, "i
 
 def save(folder: Path, model: Any, template: str | None = None) -> str:
     model.save_pretrained(folder)
-    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(ALPHABET)}, []))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template).save_pretrained(folder)
+    character_tokenizer(template).save_pretrained(folder)
     return str(folder)
 
 
-def load(path: str) -> RewardModel:
-    return RewardModel(path, dtype=torch.float32, device=torch.device("cpu"))
+def load(path: str, **options: Any) -> RewardModel:
+    return RewardModel(path, dtype=torch.float32, device=torch.device("cpu"), **options)
 
 
 @pytest.fixture
@@ -51,8 +50,11 @@ def llama() -> LlamaForSequenceClassification:
     return LlamaForSequenceClassification(LlamaConfig(**LLAMA, num_labels=1)).eval()
 
 
-def test_scores_do_not_depend_on_the_batch(tmp_path: Path, llama: LlamaForSequenceClassification) -> None:
-    model = load(save(tmp_path, llama))
+@pytest.mark.parametrize("batch_tokens", [1, 50, 16384])
+def test_scores_do_not_depend_on_the_batch(
+    tmp_path: Path, llama: LlamaForSequenceClassification, batch_tokens: int
+) -> None:
+    model = load(save(tmp_path, llama), batch_tokens=batch_tokens)
     # "a" is also the padding token: transformers' own head would read these scores elsewhere
     responses = ["b" * n + "a" for n in (1, 3, 30, 7, 2)] * 4
     prompts = [f"{i}+1=" for i in range(len(responses))]
@@ -88,6 +90,50 @@ def test_long_texts_lose_their_beginning(tmp_path: Path, llama: Any) -> None:
 def test_unusable_models(tmp_path: Path, make: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         load(save(tmp_path, make()))
+
+
+def test_batches_keep_to_their_tokens() -> None:
+    lengths = [3, 9, 1, 30, 3, 2]
+    batches = list(_batches(lengths, 9))
+    assert sorted(i for batch in batches for i in batch) == list(range(6))
+    assert [[lengths[i] for i in batch] for batch in batches] == [[1, 2, 3], [3], [9], [30]]
+    assert list(_batches([], 9)) == []
+
+
+def test_a_tokenizer_larger_than_the_model(tmp_path: Path, llama: Any) -> None:
+    path = save(tmp_path, llama)
+    character_tokenizer(alphabet=ALPHABET + "?!").save_pretrained(path)
+    model = load(path)
+    assert model.score(["a"], ["b"]).shape == (1,)
+    with pytest.raises(ValueError, match="makes token 41, its vocabulary has 40"):
+        model.score(["a"], ["!"])
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: (folder / "model.safetensors").write_bytes(b"garbage"),
+        lambda folder: (folder / "model.safetensors").unlink(),
+        lambda folder: (folder / "tokenizer.json").write_text("{}"),
+        lambda folder: (folder / "config.json").write_text("{"),
+        lambda folder: change_config(folder, hidden_size=32),
+        lambda folder: change_config(folder, hidden_size="x"),
+    ],
+    ids=["garbage weights", "no weights", "other tokenizer", "half a config", "other shape", "size is text"],
+)
+def test_damaged_folders(tmp_path: Path, llama: Any, damage: Callable[[Path], object]) -> None:
+    save(tmp_path, llama)
+    damage(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"reward\.model_path '.*' cannot be loaded \(.*\); check the folder"
+    ) as caught:
+        load(str(tmp_path))
+    assert "\n" not in str(caught.value)
 
 
 def test_a_folder_without_a_model(tmp_path: Path) -> None:

@@ -114,6 +114,7 @@ def short(response): return 1
         ({"function": "model", "model_path": "m", "options": {"a": 1}}, "takes no reward.options"),
         ({"function": "no_such_module:f"}, "module 'no_such_module' cannot be imported"),
         ({"function": "broken_rewards:f"}, "failed with ZeroDivisionError"),
+        ({"function": "leaving_rewards:f"}, "failed with SystemExit: 3"),
         ({"function": "user_rules:goood"}, "did you mean 'user_rules:good'"),
         ({"function": "user_rules:"}, "write package.module:function"),
         ({"function": "user_rules:short"}, "cannot be called with"),
@@ -126,6 +127,7 @@ def test_unusable_reward(
 ) -> None:
     (tmp_path / "user_rules.py").write_text(USER_MODULE)
     (tmp_path / "broken_rewards.py").write_text("1 / 0")
+    (tmp_path / "leaving_rewards.py").write_text("import sys; sys.exit(3)")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "user_rules", raising=False)
     with pytest.raises(ValueError, match=sentence):

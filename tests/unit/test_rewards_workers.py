@@ -39,12 +39,20 @@ def obey(*, prompt, response, answer, metadata):
         case "child": subprocess.run(["sleep", "1000"])
         case "metadata": return metadata["x"]
         case "slow": time.sleep(0.3)
+        case "fork": return 2.0 if os.fork() else 3.0
+        case "noise": write_everywhere()
     return 1.0
+
+def write_everywhere():
+    for descriptor in range(3, 30):
+        try: os.write(descriptor, b"\\0\\0\\0\\5hello")
+        except OSError: pass
 
 def lengths(*, prompts, responses, answers, metadata, factor=1):
     if "hang" in responses: time.sleep(1000)
     if "short" in responses: return [1.0]
     if "raise" in responses: raise KeyError("k")
+    if "mapping" in responses: return dict.fromkeys(range(len(responses)), 1.0)
     return [factor * len(r) for r in responses]
 '''
 
@@ -76,6 +84,7 @@ def requests(*responses: str) -> list[RewardRequest]:
         ("hang", "ran out of time"),
         ("child", "ran out of time"),
         ("exit", "ended its worker process"),
+        ("noise", "ended its worker process"),
         ("sys.exit", "SystemExit: 3"),
         ("raise", "KeyError: 'k'"),
         ("nan", "returned nan, must be finite"),
@@ -131,6 +140,14 @@ def test_a_stopped_worker_is_replaced() -> None:
         assert (result.scores.tolist(), result.timeouts) == ([-1.0, 1.0], 1)
 
 
+def test_a_function_that_forks_answers_once() -> None:
+    """The child's answer would be taken for the next sample's."""
+    with RewardPool(settings()) as pool:
+        for _ in range(5):
+            result = pool.score(requests("fork", "metadata", "fork", "metadata"))
+            assert (result.scores.tolist(), result.failures) == ([2.0, 1.0, 2.0, 3.0], [])
+
+
 def test_prints_stay_out_of_the_output(capfd: pytest.CaptureFixture[str]) -> None:
     with RewardPool(settings()) as pool:
         pool.score(requests("print"))
@@ -163,6 +180,7 @@ def test_batch_function() -> None:
             ("hang", "ran out of time"),
             ("short", "returned 1 scores for 2 samples"),
             ("raise", "KeyError: 'k'"),
+            ("mapping", "returned a dict, must be a list of numbers"),
         ]:
             result = pool.score(requests("a", response))
             assert result.scores.tolist() == [-1.0, -1.0]

@@ -1,0 +1,14 @@
+"""What tests of data and rewards share."""
+
+from __future__ import annotations
+
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789+=<>"
+
+
+def character_tokenizer(template: str | None = None, alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
+    """One token per character of `alphabet`, no unknown token."""
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template)
