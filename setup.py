@@ -12,7 +12,7 @@ setup(
     description="PPO for large language models on Megatron-Core and SGLang",
     license="Apache-2.0",
     python_requires=">=3.11,<3.13",
-    packages=[*find_packages(include=["megappo", "megappo.*"]), "megappo_kernels"],
+    packages=[*find_packages(include=["megappo", "megappo.*"]), "megappo_kernels", "megappo_kernels.gpu"],
     package_dir={"megappo_kernels": "kernels/megappo_kernels"},
     install_requires=[
         "torch>=2.11",

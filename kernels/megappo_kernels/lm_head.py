@@ -1,26 +1,88 @@
 """Log-probabilities and entropies straight from hidden states, vocabulary-parallel, without the (T, V) logits.
 
-Shape legend: T rows (tokens), H hidden size, V vocabulary rows on this rank, C rows of a chunk.
-
-Per row and rank, with z the scaled logits: m = max z, s = sum e^(z-m), u = sum e^(z-m) (z-m), t = the label's z where
-it lives here. One all-gather of (m, s, u, t) gives M, S, U over the whole vocabulary, and
-
-    logprob = t - M - log S            entropy = log S - U/S
-    dz_j    = [g_l (1[j=y] - p_j) - g_H p_j (z_j - M - U/S)] / temperature,   p_j = e^(z_j-M) / S
-
-The shifted form of the entropy has no cancellation. Backward recomputes the logits of a chunk at a time.
+Forward goes through blocks of rows and fixed slices of the vocabulary, so what a row gets does not depend on the other
+rows. Backward recomputes the logits a slice at a time: the slice's weight gradient is then complete, and only the
+gradient of the hidden states is summed over slices, in float32. See `rows` for the formulas.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_CHUNK_BYTES = 256 * 2**20
-"""Most bytes of float32 logits alive at once."""
+from megappo_kernels.backend import runs_triton
+from megappo_kernels.gemm import LogitsGemm, add_product
+from megappo_kernels.rows import (
+    RowGradients,
+    Scaling,
+    empty_statistics,
+    logits_gradient,
+    logprob_and_entropy,
+    merge_statistics,
+    update_statistics,
+)
+
+# (rows, columns) of logits alive at once in forward. On a CPU they stay in its caches.
+_BLOCK_CPU = (512, 1024)
+_BLOCK_CUDA = (8192, 8192)
+_BACKWARD_BYTES = 512 * 2**20
+
+
+@dataclass(frozen=True)
+class HeadShard:
+    """This rank's part of the vocabulary, and how its logits are made."""
+
+    group: dist.ProcessGroup | None
+    """Ranks that share the vocabulary; None: this one has all of it."""
+    first: int
+    """Token id of the first row."""
+    here: int
+    """Rows that are not padding."""
+    scaling: Scaling
+    exact: bool
+    triton: bool
+
+    @staticmethod
+    def of(
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        labels_T: Tensor,
+        *,
+        temperature: float | Tensor,
+        tp_group: dist.ProcessGroup | None,
+        valid_vocab: int | None,
+        softcap: float | None,
+        exact: bool,
+    ) -> HeadShard:
+        """Check the arguments; raises ValueError."""
+        if hidden_TH.dtype != weight_VH.dtype:
+            raise ValueError(f"hidden is {hidden_TH.dtype} and weight {weight_VH.dtype}, must be one type; cast one")
+        if hidden_TH.shape != (len(labels_T), weight_VH.shape[1]):
+            wanted = (len(labels_T), weight_VH.shape[1])
+            raise ValueError(f"hidden has shape {tuple(hidden_TH.shape)}, must be {wanted} by labels and weight")
+        group, first, here = vocabulary_range(len(weight_VH), tp_group, valid_vocab)
+        scaling = Scaling.of(temperature, softcap, len(labels_T), hidden_TH)
+        return HeadShard(group, first, here, scaling, exact, runs_triton(hidden_TH))
+
+    def compacted(self, rows: Tensor) -> HeadShard:
+        """The same for some of the rows."""
+        return replace(self, scaling=self.scaling.of_rows(rows))
+
+
+def vocabulary_range(
+    rows: int, group: dist.ProcessGroup | None, valid_vocab: int | None
+) -> tuple[dist.ProcessGroup | None, int, int]:
+    """(group or None for a single rank, first token id of this rank, its rows without padding)."""
+    world = dist.get_world_size(group) if group is not None else 1
+    rank = dist.get_rank(group) if group is not None else 0
+    total = valid_vocab if valid_vocab is not None else world * rows
+    if not 0 < total <= world * rows:
+        raise ValueError(f"valid_vocab is {total}, must lie in 1..{world * rows}, the rows of all ranks")
+    return (group if world > 1 else None), rank * rows, max(0, min(rows, total - rank * rows))
 
 
 def linear_logprob(
@@ -28,53 +90,75 @@ def linear_logprob(
     weight_VH: Tensor,
     labels_T: Tensor,
     *,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     tp_group: dist.ProcessGroup | None = None,
     valid_vocab: int | None = None,
+    softcap: float | None = None,
     entropy: bool = True,
     sequence_parallel: bool = False,
+    exact_logits: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Natural log-probability of each label under softmax(hidden @ weight.T / temperature), and the row's entropy.
+    """Log-probability of each label under softmax(cap(hidden @ weight.T) / temperature), and the row's entropy.
 
     Args:
-        hidden_TH: rows, float32 or bfloat16, the same on every rank of `tp_group`.
+        hidden_TH: rows, float32, bfloat16 or float64, the same on every rank of `tp_group`.
         weight_VH: this rank's contiguous rows of the output matrix, same dtype.
         labels_T: int64 token ids of the whole vocabulary, below `valid_vocab`.
-        temperature: divides the logits, > 0.
+        temperature: divides the logits, > 0; a number or (T,).
         tp_group: ranks that share the vocabulary, in order; None: all of it is here.
-        valid_vocab: size of the vocabulary without padding; logits of padded rows count as -inf.
+        valid_vocab: size of the vocabulary without padding; padded rows take no part and get a zero gradient.
+        softcap: logits become softcap * tanh(logits / softcap) before the temperature.
         entropy: whether to compute the entropy; zeros otherwise.
         sequence_parallel: whether the caller sums the gradient of `hidden_TH` over `tp_group` itself (a
             reduce-scatter behind a gather); otherwise it is all-reduced here.
+        exact_logits: float32 logits from bfloat16 inputs. False lets a CPU round them to bfloat16 (up to 2^-8 of a
+            logit) for the speed of its bfloat16 GEMM; on CUDA they are exact either way.
 
     Returns:
-        logprob_T and entropy_T in nats, float32 (float64 for float64 inputs), logprob <= 0.
+        logprob_T <= 0 and entropy_T in nats, float32 (float64 for float64 inputs), differentiable in `hidden_TH` and
+        `weight_VH`.
+
+    Raises ValueError for shapes, types or options that do not fit.
     """
-    world = dist.get_world_size(tp_group) if tp_group is not None else 1
-    rank = dist.get_rank(tp_group) if tp_group is not None else 0
-    first = rank * weight_VH.shape[0]
-    total = valid_vocab if valid_vocab is not None else world * weight_VH.shape[0]
-    here = max(0, min(weight_VH.shape[0], total - first))
-    group = tp_group if world > 1 else None
-    return _LinearLogprob.apply(
-        hidden_TH, weight_VH, labels_T - first, temperature, group, here, entropy, sequence_parallel
+    shard = HeadShard.of(
+        hidden_TH,
+        weight_VH,
+        labels_T,
+        temperature=temperature,
+        tp_group=tp_group,
+        valid_vocab=valid_vocab,
+        softcap=softcap,
+        exact=exact_logits,
     )
+    return _LinearLogprob.apply(hidden_TH, weight_VH, labels_T - shard.first, shard, entropy, not sequence_parallel)
 
 
-def _row_chunks(rows: int, vocab: int) -> list[slice]:
-    size = max(1, _CHUNK_BYTES // (4 * max(1, vocab)))
-    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+def head_statistics(
+    hidden_TH: Tensor, weight_VH: Tensor, local_labels_T: Tensor, shard: HeadShard, *, entropy: bool
+) -> Tensor:
+    """(4, T) statistics of this rank's part of the vocabulary, in one pass over the weight per block of rows."""
+    stats_4T = empty_statistics(len(local_labels_T), hidden_TH)
+    if shard.triton:
+        from megappo_kernels.gpu.head import can_fuse, launch_fused
 
-
-def _logits(hidden_CH: Tensor, weight_VH: Tensor, temperature: float) -> Tensor:
-    """Scaled logits in float32; on CUDA from the GEMM's float32 accumulators, without rounding to bfloat16."""
-    if hidden_CH.dtype != torch.bfloat16:
-        logits_CV = hidden_CH @ weight_VH.T
-    elif hidden_CH.is_cuda:
-        logits_CV = torch.mm(hidden_CH, weight_VH.T, out_dtype=torch.float32)
-    else:
-        logits_CV = (hidden_CH @ weight_VH.T).float()
-    return logits_CV.div_(temperature) if temperature != 1.0 else logits_CV
+        if shard.here and can_fuse(hidden_TH, weight_VH):
+            return launch_fused(hidden_TH, weight_VH[: shard.here], local_labels_T, shard.scaling, entropy=entropy)
+    block, width = _BLOCK_CUDA if hidden_TH.is_cuda else _BLOCK_CPU
+    width = min(width, max(1, shard.here))
+    for start in range(0, len(local_labels_T), block):
+        rows = slice(start, start + block)
+        gemm = LogitsGemm(hidden_TH[rows], width, exact=shard.exact)
+        for first in range(0, shard.here, width):
+            logits_CW = gemm(weight_VH[first : min(first + width, shard.here)])
+            update_statistics(
+                stats_4T[:, rows],
+                logits_CW,
+                local_labels_T[rows] - first,
+                shard.scaling.of_rows(rows),
+                entropy=entropy,
+                triton=shard.triton,
+            )
+    return stats_4T
 
 
 class _LinearLogprob(torch.autograd.Function):
@@ -84,111 +168,57 @@ class _LinearLogprob(torch.autograd.Function):
         hidden_TH: Tensor,
         weight_VH: Tensor,
         local_labels_T: Tensor,
-        temperature: float,
-        group: dist.ProcessGroup | None,
-        here: int,
+        shard: HeadShard,
         entropy: bool,
-        sequence_parallel: bool,
+        reduce_hidden: bool,
     ) -> tuple[Tensor, Tensor]:
-        dtype = torch.float64 if hidden_TH.dtype == torch.float64 else torch.float32
-        rows = len(local_labels_T)
-        # m, s, u, t per row; a rank without valid rows contributes the neutral element.
-        stats_4T = torch.zeros(4, rows, dtype=dtype, device=hidden_TH.device)
-        stats_4T[0] = stats_4T[3] = -torch.inf
-        if here:
-            for chunk in _row_chunks(rows, here):
-                logits_CV = _logits(hidden_TH[chunk], weight_VH[:here], temperature)
-                stats_4T[:, chunk] = _row_statistics(logits_CV, local_labels_T[chunk], entropy)
-        max_T, sum_T, weighted_T, target_T = _combine(stats_4T, group)
-        ctx.save_for_backward(hidden_TH, weight_VH, local_labels_T, max_T, sum_T, weighted_T)
-        ctx.temperature, ctx.group, ctx.here = temperature, group, here
-        ctx.sequence_parallel = sequence_parallel
+        stats_4T = head_statistics(hidden_TH, weight_VH, local_labels_T, shard, entropy=entropy)
+        stats_4T = merge_statistics(stats_4T, shard.group)
+        ctx.save_for_backward(hidden_TH, weight_VH, local_labels_T, stats_4T)
+        ctx.shard, ctx.reduce_hidden, ctx.has_entropy = shard, reduce_hidden, entropy
         ctx.set_materialize_grads(False)
-        logprob_T = (target_T - max_T - sum_T.log()).clamp_(max=0.0)
-        entropy_T = sum_T.log() - weighted_T / sum_T if entropy else torch.zeros_like(sum_T)
-        return logprob_T, entropy_T
+        return logprob_and_entropy(stats_4T, entropy=entropy)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        grad_logprob_T, grad_entropy_T = grads
+        grad_logprob_T, grad_entropy_T = grads[0], grads[1] if ctx.has_entropy else None
         if grad_logprob_T is None and grad_entropy_T is None:
-            return (None,) * 8
-        hidden_TH, weight_VH, local_labels_T, max_T, sum_T, weighted_T = ctx.saved_tensors
-        accumulate = torch.float64 if hidden_TH.dtype == torch.float64 else torch.float32
-        grad_hidden_TH = torch.zeros_like(hidden_TH)
-        grad_weight_VH = torch.zeros(weight_VH.shape, dtype=accumulate, device=weight_VH.device)
-        weight_here = weight_VH[: ctx.here]
-        for chunk in _row_chunks(len(local_labels_T), ctx.here) if ctx.here else ():
-            shifted_CV = _logits(hidden_TH[chunk], weight_here, ctx.temperature).sub_(max_T[chunk, None])
-            grad_CV = _logits_gradient(
-                shifted_CV,
-                local_labels_T[chunk],
-                sum_T[chunk],
-                weighted_T[chunk],
-                None if grad_logprob_T is None else grad_logprob_T[chunk],
-                None if grad_entropy_T is None else grad_entropy_T[chunk],
-            ).div_(ctx.temperature)
-            grad_CV = grad_CV.to(weight_VH.dtype)
-            grad_hidden_TH[chunk] = grad_CV @ weight_here
-            grad_weight_VH[: ctx.here] += grad_CV.T @ hidden_TH[chunk]
-        if ctx.group is not None and not ctx.sequence_parallel:
-            dist.all_reduce(grad_hidden_TH, group=ctx.group)
-        return grad_hidden_TH, grad_weight_VH.to(weight_VH.dtype), None, None, None, None, None, None
+            return (None,) * 6
+        hidden_TH, weight_VH, local_labels_T, stats_4T = ctx.saved_tensors
+        if grad_logprob_T is None:
+            grad_logprob_T = torch.zeros_like(stats_4T[0])
+        # Rows without an upstream gradient have none to give: clipped tokens cost nothing.
+        rows_N = torch.nonzero((grad_logprob_T != 0) | (0 if grad_entropy_T is None else grad_entropy_T != 0)).squeeze(
+            1
+        )
+        gradients = RowGradients.of(stats_4T, grad_logprob_T, grad_entropy_T).of_rows(rows_N)
+        grad_hidden_NH, grad_weight_VH = _recomputed_gradients(
+            hidden_TH[rows_N], weight_VH, local_labels_T[rows_N], gradients, ctx.shard.compacted(rows_N)
+        )
+        grad_hidden_TH = torch.zeros_like(hidden_TH).index_copy_(0, rows_N, grad_hidden_NH.to(hidden_TH.dtype))
+        if ctx.shard.group is not None and ctx.reduce_hidden:
+            dist.all_reduce(grad_hidden_TH, group=ctx.shard.group)
+        return grad_hidden_TH, grad_weight_VH, None, None, None, None
 
 
-def _row_statistics(logits_CV: Tensor, labels_C: Tensor, entropy: bool) -> Tensor:
-    """(4, C): m, s, u, t of the module's docstring; destroys the logits."""
-    max_C = logits_CV.amax(-1)
-    elsewhere_C = (labels_C < 0) | (labels_C >= logits_CV.shape[1])
-    target_C = logits_CV.gather(1, labels_C.masked_fill(elsewhere_C, 0)[:, None]).squeeze(1)
-    target_C = target_C.masked_fill(elsewhere_C, -torch.inf)
-    shifted_CV = logits_CV.sub_(max_C[:, None])
-    if not entropy:
-        return torch.stack([max_C, shifted_CV.exp_().sum(-1), torch.zeros_like(max_C), target_C])
-    exp_CV = shifted_CV.exp()
-    return torch.stack([max_C, exp_CV.sum(-1), exp_CV.mul_(shifted_CV).sum(-1), target_C])
-
-
-def _combine(stats_4T: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(M, S, U, t) over the whole vocabulary, by one all-gather; the order of ranks fixes the order of sums."""
-    if group is None:
-        max_T, sum_T, weighted_T, target_T = stats_4T.unbind(0)
-        return max_T, sum_T, weighted_T, target_T
-    gathered = [torch.empty_like(stats_4T) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, stats_4T, group=group)
-    stats_R4T = torch.stack(gathered)
-    max_T = stats_R4T[:, 0].amax(0)
-    shift_RT = stats_R4T[:, 0] - max_T
-    scale_RT = shift_RT.exp()
-    # A rank without valid vocabulary has m = -inf, s = u = 0: its products must be 0, not NaN.
-    shift_RT = shift_RT.masked_fill(torch.isinf(shift_RT), 0.0)
-    sum_T = (scale_RT * stats_R4T[:, 1]).sum(0)
-    weighted_T = (scale_RT * (stats_R4T[:, 2] + shift_RT * stats_R4T[:, 1])).sum(0)
-    return max_T, sum_T, weighted_T, stats_R4T[:, 3].amax(0)
-
-
-def _logits_gradient(
-    shifted_CV: Tensor,
-    labels_C: Tensor,
-    sum_C: Tensor,
-    weighted_C: Tensor,
-    grad_logprob_C: Tensor | None,
-    grad_entropy_C: Tensor | None,
-) -> Tensor:
-    """Gradient of the scaled logits from z - M; destroys its input."""
-    prob_CV = shifted_CV.exp().div_(sum_C[:, None])
-    if grad_entropy_C is None:
-        grad_CV = prob_CV
-        assert grad_logprob_C is not None
-        grad_CV.mul_(-grad_logprob_C[:, None])
-    else:
-        # p * -(g_l + g_H (z - M - U/S))
-        factor_CV = shifted_CV.sub_((weighted_C / sum_C)[:, None]).mul_(grad_entropy_C[:, None])
-        if grad_logprob_C is not None:
-            factor_CV.add_(grad_logprob_C[:, None])
-        grad_CV = prob_CV.mul_(factor_CV).neg_()
-    if grad_logprob_C is not None:
-        here_C = (labels_C >= 0) & (labels_C < grad_CV.shape[1])
-        column_C = labels_C.masked_fill(~here_C, 0)[:, None]
-        grad_CV.scatter_add_(1, column_C, torch.where(here_C, grad_logprob_C, 0.0)[:, None].to(grad_CV.dtype))
-    return grad_CV
+def _recomputed_gradients(
+    hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, gradients: RowGradients, shard: HeadShard
+) -> tuple[Tensor, Tensor]:
+    """(gradient of the hidden rows in float32 or float64, of the weight in its own type)."""
+    n = len(hidden_NH)
+    grad_hidden_NH = torch.zeros(hidden_NH.shape, dtype=gradients.max_C.dtype, device=hidden_NH.device)
+    grad_weight_VH = torch.zeros_like(weight_VH)
+    if not (n and shard.here):
+        return grad_hidden_NH, grad_weight_VH
+    width = _BLOCK_CUDA[1] if hidden_NH.is_cuda else _BLOCK_CPU[1]
+    width = min(width, shard.here, max(256, _BACKWARD_BYTES // (6 * n) // 256 * 256))
+    gemm = LogitsGemm(hidden_NH, width, exact=shard.exact)
+    low = torch.empty(n * width, dtype=weight_VH.dtype, device=weight_VH.device)
+    for first in range(0, shard.here, width):
+        columns = slice(first, min(first + width, shard.here))
+        logits_NW = gemm(weight_VH[columns])
+        out_NW = logits_NW if low.dtype == logits_NW.dtype else low[: logits_NW.numel()].view(logits_NW.shape)
+        logits_gradient(logits_NW, labels_N - first, gradients, shard.scaling, out_NW, triton=shard.triton)
+        add_product(grad_hidden_NH, out_NW, weight_VH[columns])
+        torch.mm(out_NW.T, hidden_NH, out=grad_weight_VH[columns])
+    return grad_hidden_NH, grad_weight_VH

@@ -218,7 +218,8 @@ def value_loss(
     if clip is not None:
         old = clean(old_values, mask)
         clipped_square = (old + (values - old).clamp(-clip, clip) - returns).square()
-        is_clipped = clipped_square > square
+        # Within the clip the two squares differ by rounding only.
+        is_clipped = ((values - old).abs() > clip) & (clipped_square > square)
         worst = torch.maximum(square, clipped_square)
     loss = 0.5 * (clean(weights, mask) * worst).sum()
     sums = {

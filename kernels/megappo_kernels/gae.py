@@ -1,0 +1,159 @@
+"""Generalised advantage estimation (Schulman et al. 2016, eq. 16) over masked, padded or packed sequences.
+
+From the last token to the first, with m the mask, n the next value and g the running advantage:
+
+    n' = (1-m) n + m v        g' = (1-m + m gamma lam) g + m gamma n + m (r - v)
+
+Masked tokens are as if they were not there: values and rewards pass over them undecayed. Each step is an affine map of
+(n, g), and affine maps compose, so the recursion is an associative scan.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megappo_kernels.backend import runs_triton
+
+_FEW_ROWS = 4096
+"""Up to so many concurrent rows it pays to cut each row into pieces that advance together."""
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float,
+    lam: float,
+    bootstrap: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Advantages (not whitened) and returns = advantages + values; both 0 where the mask is 0.
+
+    Args:
+        rewards, values: float32 or float64; (B, T) padded, or (N,) packed sequences end to end.
+        mask: same shape, bool, or a number in [0, 1] for a token that counts in part.
+        gamma, lam: discount and trace decay.
+        bootstrap: (B,) or (S,) value of the state after each sequence's last token; default: 0, the sequence ended.
+        cu_seqlens: (S + 1,) int64 starts of the packed sequences and N at the end; None: padded.
+
+    Raises ValueError for shapes that do not fit. Masked positions may hold anything.
+    """
+    if rewards.shape != values.shape or mask.shape != values.shape:
+        raise ValueError(
+            f"rewards {tuple(rewards.shape)}, values {tuple(values.shape)} and mask {tuple(mask.shape)} differ in shape"
+        )
+    if values.dim() != (2 if cu_seqlens is None else 1):
+        raise ValueError(f"values has shape {tuple(values.shape)}; pass (B, T), or (N,) with cu_seqlens")
+    sequences = len(values) if cu_seqlens is None else len(cu_seqlens) - 1
+    if bootstrap is None:
+        bootstrap = values.new_zeros(sequences)
+    elif bootstrap.shape != (sequences,):
+        raise ValueError(f"bootstrap has shape {tuple(bootstrap.shape)}, must be ({sequences},), one per sequence")
+    valid = mask != 0
+    rewards, values_clean = rewards.masked_fill(~valid, 0.0), values.masked_fill(~valid, 0.0)
+    if runs_triton(values):
+        from megappo_kernels.gpu.gae import launch_gae
+
+        advantages = launch_gae(rewards, values_clean, mask, gamma, lam, bootstrap.to(values.dtype), cu_seqlens)
+    elif cu_seqlens is not None:
+        advantages = _packed(rewards, values_clean, mask, gamma, lam, bootstrap.to(values.dtype), cu_seqlens)
+    else:
+        advantages = _padded(rewards, values_clean, mask, gamma, lam, bootstrap.to(values.dtype))
+    advantages = advantages.masked_fill_(~valid, 0.0)
+    return advantages, advantages + values_clean
+
+
+def _packed(
+    rewards_N: Tensor,
+    values_N: Tensor,
+    mask_N: Tensor,
+    gamma: float,
+    lam: float,
+    bootstrap_S: Tensor,
+    cu_seqlens: Tensor,
+) -> Tensor:
+    """Unpack to (S, longest), left-aligned, and pack the result again."""
+    lengths_S = cu_seqlens.diff()
+    if not len(lengths_S) or not len(values_N):
+        return torch.zeros_like(values_N)
+    positions_T = torch.arange(int(lengths_S.max()), device=values_N.device)
+    inside_ST = positions_T < lengths_S[:, None]
+
+    def unpack(packed_N: Tensor) -> Tensor:
+        return packed_N.new_zeros(inside_ST.shape).masked_scatter_(inside_ST, packed_N)
+
+    padded = (unpack(rewards_N), unpack(values_N), unpack(mask_N))
+    return _padded(*padded, gamma, lam, bootstrap_S)[inside_ST]
+
+
+def _padded(
+    rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float, bootstrap_B: Tensor
+) -> Tensor:
+    if not values_BT.numel():
+        return torch.zeros_like(values_BT)
+    if mask_BT.dtype != torch.bool:
+        return _steps(rewards_BT, values_BT, mask_BT, gamma, lam, bootstrap_B)
+    deltas_BT = rewards_BT + gamma * _next_values(values_BT, mask_BT, bootstrap_B) - values_BT
+    deltas_BT = deltas_BT.masked_fill_(~mask_BT, 0.0)
+    return _decayed_sums(deltas_BT, mask_BT, gamma * lam)
+
+
+def _steps(
+    rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float, bootstrap_B: Tensor
+) -> Tensor:
+    """The recursion for fractional masks, step by step; (T, B) layout, so each step reads contiguous memory."""
+    mask_TB = mask_BT.to(values_BT.dtype).T.contiguous()
+    values_TB = values_BT.T.contiguous()
+    surplus_TB = (rewards_BT - values_BT).T * mask_TB
+    decay_TB, reach_TB = 1 - mask_TB + mask_TB * (gamma * lam), mask_TB * gamma
+    advantages_TB = torch.empty_like(values_TB)
+    following_B, running_B = bootstrap_B.clone(), torch.zeros_like(bootstrap_B)
+    for t in range(len(values_TB) - 1, -1, -1):
+        torch.addcmul(surplus_TB[t], reach_TB[t], following_B, out=advantages_TB[t])
+        running_B = advantages_TB[t].addcmul_(decay_TB[t], running_B)
+        following_B = torch.lerp(following_B, values_TB[t], mask_TB[t])
+    return advantages_TB.T.contiguous()
+
+
+def _next_values(values_BT: Tensor, mask_BT: Tensor, bootstrap_B: Tensor) -> Tensor:
+    """The value of the next valid token after each position, or the bootstrap value."""
+    rows, length = values_BT.shape
+    extended = torch.cat([values_BT, bootstrap_B[:, None]], dim=1)
+    positions_T = torch.arange(1, length, device=values_BT.device, dtype=torch.int32)
+    # Position t looks from t + 1 on; reversed, the nearest valid position is a running minimum.
+    valid_from = torch.full((rows, length), length, device=values_BT.device, dtype=torch.int32)
+    valid_from[:, :-1] = torch.where(mask_BT[:, 1:], positions_T, length)
+    nearest = valid_from.flip(1).cummin(1).values.flip(1)
+    return extended.gather(1, nearest.long())
+
+
+def _decayed_sums(deltas_BT: Tensor, mask_BT: Tensor, decay: float) -> Tensor:
+    """g_t = (decay if valid else 1) * g_{t+1} + delta_t, from the right; delta is 0 where masked.
+
+    Rows are cut into pieces of about sqrt(T) tokens. All pieces advance one token at a time together, then the carries
+    run over the pieces, and each position receives its piece's carry times the decay of the tokens in between.
+    """
+    rows, length = deltas_BT.shape
+    piece = max(1, round(length**0.5)) if rows <= _FEW_ROWS else length
+    pieces = -(-length // piece)
+    missing = pieces * piece - length
+    if missing:
+        deltas_BT = torch.nn.functional.pad(deltas_BT, (0, missing))
+        mask_BT = torch.nn.functional.pad(mask_BT, (0, missing))
+    # (piece, pieces, B): a step of all pieces is contiguous.
+    sums_LKB = deltas_BT.view(rows, pieces, piece).permute(2, 1, 0).contiguous()
+    mask_LKB = mask_BT.view(rows, pieces, piece).permute(2, 1, 0).contiguous()
+    factors_LKB = torch.ones_like(sums_LKB).masked_fill_(mask_LKB, decay)
+    for i in range(piece - 2, -1, -1):
+        sums_LKB[i].addcmul_(factors_LKB[i], sums_LKB[i + 1])
+        # From here on: the decay from this token to the end of its piece.
+    if pieces > 1:
+        for i in range(piece - 2, -1, -1):
+            factors_LKB[i].mul_(factors_LKB[i + 1])
+        carries_KB = torch.zeros_like(sums_LKB[0])
+        for k in range(pieces - 2, -1, -1):
+            torch.addcmul(sums_LKB[0, k + 1], factors_LKB[0, k + 1], carries_KB[k + 1], out=carries_KB[k])
+        sums_LKB.addcmul_(factors_LKB, carries_KB)
+    return sums_LKB.permute(2, 1, 0).reshape(rows, pieces * piece)[:, :length].contiguous()

@@ -1,0 +1,90 @@
+"""Triton: GAE as an associative scan of affine maps, one program a sequence, block by block from its end.
+
+A token turns (n, g) into (a n + b, c g + d n + e) with a = 1-m, b = m v, c = 1-m + m gamma lam, d = m gamma and
+e = m (r - v). A token that is masked, or not there, is the identity.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK, WARPS = 1024, 4
+
+
+@triton.jit
+def compose(a1, b1, c1, d1, e1, a2, b2, c2, d2, e2):
+    """First the map of the tokens on the right (1), then that of those on the left (2)."""
+    return a2 * a1, a2 * b1 + b2, c2 * c1, c2 * d1 + d2 * a1, c2 * e1 + d2 * b1 + e2
+
+
+@triton.jit
+def gae_kernel(
+    rewards,
+    values,
+    mask,
+    bootstrap,
+    advantages,
+    starts,
+    length,
+    gamma,
+    lam,
+    PACKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Padded: sequence i is row i of (B, length). Packed: it lies between starts[i] and starts[i + 1]."""
+    sequence = tl.program_id(0).to(tl.int64)
+    if PACKED:
+        first = tl.load(starts + sequence)
+        length = (tl.load(starts + sequence + 1) - first).to(tl.int32)
+    else:
+        first = sequence * length
+    n0 = tl.load(bootstrap + sequence).to(tl.float32)
+    g0 = n0 * 0
+    lanes = tl.arange(0, BLOCK)
+    for block in range(0, tl.cdiv(length, BLOCK)):
+        positions = length - (block + 1) * BLOCK + lanes
+        inside = positions >= 0
+        m = tl.load(mask + first + positions, mask=inside, other=0.0).to(tl.float32)
+        v = tl.load(values + first + positions, mask=inside, other=0.0).to(tl.float32)
+        r = tl.load(rewards + first + positions, mask=inside, other=0.0).to(tl.float32)
+        a, b, c, d, e = tl.associative_scan(
+            (1 - m, m * v, 1 - m + m * gamma * lam, m * gamma, m * (r - v)), 0, compose, reverse=True
+        )
+        n, g = a * n0 + b, c * g0 + d * n0 + e
+        tl.store(advantages + first + positions, g, mask=inside)
+        # The leftmost lane has seen the whole block.
+        n0 = tl.sum(tl.where(lanes == 0, n, 0.0), 0)
+        g0 = tl.sum(tl.where(lanes == 0, g, 0.0), 0)
+
+
+def launch_gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    gamma: float,
+    lam: float,
+    bootstrap: Tensor,
+    cu_seqlens: Tensor | None,
+) -> Tensor:
+    """Advantages from cleaned rewards and values; masked positions hold the running value."""
+    advantages = torch.empty_like(values, memory_format=torch.contiguous_format)
+    if not values.numel():
+        return advantages
+    gae_kernel[(len(bootstrap),)](
+        rewards.contiguous(),
+        values.contiguous(),
+        (mask.view(torch.uint8) if mask.dtype == torch.bool else mask).contiguous(),
+        bootstrap,
+        advantages,
+        cu_seqlens if cu_seqlens is not None else advantages,
+        values.shape[-1],
+        gamma,
+        lam,
+        PACKED=cu_seqlens is not None,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+    )
+    return advantages

@@ -1,0 +1,40 @@
+"""Triton: count, mean and sum of squared deviations of blocks of masked values."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK, WARPS = 4096, 8
+
+
+@triton.jit
+def whiten_kernel(values, mask, partials, n, BLOCK: tl.constexpr):
+    """partials[program, 3]."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    valid = tl.load(mask + offsets, mask=offsets < n, other=0) != 0
+    x = tl.load(values + offsets, mask=valid, other=0.0).to(tl.float32)
+    count = tl.sum(valid.to(tl.float32), 0)
+    mean = tl.sum(x, 0) / tl.maximum(count, 1.0)
+    deviation = tl.where(valid, x - mean, 0.0)
+    partials += tl.program_id(0) * 3
+    tl.store(partials, count)
+    tl.store(partials + 1, mean)
+    tl.store(partials + 2, tl.sum(deviation * deviation, 0))
+
+
+def launch_partials(values: Tensor, mask: Tensor) -> Tensor:
+    """(blocks, 3) float64 statistics."""
+    programs = max(1, triton.cdiv(values.numel(), BLOCK))
+    partials = torch.empty(programs, 3, dtype=torch.float32, device=values.device)
+    whiten_kernel[(programs,)](
+        values.contiguous(),
+        mask.contiguous().view(torch.uint8),
+        partials,
+        values.numel(),
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+    )
+    return partials.double()

@@ -1,0 +1,121 @@
+"""Log-probabilities and entropies from vocabulary-parallel logits that exist already.
+
+Forward reads the logits once. Backward overwrites them with their gradient, so a training step holds one copy of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megappo_kernels.backend import runs_triton
+from megappo_kernels.lm_head import HeadShard, vocabulary_range
+from megappo_kernels.rows import (
+    RowGradients,
+    Scaling,
+    empty_statistics,
+    logits_gradient,
+    logprob_and_entropy,
+    merge_statistics,
+    update_statistics,
+)
+
+_CPU_BLOCK_BYTES = 4 * 2**20
+
+
+def logits_logprob(
+    logits_TV: Tensor,
+    labels_T: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    tp_group: dist.ProcessGroup | None = None,
+    valid_vocab: int | None = None,
+    softcap: float | None = None,
+    entropy: bool = True,
+    inplace_backward: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each label under softmax(cap(logits) / temperature), and the row's entropy.
+
+    Args:
+        logits_TV: this rank's columns of the logits, float32, bfloat16, float16 or float64; read, never written, in
+            forward.
+        labels_T: int64 token ids of the whole vocabulary, below `valid_vocab`.
+        temperature: divides the logits, > 0; a number or (T,).
+        tp_group: ranks that share the vocabulary, in order; None: all of it is here.
+        valid_vocab: size of the vocabulary without padding; padded columns take no part.
+        softcap: logits become softcap * tanh(logits / softcap) before the temperature.
+        entropy: whether to compute the entropy; zeros otherwise.
+        inplace_backward: whether backward puts the gradient where the logits are. Using the logits after that is an
+            error that autograd reports. A leaf is never overwritten.
+
+    Returns:
+        logprob_T <= 0 and entropy_T in nats, float32 (float64 for float64 logits), differentiable in `logits_TV`.
+
+    Raises ValueError for shapes or options that do not fit.
+    """
+    if logits_TV.shape[:-1] != labels_T.shape or labels_T.dim() != 1:
+        raise ValueError(f"logits are {tuple(logits_TV.shape)} and labels {tuple(labels_T.shape)}; pass (T, V), (T,)")
+    group, first, here = vocabulary_range(logits_TV.shape[1], tp_group, valid_vocab)
+    scaling = Scaling.of(temperature, softcap, len(labels_T), logits_TV)
+    shard = HeadShard(group, first, here, scaling, exact=True, triton=runs_triton(logits_TV))
+    inplace = inplace_backward and not logits_TV.is_leaf
+    return _LogitsLogprob.apply(logits_TV, labels_T - first, shard, entropy, inplace)
+
+
+def _blocks(logits_TV: Tensor, triton: bool) -> list[slice]:
+    rows = len(logits_TV)
+    step = rows if triton else max(1, _CPU_BLOCK_BYTES // (4 * logits_TV.shape[1]))
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, max(1, step))]
+
+
+class _LogitsLogprob(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits_TV: Tensor, local_labels_T: Tensor, shard: HeadShard, entropy: bool, inplace: bool
+    ) -> tuple[Tensor, Tensor]:
+        stats_4T = empty_statistics(len(local_labels_T), logits_TV)
+        blocks = _blocks(logits_TV, shard.triton) if shard.here else []
+        size = 0 if shard.triton or not blocks else (blocks[0].stop - blocks[0].start) * shard.here
+        scratch = (stats_4T.new_empty(size), stats_4T.new_empty(size))
+        for rows in blocks:
+            update_statistics(
+                stats_4T[:, rows],
+                logits_TV[rows, : shard.here],
+                local_labels_T[rows],
+                shard.scaling.of_rows(rows),
+                entropy=entropy,
+                scratch=scratch,
+                triton=shard.triton,
+            )
+        stats_4T = merge_statistics(stats_4T, shard.group)
+        ctx.save_for_backward(logits_TV, local_labels_T, stats_4T)
+        ctx.shard, ctx.has_entropy, ctx.inplace = shard, entropy, inplace
+        ctx.set_materialize_grads(False)
+        return logprob_and_entropy(stats_4T, entropy=entropy)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad_logprob_T, grad_entropy_T = grads[0], grads[1] if ctx.has_entropy else None
+        if grad_logprob_T is None and grad_entropy_T is None:
+            return (None,) * 5
+        logits_TV, local_labels_T, stats_4T = ctx.saved_tensors
+        shard: HeadShard = ctx.shard
+        if grad_logprob_T is None:
+            grad_logprob_T = torch.zeros_like(stats_4T[0])
+        out_TV = logits_TV if ctx.inplace else torch.empty_like(logits_TV)
+        gradients = RowGradients.of(stats_4T, grad_logprob_T, grad_entropy_T)
+        for rows in _blocks(logits_TV, shard.triton) if shard.here else []:
+            block_CV = logits_TV[rows, : shard.here]
+            logits_gradient(
+                block_CV if shard.triton else block_CV.to(stats_4T.dtype, copy=True),
+                local_labels_T[rows],
+                gradients.of_rows(rows),
+                shard.scaling.of_rows(rows),
+                out_TV[rows, : shard.here],
+                triton=shard.triton,
+            )
+        out_TV[:, shard.here :].zero_()
+        return out_TV, None, None, None, None

@@ -1,0 +1,273 @@
+"""The output layer and the policy loss in one pass: 6NHV, nothing recomputed, no (T, V) logits.
+
+All that the gradient of a token's logits depends on (its log-probability, its entropy and known constants) is there
+as soon as its logits are. So forward goes through chunks of rows, and for each of them: logits, statistics, one
+exchange between the ranks that share the vocabulary, the loss, the gradient of the logits in place, and from it the
+gradients of the hidden states and of the weight. Backward has nothing left to do. Rows without weight in the loss are
+left out altogether.
+
+Shape legend: T rows, N rows that count, C rows of a chunk, H hidden size, V vocabulary rows on this rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megappo_kernels.gemm import MIN_ROWS, LogitsGemm, add_product
+from megappo_kernels.lm_head import HeadShard
+from megappo_kernels.losses import (
+    POLICY_METRICS,
+    Loss,
+    PolicyInputs,
+    PolicyObjective,
+    policy_loss_of,
+    policy_metrics,
+    policy_terms,
+)
+from megappo_kernels.rows import (
+    RowGradients,
+    empty_statistics,
+    logits_gradient,
+    logprob_and_entropy,
+    merge_statistics,
+    update_statistics,
+)
+
+_CHUNK_BYTES_CPU = 256 * 2**20
+_CHUNK_BYTES_CUDA = 2 * 2**30
+_CHUNK_ROWS = 128
+"""Chunks are a multiple of this where they hold so many."""
+_SLICE_CPU = 1024
+
+
+@dataclass(frozen=True)
+class HeadLoss(Loss):
+    """The loss with what it was made of; detached, zeros for rows that do not count."""
+
+    logprob_T: Tensor
+    entropy_T: Tensor
+
+
+def ppo_head_loss(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    labels_T: Tensor,
+    inputs: PolicyInputs,
+    *,
+    objective: PolicyObjective | None = None,
+    temperature: float | Tensor = 1.0,
+    tp_group: dist.ProcessGroup | None = None,
+    valid_vocab: int | None = None,
+    softcap: float | None = None,
+    sequence_parallel: bool = False,
+    accumulate_main_grad: bool = False,
+    upstream: float = 1.0,
+) -> HeadLoss:
+    """The policy loss of labels under softmax(cap(hidden @ weight.T) / temperature), differentiable in both factors.
+
+    Equal to `policy_loss` on the outputs of `linear_logprob`, for 6 instead of 8 NHV operations.
+
+    Args:
+        hidden_TH, weight_VH, labels_T, temperature, tp_group, valid_vocab, softcap, sequence_parallel: as for
+            `linear_logprob`.
+        inputs: (T,) each. Rows whose mask is False or whose weight is 0 are skipped: they cost nothing, add nothing to
+            the metrics and get a zero gradient.
+        objective: default: PPO-clip with 0.2.
+        accumulate_main_grad: add the weight's gradient to `weight.main_grad` (float32, Megatron's) during forward and
+            set `weight.grad_added_to_main_grad`; backward then hands autograd a placeholder.
+        upstream: with `accumulate_main_grad`, the gradient that the loss will receive in backward, which refuses
+            any other.
+
+    Returns:
+        The loss in float32 (float64 for float64), POLICY_METRICS, and the rows' log-probabilities and entropies.
+
+    Raises ValueError for shapes, types or options that do not fit.
+    """
+    for name, tensor in inputs.tensors().items():
+        if tensor.shape != labels_T.shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, must be {tuple(labels_T.shape)} by the labels")
+    if inputs.mask.dtype != torch.bool:
+        raise TypeError(f"mask has dtype {inputs.mask.dtype}, must be torch.bool; pass mask.bool()")
+    if accumulate_main_grad and not hasattr(weight_VH, "main_grad"):
+        raise ValueError("the weight has no main_grad; wrap the model in Megatron's DistributedDataParallel")
+    shard = HeadShard.of(
+        hidden_TH,
+        weight_VH,
+        labels_T,
+        temperature=temperature,
+        tp_group=tp_group,
+        valid_vocab=valid_vocab,
+        softcap=softcap,
+        exact=True,
+    )
+    options = _Options(
+        shard, objective or PolicyObjective(), accumulate_main_grad, upstream if accumulate_main_grad else 1.0
+    )
+    loss, sums, logprob_T, entropy_T = _PPOHeadLoss.apply(
+        hidden_TH, weight_VH, labels_T - shard.first, inputs, options, not sequence_parallel
+    )
+    return HeadLoss(loss, policy_metrics(sums), logprob_T, entropy_T)
+
+
+@dataclass(frozen=True)
+class _Options:
+    shard: HeadShard
+    objective: PolicyObjective
+    accumulate_main_grad: bool
+    upstream: float
+
+
+class _PPOHeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TH: Tensor,
+        weight_VH: Any,  # Megatron adds attributes to it
+        local_labels_T: Tensor,
+        inputs: PolicyInputs,
+        options: _Options,
+        reduce_hidden: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        rows_N = torch.nonzero(inputs.mask & (inputs.weights != 0)).squeeze(1)
+        trains = any(ctx.needs_input_grad[:2])
+        grad_weight_VH = None
+        if trains:
+            grad_weight_VH = weight_VH.main_grad if options.accumulate_main_grad else _accumulator(weight_VH)
+        chunks = _Chunks(hidden_TH[rows_N], weight_VH, local_labels_T[rows_N], inputs.of_rows(rows_N), options, rows_N)
+        chunks.run(grad_weight_VH)
+        outputs_2T = chunks.outputs_2N.new_zeros(2, len(local_labels_T)).index_copy_(1, rows_N, chunks.outputs_2N)
+        if trains:
+            grad_hidden_TH = torch.zeros_like(hidden_TH).index_copy_(0, rows_N, chunks.grad_hidden_NH)
+            ctx.save_for_backward(weight_VH)
+            ctx.grads = grad_hidden_TH, None if options.accumulate_main_grad else grad_weight_VH
+            if options.accumulate_main_grad:
+                weight_VH.grad_added_to_main_grad = True
+        ctx.options = options
+        ctx.group = options.shard.group if reduce_hidden else None
+        logprob_T, entropy_T = outputs_2T.unbind(0)
+        ctx.mark_non_differentiable(chunks.sums, logprob_T, entropy_T)
+        return policy_loss_of(chunks.sums).to(logprob_T.dtype), chunks.sums, logprob_T, entropy_T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (weight_VH,) = ctx.saved_tensors
+        grad_hidden_TH, grad_weight_VH = ctx.grads
+        options: _Options = ctx.options
+        if options.accumulate_main_grad:
+            _expect_upstream(grads[0], options.upstream)
+            # Megatron's hook wants a gradient to come; it adds it only to weights that are embeddings too.
+            shared = getattr(weight_VH, "zero_out_wgrad", False)
+            grad_weight_VH = torch.zeros_like(weight_VH) if shared else torch.empty_like(weight_VH)
+        else:
+            grad_hidden_TH = grad_hidden_TH * grads[0].to(grad_hidden_TH.dtype)
+            grad_weight_VH = (grad_weight_VH * grads[0]).to(weight_VH.dtype)
+        if ctx.group is not None:
+            dist.all_reduce(grad_hidden_TH, group=ctx.group)
+        return grad_hidden_TH, grad_weight_VH, None, None, None, None
+
+
+def _expect_upstream(grad: Tensor, upstream: float) -> None:
+    """The weight's gradient is in main_grad already, so the loss must receive what was declared."""
+    if grad.is_cuda:
+        torch._assert_async(grad == upstream)
+    elif float(grad) != upstream:
+        raise RuntimeError(f"the loss received the gradient {float(grad)}, but upstream={upstream} was declared")
+
+
+def _accumulator(weight_VH: Tensor) -> Tensor:
+    wide = weight_VH.dtype if weight_VH.dtype == torch.float64 else torch.float32
+    return torch.zeros(weight_VH.shape, dtype=wide, device=weight_VH.device)
+
+
+class _Chunks:
+    """The rows that count, chunk by chunk, in buffers that are reused."""
+
+    def __init__(
+        self,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        labels_N: Tensor,
+        inputs_N: PolicyInputs,
+        options: _Options,
+        rows_N: Tensor,
+    ) -> None:
+        self.hidden_NH, self.labels_N, self.inputs_N, self.options = hidden_NH, labels_N, inputs_N, options
+        self.shard = options.shard.compacted(rows_N)
+        self.weight_VH = weight_VH[: self.shard.here]
+        n, device = len(labels_N), hidden_NH.device
+        dtype = torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32
+        self.outputs_2N = torch.zeros(2, n, dtype=dtype, device=device)
+        self.grad_hidden_NH = torch.zeros_like(hidden_NH)
+        self.sums = torch.zeros(len(POLICY_METRICS), dtype=torch.float64, device=device)
+        # By the rows of the whole shard, so that all ranks cut alike.
+        budget = _CHUNK_BYTES_CUDA if hidden_NH.is_cuda else _CHUNK_BYTES_CPU
+        chunk = max(1, budget // (6 * len(weight_VH)))
+        self.chunk = max(1, min(chunk // _CHUNK_ROWS * _CHUNK_ROWS or chunk, n))
+        padded = self.chunk if hidden_NH.is_cuda else max(self.chunk, MIN_ROWS)
+        self.logits = torch.empty(padded, self.shard.here, dtype=dtype, device=device)
+        self.low = self.logits
+        if hidden_NH.dtype != dtype:
+            self.low = torch.empty(self.chunk, self.shard.here, dtype=hidden_NH.dtype, device=device)
+        self.width = max(1, self.shard.here) if self.shard.triton else _SLICE_CPU
+
+    def run(self, grad_weight_VH: Tensor | None) -> None:
+        """All chunks; gradients only where there is something to add the weight's to."""
+        for start in range(0, len(self.labels_N), self.chunk):
+            rows = slice(start, min(start + self.chunk, len(self.labels_N)))
+            stats_4C = merge_statistics(self._statistics(rows), self.shard.group)
+            logprob_C, entropy_C = logprob_and_entropy(stats_4C, entropy=True)
+            self.outputs_2N[0, rows], self.outputs_2N[1, rows] = logprob_C, entropy_C
+            terms = policy_terms(logprob_C, entropy_C, self.inputs_N.of_rows(rows), self.options.objective)
+            largest = torch.maximum(self.sums[-1], terms.sums[-1])
+            self.sums += terms.sums
+            self.sums[-1] = largest
+            if grad_weight_VH is not None and self.shard.here:
+                up = self.options.upstream
+                entropy_grad_C = up * terms.grad_entropy if self.options.objective.entropy_coef else None
+                self._gradients(
+                    rows, RowGradients.of(stats_4C, up * terms.grad_logprob, entropy_grad_C), grad_weight_VH
+                )
+
+    def _slices(self) -> list[slice]:
+        here = self.shard.here
+        return [slice(first, min(first + self.width, here)) for first in range(0, here, self.width)]
+
+    def _statistics(self, rows: slice) -> Tensor:
+        """Fill the logits of a chunk; (4, C) statistics of this rank's part of the vocabulary."""
+        n = rows.stop - rows.start
+        stats_4C = empty_statistics(n, self.hidden_NH)
+        gemm = LogitsGemm(self.hidden_NH[rows], self.width, exact=True)
+        size = 0 if self.shard.triton else n * self.width
+        scratch = (stats_4C.new_empty(size), stats_4C.new_empty(size))
+        for columns in self._slices():
+            logits_CW = gemm.into(self.weight_VH[columns], self.logits[: gemm.padded_rows, columns])[:n]
+            update_statistics(
+                stats_4C,
+                logits_CW,
+                self.labels_N[rows] - columns.start,
+                self.shard.scaling.of_rows(rows),
+                entropy=True,
+                scratch=scratch,
+                triton=self.shard.triton,
+            )
+        return stats_4C
+
+    def _gradients(self, rows: slice, gradients: RowGradients, grad_weight_VH: Tensor) -> None:
+        n = rows.stop - rows.start
+        for columns in self._slices():
+            logits_gradient(
+                self.logits[:n, columns],
+                self.labels_N[rows] - columns.start,
+                gradients,
+                self.shard.scaling.of_rows(rows),
+                self.low[:n, columns],
+                triton=self.shard.triton,
+            )
+        low_CV = self.low[:n]
+        torch.mm(low_CV, self.weight_VH, out=self.grad_hidden_NH[rows])
+        add_product(grad_weight_VH[: self.shard.here], low_CV.T, self.hidden_NH[rows])

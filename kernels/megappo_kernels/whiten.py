@@ -1,0 +1,41 @@
+"""Whitening statistics that merge exactly over blocks, ranks and batches (Chan et al. 1979)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megappo_kernels.backend import runs_triton
+
+
+def masked_whiten_stats(values: Tensor, mask: Tensor) -> Tensor:
+    """(3,) float64: count, mean and sum of squared deviations of the values where `mask` (bool) is True.
+
+    Any shape, float32 or float64; masked positions may hold anything. All zeros where nothing is valid. Gather those of
+    all ranks and merge them with `merge_whiten_stats`. No host synchronisation.
+    """
+    if mask.shape != values.shape or mask.dtype != torch.bool:
+        raise ValueError(f"mask is {mask.dtype} {tuple(mask.shape)}, must be torch.bool {tuple(values.shape)}")
+    if runs_triton(values):
+        from megappo_kernels.gpu.whiten import launch_partials
+
+        return merge_whiten_stats(launch_partials(values, mask))
+    clean = values.masked_fill(~mask, 0.0).double()
+    count = mask.sum(dtype=torch.float64)
+    mean = clean.sum() / count.clamp(min=1)
+    return torch.stack([count, mean, (clean - mean).masked_fill_(~mask, 0.0).square_().sum()])
+
+
+def merge_whiten_stats(stats_R3: Tensor) -> Tensor:
+    """(R, 3) statistics of parts -> (3,) of their union."""
+    count_R, mean_R, m2_R = stats_R3.unbind(1)
+    count = count_R.sum()
+    mean = (count_R * mean_R).sum() / count.clamp(min=1)
+    return torch.stack([count, mean, (m2_R + count_R * (mean_R - mean).square()).sum()])
+
+
+def masked_whiten(values: Tensor, mask: Tensor, stats_3: Tensor, *, eps: float = 1e-8) -> Tensor:
+    """(values - mean) / sqrt(population variance + eps) where `mask` is True, 0 elsewhere; the type of `values`."""
+    count, mean, m2 = stats_3.unbind()
+    factor = torch.rsqrt(m2 / count.clamp(min=1) + eps)
+    return ((values.masked_fill(~mask, 0.0) - mean) * factor).masked_fill(~mask, 0.0).to(values.dtype)

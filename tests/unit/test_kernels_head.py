@@ -1,0 +1,347 @@
+"""The output layer's kernels against float64: values, gradients, and what others get wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from unit.helpers_kernels import KINDS, Head, head, logprob_gate, policy_inputs, relative
+
+from megappo_kernels import (
+    PolicyInputs,
+    PolicyObjective,
+    linear_logprob,
+    logits_logprob,
+    policy_loss,
+    ppo_head_loss,
+    reference,
+    use_backend,
+)
+
+BACKENDS = ("torch", "triton")
+# Triton's interpreter cuts float32 to bfloat16 where hardware rounds, which doubles the error: its gradients are tested
+# in float32, its log-probabilities in both.
+GRADIENT_GATE = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
+
+
+def upstream(rows: int) -> Tensor:
+    return torch.randn(2, rows, generator=torch.Generator().manual_seed(7))
+
+
+def compare(case: Head, exact: Head, **options: object) -> None:
+    """Forward and backward of linear_logprob within the gates."""
+    up, dtype = upstream(len(case.labels)), case.hidden.dtype
+    logprob, entropy = linear_logprob(case.hidden, case.weight, case.labels, **options)  # type: ignore[arg-type]
+    (logprob * up[0] + entropy * up[1]).sum().backward()
+    true_logprob, true_entropy = reference.linear_logprob(exact.hidden, exact.weight, exact.labels, **options)  # type: ignore[arg-type]
+    (true_logprob * up[0] + true_entropy * up[1]).sum().backward()
+    gate = logprob_gate(case, true_logprob, **options)
+    assert logprob.dtype == entropy.dtype == torch.float32
+    assert (logprob <= 0).all() and (entropy >= 0).all()
+    assert (logprob - true_logprob).abs().max() <= gate
+    assert (entropy - true_entropy).abs().max() <= gate
+    for mine, truth in zip(case.gradients(), exact.gradients(), strict=True):
+        assert mine.dtype == dtype
+        assert relative(mine, truth) <= max(GRADIENT_GATE[dtype], gate)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("vocab", [1100, 1511, 18992, 32768])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torch_is_exact(kind: str, vocab: int, dtype: torch.dtype) -> None:
+    case = head(kind, dtype, rows=37, features=40, vocab=vocab, padding=8)
+    compare(case, case.exact(), temperature=0.7, valid_vocab=vocab)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("vocab", [1100, 4999])
+def test_triton_is_exact(kind: str, vocab: int) -> None:
+    case = head(kind, torch.float32, rows=5, features=24, vocab=vocab, padding=3)
+    with use_backend("triton"):
+        compare(case, case.exact(), temperature=0.7, valid_vocab=vocab)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("entropy", [True, False])
+@pytest.mark.parametrize(("rows", "features", "vocab"), [(5, 24, 1100), (130, 200, 2500), (3, 64, 4999)])
+def test_fused_triton_is_exact(kind: str, entropy: bool, rows: int, features: int, vocab: int) -> None:
+    case = head(kind, torch.bfloat16, rows=rows, features=features, vocab=vocab, padding=5)
+    exact = case.exact()
+    options = {"temperature": 0.7, "valid_vocab": vocab}
+    with use_backend("triton"), torch.no_grad():
+        logprob, measured = linear_logprob(case.hidden, case.weight, case.labels, entropy=entropy, **options)  # type: ignore[arg-type]
+    true_logprob, true_entropy = reference.linear_logprob(exact.hidden, exact.weight, exact.labels, **options)  # type: ignore[arg-type]
+    gate = logprob_gate(case, true_logprob, **options)
+    assert (logprob <= 0).all() and (logprob - true_logprob).abs().max() <= gate
+    assert (measured - (true_entropy if entropy else 0)).abs().max() <= gate
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("softcap", [None, 15.0])
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0, "per row"])
+def test_temperature_and_softcap(backend: str, softcap: float | None, temperature: float | str) -> None:
+    case = head("peaky", torch.float32, rows=9, features=16, vocab=333, padding=2)
+    exact = case.exact()
+    given = torch.linspace(0.3, 2, 9) if temperature == "per row" else temperature
+    with use_backend(backend):  # type: ignore[arg-type]
+        compare(case, exact, temperature=given, softcap=softcap, valid_vocab=333)
+
+
+def test_gradcheck() -> None:
+    case = head("random", torch.float64, rows=4, features=6, vocab=10, padding=1)
+    labels = case.labels
+    torch.autograd.gradcheck(
+        lambda h, w: linear_logprob(h, w, labels, temperature=0.7, softcap=3.0, valid_vocab=10),
+        (case.hidden, case.weight),
+    )
+    torch.autograd.gradcheck(
+        lambda x: logits_logprob(x, labels, temperature=0.7, softcap=3.0, valid_vocab=10),
+        (torch.randn(4, 11, dtype=torch.float64, requires_grad=True),),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype) -> None:
+    """Bit for bit, whatever the other rows are and how many."""
+    case = head("random", dtype, rows=600, features=40, vocab=1511)
+    hidden, weight, labels = case.hidden.detach().clone(), case.weight.detach(), case.labels
+    whole = torch.stack(linear_logprob(hidden, weight, labels))
+    again = torch.stack(linear_logprob(hidden, weight, labels))
+    assert torch.equal(whole, again)
+    for rows in (slice(0, 1), slice(3, 5), slice(100, 117), slice(511, 600)):
+        assert torch.equal(torch.stack(linear_logprob(hidden[rows], weight, labels[rows])), whole[:, rows]), rows
+    hidden[1::2] = float("nan")
+    assert torch.equal(torch.stack(linear_logprob(hidden, weight, labels))[:, ::2], whole[:, ::2])
+
+
+def test_a_row_does_not_depend_on_its_batch_in_the_fused_kernel() -> None:
+    case = head("random", torch.bfloat16, rows=140, features=32, vocab=2300)
+    hidden, weight, labels = case.hidden.detach(), case.weight.detach(), case.labels
+    with use_backend("triton"):
+        whole = torch.stack(linear_logprob(hidden, weight, labels))
+        assert torch.equal(torch.stack(linear_logprob(hidden[129:], weight, labels[129:])), whole[:, 129:])
+
+
+def test_gradients_repeat_bit_for_bit() -> None:
+    found = []
+    for _ in range(2):
+        case = head("random", torch.bfloat16, rows=40, features=24, vocab=1511)
+        logprob, entropy = linear_logprob(case.hidden, case.weight, case.labels)
+        (logprob + entropy).sum().backward()
+        found.append(case.gradients())
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["random", "peaky"])
+@pytest.mark.parametrize("objective", ["clip", "everything", "penalty"])
+def test_head_loss_is_the_loss_of_the_logprobs(backend: str, kind: str, objective: str) -> None:
+    settings: dict[str, object] = {
+        "clip": {},
+        "everything": {"dual_clip": 3.0, "entropy_coef": 0.01, "kl_coef": 0.1},
+        "penalty": {"kind": "penalty", "penalty_coef": 0.5, "kl_coef": 0.1, "kl_kind": "abs"},
+    }[objective]  # type: ignore[assignment]
+    case = head(kind, torch.float32, rows=23, features=24, vocab=1100, padding=4)
+    exact = case.exact()
+    options = {"temperature": 0.7, "valid_vocab": 1100}
+    true_logprob, true_entropy = reference.linear_logprob(exact.hidden, exact.weight, exact.labels, **options)  # type: ignore[arg-type]
+    inputs = policy_inputs(true_logprob, seed=3)
+    narrow = PolicyInputs(**{k: v.float() if v.is_floating_point() else v for k, v in inputs.tensors().items()})
+    with use_backend(backend):  # type: ignore[arg-type]
+        mine = ppo_head_loss(
+            case.hidden,
+            case.weight,
+            case.labels,
+            narrow,
+            objective=PolicyObjective(**settings),  # type: ignore[arg-type]
+            **options,  # type: ignore[arg-type]
+        )
+    (3 * mine.loss).backward()
+    truth = reference.policy_loss(logprob=true_logprob, entropy=true_entropy, **inputs.tensors(), **settings)  # type: ignore[arg-type]
+    (3 * truth).backward()
+    assert abs(mine.loss - truth) <= 1e-5 * (1 + abs(truth))
+    for got, wanted in zip(case.gradients(), exact.gradients(), strict=True):
+        assert relative(got, wanted) <= 1e-5
+    assert (case.gradients()[0][~inputs.mask] == 0).all()
+    assert (mine.logprob_T[inputs.mask] - true_logprob[inputs.mask]).abs().max() <= 1e-5
+    assert (mine.logprob_T[~inputs.mask] == 0).all()
+    parts = policy_loss(
+        logprob=true_logprob, entropy=true_entropy, inputs=inputs, objective=PolicyObjective(**settings)
+    )  # type: ignore[arg-type]
+    for name, value in parts.metrics.items():
+        torch.testing.assert_close(mine.metrics[name], value, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["random", "peaky"])
+@pytest.mark.parametrize("chunk_bytes", [2**28, 2**17])
+def test_head_loss_in_bf16_adds_up_in_main_grad(kind: str, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two microbatches into one float32 gradient, in one chunk or many."""
+    monkeypatch.setattr("megappo_kernels.ppo_head._CHUNK_BYTES_CPU", chunk_bytes)
+    first = head(kind, torch.bfloat16, rows=70, features=48, vocab=1511)
+    weight, exact_weight = first.weight, first.weight.detach().double().requires_grad_()
+    weight.main_grad = torch.zeros(weight.shape)  # type: ignore[attr-defined]
+    for rows in (70, 41):
+        case = head(kind, torch.bfloat16, rows=rows, features=48, vocab=1511)
+        exact = case.hidden.detach().double().requires_grad_()
+        true_logprob, true_entropy = reference.linear_logprob(exact, exact_weight, case.labels)
+        inputs = policy_inputs(true_logprob, seed=rows)
+        loss = ppo_head_loss(case.hidden, weight, case.labels, inputs, accumulate_main_grad=True, upstream=0.5).loss
+        (0.5 * loss).backward()
+        (
+            0.5 * reference.policy_loss(logprob=true_logprob, entropy=true_entropy, **inputs.tensors(), kl_coef=0.0)
+        ).backward()  # type: ignore[arg-type]
+        assert case.hidden.grad is not None and exact.grad is not None
+        assert relative(case.hidden.grad, exact.grad) <= 4e-3
+        assert weight.grad_added_to_main_grad is True  # type: ignore[attr-defined]
+        weight.grad = None  # Megatron's hook drops the placeholder
+    assert exact_weight.grad is not None
+    assert relative(weight.main_grad, exact_weight.grad) <= 4e-3  # type: ignore[attr-defined]
+
+
+def test_main_grad_wants_the_gradient_that_was_declared() -> None:
+    case = head("random", torch.float32, rows=5, features=8, vocab=50)
+    inputs = policy_inputs(torch.zeros(5), seed=0)
+    with pytest.raises(ValueError, match="main_grad"):
+        ppo_head_loss(case.hidden, case.weight, case.labels, inputs, accumulate_main_grad=True)
+    case.weight.main_grad = torch.zeros(case.weight.shape)  # type: ignore[attr-defined]
+    out = ppo_head_loss(case.hidden, case.weight, case.labels, inputs, accumulate_main_grad=True, upstream=1.0)
+    with pytest.raises(RuntimeError, match=r"gradient 2\.0, but upstream=1\.0"):
+        (2 * out.loss).backward()
+
+
+def test_an_embedding_that_shares_the_weight_gets_zeros_beside_main_grad() -> None:
+    case = head("random", torch.float32, rows=5, features=8, vocab=50)
+    case.weight.main_grad = torch.zeros(case.weight.shape)  # type: ignore[attr-defined]
+    case.weight.zero_out_wgrad = True  # type: ignore[attr-defined]
+    ppo_head_loss(
+        case.hidden, case.weight, case.labels, policy_inputs(torch.zeros(5), 0), accumulate_main_grad=True
+    ).loss.backward()
+    assert case.weight.grad is not None and (case.weight.grad == 0).all()
+    assert case.weight.main_grad.abs().sum() > 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_without_weight_are_never_read(backend: str) -> None:
+    case = head("random", torch.float32, rows=8, features=8, vocab=50)
+    with torch.no_grad():
+        case.hidden[::2] = float("nan")
+    inputs = policy_inputs(torch.zeros(8), seed=0)
+    inputs.mask[:], inputs.weights[:] = True, 0.1
+    inputs.weights[::2] = 0.0
+    for name in ("old_logprob", "ref_logprob"):
+        getattr(inputs, name)[:] = -1.0
+    inputs.advantages[:] = inputs.importance_weights[:] = 1.0  # type: ignore[index]
+    with use_backend(backend):  # type: ignore[arg-type]
+        out = ppo_head_loss(case.hidden, case.weight, case.labels, inputs)
+    out.loss.backward()
+    assert torch.isfinite(out.loss) and float(out.metrics["count"]) == 4
+    hidden_grad, weight_grad = case.gradients()
+    assert (hidden_grad[::2] == 0).all() and torch.isfinite(weight_grad).all() and weight_grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_all_rows_masked(backend: str) -> None:
+    case = head("random", torch.float32, rows=4, features=8, vocab=50)
+    inputs = policy_inputs(torch.zeros(4), seed=0)
+    inputs.mask[:] = False
+    with use_backend(backend):  # type: ignore[arg-type]
+        out = ppo_head_loss(case.hidden, case.weight, case.labels, inputs)
+    out.loss.backward()
+    assert float(out.loss) == 0.0 and all(float(x) == 0.0 for x in out.metrics.values())
+    assert all((g == 0).all() for g in case.gradients())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_nan_that_counts_reaches_the_loss(backend: str) -> None:
+    """So that the guard against non-finite updates sees it."""
+    case = head("random", torch.float32, rows=6, features=8, vocab=50)
+    with torch.no_grad():
+        case.hidden[2] = float("nan")
+    inputs = policy_inputs(torch.zeros(6), seed=0)
+    inputs.mask[2] = True
+    inputs.weights[2], inputs.advantages[2], inputs.old_logprob[2] = 0.1, 1.0, -1.0
+    with use_backend(backend):  # type: ignore[arg-type]
+        assert torch.isnan(ppo_head_loss(case.hidden, case.weight, case.labels, inputs).loss)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("inplace", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_from_logits(backend: str, inplace: bool, dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(0)
+    leaf = (3 * torch.randn(11, 1100, generator=g)).to(dtype).requires_grad_()
+    labels, up = torch.randint(0, 1090, (11,), generator=g), upstream(11)
+    logits = leaf * 1
+    before = logits.detach().clone()
+    options = {"temperature": 0.7, "softcap": 10.0, "valid_vocab": 1090}
+    with use_backend(backend):  # type: ignore[arg-type]
+        logprob, entropy = logits_logprob(logits, labels, inplace_backward=inplace, **options)  # type: ignore[arg-type]
+    assert torch.equal(logits, before), "forward leaves the caller's logits alone"
+    (logprob * up[0] + entropy * up[1]).sum().backward()
+    assert torch.equal(logits, before) != inplace
+    exact = leaf.detach().double().requires_grad_()
+    true_logprob, true_entropy = reference.logits_logprob(exact, labels, **options)  # type: ignore[arg-type]
+    (true_logprob * up[0] + true_entropy * up[1]).sum().backward()
+    assert (logprob - true_logprob).abs().max() <= 1e-5 and (entropy - true_entropy).abs().max() <= 1e-5
+    assert leaf.grad is not None and exact.grad is not None
+    assert relative(leaf.grad, exact.grad) <= (1e-5 if dtype == torch.float32 else 4e-3)
+    assert (leaf.grad[:, 1090:] == 0).all()
+
+
+def test_logits_that_backward_has_overwritten_cannot_be_used_again() -> None:
+    logits = torch.randn(3, 20, requires_grad=True) * 1
+    logprob, _ = logits_logprob(logits, torch.tensor([1, 2, 3]))
+    logprob.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        logprob.sum().backward()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_upstream_gradients_need_not_be_contiguous(backend: str) -> None:
+    case = head("random", torch.float32, rows=6, features=8, vocab=50)
+    with use_backend(backend):  # type: ignore[arg-type]
+        logprob, entropy = linear_logprob(case.hidden, case.weight, case.labels)
+    torch.stack([logprob, entropy], dim=1).sum(1).mean().backward()
+    assert all(torch.isfinite(g).all() for g in case.gradients())
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operation hands out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        owns = isinstance(out, Tensor) and not any(
+            isinstance(a, Tensor) and a.untyped_storage().data_ptr() == out.untyped_storage().data_ptr() for a in args
+        )
+        if owns:
+            self.elements = max(self.elements, out.untyped_storage().nbytes() // out.element_size())
+        return out
+
+
+def test_forward_never_holds_the_logits() -> None:
+    case = head("random", torch.float32, rows=64, features=16, vocab=60_000)
+    with Largest() as largest, torch.no_grad():
+        linear_logprob(case.hidden, case.weight, case.labels)
+    assert 0 < largest.elements <= 64 * 1024 < 0.02 * 64 * 60_000
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"temperature": torch.ones(3)}, r"temperature has shape \(3,\)"),
+        ({"softcap": -1.0}, "softcap is -1.0"),
+        ({"valid_vocab": 51}, "valid_vocab is 51"),
+        ({"hidden_TH": torch.zeros(4, 9)}, r"hidden has shape \(4, 9\), must be \(4, 8\)"),
+        ({"weight_VH": torch.zeros(50, 8).bfloat16()}, "must be one type"),
+    ],
+)
+def test_arguments_that_do_not_fit(change: dict[str, object], message: str) -> None:
+    arguments = {"hidden_TH": torch.zeros(4, 8), "weight_VH": torch.zeros(50, 8), "labels_T": torch.zeros(4).long()}
+    with pytest.raises(ValueError, match=message):
+        linear_logprob(**(arguments | change))  # type: ignore[arg-type]
