@@ -1,4 +1,4 @@
-"""The command line: `megappo train | eval | export | report`.
+"""The command line: `megappo train | plan | eval | export | report`.
 
 Settings, models and layout are checked on every rank before anything else starts; what a user can mend is one line
 per problem on stderr (rank 0 only) and exit code 2.
@@ -38,13 +38,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="megappo", description="PPO for large language models.")
     parser.add_argument("--version", action="version", version=f"megappo {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,eval,export,report}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,plan,eval,export,report}")
     train = commands.add_parser("train", help="run PPO as a YAML file describes it")
+    plan = commands.add_parser("plan", help="say what a run will need and how fast it will be, before it is started")
     export = commands.add_parser("export", help="write a run's newest checkpoint as a Hugging Face folder")
     evaluate = commands.add_parser("eval", help="score a model on data.validation")
-    for command in (train, evaluate):
+    for command in (train, plan, evaluate):
         command.add_argument("config", metavar="CONFIG", help="YAML file")
         command.add_argument("overrides", nargs="*", metavar="key=value", help="override such as run.steps=10")
+    plan.add_argument("--machine", metavar="NAME", help="h100, h200, b200 or cpu (default: by runtime.device)")
+    plan.add_argument("--gpus", metavar="N", help="devices, one per rank (default: the fewest the layouts need)")
+    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
+    plan.add_argument("--search", action="store_true", help="propose the fastest layouts for these devices instead")
     evaluate.add_argument("--weights", metavar="DIR", help="Hugging Face folder to score instead of model.path")
     export.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run")
     export.add_argument("out", metavar="OUT", help="folder to write")
@@ -73,6 +78,18 @@ def _run(arguments: argparse.Namespace) -> None:
         from megappo.report import report
 
         print(report(arguments.run_dir, arguments.metric))
+        return
+    if arguments.command == "plan":
+        from megappo.plan import plan_command
+
+        plan_command(
+            arguments.config,
+            arguments.overrides,
+            machine_name=arguments.machine,
+            gpus_text=arguments.gpus,
+            as_json=arguments.json,
+            search=arguments.search,
+        )
         return
     config = load_config(arguments.config, arguments.overrides)
     if arguments.command == "train" and _is_main():

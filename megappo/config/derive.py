@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megappo.architecture import padded_vocab_size
+from megappo.architecture import ModelShape, padded_vocab_size
 from megappo.config import rules
 from megappo.config.errors import ConfigError
 from megappo.config.rules import Role, format_ranks
 from megappo.config.schema import Config
-from megappo.config.shape import ModelShape, model_shape
+from megappo.config.shape import model_shape
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,6 +25,7 @@ __all__ = [
     "describe",
     "model_shape",
     "print_table",
+    "role_numbers",
 ]
 
 
@@ -96,8 +97,8 @@ def derive(
     warmup_steps = config.critic.warmup_steps if config.critic is not None else 0
     return Derived(
         world_size=world_size,
-        actor=_numbers(config, actor, world_size, config.run.steps - warmup_steps),
-        critic=_numbers(config, critic, world_size, config.run.steps) if critic is not None else None,
+        actor=role_numbers(config, actor, world_size, config.run.steps - warmup_steps),
+        critic=role_numbers(config, critic, world_size, config.run.steps) if critic is not None else None,
         batch_sequences=_batch_sequences(config),
         max_sequence_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
         engine_ranks=tuple(range(world_size)),
@@ -160,7 +161,7 @@ def _updates_per_step(config: Config, role: Role) -> int:
     return _batch_sequences(config) // role.settings.minibatch_sequences * role.settings.epochs
 
 
-def _numbers(config: Config, role: Role, world_size: int, steps: int) -> RoleNumbers:
+def role_numbers(config: Config, role: Role, world_size: int, steps: int) -> RoleNumbers:
     """The numbers of a role that breaks no rule and is updated in `steps` steps."""
     ranks, tp = role.ranks(world_size), role.layout.tensor_parallel
     updates_per_step = _updates_per_step(config, role)

@@ -6,15 +6,15 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megappo.architecture import FAMILIES, ModelShape, architecture
+from megappo.architecture import FAMILIES, ArchitectureConfig, architecture
 from megappo.config.errors import ConfigError, either
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def model_shape(path: str, trust_remote_code: bool = False, *, key: str = "model.path") -> ModelShape:
-    """Read the shape of the model at a folder (relative to the working directory) or hub name.
+def model_shape(path: str, trust_remote_code: bool = False, *, key: str = "model.path") -> ArchitectureConfig:
+    """Read the architecture of the model at a folder (relative to the working directory) or hub name.
 
     `key` names the setting in errors. Raises ConfigError for a folder without a readable config.json, a hub name that
     cannot be fetched and a model that is not supported.

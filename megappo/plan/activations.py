@@ -1,0 +1,128 @@
+"""Bytes of activations: what forward keeps for backward, and what a pass needs while it runs.
+
+Follows the accounting of Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models"
+(arXiv:2205.05198), section 4, tensor by tensor, for the layers that `megappo.models` builds: RMSNorm, grouped queries,
+rotary positions, an attention that keeps no score matrix, SwiGLU, packed microbatches of t tokens, no dropout. Per
+token and layer, with e bytes per element, H hidden size, Q and K the widths of queries and of keys, d the head size,
+F the feed-forward size, h and g the heads:
+
+    residual   2 e H            inputs of the two norms, and 4 bytes each for their scale
+               2 e H            their outputs, which the matrices behind them keep
+    attention  e (Q + 2K)       output of the QKV matrix
+               e Q              queries made contiguous for their norm, 4 (h + g) for its scale  [q/k norms]
+               4 e d            cosine and sine for queries and keys
+               e (Q + K)        after rotation
+               e (2Q + 2K) + 4h inputs and output of the attention kernel, its log-sum-exp       [not recomputed]
+               e Q              input of the output matrix
+    SwiGLU     5 e F            gate and up, silu(gate), up, product
+
+Tensor parallelism divides attention (but cosine and sine) and SwiGLU; sequence parallelism divides the residual part
+too (their section 4.2). Selective recomputation drops the attention kernel's own tensors (section 5), full
+recomputation keeps the layer's input only, e H, and one layer is whole while its backward runs. Transformer Engine's
+fused attention keeps less.
+"""
+
+from __future__ import annotations
+
+from megappo.plan.inputs import RoleSetup, Workload
+
+LOGITS_CHUNK_BYTES = 256 * 2**20
+"""float32 logits that the language model head computes at once."""
+
+
+def layer_bytes_per_token(role: RoleSetup, *, recompute: str, fused_norms: bool) -> float:
+    """Activation bytes that forward keeps per token and layer on one rank; the module's table."""
+    arch, e = role.arch, role.dtype_bytes
+    rows = role.tp if role.sequence_parallel else 1
+    hidden, q, kv = arch.hidden_size, arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
+    if recompute == "full":
+        return e * hidden / rows
+    residual = 2.0 * (_norm_input(hidden, e, fused_norms) + e * hidden)
+    attention = float(e * (q + 2 * kv) + e * (q + kv) + e * q)
+    if arch.qk_norm:
+        attention += _qk_norm(arch.heads, arch.kv_heads, arch.head_dim, e, fused_norms)
+    if recompute == "none":
+        attention += e * (2 * q + 2 * kv) + 4 * arch.heads
+    return residual / rows + 4 * e * arch.head_dim + (attention + 5 * e * arch.ffn_hidden_size) / role.tp
+
+
+def _norm_input(width: int, e: int, fused: bool) -> float:
+    """What a norm over `width` channels keeps per token, besides its output.
+
+    One kernel keeps its input and a float32 scale. Torch's composite on CPU works in float32 and keeps the normalised
+    input as well.
+    """
+    if fused:
+        return e * width + 4
+    return 2 * 4 * width + 4
+
+
+def _qk_norm(heads: int, kv_heads: int, head_dim: int, e: int, fused: bool) -> float:
+    """The same for the norms of queries and keys; the keys' input is a view of the QKV matrix' output."""
+    scale = 4.0 * (heads + kv_heads)
+    if fused:
+        return scale + e * heads * head_dim
+    return scale + 4 * (2 * heads + kv_heads) * head_dim + (4 * kv_heads * head_dim if e == 2 else 0)
+
+
+def layers_in_flight(role: RoleSetup, stage: int, microbatches: int) -> float:
+    """Layers whose activations a rank holds at once, a layer counted once per microbatch in flight.
+
+    One forward one backward: stage i of p holds min(m, p - i) microbatches. Interleaved with v chunks of L/(p v)
+    layers: 2 (p - i - 1) + (v - 1) p + 1 chunks (Narayanan et al. 2021, arXiv:2104.04473, section 2.2, and Megatron's
+    `num_warmup_microbatches`), at most all of them.
+    """
+    pp, vpp = role.pp, role.vpp
+    if vpp == 1:
+        return float(role.layers_per_stage * min(microbatches, pp - stage))
+    chunks = min(2 * (pp - stage - 1) + (vpp - 1) * pp + 1, microbatches * vpp)
+    return chunks * role.layers_per_stage / vpp
+
+
+def kept_bytes(role: RoleSetup, stage: int, work: Workload) -> float:
+    """Activations of a stage at their peak in a minibatch."""
+    tokens = role.microbatch_tokens(work.sequence_tokens)
+    per_token = layer_bytes_per_token(role, recompute=role.recompute, fused_norms=work.on_cuda)
+    in_flight = layers_in_flight(role, stage, role.microbatches(work.sequence_tokens))
+    kept = in_flight * per_token * tokens
+    if role.recompute == "full":
+        kept += layer_bytes_per_token(role, recompute="none", fused_norms=work.on_cuda) * tokens
+    if stage == role.pp - 1:
+        rows = role.tp if role.sequence_parallel else 1
+        kept += _norm_input(role.arch.hidden_size, role.dtype_bytes, work.on_cuda) * tokens / rows
+    return kept
+
+
+def head_bytes(role: RoleSetup, stage: int, work: Workload, *, train: bool) -> float:
+    """Workspace of the output layer over the rows of one microbatch.
+
+    Language model head: the selected rows and, while training, their gradient; the chunk of float32 logits and, while
+    training, its probabilities and its gradient in the weights' type; the weight's gradient, accumulated in float32
+    and cast. An upper bound: rows are taken to be all tokens. Value head: its rows in float32, and their gradient.
+    """
+    if stage != role.pp - 1:
+        return 0.0
+    hidden, e = role.arch.hidden_size, role.dtype_bytes
+    rows = role.microbatch_tokens(work.sequence_tokens)
+    passes = 2 if train else 1
+    if role.is_critic:
+        return float(passes * (e + 4) * rows * hidden)
+    vocab = role.padded_vocab // role.tp
+    chunk = min(LOGITS_CHUNK_BYTES, 4 * rows * vocab)
+    if not train:
+        return float(e * rows * hidden + 2 * chunk)
+    return 2.0 * e * rows * hidden + (2 + e / 4) * chunk + (4 + e) * vocab * hidden
+
+
+def transient_bytes(role: RoleSetup, stage: int, work: Workload, *, train: bool) -> float:
+    """What one layer needs while it runs, beyond what is kept.
+
+    Forward: its widest tensors, gate and up, silu(gate), up and the product, between two residual streams. Backward:
+    the gradients of those, and the gradient of the largest weight before it is added to the gradient buffer. Sequence
+    parallelism gathers the hidden states of all tokens in a buffer.
+    """
+    tokens, e = role.microbatch_tokens(work.sequence_tokens), role.dtype_bytes
+    hidden, ffn = role.arch.hidden_size, role.arch.ffn_hidden_size
+    wide = e * tokens * (5 * ffn / role.tp + 2 * hidden)
+    gathered = float(e * tokens * hidden) if role.sequence_parallel else 0.0
+    return wide + gathered + (e * role.largest_weight(stage) if train else 0)

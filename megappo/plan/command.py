@@ -1,0 +1,53 @@
+"""`megappo plan`: what a configuration needs, before anything is queued."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from megappo.config import ConfigError, load_config
+from megappo.plan.machines import find_machine
+from megappo.plan.planner import check_gpus, default_machine, fewest_ranks, make_plan, read_models
+from megappo.plan.search import best_layouts, remedy
+from megappo.plan.tables import plan_view, search_view, to_json
+
+
+def plan_command(
+    config_path: str,
+    overrides: Sequence[str],
+    *,
+    machine_name: str | None = None,
+    gpus_text: str | None = None,
+    as_json: bool = False,
+    search: bool = False,
+) -> None:
+    """Print the plan of a configuration, or with `search` the fastest layouts for it.
+
+    Raises ConfigError for settings that cannot run, an unknown machine or number of devices, and a search that finds
+    nothing.
+    """
+    config = load_config(config_path, overrides)
+    machine = default_machine(config) if machine_name is None else find_machine(machine_name)
+    gpus = fewest_ranks(config) if gpus_text is None else check_gpus(gpus_text)
+    found = read_models(config, Path(config_path).parent / "models")
+    console = Console()
+    if search:
+        layouts = best_layouts(config, found.models, machine, gpus)
+        if not layouts:
+            raise ConfigError(remedy(config, found.models, machine, gpus)[0])
+        if as_json:
+            print(to_json(None, layouts, found.notes))
+        else:
+            console.print(search_view(layouts, gpus, machine.name))
+        return
+    plan = make_plan(config, found.models, machine, gpus)
+    advice, proposal = (None, None) if plan.fits else remedy(config, found.models, machine, gpus)
+    if as_json:
+        print(to_json(plan, [proposal] if proposal else [], [*found.notes, *([advice] if advice else [])]))
+    else:
+        console.print(plan_view(plan))
+        # Sentences go out unwrapped, so that overrides can be copied.
+        for line in (plan.verdict, *([advice] if advice else []), plan.bottleneck, *found.notes, plan.assumptions):
+            print(line)

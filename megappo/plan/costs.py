@@ -1,0 +1,208 @@
+"""FLOPs, bytes moved and seconds of each stage of a step.
+
+A stage is as slow as the slowest of its arithmetic, its memory traffic and the host that starts its kernels (Williams
+et al. 2009, the roofline model), plus its communication, which nothing overlaps here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megappo.architecture import ArchitectureConfig
+from megappo.observe.throughput import training_flops_per_token
+from megappo.plan.inputs import RoleSetup, Setup, Workload, model_sizes
+from megappo.plan.machines import ASSUMED, Machine
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """One stage of a step."""
+
+    name: str
+    flops: float
+    """Of all ranks together, recomputation included."""
+    memory_bytes: float
+    """Read and written by the busiest rank."""
+    link_bytes: float
+    """Sent by the busiest rank."""
+    seconds: float
+    bound_by: str
+    """`compute`, `memory`, `launches` or `links`: the largest part of the seconds."""
+
+
+class _Tally:
+    """Adds up the work of a stage on its busiest rank."""
+
+    def __init__(self, machine: Machine, dtype_bytes: int) -> None:
+        self.machine = machine
+        self.flops = self.memory_bytes = self.link_bytes = 0.0
+        self._compute_rate = machine.flops(dtype_bytes) * ASSUMED.compute_share
+        self._seconds = dict.fromkeys(("compute", "memory", "launches", "links"), 0.0)
+
+    def run(self, *, flops: float, memory_bytes: float, layers: float, times: float = 1.0) -> None:
+        """Kernels: `flops` and `memory_bytes` of one rank in `layers` forward passes of a layer, `times` over."""
+        bounds = {
+            "compute": flops / self._compute_rate,
+            "memory": memory_bytes / (self.machine.memory_bandwidth * ASSUMED.bandwidth_share),
+            "launches": layers * ASSUMED.launch_seconds_per_layer,
+        }
+        slowest = max(bounds, key=lambda name: bounds[name])
+        self._seconds[slowest] += times * bounds[slowest]
+        self.memory_bytes += times * memory_bytes
+
+    def send(self, n_bytes: float, *, inside_node: bool, times: float = 1.0) -> None:
+        """Bytes that a rank sends."""
+        machine = self.machine
+        bandwidth = machine.intra_node_bandwidth if inside_node else machine.inter_node_bandwidth
+        self._seconds["links"] += times * n_bytes / (bandwidth * ASSUMED.link_share)
+        self.link_bytes += times * n_bytes
+
+    def cost(self, name: str) -> StageCost:
+        """The stage's sum."""
+        seconds = self._seconds
+        bound_by = max(seconds, key=lambda part: seconds[part])
+        return StageCost(name, self.flops, self.memory_bytes, self.link_bytes, sum(seconds.values()), bound_by)
+
+
+def forward_flops(role: RoleSetup, work: Workload) -> tuple[float, float, float]:
+    """FLOPs forward per token in one layer and, of those, in the attention kernel; per response token in the head.
+
+    A third of `training_flops_per_token` (Chowdhery et al. 2022, appendix B): two per weight, 4 heads head_dim T for
+    the scores and their product with the values, T the longest sequence, the causal mask not discounted.
+    """
+    arch = role.arch
+    _, layers, head = model_sizes(arch)
+    sizes = {"layers": arch.layers, "heads": arch.heads, "head_dim": arch.head_dim}
+    trunk = training_flops_per_token(layers, **sizes, sequence_tokens=work.sequence_tokens) / 3
+    attention = training_flops_per_token(0, **sizes, sequence_tokens=work.sequence_tokens) / 3
+    head_flops = 2.0 * (arch.hidden_size if role.is_critic else head)
+    return trunk / arch.layers, attention / arch.layers, head_flops
+
+
+def step_costs(setup: Setup, machine: Machine) -> tuple[StageCost, ...]:
+    """The stages of one step in their order, every sample at its longest; rewards and advantages are left out."""
+    costs = [rollout_cost(setup.actor.arch, setup.work, machine), score_cost(setup.roles, setup.work, machine)]
+    costs += [update_cost(role, setup.work, machine) for role in setup.trained]
+    return (*costs, sync_cost(setup, machine))
+
+
+def score_cost(roles: Sequence[RoleSetup], work: Workload, machine: Machine) -> StageCost:
+    """Forward passes over all samples, one role after the other."""
+    tally = _Tally(machine, roles[0].dtype_bytes)
+    for role in roles:
+        _pipeline(tally, role.as_scorer(work.batch_sequences), work, train=False, times=1)
+    return tally.cost("score")
+
+
+def update_cost(role: RoleSetup, work: Workload, machine: Machine) -> StageCost:
+    """All updates of a role in a step: pipelines, gradient reduction, AdamW.
+
+    Data parallel ranks all-reduce float32 gradients, 2 (d-1)/d of their bytes in a ring; the distributed optimizer
+    reduce-scatters them and all-gathers weights instead. AdamW reads gradient, main weight and moments and writes all
+    but the gradient, and the weight.
+    """
+    tally = _Tally(machine, role.dtype_bytes)
+    updates = role.updates_per_step
+    _pipeline(tally, role, work, train=True, times=updates)
+    most = max(role.parameters(stage) for stage in range(role.pp))
+    ring = (role.dp - 1) / role.dp
+    bytes_reduced = ring * most * (4 + role.dtype_bytes if role.distributed_optimizer else 8)
+    inside = machine.same_node(role.ranks[0], role.ranks[-1])
+    tally.send(bytes_reduced, inside_node=inside, times=updates)
+    shard = most / (role.dp if role.distributed_optimizer else 1)
+    tally.run(flops=0.0, memory_bytes=shard * (4 + 2 * 12 + role.dtype_bytes), layers=0, times=updates)
+    return tally.cost(f"update_{role.name}")
+
+
+def _pipeline(tally: _Tally, role: RoleSetup, work: Workload, *, train: bool, times: int) -> None:
+    """Microbatches through the stages, `times` over.
+
+    m microbatches through p stages of v chunks take m + (p-1)/v times the slowest stage (Narayanan et al. 2021,
+    section 2.2). Backward is two forward passes; full recomputation adds one, selective the attention kernel's.
+    """
+    arch, e = role.arch, role.dtype_bytes
+    microbatches = role.microbatches(work.sequence_tokens)
+    tokens = role.replica_sequences * work.sequence_tokens / microbatches
+    rows = tokens * work.response_tokens / work.sequence_tokens
+    layer, attention, head = forward_flops(role, work)
+    recomputed = {"none": 0.0, "selective": attention, "full": layer}[role.recompute] if train else 0.0
+    layer_flops = (3 if train else 1) * layer + recomputed
+    head_flops = (3 if train else 1) * head + (head if train and not role.is_critic else 0.0)
+    slots = times * (microbatches + (role.pp - 1) / role.vpp)
+    weights = max(role.parameters(stage) for stage in range(role.pp))
+    widths = 8 * arch.hidden_size + 5 * arch.ffn_hidden_size + 6 * arch.heads * arch.head_dim
+    activation_bytes = 2.0 * e * tokens * role.layers_per_stage * widths / role.tp
+    passes = 4 if role.recompute == "full" and train else 3 if train else 1
+    tally.run(
+        flops=(role.layers_per_stage * tokens * layer_flops + rows * head_flops) / role.tp,
+        memory_bytes=passes * (weights * e + activation_bytes) + (8 * weights if train else 0),
+        layers=role.layers_per_stage * passes,
+        times=slots,
+    )
+    samples = times * role.replica_sequences * work.sequence_tokens * role.dp
+    response_share = work.response_tokens / work.sequence_tokens
+    tally.flops += samples * (arch.layers * layer_flops + response_share * head_flops)
+    _layer_communication(tally, role, tokens, passes=passes, slots=slots)
+
+
+def _layer_communication(tally: _Tally, role: RoleSetup, tokens: float, *, passes: int, slots: float) -> None:
+    """Tensor parallelism all-reduces two hidden states per layer and pass, forward and backward once each (Shoeybi et
+    al. 2019); sequence parallelism's gathers and scatters send as much, and gather once more per matrix in backward. A
+    pipeline stage sends its hidden states to the next one, and their gradient back.
+    """
+    hidden_bytes = role.dtype_bytes * tokens * role.arch.hidden_size
+    one_way = {1: 1, 3: 2, 4: 3}[passes]
+    collectives = 2.0 * one_way + (1.0 if role.sequence_parallel and passes > 1 else 0.0)
+    ring = 2 * (role.tp - 1) / role.tp
+    first = role.ranks[0]
+    tally.send(
+        role.layers_per_stage * collectives * ring * hidden_bytes,
+        inside_node=tally.machine.same_node(first, first + role.tp - 1),
+        times=slots,
+    )
+    if role.pp > 1:
+        shared = role.tp if role.sequence_parallel else 1
+        replica_end = first + role.tp * role.pp - 1
+        inside = tally.machine.same_node(first, replica_end)
+        tally.send((2 if passes > 1 else 1) * hidden_bytes / shared, inside_node=inside, times=slots)
+
+
+def rollout_cost(arch: ArchitectureConfig, work: Workload, machine: Machine) -> StageCost:
+    """The embedded engine: each rank prefills and decodes its prompts in batches.
+
+    A decoding step reads all weights once and each sequence's cache: to attend, to append by concatenation (a read and
+    a write) and, with grouped queries, to repeat it for every query head (a read, a write and a read of that).
+    """
+    e = work.engine_dtype_bytes
+    tally = _Tally(machine, e)
+    total, trunk, head = model_sizes(arch)
+    kv_bytes = 2.0 * e * arch.layers * arch.kv_heads * arch.head_dim
+    groups = arch.heads // arch.kv_heads
+    traffic = kv_bytes * (3 if groups == 1 else 3 + 2 * groups)
+    attention = 4.0 * arch.layers * arch.heads * arch.head_dim
+    remaining = work.sequences_per_rank
+    while remaining > 0:
+        batch = min(work.generate_batch_sequences, remaining)
+        same = remaining // batch
+        context = work.prompt_tokens + work.response_tokens / 2
+        prefill = batch * (work.prompt_tokens * (2.0 * trunk + attention * work.prompt_tokens) + 2.0 * head)
+        step = batch * (2.0 * (trunk + head) + attention * context)
+        tally.run(flops=prefill, memory_bytes=e * total, layers=arch.layers, times=same)
+        step_bytes = e * total + batch * (context * traffic + 8 * 4 * arch.vocab_size)
+        tally.run(flops=step, memory_bytes=step_bytes, layers=arch.layers, times=same * work.response_tokens)
+        tally.flops += same * (prefill + work.response_tokens * step) * work.world_size
+        remaining -= same * batch
+    return tally.cost("rollout")
+
+
+def sync_cost(setup: Setup, machine: Machine) -> StageCost:
+    """Every rank receives the whole model, shard by shard, puts tensors together and copies them into the engine."""
+    actor = setup.actor
+    n_bytes = float(model_sizes(actor.arch)[0] * actor.dtype_bytes)
+    tally = _Tally(machine, actor.dtype_bytes)
+    last = setup.work.world_size - 1
+    if last > 0:
+        tally.send(n_bytes, inside_node=machine.same_node(0, last))
+    tally.run(flops=0.0, memory_bytes=6 * n_bytes, layers=0)
+    return tally.cost("sync")

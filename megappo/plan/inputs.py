@@ -1,0 +1,259 @@
+"""What memory and time depend on: the roles and the work of one step, taken from the settings."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+from megappo.architecture import ArchitectureConfig
+from megappo.config import Config
+from megappo.config.derive import role_numbers
+from megappo.config.rules import Role
+from megappo.config.schema import ActorSettings, CriticSettings
+from megappo.reshard.hf_map import hf_shape, model_parameters, multiplied_parameters, shard_shape
+
+RoleSettings = ActorSettings | CriticSettings
+_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Models:
+    """Architectures of a run; critic and reference without a path of their own have the actor's."""
+
+    actor: ArchitectureConfig
+    critic: ArchitectureConfig
+    reference: ArchitectureConfig
+
+    def of(self, name: str) -> ArchitectureConfig:
+        """The architecture of a role."""
+        return {"actor": self.actor, "critic": self.critic, "reference": self.reference}[name]
+
+
+@dataclass(frozen=True)
+class RoleSetup:
+    """A role on its layout."""
+
+    name: str
+    arch: ArchitectureConfig
+    tp: int
+    pp: int
+    vpp: int
+    dp: int
+    first_rank: int
+    sequence_parallel: bool
+    recompute: str
+    distributed_optimizer: bool
+    microbatch_budget_tokens: int
+    minibatch_sequences: int
+    updates_per_step: int
+    padded_vocab: int
+    dtype_bytes: int
+    trained: bool = True
+
+    @property
+    def is_critic(self) -> bool:
+        """Whether the output layer is a value head."""
+        return self.name == "critic"
+
+    @property
+    def ranks(self) -> range:
+        """Global ranks."""
+        return range(self.first_rank, self.first_rank + self.tp * self.pp * self.dp)
+
+    @property
+    def layers_per_stage(self) -> int:
+        """Layers on a rank, of all its chunks."""
+        return self.arch.layers // self.pp
+
+    def stage_of(self, rank: int) -> int | None:
+        """Pipeline stage of a global rank, None outside the role."""
+        if rank not in self.ranks:
+            return None
+        return (rank - self.first_rank) // self.tp % self.pp
+
+    def as_scorer(self, batch_sequences: int) -> RoleSetup:
+        """The same role in a forward pass over all samples of the step."""
+        return replace(self, minibatch_sequences=batch_sequences)
+
+    def microbatch_tokens(self, sequence_tokens: int) -> int:
+        """Most tokens in a microbatch: the budget, or all samples of a replica where those are fewer."""
+        return min(self.microbatch_budget_tokens, self.replica_sequences * sequence_tokens)
+
+    @property
+    def replica_sequences(self) -> int:
+        """Samples of a minibatch on one data parallel replica."""
+        return -(-self.minibatch_sequences // self.dp)
+
+    def microbatches(self, sequence_tokens: int) -> int:
+        """Microbatches of a minibatch on one replica, all samples at their longest."""
+        per_microbatch = max(1, self.microbatch_budget_tokens // sequence_tokens)
+        count = -(-self.replica_sequences // per_microbatch)
+        return -(-count // self.pp) * self.pp if self.vpp > 1 else count
+
+    def parameters(self, stage: int) -> int:
+        """Parameters on one rank of a stage."""
+        return stage_parameters(self.arch, self.tp, self.pp, self.padded_vocab, self.is_critic)[stage]
+
+    def largest_weight(self, stage: int) -> int:
+        """Elements of the largest weight on one rank of a stage."""
+        holds_vocabulary = stage == 0 or (stage == self.pp - 1 and not self.is_critic)
+        vocabulary = self.padded_vocab if holds_vocabulary else 0
+        return max(2 * self.arch.ffn_hidden_size, vocabulary) * self.arch.hidden_size // self.tp
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The work of one step."""
+
+    world_size: int
+    batch_sequences: int
+    prompt_tokens: int
+    response_tokens: int
+    sequences_per_rank: int
+    """Samples that the fullest rank generates."""
+    generate_batch_sequences: int
+    sync_bucket_bytes: int
+    engine_dtype_bytes: int
+    on_cuda: bool
+    """Where a norm is one kernel, and AdamW takes all parameters at once."""
+    cache_sequences: int
+    """Most sequences that the engine generates together, evaluation included."""
+    cache_tokens: int
+    """Longest of them."""
+    reward_bytes: float
+    """Weights of a reward model, which every rank holds."""
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Longest prompt and response."""
+        return self.prompt_tokens + self.response_tokens
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run as the planner sees it."""
+
+    actor: RoleSetup
+    critic: RoleSetup | None
+    reference: RoleSetup | None
+    work: Workload
+
+    @property
+    def trained(self) -> tuple[RoleSetup, ...]:
+        """The roles with gradients, in the order in which a step updates them."""
+        return (self.actor,) if self.critic is None else (self.critic, self.actor)
+
+    @property
+    def roles(self) -> tuple[RoleSetup, ...]:
+        """All roles, in the order in which a step scores with them."""
+        return tuple(role for role in (self.actor, self.reference, self.critic) if role is not None)
+
+
+def make_setup(config: Config, models: Models, world_size: int, *, on_cuda: bool) -> Setup:
+    """The planner's view of settings that break no rule."""
+    actor = trained_role(config, "actor", config.actor, models, world_size)
+    critic = None if config.critic is None else trained_role(config, "critic", config.critic, models, world_size)
+    reference = None if config.reference is None else reference_role(actor, models)
+    return Setup(actor, critic, reference, workload(config, world_size, on_cuda=on_cuda))
+
+
+def workload(config: Config, world_size: int, *, on_cuda: bool) -> Workload:
+    """The work of one step."""
+    rollout, evaluation = config.rollout, config.evaluation
+    sequences_per_rank = -(-rollout.prompts_per_step // world_size) * rollout.samples_per_prompt
+    longest = max(rollout.max_response_tokens, (evaluation.max_response_tokens or 0) if evaluation else 0)
+    batch = rollout.generate_batch_sequences
+    return Workload(
+        world_size=world_size,
+        batch_sequences=rollout.prompts_per_step * rollout.samples_per_prompt,
+        prompt_tokens=config.data.max_prompt_tokens,
+        response_tokens=rollout.max_response_tokens,
+        sequences_per_rank=sequences_per_rank,
+        generate_batch_sequences=batch,
+        sync_bucket_bytes=rollout.sync_bucket_bytes,
+        engine_dtype_bytes=_BYTES[rollout.dtype or config.model.dtype],
+        on_cuda=on_cuda,
+        # How many prompts an evaluation has is not known before its data are read.
+        cache_sequences=batch if evaluation else min(batch, sequences_per_rank),
+        cache_tokens=config.data.max_prompt_tokens + longest,
+        reward_bytes=reward_parameters(config.reward.model_path) * (2.0 if on_cuda else 4.0),
+    )
+
+
+def trained_role(config: Config, name: str, settings: RoleSettings, models: Models, world_size: int) -> RoleSetup:
+    """Actor or critic with these settings on its layout."""
+    arch = models.of(name)
+    numbers = role_numbers(config, Role(name, settings, arch), world_size, config.run.steps)
+    return RoleSetup(
+        name=name,
+        arch=arch,
+        tp=numbers.tp,
+        pp=numbers.pp,
+        vpp=numbers.vpp,
+        dp=numbers.dp,
+        first_rank=numbers.first_rank,
+        sequence_parallel=settings.layout.sequence_parallel,
+        recompute=settings.recompute,
+        distributed_optimizer=settings.optimizer.distributed,
+        microbatch_budget_tokens=settings.microbatch_budget_tokens,
+        minibatch_sequences=settings.minibatch_sequences,
+        updates_per_step=numbers.updates_per_step,
+        padded_vocab=numbers.padded_vocab_size,
+        dtype_bytes=_BYTES[config.model.dtype],
+    )
+
+
+def reference_role(actor: RoleSetup, models: Models) -> RoleSetup:
+    """The reference on the actor's layout."""
+    return replace(actor, name="reference", arch=models.reference, trained=False, recompute="none", updates_per_step=0)
+
+
+@lru_cache(maxsize=4096)
+def stage_parameters(arch: ArchitectureConfig, tp: int, pp: int, padded_vocab: int, is_critic: bool) -> tuple[int, ...]:
+    """Parameters on one tensor parallel rank of each pipeline stage, counted from the map that loads them.
+
+    Layers are spread evenly. Tied embeddings under a pipeline stand on the first and, once more, on the last stage. A
+    critic has a value head of hidden size + 1 in place of the output layer.
+    """
+    stages = [0] * pp
+    for parameter in model_parameters(arch):
+        count = math.prod(shard_shape(arch, parameter, tp, padded_vocab))
+        if parameter.layer is not None:
+            stages[parameter.layer * pp // arch.layers] += count
+        elif parameter.megatron.startswith("embedding."):
+            stages[0] += count
+            if arch.tied_embeddings and pp > 1 and not is_critic:
+                stages[-1] += count
+        elif not (is_critic and parameter.megatron.startswith("output_layer.")):
+            stages[-1] += count
+    if is_critic:
+        stages[-1] += arch.hidden_size + 1
+    return tuple(stages)
+
+
+@lru_cache(maxsize=8)
+def reward_parameters(folder: str | None) -> int:
+    """Weights in the safetensors files of a reward model's folder, from their headers; 0 without a folder."""
+    from safetensors import safe_open
+
+    total = 0
+    for path in sorted(Path(folder).glob("*.safetensors")) if folder is not None else ():
+        with safe_open(path, framework="numpy") as file:
+            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    return total
+
+
+@lru_cache(maxsize=64)
+def model_sizes(arch: ArchitectureConfig) -> tuple[int, int, int]:
+    """(all weights of the Hugging Face model, those of the layers, those of the output matrix)."""
+    total = sum(math.prod(hf_shape(arch, name)) for p in model_parameters(arch) for name in p.hf)
+    head = arch.vocab_size * arch.hidden_size
+    return total, multiplied_parameters(arch) - head, head
+
+
+@lru_cache(maxsize=64)
+def largest_tensor(arch: ArchitectureConfig) -> int:
+    """Elements that the weight stream moves at once at least: the largest Megatron parameter, whole."""
+    return max(sum(math.prod(hf_shape(arch, name)) for name in p.hf) for p in model_parameters(arch))

@@ -1,0 +1,143 @@
+"""What the devices can do: published peaks, and the share of them that is assumed to be reached."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megappo.config.errors import ConfigError, either, nearest_word
+from megappo.observe.throughput import peak_flops
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One device of a cluster and its links. Bandwidths are in bytes per second and one direction."""
+
+    name: str
+    words: str
+    """The device as its maker calls it."""
+    bfloat16_flops: float
+    """Dense FLOP/s in bfloat16."""
+    float32_flops: float
+    """Dense FLOP/s in float32."""
+    memory_bytes: float
+    memory_bandwidth: float
+    intra_node_bandwidth: float
+    """Between two devices of a node."""
+    inter_node_bandwidth: float
+    """Between two devices of different nodes."""
+    devices_per_node: int
+    is_cuda: bool
+    shared_by_ranks: bool = False
+    """The figures are of a whole machine that all ranks share."""
+
+    def flops(self, dtype_bytes: int) -> float:
+        """Peak FLOP/s in a type of so many bytes."""
+        return self.bfloat16_flops if dtype_bytes == 2 else self.float32_flops
+
+    def per_rank(self, ranks: int) -> Machine:
+        """What one of `ranks` ranks has of the machine; a GPU belongs to one rank."""
+        if not self.shared_by_ranks:
+            return self
+        return replace(
+            self,
+            bfloat16_flops=self.bfloat16_flops / ranks,
+            float32_flops=self.float32_flops / ranks,
+            memory_bytes=self.memory_bytes / ranks,
+            memory_bandwidth=self.memory_bandwidth / ranks,
+            intra_node_bandwidth=self.intra_node_bandwidth / ranks,
+        )
+
+    def same_node(self, first_rank: int, last_rank: int) -> bool:
+        """Whether all ranks between the two stand in one node."""
+        return self.shared_by_ranks or first_rank // self.devices_per_node == last_rank // self.devices_per_node
+
+    @property
+    def usable_bytes(self) -> float:
+        """Memory that a plan may fill."""
+        reserve = ASSUMED.cuda_reserve_bytes if self.is_cuda else ASSUMED.process_reserve_bytes
+        return self.memory_bytes * ASSUMED.memory_share - reserve
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What no data sheet says; the same for every machine."""
+
+    compute_share: float = 0.4
+    """Of the peak FLOP/s, in matrix products of a layer. Megatron-LM reports 0.42 to 0.56 (Korthikanti et al. 2022,
+    table 5) with fused layers; the layers here are not fused."""
+    bandwidth_share: float = 0.7
+    """Of the memory bandwidth."""
+    link_share: float = 0.7
+    """Of a link's bandwidth, in large collectives."""
+    launch_seconds_per_layer: float = 0.4e-3
+    """Host time to start the kernels of one layer forward, without CUDA graphs."""
+    memory_share: float = 0.95
+    """Of the memory, before fragmentation gets in the way."""
+    cuda_reserve_bytes: float = 3e9
+    """CUDA context, NCCL buffers and cuBLAS workspaces of a rank."""
+    process_reserve_bytes: float = 1e9
+    """Python and its libraries, of a rank on a CPU."""
+
+    def sentence(self) -> str:
+        """The assumptions as they stand under a plan."""
+        return (
+            f"assumed: {self.compute_share:.0%} of peak FLOP/s, {self.bandwidth_share:.0%} of memory bandwidth, "
+            f"{self.link_share:.0%} of link bandwidth, {1e3 * self.launch_seconds_per_layer:g} ms of host time per "
+            f"layer and forward pass, {self.memory_share:.0%} of memory less {self.cuda_reserve_bytes / 1e9:g} GB per "
+            f"GPU for CUDA and NCCL, {self.process_reserve_bytes / 1e9:g} GB per rank on a CPU; every sample at its "
+            "longest, rewards and data loading left out"
+        )
+
+
+ASSUMED = Assumptions()
+
+
+def _tensor_core_peak(device_name: str) -> float:
+    peak = peak_flops(device_name)
+    assert peak is not None
+    return peak
+
+
+MACHINES = {
+    machine.name: machine
+    for machine in (
+        # NVIDIA H100 Tensor Core GPU data sheet, column SXM: 67 TFLOP/s FP32, 80 GB, 3.35 TB/s, NVLink 900 GB/s in both
+        # directions together. DGX H100 data sheet: 8 GPUs, a ConnectX-7 of 400 Gb/s for each.
+        Machine(
+            "h100", "H100 SXM, 80 GB", _tensor_core_peak("H100"), 67e12, 80e9, 3.35e12, 450e9, 50e9, 8, is_cuda=True
+        ),
+        # NVIDIA H200 Tensor Core GPU data sheet, column SXM: as the H100 but 141 GB, 4.8 TB/s. DGX H200: as DGX H100.
+        Machine(
+            "h200", "H200 SXM, 141 GB", _tensor_core_peak("H200"), 67e12, 141e9, 4.8e12, 450e9, 50e9, 8, is_cuda=True
+        ),
+        # NVIDIA DGX B200 data sheet, an eighth: 1,440 GB and 64 TB/s of memory, NVLink 14.4 TB/s in both directions
+        # together, ConnectX-7 of 400 Gb/s. NVIDIA HGX platform page, HGX B200: 600 TFLOP/s FP32 for eight.
+        Machine(
+            "b200", "B200 SXM, 180 GB", _tensor_core_peak("B200"), 75e12, 180e9, 8e12, 900e9, 50e9, 8, is_cuda=True
+        ),
+        # Intel Xeon Platinum 8480+ (ark.intel.com): 56 cores, 2.0 GHz base, eight DDR5-4800 channels of 38.4 GB/s.
+        # Intel 64 optimization manual, per core and cycle: 2,048 bfloat16 operations with AMX, 64 float32 ones with two
+        # AVX-512 FMA units. Memory size: a 64 GB module per channel. Ranks talk through memory; 100 Gb/s Ethernet.
+        Machine(
+            "cpu",
+            "one Xeon Platinum 8480+ of 56 cores, 512 GB, shared by the ranks",
+            56 * 2.0e9 * 2048,
+            56 * 2.0e9 * 64,
+            512e9,
+            8 * 38.4e9,
+            8 * 38.4e9,
+            12.5e9,
+            1,
+            is_cuda=False,
+            shared_by_ranks=True,
+        ),
+    )
+}
+
+
+def find_machine(name: str) -> Machine:
+    """The machine of a name; raises ConfigError for one that is not in the table."""
+    if name in MACHINES:
+        return MACHINES[name]
+    nearest = nearest_word(name, list(MACHINES))
+    raise ConfigError(f"--machine is '{name}', must be {either(MACHINES)}; the nearest is '{nearest}'")

@@ -1,0 +1,168 @@
+"""Bytes on every rank: what stays, and what each stage of a step adds for a while."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megappo.architecture import ArchitectureConfig
+from megappo.plan.activations import head_bytes, kept_bytes, transient_bytes
+from megappo.plan.inputs import RoleSetup, Setup, Workload, largest_tensor, model_sizes
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """Bytes of a role on one rank."""
+
+    role: str
+    stage: int
+    """Pipeline stage."""
+    parameters: int
+    """Elements, not bytes."""
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    """Kept for backward at the peak of an update."""
+    head: float
+    """Workspace of the output layer in an update."""
+    transient: float
+    """Of the layer that runs, in an update."""
+    optimizer_step: float
+    """What AdamW needs for a moment; the activations are gone by then."""
+    score: float
+    """Workspace of a forward pass over all samples."""
+
+    @property
+    def resident(self) -> float:
+        """What stays between stages."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def update(self) -> float:
+        """What an update adds."""
+        return max(self.activations + self.head + self.transient, self.optimizer_step)
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Bytes of the embedded engine, a whole model on every rank."""
+
+    weights: float
+    kv_cache: float
+    workspace: float
+
+    @property
+    def total(self) -> float:
+        """While it generates."""
+        return self.weights + self.kv_cache + self.workspace
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on ranks that hold the same."""
+
+    ranks: tuple[int, ...]
+    roles: tuple[RoleMemory, ...]
+    engine: EngineMemory
+    sync: float
+    """Buckets of the weight stream."""
+    reward: float
+    """Weights of the reward model."""
+    stages: dict[str, float]
+    """Bytes while a stage of the step runs, what stays included."""
+
+    @property
+    def peak_stage(self) -> str:
+        """The stage that needs most."""
+        return max(self.stages, key=lambda name: self.stages[name])
+
+    @property
+    def peak(self) -> float:
+        """What it needs."""
+        return self.stages[self.peak_stage]
+
+
+@lru_cache(maxsize=65536)
+def role_memory(role: RoleSetup, stage: int, work: Workload) -> RoleMemory:
+    """Megatron's mixed precision, per parameter of a rank.
+
+    bfloat16: 2 bytes of weight, 4 of gradient (`grad_reduce_in_fp32`), 12 of optimizer state (main weight and the two
+    moments of AdamW in float32). float32: 4, 4 and 8 (the weight is its own main weight). The distributed optimizer
+    divides its state, and nothing else, by the data parallel size (Rajbhandari et al. 2020, "ZeRO", stage 1). A role
+    that is not trained has weights only.
+    """
+    count = role.parameters(stage)
+    scorer = role.as_scorer(work.batch_sequences)
+    score = head_bytes(scorer, stage, work, train=False) + transient_bytes(scorer, stage, work, train=False)
+    weights = float(count * role.dtype_bytes)
+    if not role.trained:
+        return RoleMemory(role.name, stage, count, weights, 0, 0, 0, 0, 0, 0, score)
+    shards = role.dp if role.distributed_optimizer else 1
+    return RoleMemory(
+        role=role.name,
+        stage=stage,
+        parameters=count,
+        weights=weights,
+        gradients=4.0 * count,
+        optimizer=(12 if role.dtype_bytes == 2 else 8) * count / shards,
+        activations=kept_bytes(role, stage, work),
+        head=head_bytes(role, stage, work, train=True),
+        transient=transient_bytes(role, stage, work, train=True),
+        # Torch's AdamW takes the roots of all second moments at once on CUDA, one parameter after the other on a CPU.
+        optimizer_step=4.0 * (count / shards if work.on_cuda else role.largest_weight(stage)),
+        score=score,
+    )
+
+
+def engine_memory(arch: ArchitectureConfig, work: Workload) -> EngineMemory:
+    """The embedded engine: weights, the batch's keys and values, and what generation needs besides.
+
+    The cache holds 2 layers K e bytes for each token of each sequence, and grows by concatenation, so one layer's is
+    there twice; with grouped queries one layer's is also repeated for every query head, since a batch of unequal
+    prompts has a mask. Prefill's widest layer and the sampler's float32 copies of the last logits never coincide with
+    a full cache, but both are small beside it, so their maximum is added.
+    """
+    e = work.engine_dtype_bytes
+    kv_width, q_width = arch.kv_heads * arch.head_dim, arch.heads * arch.head_dim
+    batch, tokens = work.cache_sequences, work.cache_sequences * work.cache_tokens
+    cache = 2.0 * arch.layers * kv_width * e * tokens
+    layer_copies = 2.0 * e * tokens * (kv_width + (q_width if q_width > kv_width else 0))
+    prefill = e * batch * work.prompt_tokens * (3 * arch.ffn_hidden_size + 2 * arch.hidden_size)
+    sampler = batch * arch.vocab_size * (e + 3 * 4)
+    return EngineMemory(float(model_sizes(arch)[0] * e), cache, layer_copies + max(prefill, sampler))
+
+
+def sync_bytes(setup: Setup) -> float:
+    """The weight stream: a bucket of shards and the tensors made of it, or the largest tensor where that is larger."""
+    arch, e = setup.actor.arch, setup.actor.dtype_bytes
+    return 2.0 * max(min(setup.work.sync_bucket_bytes, e * model_sizes(arch)[0]), e * largest_tensor(arch))
+
+
+def rank_memory(setup: Setup) -> tuple[RankMemory, ...]:
+    """Memory of every rank, ranks that hold the same pipeline stages together, in the order of their first rank."""
+    places: dict[tuple[int | None, ...], list[int]] = {}
+    for rank in range(setup.work.world_size):
+        places.setdefault(tuple(role.stage_of(rank) for role in setup.roles), []).append(rank)
+    engine, sync, reward = engine_memory(setup.actor.arch, setup.work), sync_bytes(setup), setup.work.reward_bytes
+    found = []
+    for stages, ranks in places.items():
+        held = tuple(
+            role_memory(role, stage, setup.work)
+            for role, stage in zip(setup.roles, stages, strict=True)
+            if stage is not None
+        )
+        found.append(RankMemory(tuple(ranks), held, engine, sync, reward, _stages(held, engine, sync, reward)))
+    return tuple(found)
+
+
+def _stages(roles: tuple[RoleMemory, ...], engine: EngineMemory, sync: float, reward: float) -> dict[str, float]:
+    """Bytes during each stage of a step."""
+    stays = engine.weights + reward + sum(role.resident for role in roles)
+    stages = {"rollout": stays - engine.weights + engine.total}
+    stages["score"] = stays + max((role.score for role in roles), default=0.0)
+    for role in sorted(roles, key=lambda r: r.role != "critic"):
+        if role.gradients:
+            stages[f"update_{role.role}"] = stays + role.update
+    stages["sync"] = stays + sync
+    return stages

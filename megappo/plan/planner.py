@@ -1,0 +1,160 @@
+"""A plan: memory on every rank, seconds of every stage, whether it fits and what it waits for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from megappo.config import Config, ConfigError, derive
+from megappo.config.rules import format_ranks
+from megappo.config.shape import model_shape
+from megappo.plan.costs import StageCost, step_costs
+from megappo.plan.inputs import Models, make_setup
+from megappo.plan.machines import ASSUMED, MACHINES, Machine
+from megappo.plan.memory import RankMemory, rank_memory
+
+_LARGEST_WORLD = 1 << 14
+_BOUND_WORDS = {
+    "compute": "arithmetic",
+    "memory": "memory bandwidth",
+    "launches": "kernel launches",
+    "links": "communication",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a configuration asks of a machine."""
+
+    name: str
+    """`run.name`."""
+    model: str
+    machine: str
+    gpus: int
+    fits: bool
+    usable_bytes: float
+    """Memory of a device that a plan may fill."""
+    ranks: tuple[RankMemory, ...]
+    stages: tuple[StageCost, ...]
+    step_seconds: float
+    tokens_per_second: float
+    """Prompt and response tokens of the step by its seconds, all ranks."""
+    verdict: str
+    """Whether it fits, and where it is fullest."""
+    bottleneck: str
+    assumptions: str
+
+    @property
+    def fullest(self) -> RankMemory:
+        """The ranks with the highest peak."""
+        return max(self.ranks, key=lambda ranks: ranks.peak)
+
+
+@dataclass(frozen=True)
+class PlannedModels:
+    """Architectures of a configuration's models and where they were read."""
+
+    models: Models
+    notes: tuple[str, ...]
+
+
+def read_models(config: Config, beside: Path) -> PlannedModels:
+    """Architectures from the models' config.json: no weights, no tokenizer.
+
+    A folder that is not on this machine, or a hub name, is read from `beside`/NAME where that holds a config.json, NAME
+    being the last part of the path. Raises ConfigError for a model that is found nowhere or not supported.
+    """
+    notes: list[str] = []
+
+    def where(path: str) -> str:
+        local = beside / Path(path).name
+        if Path(path).exists() or not (local / "config.json").is_file():
+            return path
+        notes.append(f"{path} is planned from {local / 'config.json'}")
+        return str(local)
+
+    trust = config.model.trust_remote_code
+    actor = critic = reference = model_shape(where(config.model.path), trust, key="model.path")
+    if config.critic is not None and config.critic.path is not None:
+        critic = model_shape(where(config.critic.path), trust, key="critic.path")
+    if config.reference is not None and config.reference.path is not None:
+        reference = model_shape(where(config.reference.path), trust, key="reference.path")
+    return PlannedModels(Models(actor, critic, reference), tuple(dict.fromkeys(notes)))
+
+
+def default_machine(config: Config) -> Machine:
+    """The machine of a plan that names none: the CPU where the settings ask for it, an H100 otherwise."""
+    return MACHINES["cpu" if config.runtime.device == "cpu" else "h100"]
+
+
+def fewest_ranks(config: Config) -> int:
+    """The fewest ranks on which the layouts of a configuration stand."""
+    open_sizes, ends = [], []
+    for settings in (config.actor, config.critic):
+        if settings is None:
+            continue
+        layout = settings.layout
+        size = layout.tensor_parallel * layout.pipeline_parallel
+        ends.append(layout.first_rank + (layout.ranks or size))
+        if layout.ranks is None:
+            open_sizes.append((layout.first_rank, size))
+    for world in range(max(ends), _LARGEST_WORLD):
+        if all((world - first) % size == 0 for first, size in open_sizes):
+            return world
+    return max(ends)
+
+
+def make_plan(config: Config, models: Models, machine: Machine, gpus: int) -> Plan:
+    """Plan a configuration on so many devices. Raises ConfigError where its rules do not hold on that world."""
+    derive(config, gpus, models.actor, models.critic, models.reference)
+    setup = make_setup(config, models, gpus, on_cuda=machine.is_cuda)
+    share = machine.per_rank(gpus)
+    ranks, stages = rank_memory(setup), step_costs(setup, share)
+    seconds = math.fsum(stage.seconds for stage in stages)
+    tokens = setup.work.batch_sequences * setup.work.sequence_tokens
+    fullest = max(ranks, key=lambda r: r.peak)
+    fits = fullest.peak <= share.usable_bytes
+    return Plan(
+        name=config.run.name,
+        model=config.model.path,
+        machine=machine.name,
+        gpus=gpus,
+        fits=fits,
+        usable_bytes=share.usable_bytes,
+        ranks=ranks,
+        stages=stages,
+        step_seconds=seconds,
+        tokens_per_second=tokens / seconds,
+        verdict=_verdict(fullest, share.usable_bytes, fits),
+        bottleneck=_bottleneck(stages, seconds),
+        assumptions=ASSUMED.sentence(),
+    )
+
+
+def check_gpus(text: str) -> int:
+    """A number of devices; raises ConfigError for anything but a whole number from 1."""
+    if not (text.isascii() and text.isdigit()) or not 1 <= int(text) < _LARGEST_WORLD:
+        raise ConfigError(f"--gpus is '{text}', must be a whole number from 1 to {_LARGEST_WORLD - 1}")
+    return int(text)
+
+
+def _verdict(fullest: RankMemory, usable_bytes: float, fits: bool) -> str:
+    plural = "rank" if len(fullest.ranks) == 1 else "ranks"
+    needs = "needs" if len(fullest.ranks) == 1 else "need"
+    return (
+        f"{'fits' if fits else 'does not fit'}: {plural} {format_ranks(fullest.ranks)} {needs} "
+        f"{_size_words(fullest.peak)} in {fullest.peak_stage}, {_size_words(usable_bytes)} are usable"
+    )
+
+
+def _size_words(n_bytes: float) -> str:
+    return f"{n_bytes / 1e9:.1f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.1f} MB"
+
+
+def _bottleneck(stages: tuple[StageCost, ...], seconds: float) -> str:
+    longest = max(stages, key=lambda stage: stage.seconds)
+    return (
+        f"{longest.name} takes {longest.seconds / seconds:.0%} of the predicted {seconds:.3g} seconds of a step, "
+        f"bound by {_BOUND_WORDS[longest.bound_by]}"
+    )

@@ -1,0 +1,316 @@
+"""Layouts that fit: the one nearest to a configuration's, and the fastest ones for a number of devices.
+
+The search goes over TP, PP, recomputation, the microbatch budget, sequence parallelism and the distributed optimizer
+of each trained role, and over the engine's batch. Roles are sized one by one, those that others beat in memory and in
+order are dropped, and what is left is combined in order until something fits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from megappo.config import Config, ConfigError, derive
+from megappo.config.errors import divisors, show
+from megappo.config.rules import Role, batch_rules, engine_rules, parallel_rules, placement_rules, vocabulary_rules
+from megappo.config.schema import LayoutSettings
+from megappo.plan.costs import rollout_cost, score_cost, update_cost
+from megappo.plan.inputs import Models, RoleSettings, RoleSetup, Setup, reference_role, trained_role, workload
+from megappo.plan.machines import MACHINES, Machine
+from megappo.plan.memory import engine_memory, rank_memory, role_memory
+from megappo.plan.planner import make_plan
+
+_DEEPEST_PIPELINE = 16
+_RECOMPUTE = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Settings that fit."""
+
+    overrides: tuple[str, ...]
+    """`key=value` arguments that turn the given configuration into this one."""
+    machine: str
+    gpus: int
+    peak_bytes: float
+    """On the fullest rank."""
+    step_seconds: float
+    roles: dict[str, str]
+    """Each trained role's layout in words."""
+
+
+class _Task(NamedTuple):
+    """What the search is for."""
+
+    given: Config
+    """What changes are counted from."""
+    config: Config
+    """What is searched from: the given one, or that with its roles on all ranks."""
+    models: Models
+    machine: Machine
+    gpus: int
+    by_speed: bool
+    """Order by predicted seconds, then changes; otherwise the other way round."""
+
+    def order(self, changes: float, seconds: float) -> tuple[float, float]:
+        """Sorts what is wanted first."""
+        return (seconds, changes) if self.by_speed else (changes, seconds)
+
+
+class _Choice(NamedTuple):
+    """One role's settings, sized."""
+
+    settings: RoleSettings
+    role: RoleSetup
+    changes: float
+    seconds: float
+    resident: float
+    """Bytes that stay, mean over all ranks of the world."""
+    peak: float
+    """Bytes at the worst stage of an update."""
+
+
+class _Batch(NamedTuple):
+    """A size of the engine's batches."""
+
+    sequences: int
+    changes: float
+    seconds: float
+    """Of the rollout."""
+    n_bytes: float
+    """Of the engine."""
+
+
+def nearest_fit(
+    config: Config, models: Models, machine: Machine, gpus: int, *, everywhere: bool = False
+) -> Proposal | None:
+    """The settings that fit and change the given ones least, the faster of equals; None where nothing fits.
+
+    `everywhere`: all roles on all devices, wherever the given ones stand.
+    """
+    start = _everywhere(config) if everywhere else config
+    return next(_fits(_Task(config, start, models, machine, gpus, by_speed=False)), None)
+
+
+def best_layouts(config: Config, models: Models, machine: Machine, gpus: int, count: int = 5) -> list[Proposal]:
+    """The fastest settings for the configuration's models, step and lengths with all roles on all devices: one for
+    each combination of TP and PP, the fastest first. Empty where nothing fits.
+
+    Raises ConfigError for what no layout mends.
+    """
+    _check_step(config, models, gpus)
+    task = _Task(config, _everywhere(config), models, machine, gpus, by_speed=True)
+    return list(itertools.islice(_fits(task), count))
+
+
+def remedy(config: Config, models: Models, machine: Machine, gpus: int) -> tuple[str, Proposal | None]:
+    """One sentence on what to change where a configuration does not fit, and the settings it speaks of."""
+    proposal = nearest_fit(config, models, machine, gpus)
+    if proposal is not None:
+        return f"the nearest layout that fits: {' '.join(proposal.overrides)}", proposal
+    here = f"no layout on {gpus} x {machine.name} fits"
+    larger = [m for m in MACHINES.values() if m.is_cuda and machine.is_cuda and m.memory_bytes > machine.memory_bytes]
+    for other, times in [(machine, 2), (machine, 4), *((m, n) for m in larger for n in (1, 2, 4))]:
+        proposal = nearest_fit(config, models, other, times * gpus, everywhere=True)
+        if proposal is not None:
+            changes = f" with {' '.join(proposal.overrides)}" if proposal.overrides else ""
+            return f"{here}; {proposal.gpus} x {other.name} would do{changes}", proposal
+    return f"{here}, nor on four times as many; shorten the response, or take a smaller model or critic.path", None
+
+
+def _check_step(config: Config, models: Models, gpus: int) -> None:
+    """Refuse what breaks a rule on every layout: what is wrong on one rank with room for the longest sample."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    for name in _trained(config):
+        settings = _section(config, name)
+        budget = max(longest, settings.microbatch_budget_tokens)
+        plain = settings.model_copy(update={"layout": LayoutSettings(), "microbatch_budget_tokens": budget})
+        config = config.model_copy(update={name: plain})
+    derive(config, 1, models.actor, models.critic, models.reference)
+    problems = list(engine_rules(config, gpus))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _everywhere(config: Config) -> Config:
+    """The configuration with its roles on all ranks."""
+    for name in _trained(config):
+        settings = _section(config, name)
+        layout = settings.layout.model_copy(update={"first_rank": 0, "ranks": None})
+        config = config.model_copy(update={name: settings.model_copy(update={"layout": layout})})
+    return config
+
+
+def _trained(config: Config) -> tuple[str, ...]:
+    return ("actor",) if config.critic is None else ("actor", "critic")
+
+
+def _section(config: Config, name: str) -> RoleSettings:
+    settings = config.critic if name == "critic" else config.actor
+    assert settings is not None
+    return settings
+
+
+def _fits(task: _Task) -> Iterator[Proposal]:
+    """What fits, in order, each combination of TP and PP once."""
+    choices = [list(_choices(task, name)) for name in _trained(task.config)]
+    share, batches = task.machine.per_rank(task.gpus), list(_engine_batches(task))
+    sized = []
+    for roles in itertools.product(*choices):
+        changes, seconds = sum(c.changes for c in roles), sum(c.seconds for c in roles)
+        room = share.usable_bytes - sum(c.resident for c in roles)
+        sized += [
+            (task.order(changes + batch.changes, seconds + batch.seconds), roles, batch.sequences)
+            for batch in batches
+            if batch.n_bytes <= room
+        ]
+    seen = set()
+    for _, roles, sequences in sorted(sized, key=lambda entry: entry[0]):
+        sizes = tuple((c.role.tp, c.role.pp) for c in roles)
+        if sizes in seen or not _fits_memory(task, roles, sequences, share.usable_bytes):
+            continue
+        proposal = _propose(task, {c.role.name: c.settings for c in roles}, sequences)
+        if proposal is not None:
+            seen.add(sizes)
+            yield proposal
+
+
+def _fits_memory(task: _Task, roles: Sequence[_Choice], batch: int, usable_bytes: float) -> bool:
+    config = _with_batch(task.config, batch)
+    actor, critic = roles[0].role, roles[1].role if len(roles) > 1 else None
+    reference = None if config.reference is None else reference_role(actor, task.models)
+    setup = Setup(actor, critic, reference, workload(config, task.gpus, on_cuda=task.machine.is_cuda))
+    return all(ranks.peak <= usable_bytes for ranks in rank_memory(setup))
+
+
+def _choices(task: _Task, name: str) -> Iterator[_Choice]:
+    """A role's settings that none of the same TP and PP beats in memory and in order."""
+    work = workload(task.config, task.gpus, on_cuda=task.machine.is_cuda)
+    share, reference = task.machine.per_rank(task.gpus), task.config.reference
+    found: dict[tuple[int, int], list[_Choice]] = {}
+    for settings in _settings(task, name):
+        role = trained_role(task.config, name, settings, task.models, task.gpus)
+        stages = [role_memory(role, stage, work) for stage in range(role.pp)]
+        peak = max(m.resident + max(m.update, m.score) for m in stages)
+        resident = sum(m.resident for m in stages) / role.pp * len(role.ranks) / task.gpus
+        if peak <= share.usable_bytes:
+            scored = [role] if name == "critic" or reference is None else [role, reference_role(role, task.models)]
+            seconds = update_cost(role, work, share).seconds + score_cost(scored, work, share).seconds
+            changes = _distance(_section(task.config, name), settings)
+            choice = _Choice(settings, role, changes, seconds, resident, peak)
+            found.setdefault((role.tp, role.pp), []).append(choice)
+    for same_sizes in found.values():
+        kept: list[_Choice] = []
+        for choice in sorted(same_sizes, key=lambda c: task.order(c.changes, c.seconds)):
+            if not any(k.resident <= choice.resident and k.peak <= choice.peak for k in kept):
+                kept.append(choice)
+        yield from kept
+
+
+def _settings(task: _Task, name: str) -> Iterator[RoleSettings]:
+    """Every setting of a role that the search knows and that its model, its ranks and the step allow."""
+    given = _section(task.config, name)
+    arch = task.models.of(name)
+    longest = task.config.data.max_prompt_tokens + task.config.rollout.max_response_tokens
+    budgets = sorted({given.microbatch_budget_tokens, *(longest * 2**n for n in range(4))})
+    tensor = divisors(math.gcd(arch.heads, arch.kv_heads, arch.ffn_hidden_size))
+    for tp, pp in itertools.product(tensor, divisors(arch.layers)):
+        in_node = task.machine.shared_by_ranks or tp <= task.machine.devices_per_node
+        if pp > _DEEPEST_PIPELINE or tp * pp > task.gpus or not in_node:
+            continue
+        vpp = given.layout.virtual_pipeline_chunks
+        chunks = vpp if pp > 1 and arch.layers % (pp * vpp) == 0 else 1
+        sizes = {"tensor_parallel": tp, "pipeline_parallel": pp, "virtual_pipeline_chunks": chunks}
+        for sequence_parallel in sorted({given.layout.sequence_parallel and tp > 1, tp > 1}):
+            layout = given.layout.model_copy(update={**sizes, "sequence_parallel": sequence_parallel})
+            placed = given.model_copy(update={"layout": layout, "microbatch_budget_tokens": max(budgets)})
+            if not _is_valid(task, Role(name, placed, arch)):
+                continue
+            shards = sorted({given.optimizer.distributed, True})
+            for recompute, budget, distributed in itertools.product(_RECOMPUTE, budgets, shards):
+                optimizer = given.optimizer.model_copy(update={"distributed": distributed})
+                changes = {"recompute": recompute, "microbatch_budget_tokens": budget, "optimizer": optimizer}
+                if budget >= longest:
+                    yield placed.model_copy(update=changes)
+
+
+def _is_valid(task: _Task, role: Role) -> bool:
+    """Whether the rules of a run allow a role's layout; `_propose` asks the others."""
+    if any(placement_rules(role, task.gpus)) or any(parallel_rules(role, role.name)):
+        return False
+    dp = len(role.ranks(task.gpus)) // role.model_ranks
+    return not any(vocabulary_rules(task.config, [role])) and not any(batch_rules(task.config, role, dp))
+
+
+def _distance(given: RoleSettings, tried: RoleSettings) -> float:
+    """Doublings of TP and PP count 1, other doublings and steps of recomputation a half, switches a quarter."""
+
+    def doublings(a: int, b: int) -> float:
+        return abs(math.log2(a / b))
+
+    return (
+        doublings(given.layout.tensor_parallel, tried.layout.tensor_parallel)
+        + doublings(given.layout.pipeline_parallel, tried.layout.pipeline_parallel)
+        + 0.5 * abs(_RECOMPUTE.index(given.recompute) - _RECOMPUTE.index(tried.recompute))
+        + 0.5 * doublings(given.microbatch_budget_tokens, tried.microbatch_budget_tokens)
+        + 0.25 * (given.layout.sequence_parallel != tried.layout.sequence_parallel)
+        + 0.25 * (given.optimizer.distributed != tried.optimizer.distributed)
+    )
+
+
+def _engine_batches(task: _Task) -> Iterator[_Batch]:
+    """The engine's batch and halves of it."""
+    arch, share = task.models.actor, task.machine.per_rank(task.gpus)
+    batch, changes = task.config.rollout.generate_batch_sequences, 0.0
+    while batch >= 1:
+        work = workload(_with_batch(task.config, batch), task.gpus, on_cuda=task.machine.is_cuda)
+        yield _Batch(batch, changes, rollout_cost(arch, work, share).seconds, engine_memory(arch, work).total)
+        batch, changes = batch // 2, changes + 0.5
+
+
+def _with_batch(config: Config, batch: int) -> Config:
+    rollout = config.rollout.model_copy(update={"generate_batch_sequences": batch})
+    return config.model_copy(update={"rollout": rollout})
+
+
+def _propose(task: _Task, settings: dict[str, RoleSettings], batch: int) -> Proposal | None:
+    """The settings as overrides of the given ones, planned in full; None where a rule or the memory refuses them."""
+    tried = _with_batch(task.config, batch).model_copy(update=settings)
+    try:
+        plan = make_plan(tried, task.models, task.machine, task.gpus)
+    except ConfigError:
+        return None
+    if not plan.fits:
+        return None
+    overrides = list(_overrides(task.given, tried))
+    words = {name: _words(task, s) for name, s in settings.items()}
+    return Proposal(tuple(overrides), task.machine.name, task.gpus, plan.fullest.peak, plan.step_seconds, words)
+
+
+def _overrides(given: Config, tried: Config) -> Iterator[str]:
+    """`key=value` for each setting of `tried` that is another in `given`."""
+    before, after = _flat(given.model_dump()), _flat(tried.model_dump())
+    for key, value in after.items():
+        if before.get(key) != value:
+            yield f"{key}={value if isinstance(value, str) else show(value)}"
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
+
+
+def _words(task: _Task, settings: RoleSettings) -> str:
+    layout = settings.layout
+    ranks = layout.ranks or task.gpus - layout.first_rank
+    dp = ranks // (layout.tensor_parallel * layout.pipeline_parallel)
+    words = [f"TP {layout.tensor_parallel} x PP {layout.pipeline_parallel} x DP {dp}"]
+    words += ["sequence parallel"] if layout.sequence_parallel else []
+    words += ["distributed optimizer"] if settings.optimizer.distributed else []
+    words += [f"recompute {settings.recompute}", f"{settings.microbatch_budget_tokens} tokens"]
+    return ", ".join(words)

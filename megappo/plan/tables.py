@@ -1,0 +1,121 @@
+"""A plan in a terminal and as JSON.
+
+In the table of memory, GB are 1e9 bytes; `activ.` is what forward keeps for backward, `head` and `layer` the workspaces
+of the output layer and of the layer that runs, `adds` the most that any stage adds to what stays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from megappo.config.rules import format_ranks
+from megappo.plan.memory import RankMemory
+from megappo.plan.planner import Plan
+from megappo.plan.search import Proposal
+
+_GIGA = 1e9
+
+
+def to_json(plan: Plan | None, proposals: Sequence[Proposal], notes: Sequence[str]) -> str:
+    """Everything in bytes, FLOPs and seconds: `plan` (null in a search), `layouts` (what was proposed), `notes`.
+
+    Each entry of `plan.ranks` has `peak_stage` and `peak_bytes` besides its parts.
+    """
+    content: dict[str, Any] = {"plan": None}
+    if plan is not None:
+        content["plan"] = dataclasses.asdict(plan)
+        for entry, ranks in zip(content["plan"]["ranks"], plan.ranks, strict=True):
+            entry |= {"peak_stage": ranks.peak_stage, "peak_bytes": ranks.peak}
+    content |= {"layouts": [dataclasses.asdict(p) for p in proposals], "notes": list(notes)}
+    return json.dumps(content, indent=2)
+
+
+def plan_view(plan: Plan) -> RenderableType:
+    """Memory of the fullest ranks, and the stages."""
+    return Group(_memory_table(plan), _stage_table(plan))
+
+
+def search_view(proposals: Sequence[Proposal], gpus: int, machine: str) -> RenderableType:
+    """Proposed layouts, the fastest first."""
+    table = Table(title=f"layouts on {gpus} x {machine}, the fastest first", title_justify="left", show_lines=True)
+    table.add_column("s/step", justify="right", no_wrap=True)
+    table.add_column("peak GB", justify="right", no_wrap=True)
+    table.add_column("layout and overrides", overflow="fold")
+    for proposal in proposals:
+        layouts = "\n".join(f"{name}: {words}" for name, words in proposal.roles.items())
+        table.add_row(
+            f"{proposal.step_seconds:.1f}",
+            f"{proposal.peak_bytes / _GIGA:.1f}",
+            Text(f"{layouts}\n{' '.join(proposal.overrides) or 'as the configuration has it'}"),
+        )
+    return table
+
+
+def _memory_table(plan: Plan) -> Table:
+    """One row per role on the fullest ranks: what stays, and what a stage adds."""
+    ranks: RankMemory = plan.fullest
+    unit, size = _unit(plan)
+    title = f"{plan.name} on {plan.gpus} x {plan.machine}: {unit} on {_rank_words(ranks)}, the fullest"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("", no_wrap=True)
+    for name in ("weights", "grads", "optimizer", "activ.", "head", "layer", "adds"):
+        table.add_column(name, justify="right", no_wrap=True)
+
+    def cells(*numbers: float) -> list[str]:
+        return [_short(n / size) if n else "" for n in numbers]
+
+    for role in ranks.roles:
+        stays = (role.weights, role.gradients, role.optimizer)
+        adds = (role.activations, role.head, role.transient, max(role.update, role.score))
+        table.add_row(role.role, *cells(*stays, *adds))
+    engine = ranks.engine
+    table.add_row("engine", *cells(engine.weights, 0, 0, 0, 0, 0, engine.kv_cache + engine.workspace))
+    if ranks.reward:
+        table.add_row("reward", *cells(ranks.reward, 0, 0, 0, 0, 0, 0))
+    table.add_row("sync", *cells(0, 0, 0, 0, 0, 0, ranks.sync))
+    return table
+
+
+def _stage_table(plan: Plan) -> Table:
+    """One row per stage of a step."""
+    title = (
+        f"a step of {plan.step_seconds:.3g} s, {plan.tokens_per_second:.3g} tokens/s; FLOP of all ranks, bytes of one"
+    )
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("stage", no_wrap=True)
+    for name in ("peak B", "FLOP", "memory B", "links B", "seconds"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("bound by", no_wrap=True)
+    for stage in plan.stages:
+        peak = max(ranks.stages.get(stage.name, 0.0) for ranks in plan.ranks)
+        numbers = (peak, stage.flops, stage.memory_bytes, stage.link_bytes)
+        table.add_row(stage.name, *map(_prefixed, numbers), _short(stage.seconds), stage.bound_by)
+    return table
+
+
+def _rank_words(ranks: RankMemory) -> str:
+    return f"{'rank' if len(ranks.ranks) == 1 else 'ranks'} {format_ranks(ranks.ranks)}"
+
+
+def _unit(plan: Plan) -> tuple[str, float]:
+    return ("GB", _GIGA) if plan.fullest.peak >= _GIGA else ("MB", 1e6)
+
+
+def _prefixed(number: float) -> str:
+    """With an SI prefix: 1.5e12 is 1.5 T."""
+    for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{_short(number / size)} {prefix}"
+    return _short(number)
+
+
+def _short(number: float) -> str:
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"

@@ -1,0 +1,159 @@
+"""The planner's formulas against what Megatron models hold: parameters exactly, bytes within five percent."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import AutoConfig
+
+from distributed.harness import launch
+from megappo.config import load_config
+from megappo.plan.activations import kept_bytes, layer_bytes_per_token, layers_in_flight
+from megappo.plan.inputs import RoleSetup, Workload, make_setup
+from megappo.plan.memory import role_memory
+from megappo.plan.planner import read_models
+
+PROMPT, RESPONSE, SAMPLES = 12, 20, 8
+TP2, PP2 = "layout.tensor_parallel=2", "layout.pipeline_parallel=2"
+BOTH = ("actor", "critic")
+ONE_MICROBATCH = [f"{role}.microbatch_budget_tokens={SAMPLES * (PROMPT + RESPONSE)}" for role in BOTH]
+# The model, the processes and what differs from `base_config`.
+CASES: dict[str, tuple[str, int, list[str]]] = {
+    "tp2-pp2": ("qwen3", 2, [f"actor.{TP2}", f"critic.{PP2}", *ONE_MICROBATCH]),
+    "sp": ("qwen3", 2, [f"{r}.{x}" for r in BOTH for x in (TP2, "layout.sequence_parallel=true")] + ONE_MICROBATCH),
+    "selective-full": ("qwen2-tied", 2, [
+        f"actor.{PP2}", f"critic.{TP2}", "actor.recompute=full", "critic.recompute=selective", "model.dtype=float32",
+        *ONE_MICROBATCH,
+    ]),
+    "distributed": ("llama", 2, [f"{r}.optimizer.distributed=true" for r in BOTH] + ONE_MICROBATCH),
+    "distributed-float32": ("llama", 2, ["model.dtype=float32", "actor.optimizer.distributed=true", *ONE_MICROBATCH]),
+    "apart": ("llama", 2, ["actor.layout.ranks=1", "critic.layout.first_rank=1", *ONE_MICROBATCH]),
+    "in-flight": ("qwen3", 2, [
+        f"actor.{PP2}", f"critic.{PP2}", "critic.layout.virtual_pipeline_chunks=2",
+        *(f"{role}.microbatch_budget_tokens={2 * (PROMPT + RESPONSE)}" for role in BOTH),
+    ]),
+    "tp2xpp2": ("qwen3-tied", 4, [f"{r}.{x}" for r in BOTH for x in (TP2, PP2)] + ONE_MICROBATCH),
+}  # fmt: skip
+PLACES = [(name, role) for name in CASES for role in BOTH]
+
+
+def write_architecture(root: Path, name: str) -> Path:
+    """A folder with a config.json and nothing else."""
+    family, _, tied = name.partition("-")
+    config = AutoConfig.for_model(
+        family,
+        hidden_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=160,
+        vocab_size=131,
+        max_position_embeddings=64,
+        tie_word_embeddings=bool(tied),
+    )
+    config.save_pretrained(root / name)
+    return root / name
+
+
+def base_config(folder: Path) -> dict[str, Any]:
+    role = {"minibatch_sequences": SAMPLES, "optimizer": {"learning_rate": 1e-3}}
+    return {
+        "run": {"name": "planned", "steps": 10},
+        "model": {"path": str(folder), "init": "random", "tokenizer": "configs/models/tiny_arithmetic"},
+        "actor": role,
+        "critic": {**role, "value_head_std": 0.1},
+        "data": {
+            "train": {"source": "python:megappo.data.arithmetic:sums", "options": {"max_operand": 3}},
+            "apply_chat_template": False,
+            "max_prompt_tokens": PROMPT,
+        },
+        "rollout": {"prompts_per_step": SAMPLES, "max_response_tokens": RESPONSE},
+        "reward": {"function": "exact"},
+        "logging": {"tensorboard": False, "console": "quiet"},
+    }
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    root = tmp_path_factory.mktemp("plan")
+    for model in sorted({model for model, _, _ in CASES.values()}):
+        (root / f"{model}.yaml").write_text(yaml.safe_dump(base_config(write_architecture(root, model))))
+    results: dict[str, Any] = {}
+    lengths = {"samples": SAMPLES, "sequence_tokens": PROMPT + RESPONSE, "response_tokens": RESPONSE}
+    for processes in (2, 4):
+        cases = [
+            {"name": name, "config": str(root / f"{model}.yaml"), "overrides": overrides, **lengths}
+            for name, (model, n, overrides) in CASES.items()
+            if n == processes
+        ]
+        (root / "cases.json").write_text(json.dumps(cases))
+        launch("plan_worker.py", processes, root / "cases.json", root / "out.json")
+        results |= json.loads((root / "out.json").read_text())
+    return root, results
+
+
+def planned(root: Path, name: str, role: str) -> tuple[RoleSetup, Workload]:
+    model, processes, overrides = CASES[name]
+    config = load_config(root / f"{model}.yaml", overrides)
+    setup = make_setup(config, read_models(config, root).models, processes, on_cuda=False)
+    found = setup.critic if role == "critic" else setup.actor
+    assert found is not None
+    return found, setup.work
+
+
+def kept_in_forward(role: RoleSetup, stage: int, work: Workload) -> float:
+    """`kept_bytes` with the head's rows, without the layer that full recomputation fills in backward."""
+    tokens = role.microbatch_tokens(work.sequence_tokens)
+    kept = kept_bytes(role, stage, work)
+    if role.recompute == "full":
+        kept -= layer_bytes_per_token(role, recompute="none", fused_norms=work.on_cuda) * tokens
+    if stage == role.pp - 1:
+        rows = role.replica_sequences * work.response_tokens
+        kept += rows * role.arch.hidden_size * (4 if role.is_critic else role.dtype_bytes)
+    return kept
+
+
+@pytest.mark.parametrize(("name", "role"), PLACES)
+def test_memory_is_what_megatron_holds(measured: tuple[Path, dict[str, Any]], name: str, role: str) -> None:
+    root, results = measured
+    setup, work = planned(root, name, role)
+    ranks = [(rank, found[role]) for rank, found in enumerate(results[name]) if found[role]]
+    assert [rank for rank, _ in ranks] == list(setup.ranks)
+    for rank, found in ranks:
+        stage = setup.stage_of(rank)
+        assert stage is not None
+        memory = role_memory(setup, stage, work)
+        assert memory.parameters == found["parameters"]
+        assert memory.weights == found["weights"]
+        assert memory.gradients == pytest.approx(found["gradients"], rel=0.05)
+        assert memory.optimizer == pytest.approx(found["optimizer"], rel=0.05)
+
+
+@pytest.mark.parametrize(("name", "role"), [(n, r) for n, r in PLACES if n != "in-flight"])
+def test_activations_are_what_autograd_keeps(measured: tuple[Path, dict[str, Any]], name: str, role: str) -> None:
+    root, results = measured
+    setup, work = planned(root, name, role)
+    assert setup.microbatches(work.sequence_tokens) == 1
+    for rank in setup.ranks:
+        stage = setup.stage_of(rank)
+        assert stage is not None
+        found = results[name][rank][role]["activations"]
+        assert kept_in_forward(setup, stage, work) == pytest.approx(found, rel=0.05), rank
+
+
+@pytest.mark.parametrize(("name", "role"), PLACES)
+def test_layers_in_flight_are_those_of_the_schedule(
+    measured: tuple[Path, dict[str, Any]], name: str, role: str
+) -> None:
+    root, results = measured
+    setup, work = planned(root, name, role)
+    for rank in setup.ranks:
+        stage = setup.stage_of(rank)
+        assert stage is not None
+        expected = layers_in_flight(setup, stage, setup.microbatches(work.sequence_tokens))
+        assert results[name][rank][role]["layers"] == expected, rank

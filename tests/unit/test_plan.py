@@ -1,0 +1,414 @@
+"""The planner: sizes that are known, memory and time that move the right way, proposals that hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+from safetensors.torch import save_file
+
+from megappo.cli import main
+from megappo.config import Config, ConfigError, load_config
+from megappo.observe.throughput import peak_flops, training_flops_per_token
+from megappo.plan import MACHINES, Models, Plan, best_layouts, find_machine, make_plan, nearest_fit, read_models, remedy
+from megappo.plan.activations import layers_in_flight
+from megappo.plan.inputs import RoleSetup, make_setup, model_sizes, stage_parameters
+from megappo.plan.planner import fewest_ranks
+from megappo.plan.search import Proposal
+
+ROOT = Path(__file__).parents[2]
+MODELS = ROOT / "configs" / "models"
+SMALL, MIDDLE, LARGE = (
+    ROOT / "configs" / f"{name}.yaml"
+    for name in ("qwen3_0.6b_1gpu_gsm8k", "qwen3_8b_8gpu_math", "qwen3_32b_2node_math")
+)
+ON = {SMALL: ("h100", 1), MIDDLE: ("h100", 8), LARGE: ("h200", 16)}
+# The weights of the published safetensors files.
+PUBLISHED = {"Qwen3-0.6B": 596_049_920, "Qwen3-8B": 8_190_735_360, "Qwen3-32B": 32_762_123_264}
+
+
+@pytest.fixture(autouse=True)
+def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+@cache
+def models_of(path: Path) -> Models:
+    return read_models(load_config(path), MODELS).models
+
+
+def plan(path: Path, *overrides: str, machine: str | None = None, gpus: int | None = None) -> Plan:
+    name, count = ON[path]
+    return make_plan(load_config(path, overrides), models_of(path), find_machine(machine or name), gpus or count)
+
+
+def resident(found: Plan, role: str) -> float:
+    return max(r.resident for ranks in found.ranks for r in ranks.roles if r.role == role)
+
+
+def update(found: Plan, role: str) -> float:
+    return max(r.update for ranks in found.ranks for r in ranks.roles if r.role == role)
+
+
+def seconds(found: Plan, stage: str) -> float:
+    return next(s.seconds for s in found.stages if s.name == stage)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_of_public_models(name: str) -> None:
+    arch = read_models(load_config(SMALL, [f"model.path={MODELS / name}"]), MODELS).models.actor
+    assert model_sizes(arch)[0] == PUBLISHED[name]
+    for tp, pp in ((1, 1), (1, 4), (8, 1), (4, 2)):
+        stages = stage_parameters(arch, tp, pp, arch.vocab_size, False)
+        copy = arch.vocab_size * arch.hidden_size if arch.tied_embeddings and pp > 1 else 0
+        norms = (2 * arch.hidden_size + 2 * arch.head_dim) * arch.layers + arch.hidden_size
+        assert tp * sum(stages) == PUBLISHED[name] + copy + (tp - 1) * norms
+        critic = stage_parameters(arch, tp, pp, arch.vocab_size, True)
+        head = arch.vocab_size * arch.hidden_size * (pp > 1 if arch.tied_embeddings else 1)
+        assert sum(stages) - sum(critic) == head / tp - arch.hidden_size - 1
+
+
+@pytest.mark.parametrize("path", ON, ids=lambda p: p.stem)
+def test_shipped_configurations_fit_their_machine(path: Path) -> None:
+    start = time.perf_counter()
+    found = plan(path)
+    assert found.fits, found.verdict
+    assert found.verdict.startswith("fits: rank")
+    assert found.gpus == fewest_ranks(load_config(path))
+    assert found.step_seconds == pytest.approx(sum(s.seconds for s in found.stages))
+    assert [s.name for s in found.stages] == ["rollout", "score", "update_critic", "update_actor", "sync"]
+    for ranks in found.ranks:
+        assert set(ranks.stages) == {s.name for s in found.stages}
+        assert found.fullest.peak >= ranks.peak > sum(r.resident for r in ranks.roles)
+    assert sorted(rank for ranks in found.ranks for rank in ranks.ranks) == list(range(found.gpus))
+    assert time.perf_counter() - start < 10
+
+
+def test_more_tensor_parallelism_means_less_memory_per_rank() -> None:
+    plans = [
+        plan(MIDDLE, f"actor.layout.tensor_parallel={tp}", "actor.layout.sequence_parallel=false") for tp in (2, 4, 8)
+    ]
+    for wide, narrow in itertools.pairwise(plans):
+        assert resident(narrow, "actor") < resident(wide, "actor")
+        assert update(narrow, "actor") < update(wide, "actor")
+        assert seconds(narrow, "rollout") == seconds(wide, "rollout")
+
+
+@pytest.mark.parametrize(
+    ("less", "more", "role"),
+    [
+        ("actor.layout.sequence_parallel=true", "actor.layout.sequence_parallel=false", "actor"),
+        ("actor.recompute=full", "actor.recompute=selective", "actor"),
+        ("actor.recompute=selective", "actor.recompute=none", "actor"),
+        ("critic.microbatch_budget_tokens=4096", "critic.microbatch_budget_tokens=8192", "critic"),
+    ],
+)
+def test_less_memory_in_an_update(less: str, more: str, role: str) -> None:
+    assert update(plan(MIDDLE, less), role) < update(plan(MIDDLE, more), role)
+
+
+def test_less_memory_that_stays() -> None:
+    pipelines = [
+        plan(LARGE, "actor.layout.tensor_parallel=4", f"actor.layout.pipeline_parallel={p}") for p in (1, 2, 4)
+    ]
+    assert resident(pipelines[0], "actor") > resident(pipelines[1], "actor") > resident(pipelines[2], "actor")
+    replicas = ["actor.layout.tensor_parallel=2", "actor.optimizer.distributed="]
+    sharded, whole = (plan(MIDDLE, replicas[0], replicas[1] + on) for on in ("true", "false"))
+    difference = resident(whole, "actor") - resident(sharded, "actor")
+    assert difference == pytest.approx(0.75 * 12 * PUBLISHED["Qwen3-8B"] / 2, rel=0.01)
+    assert plan(MIDDLE, "reference=null", "algorithm.kl_in_reward=null").fullest.peak < plan(MIDDLE).fullest.peak
+
+
+def test_engine_memory_follows_batch_and_length() -> None:
+    base = plan(MIDDLE).fullest.engine
+    assert base.weights == 2 * PUBLISHED["Qwen3-8B"]
+    # 2 (keys, values) x 36 layers x 8 heads x 128 channels x 2 bytes x 16 sequences x 4096 tokens
+    assert base.kv_cache == 2 * 36 * 8 * 128 * 2 * 16 * 4096
+    assert plan(MIDDLE, "rollout.generate_batch_sequences=8").fullest.engine.kv_cache == base.kv_cache / 2
+    assert plan(MIDDLE, "rollout.dtype=float32").fullest.engine.weights == 2 * base.weights
+
+
+def test_evaluation_and_reward_model_take_memory(tmp_path: Path) -> None:
+    base = plan(MIDDLE).fullest
+    longer = plan(MIDDLE, "evaluation.max_response_tokens=7168").fullest
+    assert longer.engine.kv_cache == 2 * base.engine.kv_cache
+    save_file({"score": torch.zeros(3, 5), "trunk": torch.zeros(7)}, tmp_path / "model.safetensors")
+    with_model = plan(MIDDLE, "reward.function=model", f"reward.model_path={tmp_path}").fullest
+    assert with_model.reward == 2 * 22
+    assert with_model.peak == base.peak + with_model.reward
+
+
+def test_stages_of_ranks_without_a_role() -> None:
+    found = plan(MIDDLE, "actor.layout.ranks=8", "critic.layout.first_rank=8", gpus=16)
+    assert [[r.role for r in ranks.roles] for ranks in found.ranks] == [["actor", "reference"], ["critic"]]
+    assert "update_critic" not in found.ranks[0].stages and "update_actor" not in found.ranks[1].stages
+    assert found.fullest.peak < plan(MIDDLE).fullest.peak
+
+
+@given(pp=st.sampled_from([1, 2, 4]), vpp=st.sampled_from([1, 2]), microbatches=st.integers(1, 16), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_in_flight_layers_are_bounded(pp: int, vpp: int, microbatches: int, data: st.DataObject) -> None:
+    role = dataclasses.replace(_actor(), pp=pp, vpp=vpp if pp > 1 else 1)
+    count = microbatches * (pp if role.vpp > 1 else 1)
+    stage = data.draw(st.integers(0, pp - 1))
+    layers = layers_in_flight(role, stage, count)
+    assert role.layers_per_stage / role.vpp <= layers <= role.layers_per_stage * count
+    if stage:
+        assert layers <= layers_in_flight(role, stage - 1, count)
+
+
+def _actor() -> RoleSetup:
+    return make_setup(load_config(SMALL), models_of(SMALL), 1, on_cuda=True).actor
+
+
+def test_flops_are_those_of_the_utilisation_metric() -> None:
+    """Forward and backward of every token; the head runs on responses only and computes its logits twice."""
+    found = plan(SMALL, "algorithm.kl_in_reward=null", "reference=null")
+    arch = models_of(SMALL).actor
+    _, layers, head = model_sizes(arch)
+    sizes = {"layers": arch.layers, "heads": arch.heads, "head_dim": arch.head_dim}
+    per_token = training_flops_per_token(layers, **sizes, sequence_tokens=1536)
+    samples = 512
+    update_actor = next(s for s in found.stages if s.name == "update_actor")
+    assert update_actor.flops == pytest.approx(samples * (1536 * per_token + 1024 * 8 * head))
+    score = next(s for s in found.stages if s.name == "score")
+    assert score.flops == pytest.approx(samples * (2 * 1536 * per_token / 3 + 1024 * 2 * (head + arch.hidden_size)))
+
+
+def test_time_moves_the_right_way() -> None:
+    base = plan(MIDDLE)
+    assert plan(MIDDLE, machine="b200").step_seconds < base.step_seconds
+    assert plan(MIDDLE, machine="h200").step_seconds < base.step_seconds
+    assert plan(MIDDLE, gpus=32).step_seconds < plan(MIDDLE, gpus=16).step_seconds < base.step_seconds
+    assert seconds(plan(MIDDLE, "actor.epochs=2"), "update_actor") == pytest.approx(2 * seconds(base, "update_actor"))
+    assert seconds(plan(MIDDLE, "actor.recompute=full"), "update_actor") > seconds(base, "update_actor")
+    longer = plan(MIDDLE, "rollout.max_response_tokens=6144", "rollout.generate_batch_sequences=16")
+    assert seconds(longer, "rollout") > 2 * seconds(base, "rollout")
+    # A pipeline's bubble shrinks with the number of microbatches.
+    bubbles = [seconds(plan(LARGE, f"actor.minibatch_sequences={n}"), "update_actor") for n in (16, 64, 256)]
+    assert bubbles[0] > bubbles[1] > bubbles[2]
+    assert "rollout takes" in base.bottleneck and "memory bandwidth" in base.bottleneck
+
+
+def test_machines() -> None:
+    for name, machine in MACHINES.items():
+        assert machine.name == name
+        if machine.is_cuda:
+            assert machine.bfloat16_flops == peak_flops(name.upper())
+        assert machine.float32_flops < machine.bfloat16_flops
+        assert 0 < machine.usable_bytes < machine.memory_bytes
+    cpu = MACHINES["cpu"]
+    assert cpu.per_rank(4).memory_bytes == cpu.memory_bytes / 4
+    assert MACHINES["h100"].per_rank(4) is MACHINES["h100"]
+    assert MACHINES["h100"].same_node(8, 15) and not MACHINES["h100"].same_node(7, 8)
+    with pytest.raises(ConfigError, match="must be h100, h200, b200 or cpu; the nearest is 'h100'"):
+        find_machine("H-100")
+
+
+def apply(path: Path, proposal: Proposal, *overrides: str) -> Plan:
+    config = load_config(path, [*overrides, *proposal.overrides])
+    return make_plan(config, models_of(path), find_machine(proposal.machine), proposal.gpus)
+
+
+@pytest.mark.parametrize(
+    ("path", "overrides"),
+    [
+        (MIDDLE, ["actor.layout.tensor_parallel=2", "actor.layout.sequence_parallel=false"]),
+        (MIDDLE, ["critic.recompute=none", "critic.microbatch_budget_tokens=65536"]),
+        (MIDDLE, ["rollout.generate_batch_sequences=64"]),
+        (MIDDLE, ["actor.optimizer.distributed=false", "actor.layout.tensor_parallel=4"]),
+        (SMALL, ["actor.microbatch_budget_tokens=65536"]),
+        (LARGE, ["actor.recompute=none", "rollout.generate_batch_sequences=32"]),
+    ],
+)
+def test_what_does_not_fit_gets_a_layout_that_does(path: Path, overrides: list[str]) -> None:
+    machine, gpus = find_machine(ON[path][0]), ON[path][1]
+    config = load_config(path, overrides)
+    given_plan = make_plan(config, models_of(path), machine, gpus)
+    assert not given_plan.fits and given_plan.verdict.startswith("does not fit: rank")
+    words, proposal = remedy(config, models_of(path), machine, gpus)
+    assert proposal is not None and proposal == nearest_fit(config, models_of(path), machine, gpus)
+    assert words == f"the nearest layout that fits: {' '.join(proposal.overrides)}"
+    found = apply(path, proposal, *overrides)
+    assert found.fits
+    assert (found.fullest.peak, found.step_seconds) == (proposal.peak_bytes, proposal.step_seconds)
+
+
+def test_what_fits_is_its_own_nearest() -> None:
+    proposal = nearest_fit(load_config(MIDDLE), models_of(MIDDLE), MACHINES["h100"], 8)
+    assert proposal is not None and proposal.overrides == ()
+
+
+def test_where_no_layout_fits_a_larger_machine_is_named() -> None:
+    config, models = load_config(LARGE), models_of(LARGE)
+    words, proposal = remedy(config, models, MACHINES["h100"], 16)
+    assert words == "no layout on 16 x h100 fits; 16 x h200 would do"
+    assert proposal is not None and apply(LARGE, proposal).fits
+    words, proposal = remedy(load_config(LARGE, ["critic.path=null"]), models_of_own_critic(), MACHINES["b200"], 8)
+    assert proposal is not None and proposal.gpus > 8 and words.startswith("no layout on 8 x b200 fits; ")
+    tiny = dataclasses.replace(MACHINES["h100"], memory_bytes=5e9, is_cuda=False, shared_by_ranks=False)
+    words, proposal = remedy(config, models, tiny, 16)
+    assert proposal is None and "nor on four times as many" in words
+
+
+def models_of_own_critic() -> Models:
+    return read_models(load_config(LARGE, ["critic.path=null"]), MODELS).models
+
+
+@pytest.mark.parametrize(("path", "machine", "gpus"), [(MIDDLE, "h100", 8), (LARGE, "b200", 32), (SMALL, "cpu", 4)])
+def test_search_proposes_layouts_that_fit_the_fastest_first(path: Path, machine: str, gpus: int) -> None:
+    config = load_config(path, ["rollout.max_response_tokens=4096"])
+    proposals = best_layouts(config, models_of(path), find_machine(machine), gpus)
+    assert 1 <= len(proposals) <= 5
+    times = [p.step_seconds for p in proposals]
+    assert times == sorted(times)
+    for proposal in proposals:
+        found = apply(path, proposal, "rollout.max_response_tokens=4096")
+        assert found.fits and found.step_seconds == proposal.step_seconds
+    given_layout = load_config(path, [*proposals[0].overrides, "rollout.max_response_tokens=4096"])
+    assert make_plan(given_layout, models_of(path), find_machine(machine), gpus).step_seconds == times[0]
+
+
+def test_search_makes_room_for_a_longer_context() -> None:
+    long = ["rollout.max_response_tokens=32000"]
+    assert load_config(MIDDLE, long).actor.microbatch_budget_tokens < 33024
+    best = best_layouts(load_config(MIDDLE, long), models_of(MIDDLE), MACHINES["h200"], 8)[0]
+    assert apply(MIDDLE, best, *long).fits
+    assert load_config(MIDDLE, [*long, *best.overrides]).actor.microbatch_budget_tokens >= 33024
+
+
+def test_search_beats_the_shipped_layouts() -> None:
+    for path, (machine, gpus) in ON.items():
+        best = best_layouts(load_config(path), models_of(path), find_machine(machine), gpus)[0]
+        assert best.step_seconds <= plan(path).step_seconds
+
+
+def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(["plan", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_json_round_trip(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = command(capsys, str(MIDDLE), "--machine", "h100", "--json", "--gpus", "8")
+    assert (code, err) == (0, "")
+    content = json.loads(out)
+    assert TypeAdapter(Plan).validate_python(content["plan"]) == plan(MIDDLE)
+    assert content["layouts"] == []
+    assert content["notes"] == [f"Qwen/Qwen3-8B is planned from {MODELS / 'Qwen3-8B' / 'config.json'}"]
+    ranks = content["plan"]["ranks"][0]
+    assert ranks["peak_bytes"] == max(ranks["stages"].values()) == ranks["stages"][ranks["peak_stage"]]
+    code, out, _ = command(capsys, str(LARGE), "--machine", "h100", "--json")
+    content = json.loads(out)
+    assert not content["plan"]["fits"] and content["layouts"][0]["machine"] == "h200"
+    code, out, _ = command(capsys, str(MIDDLE), "--gpus", "8", "--search", "--json")
+    content = json.loads(out)
+    proposals = [TypeAdapter(Proposal).validate_python(p) for p in content["layouts"]]
+    assert content["plan"] is None
+    assert proposals == best_layouts(load_config(MIDDLE), models_of(MIDDLE), MACHINES["h100"], 8)
+
+
+def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = command(capsys, "configs/quickstart.yaml", "runtime.device=cpu")
+    assert code == 0
+    assert "quickstart on 2 x cpu: MB on" in out
+    for word in ("actor", "critic", "engine", "update_critic", "update_actor", "sync", "fits: ", "assumed: 40%"):
+        assert word in out
+    code, out, _ = command(capsys, str(MIDDLE), "--search", "--machine", "b200")
+    assert code == 0 and "layouts on 8 x b200, the fastest first" in out and "actor: TP " in out
+
+
+def test_models_of_other_machines(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, _ = command(capsys, str(MIDDLE), "model.path=/data/models/Qwen3-8B", "critic.path=Qwen3-0.6B")
+    assert code == 0
+    assert "/data/models/Qwen3-8B is planned from" in out and "Qwen3-0.6B is planned from" in out
+    elsewhere = tmp_path / "run.yaml"
+    elsewhere.write_text(MIDDLE.read_text())
+    assert command(capsys, str(elsewhere), f"model.path={MODELS / 'Qwen3-8B'}")[0] == 0
+    code, _, err = command(capsys, str(elsewhere), "model.path=/data/models/Qwen3-8B")
+    assert code == 2 and "there is no such folder" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--machine", "v100"], "--machine is 'v100', must be h100, h200, b200 or cpu; the nearest is 'h100'"),
+        (["--gpus", "0"], "--gpus is '0', must be a whole number from 1 to"),
+        (["--gpus", "many"], "--gpus is 'many', must be a whole number from 1 to"),
+        (["--gpus", "12"], "does not divide its 12 ranks"),
+        (["--gpus", "2048", "--search"], "rollout.prompts_per_step 512 is below the world size 2048"),
+        (["actor.minibatch_sequences=7", "--search"], "actor.minibatch_sequences 7 does not divide"),
+        (["actor.epoch=2"], "did you mean actor.epochs?"),
+        (["--gpus", "1", "--search"], "no layout on 1 x h100 fits; "),
+    ],
+)
+def test_bad_input_is_a_sentence(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+    code, out, err = command(capsys, str(MIDDLE), *arguments)
+    assert (code, out) == (2, "")
+    assert words in err
+    assert all(line.startswith("megappo: error: ") for line in err.splitlines())
+    if words.startswith(("--", "no layout")):
+        assert err.count("\n") == 1
+
+
+def test_fewest_ranks() -> None:
+    def ranks(*overrides: str) -> int:
+        return fewest_ranks(load_config(MIDDLE, overrides))
+
+    assert ranks() == 8
+    assert ranks("critic.layout.tensor_parallel=2", "actor.layout.tensor_parallel=4") == 4
+    assert ranks("critic.layout.pipeline_parallel=3") == 24
+    assert ranks("critic.layout.first_rank=8", "actor.layout.ranks=8") == 16
+    assert ranks("critic.layout.first_rank=4", "actor.layout.ranks=8", "critic.layout.tensor_parallel=2") == 8
+
+
+def test_a_plan_needs_no_device_and_starts_in_a_process() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "megappo", "plan", "configs/qwen3_0.6b_1gpu_gsm8k.yaml"],
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "fits: rank 0 needs" in done.stdout
+
+
+def readme_section() -> str:
+    return (ROOT / "README.md").read_text().split("## Plan before the queue\n")[1].split("\n## ")[0]
+
+
+def test_the_readme_section_is_what_happens(capsys: pytest.CaptureFixture[str]) -> None:
+    blocks: list[Any] = re.findall(r"```(\w*)\n(.*?)```", readme_section(), re.DOTALL)
+    commands = [line for kind, text in blocks if kind == "bash" for line in text.splitlines()]
+    shown = [line for kind, text in blocks if kind == "" for line in text.splitlines()]
+    assert len(commands) == 4 and len(shown) == 3
+    for line in commands:
+        words = shlex.split(line, comments=True)
+        assert words[:2] == ["megappo", "plan"]
+        code, out, _ = command(capsys, *words[2:])
+        assert code == 0
+    assert all(line in out.splitlines() for line in shown)
+
+
+def test_configuration_is_left_alone() -> None:
+    config = load_config(MIDDLE, ["actor.layout.tensor_parallel=2"])
+    before = config.model_dump()
+    remedy(config, models_of(MIDDLE), MACHINES["h100"], 8)
+    assert isinstance(config, Config) and config.model_dump() == before
