@@ -187,7 +187,6 @@ class _RoleBuilder:
             device=self._runtime.device,
             padded_vocab=numbers.padded_vocab_size,
             temperature=self._config.rollout.temperature,
-            train_entropy=self._config.algorithm.entropy_coef > 0,
             recompute=recompute,
             seed=self._config.run.seed,
             value_head_std=value_head_std,

@@ -13,6 +13,7 @@ from megappo import algo
 from megappo.config.schema import AlgorithmSettings
 from megappo.runtime.tally import Tally
 from megappo.types import Experience, Scored
+from megappo_kernels import gae, masked_whiten, masked_whiten_stats, merge_whiten_stats
 
 
 class ExperienceMaker:
@@ -44,11 +45,10 @@ class ExperienceMaker:
             group_ids=scored.rollouts.group_ids_B,
             gamma=self._algorithm.gamma,
             lam=self._algorithm.lam,
+            gae=self._gae,
         )
         if self._algorithm.whiten_advantages and self._estimator.whiten:
-            advantages_BR = algo.masked_whiten(
-                values=advantages_BR, mask=mask_BR, stats=self._global_stats(advantages_BR, mask_BR)
-            )
+            advantages_BR = masked_whiten(advantages_BR, mask_BR, self._global_stats(advantages_BR, mask_BR))
         weights_BR, loss_mask_BR = self._correction(scored, tally)
         tally.mean_and_std("advantage", advantages_BR, mask_BR)
         tally.mean("return/mean", returns_BR, mask_BR)
@@ -77,11 +77,18 @@ class ExperienceMaker:
             tally.mean("kl/per_response", kl.sum(-1))
         return algo.apply_kl_to_rewards(scores=scored.scores_B, kl=kl, mask=mask_BR, coef=self.kl_controller.value)
 
-    def _global_stats(self, values_BR: Tensor, mask_BR: Tensor) -> algo.WhitenStats:
-        packed = algo.whiten_stats(values=values_BR, mask=mask_BR).pack().to(self._device)
-        gathered = [torch.empty_like(packed) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, packed)
-        return algo.WhitenStats.merge([algo.WhitenStats.unpack(p.cpu()) for p in gathered])
+    def _gae(self, *, rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+        """`algo.compute_gae` by the kernel, on the device it is fast on."""
+        here = (x.to(self._device) for x in (rewards, values, mask))
+        advantages_BR, returns_BR = gae(*here, gamma=gamma, lam=lam)
+        return advantages_BR.to(rewards.device), returns_BR.to(rewards.device)
+
+    def _global_stats(self, values_BR: Tensor, mask_BR: Tensor) -> Tensor:
+        """Whitening statistics over the samples of all ranks, merged in the order of ranks."""
+        local_3 = masked_whiten_stats(values_BR.to(self._device), mask_BR.to(self._device))
+        gathered = [torch.empty_like(local_3) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, local_3)
+        return merge_whiten_stats(torch.stack(gathered)).to(values_BR.device)
 
     def _correction(self, scored: Scored, tally: Tally) -> tuple[Tensor | None, Tensor]:
         """Importance weights for the engine's gap, and the mask of tokens that count."""

@@ -110,7 +110,7 @@ def linear_logprob(
         softcap: logits become softcap * tanh(logits / softcap) before the temperature.
         entropy: whether to compute the entropy; zeros otherwise.
         sequence_parallel: whether the caller sums the gradient of `hidden_TH` over `tp_group` itself (a
-            reduce-scatter behind a gather); otherwise it is all-reduced here.
+            reduce-scatter behind a gather); otherwise it is all-reduced here, in float32.
         exact_logits: float32 logits from bfloat16 inputs. False lets a CPU round them to bfloat16 (up to 2^-8 of a
             logit) for the speed of its bfloat16 GEMM; on CUDA they are exact either way.
 
@@ -195,9 +195,9 @@ class _LinearLogprob(torch.autograd.Function):
         grad_hidden_NH, grad_weight_VH = _recomputed_gradients(
             hidden_TH[rows_N], weight_VH, local_labels_T[rows_N], gradients, ctx.shard.compacted(rows_N)
         )
-        grad_hidden_TH = torch.zeros_like(hidden_TH).index_copy_(0, rows_N, grad_hidden_NH.to(hidden_TH.dtype))
         if ctx.shard.group is not None and ctx.reduce_hidden:
-            dist.all_reduce(grad_hidden_TH, group=ctx.shard.group)
+            dist.all_reduce(grad_hidden_NH, group=ctx.shard.group)
+        grad_hidden_TH = torch.zeros_like(hidden_TH).index_copy_(0, rows_N, grad_hidden_NH.to(hidden_TH.dtype))
         return grad_hidden_TH, grad_weight_VH, None, None, None, None
 
 

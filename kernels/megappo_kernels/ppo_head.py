@@ -142,13 +142,16 @@ class _PPOHeadLoss(torch.autograd.Function):
         chunks.run(grad_weight_VH)
         outputs_2T = chunks.outputs_2N.new_zeros(2, len(local_labels_T)).index_copy_(1, rows_N, chunks.outputs_2N)
         if trains:
-            grad_hidden_TH = torch.zeros_like(hidden_TH).index_copy_(0, rows_N, chunks.grad_hidden_NH)
+            if options.shard.group is not None and reduce_hidden:
+                dist.all_reduce(chunks.grad_hidden_NH, group=options.shard.group)
+            grad_hidden_TH = torch.zeros_like(hidden_TH).index_copy_(
+                0, rows_N, chunks.grad_hidden_NH.to(hidden_TH.dtype)
+            )
             ctx.save_for_backward(weight_VH)
             ctx.grads = grad_hidden_TH, None if options.accumulate_main_grad else grad_weight_VH
             if options.accumulate_main_grad:
                 weight_VH.grad_added_to_main_grad = True
         ctx.options = options
-        ctx.group = options.shard.group if reduce_hidden else None
         logprob_T, entropy_T = outputs_2T.unbind(0)
         ctx.mark_non_differentiable(chunks.sums, logprob_T, entropy_T)
         return policy_loss_of(chunks.sums).to(logprob_T.dtype), chunks.sums, logprob_T, entropy_T
@@ -166,8 +169,6 @@ class _PPOHeadLoss(torch.autograd.Function):
         else:
             grad_hidden_TH = grad_hidden_TH * grads[0].to(grad_hidden_TH.dtype)
             grad_weight_VH = (grad_weight_VH * grads[0]).to(weight_VH.dtype)
-        if ctx.group is not None:
-            dist.all_reduce(grad_hidden_TH, group=ctx.group)
         return grad_hidden_TH, grad_weight_VH, None, None, None, None
 
 
@@ -202,7 +203,7 @@ class _Chunks:
         n, device = len(labels_N), hidden_NH.device
         dtype = torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32
         self.outputs_2N = torch.zeros(2, n, dtype=dtype, device=device)
-        self.grad_hidden_NH = torch.zeros_like(hidden_NH)
+        self.grad_hidden_NH = torch.zeros(hidden_NH.shape, dtype=dtype, device=device)
         self.sums = torch.zeros(len(POLICY_METRICS), dtype=torch.float64, device=device)
         # By the rows of the whole shard, so that all ranks cut alike.
         budget = _CHUNK_BYTES_CUDA if hidden_NH.is_cuda else _CHUNK_BYTES_CPU
@@ -269,5 +270,5 @@ class _Chunks:
                 triton=self.shard.triton,
             )
         low_CV = self.low[:n]
-        torch.mm(low_CV, self.weight_VH, out=self.grad_hidden_NH[rows])
+        add_product(self.grad_hidden_NH[rows], low_CV, self.weight_VH)
         add_product(grad_weight_VH[: self.shard.here], low_CV.T, self.hidden_NH[rows])

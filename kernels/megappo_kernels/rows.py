@@ -205,9 +205,11 @@ def logits_gradient(
     exact_CW = logits_CW if logits_CW.dtype == rows.max_C.dtype else logits_CW.to(rows.max_C.dtype)
     slope_CW = None
     if scaling.softcap is not None:
-        tanh_CW = exact_CW.div_(scaling.softcap).tanh_()
-        slope_CW = 1 - tanh_CW.square()
-        exact_CW = tanh_CW.mul_(scaling.softcap)
+        exact_CW.div_(scaling.softcap)
+        # 1 - tanh^2 by r = e^(-2|x|), which does not cancel where tanh is near 1.
+        r_CW = exact_CW.abs().mul_(-2).exp_()
+        slope_CW = 4 * r_CW / (1 + r_CW).square_()
+        exact_CW.tanh_().mul_(scaling.softcap)
     if not scaling.is_identity:
         exact_CW.mul_(scaling.column())
     shifted_CW = exact_CW.sub_(rows.max_C[:, None])

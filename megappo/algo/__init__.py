@@ -7,6 +7,7 @@ neither a result nor a gradient.
 
 from megappo.algo.advantages import (
     ESTIMATORS,
+    GAE,
     Estimator,
     WhitenStats,
     compute_gae,
@@ -38,6 +39,7 @@ from megappo.algo.losses import (
 __all__ = [
     "AGGREGATIONS",
     "ESTIMATORS",
+    "GAE",
     "KL_KINDS",
     "AdaptiveKLController",
     "Estimator",

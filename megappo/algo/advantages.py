@@ -118,9 +118,25 @@ def compute_gae(*, rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, 
     return advantages_BT, advantages_BT + values_BT
 
 
+class GAE(Protocol):
+    """`compute_gae`, or a faster function that equals it."""
+
+    def __call__(
+        self, *, rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
+    ) -> tuple[Tensor, Tensor]: ...
+
+
 class _Compute(Protocol):
     def __call__(
-        self, *, rewards: Tensor, values: Tensor | None, mask: Tensor, group_ids: Tensor, gamma: float, lam: float
+        self,
+        *,
+        rewards: Tensor,
+        values: Tensor | None,
+        mask: Tensor,
+        group_ids: Tensor,
+        gamma: float,
+        lam: float,
+        gae: GAE,
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -129,7 +145,8 @@ class Estimator:
     """A registered way to get advantages.
 
     Called with rewards (B, T), values (B, T) or None, mask (B, T), group_ids (B,) int64 (samples of one prompt share
-    one; a group lies on one rank), gamma and lam; returns advantages and returns, both (B, T).
+    one; a group lies on one rank), gamma, lam and the function that does GAE; returns advantages and returns, both
+    (B, T).
     """
 
     name: str
@@ -139,13 +156,23 @@ class Estimator:
     """Whether whitening over the global batch follows where the configuration asks for it."""
 
     def __call__(
-        self, *, rewards: Tensor, values: Tensor | None, mask: Tensor, group_ids: Tensor, gamma: float, lam: float
+        self,
+        *,
+        rewards: Tensor,
+        values: Tensor | None,
+        mask: Tensor,
+        group_ids: Tensor,
+        gamma: float,
+        lam: float,
+        gae: GAE = compute_gae,
     ) -> tuple[Tensor, Tensor]:
         """Compute; raises ValueError where a critic is needed and there are no values."""
         if self.needs_critic and values is None:
             raise ValueError(f"estimator '{self.name}' needs values; add a critic section, or choose grpo or rloo")
         check_mask(mask, rewards=rewards, values=values)
-        return self.compute(rewards=rewards, values=values, mask=mask, group_ids=group_ids, gamma=gamma, lam=lam)
+        return self.compute(
+            rewards=rewards, values=values, mask=mask, group_ids=group_ids, gamma=gamma, lam=lam, gae=gae
+        )
 
 
 ESTIMATORS: dict[str, Estimator] = {}
@@ -172,10 +199,10 @@ def get_estimator(name: str) -> Estimator:
 
 @register_estimator("gae", needs_critic=True, whiten=True)
 def _gae(
-    *, rewards: Tensor, values: Tensor | None, mask: Tensor, group_ids: Tensor, gamma: float, lam: float
+    *, rewards: Tensor, values: Tensor | None, mask: Tensor, group_ids: Tensor, gamma: float, lam: float, gae: GAE
 ) -> tuple[Tensor, Tensor]:
     assert values is not None
-    return compute_gae(rewards=rewards, values=values, mask=mask, gamma=gamma, lam=lam)
+    return gae(rewards=rewards, values=values, mask=mask, gamma=gamma, lam=lam)
 
 
 def _group_sums(numbers_B: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -195,7 +222,7 @@ def _spread(scores_B: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 @register_estimator("grpo", needs_critic=False, whiten=False)
 def _grpo(
-    *, rewards: Tensor, values: Tensor | None, mask: Tensor, group_ids: Tensor, gamma: float, lam: float
+    *, rewards: Tensor, values: Tensor | None, mask: Tensor, group_ids: Tensor, gamma: float, lam: float, gae: GAE
 ) -> tuple[Tensor, Tensor]:
     """(score - mean) / (std + 1e-6) within the group, std unbiased; a group of one keeps its score.
 
@@ -211,7 +238,7 @@ def _grpo(
 
 @register_estimator("rloo", needs_critic=False, whiten=False)
 def _rloo(
-    *, rewards: Tensor, values: Tensor | None, mask: Tensor, group_ids: Tensor, gamma: float, lam: float
+    *, rewards: Tensor, values: Tensor | None, mask: Tensor, group_ids: Tensor, gamma: float, lam: float, gae: GAE
 ) -> tuple[Tensor, Tensor]:
     """Score minus the mean of the group's other samples; a group of one keeps its score.
 
@@ -224,8 +251,8 @@ def _rloo(
 
 @register_estimator("reinforce_plus_plus", needs_critic=False, whiten=True)
 def _reinforce_plus_plus(
-    *, rewards: Tensor, values: Tensor | None, mask: Tensor, group_ids: Tensor, gamma: float, lam: float
+    *, rewards: Tensor, values: Tensor | None, mask: Tensor, group_ids: Tensor, gamma: float, lam: float, gae: GAE
 ) -> tuple[Tensor, Tensor]:
     """Discounted sum of the rewards that follow, whitened over the batch afterwards (Hu 2025, "REINFORCE++")."""
-    returns, _ = compute_gae(rewards=rewards, values=torch.zeros_like(rewards), mask=mask, gamma=gamma, lam=1.0)
+    returns, _ = gae(rewards=rewards, values=torch.zeros_like(rewards), mask=mask, gamma=gamma, lam=1.0)
     return returns, returns

@@ -42,8 +42,6 @@ class BuildOptions:
     device: torch.device
     padded_vocab: int
     temperature: float = 1.0
-    train_entropy: bool = False
-    """Whether gradients flow through the entropy."""
     recompute: str = "none"
     seed: int = 0
     value_head_std: float | None = None
@@ -226,7 +224,6 @@ def _build_chunk(
             model.output_layer.weight,
             vocab_size=arch.vocab_size,
             temperature=options.temperature,
-            trains_entropy=options.train_entropy,
         )
     return model
 

@@ -7,12 +7,15 @@ computed: `expect` names them before each microbatch.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
 from megappo.models.layout import Layout
-from megappo_kernels import linear_logprob
+from megappo_kernels import POLICY_METRICS, PolicyInputs, PolicyObjective, linear_logprob, ppo_head_loss
 
 
 class _Head(nn.Module):
@@ -37,48 +40,55 @@ class _Head(nn.Module):
         return hidden.squeeze(1).index_select(0, self._rows_N)
 
 
-class LogprobHead(_Head):
-    """Language model head: (logprob, entropy) of the response tokens, float32, in nats."""
+@dataclass(frozen=True)
+class PolicyTarget:
+    """What an update of the policy wants of a microbatch's response tokens."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        weight: nn.Parameter | None,
-        *,
-        vocab_size: int,
-        temperature: float,
-        trains_entropy: bool,
-    ) -> None:
+    inputs: PolicyInputs
+    objective: PolicyObjective
+
+
+class LogprobHead(_Head):
+    """Language model head: log-probabilities of the response tokens, or the policy loss of an update, float32."""
+
+    def __init__(self, layout: Layout, weight: nn.Parameter | None, *, vocab_size: int, temperature: float) -> None:
         super().__init__(layout)
         self.weight = weight  # None where the tied embedding of the same stage is passed to forward
         self.vocab_size = vocab_size
         self.temperature = temperature
-        self.trains_entropy = trains_entropy
         self._labels_N: Tensor | None = None
+        self._target: PolicyTarget | None = None
 
-    def expect(self, rows_N: Tensor, labels_N: Tensor) -> None:
-        """Name the rows of the next microbatch and the tokens they predict (int64)."""
-        self._rows_N, self._labels_N = rows_N, labels_N
+    def expect(self, rows_N: Tensor, labels_N: Tensor, target: PolicyTarget | None = None) -> None:
+        """Name the rows of the next microbatch, the tokens they predict (int64), and the loss where it is wanted."""
+        self._rows_N, self._labels_N, self._target = rows_N, labels_N, target
 
     def forward(
         self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
-        """[t, 1, H] -> [n, 1, 2]."""
+        """[t, 1, H] -> [n, 1, 1] log-probabilities in nats; with a target [1, 1, 1 + metrics]: the loss, then sums.
+
+        The loss adds the weight's gradient to its `main_grad` in forward already (see `ppo_head_loss`).
+        """
         assert self._labels_N is not None
         matrix = weight if weight is not None else self.weight
         assert matrix is not None
-        logprob_N, entropy_N = linear_logprob(
-            self._select(hidden, partial_gradients=True),
-            matrix,
-            self._labels_N,
-            temperature=self.temperature,
-            tp_group=self.layout.groups.tp,
-            valid_vocab=self.vocab_size,
-            sequence_parallel=self.layout.sequence_parallel,
+        rows_NH = self._select(hidden, partial_gradients=True)
+        where: dict[str, Any] = {
+            "temperature": self.temperature,
+            "tp_group": self.layout.groups.tp,
+            "valid_vocab": self.vocab_size,
+            "sequence_parallel": self.layout.sequence_parallel,
+        }
+        if self._target is None:
+            logprob_N, _ = linear_logprob(rows_NH, matrix, self._labels_N, entropy=False, **where)
+            return logprob_N[:, None, None], None
+        inputs, objective = self._target.inputs, self._target.objective
+        result = ppo_head_loss(
+            rows_NH, matrix, self._labels_N, inputs, objective=objective, accumulate_main_grad=True, **where
         )
-        if not self.trains_entropy:
-            entropy_N = entropy_N.detach()
-        return torch.stack([logprob_N, entropy_N], dim=-1).unsqueeze(1), None
+        sums = torch.stack([result.metrics[name] for name in POLICY_METRICS])
+        return torch.cat([result.loss[None], sums.to(result.loss.dtype)])[None, None], None
 
 
 class ValueHead(_Head):

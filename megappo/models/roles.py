@@ -19,7 +19,7 @@ from megappo.errors import RunError
 from megappo.models.build import RoleModel
 from megappo.models.layout import Grid, Layout
 from megappo.models.packing import Plan, plan_microbatches
-from megappo.models.schedule import LossFunction, PackedBatch, pack_rows, run_schedule
+from megappo.models.schedule import PackedBatch, Task, pack_rows, run_schedule
 from megappo.runtime import Runtime
 from megappo.runtime.exchange import Row, all_gather_varying, exchange_rows
 
@@ -81,7 +81,7 @@ class Role:
         results: list[Row] = []
         if layout is not None:
             with self.runtime.megatron():
-                outputs = run_schedule(self._chunks, layout, batches, _report_output, train=False)
+                outputs = run_schedule(self._chunks, layout, batches, _Scoring(), train=False)
             if layout.hands_out_results:
                 for batch, output_NC in zip(batches, outputs, strict=True):
                     results += _rows_of(batch, output_NC)
@@ -97,8 +97,16 @@ def _world() -> dist.ProcessGroup:
     return group
 
 
-def _report_output(output_NC: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-    return output_NC.sum(), output_NC.detach().float()
+class _Scoring:
+    """Hands out what the output layer says."""
+
+    def expect(self, head: Any, batch: PackedBatch) -> None:
+        """Name the rows and the tokens they predict."""
+        head.expect(batch.rows_N, batch.labels_N)
+
+    def finish(self, output_NC: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """The output as it is."""
+        return output_NC.sum(), output_NC.detach().float()
 
 
 def _rows_of(batch: PackedBatch, output_NC: Tensor) -> list[Row]:
@@ -139,11 +147,11 @@ class TrainedRole(Role):
             self._chunks = trainer.chunks
 
     def update_minibatch(
-        self, rows: Sequence[Row], loss: LossFunction, *, stop_above: tuple[str, float] | None = None
+        self, rows: Sequence[Row], task: Task, *, stop_above: tuple[str, float] | None = None
     ) -> Update | None:
         """One optimizer update from all ranks' rows of a minibatch.
 
-        `loss` gives the weighted sum to differentiate and a dict of metric sums with `loss` and `count` among them.
+        `task` gives the weighted sum to differentiate and a dict of metric sums with `loss` and `count` among them.
         `stop_above` names a metric and the mean per `count` from which the update is refused.
         Returns None on ranks outside the role.
         """
@@ -153,7 +161,7 @@ class TrainedRole(Role):
             return None
         with self.runtime.megatron():
             self._trainer.zero_grad()
-            reports = run_schedule(self._chunks, layout, batches, loss, train=True)
+            reports = run_schedule(self._chunks, layout, batches, task, train=True)
             sums = self._reduce(layout, batches, reports)
             rate = self._trainer.learning_rate
             if stop_above is not None and sums[stop_above[0]] > stop_above[1] * sums["count"]:

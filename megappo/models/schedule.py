@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core.distributed import finalize_model_grads
@@ -67,16 +67,22 @@ def pack_rows(rows: Sequence[Row], layout: Layout, device: torch.device, *, is_f
     )
 
 
-LossFunction = Callable[[Tensor, PackedBatch], tuple[Tensor, Any]]
-"""(output (N, channels), microbatch) -> (the scalar to differentiate, what to report)."""
+class Task(Protocol):
+    """What a pass through the model is for."""
+
+    def expect(self, head: Any, batch: PackedBatch) -> None:
+        """Tell the output layer, on the last stage, what the next microbatch wants of it."""
+
+    def finish(self, output_NC: Tensor, batch: PackedBatch) -> tuple[Tensor, Any]:
+        """What the output layer made of it -> (the scalar to differentiate, what to report)."""
 
 
 def run_schedule(
-    chunks: Sequence[Any], layout: Layout, microbatches: Sequence[PackedBatch], loss: LossFunction, *, train: bool
+    chunks: Sequence[Any], layout: Layout, microbatches: Sequence[PackedBatch], task: Task, *, train: bool
 ) -> list[Any]:
     """Run all microbatches forward (and backward) through the pipeline.
 
-    Gradients are summed over microbatches and data parallel replicas. Returns on the last stage what `loss` reported
+    Gradients are summed over microbatches and data parallel replicas. Returns on the last stage what `task` reported
     for each microbatch in order, elsewhere an empty list.
     """
 
@@ -84,11 +90,11 @@ def run_schedule(
         batch = next(batches)
         gpt = model.module if hasattr(model, "ddp_config") else model
         if gpt.post_process:
-            gpt.output_layer.expect(batch.rows_N, batch.labels_N)
+            task.expect(gpt.output_layer, batch)
         output = model(batch.tokens_1t, batch.positions_1t, None, packed_seq_params=batch.segments)
 
         def finish(output_1NC: Tensor) -> tuple[Tensor, Tensor, Any]:
-            scalar, report = loss(output_1NC.squeeze(0), batch)
+            scalar, report = task.finish(output_1NC.squeeze(0), batch)
             # The second value is Megatron's token count, which `calculate_per_token_loss` would divide by.
             return scalar, torch.zeros((), dtype=torch.int32, device=scalar.device), report
 

@@ -10,15 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megappo.algo import policy_loss, token_weights, value_loss
+from megappo.algo import token_weights
 from megappo.config.schema import AlgorithmSettings, CriticSettings, TrainedRoleSettings
+from megappo.models.heads import PolicyTarget
 from megappo.models.roles import NonFiniteUpdateError, TrainedRole, Update
-from megappo.models.schedule import LossFunction, PackedBatch
+from megappo.models.schedule import PackedBatch, Task
 from megappo.models.scoring import response_rows
 from megappo.runtime.exchange import all_gather_varying
 from megappo.types import Experience
+from megappo_kernels import POLICY_METRICS, PolicyInputs, PolicyObjective, value_loss
 
-_POLICY_FIELDS = ("old_logprob", "advantages", "weights", "mask", "ref_logprob", "importance_weights")
 _VALUE_FIELDS = ("old_values", "returns", "weights", "mask")
 # Already weighted by the global minibatch: their sum over microbatches is the number to show.
 _WEIGHTED = frozenset({"loss", "pg_loss", "kl_loss", "entropy_loss"})
@@ -84,24 +85,22 @@ class MinibatchPlan:
 
 
 @dataclass(frozen=True)
-class _Task:
+class _Work:
     """What a role's updates are made of."""
 
     names: tuple[str, ...]
     """Fields that travel with each sample, in this order."""
-    fields_BR: dict[str, Tensor | None]
-    """All of them but the weights, which differ between minibatches; None travels as zeros."""
+    fields_BR: dict[str, Tensor]
+    """All of them but the weights, which differ between minibatches."""
     mask_BR: Tensor
     """Tokens the loss counts."""
-    loss: LossFunction
+    task: Task
     stop_above: tuple[str, float] | None = None
 
     def stacked(self, weights_BR: Tensor) -> Tensor:
         """(F, B, R) float32."""
         fields_BR = {**self.fields_BR, "weights": weights_BR}
-        zeros_BR = torch.zeros(self.mask_BR.shape)
-        values = [fields_BR[name] for name in self.names]
-        return torch.stack([zeros_BR if v is None else v.float() for v in values])
+        return torch.stack([fields_BR[name].float() for name in self.names])
 
 
 def minibatch_plan(settings: TrainedRoleSettings, batch_sequences: int, seed: int) -> MinibatchPlan:
@@ -127,22 +126,18 @@ def update_actor(
     Raises NonFiniteUpdateError with `on_nonfinite: stop`.
     """
     scored = experience.scored
-    fields = {
+    given = {
         "old_logprob": scored.old_logprob_BR,
         "advantages": experience.advantages_BR,
-        "mask": experience.loss_mask_BR.float(),
+        "mask": experience.loss_mask_BR,
         "ref_logprob": scored.ref_logprob_BR,
         "importance_weights": experience.importance_weights_BR,
     }
-    loss = _policy_objective(
-        algorithm,
-        penalty_coef,
-        has_reference=scored.ref_logprob_BR is not None,
-        has_weights=experience.importance_weights_BR is not None,
-    )
+    fields = {name: values for name, values in given.items() if values is not None}
+    task = _PolicyTask((*fields, "weights"), _policy_objective(algorithm, penalty_coef))
     stop_above = None if algorithm.target_kl is None else ("ppo_kl_k3", algorithm.target_kl)
-    task = _Task(_POLICY_FIELDS, fields, experience.loss_mask_BR, loss, stop_above)
-    return _run(actor, experience, plan, task, algorithm, norm_tokens)
+    work = _Work(task.names, fields, experience.loss_mask_BR, task, stop_above)
+    return _run(actor, experience, plan, work, algorithm, norm_tokens)
 
 
 def update_critic(
@@ -156,56 +151,58 @@ def update_critic(
 ) -> dict[str, float]:
     """All updates of the value model in a step; returns `critic/*` on every rank. A collective of the whole world."""
     mask_BR = experience.scored.rollouts.response_mask_BR
-    fields = {
-        "old_values": experience.scored.values_BR,
-        "returns": experience.returns_BR,
-        "mask": mask_BR.float(),
-    }
-
-    def loss(output_NC: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        named = _named(batch, _VALUE_FIELDS)
-        result = value_loss(
-            values=output_NC[:, 0],
-            old_values=named["old_values"],
-            returns=named["returns"],
-            weights=named["weights"],
-            mask=named["mask"] > 0,
-            clip=settings.value_clip,
-        )
-        return result.loss, {**result.metrics, "loss": result.loss.detach().clone()}
-
-    task = _Task(_VALUE_FIELDS, fields, mask_BR, loss)
-    return _run(critic, experience, plan, task, algorithm, norm_tokens)
+    values_BR = experience.scored.values_BR
+    assert values_BR is not None
+    fields = {"old_values": values_BR, "returns": experience.returns_BR, "mask": mask_BR}
+    work = _Work(_VALUE_FIELDS, fields, mask_BR, _ValueTask(settings.value_clip))
+    return _run(critic, experience, plan, work, algorithm, norm_tokens)
 
 
-def _policy_objective(
-    algorithm: AlgorithmSettings, penalty_coef: float, *, has_reference: bool, has_weights: bool
-) -> LossFunction:
+def _policy_objective(algorithm: AlgorithmSettings, penalty_coef: float) -> PolicyObjective:
     kl = algorithm.kl_in_loss
+    return PolicyObjective(
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        dual_clip=algorithm.dual_clip,
+        kind=algorithm.policy_loss,
+        penalty_coef=penalty_coef,
+        entropy_coef=algorithm.entropy_coef,
+        kl_kind=kl.kind if kl else "low_var_kl",
+        kl_coef=kl.coef if kl else 0.0,
+    )
 
-    def loss(output_NC: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        named = _named(batch, _POLICY_FIELDS)
-        result = policy_loss(
-            logprob=output_NC[:, 0],
-            entropy=output_NC[:, 1],
-            old_logprob=named["old_logprob"],
-            advantages=named["advantages"],
-            weights=named["weights"],
-            mask=named["mask"] > 0,
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            dual_clip=algorithm.dual_clip,
-            kind=algorithm.policy_loss,
-            penalty_coef=penalty_coef,
-            entropy_coef=algorithm.entropy_coef,
-            ref_logprob=named["ref_logprob"] if has_reference else None,
-            kl_kind=kl.kind if kl else "low_var_kl",
-            kl_coef=kl.coef if kl else 0.0,
-            importance_weights=named["importance_weights"] if has_weights else None,
-        )
+
+@dataclass(frozen=True)
+class _PolicyTask:
+    """The output layer computes the policy loss itself."""
+
+    names: tuple[str, ...]
+    objective: PolicyObjective
+
+    def expect(self, head: Any, batch: PackedBatch) -> None:
+        named = _named(batch, self.names)
+        inputs = PolicyInputs(**(named | {"mask": named["mask"] > 0}))
+        head.expect(batch.rows_N, batch.labels_N, PolicyTarget(inputs, self.objective))
+
+    def finish(self, output_NC: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, sums = output_NC[0, 0], output_NC[0, 1:].detach()
+        # The schedule scales the loss in place.
+        return loss, dict(zip(POLICY_METRICS, sums.unbind(), strict=True)) | {"loss": loss.detach().clone()}
+
+
+@dataclass(frozen=True)
+class _ValueTask:
+    """The value loss of what the value head says."""
+
+    clip: float | None
+
+    def expect(self, head: Any, batch: PackedBatch) -> None:
+        head.expect(batch.rows_N, batch.labels_N)
+
+    def finish(self, output_NC: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        named = _named(batch, _VALUE_FIELDS)
+        result = value_loss(values=output_NC[:, 0], clip=self.clip, **(named | {"mask": named["mask"] > 0}))
         return result.loss, {**result.metrics, "loss": result.loss.detach().clone()}
-
-    return loss
 
 
 def _named(batch: PackedBatch, names: tuple[str, ...]) -> dict[str, Tensor]:
@@ -219,13 +216,13 @@ def _run(
     role: TrainedRole,
     experience: Experience,
     plan: MinibatchPlan,
-    task: _Task,
+    work: _Work,
     algorithm: AlgorithmSettings,
     norm_tokens: int,
 ) -> dict[str, float]:
     """Go through the plan's minibatches; all ranks of the world take part in each of them."""
     rollouts = experience.scored.rollouts
-    counts = _token_counts(rollouts.sample_ids_B, task.mask_BR, role.runtime.device)
+    counts = _token_counts(rollouts.sample_ids_B, work.mask_BR, role.runtime.device)
     ids = rollouts.sample_ids_B.tolist()
     summary = UpdateSummary()
     for minibatch in plan:
@@ -234,14 +231,14 @@ def _run(
             continue  # every sample was rejected
         chosen = [b for b, sample_id in enumerate(ids) if sample_id in minibatch]
         weights_BR = token_weights(
-            mask=task.mask_BR,
+            mask=work.mask_BR,
             mode=algorithm.loss_aggregation,
             total_tokens=sum(tokens),
             total_sequences=len(tokens),
             norm_tokens=norm_tokens,
         )
-        rows = response_rows(rollouts, chosen, task.stacked(weights_BR))
-        update = role.update_minibatch(rows, task.loss, stop_above=task.stop_above)
+        rows = response_rows(rollouts, chosen, work.stacked(weights_BR))
+        update = role.update_minibatch(rows, work.task, stop_above=work.stop_above)
         if _note(role, summary, update, algorithm):
             break
     return _shared_metrics(role, summary)

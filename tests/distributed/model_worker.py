@@ -32,25 +32,31 @@ def sequences(vocab: int) -> list[torch.Tensor]:
 
 
 def expected(folder: Path, tokens: list[torch.Tensor]) -> torch.Tensor:
-    """(logprob, entropy) of everything but the first token, by transformers in float64."""
+    """(N, 1) log-probabilities of everything but the first token, by transformers in float64."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     rows = []
     for sequence in tokens:
         with torch.no_grad():
             logp = model(sequence[None]).logits[0, :-1].log_softmax(-1)
-        rows.append(torch.stack([logp.gather(1, sequence[1:, None])[:, 0], -(logp.exp() * logp).sum(-1)], -1))
+        rows.append(logp.gather(1, sequence[1:, None]))
     return torch.cat(rows)
+
+
+class Outputs:
+    """Hands out what the output layer says, and asks for a gradient of it."""
+
+    def expect(self, head: Any, batch: PackedBatch) -> None:
+        head.expect(batch.rows_N, batch.labels_N)
+
+    def finish(self, output: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        return output.sum(), output.detach().clone()
 
 
 def forward(model: RoleModel, layout: Layout, tokens: list[torch.Tensor], train: bool) -> torch.Tensor | None:
     rows = [Row(i, s, torch.zeros(1, len(s) - 1)) for i, s in enumerate(tokens)]
     device = torch.device("cpu")
     batches = [pack_rows(r, layout, device, is_filler=False) for r in (rows[:3], rows[3:])]
-
-    def loss(output: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        return output.sum(), output.detach().clone()
-
-    outputs = run_schedule(model.chunks, layout, batches, loss, train=train)
+    outputs = run_schedule(model.chunks, layout, batches, Outputs(), train=train)
     return torch.cat(outputs) if layout.hands_out_results else None
 
 

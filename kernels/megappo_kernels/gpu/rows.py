@@ -21,9 +21,9 @@ def soft_cap(z, cap):
     """cap * tanh(z / cap); a series near 0, where the formula by exp would cancel."""
     x = z / cap
     small = x * (1 - x * x * (1.0 / 3 - x * x * (2.0 / 15)))
-    # e^(2x) overflows to inf and underflows to 0 as it should.
-    large = 1 - 2 / (tl.exp(2 * x) + 1)
-    return cap * tl.where(tl.abs(x) < 0.05, small, large)
+    r = tl.exp(-2 * tl.abs(x))
+    large = (1 - r) / (1 + r)
+    return cap * tl.where(tl.abs(x) < 0.05, small, tl.where(x < 0, -large, large))
 
 
 @triton.jit
@@ -111,8 +111,10 @@ def gradient_kernel(
     z = tl.load(logits + row * row_stride + offsets, mask=inside, other=0.0).to(tl.float32)
     slope = inverse_temperature
     if CAPPED:
+        # 1 - tanh^2 by r = e^(-2|x|), which does not cancel where tanh is near 1.
+        r = tl.exp(-2 * tl.abs(z / cap))
+        slope = inverse_temperature * 4 * r / ((1 + r) * (1 + r))
         z = soft_cap(z, cap)
-        slope = inverse_temperature * (1 - (z / cap) * (z / cap))
     shifted = z * inverse_temperature - tl.load(max_row + row)
     p = tl.exp(shifted - tl.log(total))
     factor = g_logprob

@@ -1,0 +1,369 @@
+#!/usr/bin/env python3
+"""How fast, how frugal and how exact are the kernels, beside every public alternative and the physical floor?
+
+Usage: python benchmarks/kernels.py [--device cuda|cpu] [--suites head train logits gae tokens] [--tokens N ...]
+           [--hidden H] [--vocab V ...] [--dtype bfloat16|float32] [--repeat R] [--tiny] [--save FILE.md]
+
+All providers of a suite run in one process, one after the other in each round, on inputs that change from round to
+round; the median over the rounds is shown, with the 20th and 80th percentile. On CUDA the L2 cache is flushed before
+each call. Logits are peaky, as a trained model's are. "floor" is how often the measured time of the bare matrix
+products (or of a plain copy of the same bytes) fits into the provider's: 1.0 cannot be beaten, except by a provider
+that leaves work out. Memory is the peak beyond the inputs. Errors are against float64, on a smaller problem of the same
+kind: largest absolute error of log-probabilities or values, and the larger relative norm error of the two gradients.
+Compilation and autotuning happen before the clock runs. What cannot run here is listed with its reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
+
+import kernel_peers  # noqa: E402
+import torch  # noqa: E402
+from kernel_peers import Peer  # noqa: E402
+from kernel_timing import HEADINGS, Machine, Provider, markdown, rows_of  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+import megappo_kernels as ours  # noqa: E402
+from megappo_kernels import PolicyInputs, PolicyObjective, reference  # noqa: E402
+
+GAMMA, LAM, TEMPERATURE = 0.99, 0.95, 0.9
+CLIP = (0.2, 0.28)
+
+
+# -- The output head --
+
+
+@dataclass
+class HeadCase:
+    """Inputs of the head; two sets, used in turn."""
+
+    hidden: list[Tensor]
+    weight: Tensor
+    labels: list[Tensor]
+    old: Tensor
+    advantages: Tensor
+    weights: Tensor
+
+    @staticmethod
+    def make(n: int, h: int, v: int, dtype: torch.dtype, device: torch.device) -> HeadCase:
+        g = torch.Generator(device=device).manual_seed(0)
+        make = partial(torch.randn, generator=g, device=device)
+        weight = torch.empty(v, h, dtype=dtype, device=device)
+        for part in weight.split(8192):  # logits of spread 6
+            part.copy_(make(part.shape) * (6 / h**0.5))
+        labels = [torch.randint(0, v, (n,), generator=g, device=device) for _ in range(2)]
+        hidden = [make(n, h).to(dtype).requires_grad_() for _ in range(2)]
+        weights = torch.full((n,), 1 / n, device=device)
+        return HeadCase(hidden, weight.requires_grad_(), labels, -8 - make(n).abs(), make(n), weights)
+
+    def of(self, round_number: int) -> tuple[Tensor, Tensor, Tensor]:
+        for leaf in (*self.hidden, self.weight):
+            leaf.grad = None
+        return self.hidden[round_number % 2], self.weight, self.labels[round_number % 2]
+
+    def inputs(self) -> PolicyInputs:
+        mask = torch.ones_like(self.advantages, dtype=torch.bool)
+        return PolicyInputs(self.old, self.advantages, self.weights, mask)
+
+
+Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+Training = Callable[[HeadCase, Tensor, Tensor, Tensor], Tensor]
+
+
+def head_suite(machine: Machine, n: int, h: int, v: int, dtype: torch.dtype) -> tuple[list[Provider], list[Peer]]:
+    """Log-probabilities without gradients."""
+    case, small = (HeadCase.make(*shape, dtype, machine.device) for shape in ((n, h, v), (128, 256, min(v, 8192))))
+    out = torch.empty(n, v, dtype=dtype, device=machine.device)
+
+    def gemm(round_number: int) -> Callable[[], Any]:
+        hidden, weight, _ = case.of(round_number)
+        return no_grad(lambda: torch.mm(hidden, weight.T, out=out))
+
+    def own(entropy: bool, exact: bool) -> Forward:
+        return partial(ours.linear_logprob, temperature=TEMPERATURE, entropy=entropy, exact_logits=exact)
+
+    forwards: dict[str, Forward] = {
+        "megappo linear_logprob": own(True, True),
+        "megappo linear_logprob, no entropy": own(False, True),
+    }
+    if dtype == torch.bfloat16 and not machine.is_cuda:
+        forwards["megappo linear_logprob, rounded logits"] = own(True, False)
+        forwards["megappo linear_logprob, rounded logits, no entropy"] = own(False, False)
+    peers = kernel_peers.head_forward_peers()
+    for peer in _runnable(peers, machine):
+        forwards[peer.name] = partial(_peer_forward, peer.run)
+    providers = [Provider("bare GEMM, 2NHV", gemm, is_floor=True)]
+    for name, forward in forwards.items():
+
+        def prepare(round_number: int, forward: Forward = forward) -> Callable[[], Any]:
+            arguments = case.of(round_number)
+            return no_grad(lambda: forward(*arguments))
+
+        providers.append(Provider(name, prepare, partial(_forward_error, forward, small)))
+    return providers, peers
+
+
+def _peer_forward(run: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
+    return run(hidden, weight, labels, TEMPERATURE)  # type: ignore[no-any-return]
+
+
+def no_grad(call: Callable[[], Any]) -> Callable[[], Any]:
+    """The call without gradients."""
+
+    def run() -> Any:
+        with torch.no_grad():
+            return call()
+
+    return run
+
+
+def _forward_error(forward: Forward, case: HeadCase) -> str:
+    hidden, weight, labels = (x.detach() for x in case.of(0))
+    with torch.no_grad():
+        logprob, _ = forward(hidden, weight, labels)
+    truth, _ = reference.linear_logprob(hidden.double(), weight.double(), labels, temperature=TEMPERATURE)
+    return f"{float((logprob - truth).abs().max()):.1e}"
+
+
+def train_suite(machine: Machine, n: int, h: int, v: int, dtype: torch.dtype) -> tuple[list[Provider], list[Peer]]:
+    """The PPO loss with the gradients of hidden states and weight, entropy gradient included where there is one."""
+    case, small = (HeadCase.make(*shape, dtype, machine.device) for shape in ((n, h, v), (128, 256, min(v, 8192))))
+    buffers = (
+        torch.empty(n, v, dtype=dtype, device=machine.device),
+        torch.empty(n, h, dtype=dtype, device=machine.device),
+        torch.empty(v, h, dtype=dtype, device=machine.device),
+    )
+
+    def gemms(round_number: int) -> Callable[[], Any]:
+        hidden, weight, _ = (x.detach() for x in case.of(round_number))
+
+        def run() -> None:
+            torch.mm(hidden, weight.T, out=buffers[0])
+            torch.mm(buffers[0], weight, out=buffers[1])
+            torch.mm(buffers[0].T, hidden, out=buffers[2])
+
+        return run
+
+    objective = PolicyObjective(clip_low=CLIP[0], clip_high=CLIP[1], entropy_coef=0.01)
+
+    def fused(data: HeadCase, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        given = {"objective": objective, "temperature": TEMPERATURE}
+        return ours.ppo_head_loss(hidden, weight, labels, data.inputs(), **given).loss  # type: ignore[arg-type]
+
+    def into_main_grad(data: HeadCase, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        if not hasattr(weight, "main_grad"):
+            weight.main_grad = torch.zeros(weight.shape, device=weight.device)  # type: ignore[attr-defined]
+        given = {"objective": objective, "temperature": TEMPERATURE, "accumulate_main_grad": True}
+        return ours.ppo_head_loss(hidden, weight, labels, data.inputs(), **given).loss  # type: ignore[arg-type]
+
+    def recomputed(data: HeadCase, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        logprob, entropy = ours.linear_logprob(hidden, weight, labels, temperature=TEMPERATURE)
+        return ours.policy_loss(logprob=logprob, entropy=entropy, inputs=data.inputs(), objective=objective).loss
+
+    ways: dict[str, Training] = {
+        "megappo ppo_head_loss": fused,
+        "megappo ppo_head_loss into main_grad": into_main_grad,
+        "megappo linear_logprob + policy_loss": recomputed,
+    }
+    peers = kernel_peers.head_training_peers()
+    for peer in _runnable(peers, machine):
+        ways[peer.name] = partial(_peer_training, peer.run)
+    providers = [Provider("bare GEMMs, 6NHV", gemms, is_floor=True)]
+    for name, way in ways.items():
+
+        def prepare(round_number: int, way: Training = way) -> Callable[[], Any]:
+            arguments = case.of(round_number)
+            return lambda: way(case, *arguments).backward()
+
+        error = None if "main_grad" in name else partial(_training_error, way, small)
+        providers.append(Provider(name, prepare, error))
+    return providers, peers
+
+
+def _peer_training(run: Any, data: HeadCase, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    arguments = (hidden, weight, labels, data.old, data.advantages, data.weights, TEMPERATURE, *CLIP)
+    try:
+        return run(*arguments, 0.01)  # type: ignore[no-any-return]
+    except ValueError:  # it has no entropy, and its notes say so
+        return run(*arguments, 0.0)  # type: ignore[no-any-return]
+
+
+def _training_error(way: Training, case: HeadCase) -> str:
+    arguments = case.of(0)
+    way(case, *arguments).backward()
+    hidden, weight, labels = arguments
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    logprob, entropy = reference.linear_logprob(*exact, labels, temperature=TEMPERATURE)
+    wide = {k: x.double() if x.is_floating_point() else x for k, x in case.inputs().tensors().items()}
+    errors = []
+    for coef in (0.01, 0.0):  # without entropy where the provider has none: the smaller error is its own
+        loss = reference.policy_loss(
+            logprob=logprob, entropy=entropy, **wide, clip_low=CLIP[0], clip_high=CLIP[1], entropy_coef=coef
+        )
+        truth = torch.autograd.grad(loss, exact, retain_graph=True)
+        found = (hidden.grad, weight.grad)
+        errors.append(max(float((g.double() - t).norm() / t.norm()) for g, t in zip(found, truth, strict=True)))  # type: ignore[union-attr]
+    return f"{min(errors):.1e}"
+
+
+def logits_suite(machine: Machine, n: int, h: int, v: int, dtype: torch.dtype) -> tuple[list[Provider], list[Peer]]:
+    """Log-probabilities from logits, forward and backward."""
+    g = torch.Generator(device=machine.device).manual_seed(0)
+    leaf = (6 * torch.randn(n, v, generator=g, device=machine.device)).to(dtype).requires_grad_()
+    labels = torch.randint(0, v, (n,), generator=g, device=machine.device)
+    up, copy = torch.randn(n, generator=g, device=machine.device), torch.empty_like(leaf)
+    peers = kernel_peers.logits_peers()
+    ways: dict[str, Any] = {
+        "megappo logits_logprob": lambda x, y: ours.logits_logprob(x, y, entropy=False)[0],
+        "megappo logits_logprob with entropy": lambda x, y: sum(ours.logits_logprob(x, y)),
+    }
+    ways |= {peer.name: peer.run for peer in _runnable(peers, machine)}
+    source = leaf.detach()
+    providers = [Provider("read, and write in place", lambda _: lambda: copy.copy_(source), is_floor=True)]
+    for name, way in ways.items():
+
+        def prepare(_: int, way: Any = way) -> Callable[[], Any]:
+            logits = leaf.detach().clone().requires_grad_() * 1
+            return lambda: torch.autograd.grad((way(logits, labels) * up).sum(), logits)
+
+        providers.append(Provider(name, prepare))
+    return providers, peers
+
+
+# -- Per token --
+
+
+def gae_suite(machine: Machine, b: int, t: int) -> tuple[list[Provider], list[Peer]]:
+    """Advantages of B samples of T tokens, ragged and with holes."""
+    g = torch.Generator(device=machine.device).manual_seed(0)
+    make = partial(torch.randn, generator=g, device=machine.device)
+    rewards, values = make(b, t), make(b, t)
+    mask = torch.rand(b, t, generator=g, device=machine.device) < 0.9
+    weights = mask.float()
+    source, target = (torch.ones(3, b, t, device=machine.device), torch.empty(3, b, t, device=machine.device))
+    exact, _ = ours.gae(rewards.double(), values.double(), mask, gamma=GAMMA, lam=LAM)
+    peers = kernel_peers.gae_peers()
+
+    def error(run: Callable[[], tuple[Tensor, Tensor]]) -> str:
+        return f"{float((run()[0] - exact)[mask].abs().max()):.1e}"
+
+    own = partial(ours.gae, rewards, values, mask, gamma=GAMMA, lam=LAM)
+    providers = [
+        Provider("copy of 24 bytes a token", lambda _: lambda: target.copy_(source), is_floor=True),
+        Provider("megappo gae", lambda _: own, partial(error, own)),
+    ]
+    for peer in _runnable(peers, machine):
+        assert peer.run is not None
+        run = partial(peer.run, rewards, values, weights, GAMMA, LAM)
+        comparable = "Ignores the mask" not in peer.notes and "whitened" not in peer.notes
+        providers.append(Provider(peer.name, lambda _, run=run: run, partial(error, run) if comparable else None))
+    return providers, peers
+
+
+def tokens_suite(machine: Machine, n: int) -> tuple[list[Provider], list[Peer]]:
+    """Policy loss, value loss and whitening statistics of n tokens, with gradients; torch beside each."""
+    from megappo import algo
+
+    g = torch.Generator(device=machine.device).manual_seed(0)
+    fields = {name: torch.randn(n, generator=g, device=machine.device) for name in ("old_logprob", "advantages")}
+    weights, mask = torch.rand(n, generator=g, device=machine.device) / n, torch.rand(n, device=machine.device) < 0.9
+    logprob, entropy = (torch.randn(n, generator=g, device=machine.device).requires_grad_() for _ in range(2))
+    inputs = PolicyInputs(weights=weights, mask=mask, **fields)
+    source, target = torch.ones(4, n, device=machine.device), torch.empty(4, n, device=machine.device)
+    values = {"old_values": fields["old_logprob"], "returns": fields["advantages"], "weights": weights, "mask": mask}
+
+    def both(loss: Callable[[], Tensor], *leaves: Tensor) -> Callable[[int], Callable[[], Any]]:
+        return lambda _: lambda: torch.autograd.grad(loss(), leaves)
+
+    objective = PolicyObjective(entropy_coef=0.01)
+    own = partial(ours.policy_loss, logprob=logprob, entropy=entropy, inputs=inputs, objective=objective)
+    plain = partial(
+        algo.policy_loss, logprob=logprob, entropy=entropy, weights=weights, mask=mask, entropy_coef=0.01, **fields
+    )
+    stats = partial(ours.masked_whiten_stats, fields["advantages"], mask)
+    return [
+        Provider("copy of 32 bytes a token", lambda _: lambda: target.copy_(source), is_floor=True),
+        Provider("megappo policy_loss", both(lambda: own().loss, logprob, entropy)),
+        Provider("torch policy loss", both(lambda: plain().loss, logprob, entropy)),
+        Provider("megappo value_loss", both(lambda: ours.value_loss(values=logprob, clip=0.2, **values).loss, logprob)),
+        Provider("torch value loss", both(lambda: algo.value_loss(values=logprob, clip=0.2, **values).loss, logprob)),
+        Provider("megappo masked_whiten_stats", lambda _: stats),
+        Provider("torch whiten stats", lambda _: partial(algo.whiten_stats, values=fields["advantages"], mask=mask)),
+    ], []
+
+
+# -- Report --
+
+
+def _runnable(peers: list[Peer], machine: Machine) -> list[Peer]:
+    return [p for p in peers if p.run is not None and machine.device.type in p.devices]
+
+
+def suites(arguments: argparse.Namespace, machine: Machine) -> Iterator[tuple[str, list[Provider], list[Peer]]]:
+    """(title, providers, peers) one after the other; inputs of one are freed before the next."""
+    dtype, h = getattr(torch, arguments.dtype), arguments.hidden
+    for name, make in (("head", head_suite), ("train", train_suite), ("logits", logits_suite)):
+        for v in arguments.vocab if name in arguments.suites else ():
+            for n in arguments.tokens:
+                torch.compiler.reset()
+                yield f"{name}: N={n} H={h} V={v} {arguments.dtype}", *make(machine, n, h, v, dtype)
+    if "gae" in arguments.suites:
+        for b, t in ((2, 64),) if arguments.tiny else ((8, 1024), (16, 32768)):
+            yield f"gae: B={b} T={t}", *gae_suite(machine, b, t)
+    if "tokens" in arguments.suites:
+        n = 1000 if arguments.tiny else 2**20
+        yield f"tokens: n={n}", *tokens_suite(machine, n)
+
+
+def main() -> None:
+    """Run the suites and print a table each."""
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if cuda else "cpu")
+    names = ["head", "train", "logits", "gae", "tokens"]
+    parser.add_argument("--suites", nargs="+", choices=names, default=names)
+    parser.add_argument("--tokens", nargs="+", type=int, default=[2048, 8192, 32768] if cuda else [512])
+    parser.add_argument("--hidden", type=int, default=4096 if cuda else 2048)
+    parser.add_argument("--vocab", nargs="+", type=int, default=[32768, 131072, 151936] if cuda else [151936])
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--repeat", type=int, default=30 if cuda else 5)
+    parser.add_argument("--tiny", action="store_true", help="shapes that show only that everything runs")
+    parser.add_argument("--save", type=Path, help="write the tables as Markdown")
+    arguments = parser.parse_args()
+    if arguments.tiny:
+        arguments.tokens, arguments.hidden, arguments.vocab, arguments.repeat = [32], 128, [1024], 1
+    machine = Machine(arguments.device, arguments.repeat)
+    what = (
+        torch.cuda.get_device_name() if machine.is_cuda else f"{torch.get_num_threads()} threads, {platform.machine()}"
+    )
+    head = f"{datetime.now(UTC):%Y-%m-%d}, {what}, torch {torch.__version__}, `{' '.join(sys.argv)}`"
+    texts, console = [head, ""], Console()
+    console.print(head)
+    for title, providers, peers in suites(arguments, machine):
+        machine.time(providers)
+        rows = rows_of(providers)
+        table = Table(*HEADINGS, title=title)
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+        texts.append(markdown(title, rows, peers))
+        if arguments.save:
+            arguments.save.write_text("\n".join(texts))
+    kernel_peers.close_groups()
+
+
+if __name__ == "__main__":
+    main()
