@@ -26,9 +26,8 @@ from megappo_kernels.rows import (
     update_statistics,
 )
 
-# (rows, columns) of logits alive at once in forward. On a CPU they stay in its caches.
-_BLOCK_CPU = (512, 1024)
-_BLOCK_CUDA = (8192, 8192)
+# (rows, columns) of logits alive at once in forward, by device. On a CPU they stay in its caches.
+BLOCK = {"cpu": (512, 1024), "cuda": (8192, 8192)}
 _BACKWARD_BYTES = 512 * 2**20
 
 
@@ -143,7 +142,7 @@ def head_statistics(
 
         if shard.here and can_fuse(hidden_TH, weight_VH):
             return launch_fused(hidden_TH, weight_VH[: shard.here], local_labels_T, shard.scaling, entropy=entropy)
-    block, width = _BLOCK_CUDA if hidden_TH.is_cuda else _BLOCK_CPU
+    block, width = BLOCK[hidden_TH.device.type]
     width = min(width, max(1, shard.here))
     for start in range(0, len(local_labels_T), block):
         rows = slice(start, start + block)
@@ -210,8 +209,7 @@ def _recomputed_gradients(
     grad_weight_VH = torch.zeros_like(weight_VH)
     if not (n and shard.here):
         return grad_hidden_NH, grad_weight_VH
-    width = _BLOCK_CUDA[1] if hidden_NH.is_cuda else _BLOCK_CPU[1]
-    width = min(width, shard.here, max(256, _BACKWARD_BYTES // (6 * n) // 256 * 256))
+    width = min(BLOCK[hidden_NH.device.type][1], shard.here, max(256, _BACKWARD_BYTES // (6 * n) // 256 * 256))
     gemm = LogitsGemm(hidden_NH, width, exact=shard.exact)
     low = torch.empty(n * width, dtype=weight_VH.dtype, device=weight_VH.device)
     for first in range(0, shard.here, width):

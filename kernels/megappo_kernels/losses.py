@@ -150,7 +150,7 @@ def policy_terms(logprob: Tensor, entropy: Tensor, inputs: PolicyInputs, objecti
         ref_kl,
         mask,
     ]
-    totals = [x.sum(dtype=torch.float64) for x in sums]
+    totals = [x.sum().double() for x in sums]
     totals.append((ratio * mask).amax().double() if ratio.numel() else totals[0])
     return PolicyTerms(weights * slope, -objective.entropy_coef * weights, torch.stack(totals))
 
@@ -304,7 +304,7 @@ def _value_terms(
         is_clipped = (step.abs() > clip) & (clipped_square > square)
         worst = torch.where(is_clipped, clipped_square, square)
     sums = [0.5 * weights * worst, is_clipped, values, returns, returns.square(), error, square, mask]
-    return (weights * error).masked_fill_(is_clipped, 0.0), torch.stack([x.sum(dtype=torch.float64) for x in sums])
+    return (weights * error).masked_fill_(is_clipped, 0.0), torch.stack([x.sum().double() for x in sums])
 
 
 def _check(first: Tensor, others: Mapping[str, Tensor]) -> None:

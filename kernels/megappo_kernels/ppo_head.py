@@ -38,8 +38,8 @@ from megappo_kernels.rows import (
     update_statistics,
 )
 
-_CHUNK_BYTES_CPU = 256 * 2**20
-_CHUNK_BYTES_CUDA = 2 * 2**30
+CHUNK_BYTES = {"cpu": 256 * 2**20, "cuda": 2 * 2**30}
+"""Most bytes of logits, and their gradient, alive at once, by device."""
 _CHUNK_ROWS = 128
 """Chunks are a multiple of this where they hold so many."""
 _SLICE_CPU = 1024
@@ -206,8 +206,7 @@ class _Chunks:
         self.grad_hidden_NH = torch.zeros(hidden_NH.shape, dtype=dtype, device=device)
         self.sums = torch.zeros(len(POLICY_METRICS), dtype=torch.float64, device=device)
         # By the rows of the whole shard, so that all ranks cut alike.
-        budget = _CHUNK_BYTES_CUDA if hidden_NH.is_cuda else _CHUNK_BYTES_CPU
-        chunk = max(1, budget // (6 * len(weight_VH)))
+        chunk = max(1, CHUNK_BYTES[hidden_NH.device.type] // (6 * len(weight_VH)))
         self.chunk = max(1, min(chunk // _CHUNK_ROWS * _CHUNK_ROWS or chunk, n))
         padded = self.chunk if hidden_NH.is_cuda else max(self.chunk, MIN_ROWS)
         self.logits = torch.empty(padded, self.shard.here, dtype=dtype, device=device)

@@ -61,8 +61,6 @@ class Scaling:
 
     def scale_(self, logits_CW: Tensor) -> Tensor:
         """In place."""
-        if self.is_identity:
-            return logits_CW
         if self.softcap is not None:
             logits_CW.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits_CW.mul_(self.column())
@@ -128,13 +126,19 @@ def update_statistics(
         return
     max_C, sum_C, weighted_C, target_C = stats_4C.unbind(0)
     shape, size = logits_CW.shape, logits_CW.numel()
-    scaled_CW = logits_CW if scratch is None else scratch[0][:size].view(shape).copy_(logits_CW)
-    scaling.scale_(scaled_CW)
+    work_CW = logits_CW if scratch is None else scratch[0][:size].view(shape)
+    if scaling.softcap is None and isinstance(scaling.inverse_temperature, float):
+        factor = scaling.inverse_temperature
+        found_C = _at_labels(logits_CW, labels_C).to(max_C.dtype) * factor
+        new_C = torch.maximum(max_C, logits_CW.amax(-1) * factor)
+        shifted_CW = torch.add(-new_C[:, None], logits_CW, alpha=factor, out=work_CW)
+    else:
+        scaled_CW = scaling.scale_(work_CW if work_CW is logits_CW else work_CW.copy_(logits_CW))
+        found_C = _at_labels(scaled_CW, labels_C)
+        new_C = torch.maximum(max_C, scaled_CW.amax(-1))
+        shifted_CW = scaled_CW.sub_(new_C[:, None])
     here_C = (labels_C >= 0) & (labels_C < shape[1])
-    found_C = scaled_CW.gather(1, labels_C.clamp(0, shape[1] - 1)[:, None]).squeeze(1)
     torch.where(here_C, found_C, target_C, out=target_C)
-    new_C = torch.maximum(max_C, scaled_CW.amax(-1))
-    shifted_CW = scaled_CW.sub_(new_C[:, None])
     # Before the first slice m is -inf and s is 0: their product must be 0, not NaN.
     shift_C = (max_C - new_C).masked_fill_(max_C == -torch.inf, 0.0)
     scale_C = shift_C.exp()
@@ -146,6 +150,11 @@ def update_statistics(
     else:
         sum_C.mul_(scale_C).add_(shifted_CW.exp_().sum(-1))
     max_C.copy_(new_C)
+
+
+def _at_labels(values_CW: Tensor, labels_C: Tensor) -> Tensor:
+    """(C,) the values at the labels, anything where a label lies outside."""
+    return values_CW.gather(1, labels_C.clamp(0, values_CW.shape[1] - 1)[:, None]).squeeze(1)
 
 
 def merge_statistics(stats_4T: Tensor, group: dist.ProcessGroup | None) -> Tensor:

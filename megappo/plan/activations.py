@@ -25,9 +25,8 @@ fused attention keeps less.
 from __future__ import annotations
 
 from megappo.plan.inputs import RoleSetup, Workload
-
-LOGITS_CHUNK_BYTES = 256 * 2**20
-"""float32 logits that the language model head computes at once."""
+from megappo_kernels.lm_head import BLOCK
+from megappo_kernels.ppo_head import CHUNK_BYTES
 
 
 def layer_bytes_per_token(role: RoleSetup, *, recompute: str, fused_norms: bool) -> float:
@@ -96,9 +95,10 @@ def kept_bytes(role: RoleSetup, stage: int, work: Workload) -> float:
 def head_bytes(role: RoleSetup, stage: int, work: Workload, *, train: bool) -> float:
     """Workspace of the output layer over the rows of one microbatch.
 
-    Language model head: the selected rows and, while training, their gradient; the chunk of float32 logits and, while
-    training, its probabilities and its gradient in the weights' type; the weight's gradient, accumulated in float32
-    and cast. An upper bound: rows are taken to be all tokens. Value head: its rows in float32, and their gradient.
+    Language model head, training: the selected rows twice, their gradient in float32 and in their own type; a chunk of
+    float32 logits and its gradient in the weights' type, which the kernel cuts to a budget; the placeholder for the
+    weight's gradient, which goes straight into the gradient buffer. Scoring: the rows and a block of logits. An upper
+    bound: rows are taken to be all tokens. Value head: its rows in float32, and their gradient.
     """
     if stage != role.pp - 1:
         return 0.0
@@ -108,10 +108,12 @@ def head_bytes(role: RoleSetup, stage: int, work: Workload, *, train: bool) -> f
     if role.is_critic:
         return float(passes * (e + 4) * rows * hidden)
     vocab = role.padded_vocab // role.tp
-    chunk = min(LOGITS_CHUNK_BYTES, 4 * rows * vocab)
+    device = "cuda" if work.on_cuda else "cpu"
     if not train:
-        return float(e * rows * hidden + 2 * chunk)
-    return 2.0 * e * rows * hidden + (2 + e / 4) * chunk + (4 + e) * vocab * hidden
+        block_rows, block_columns = BLOCK[device]
+        return float(e * rows * hidden + 4 * min(rows, block_rows) * min(vocab, block_columns))
+    chunk = min(CHUNK_BYTES[device], (6 if e == 2 else 4) * rows * vocab)
+    return (3.0 * e + 4) * rows * hidden + chunk + float(e) * vocab * hidden
 
 
 def transient_bytes(role: RoleSetup, stage: int, work: Workload, *, train: bool) -> float:

@@ -18,6 +18,7 @@ from megappo_kernels import (
     reference,
     use_backend,
 )
+from megappo_kernels.ppo_head import CHUNK_BYTES
 
 BACKENDS = ("torch", "triton")
 # Triton's interpreter cuts float32 to bfloat16 where hardware rounds, which doubles the error: its gradients are tested
@@ -177,7 +178,7 @@ def test_head_loss_is_the_loss_of_the_logprobs(backend: str, kind: str, objectiv
 @pytest.mark.parametrize("chunk_bytes", [2**28, 2**17])
 def test_head_loss_in_bf16_adds_up_in_main_grad(kind: str, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two microbatches into one float32 gradient, in one chunk or many."""
-    monkeypatch.setattr("megappo_kernels.ppo_head._CHUNK_BYTES_CPU", chunk_bytes)
+    monkeypatch.setitem(CHUNK_BYTES, "cpu", chunk_bytes)
     first = head(kind, torch.bfloat16, rows=70, features=48, vocab=1511)
     weight, exact_weight = first.weight, first.weight.detach().double().requires_grad_()
     weight.main_grad = torch.zeros(weight.shape)  # type: ignore[attr-defined]

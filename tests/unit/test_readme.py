@@ -6,8 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
+import megappo_kernels
 from megappo.config.load import load_config
 from megappo.observe.metric_docs import markdown_table
 
@@ -26,6 +28,21 @@ def test_the_example_configuration_is_valid(tmp_path: Path) -> None:
     path = tmp_path / "example.yaml"
     path.write_text(example.group(1))
     assert load_config(path, ["actor.optimizer.learning_rate=2e-6"]).actor.optimizer.learning_rate == 2e-6
+
+
+def test_the_kernel_example_runs() -> None:
+    code = README.split("## The kernels, also on their own")[1].split("```python\n")[1].split("```")[0]
+    names: dict[str, object] = {}
+    exec(code, names)
+    hidden = names["hidden"]
+    assert isinstance(hidden, torch.Tensor) and hidden.grad is not None and torch.isfinite(hidden.grad).all()
+
+
+def test_the_kernel_table_is_complete() -> None:
+    section = README.split("## The kernels, also on their own")[1].split("\n## ")[0]
+    named = set(re.findall(r"`(\w+)`", section.split("```python")[0]))
+    functions = {n for n in megappo_kernels.__all__ if n.islower()}
+    assert functions - {"use_backend"} <= named
 
 
 def test_links_and_scripts_exist() -> None:

@@ -55,6 +55,23 @@ def test_kernels_know_nothing_of_megappo() -> None:
         assert not [n for n in imports(path) if n.split(".")[0] == "megappo"], path
 
 
+def test_the_trainer_has_no_second_implementation_of_a_kernel() -> None:
+    """`megappo.algo` holds the plain functions that the kernels are tested against; only its estimators are used."""
+    for path in (ROOT / "megappo").rglob("*.py"):
+        if "algo" in path.relative_to(ROOT).parts:
+            continue
+        used = {n.attr for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute)}
+        used |= {
+            alias.name
+            for n in ast.walk(ast.parse(path.read_text()))
+            if isinstance(n, ast.ImportFrom) and n.module and n.module.startswith("megappo.algo")
+            for alias in n.names
+        }
+        plain = {"policy_loss", "value_loss", "compute_gae", "whiten_stats", "log_softmax", "cross_entropy"}
+        allowed = {"policy_loss"} if "algorithm.policy_loss" in path.read_text() else set()  # a setting of that name
+        assert not (used & plain) - allowed, path
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_and_functions_fit_a_screen(path: Path) -> None:
     text = path.read_text()
