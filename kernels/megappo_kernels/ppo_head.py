@@ -159,7 +159,9 @@ class _PPOHeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (weight_VH,) = ctx.saved_tensors
-        grad_hidden_TH, grad_weight_VH = ctx.grads
+        if ctx.grads is None:
+            raise RuntimeError("the gradients of ppo_head_loss were handed out already; call it again")
+        (grad_hidden_TH, grad_weight_VH), ctx.grads = ctx.grads, None
         options: _Options = ctx.options
         if options.accumulate_main_grad:
             _expect_upstream(grads[0], options.upstream)
@@ -167,8 +169,8 @@ class _PPOHeadLoss(torch.autograd.Function):
             shared = getattr(weight_VH, "zero_out_wgrad", False)
             grad_weight_VH = torch.zeros_like(weight_VH) if shared else torch.empty_like(weight_VH)
         else:
-            grad_hidden_TH = grad_hidden_TH * grads[0].to(grad_hidden_TH.dtype)
-            grad_weight_VH = (grad_weight_VH * grads[0]).to(weight_VH.dtype)
+            grad_hidden_TH.mul_(grads[0])
+            grad_weight_VH = grad_weight_VH.mul_(grads[0]).to(weight_VH.dtype)
         return grad_hidden_TH, grad_weight_VH, None, None, None, None
 
 

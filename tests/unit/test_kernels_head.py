@@ -211,6 +211,14 @@ def test_main_grad_wants_the_gradient_that_was_declared() -> None:
         (2 * out.loss).backward()
 
 
+def test_gradients_are_handed_out_once() -> None:
+    case = head("random", torch.float32, rows=5, features=8, vocab=50)
+    out = ppo_head_loss(case.hidden, case.weight, case.labels, policy_inputs(torch.zeros(5), seed=0))
+    out.loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="handed out already"):
+        out.loss.backward()
+
+
 def test_an_embedding_that_shares_the_weight_gets_zeros_beside_main_grad() -> None:
     case = head("random", torch.float32, rows=5, features=8, vocab=50)
     case.weight.main_grad = torch.zeros(case.weight.shape)  # type: ignore[attr-defined]
