@@ -315,6 +315,20 @@ def test_upstream_gradients_need_not_be_contiguous(backend: str) -> None:
     assert all(torch.isfinite(g).all() for g in case.gradients())
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_columns_beyond_the_vocabulary_take_no_part(backend: str) -> None:
+    """Small weights make every logit nearly 0, as a column that is not there would be."""
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(9, 24, generator=g), 0.05 * torch.randn(1100, 24, generator=g)
+    labels = torch.randint(0, 1100, (9,), generator=g)
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = (hidden.to(dtype), weight.to(dtype))
+        wanted = reference.linear_logprob(*(x.double() for x in inputs), labels)
+        with use_backend(backend):  # type: ignore[arg-type]
+            found = linear_logprob(*inputs, labels)
+        torch.testing.assert_close(tuple(x.double() for x in found), wanted, rtol=0, atol=1e-5)
+
+
 class Largest(TorchDispatchMode):
     """Elements of the largest tensor that any operation hands out."""
 

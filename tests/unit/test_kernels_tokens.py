@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from unit.helpers_kernels import policy_inputs, verl_gae
 
 from megappo import algo
@@ -147,6 +148,30 @@ def test_more_tokens_than_a_block_index_holds(backend: str) -> None:
             ),
         )
     assert float(out.loss) == pytest.approx(-1.0, abs=1e-6) and float(out.metrics["count"]) == n
+
+
+class HostReads(TorchDispatchMode):
+    """Refuses operations that wait for the device."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = func.overloadpacket.__name__
+        assert name not in {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select"}, name
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_waits_for_the_device() -> None:
+    logprob, entropy = drawn((4, 50), seed=1)
+    inputs = policy_inputs(logprob, seed=2)
+    objective = PolicyObjective(dual_clip=3.0, kl_coef=0.1, entropy_coef=0.01)
+    with HostReads():
+        loss = policy_loss(logprob=logprob, entropy=entropy, inputs=inputs, objective=objective).loss
+        fields = {"old_values": entropy.detach(), "returns": inputs.advantages, "weights": inputs.weights}
+        loss = loss + value_loss(values=logprob, mask=inputs.mask, clip=0.2, **fields).loss
+        loss.backward()
+        advantages, _ = gae(inputs.advantages, fields["old_values"], inputs.mask, gamma=0.99, lam=0.95)
+        masked_whiten(advantages, inputs.mask, masked_whiten_stats(advantages, inputs.mask))
+    with pytest.raises(AssertionError), HostReads():
+        loss.item()
 
 
 def rollout(rows: int, length: int, seed: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
