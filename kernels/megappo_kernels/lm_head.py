@@ -27,7 +27,7 @@ from megappo_kernels.rows import (
 )
 
 # (rows, columns) of logits alive at once in forward, by device. On a CPU they stay in its caches.
-BLOCK = {"cpu": (512, 1024), "cuda": (8192, 8192)}
+BLOCK = {"cpu": (512, 896), "cuda": (8192, 8192)}
 _BACKWARD_BYTES = 512 * 2**20
 
 
