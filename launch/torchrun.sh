@@ -1,10 +1,30 @@
 #!/usr/bin/env bash
-# Runs megappo on the processes of one machine. Usage: launch/torchrun.sh PROCESSES train CONFIG [key=value ...]
-# Several machines: start torchrun yourself with --nnodes, --node-rank and --rdzv-endpoint.
+# Runs megappo on the processes of one machine, or with --nodes the same line on each of several machines.
+# Usage: launch/torchrun.sh [--nodes N --head HOST:PORT] PROCESSES_PER_MACHINE train CONFIG [key=value ...]
 set -euo pipefail
+usage() {
+    echo "megappo: error: $1; usage: launch/torchrun.sh [--nodes N --head HOST:PORT] PROCESSES train CONFIG ..." >&2
+    exit 2
+}
+nodes=1 head=
+while [ $# -gt 0 ]; do
+    case $1 in
+        --nodes) nodes=${2:-} && shift 2 || usage "--nodes needs a number" ;;
+        --head) head=${2:-} && shift 2 || usage "--head needs HOST:PORT" ;;
+        *) break ;;
+    esac
+done
+[[ $nodes =~ ^[1-9][0-9]*$ ]] || usage "--nodes is '$nodes', must be a whole number from 1"
+[[ ${1:-} =~ ^[1-9][0-9]*$ ]] || usage "the processes per machine are '${1:-}', must be a whole number from 1"
+[ "$nodes" = 1 ] || [[ $head =~ ^[^:]+:[0-9]+$ ]] || usage "--head is '$head', must be HOST:PORT of one of the machines"
+processes=$1
+shift
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 ensure_environment
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-processes=$1
-shift
-exec python -m torch.distributed.run --standalone --nproc-per-node "$processes" -m megappo "$@"
+if [ "$nodes" = 1 ]; then
+    rendezvous=(--standalone)
+else
+    rendezvous=(--nnodes "$nodes" --rdzv-backend c10d --rdzv-endpoint "$head" --rdzv-id megappo)
+fi
+exec python -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$processes" -m megappo "$@"

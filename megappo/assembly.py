@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from megappo.architecture import ArchitectureConfig, architecture
+from megappo.architecture import ArchitectureConfig
 from megappo.config import Config, Derived, RoleNumbers
-from megappo.config.schema import ModelSettings, TrainedRoleSettings
+from megappo.config.schema import TrainedRoleSettings
 from megappo.data import Cursor, PromptDataset
+from megappo.model_files import load_architecture, load_tokenizer, model_folder
 from megappo.models.build import DTYPES, BuildOptions, RoleModel, build_model
 from megappo.models.layout import Grid, make_layout
 from megappo.models.optimization import make_optimizer
@@ -46,30 +47,6 @@ class Parts:
         """End worker processes and engines."""
         self.reward.close()
         self.engine.close()
-
-
-def model_folder(path: str) -> Path:
-    """The local folder of a model; a hub name is fetched once per machine.
-
-    Fetches configuration, tokenizer and safetensors only.
-    """
-    if Path(path).is_dir():
-        return Path(path)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]))
-
-
-def load_tokenizer(model: ModelSettings) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model."""
-    return AutoTokenizer.from_pretrained(
-        model.tokenizer or model_folder(model.path), trust_remote_code=model.trust_remote_code
-    )
-
-
-def load_architecture(folder: Path, trust_remote_code: bool) -> ArchitectureConfig:
-    """The architecture of a model folder."""
-    return architecture(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code))
 
 
 def assemble(config: Config, derived: Derived, runtime: Runtime, *, training: bool = True) -> Parts:

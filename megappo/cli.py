@@ -1,4 +1,4 @@
-"""The command line: `megappo train | plan | eval | export | report`.
+"""The command line: `megappo train | plan | doctor | eval | export | report`.
 
 Settings, models and layout are checked on every rank before anything else starts; what a user can mend is one line
 per problem on stderr (rank 0 only) and exit code 2.
@@ -13,22 +13,32 @@ from collections.abc import Sequence
 
 from megappo import __version__
 from megappo.config import Config, ConfigError, derive_run, load_config, print_table
+from megappo.config.errors import raised_by_megappo
 from megappo.errors import RunError
+from megappo.launchers import adopt_launcher
 
 _RUN_ERROR = 1
 _USER_ERROR = 2
+_ON_RANKS = ("train", "eval", "doctor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code: 0, 1 for a run that could not go on, 2 for what the user can mend."""
+    """Run a command; returns the exit code: 0, 1 for a run or machine that is broken, 2 for what the user can mend."""
     arguments = _parse(argv)
     try:
+        if arguments.command in _ON_RANKS:
+            adopt_launcher(os.environ)
+        if arguments.command == "doctor":
+            from megappo.doctor import doctor_command
+
+            healthy = doctor_command(arguments.config, arguments.overrides, as_json_text=arguments.json)
+            return 0 if healthy else _RUN_ERROR
         _run(arguments)
     except RunError as error:
         _report(error)
         return _RUN_ERROR
     except ValueError as error:
-        if not isinstance(error, ConfigError) and not _raised_by_megappo(error):
+        if not isinstance(error, ConfigError) and not raised_by_megappo(error):
             raise
         _report(error)
         return _USER_ERROR
@@ -38,16 +48,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="megappo", description="PPO for large language models.")
     parser.add_argument("--version", action="version", version=f"megappo {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,plan,eval,export,report}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,plan,doctor,eval,export,report}")
     train = commands.add_parser("train", help="run PPO as a YAML file describes it")
     plan = commands.add_parser("plan", help="say what a run will need and how fast it will be, before it is started")
+    doctor = commands.add_parser("doctor", help="say what of this machine, or of all ranks, is fine, slow or broken")
+    doctor.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file of the run that is to work")
+    doctor.add_argument("overrides", nargs="*", metavar="key=value", help="override such as run.steps=10")
+    doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
     export = commands.add_parser("export", help="write a run's newest checkpoint as a Hugging Face folder")
     evaluate = commands.add_parser("eval", help="score a model on data.validation")
+    train.add_argument("--dry-run", action="store_true", help="do everything but train, in one process without a GPU")
+    for command in (train, plan):
+        command.add_argument("--machine", metavar="NAME", help="h100, h200, b200 or cpu (default: by runtime.device)")
+        command.add_argument("--gpus", metavar="N", help="devices, one per rank (default: the fewest the layouts need)")
     for command in (train, plan, evaluate):
         command.add_argument("config", metavar="CONFIG", help="YAML file")
         command.add_argument("overrides", nargs="*", metavar="key=value", help="override such as run.steps=10")
-    plan.add_argument("--machine", metavar="NAME", help="h100, h200, b200 or cpu (default: by runtime.device)")
-    plan.add_argument("--gpus", metavar="N", help="devices, one per rank (default: the fewest the layouts need)")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
     plan.add_argument("--search", action="store_true", help="propose the fastest layouts for these devices instead")
     evaluate.add_argument("--weights", metavar="DIR", help="Hugging Face folder to score instead of model.path")
@@ -62,6 +78,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     strange = [word for word in extra if word.startswith("-") or not hasattr(arguments, "overrides")]
     if strange:
         parser.error(f"unrecognized arguments: {' '.join(strange)}")
+    if arguments.command == "train" and not arguments.dry_run and (arguments.machine or arguments.gpus):
+        parser.error("--machine and --gpus are for plan and for train --dry-run; torchrun sets the processes of a run")
     if extra:
         arguments.overrides = [*arguments.overrides, *extra]
     return arguments
@@ -92,6 +110,14 @@ def _run(arguments: argparse.Namespace) -> None:
         )
         return
     config = load_config(arguments.config, arguments.overrides)
+    if arguments.command == "train" and arguments.dry_run:
+        from megappo.dry_run import dry_run
+
+        if _is_main():
+            _refuse_used_directory(config)
+            gpus, machine = arguments.gpus, arguments.machine
+            dry_run(config, arguments.config, arguments.overrides, gpus_text=gpus, machine_name=machine)
+        return
     if arguments.command == "train" and _is_main():
         _refuse_used_directory(config)
     if arguments.command == "eval":
@@ -139,14 +165,6 @@ def _environment_number(name: str, default: int) -> int:
 
 def _is_main() -> bool:
     return os.environ.get("RANK", "0") == "0"
-
-
-def _raised_by_megappo(error: ValueError) -> bool:
-    """Whether our own code refused a value; a ValueError from a library is a bug and keeps its traceback."""
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    return traceback is not None and str(traceback.tb_frame.f_globals.get("__name__")).split(".")[0] == "megappo"
 
 
 def _report(error: ValueError | RunError) -> None:

@@ -103,7 +103,7 @@ def export_run(run_dir: str, out: str) -> None:
     shards = directory / "weights" / "actor"
     if not shards.is_dir():
         raise ValueError(f"{directory} holds no weights/actor; the run has not finished, let it end first")
-    from megappo.assembly import model_folder
+    from megappo.model_files import model_folder
 
     folder = model_folder(config.model.path)
     arch = architecture(AutoConfig.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code))

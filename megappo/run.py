@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from megappo.assembly import Parts, assemble, model_folder
+from megappo.assembly import Parts, assemble
 from megappo.config import Config, Derived
 from megappo.evaluation import evaluate_policy
 from megappo.export import save_shards, write_hf_folder
+from megappo.model_files import model_folder
 from megappo.reporting import Reporter, reporting
 from megappo.runtime import start_runtime
 from megappo.trainer import Trainer

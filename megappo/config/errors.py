@@ -50,3 +50,11 @@ def nearest_word(word: str, choices: Sequence[str], cutoff: float = 0.0) -> str 
 def divisors(number: int) -> list[int]:
     """All divisors of a positive number, ascending."""
     return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def raised_by_megappo(error: ValueError) -> bool:
+    """Whether our own code refused a value; a ValueError from a library is a bug and keeps its traceback."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return traceback is not None and str(traceback.tb_frame.f_globals.get("__name__")).split(".")[0] == "megappo"

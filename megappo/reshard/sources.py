@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megappo.architecture import ArchitectureConfig
-from megappo.reshard.hf_map import Parameter, Piece, assemble_shard, hf_shape, pieces
+from megappo.reshard.hf_map import Parameter, Piece, assemble_shard, hf_shape, model_parameters, pieces
 
 
 class WeightSource(Protocol):
@@ -27,23 +27,33 @@ class WeightSource(Protocol):
 class SafetensorsSource:
     """The safetensors of a Hugging Face folder; tensors of other ranks are never read.
 
-    Raises ValueError where the folder holds no safetensors, or a tensor is missing or has another shape.
+    Raises ValueError where the folder holds no safetensors or damaged ones, or a tensor is missing or has another
+    shape.
     """
 
     def __init__(self, folder: Path, arch: ArchitectureConfig) -> None:
         self._folder, self._arch = folder, arch
+        self._open: dict[str, Any] = {}
         index = folder / "model.safetensors.index.json"
         single = folder / "model.safetensors"
         if index.exists():
             self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
         elif single.exists():
-            with safe_open(single, framework="pt") as f:
-                self._file_of = dict.fromkeys(f.keys(), single.name)
+            self._file_of = dict.fromkeys(self._opened(single.name).keys(), single.name)
         else:
             raise ValueError(
                 f"{folder} holds no model.safetensors; save the model as safetensors, or use model.init: random"
             )
-        self._open: dict[str, Any] = {}
+
+    def _opened(self, file: str) -> Any:
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(self._folder / file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ValueError(
+                    f"{self._folder / file} cannot be read ({error}); it may be cut short: fetch or save it again"
+                ) from error
+        return self._open[file]
 
     def _find(self, name: str) -> str:
         # A token classifier or bare trunk stores the same tensors without the "model." in front.
@@ -52,19 +62,29 @@ class SafetensorsSource:
                 return candidate
         raise ValueError(f"{self._folder} has no tensor '{name}'; the weights do not fit its config.json")
 
-    def read(self, piece: Piece) -> Tensor:
-        """The slice, on the CPU, in the type it is stored in."""
-        name = self._find(piece.name)
-        file = self._file_of[name]
-        if file not in self._open:
-            self._open[file] = safe_open(self._folder / file, framework="pt")
-        tensor = self._open[file].get_slice(name)
-        expected = hf_shape(self._arch, piece.name)
+    def _slice(self, tensor_name: str) -> Any:
+        """A tensor that is there in the shape that config.json gives it; nothing of it is read yet."""
+        name = self._find(tensor_name)
+        tensor = self._opened(self._file_of[name]).get_slice(name)
+        expected = hf_shape(self._arch, tensor_name)
         if tuple(tensor.get_shape()) != expected:
             raise ValueError(
                 f"tensor '{name}' in {self._folder} has shape {tuple(tensor.get_shape())}, its config.json says "
                 f"{expected}; the weights do not fit the configuration"
             )
+        return tensor
+
+    def check(self, *, with_output_layer: bool) -> int:
+        """Look for every tensor of the model, by the files' headers; returns their number."""
+        names = [name for parameter in model_parameters(self._arch) for name in parameter.hf]
+        wanted = [name for name in names if with_output_layer or name != "lm_head.weight"]
+        for name in wanted:
+            self._slice(name)
+        return len(wanted)
+
+    def read(self, piece: Piece) -> Tensor:
+        """The slice, on the CPU, in the type it is stored in."""
+        tensor = self._slice(piece.name)
         if piece.dim == 0:
             return tensor[piece.start : piece.stop]
         return tensor[:, piece.start : piece.stop]

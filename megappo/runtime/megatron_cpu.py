@@ -68,13 +68,17 @@ def _set_rng_state(state: torch.Tensor, *_args: Any, **_kwargs: Any) -> None:
     torch.set_rng_state(state)
 
 
+def hide_cuda_only_packages() -> None:
+    """Importing flash_mla needs libcuda and dies with OSError, which megatron.core does not guard against."""
+    sys.modules.setdefault("flash_mla", None)  # type: ignore[arg-type]
+
+
 @functools.cache
 def install() -> None:
     """Fill in what Megatron reads from `torch.cuda`; must come before `megatron.core` is imported."""
     if torch.cuda.is_available():
         raise RuntimeError("the CPU stand-ins for CUDA must not be installed on a machine that has CUDA")
-    # Importing flash_mla needs libcuda and dies with OSError, which megatron.core does not guard against.
-    sys.modules.setdefault("flash_mla", None)  # type: ignore[arg-type]
+    hide_cuda_only_packages()
     cuda: Any = torch.cuda
     cuda.current_device = lambda: _CPU
     cuda.synchronize = lambda *_args, **_kwargs: None

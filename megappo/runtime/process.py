@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from megappo.config.schema import RuntimeSettings
+from megappo.errors import RunError
+from megappo.launchers import Ranks, adopt_launcher, binds_one_device, read_ranks
 
 
 @dataclass(frozen=True)
@@ -53,13 +55,35 @@ class Runtime:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
-def _rank_variables() -> tuple[int, int, int, int]:
-    """(rank, world size, local rank, ranks on this machine) from torchrun's variables; one process without them."""
-    rank = int(os.environ.get("RANK", "0"))
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
-    return rank, world_size, local_rank, local_world_size
+def device_index(ranks: Ranks, visible: int) -> int:
+    """The CUDA device of a rank on a machine that shows it so many. Raises RunError where there are too few."""
+    if visible == 1 and binds_one_device(os.environ):
+        return 0
+    needed = max(ranks.local_rank + 1, ranks.local_world_size or 0)
+    if needed > visible:
+        raise RunError(
+            f"{needed} ranks stand on this machine, which shows {visible} CUDA device{'s' if visible > 1 else ''}; "
+            f"start at most {visible} per machine"
+        )
+    return ranks.local_rank
+
+
+def _join(settings: RuntimeSettings, backend: str, rank: int, world_size: int) -> None:
+    """Meet the other ranks. Raises RunError where they cannot be met."""
+    try:
+        dist.init_process_group(
+            backend,
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=settings.collective_timeout_seconds),
+        )
+    except dist.DistError as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        reason = " ".join(str(error).split())[:200]
+        raise RunError(
+            f"rank {rank} of {world_size} could not meet the others at {address} ({reason}); set MASTER_ADDR and "
+            "MASTER_PORT to rank 0's machine and a free port of it, and ask `megappo doctor`"
+        ) from error
 
 
 def _free_port() -> int:
@@ -75,22 +99,26 @@ def start_runtime(settings: RuntimeSettings) -> Iterator[Runtime]:
     """Join the process group and prepare Megatron-Core for this machine; leave the group at the end.
 
     Reads `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`; without them the run
-    is one process. Raises ValueError where `runtime.device` asks for CUDA and there is none.
+    is one process. `srun` and `mpirun` are understood too. Raises ValueError where `runtime.device` asks for CUDA and
+    there is none or too few devices, RunError where the other ranks cannot be met.
     """
+    adopt_launcher(os.environ)
     has_cuda = torch.cuda.is_available()
     if settings.device == "cuda" and not has_cuda:
         raise ValueError("runtime.device is cuda, but this machine shows no CUDA device; use runtime.device: cpu")
     if settings.device == "cpu" and has_cuda:
         raise ValueError("runtime.device is cpu on a machine with CUDA; set CUDA_VISIBLE_DEVICES= to hide the devices")
-    rank, world_size, local_rank, local_world_size = _rank_variables()
+    ranks = read_ranks(os.environ)
     # Megatron's tensor parallel layers want communication and computation in launch order.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if has_cuda:
-        device = torch.device("cuda", local_rank)
+        device = torch.device("cuda", device_index(ranks, torch.cuda.device_count()))
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-        threads = settings.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // local_world_size)
+        threads = settings.threads_per_rank or max(
+            1, len(os.sched_getaffinity(0)) // (ranks.local_world_size or ranks.world_size)
+        )
         torch.set_num_threads(threads)
         # Compiled fusions bring nothing on gloo and cost seconds at every new shape.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -99,15 +127,10 @@ def start_runtime(settings: RuntimeSettings) -> Iterator[Runtime]:
         install()
     if "MASTER_ADDR" not in os.environ:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
-    dist.init_process_group(
-        "nccl" if has_cuda else "gloo",
-        rank=rank,
-        world_size=world_size,
-        timeout=datetime.timedelta(seconds=settings.collective_timeout_seconds),
-    )
+    _join(settings, "nccl" if has_cuda else "gloo", ranks.rank, ranks.world_size)
     _prepare_megatron()
     try:
-        yield Runtime(rank, world_size, local_rank, device)
+        yield Runtime(ranks.rank, ranks.world_size, ranks.local_rank, device)
     finally:
         dist.destroy_process_group()
 

@@ -1,0 +1,157 @@
+# Sourced by the batch scripts, after settings.sh: environment, ranks, logs and requeueing of a job. Needs ROOT.
+
+REQUEUE_CODE=85 # what megappo exits with where it wants to be started again
+PORTS_FROM=10000 PORTS=20000
+
+fail() {
+    echo "megappo: error: $*" >&2
+    exit 2
+}
+
+# Environment, log folder, record of both, rank 0's address.
+prepare_job() {
+    cd "$ROOT"
+    [[ $MEGAPPO_LAUNCHER =~ ^(srun|torchrun)$ ]] || fail "MEGAPPO_LAUNCHER is '$MEGAPPO_LAUNCHER', must be srun or torchrun"
+    NODES=$SLURM_JOB_NUM_NODES
+    RANKS_PER_NODE=${MEGAPPO_RANKS_PER_NODE:-${SLURM_NTASKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}}
+    [[ $RANKS_PER_NODE =~ ^[1-9][0-9]*$ ]] || fail "MEGAPPO_RANKS_PER_NODE is '$RANKS_PER_NODE', must be a whole number"
+    LOGS=$(realpath -m "$MEGAPPO_LOGS")/$SLURM_JOB_ID/attempt-${SLURM_RESTART_COUNT:-0}
+    mkdir -p "$LOGS"
+    enter_environment
+    container_command
+    MASTER_ADDR=$(first_address)
+    export MASTER_ADDR OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+    record_environment >"$LOGS/job.txt"
+    echo "megappo: $((NODES * RANKS_PER_NODE)) ranks on $SLURM_JOB_NODELIST, logs in $LOGS"
+}
+
+enter_environment() {
+    source "$ROOT/launch/environment.sh" # import path; installs nothing yet
+    if [ -n "$MEGAPPO_CONTAINER" ]; then
+        return
+    fi
+    set +u # other people's scripts
+    if [ -n "$MEGAPPO_MODULES" ]; then
+        command -v module >/dev/null || fail "MEGAPPO_MODULES is set, but there is no command 'module' on $(hostname)"
+        local names
+        read -ra names <<<"$MEGAPPO_MODULES"
+        module load "${names[@]}" || fail "module load $MEGAPPO_MODULES failed; mend MEGAPPO_MODULES"
+    fi
+    if [ -n "$MEGAPPO_VENV" ]; then
+        [ -f "$MEGAPPO_VENV/bin/activate" ] || fail "MEGAPPO_VENV '$MEGAPPO_VENV' has no bin/activate; name its folder"
+        source "$MEGAPPO_VENV/bin/activate"
+    elif [ -n "$MEGAPPO_CONDA" ]; then
+        command -v conda >/dev/null || fail "MEGAPPO_CONDA is set, but there is no command 'conda' on $(hostname)"
+        eval "$(conda shell.bash hook)"
+        conda activate "$MEGAPPO_CONDA" || fail "conda has no environment '$MEGAPPO_CONDA'; mend MEGAPPO_CONDA"
+    elif [ -z "$MEGAPPO_MODULES" ]; then
+        ensure_environment
+    fi
+    set -u
+}
+
+# SRUN_CONTAINER: options of srun; IN_CONTAINER: what stands before a command.
+container_command() {
+    SRUN_CONTAINER=() IN_CONTAINER=()
+    if [ -z "$MEGAPPO_CONTAINER" ]; then
+        return
+    fi
+    local mounts="$ROOT:$ROOT,$LOGS:$LOGS${MEGAPPO_CONTAINER_MOUNTS:+,$MEGAPPO_CONTAINER_MOUNTS}"
+    case $MEGAPPO_CONTAINER_RUNTIME in
+        pyxis)
+            SRUN_CONTAINER=("--container-image=$MEGAPPO_CONTAINER" "--container-mounts=$mounts" "--container-workdir=$ROOT")
+            ;;
+        apptainer)
+            IN_CONTAINER=(apptainer exec --bind "$mounts" --pwd "$ROOT")
+            [ -z "${SLURM_GPUS_ON_NODE:-}" ] || IN_CONTAINER+=(--nv)
+            IN_CONTAINER+=("$MEGAPPO_CONTAINER")
+            ;;
+        *) fail "MEGAPPO_CONTAINER_RUNTIME is '$MEGAPPO_CONTAINER_RUNTIME', must be pyxis or apptainer" ;;
+    esac
+}
+
+# The first node's name, or the address SLURM has for it where no name server knows the name.
+first_address() {
+    local first
+    first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    if getent hosts "$first" >/dev/null; then
+        echo "$first"
+    else
+        scontrol --oneliner show node "$first" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p'
+    fi
+}
+
+# A port that nothing listens on here; the batch script runs on the first node.
+free_port() {
+    local port
+    while true; do
+        port=$((PORTS_FROM + (RANDOM * 32768 + RANDOM) % PORTS))
+        if ! (exec 3<>"/dev/tcp/$MASTER_ADDR/$port") 2>/dev/null; then
+            echo "$port"
+            return
+        fi
+    done
+}
+
+# Job, code and variables, without what looks like a secret.
+record_environment() {
+    echo "date: $(date --iso-8601=seconds)"
+    echo "commit: $(git -C "$ROOT" describe --always --dirty 2>/dev/null || echo unknown)"
+    echo "python: $([ -n "$MEGAPPO_CONTAINER" ] && echo "in $MEGAPPO_CONTAINER" || command -v python)"
+    scontrol --oneliner show job "$SLURM_JOB_ID"
+    env | grep -E '^[A-Za-z_][A-Za-z0-9_]*=' | grep -viE '^[^=]*(token|secret|password|passwd|credential|_key)[^=]*=' | sort
+}
+
+# run_ranks STEP WORDS...: megappo with these words on every rank. Logs and exit codes are in LOGS/STEP; returns 85
+# where a rank asked for a requeue.
+run_ranks() {
+    local step=$1 code=0 follower per_node=$RANKS_PER_NODE
+    shift
+    export MEGAPPO_RANK_LOGS=$LOGS/$step MEGAPPO_SITE
+    mkdir -p "$MEGAPPO_RANK_LOGS"
+    MASTER_PORT=$(free_port)
+    export MASTER_PORT
+    local start=(bash "$ROOT/launch/slurm/rank.sh" "$@")
+    if [ "$MEGAPPO_LAUNCHER" = torchrun ]; then
+        per_node=1
+        start=(bash "$ROOT/launch/slurm/node.sh" "$NODES" "$RANKS_PER_NODE" "$@")
+    fi
+    local options=(--nodes "$NODES" --ntasks $((NODES * per_node)) --ntasks-per-node "$per_node" --kill-on-bad-exit=1)
+    if [ -n "${SLURM_CPUS_ON_NODE:-}" ] && [ "$SLURM_CPUS_ON_NODE" -ge "$per_node" ]; then
+        options+=(--cpus-per-task $((SLURM_CPUS_ON_NODE / per_node)))
+    fi
+    if [ -n "${SLURM_GPUS_ON_NODE:-}" ]; then
+        options+=(--gpu-bind=none) # NCCL wants to see the node's other GPUs
+    fi
+    : >"$MEGAPPO_RANK_LOGS/rank-0.log"
+    tail -n +1 -F "$MEGAPPO_RANK_LOGS/rank-0.log" 2>/dev/null &
+    follower=$!
+    srun "${options[@]}" "${SRUN_CONTAINER[@]}" "${IN_CONTAINER[@]}" "${start[@]}" || code=$?
+    sleep 2 # the last lines of rank 0
+    kill "$follower"
+    wait "$follower" 2>/dev/null || true
+    if grep -qsx "$REQUEUE_CODE" "$MEGAPPO_RANK_LOGS"/exit-*; then
+        return "$REQUEUE_CODE"
+    fi
+    # The ranks' exit codes decide: torchrun's agents may lose each other when all ranks have ended well.
+    if [ "$(cat "$MEGAPPO_RANK_LOGS"/exit-* 2>/dev/null | grep -cx 0)" = $((NODES * RANKS_PER_NODE)) ]; then
+        return 0
+    fi
+    [ "$code" != 0 ] || code=1 # srun saw no failure, but a rank did not get as far as to write its code
+    return "$code"
+}
+
+# Put the job back into the queue, unless it was cancelled or SLURM does so itself (preemption).
+requeue() {
+    local state
+    state=$(scontrol --oneliner show job "$SLURM_JOB_ID" | sed -n 's/.* JobState=\([A-Z_]*\).*/\1/p')
+    if [ "$state" != RUNNING ]; then
+        echo "megappo: the job is $state, so it is not put back into the queue here"
+    elif [ "${SLURM_RESTART_COUNT:-0}" -ge "$MEGAPPO_MOST_REQUEUES" ]; then
+        echo "megappo: put back ${SLURM_RESTART_COUNT} times already (MEGAPPO_MOST_REQUEUES); sbatch it again to go on"
+    else
+        echo "megappo: back into the queue"
+        scontrol requeue "$SLURM_JOB_ID"
+        sleep 300 # SLURM ends this script now; were it to end by itself, the job could count as failed
+    fi
+}

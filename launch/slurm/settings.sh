@@ -1,0 +1,26 @@
+# All that differs between clusters. Change the values here, or export a variable of the same name before sbatch.
+# Empty means: not used. Without modules, venv, conda or container the environment of launch/environment.sh is taken.
+
+# Modules to load, separated by spaces.
+MEGAPPO_MODULES=${MEGAPPO_MODULES:-}
+# Folder of a virtual environment.
+MEGAPPO_VENV=${MEGAPPO_VENV:-}
+# Name or folder of a conda environment.
+MEGAPPO_CONDA=${MEGAPPO_CONDA:-}
+# Image in which all ranks run, and what runs it: pyxis or apptainer.
+MEGAPPO_CONTAINER=${MEGAPPO_CONTAINER:-}
+MEGAPPO_CONTAINER_RUNTIME=${MEGAPPO_CONTAINER_RUNTIME:-pyxis}
+# Folders the image gets besides the repository and the logs, as FROM:TO,FROM:TO.
+MEGAPPO_CONTAINER_MOUNTS=${MEGAPPO_CONTAINER_MOUNTS:-}
+# File with exports of the site (NCCL_SOCKET_IFNAME, HF_HOME, ...); every rank sources it.
+MEGAPPO_SITE=${MEGAPPO_SITE:-}
+# srun: one task per rank. torchrun: one task per node, which starts its ranks; SIGUSR1 leaves a rank 30 seconds then.
+MEGAPPO_LAUNCHER=${MEGAPPO_LAUNCHER:-srun}
+# Default: sbatch's --ntasks-per-node, or one rank per GPU of a node, or one.
+MEGAPPO_RANKS_PER_NODE=${MEGAPPO_RANKS_PER_NODE:-}
+# Folder of the logs, from the repository; a job gets a folder of its own in it.
+MEGAPPO_LOGS=${MEGAPPO_LOGS:-logs}
+# yes: `megappo doctor` runs on all ranks first, and the job ends where it finds something broken.
+MEGAPPO_DOCTOR=${MEGAPPO_DOCTOR:-yes}
+# Most times that a job that asks for it (exit code 85) is put back into the queue.
+MEGAPPO_MOST_REQUEUES=${MEGAPPO_MOST_REQUEUES:-100}

@@ -1,0 +1,125 @@
+"""GPUs of one machine, and the links between them and to others."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from megappo.config import Config
+from megappo.doctor.findings import Finding, broken, fine, slow
+from megappo.errors import RunError
+from megappo.launchers import Ranks
+from megappo.runtime.process import device_index
+
+_INFINIBAND = Path("/sys/class/infiniband")
+_DRIVER = Path("/proc/driver/nvidia/version")
+_FREE_SHARE = 0.9
+_SLOWING = {
+    "CUDA_LAUNCH_BLOCKING": "1",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+}
+"""Variables that were once set to find a fault, and cost every run since."""
+_INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+
+
+def device_findings(config: Config | None, ranks: Ranks) -> Iterator[Finding]:
+    """GPUs, links and variables; `ranks` are those of the process that asks."""
+    import torch
+
+    wanted = config.runtime.device if config is not None else "auto"
+    if not torch.cuda.is_available():
+        yield _without_cuda(wanted)
+    else:
+        yield from _gpus(wanted, ranks)
+        yield from _links(ranks)
+    yield from variables()
+
+
+def _without_cuda(wanted: str) -> Finding:
+    import torch
+
+    if _DRIVER.exists():
+        if torch.version.cuda is None:
+            return broken(
+                "gpu", "the NVIDIA driver is there, but this torch is a CPU build", "install a torch with CUDA"
+            )
+        words = f"the NVIDIA driver is there, but torch's CUDA {torch.version.cuda} finds no device"
+        return broken("gpu", words, "update the driver, or check CUDA_VISIBLE_DEVICES and the container's --gpus")
+    if wanted == "cuda":
+        return broken("gpu", "runtime.device is cuda, but there is no CUDA device", "use runtime.device: cpu")
+    return fine("gpu", "none; runs are on the CPU with gloo")
+
+
+def _gpus(wanted: str, ranks: Ranks) -> Iterator[Finding]:
+    import torch
+
+    count = torch.cuda.device_count()
+    names = sorted({torch.cuda.get_device_name(i) for i in range(count)})
+    words = f"{count} x {', '.join(names)}"
+    if wanted == "cpu":
+        yield broken("gpu", f"runtime.device is cpu, but there are {words}", "set CUDA_VISIBLE_DEVICES= to hide them")
+        return
+    try:
+        device_index(ranks, count)
+    except RunError as error:
+        problem, _, remedy = str(error).partition("; ")
+        yield broken("gpu", problem, remedy)
+        return
+    busy = []
+    for index in range(count):
+        free, total = torch.cuda.mem_get_info(index)
+        if free < _FREE_SHARE * total:
+            busy.append(f"{index} ({free / 1e9:.0f} of {total / 1e9:.0f} GB free)")
+    if busy:
+        yield slow("gpu", f"{words}, of which others use {', '.join(busy)}", "end what nvidia-smi lists there")
+    elif len(names) > 1:
+        yield slow("gpu", words, "use GPUs of one kind; the fast ones wait for the slow ones")
+    else:
+        yield fine("gpu", words)
+
+
+def _links(ranks: Ranks) -> Iterator[Finding]:
+    import torch
+
+    count = torch.cuda.device_count()
+    apart = [(a, b) for a in range(count) for b in range(a) if not torch.cuda.can_device_access_peer(a, b)]
+    if apart:
+        words = f"{len(apart)} of {count * (count - 1) // 2} pairs of GPUs reach each other through host memory only"
+        yield slow("links", words, "keep tensor parallelism within GPUs that NVLink joins (nvidia-smi topo -m)")
+    elif count > 1:
+        yield fine("links", f"all {count} GPUs reach each other's memory")
+    if (ranks.local_world_size or ranks.world_size) < ranks.world_size:
+        yield _infiniband()
+
+
+def _infiniband() -> Finding:
+    ports = sorted(_INFINIBAND.glob("*/ports/*/state")) if _INFINIBAND.is_dir() else []
+    active = [port for port in ports if "ACTIVE" in port.read_text()]
+    if not ports:
+        words = "several machines and no InfiniBand or RoCE here"
+        return slow("network", words, "if there is one, give the container /dev/infiniband")
+    if len(active) < len(ports):
+        words = f"{len(active)} of {len(ports)} InfiniBand ports are active"
+        state = slow if active else broken
+        return state("network", words, "ask for the cables or ports to be mended (ibstat)")
+    return fine("network", f"{len(active)} active InfiniBand ports")
+
+
+def variables() -> Iterator[Finding]:
+    """Environment variables that slow or break runs."""
+    for name, bad in _SLOWING.items():
+        if os.environ.get(name, "").upper() == bad:
+            yield slow("variables", f"{name}={os.environ[name]}", f"unset {name}")
+    interfaces = {name for _, name in socket.if_nameindex()}
+    for name in _INTERFACES:
+        wanted = os.environ.get(name, "").lstrip("^=")
+        if wanted and not os.environ[name].startswith("^"):
+            for prefix in wanted.split(","):
+                if not any(interface.startswith(prefix) for interface in interfaces):
+                    words = f"{name} is {os.environ[name]}, but there is no interface '{prefix}'"
+                    yield broken("variables", words, f"set it to one of {', '.join(sorted(interfaces))}, or unset it")

@@ -1,0 +1,84 @@
+"""What a check found, on one machine and on all of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+State = Literal["fine", "slow", "broken"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor."""
+
+    check: str
+    state: State
+    """`slow`: a run works, but not as fast or as safely as it could; `broken`: a run fails."""
+    words: str
+    """What was found, with its units."""
+    remedy: str = ""
+    """What to do; empty where it is fine."""
+    machines: tuple[str, ...] = ()
+    """Host names it was found on; empty: it holds for the whole job."""
+
+    def line(self, all_machines: int) -> str:
+        """The finding as one line."""
+        where = ""
+        if all_machines > 1 and self.machines:
+            few = ", ".join(self.machines[:4]) + (", ..." if len(self.machines) > 4 else "")
+            where = f" (all {all_machines} machines)" if len(self.machines) == all_machines else f" ({few})"
+        remedy = f"; {self.remedy}" if self.remedy else ""
+        return f"{self.state:<7} {self.check:<16} {self.words}{where}{remedy}"
+
+
+def fine(check: str, words: str) -> Finding:
+    """Nothing to do."""
+    return Finding(check, "fine", words)
+
+
+def slow(check: str, words: str, remedy: str) -> Finding:
+    """It works, but could be better."""
+    return Finding(check, "slow", words, remedy)
+
+
+def broken(check: str, words: str, remedy: str) -> Finding:
+    """A run would fail."""
+    return Finding(check, "broken", words, remedy)
+
+
+def merge(found: Iterable[tuple[str, Sequence[Finding]]]) -> list[Finding]:
+    """The findings of (machine, findings) pairs; what several machines share stands there once, with their names."""
+    machines_of: dict[Finding, list[str]] = {}
+    for machine, findings in found:
+        for finding in findings:
+            names = machines_of.setdefault(finding, [])
+            if machine not in names:
+                names.append(machine)
+    order = {check: n for n, check in enumerate(dict.fromkeys(finding.check for finding in machines_of))}
+    merged = [Finding(f.check, f.state, f.words, f.remedy, tuple(names)) for f, names in machines_of.items()]
+    return sorted(merged, key=lambda finding: order[finding.check])
+
+
+def any_broken(findings: Iterable[Finding]) -> bool:
+    """Whether a run would fail."""
+    return any(finding.state == "broken" for finding in findings)
+
+
+def as_text(findings: Sequence[Finding], machines: int) -> str:
+    """One line per finding, and a sum."""
+    counts = {state: sum(f.state == state for f in findings) for state in ("fine", "slow", "broken")}
+    total = ", ".join(f"{count} {state}" for state, count in counts.items())
+    return "\n".join([*(finding.line(machines) for finding in findings), total])
+
+
+def as_json(findings: Sequence[Finding], machines: Sequence[str]) -> str:
+    """`machines`, `findings` with the fields of `Finding`, and `broken`: whether a run would fail."""
+    content = {
+        "machines": list(machines),
+        "broken": any_broken(findings),
+        "findings": [asdict(finding) for finding in findings],
+    }
+    return json.dumps(content, indent=2)

@@ -1,0 +1,149 @@
+"""Processor, memory, limits, disk and clock of one machine."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from megappo.config import Config
+from megappo.doctor.findings import Finding, broken, fine, slow
+from megappo.launchers import Ranks
+
+SHARED_MEMORY = Path("/dev/shm")
+_SHARED_BYTES = 1 << 30
+_OPEN_FILES = 4096
+_PROCESSES = 4096
+_WRITTEN_BYTES = 64 << 20
+_DISK_BYTES_PER_SECOND = 100e6
+_FREE_DISK_BYTES = 2e9
+_FILE_CLOCK_SECONDS = 2.0
+_MEMORY_BYTES = 2e9
+
+
+def machine_findings(config: Config | None, ranks: Ranks) -> Iterator[Finding]:
+    """Everything about this machine but its GPUs."""
+    local_ranks = ranks.local_world_size or ranks.world_size
+    yield processors(local_ranks, config)
+    yield memory(local_ranks)
+    yield shared_memory(SHARED_MEMORY)
+    yield from limits()
+    yield from disk(config.run.path if config is not None else Path())
+
+
+def processors(local_ranks: int, config: Config | None) -> Finding:
+    """Cores that this process may use."""
+    cores = len(os.sched_getaffinity(0))
+    threads = config.runtime.threads_per_rank if config is not None else None
+    wanted = local_ranks * (threads or 1)
+    words = f"{cores} cores for {local_ranks} rank{'s' if local_ranks > 1 else ''}"
+    if cores < wanted:
+        words += f" of {threads} threads" if threads else ""
+        return slow("processor", words, "start fewer ranks, or ask for more (sbatch --cpus-per-task, docker --cpus)")
+    return fine("processor", words)
+
+
+def memory(local_ranks: int) -> Finding:
+    """Memory that is free, of the machine or of the container."""
+    import psutil
+
+    available = min(float(psutil.virtual_memory().available), _container_free_bytes())
+    words = f"{available / 1e9:.0f} GB free for {local_ranks} rank{'s' if local_ranks > 1 else ''}"
+    if available < _MEMORY_BYTES * local_ranks:
+        return slow("memory", words, f"free some: a rank takes {_MEMORY_BYTES / 1e9:g} GB before it loads a model")
+    return fine("memory", words)
+
+
+def _container_free_bytes() -> float:
+    """What the control group of this process leaves it; infinite without a limit."""
+    folder = Path("/sys/fs/cgroup")
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        used = float((folder / "memory.current").read_text())
+    except (OSError, ValueError):  # not in a control group of its own, or the older kind
+        return float("inf")
+    return float("inf") if limit == "max" else float(limit) - used
+
+
+def shared_memory(folder: Path) -> Finding:
+    """Room for the buffers of NCCL, reward workers and engines."""
+    remedy = "start the container with --ipc=host or --shm-size=16g, or mount a larger tmpfs there"
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        return broken("shared memory", f"{folder} is not a folder that can be written to", remedy)
+    usage = shutil.disk_usage(folder)
+    words = f"{folder} has {usage.free / 1e9:.3g} of {usage.total / 1e9:.3g} GB free"
+    if usage.total < _SHARED_BYTES:
+        return broken("shared memory", words, remedy)
+    if usage.free < _SHARED_BYTES:
+        return slow("shared memory", words, f"remove what earlier runs left in {folder}")
+    return fine("shared memory", words)
+
+
+def limits() -> Iterator[Finding]:
+    """Limits of the process that large runs meet."""
+    found = []
+    files, hard_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files != resource.RLIM_INFINITY and files < _OPEN_FILES:
+        able = hard_files == resource.RLIM_INFINITY or hard_files >= _OPEN_FILES
+        how = f"ulimit -n {_OPEN_FILES}" if able else "raise nofile in /etc/security/limits.conf"
+        found.append(slow("limits", f"{files} open files, fewer than {_OPEN_FILES}", how))
+    processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if processes != resource.RLIM_INFINITY and processes < _PROCESSES:
+        found.append(slow("limits", f"{processes} processes, fewer than {_PROCESSES}", f"ulimit -u {_PROCESSES}"))
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if locked != resource.RLIM_INFINITY and Path("/sys/class/infiniband").is_dir():
+        words = f"{locked / 1e6:g} MB of locked memory on a machine with InfiniBand, which NCCL cannot use then"
+        found.append(slow("limits", words, "ulimit -l unlimited (containers: --ulimit memlock=-1)"))
+    yield from found
+    if not found:
+        yield fine("limits", f"open files {_limit_words(files)}, processes {_limit_words(processes)}")
+
+
+def _limit_words(limit: int) -> str:
+    return "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
+
+
+def disk(run_directory: Path) -> Iterator[Finding]:
+    """The run directory's disk: can it be written, how fast, how much is free, and does its clock agree."""
+    folder = run_directory.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    remedy = "choose another run.directory, or mend its permissions"
+    if not folder.is_dir():
+        yield broken("disk", f"{folder} is a file where run.directory {run_directory} needs a folder", remedy)
+        return
+    try:
+        speed, skew = _write(folder)
+    except OSError as error:
+        full = error.errno in (28, 122)  # no space left, quota exceeded
+        yield broken("disk", f"{folder} cannot be written: {error.strerror}", "free some space" if full else remedy)
+        return
+    free = shutil.disk_usage(folder).free
+    words = f"{folder}: {speed / 1e6:.0f} MB/s, {free / 1e9:.0f} GB free"
+    if free < _FREE_DISK_BYTES:
+        yield broken("disk", words, f"free some space: even small runs write up to {_FREE_DISK_BYTES / 1e9:g} GB")
+    elif speed < _DISK_BYTES_PER_SECOND:
+        faster = f"put run.directory on a disk of {_DISK_BYTES_PER_SECOND / 1e6:g} MB/s or more"
+        yield slow("disk", words, faster)
+    else:
+        yield fine("disk", words)
+    if abs(skew) > _FILE_CLOCK_SECONDS:
+        yield slow("file clock", f"files in {folder} are dated {skew:+.1f} seconds off", "set the clocks by NTP")
+
+
+def _write(folder: Path) -> tuple[float, float]:
+    """(bytes per second written to disk, seconds that the file server's clock is ahead)."""
+    block = os.urandom(1 << 20)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".megappo-doctor-") as file:
+        start = time.perf_counter()
+        for _ in range(_WRITTEN_BYTES // len(block)):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        seconds = time.perf_counter() - start
+        os.utime(file.name)
+        return _WRITTEN_BYTES / seconds, os.stat(file.name).st_mtime - time.time()

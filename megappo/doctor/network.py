@@ -1,0 +1,248 @@
+"""Do the ranks meet, do their clocks agree, and how fast is every group that the settings would make."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megappo.config import Derived, RoleNumbers
+from megappo.config.rules import format_ranks
+from megappo.doctor.findings import Finding, broken, fine, slow
+from megappo.launchers import Ranks
+from megappo.models.layout import Grid
+
+MEET_SECONDS = 60
+_CONNECT_SECONDS = 5.0
+_CLOCK_SECONDS = 0.5
+_SLOWEST_SHARE = 0.5
+"""A group is slow below this share of the median bandwidth of its kind."""
+_ROUNDS = 5
+_SMALL_ROUNDS = 20
+_LEAST_BYTES_PER_SECOND = {"cuda": 10e9, "cpu": 50e6}
+"""Below this every kind of group is slow: a PCIe card does more, and so does an Ethernet of 1 Gb/s."""
+_MESSAGE_BYTES = {"cuda": 256 << 20, "cpu": 8 << 20}
+
+
+@dataclass(frozen=True)
+class Family:
+    """Groups of one kind, which work at the same time in a step."""
+
+    name: str
+    groups: tuple[tuple[int, ...], ...]
+    point_to_point: bool = False
+    """Neighbours send to each other, as pipeline stages do; otherwise sums are formed over the group."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A group's speed."""
+
+    seconds: float
+    """Of one small message."""
+    bytes_per_second: float
+    """Of large ones; for sums the bus bandwidth 2 (n-1)/n bytes / seconds."""
+
+
+def families(derived: Derived | None, world_size: int) -> list[Family]:
+    """Every kind of group with more than one rank; the same ranks are measured once."""
+    found = [Family("world", (tuple(range(world_size)),))]
+    roles = {"actor": derived.actor, "critic": derived.critic} if derived is not None else {}
+    for name, numbers in roles.items():
+        if numbers is not None:
+            found += _of_role(name, numbers)
+    distinct: dict[tuple[object, ...], Family] = {}
+    for family in found:
+        if len(family.groups[0]) > 1:
+            key = (family.groups, family.point_to_point)
+            known = distinct.get(key)
+            distinct[key] = replace(family, name=f"{known.name}, {family.name}") if known else family
+    return list(distinct.values())
+
+
+def _of_role(name: str, numbers: RoleNumbers) -> Iterator[Family]:
+    grid = Grid(numbers.ranks, numbers.tp, numbers.pp)
+    replicas, stages, tensor_ranks = range(grid.dp), range(grid.pp), range(grid.tp)
+    tp = tuple(tuple(grid.rank(d, p, t) for t in tensor_ranks) for d in replicas for p in stages)
+    pp = tuple(tuple(grid.rank(d, p, t) for p in stages) for d in replicas for t in tensor_ranks)
+    dp = tuple(tuple(grid.rank(d, p, t) for d in replicas) for p in stages for t in tensor_ranks)
+    yield Family(f"{name} TP {grid.tp}", tp)
+    yield Family(f"{name} PP {grid.pp}", pp, point_to_point=True)
+    yield Family(f"{name} DP {grid.dp}", dp)
+
+
+def rendezvous_finding(ranks: Ranks) -> Finding | None:
+    """A finding where rank 0's address or port cannot be used; None where it can be tried."""
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    remedy = "set MASTER_ADDR to rank 0's machine, as the others reach it"
+    if not address or not port.isdigit():
+        words = f"MASTER_ADDR is '{address}' and MASTER_PORT '{port}'"
+        return broken("rendezvous", words, "start with torchrun, srun or mpirun, or set both")
+    try:
+        socket.getaddrinfo(address, int(port))
+    except OSError as error:
+        return broken("rendezvous", f"MASTER_ADDR '{address}' has no address ({error.strerror})", remedy)
+    if ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return _listen(int(port))
+    return _connect(address, int(port), remedy)
+
+
+def _listen(port: int) -> Finding | None:
+    """Rank 0 opens the port itself unless torchrun has."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            return broken(
+                "rendezvous", f"port {port} cannot be opened: {error.strerror}", "set MASTER_PORT to a free one"
+            )
+    return None
+
+
+def _connect(address: str, port: int, remedy: str) -> Finding | None:
+    """Other ranks connect to it, once it listens."""
+    deadline = time.monotonic() + MEET_SECONDS
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=_CONNECT_SECONDS).close()
+            return None
+        except OSError as error:
+            if time.monotonic() > deadline:
+                words = f"{address}:{port} does not answer within {MEET_SECONDS} seconds ({error.strerror or error})"
+                return broken("rendezvous", words, f"{remedy}, open the port in the firewall, and start rank 0")
+            time.sleep(1.0)
+
+
+def meet(ranks: Ranks) -> Finding | None:
+    """Join the process group; a finding where that fails."""
+    has_cuda = torch.cuda.is_available()
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if has_cuda else "gloo",
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            timeout=datetime.timedelta(seconds=2 * MEET_SECONDS),
+        )
+        dist.barrier()
+    except RuntimeError as error:  # gloo's own errors, and torch's DistError
+        reason = " ".join(str(error).split())[:160]
+        remedy = "check that all ranks were started and that machines reach each other on all ports"
+        return broken("rendezvous", f"rank {ranks.rank} did not meet the others ({reason})", remedy)
+    return None
+
+
+def clock_finding(machine: str) -> Finding:
+    """How far the machines' clocks are apart, to the accuracy of a barrier. A collective of the world."""
+    machines: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(machines, machine)
+    rounds = []
+    for _ in range(_ROUNDS):
+        dist.barrier()
+        clocks = [torch.zeros(1, dtype=torch.float64) for _ in machines]
+        dist.all_gather(clocks, torch.tensor([time.time()], dtype=torch.float64))
+        rounds.append(torch.cat(clocks))
+    times = min(rounds, key=lambda found: float(found.max() - found.min()))
+    best = float(times.max() - times.min())
+    worst_machine = machines[int((times - times.median()).abs().argmax())]
+    if best > _CLOCK_SECONDS:
+        words = f"clocks are {best:.1f} seconds apart, {worst_machine}'s the most"
+        return slow("clock", words, "set them by NTP (chronyc makestep)")
+    return fine("clock", f"clocks agree within {best * 1e3:.1f} ms")
+
+
+def group_findings(found: Sequence[Family], device: torch.device) -> Iterator[Finding]:
+    """The speed of every family; a collective of the world, findings are the same on all ranks."""
+    for family in found:
+        yield _judge(family, _measure(family, device), device.type)
+
+
+def _measure(family: Family, device: torch.device) -> dict[tuple[int, ...], Measured]:
+    """All groups of the family at the same time, as in training; the slowest rank of each counts."""
+    own: dist.ProcessGroup | None = None
+    members: tuple[int, ...] = ()
+    for ranks in family.groups:
+        group = dist.new_group(list(ranks))
+        if dist.get_rank() in ranks:
+            own, members = group, ranks
+    mine = (0.0, 0.0)
+    if own is not None:
+        exchange = _neighbours if family.point_to_point else _sum
+        small, large = torch.ones(1, device=device), torch.ones(_MESSAGE_BYTES[device.type] // 4, device=device)
+        exchange(large, own, members)  # connections are made in the first call
+        dist.barrier(own)
+        mine = (
+            _seconds(exchange, small, own, members, _SMALL_ROUNDS),
+            _seconds(exchange, large, own, members, _ROUNDS),
+        )
+    everyone: list[tuple[float, float]] = [(0.0, 0.0)] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    n_bytes = _MESSAGE_BYTES[device.type]
+    result = {}
+    for ranks in family.groups:
+        share = 1.0 if family.point_to_point else 2 * (len(ranks) - 1) / len(ranks)
+        seconds = max(everyone[rank][1] for rank in ranks)
+        result[ranks] = Measured(max(everyone[rank][0] for rank in ranks), share * n_bytes / seconds)
+    if own is not None:
+        dist.destroy_process_group(own)
+    return result
+
+
+Exchange = Callable[[Tensor, dist.ProcessGroup, Sequence[int]], None]
+
+
+def _sum(tensor: Tensor, group: dist.ProcessGroup, _ranks: Sequence[int]) -> None:
+    dist.all_reduce(tensor, group=group)
+
+
+def _neighbours(tensor: Tensor, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
+    """From the first rank to the last, neighbour by neighbour, all pairs at once after the first message."""
+    place = list(ranks).index(dist.get_rank())
+    steps = []
+    arrived = torch.empty_like(tensor)
+    if place + 1 < len(ranks):
+        steps.append(dist.P2POp(dist.isend, tensor, ranks[place + 1], group))
+    if place > 0:
+        steps.append(dist.P2POp(dist.irecv, arrived, ranks[place - 1], group))
+    for work in dist.batch_isend_irecv(steps):
+        work.wait()
+
+
+def _seconds(exchange: Exchange, tensor: Tensor, group: dist.ProcessGroup, ranks: Sequence[int], rounds: int) -> float:
+    """Median seconds of one exchange."""
+    found = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        exchange(tensor, group, ranks)
+        if tensor.is_cuda:
+            torch.cuda.synchronize()
+        found.append(time.perf_counter() - start)
+        tensor.fill_(1.0)
+    return statistics.median(found)
+
+
+def _judge(family: Family, measured: dict[tuple[int, ...], Measured], device: str) -> Finding:
+    """Compare the slowest group with the others of its family, and with what any link should do."""
+    slowest = min(measured, key=lambda ranks: measured[ranks].bytes_per_second)
+    rate, typical = measured[slowest].bytes_per_second, statistics.median(m.bytes_per_second for m in measured.values())
+    latency = max(m.seconds for m in measured.values())
+    count = f"{len(measured)} groups" if len(measured) > 1 else "1 group"
+    words = f"{family.name} ({count}): {rate / 1e9:.2f} GB/s, {latency * 1e6:.0f} us"
+    if rate < _SLOWEST_SHARE * typical:
+        words += f" in the slowest (ranks {format_ranks(slowest)}), {typical / 1e9:.2f} GB/s in the middle one"
+        return slow("group", words, "compare these machines' links and what else runs on them")
+    if rate < _LEAST_BYTES_PER_SECOND[device]:
+        least = _LEAST_BYTES_PER_SECOND[device] / 1e9
+        remedy = (
+            "keep tensor parallelism within a machine; check NCCL_SOCKET_IFNAME and InfiniBand with NCCL_DEBUG=INFO"
+        )
+        return slow("group", f"{words}, below {least:g} GB/s", remedy)
+    return fine("group", words)

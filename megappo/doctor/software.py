@@ -1,0 +1,222 @@
+"""Versions, and the implementation that each feature will use."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from megappo.config import Config
+from megappo.doctor.findings import Finding, broken, fine, slow
+
+REQUIRED = (
+    "torch>=2.11",
+    "megatron-core>=0.16,<0.20",
+    "transformers>=5,<6",
+    "accelerate",
+    "einops",
+    "jinja2",
+    "numpy",
+    "psutil",
+    "pyarrow",
+    "pydantic>=2.11,<3",
+    "pyyaml",
+    "rich",
+    "safetensors",
+    "setuptools<81",
+    "tensorboard",
+)
+"""As in setup.py; a test keeps them equal."""
+SGLANG = "sglang==0.5.23"
+_PYTHONS = ((3, 11), (3, 12))
+_SHOWN = ("torch", "megatron-core", "transformers")
+_REWARD_PACKAGES = {"math_verify": "math-verify", "reasoning_gym": "reasoning-gym"}
+
+
+def software_findings(config: Config | None) -> Iterator[Finding]:
+    """Everything about installed packages."""
+    yield _python()
+    unfit = [finding for requirement in REQUIRED if (finding := check_package(requirement)) is not None]
+    yield from unfit
+    if not unfit:
+        versions = ", ".join(f"{name} {installed_version(name)}" for name in _SHOWN)
+        yield fine("packages", f"{versions} and {len(REQUIRED) - len(_SHOWN)} others")
+    yield from reward_findings(config)
+    yield generation_finding(config)
+    if any(f.check in ("torch", "megatron-core") for f in unfit):
+        return
+    yield _kernels()
+    megatron = _megatron()
+    yield megatron
+    if megatron.state == "fine":
+        yield _layers()
+        yield from _optimizer()
+    yield _collectives()
+
+
+def installed_version(name: str) -> str | None:
+    """The version of an installed package, None where it is not there."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def check_package(requirement: str) -> Finding | None:
+    """A finding where a requirement, as setup.py writes it, does not hold."""
+    name = re.match(r"[\w-]+", requirement)
+    assert name is not None
+    version = installed_version(name[0])
+    remedy = f"pip install '{requirement}'"
+    if version is None:
+        return broken(name[0], "not installed", remedy)
+    if not holds(version, requirement[len(name[0]) :]):
+        return broken(name[0], f"version {version}, needed is {requirement[len(name[0]) :]}", remedy)
+    return None
+
+
+def holds(version: str, bounds: str) -> bool:
+    """Whether a version keeps bounds such as `>=0.16,<0.20`, by the numbers of its release."""
+    return all(_keeps(version, part) for part in bounds.split(",") if part)
+
+
+def _keeps(version: str, bound: str) -> bool:
+    found = re.fullmatch(r"(>=|<|==)([\d.]+)", bound)
+    assert found is not None, bound
+    have, want = _numbers(version), _numbers(found[2])
+    length = max(len(have), len(want))
+    have, want = (numbers + (0,) * (length - len(numbers)) for numbers in (have, want))
+    return {">=": have >= want, "<": have < want, "==": have == want}[found[1]]
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    release = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(int(part) for part in release[0].split(".")) if release is not None else ()
+
+
+def _python() -> Finding:
+    version = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info[:2] in _PYTHONS:
+        return fine("python", version)
+    return broken("python", f"{version} is not 3.11 or 3.12", "make the environment with one of them")
+
+
+def reward_findings(config: Config | None) -> Iterator[Finding]:
+    """The package that the settings' reward needs."""
+    package = _REWARD_PACKAGES.get(config.reward.function) if config is not None else None
+    if package is not None:
+        missing = installed_version(package) is None
+        remedy = "pip install 'megappo[tasks]'"
+        yield (
+            broken("reward", f"{package} is not installed", remedy)
+            if missing
+            else fine("reward", f"{package} {installed_version(package)}")
+        )
+
+
+def generation_finding(config: Config | None) -> Finding:
+    """SGLang: needed where the settings ask for it, and in one version only."""
+    wanted = config is not None and config.rollout.engine == "sglang"
+    version = installed_version("sglang")
+    if version is None:
+        if wanted:
+            return broken(
+                "generation", "rollout.engine is sglang, which is not installed", "pip install megappo[sglang]"
+            )
+        return fine("generation", "transformers, embedded in every rank; SGLang is not installed")
+    if not holds(version, SGLANG.removeprefix("sglang")):
+        return broken("generation", f"SGLang {version}, needed is {SGLANG[6:]}", f"pip install '{SGLANG}'")
+    return fine("generation", f"SGLang {version}" if wanted else f"transformers, embedded; SGLang {version} is there")
+
+
+def _kernels() -> Finding:
+    """Our kernels, and that Hugging Face's package of nearly the same name is not shadowed by a folder."""
+    import torch
+
+    if importlib.util.find_spec("megappo_kernels") is None:
+        remedy = "pip install . again, or put the repository's kernels/ on PYTHONPATH"
+        return broken("kernels", "megappo_kernels cannot be imported", remedy)
+    namesake = importlib.util.find_spec("kernels")
+    if (
+        namesake is not None
+        and namesake.origin is not None
+        and Path(namesake.origin).parents[1].joinpath("megappo").is_dir()
+    ):
+        return broken("kernels", f"{namesake.origin} hides Hugging Face's kernels", f"remove {namesake.origin}")
+    if not torch.cuda.is_available():
+        return fine("kernels", "torch; Triton's are for CUDA")
+    if importlib.util.find_spec("triton") is None:
+        return broken("kernels", "Triton is not installed", "pip install triton")
+    return fine("kernels", f"Triton {installed_version('triton')}")
+
+
+def _megatron() -> Finding:
+    import torch
+
+    from megappo.runtime.megatron_cpu import hide_cuda_only_packages
+
+    if not torch.cuda.is_available():
+        hide_cuda_only_packages()
+    try:
+        importlib.import_module("megatron.core.models.gpt.gpt_model")
+    except (ImportError, OSError) as error:  # OSError: a library that a compiled package needs
+        reason = " ".join(str(error).split())[:160]
+        return broken("megatron", f"cannot be imported ({reason})", "reinstall what it names, or remove it")
+    return fine("megatron", f"megatron-core {installed_version('megatron-core')} imports")
+
+
+def _layers() -> Finding:
+    """Which implementation of the transformer's layers a model is built from."""
+    import torch
+
+    version = installed_version("transformer-engine") or installed_version("transformer_engine")
+    if not torch.cuda.is_available():
+        return fine("layers", "Megatron's torch layers, torch's SDPA attention; Transformer Engine needs CUDA")
+    if importlib.util.find_spec("transformer_engine") is None:
+        words = "Megatron's torch layers and torch's SDPA attention, for want of Transformer Engine"
+        return slow("layers", words, "pip install megappo[te]")
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except (ImportError, OSError) as error:
+        reason = " ".join(str(error).split())[:160]
+        remedy = "reinstall it for this torch and CUDA, or uninstall it"
+        return broken("layers", f"Transformer Engine {version} cannot be imported ({reason})", remedy)
+    return fine("layers", f"Transformer Engine {version}, its attention included")
+
+
+def _optimizer() -> Iterator[Finding]:
+    import torch
+    from megatron.core import optimizer
+
+    library = optimizer.Adam.__module__.split(".")[0]
+    names = {
+        "transformer_engine": "Transformer Engine's fused Adam",
+        "apex": "apex's fused Adam",
+        "torch": "torch's AdamW",
+    }
+    words = names.get(library, library)
+    impostor = importlib.util.find_spec("apex") is not None and importlib.util.find_spec("apex.optimizers") is None
+    if impostor:
+        remedy = "pip uninstall apex; NVIDIA's is built from its sources"
+        yield slow("apex", f"version {installed_version('apex')} is another project of that name", remedy)
+    if library == "torch" and torch.cuda.is_available():
+        yield slow("optimizer", words, "pip install megappo[te], or build NVIDIA's apex, for a fused one")
+    else:
+        yield fine("optimizer", words)
+
+
+def _collectives() -> Finding:
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return broken("collectives", "this torch has no torch.distributed", "install a torch for Linux")
+    if not torch.cuda.is_available():
+        return fine("collectives", "gloo")
+    if not dist.is_nccl_available():
+        return broken("collectives", "this torch has no NCCL", "install a torch with CUDA for Linux")
+    return fine("collectives", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}, gloo")

@@ -1,0 +1,220 @@
+"""`megappo train --dry-run`: everything of a run but training, in one process and without a GPU."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megappo.config import Config, ConfigError, Derived, derive, print_table
+from megappo.config.errors import raised_by_megappo
+from megappo.config.schema import DataSourceSettings
+from megappo.data import PromptDataset
+from megappo.data.sources import Record, read_records
+from megappo.doctor.findings import Finding
+from megappo.doctor.machine import disk
+from megappo.doctor.software import generation_finding, reward_findings
+from megappo.errors import RunError
+from megappo.launchers import read_ranks
+from megappo.model_files import load_architecture, load_tokenizer, model_folder
+from megappo.plan import Models, find_machine, make_plan, read_models, remedy
+from megappo.plan.planner import check_gpus, default_machine, fewest_ranks
+from megappo.reshard.sources import SafetensorsSource
+from megappo.rewards.registry import check_reward
+from megappo.rewards.workers import RewardPool, RewardRequest
+from megappo.rollout import resolve_stop_token_ids
+
+_SCORED_SAMPLES = 8
+_ANSWER_FORMS = ("{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>")
+"""How models write an answer that some reward understands."""
+_SHOWN_CHARACTERS = 200
+
+Rows = Iterator[tuple[str, str]]
+"""(name, what was found) as they are printed."""
+
+
+def dry_run(
+    config: Config,
+    config_path: str,
+    overrides: Sequence[str],
+    *,
+    gpus_text: str | None = None,
+    machine_name: str | None = None,
+) -> None:
+    """Load tokenizer and data, score samples, look through the weights, plan; print what would run.
+
+    Raises ConfigError with every problem, not only the first.
+    """
+    ranks = _ranks(config, gpus_text)
+    models = read_models(config, Path(config_path).parent / "models").models
+    derived = derive(config, ranks, models.actor, models.critic, models.reference)
+    print_table(config, derived)
+    problems: list[str] = []
+    for part in (
+        _prompts(config),
+        _reward(config),
+        _weights(config),
+        _machine(config),
+        _plan(config, models, ranks, machine_name),
+    ):
+        problems += _print_part(part)
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))
+    _print("would run", _command(config_path, overrides, derived))
+    _print("dry run", "nothing was trained and nothing is left on the disk")
+
+
+def _ranks(config: Config, gpus_text: str | None) -> int:
+    """Ranks of the run: as asked for, as started, or the fewest on which the layouts stand."""
+    if gpus_text is not None:
+        return check_gpus(gpus_text)
+    started = read_ranks(os.environ).world_size
+    return started if started > 1 else fewest_ranks(config)
+
+
+def _print(name: str, words: str) -> None:
+    print(f"{name:<12} {words}", flush=True)
+
+
+def _print_part(part: Rows) -> tuple[str, ...]:
+    """Print a part's rows as they come; returns the problem that ended it, if one did."""
+    try:
+        for name, words in part:
+            _print(name, words)
+    except ConfigError as error:
+        return error.problems
+    except RunError as error:
+        return (str(error),)
+    except ValueError as error:
+        if not raised_by_megappo(error):
+            raise
+        return (" ".join(str(error).split()),)
+    return ()
+
+
+def _prompts(config: Config) -> Rows:
+    """Tokenizer, prompts of training and validation, stop tokens."""
+    tokenizer = load_tokenizer(config.model)
+    yield "tokenizer", f"{type(tokenizer).__name__}, {len(tokenizer)} tokens"
+    stops = resolve_stop_token_ids(
+        model_folder(config.model.path, weights=False), tokenizer, config.rollout.stop_token_ids
+    )
+    yield (
+        "stop tokens",
+        ", ".join(f"{i} {tokenizer.decode([i])!r}" for i in stops) or "none: responses have full length",
+    )
+    train = PromptDataset(config.data.train, config.data, tokenizer)
+    yield "data", _data_words(train, config.data.train, config)
+    epoch = len(train) / config.rollout.prompts_per_step
+    yield (
+        "epochs",
+        f"{epoch:.1f} steps take every prompt once; {config.run.steps} steps are {config.run.steps / epoch:.1f}",
+    )
+    if config.data.validation is not None:
+        yield (
+            "validation",
+            _data_words(PromptDataset(config.data.validation, config.data, tokenizer), config.data.validation, config),
+        )
+    first = train[0]
+    yield "a prompt", f"{_shortened(first.text)}, {len(first.token_ids)} tokens, answer {_shortened(str(first.answer))}"
+
+
+def _data_words(prompts: PromptDataset, source: DataSourceSettings, config: Config) -> str:
+    lengths = [len(prompts[i].token_ids) for i in range(len(prompts))]
+    return (
+        f"{len(prompts)} prompts of {source.source}, {prompts.dropped} dropped and {prompts.truncated} cut as too "
+        f"long; {min(lengths)} to {max(lengths)} tokens, {sum(lengths) / len(lengths):.0f} in the mean, of at most "
+        f"{config.data.max_prompt_tokens}"
+    )
+
+
+def _shortened(text: str) -> str:
+    shown = repr(text)
+    return shown if len(shown) <= _SHOWN_CHARACTERS else shown[: _SHOWN_CHARACTERS - 3] + "..."
+
+
+def _reward(config: Config) -> Rows:
+    """The reward function on samples: the answers themselves, and nothing at all."""
+    for finding in reward_findings(config):
+        _refuse_broken(finding)
+    check_reward(config.reward)
+    if config.reward.model_path is not None:
+        size = sum(file.stat().st_size for file in Path(config.reward.model_path).glob("*.safetensors"))
+        yield "reward", f"the model in {config.reward.model_path}, {size / 1e9:.3g} GB, which the run loads"
+        return
+    limited = config.data.train.model_copy(update={"limit": _SCORED_SAMPLES})
+    best, empty = _scores(config, read_records(limited))
+    yield (
+        "reward",
+        f"{config.reward.function} gives the answers {best:.3g} and empty responses {empty:.3g}, in the mean",
+    )
+    if best <= empty:
+        yield "reward", "no written form of the answers scores above an empty response: look at one by hand"
+
+
+def _scores(config: Config, records: Sequence[Record]) -> tuple[float, float]:
+    """Mean score of the answers, in the form that scores best, and of empty responses."""
+    with RewardPool(config.reward.model_copy(update={"workers": 1})) as pool:
+
+        def mean(form: str) -> float:
+            requests = [
+                RewardRequest(_prompt_text(record), form.format(record.answer), record.answer, record.metadata)
+                for record in records
+            ]
+            return float(pool.score(requests).scores.mean())
+
+        return max(mean(form) for form in _ANSWER_FORMS), mean("")
+
+
+def _prompt_text(record: Record) -> str:
+    return record.prompt if isinstance(record.prompt, str) else str(record.prompt[-1]["content"])
+
+
+def _weights(config: Config) -> Rows:
+    """Every tensor of every model, by the headers of the files."""
+    paths = {"actor": config.model.path}
+    if config.critic is not None and config.critic.path is not None:
+        paths["critic"] = config.critic.path
+    if config.reference is not None and config.reference.path is not None:
+        paths["reference"] = config.reference.path
+    for role, path in paths.items():
+        if config.model.init == "random":
+            yield "weights", f"{role}: drawn from the seed; model.init is random"
+            continue
+        if not Path(path).is_dir():
+            yield "weights", f"{role}: {path} is fetched from the hub by the run, and not looked at here"
+            continue
+        folder = Path(path)
+        arch = load_architecture(folder, config.model.trust_remote_code)
+        count = SafetensorsSource(folder, arch).check(with_output_layer=role != "critic")
+        yield "weights", f"{role}: all {count} tensors are in {folder}, in the shapes of its config.json"
+
+
+def _machine(config: Config) -> Rows:
+    """What the run needs of this machine's software and disk."""
+    for finding in (generation_finding(config), *disk(config.run.path)):
+        _refuse_broken(finding)
+        yield finding.check, finding.words
+
+
+def _refuse_broken(finding: Finding) -> None:
+    if finding.state == "broken":
+        raise ConfigError(f"{finding.words}; {finding.remedy}")
+
+
+def _plan(config: Config, models: Models, ranks: int, machine_name: str | None) -> Rows:
+    """Memory and time; what does not fit is refused on a machine that was named, and told on the default one."""
+    machine = default_machine(config) if machine_name is None else find_machine(machine_name)
+    plan = make_plan(config, models, machine, ranks)
+    if not plan.fits and machine_name is not None:
+        raise ConfigError(f"{plan.verdict}; {remedy(config, models, machine, ranks)[0]}")
+    yield "plan", f"{ranks} x {machine.words}: {plan.verdict}"
+    yield "plan", plan.bottleneck
+    if not plan.fits:
+        yield "plan", f"{remedy(config, models, machine, ranks)[0]}; another machine is named with --machine"
+
+
+def _command(config_path: str, overrides: Sequence[str], derived: Derived) -> str:
+    words = shlex.join(["-m", "megappo", "train", config_path, *overrides])
+    return f"torchrun --nproc-per-node {derived.world_size} {words}, or as many ranks over several machines"

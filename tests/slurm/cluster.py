@@ -1,0 +1,170 @@
+"""A SLURM of two virtual nodes on this machine, with daemons, ports and folders of its own."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+DAEMONS = ("munged", "slurmctld", "slurmd")
+_START_SECONDS = 60
+_CONFIGURATION = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CredType=cred/munge
+SlurmUser={user}
+SlurmdUser={user}
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmdSpoolDir={folder}/%n
+StateSaveLocation={folder}/state
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/%n.log
+SlurmdParameters=config_overrides
+ReturnToService=2
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MpiDefault=none
+KillWait=20
+SchedulerParameters=sched_interval=2,bf_interval=2
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMemory=8000 State=UNKNOWN
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 RealMemory=8000 State=UNKNOWN
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=20
+PartitionName=urgent Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
+"""
+
+
+def why_not() -> str | None:
+    """Why no SLURM can be started here; None where it can."""
+    missing = [name for name in DAEMONS if shutil.which(name, path=_path()) is None]
+    if missing:
+        return f"{', '.join(missing)} not installed; as root: apt-get install slurm-wlm munge"
+    if os.geteuid() != 0:
+        return "the SLURM daemons of the test are started by root only"
+    return None
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A running SLURM."""
+
+    folder: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables with which the commands talk to this SLURM and no other."""
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_"))}
+        return kept | {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": _path()}
+
+    def run(self, *command: str, **options: object) -> str:
+        """Output of a command; fails with what it says."""
+        settings: dict[str, object] = {"timeout": 60, "env": self.environment} | options
+        done = subprocess.run(command, capture_output=True, text=True, check=False, **settings)  # type: ignore[call-overload]
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        return str(done.stdout)
+
+    def state(self, job: int) -> dict[str, str]:
+        """What `scontrol show job` says, by name."""
+        words = self.run("scontrol", "--oneliner", "show", "job", str(job)).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def wait(self, job: int, *states: str, seconds: float = 300) -> dict[str, str]:
+        """Wait until a job is in one of the states; fails with its log."""
+        deadline = time.monotonic() + seconds
+        while (found := self.state(job))["JobState"] not in states:
+            assert time.monotonic() < deadline, f"job {job} is {found['JobState']}: {self.log(found)}"
+            time.sleep(0.5)
+        return found
+
+    def log(self, state: dict[str, str]) -> str:
+        """The end of a job's output."""
+        path = Path(state["StdOut"])
+        return path.read_text()[-6000:] if path.exists() else "no output"
+
+
+def _path() -> str:
+    return f"{os.environ['PATH']}:/usr/sbin:/sbin"
+
+
+def _free_ports(count: int) -> list[int]:
+    probes = [socket.socket() for _ in range(count)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    ports = [int(probe.getsockname()[1]) for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def _await(what: str, ready: str, check: list[str], cluster: Cluster) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while True:
+        done = subprocess.run(check, env=cluster.environment, capture_output=True, text=True, timeout=30, check=False)
+        if ready in done.stdout:
+            return
+        assert time.monotonic() < deadline, f"{what} did not start: {done.stdout}{done.stderr}"
+        time.sleep(0.3)
+
+
+def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
+    for process in reversed(processes):
+        with suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def two_nodes(folder: Path) -> Iterator[Cluster]:
+    """Start it, with everything it keeps in `folder`; jobs and daemons end with it."""
+    # munged refuses a folder that others may write to, and a socket's path may have 107 characters.
+    for name in ("state", "n1", "n2"):
+        (folder / name).mkdir(parents=True)
+    folder.chmod(0o755)
+    key = folder / "munge.key"
+    key.write_bytes(secrets.token_bytes(128))
+    key.chmod(0o600)
+    host = socket.gethostname().split(".")[0]
+    text = _CONFIGURATION.format(folder=folder, host=host, user=getpass.getuser(), ports=_free_ports(3))
+    (folder / "slurm.conf").write_text(text)
+    cluster = Cluster(folder)
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def start(*command: str) -> None:
+        with (folder / f"{command[0]}-{len(processes)}.out").open("wb") as out:
+            processes.append(subprocess.Popen(command, env=cluster.environment, stdout=out, stderr=out))
+
+    try:
+        files = [f"--{kind}-file={folder}/munge.{kind}" for kind in ("key", "pid", "log", "seed")]
+        start("munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *files)
+        _await("munged", "munge.socket", ["ls", str(folder)], cluster)
+        start("slurmctld", "-D")
+        start("slurmd", "-D", "-N", "n1")
+        start("slurmd", "-D", "-N", "n2")
+        _await("SLURM", "2 idle", ["sinfo", "--noheader", "--format=%D %t"], cluster)
+        yield cluster
+        subprocess.run(["scancel", f"--user={getpass.getuser()}"], env=cluster.environment, timeout=30, check=False)
+        _await("the end of all jobs", "2 idle", ["sinfo", "--noheader", "--format=%D %t"], cluster)
+    finally:
+        _stop(processes)

@@ -1,0 +1,219 @@
+"""Real SLURM: jobs over two virtual nodes train like torchrun, and go back into the queue where they ask for it."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from slurm.cluster import Cluster, two_nodes, why_not
+
+from megappo.observe import read_metrics
+
+ROOT = Path(__file__).parents[2]
+REASON = why_not()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no SLURM: {REASON}")
+
+SHORT = (
+    "run.steps=2", "rollout.prompts_per_step=10", "actor.minibatch_sequences=40", "critic.minibatch_sequences=40",
+    "runtime.threads_per_rank=1", "evaluation=null", "data.validation=null", "run.export_final_model=false",
+)  # fmt: skip
+MEASURED = ("time/", "memory/", "sync/seconds", "sync/gigabytes")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # sockets want a short path
+    try:
+        with two_nodes(folder) as running:
+            yield running
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def torchrun_metrics(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The same run under torchrun."""
+    directory = tmp_path_factory.mktemp("torchrun") / "run"
+    words = ["2", "train", "configs/quickstart.yaml", f"run.directory={directory}", *SHORT]
+    cluster.run("bash", "launch/torchrun.sh", *words, cwd=ROOT, env=job_environment(cluster), timeout=300)
+    return numbers(directory)
+
+
+def job_environment(cluster: Cluster, **settings: object) -> dict[str, str]:
+    """The variables of a submission."""
+    return cluster.environment | {"MEGAPPO_PYTHON": sys.executable} | {k: str(v) for k, v in settings.items()}
+
+
+def submit(cluster: Cluster, folder: Path, *words: str, **settings: object) -> int:
+    """`sbatch launch/slurm/ppo.sbatch` on both nodes; returns the job's number."""
+    environment = job_environment(cluster, MEGAPPO_LOGS=folder / "logs", **settings)
+    command = ["sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", f"--output={folder}/job.out"]
+    return int(cluster.run(*command, "launch/slurm/ppo.sbatch", *words, cwd=ROOT, env=environment).strip())
+
+
+def numbers(directory: Path) -> list[dict[str, Any]]:
+    """The metrics of a run that depend on nothing but its arithmetic."""
+    lines = read_metrics(directory / "metrics.jsonl")
+    return [
+        {k: v for k, v in line.items() if not k.startswith(MEASURED) and "per_second" not in k and k != "mfu"}
+        for line in lines
+    ]
+
+
+def await_text(path: Path, text: str, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not path.exists() or text not in path.read_text():
+        assert time.monotonic() < deadline, f"no '{text}' in {path}"
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_a_job_over_two_nodes_trains_like_torchrun(
+    cluster: Cluster, torchrun_metrics: list[dict[str, Any]], tmp_path: Path, launcher: str
+) -> None:
+    words = ("configs/quickstart.yaml", f"run.directory={tmp_path / 'run'}", *SHORT)
+    doctor = "yes" if launcher == "srun" else "no"
+    job = submit(cluster, tmp_path, *words, MEGAPPO_LAUNCHER=launcher, MEGAPPO_DOCTOR=doctor, HF_TOKEN="hidden")
+    state = cluster.wait(job, "COMPLETED", "FAILED", "NODE_FAIL")
+    assert state["JobState"] == "COMPLETED", cluster.log(state)
+    assert numbers(tmp_path / "run") == torchrun_metrics
+    logs = tmp_path / "logs" / str(job) / "attempt-0"
+    assert [(logs / "train" / f"exit-{rank}").read_text() for rank in (0, 1)] == ["0\n", "0\n"]
+    assert (logs / "train" / "rank-1.log").exists()
+    assert "2 ranks on n[1-2]" in cluster.log(state)
+    assert "reward" in cluster.log(state)  # rank 0 shows in the job's output
+    record = (logs / "job.txt").read_text()
+    assert "SLURM_JOB_NODELIST=n[1-2]" in record
+    assert "hidden" not in record
+
+
+def test_srun_alone_starts_the_ranks(cluster: Cluster, torchrun_metrics: list[dict[str, Any]], tmp_path: Path) -> None:
+    """No script and no torchrun between; node names that no name server knows."""
+    paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
+    command = ["srun", "--nodes=2", "--ntasks=2", sys.executable, "-m", "megappo", "train", "configs/quickstart.yaml"]
+    words = (f"run.directory={tmp_path / 'run'}", *SHORT)
+    cluster.run(*command, *words, cwd=ROOT, env=cluster.environment | paths, timeout=300)
+    assert numbers(tmp_path / "run") == torchrun_metrics
+
+
+def stand_in(folder: Path, script: str) -> Path:
+    """A `python` whose megappo does what the script says; returns what MEGAPPO_PYTHON is set to."""
+    path = folder / "bin" / "python"
+    path.parent.mkdir()
+    others = f'if [ "$2" != megappo ]; then exec {sys.executable} "$@"; fi'
+    path.write_text(f"#!/usr/bin/env bash\n{others}\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+PREEMPTED = """
+trap 'echo told to stop; exit 85' USR1
+echo "attempt ${SLURM_RESTART_COUNT:-0}: $*"
+if [ "${SLURM_RESTART_COUNT:-0}" = 1 ]; then exit 0; fi
+for _ in $(seq 600); do sleep 0.1; done
+exit 3
+"""
+
+
+def end_of_second_attempt(cluster: Cluster, job: int) -> dict[str, str]:
+    """Wait for it, without the two minutes that SLURM lets a requeued job wait."""
+    deadline = time.monotonic() + 120
+    while (state := cluster.state(job))["JobState"] not in ("COMPLETED", "FAILED", "CANCELLED"):
+        assert time.monotonic() < deadline, f"{state}: {cluster.log(state)}"
+        if state["JobState"] == "PENDING":
+            cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+        time.sleep(0.5)
+    return state
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_a_preempted_job_goes_back_into_the_queue(cluster: Cluster, tmp_path: Path, launcher: str) -> None:
+    """The signal of --signal reaches every rank; exit code 85 starts the same job again."""
+    python = stand_in(tmp_path, PREEMPTED)
+    settings = {"MEGAPPO_PYTHON": python, "MEGAPPO_DOCTOR": "no", "MEGAPPO_LAUNCHER": launcher}
+    job = submit(cluster, tmp_path, "some.yaml", "run.steps=3", **settings)
+    logs = tmp_path / "logs" / str(job)
+    for rank in (0, 1):
+        await_text(
+            logs / "attempt-0" / "train" / f"rank-{rank}.log", "attempt 0: -m megappo train some.yaml run.steps=3"
+        )
+    cluster.run("scancel", "--signal=USR1", str(job))
+    state = end_of_second_attempt(cluster, job)
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), cluster.log(state)
+    for rank in (0, 1):
+        assert "told to stop" in (logs / "attempt-0" / "train" / f"rank-{rank}.log").read_text()
+        assert (logs / "attempt-0" / "train" / f"exit-{rank}").read_text() == "85\n"
+        assert "attempt 1" in (logs / "attempt-1" / "train" / f"rank-{rank}.log").read_text()
+    assert "back into the queue" in cluster.log(state)
+
+
+CANCELLED = """
+trap 'echo told to stop; sleep 1; echo saved; exit 85' TERM
+echo started
+for _ in $(seq 600); do sleep 0.1; done
+exit 3
+"""
+
+
+def test_a_cancelled_job_stays_cancelled(cluster: Cluster, tmp_path: Path) -> None:
+    """Its ranks get time to save, and their wish for a requeue is not followed."""
+    python = stand_in(tmp_path, CANCELLED)
+    job = submit(cluster, tmp_path, "some.yaml", MEGAPPO_PYTHON=python, MEGAPPO_DOCTOR="no")
+    logs = tmp_path / "logs" / str(job) / "attempt-0" / "train"
+    for rank in (0, 1):
+        await_text(logs / f"rank-{rank}.log", "started")
+    cluster.run("scancel", str(job))
+    for rank in (0, 1):
+        await_text(logs / f"rank-{rank}.log", "saved")
+    state = cluster.wait(job, "CANCELLED", seconds=60)
+    assert state["Restarts"] == "0"
+    time.sleep(3)
+    assert cluster.state(job)["JobState"] == "CANCELLED"
+
+
+def test_a_more_urgent_job_takes_the_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    """SLURM's preemption: the ranks get SIGTERM and time to save, and the job starts again when the nodes are free."""
+    script = CANCELLED.replace("echo started", 'if [ "${SLURM_RESTART_COUNT:-0}" = 1 ]; then exit 0; fi; echo started')
+    python = stand_in(tmp_path, script)
+    job = submit(cluster, tmp_path, "some.yaml", MEGAPPO_PYTHON=python, MEGAPPO_DOCTOR="no")
+    logs = tmp_path / "logs" / str(job)
+    for rank in (0, 1):
+        await_text(logs / "attempt-0" / "train" / f"rank-{rank}.log", "started")
+    urgent = ("sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null")
+    other = int(cluster.run(*urgent, "--wrap=sleep 1", cwd=tmp_path).strip())
+    cluster.wait(other, "COMPLETED", seconds=90)
+    for rank in (0, 1):
+        assert "saved" in (logs / "attempt-0" / "train" / f"rank-{rank}.log").read_text()
+    state = end_of_second_attempt(cluster, job)
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), cluster.log(state)
+    assert (logs / "attempt-1" / "train" / "exit-1").read_text() == "0\n"
+
+
+def test_a_failing_rank_ends_the_job(cluster: Cluster, tmp_path: Path) -> None:
+    python = stand_in(tmp_path, 'if [ "$SLURM_PROCID" = 1 ]; then exit 7; fi; sleep 100')
+    job = submit(cluster, tmp_path, "some.yaml", MEGAPPO_PYTHON=python, MEGAPPO_DOCTOR="no")
+    start = time.monotonic()
+    state = cluster.wait(job, "COMPLETED", "FAILED", "CANCELLED", seconds=60)
+    assert state["JobState"] == "FAILED"
+    assert time.monotonic() - start < 50
+    assert (tmp_path / "logs" / str(job) / "attempt-0" / "train" / "exit-1").read_text() == "7\n"
+
+
+def test_submitted_from_elsewhere(cluster: Cluster, tmp_path: Path) -> None:
+    command = [
+        "sbatch",
+        "--parsable",
+        "--nodes=1",
+        f"--output={tmp_path}/job.out",
+        str(ROOT / "launch/slurm/ppo.sbatch"),
+    ]
+    job = int(cluster.run(*command, "some.yaml", cwd=tmp_path, env=job_environment(cluster)).strip())
+    state = cluster.wait(job, "FAILED", "COMPLETED", seconds=60)
+    assert state["ExitCode"] == "2:0"
+    assert "is not the repository; submit from there, or set MEGAPPO_ROOT" in cluster.log(state)
