@@ -7,6 +7,7 @@ per problem on stderr (rank 0 only) and exit code 2.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -14,16 +15,15 @@ from collections.abc import Sequence
 from megappo import __version__
 from megappo.config import Config, ConfigError, derive_run, load_config, print_table
 from megappo.config.errors import raised_by_megappo
-from megappo.errors import RunError
+from megappo.errors import RUN_ERROR, STOPPED_BY_USER, USER_ERROR, Interrupted, RunError
 from megappo.launchers import adopt_launcher
 
-_RUN_ERROR = 1
-_USER_ERROR = 2
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 _ON_RANKS = ("train", "eval", "doctor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code: 0, 1 for a run or machine that is broken, 2 for what the user can mend."""
+    """Run a command; returns the exit code: 0, or one of `megappo.errors`."""
     arguments = _parse(argv)
     try:
         if arguments.command in _ON_RANKS:
@@ -32,16 +32,31 @@ def main(argv: Sequence[str] | None = None) -> int:
             from megappo.doctor import doctor_command
 
             healthy = doctor_command(arguments.config, arguments.overrides, as_json_text=arguments.json)
-            return 0 if healthy else _RUN_ERROR
+            return 0 if healthy else RUN_ERROR
         _run(arguments)
+    except Interrupted as interrupted:
+        return interrupted.exit_code
+    except KeyboardInterrupt:
+        return STOPPED_BY_USER
     except RunError as error:
         _report(error)
-        return _RUN_ERROR
+        return RUN_ERROR
+    except OSError as error:
+        if error.errno not in _DISK_ERRORS:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        _report(
+            RunError(
+                f"writing failed, {where}{error.strerror}; make room or mend the disk and start again, a run continues "
+                "from its newest checkpoint"
+            )
+        )
+        return RUN_ERROR
     except ValueError as error:
         if not isinstance(error, ConfigError) and not raised_by_megappo(error):
             raise
         _report(error)
-        return _USER_ERROR
+        return USER_ERROR
     return 0
 
 
@@ -62,8 +77,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         command.add_argument("--machine", metavar="NAME", help="h100, h200, b200 or cpu (default: by runtime.device)")
         command.add_argument("--gpus", metavar="N", help="devices, one per rank (default: the fewest the layouts need)")
     for command in (train, plan, evaluate):
-        command.add_argument("config", metavar="CONFIG", help="YAML file")
+        needed = None if command is not train else "?"
+        command.add_argument("config", metavar="CONFIG", nargs=needed, help="YAML file")
         command.add_argument("overrides", nargs="*", metavar="key=value", help="override such as run.steps=10")
+    train.add_argument("--replay", metavar="FOLDER", help="repeat an update that was refused as not finite, instead")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
     plan.add_argument("--search", action="store_true", help="propose the fastest layouts for these devices instead")
     evaluate.add_argument("--weights", metavar="DIR", help="Hugging Face folder to score instead of model.path")
@@ -80,6 +97,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(strange)}")
     if arguments.command == "train" and not arguments.dry_run and (arguments.machine or arguments.gpus):
         parser.error("--machine and --gpus are for plan and for train --dry-run; torchrun sets the processes of a run")
+    if arguments.command == "train":
+        given = [arguments.config is not None, bool(arguments.overrides or extra)]
+        if any(given) if arguments.replay is not None else not given[0]:
+            parser.error("train needs CONFIG, or --replay FOLDER alone, which holds its settings")
     if extra:
         arguments.overrides = [*arguments.overrides, *extra]
     return arguments
@@ -109,17 +130,20 @@ def _run(arguments: argparse.Namespace) -> None:
             search=arguments.search,
         )
         return
+    if arguments.command == "train" and arguments.replay is not None:
+        from megappo.replay import replay
+
+        replay(arguments.replay, _environment_number("WORLD_SIZE", 1))
+        return
     config = load_config(arguments.config, arguments.overrides)
     if arguments.command == "train" and arguments.dry_run:
         from megappo.dry_run import dry_run
 
         if _is_main():
-            _refuse_used_directory(config)
+            _refuse_lost_run(config)
             gpus, machine = arguments.gpus, arguments.machine
             dry_run(config, arguments.config, arguments.overrides, gpus_text=gpus, machine_name=machine)
         return
-    if arguments.command == "train" and _is_main():
-        _refuse_used_directory(config)
     if arguments.command == "eval":
         config = _for_evaluation(config, arguments.weights)
     derived = derive_run(config, _environment_number("WORLD_SIZE", 1))
@@ -133,16 +157,6 @@ def _run(arguments: argparse.Namespace) -> None:
         from megappo.run import evaluate
 
         evaluate(config, derived)
-
-
-def _refuse_used_directory(config: Config) -> None:
-    """A run never writes over another one's files."""
-    metrics = config.run.path / "metrics.jsonl"
-    if metrics.exists() and metrics.stat().st_size:  # a run that failed before its first step left it empty
-        raise ConfigError(
-            f"run.directory '{config.run.path}' holds a run already; choose another run.directory or run.name, "
-            "or remove the folder"
-        )
 
 
 def _for_evaluation(config: Config, weights: str | None) -> Config:
@@ -161,6 +175,15 @@ def _environment_number(name: str, default: int) -> int:
     if not text.isdigit():
         raise ConfigError(f"the environment variable {name} is '{text}', must be a whole number; start with torchrun")
     return int(text)
+
+
+def _refuse_lost_run(config: Config) -> None:
+    from megappo.resume import checkpoints_directory, lost_steps
+
+    if not any(checkpoints_directory(config).glob("*/checkpoint.json")):
+        problem, _ = lost_steps(config)
+        if problem is not None:
+            raise ConfigError(problem)
 
 
 def _is_main() -> bool:

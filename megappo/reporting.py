@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 
+import torch.distributed as dist
 from torch import Tensor
 
 from megappo.config import Config, Derived, save_config
-from megappo.observe import Advisor, Lap, MetricsLog, StageTimer, make_view
+from megappo.observe import Advisor, Lap, MetricsLog, StageTimer, Stragglers, make_view
 from megappo.runtime import Runtime
 from megappo.types import Rollouts
 
@@ -19,11 +20,16 @@ _INTERNAL = ("step_tokens", "step_samples")
 class Reporter:
     """Times the stages of a step and shows the step's metrics."""
 
-    def __init__(self, config: Config, derived: Derived, runtime: Runtime) -> None:
-        self._config, self._runtime = config, runtime
+    def __init__(
+        self, config: Config, derived: Derived, runtime: Runtime, on_stage: Callable[[str, str], None] | None = None
+    ) -> None:
+        """`on_stage` is told the name of each stage that begins, and what it waits for."""
+        self._config, self._runtime, self._on_stage = config, runtime, on_stage
         self._view = make_view(config.logging.console if runtime.is_main else "quiet", config.run.steps)
         self._timer = StageTimer(runtime.synchronize, on_enter=self._view.stage)
         self._advisor = Advisor(config.algorithm)
+        self._stragglers = Stragglers()
+        self._slow: dict[str, list[float]] = {}
         self._log: MetricsLog | None = None
         if runtime.is_main:
             directory = config.run.path
@@ -31,8 +37,15 @@ class Reporter:
             save_config(config, directory / "config.yaml")
             self._log = MetricsLog(directory, config.logging, config.run.name, config.model_dump(mode="json"))
 
-    def stage(self, name: str) -> AbstractContextManager[Lap]:
-        """Time a stage of the step."""
+    def continue_after(self, step: int) -> None:
+        """Forget what was logged of later steps, because they are run again; -1: everything."""
+        if self._log is not None:
+            self._log.truncate_after(step)
+
+    def stage(self, name: str, waits_for: str = "") -> AbstractContextManager[Lap]:
+        """Time a stage of the step. `waits_for` says what is outstanding, should it never end."""
+        if self._on_stage is not None:
+            self._on_stage(name, waits_for)
         return self._timer.stage(name)
 
     def begin_step(self, step: int) -> None:
@@ -42,8 +55,11 @@ class Reporter:
             self._view.begin_step(step)
 
     def end_step(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """`time/*`, throughput and memory of the step."""
+        """`time/*`, throughput and memory of the step; a collective of the world, which finds the slowest ranks."""
         seconds = self._timer.total
+        of_ranks: list[dict[str, float]] = [{} for _ in range(self._runtime.world_size)]
+        dist.all_gather_object(of_ranks, self._timer.seconds)
+        self._slow = {stage: [times[stage] for times in of_ranks] for stage in self._timer.seconds}
         return {
             **{f"time/{name}": value for name, value in self._timer.seconds.items()},
             "time/step": seconds,
@@ -59,7 +75,7 @@ class Reporter:
         shown = {name: value for name, value in metrics.items() if name not in _INTERNAL}
         self._log.log(step, shown)
         self._view.step(step, shown)
-        for sentence in self._advisor.observe(step, shown):
+        for sentence in (*self._advisor.observe(step, shown), *self._stragglers.observe(step, self._slow)):
             self.message(f"step {step}: {sentence}")
 
     def note_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -100,9 +116,11 @@ class Reporter:
 
 
 @contextmanager
-def reporting(config: Config, derived: Derived, runtime: Runtime) -> Iterator[Reporter]:
+def reporting(
+    config: Config, derived: Derived, runtime: Runtime, on_stage: Callable[[str, str], None] | None = None
+) -> Iterator[Reporter]:
     """A reporter that is closed whatever happens."""
-    reporter = Reporter(config, derived, runtime)
+    reporter = Reporter(config, derived, runtime, on_stage)
     try:
         yield reporter
     finally:

@@ -3,25 +3,69 @@
 from __future__ import annotations
 
 from megappo.assembly import Parts, assemble
+from megappo.checkpoint import seed_generators
 from megappo.config import Config, Derived
+from megappo.errors import Interrupted
 from megappo.evaluation import evaluate_policy
 from megappo.export import save_shards, write_hf_folder
 from megappo.model_files import model_folder
 from megappo.reporting import Reporter, reporting
-from megappo.runtime import start_runtime
+from megappo.resume import Checkpoints, Start, choose_start
+from megappo.runtime import Runtime, start_runtime
+from megappo.runtime.interrupts import Interrupts, interruptible
+from megappo.runtime.lock import locked_directory
+from megappo.runtime.watchdog import Watchdog, watched
 from megappo.trainer import Trainer
 
 
 def train(config: Config, derived: Derived) -> None:
-    """Train as the configuration says; every rank calls this."""
-    with start_runtime(config.runtime) as runtime, reporting(config, derived, runtime) as reporter:
-        parts = assemble(config, derived, runtime)
+    """Train as the configuration says, from the newest checkpoint where there is one; every rank calls this.
+
+    Raises Interrupted after a run that was asked to stop has written a checkpoint.
+    """
+    with start_runtime(config.runtime) as runtime, locked_directory(config.run.path, runtime):
+        seed_generators(config.run.seed, runtime.rank)
+        start = choose_start(config, runtime)
+        watchdog = _watchdog(config, runtime)
+        on_stage = watchdog.enter if watchdog is not None else None
+        with (
+            watched(watchdog),
+            interruptible(runtime) as interrupts,
+            reporting(config, derived, runtime, on_stage) as reporter,
+        ):
+            _train(config, derived, runtime, start, reporter, interrupts)
+
+
+def _train(
+    config: Config, derived: Derived, runtime: Runtime, start: Start, reporter: Reporter, interrupts: Interrupts
+) -> None:
+    parts = assemble(config, derived, runtime)
+    checkpoints = Checkpoints(parts, start)
+    try:
+        for sentence in (_data_line(parts), *start.sentences):
+            reporter.message(sentence)
+        if start.sentences:  # there was a run before
+            reporter.continue_after(start.step)
+        trainer = Trainer(parts, reporter, checkpoints, interrupts.check)
         try:
-            reporter.message(_data_line(parts))
-            Trainer(parts, reporter).train()
+            trainer.train()
+        except Interrupted:
+            with reporter.stage("checkpoint"):
+                reporter.message(checkpoints.save_interrupted(trainer.boundary))
+            raise
+        checkpoints.finish()
+        with reporter.stage("export"):
             _save(parts, reporter)
-        finally:
-            parts.close()
+    finally:
+        checkpoints.close()
+        parts.close()
+
+
+def _watchdog(config: Config, runtime: Runtime) -> Watchdog | None:
+    seconds = config.runtime.phase_timeout_seconds
+    if seconds is None:
+        return None
+    return Watchdog(config.run.path, config.runtime.phase_timeouts_seconds, seconds, runtime)
 
 
 def evaluate(config: Config, derived: Derived) -> dict[str, float]:

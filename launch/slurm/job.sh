@@ -1,6 +1,7 @@
 # Sourced by the batch scripts, after settings.sh: environment, ranks, logs and requeueing of a job. Needs ROOT.
 
 REQUEUE_CODE=85 # what megappo exits with where it wants to be started again
+HANG_CODE=79    # and what its watchdog ends a hanging run with
 PORTS_FROM=10000 PORTS=20000
 
 fail() {
@@ -130,7 +131,7 @@ run_ranks() {
     sleep 2 # the last lines of rank 0
     kill "$follower"
     wait "$follower" 2>/dev/null || true
-    if grep -qsx "$REQUEUE_CODE" "$MEGAPPO_RANK_LOGS"/exit-*; then
+    if grep -qsx -e "$REQUEUE_CODE" -e "$HANG_CODE" "$MEGAPPO_RANK_LOGS"/exit-*; then
         return "$REQUEUE_CODE"
     fi
     # The ranks' exit codes decide: torchrun's agents may lose each other when all ranks have ended well.

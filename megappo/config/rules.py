@@ -95,11 +95,27 @@ def section_rules(config: Config) -> Iterator[str]:
             f"critic.warmup_steps {config.critic.warmup_steps} must be below run.steps {config.run.steps}, "
             f"or the actor is never trained; set at most {config.run.steps - 1}"
         )
+    yield from _keep_best_rules(config)
     reward_model = config.reward.model_path
     if reward_model is not None and not Path(reward_model).is_dir():
         yield (
             f"reward.model_path '{reward_model}' is not a folder (from {Path.cwd()}); "
             "give the folder of a sequence classification model"
+        )
+
+
+def _keep_best_rules(config: Config) -> Iterator[str]:
+    """The best checkpoint is chosen by a metric that there is."""
+    wanted = config.checkpoint.keep_best if config.checkpoint is not None else None
+    if wanted is None:
+        return
+    from megappo.observe.metric_docs import METRICS
+
+    name = wanted.removeprefix("-")
+    if name not in METRICS:
+        yield (
+            f"checkpoint.keep_best is '{wanted}', must be a metric of the run (a `-` in front: lowest is best); "
+            f"the nearest is '{nearest_word(name, list(METRICS))}'"
         )
 
 

@@ -26,6 +26,13 @@ TokenIds = Annotated[tuple[NonNegativeInt, ...], Field(strict=False)]  # YAML ha
 PathFromText = Annotated[Path, Field(strict=False)]
 
 
+PHASES = (
+    "start", "rollout", "reward", "score", "advantages", "update_critic", "update_actor", "sync", "evaluate",
+    "checkpoint", "export",
+)  # fmt: skip
+"""What the watchdog tells apart; each lasts until the next begins."""
+
+
 class Settings(BaseModel):
     """Base of every section: frozen, no unknown keys, no silent coercion of strings to numbers."""
 
@@ -50,6 +57,8 @@ class RunSettings(Settings):
     """Seed of initialisation, shuffling and sampling."""
     export_final_model: bool = True
     """Write the actor as a Hugging Face folder (`<directory>/final`) at the end."""
+    force_resume: bool = False
+    """Continue from a checkpoint although settings changed that make it another run."""
 
     @property
     def path(self) -> Path:
@@ -64,6 +73,19 @@ class RuntimeSettings(Settings):
     """CPU threads of each rank; default: the machine's cores divided by the ranks on it."""
     collective_timeout_seconds: PositiveInt = 1800
     """A collective that waits longer than this fails."""
+    phase_timeout_seconds: PositiveFloat | None = 1500.0
+    """A phase of a step that lasts longer ends the run with the stacks of all ranks; null: no watchdog."""
+    phase_timeouts_seconds: dict[str, PositiveFloat] = {}
+    """The same for single phases, such as {rollout: 3600}."""
+
+    @model_validator(mode="after")
+    def _phases_exist(self) -> RuntimeSettings:
+        for name in self.phase_timeouts_seconds:
+            if name not in PHASES:
+                raise ValueError(
+                    f"phase_timeouts_seconds has '{name}', which is no phase; they are {', '.join(PHASES)}"
+                )
+        return self
 
 
 class ModelSettings(Settings):
@@ -354,6 +376,19 @@ class EvaluationSettings(Settings):
     """Longest response; default: the rollout's."""
 
 
+class CheckpointSettings(Settings):
+    """Everything a killed run needs to go on as if nothing had happened, in `<directory>/checkpoints`."""
+
+    every_steps: PositiveInt = 50
+    """Write one after every so many steps; one is always written at the end and when the run is told to stop."""
+    keep_last: PositiveInt = 2
+    """Newest checkpoints to keep; with 1 there is none to fall back to where the newest is damaged."""
+    keep_best: str | None = None
+    """Also keep the one with the highest value of this metric (a `-` in front: the lowest), such as reward/mean."""
+    asynchronous: bool = True
+    """Write in the background from a copy in the host's memory while training goes on."""
+
+
 class LoggingSettings(Settings):
     tensorboard: bool = True
     """Write TensorBoard events to `<directory>/tensorboard`."""
@@ -390,5 +425,7 @@ class Config(Settings):
     """PPO itself."""
     evaluation: EvaluationSettings | None = None
     """Periodic evaluation on `data.validation`."""
+    checkpoint: CheckpointSettings | None = CheckpointSettings()
+    """What a stopped run continues from; null: nothing."""
     logging: LoggingSettings = LoggingSettings()
     """What is written and shown."""

@@ -53,17 +53,29 @@ class Cursor:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
-        return {"epoch": self._epoch, "position": self._position, "fingerprint": self._fingerprint}
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "fingerprint": self._fingerprint,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where a saved cursor stood. Raises ValueError where the data are others."""
-        missing = {"epoch", "position", "fingerprint"} - state.keys()
+        missing = {"epoch", "position", "fingerprint", "seed", "shuffle"} - state.keys()
         if missing:
             raise ValueError(f"the saved cursor lacks {', '.join(sorted(missing))}; use a checkpoint that is whole")
         if state["fingerprint"] != self._fingerprint:
             raise ValueError(
                 f"the data's fingerprint is {self._fingerprint[:12]}, the saved cursor's {state['fingerprint'][:12]}; "
                 "use the data, tokenizer and data settings the run began with, or start a new run"
+            )
+        if (state["seed"], state["shuffle"]) != (self._seed, self._shuffle):
+            raise ValueError(
+                f"the saved cursor's order is that of run.seed {state['seed']} with data.shuffle "
+                f"{str(state['shuffle']).lower()}, not of {self._seed} with {str(self._shuffle).lower()}; "
+                "set them back, or start a new run"
             )
         epoch, position = int(state["epoch"]), int(state["position"])
         if epoch < 0 or not 0 <= position < self._size:

@@ -13,6 +13,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megappo.config.schema import OptimizerSettings
 from megappo.models.build import RoleModel
+from megappo.models.optimizer_state import OptimizerState
 from megappo.models.schedule import finalize_summed_grads
 
 
@@ -45,6 +46,7 @@ class RoleOptimizer:
         self._optimizer = get_megatron_optimizer(
             config, self.chunks, use_gloo_process_groups=False, pg_collection=model.layout.groups
         )
+        self.state = OptimizerState(self._optimizer, model.layout.groups.dp)
         self._schedule = OptimizerParamScheduler(
             self._optimizer,
             init_lr=0.0 if settings.warmup_updates else settings.learning_rate,
@@ -64,6 +66,16 @@ class RoleOptimizer:
     def learning_rate(self) -> float:
         """Learning rate of the next update."""
         return float(self._optimizer.param_groups[0]["lr"])
+
+    @property
+    def updates(self) -> int:
+        """Updates applied so far."""
+        return int(self._schedule.num_steps)
+
+    def continue_after(self, updates: int) -> None:
+        """Set the schedule to where it stands after so many updates; the rate is a function of their number."""
+        self._schedule.num_steps = 0
+        self._schedule.step(increment=updates)
 
     def zero_grad(self) -> None:
         """Forget the gradients of the last minibatch."""

@@ -7,7 +7,7 @@ the role has no model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,8 +143,15 @@ class TrainedRole(Role):
     def __init__(self, placement: Placement, model: RoleModel | None, runtime: Runtime, trainer: Any) -> None:
         super().__init__(placement, model, runtime)
         self._trainer = trainer
+        self.on_refused: Callable[[Any], str] | None = None
+        """Is handed each `RefusedUpdate` on every rank; returns what to tell the user."""
         if trainer is not None:
             self._chunks = trainer.chunks
+
+    @property
+    def optimizer(self) -> Any:
+        """Its `RoleOptimizer`; None on ranks outside the role, and where nothing is trained."""
+        return self._trainer
 
     def update_minibatch(
         self, rows: Sequence[Row], task: Task, *, stop_above: tuple[str, float] | None = None

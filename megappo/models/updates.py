@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from megappo.models.heads import PolicyTarget
 from megappo.models.roles import NonFiniteUpdateError, TrainedRole, Update
 from megappo.models.schedule import PackedBatch, Task
 from megappo.models.scoring import response_rows
-from megappo.runtime.exchange import all_gather_varying
+from megappo.runtime.exchange import Row, all_gather_varying
 from megappo.types import Experience
 from megappo_kernels import POLICY_METRICS, PolicyInputs, PolicyObjective, value_loss
 
@@ -101,6 +101,40 @@ class _Work:
         """(F, B, R) float32."""
         fields_BR = {**self.fields_BR, "weights": weights_BR}
         return torch.stack([fields_BR[name].float() for name in self.names])
+
+
+@dataclass(frozen=True)
+class RefusedUpdate:
+    """A minibatch whose loss or gradient was not finite; the role's weights are those it met."""
+
+    role: str
+    number: int
+    """Minibatches of the step before it."""
+    rows: Sequence[Row]
+    """This rank's samples."""
+    task: Task
+    update: Update | None
+    """What came of it; None on ranks outside the role."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Fields of the rows, in order."""
+        return self.task.names if isinstance(self.task, _PolicyTask) else _VALUE_FIELDS
+
+    @property
+    def penalty_coef(self) -> float:
+        """Weight of KL(old || new) in the loss; 0 for the critic."""
+        return self.task.objective.penalty_coef if isinstance(self.task, _PolicyTask) else 0.0
+
+
+def task_again(
+    role: str, names: Sequence[str], penalty_coef: float, algorithm: AlgorithmSettings, critic: CriticSettings | None
+) -> Task:
+    """The task of a refused update, from what was kept of it."""
+    if role == "actor":
+        return _PolicyTask(tuple(names), _policy_objective(algorithm, penalty_coef))
+    assert critic is not None
+    return _ValueTask(critic.value_clip)
 
 
 def minibatch_plan(settings: TrainedRoleSettings, batch_sequences: int, seed: int) -> MinibatchPlan:
@@ -225,7 +259,7 @@ def _run(
     counts = _token_counts(rollouts.sample_ids_B, work.mask_BR, role.runtime.device)
     ids = rollouts.sample_ids_B.tolist()
     summary = UpdateSummary()
-    for minibatch in plan:
+    for number, minibatch in enumerate(plan):
         tokens = [counts[i] for i in minibatch if counts[i] > 0]
         if not tokens:
             continue  # every sample was rejected
@@ -239,7 +273,10 @@ def _run(
         )
         rows = response_rows(rollouts, chosen, work.stacked(weights_BR))
         update = role.update_minibatch(rows, work.task, stop_above=work.stop_above)
-        if _note(role, summary, update, algorithm):
+        finite, applied = _agree(role, summary, update)
+        if not finite:
+            _refuse(role, RefusedUpdate(role.placement.name, number, rows, work.task, update), algorithm)
+        elif not applied:
             break
     return _shared_metrics(role, summary)
 
@@ -252,20 +289,25 @@ def _shared_metrics(role: TrainedRole, summary: UpdateSummary) -> dict[str, floa
     return shared[0]
 
 
-def _note(role: TrainedRole, summary: UpdateSummary, update: Update | None, algorithm: AlgorithmSettings) -> bool:
-    """Record an update; True where the step's updates of this role end. All ranks of the world agree on it."""
+def _agree(role: TrainedRole, summary: UpdateSummary, update: Update | None) -> tuple[bool, bool]:
+    """Record an update; (finite, applied) on all ranks of the world, of which some have no part of the role."""
     verdict: list[Any] = [None]
     if update is not None:
         summary.updates.append(update)
         verdict = [(update.finite, update.applied)]
     dist.broadcast_object_list(verdict, src=role.placement.grid.ranks[0])
     finite, applied = verdict[0]
-    if not finite and algorithm.on_nonfinite == "stop":
+    return finite, applied
+
+
+def _refuse(role: TrainedRole, refused: RefusedUpdate, algorithm: AlgorithmSettings) -> None:
+    """Keep the batch for a replay, and end the run where that is configured."""
+    kept = role.on_refused(refused) if role.on_refused is not None else ""
+    if algorithm.on_nonfinite == "stop":
         raise NonFiniteUpdateError(
             f"the {role.placement.name}'s loss or gradient is not finite; its weights were left as they were. "
-            f"Lower {role.placement.name}.optimizer.learning_rate, or set algorithm.on_nonfinite: skip to go on"
+            f"Lower {role.placement.name}.optimizer.learning_rate, or set algorithm.on_nonfinite: skip to go on. {kept}"
         )
-    return finite and not applied
 
 
 def _token_counts(sample_ids_B: Tensor, mask_BR: Tensor, device: torch.device) -> dict[int, int]:

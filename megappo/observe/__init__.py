@@ -6,6 +6,7 @@ from megappo.observe.console import View, make_view
 from megappo.observe.metric_docs import METRICS, MetricDoc, describe_metric, markdown_table
 from megappo.observe.metrics import MetricsLog, read_metrics
 from megappo.observe.stopwatch import Lap, StageTimer
+from megappo.observe.stragglers import Stragglers
 from megappo.observe.throughput import PEAK_FLOPS, mfu, peak_flops, training_flops_per_token
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "MetricDoc",
     "MetricsLog",
     "StageTimer",
+    "Stragglers",
     "View",
     "curve",
     "describe_metric",

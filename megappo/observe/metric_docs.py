@@ -99,6 +99,9 @@ METRICS: dict[str, MetricDoc] = {
     "time/update_actor": MetricDoc("seconds", "All actor updates.", "steady at steady lengths"),
     "time/sync": MetricDoc("seconds", "Weight stream into the engine.", "small beside time/step"),
     "time/evaluate": MetricDoc("seconds", "Validation, in steps that have one.", "rare enough not to matter"),
+    "time/checkpoint": MetricDoc(
+        "seconds", "How long training stood still for the checkpoint before the step.", "below 5% of time/step"
+    ),
     "time/step": MetricDoc("seconds", "The whole step.", "a little more than its stages"),
     "tokens_per_second": MetricDoc(
         "tokens/s", "Prompt and response tokens of the step by its time, all ranks.", "steady"

@@ -89,12 +89,23 @@ def _serve(connection: Connection) -> None:
             connection.send(answer)
 
 
+def _leave_stopping_to_the_parent() -> None:
+    """A scheduler and a terminal send their signals to every process of a job; a worker that ended at once would turn
+    the samples it has into failures. What the function itself starts can be stopped as usual.
+    """
+    stopping = (signal.SIGTERM, signal.SIGUSR1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in stopping:
+        signal.signal(number, lambda *_: None)
+    os.register_at_fork(after_in_child=lambda: [signal.signal(number, signal.SIG_DFL) for number in stopping] and None)
+
+
 def main() -> None:
     """Serve until the parent closes the pipe."""
     if sys.platform == "linux":
         # A function that hangs would never notice the closed pipe.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    _leave_stopping_to_the_parent()
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)  # a function's own children would keep the pipe open
     os.dup2(2, 1)  # what a function prints must not end up in the parent's output

@@ -82,8 +82,8 @@ def install() -> None:
     cuda: Any = torch.cuda
     cuda.current_device = lambda: _CPU
     cuda.synchronize = lambda *_args, **_kwargs: None
-    cuda.Stream = cuda.Event = _NoStream
-    cuda.stream = cuda.current_stream = cuda.default_stream = _NoStream
+    for name in ("Stream", "Event", "stream", "current_stream", "default_stream"):
+        setattr(cuda, name, type(name, (_NoStream,), {}))  # torch.compile wants each to be an object of its own
     cuda.get_rng_state, cuda.set_rng_state = _get_rng_state, _set_rng_state
     cuda.manual_seed = torch.manual_seed
     # isinstance() of 0.16.1's module.py:20-22 needs classes here, not functions.

@@ -113,10 +113,11 @@ def test_evaluation_of_exported_weights(short_run: Path) -> None:
     assert f"eval/reward_mean: {last['eval/reward_mean']:.4f}" in done.stdout
 
 
-def test_a_used_directory_is_refused(short_run: Path) -> None:
-    done = megappo("train", "configs/quickstart.yaml", f"run.directory={short_run}", processes=1)
+def test_another_run_does_not_continue_this_one(short_run: Path) -> None:
+    one_process = ("actor.layout={}", "critic.layout={}")
+    done = megappo("train", "configs/quickstart.yaml", f"run.directory={short_run}", *one_process)
     assert done.returncode == 2
-    assert "holds a run already; choose another run.directory" in done.stderr
+    assert "holds a run with other settings (run.steps: 2 -> 120" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -339,9 +339,10 @@ def test_a_damaged_model(damage, words: str, tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_used_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    """One that holds a run and nothing to continue it from."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     code, said = run(capsys, *DRY, f"run.directory={tmp_path}")
-    assert (code, "holds a run already; choose another run.directory" in said) == (2, True)
+    assert (code, "without any checkpoint to continue from; choose another run.directory" in said) == (2, True), said
 
 
 def test_every_problem_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import types
@@ -15,6 +16,7 @@ import pytest
 from megappo import __version__
 from megappo.cli import main
 from megappo.config import Config, ConfigError
+from megappo.errors import Interrupted
 
 REPOSITORY = Path(__file__).parents[2]
 BASE_PATH = Path(__file__).parent / "config_base.yaml"
@@ -161,6 +163,40 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--version"])
     assert capsys.readouterr().out == f"megappo {__version__}\n"
+
+
+def test_a_disk_that_cannot_be_written_is_a_sentence(
+    calls: list[tuple[Any, ...]], model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = vars(sys.modules["megappo.run"])
+
+    def train(config: Config, derived: Any) -> None:
+        raise OSError(28, "No space left on device", "runs/x/metrics.jsonl")
+
+    trainer["train"] = train
+    assert main(["train", str(BASE_PATH), model]) == 1
+    assert capsys.readouterr().err == (
+        "megappo: error: writing failed, runs/x/metrics.jsonl: No space left on device; make room or mend the disk and "
+        "start again, a run continues from its newest checkpoint\n"
+    )
+    trainer["train"] = lambda config, derived: Path("/no/such/file").read_text()
+    with pytest.raises(FileNotFoundError):
+        main(["train", str(BASE_PATH), model])
+
+
+def test_a_run_that_was_asked_to_stop_has_a_code_of_its_own(calls: list[tuple[Any, ...]], model: str) -> None:
+    trainer = vars(sys.modules["megappo.run"])
+    for number, code in ((signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)):
+        trainer["train"] = lambda config, derived, number=number: (_ for _ in ()).throw(Interrupted(number))
+        assert main(["train", str(BASE_PATH), model]) == code
+
+
+def test_a_replay_holds_its_own_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["a.yaml", "--replay", "x"], ["--replay", "x", "run.steps=1"]):
+        with pytest.raises(SystemExit) as caught:
+            main(["train", *arguments])
+        assert caught.value.code == 2
+        assert "train needs CONFIG, or --replay FOLDER alone" in capsys.readouterr().err
 
 
 def test_value_errors_while_training(

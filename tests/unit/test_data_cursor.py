@@ -6,6 +6,8 @@ import pytest
 
 from megappo.data import Cursor
 
+ORDER = {"seed": 1, "shuffle": True}
+
 
 def cursor(size: int = 5, seed: int = 1, shuffle: bool = True, fingerprint: str = "f" * 64) -> Cursor:
     return Cursor(size, seed, shuffle, fingerprint=fingerprint)
@@ -59,9 +61,14 @@ def test_resumes_where_it_stood(taken: int) -> None:
 @pytest.mark.parametrize(
     ("state", "sentence"),
     [
-        ({"epoch": 0, "position": 0, "fingerprint": "e" * 64}, "fingerprint is ffffffffffff, the saved cursor's eeee"),
-        ({"epoch": 0, "position": 5, "fingerprint": "f" * 64}, "outside of 5 prompts"),
-        ({"epoch": 0}, "lacks fingerprint, position"),
+        (
+            {**ORDER, "epoch": 0, "position": 0, "fingerprint": "e" * 64},
+            "is ffffffffffff, the saved cursor's eeee",
+        ),
+        ({**ORDER, "epoch": 0, "position": 5, "fingerprint": "f" * 64}, "outside of 5 prompts"),
+        ({**ORDER, "epoch": 0}, "lacks fingerprint, position"),
+        ({**ORDER, "epoch": 0, "position": 0, "fingerprint": "f" * 64, "seed": 2}, "order is that of run.seed 2"),
+        ({**ORDER, "epoch": 0, "position": 0, "fingerprint": "f" * 64, "shuffle": False}, "data.shuffle false, not of"),
     ],
 )
 def test_other_states_are_refused(state: dict[str, object], sentence: str) -> None:

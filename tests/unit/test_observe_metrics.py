@@ -190,7 +190,7 @@ def test_every_metric_named_in_the_source_is_documented() -> None:
 
 def test_every_timed_stage_is_documented() -> None:
     source = (ROOT / "megappo" / "trainer.py").read_text()
-    stages = re.findall(r'\.stage\("([a-z_]+)"\)', source)
+    stages = re.findall(r'\.stage\("([a-z_]+)"', source)
     assert stages and {f"time/{name}" for name in stages} <= set(METRICS)
 
 

@@ -10,7 +10,9 @@ import torch
 import yaml
 
 import megappo_kernels
+from megappo import errors
 from megappo.config.load import load_config
+from megappo.config.schema import CheckpointSettings
 from megappo.observe.metric_docs import markdown_table
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +45,21 @@ def test_the_kernel_table_is_complete() -> None:
     named = set(re.findall(r"`(\w+)`", section.split("```python")[0]))
     functions = {n for n in megappo_kernels.__all__ if n.islower()}
     assert functions - {"use_backend"} <= named
+
+
+def test_the_checkpoint_settings_are_valid() -> None:
+    example = re.search(r"```yaml\n(checkpoint:.*?)```", README, re.DOTALL)
+    assert example is not None
+    section = yaml.safe_load(example.group(1))["checkpoint"]
+    defaults = CheckpointSettings()
+    assert CheckpointSettings.model_validate(section).keep_best == "reward/mean"
+    assert {**defaults.model_dump(), "keep_best": "reward/mean"} == section
+
+
+def test_exit_codes_are_those_of_the_program() -> None:
+    codes = {errors.RUN_ERROR, errors.USER_ERROR, errors.REQUEUE, errors.HANG, errors.STOPPED_BY_USER}
+    table = README.split("| exit code | meaning |")[1].split("\n\n")[0]
+    assert {int(number) for number in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)} == {0} | codes
 
 
 def test_links_and_scripts_exist() -> None:

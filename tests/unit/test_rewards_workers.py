@@ -38,6 +38,10 @@ def obey(*, prompt, response, answer, metadata):
         case "print": print("noise")
         case "child": subprocess.run(["sleep", "1000"])
         case "metadata": return metadata["x"]
+        case "terminate":
+            child = subprocess.Popen(["sleep", "1000"])
+            child.terminate()
+            return float(child.wait())
         case "slow": time.sleep(0.3)
         case "fork": return 2.0 if os.fork() else 3.0
         case "noise": write_everywhere()
@@ -131,6 +135,16 @@ def test_a_worker_killed_between_calls_is_replaced() -> None:
         time.sleep(0.1)
         result = pool.score(requests("fine", "fine"))
         assert (result.scores.tolist(), result.failures) == ([1.0, 1.0], [])
+
+
+def test_signals_to_the_whole_job_cost_no_sample() -> None:
+    """A scheduler sends them to every process; the parent decides when to stop, and children can be stopped."""
+    with RewardPool(settings(timeout_seconds=5)) as pool:
+        pid = int(pool.score(requests("pid")).scores[0])
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            os.kill(pid, number)
+        result = pool.score(requests("pid", "terminate"))
+        assert (result.scores.tolist(), result.failures) == ([float(pid), -15.0], [])
 
 
 def test_a_stopped_worker_is_replaced() -> None:

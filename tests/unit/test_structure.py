@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted([*(ROOT / "megappo").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")])
-STAGES = ("data", "rollout", "rewards", "models", "reshard", "algo", "observe", "plan")
+STAGES = ("data", "rollout", "rewards", "models", "reshard", "algo", "observe", "plan", "checkpoint")
 # What a room may import of others besides types, config and runtime. The trainer, assembly and the few modules at the
 # top level wire the stages.
 ALLOWED = {
@@ -22,6 +22,7 @@ ALLOWED = {
     "reshard": {"models"},  # shapes and layouts, not roles
     "models": {"algo", "reshard"},
     "rollout": {"data"},
+    "checkpoint": {"models", "reshard"},  # what a role's weights and optimizer are, and what whole tensors they make
     "plan": {"observe", "reshard"},  # FLOPs per token, and the map that says which parameters there are
 }
 

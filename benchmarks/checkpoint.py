@@ -1,0 +1,197 @@
+#!/usr/bin/env python3
+"""What does a checkpoint cost, against a plain torch.save of the same bytes?
+
+Usage: torchrun --nproc-per-node N benchmarks/checkpoint.py CONFIG [key=value ...] [--repeat 5] [--json FILE]
+
+Builds the models and optimizers of any configuration, makes one real PPO step so that Adam has moments, and then
+measures, each `repeat` times: PPO steps alone and steps during which a checkpoint is written in the background; how
+long training stands still for it and when it is on disk; a checkpoint that is waited for; torch.save of this rank's
+tensors into one synced file; checking and loading a checkpoint; torch.load. Prints medians. The run directory is a
+temporary one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
+
+from step import versions  # noqa: E402
+
+from megappo.config import Config, ConfigError, derive_run, load_config  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Row:
+    """Median seconds of a measurement on the slowest rank; gigabytes (1e9 bytes) are those of all ranks."""
+
+    what: str
+    median_seconds: float
+    gigabytes_per_second: float | None
+
+
+class Measurement:
+    """One configuration's models, and the clock around what is done with them."""
+
+    def __init__(self, parts: Any, trainer: Any, checkpoints: Any, repeat: int) -> None:
+        self.parts, self.trainer, self.checkpoints, self.repeat = parts, trainer, checkpoints, repeat
+        self.tensors: dict[str, Any] = {}
+
+    def seconds(self, work: Callable[[], None], before: Callable[[], None] = lambda: None) -> float:
+        """Median over repetitions of the slowest rank's seconds; all ranks begin together."""
+        import torch
+        import torch.distributed as dist
+
+        found = []
+        for _ in range(self.repeat):
+            before()
+            self.parts.runtime.synchronize()
+            dist.barrier()
+            start = time.perf_counter()
+            work()
+            self.parts.runtime.synchronize()
+            slowest = torch.tensor([time.perf_counter() - start], device=self.parts.runtime.device)
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+            found.append(float(slowest))
+        return statistics.median(found)
+
+    def step(self) -> None:
+        """A real PPO step."""
+        self.trainer.step += 1
+        self.trainer.ppo_step()
+
+    def save(self, *, wait: bool) -> None:
+        """A checkpoint of this moment."""
+        from megappo.resume import Boundary
+
+        self.checkpoints.save(Boundary.of(self.trainer.state_dict(), {}), wait=wait)
+
+    def next_save(self) -> None:
+        """Let the next checkpoint be that of another step, with nothing under way."""
+        self.checkpoints.finish()
+        self.trainer.step += 1
+
+    def own_tensors(self) -> dict[str, Any]:
+        """What this rank writes, as plain tensors."""
+        from megappo.checkpoint import role_shards
+
+        roles = [role for role in (self.parts.actor, self.parts.critic) if role is not None]
+        return {key: shard.data for role in roles for key, shard in role_shards(role).items()}
+
+
+def measure(config: Config, repeat: int) -> list[Row] | None:
+    """All rows on the main rank, None elsewhere."""
+    import torch
+    import torch.distributed as dist
+
+    from megappo.assembly import assemble
+    from megappo.checkpoint import load_shards, role_updates, select_checkpoint
+    from megappo.reporting import reporting
+    from megappo.resume import Checkpoints, Start
+    from megappo.runtime import start_runtime
+    from megappo.trainer import Trainer
+
+    derived = derive_run(config, int(os.environ.get("WORLD_SIZE", "1")))
+    with start_runtime(config.runtime) as runtime, reporting(config, derived, runtime) as reporter:
+        parts = assemble(config, derived, runtime)
+        checkpoints = Checkpoints(parts, Start(None, None, ()))
+        try:
+            trainer = Trainer(parts, reporter, checkpoints)
+            trainer.sync_weights()
+            m = Measurement(parts, trainer, checkpoints, repeat)
+            m.step()
+            own = m.own_tensors()
+            size = torch.tensor([sum(t.nbytes for t in own.values())], device=runtime.device)
+            dist.all_reduce(size)
+            plain = config.run.path / f"plain-{runtime.rank}.pt"
+            roles = [role for role in (parts.actor, parts.critic) if role is not None]
+            directory = config.run.path / "checkpoints"
+
+            def save_plain() -> None:
+                with plain.open("wb") as file:
+                    torch.save(own, file)
+                    os.fsync(file.fileno())
+
+            def load() -> None:
+                chosen = select_checkpoint(directory, runtime)
+                assert chosen is not None
+                load_shards(chosen[0], roles, {r.placement.name: role_updates(r, runtime) for r in roles}, runtime)
+
+            def save_and_step() -> None:
+                m.save(wait=False)
+                m.step()
+
+            timings = {
+                "step alone": m.seconds(m.step),
+                "step with a checkpoint in the background": m.seconds(save_and_step, m.next_save),
+                "stand-still, asynchronous": m.seconds(lambda: m.save(wait=False), m.next_save),
+                "on disk, waited for": m.seconds(lambda: m.save(wait=True), m.next_save),
+                "torch.save of the same bytes": m.seconds(save_plain),
+                "check and load": m.seconds(load),
+                "torch.load of the same bytes": m.seconds(lambda: torch.load(plain) and None),
+            }
+        finally:
+            checkpoints.close()
+            parts.close()
+        gigabytes = float(size) / 1e9
+        rates = {name: None if "step" in name else gigabytes / seconds for name, seconds in timings.items()}
+        rows = [Row(name, seconds, rates[name]) for name, seconds in timings.items()]
+        return [*rows, Row(f"{gigabytes:.3f} GB", 0.0, None)] if runtime.is_main else None
+
+
+def print_rows(rows: list[Row], title: str) -> None:
+    """A table on the terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title)
+    for column in ("", "median s", "GB/s"):
+        table.add_column(column, justify="right" if column else "left")
+    for r in rows:
+        rate = "" if r.gigabytes_per_second is None else f"{r.gigabytes_per_second:.2f}"
+        table.add_row(r.what, f"{r.median_seconds:.3f}", rate)
+    Console().print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Seconds and GB/s of checkpoints.")
+    parser.add_argument("config", metavar="CONFIG")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--repeat", type=int, default=5, help="repetitions of each measurement")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here too")
+    arguments = parser.parse_intermixed_args()
+    quiet = ["evaluation=null", "data.validation=null", "logging.console=quiet", "logging.tensorboard=false"]
+    # All ranks write into one folder.
+    folder = Path(tempfile.gettempdir()) / f"megappo-checkpoint-{os.environ.get('MASTER_PORT', os.getpid())}"
+    place = [f"run.directory={folder}", "run.steps=1000000", "checkpoint={keep_last: 1, asynchronous: true}"]
+    try:
+        config = load_config(arguments.config, [*quiet, *arguments.overrides, *place])
+        rows = measure(config, arguments.repeat)
+    except ConfigError as error:
+        print(f"checkpoint.py: error: {error}", file=sys.stderr)
+        return 2
+    if rows is None:
+        return 0
+    shutil.rmtree(folder)
+    size = rows.pop().what
+    print_rows(rows, f"{config.run.name}: {size} over all ranks, medians of {arguments.repeat}")
+    if arguments.json is not None:
+        report = {"config": arguments.config, "overrides": arguments.overrides, "size": size, **versions()}
+        arguments.json.write_text(json.dumps({**report, "rows": [asdict(r) for r in rows]}, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

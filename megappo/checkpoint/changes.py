@@ -1,0 +1,66 @@
+"""Settings that differ between a checkpoint and the run that continues from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megappo.config.errors import show
+
+_UNMENTIONED = ("run.name", "run.directory", "run.force_resume", "run.export_final_model", "runtime", "logging")
+"""Nothing that is learned depends on them."""
+_DANGEROUS = (
+    "run.seed", "model", "critic.path", "critic.value_head_std", "reference", "data.train", "data.apply_chat_template",
+    "data.system_prompt", "data.max_prompt_tokens", "data.overlong_prompts", "data.shuffle", "reward.function",
+    "reward.options", "reward.batch", "reward.model_path", "algorithm.estimator", "algorithm.policy_loss",
+)  # fmt: skip
+"""With another value it is another run: other models, data, task or objective."""
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Sentences, one per setting."""
+
+    harmless: tuple[str, ...]
+    dangerous: tuple[str, ...]
+
+
+def compare_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
+    """Both configurations in JSON's types."""
+    old, new = dict(_flat(before)), dict(_flat(now))
+    harmless: list[str] = []
+    dangerous: list[str] = []
+    decays = any(_decays(new, role) or _decays(old, role) for role in ("actor", "critic"))
+    for key in sorted(old.keys() | new.keys()):
+        if old.get(key) == new.get(key) or _is_in(key, _UNMENTIONED):
+            continue
+        sentence = f"{key}: {_shown(old, key)} -> {_shown(new, key)}"
+        if key == "run.steps" and decays:
+            dangerous.append(f"{sentence} (learning rates decay over the run's steps)")
+        elif _is_in(key, _DANGEROUS):
+            dangerous.append(sentence)
+        else:
+            harmless.append(sentence)
+    return Changes(tuple(harmless), tuple(dangerous))
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value); an empty section is a value."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _is_in(key: str, sections: tuple[str, ...]) -> bool:
+    return any(key == section or key.startswith(section + ".") for section in sections)
+
+
+def _decays(settings: Mapping[str, Any], role: str) -> bool:
+    return settings.get(f"{role}.optimizer.schedule", "constant") != "constant"
+
+
+def _shown(settings: Mapping[str, Any], key: str) -> str:
+    return show(settings[key]) if key in settings else "not set"

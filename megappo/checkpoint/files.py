@@ -1,0 +1,174 @@
+"""What lies in a checkpoint's folder, and whether it is whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megappo.errors import RunError
+
+FORMAT = 1
+MARKER = "checkpoint.json"
+_STEP = re.compile(r"step-(\d{6,})")
+_NEEDED = frozenset({"format", "step", "files", "content"})
+
+
+class CheckpointError(RunError):
+    """A checkpoint cannot be written."""
+
+
+class DamagedError(Exception):
+    """A checkpoint is not what was written; the message completes "the checkpoint ... is damaged: "."""
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """What a file was when it was written."""
+
+    n_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Marker:
+    """A finished checkpoint."""
+
+    step: int
+    files: dict[str, Stamp]
+    content: dict[str, Any]
+    """Trainer's state, settings, versions, identities, metrics; in JSON's types."""
+
+
+def step_folder(directory: Path, step: int) -> Path:
+    """`step-000010` in the folder of checkpoints."""
+    return directory / f"step-{step:06d}"
+
+
+def folders(directory: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of everything that looks like a checkpoint, the newest first."""
+    if not directory.is_dir():
+        return []
+    matched = ((_STEP.fullmatch(path.name), path) for path in directory.iterdir() if path.is_dir())
+    return sorted(((int(match[1]), path) for match, path in matched if match), reverse=True)
+
+
+def stamp(path: Path) -> Stamp:
+    """Size and checksum of a file."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return Stamp(os.fstat(file.fileno()).st_size, digest)
+
+
+def write_marker(folder: Path, marker: Marker) -> None:
+    """Finish a checkpoint: everything else is on disk already. A reader sees the whole marker or none."""
+    body = {
+        "format": FORMAT,
+        "step": marker.step,
+        "files": {name: [file.n_bytes, file.sha256] for name, file in sorted(marker.files.items())},
+        "content": marker.content,
+    }
+    text = json.dumps({"sha256": _digest(body), "body": body}, indent=1)
+    partial = folder / (MARKER + ".partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(folder)
+    partial.replace(folder / MARKER)
+    sync_folder(folder)
+    sync_folder(folder.parent)
+
+
+def read_marker(folder: Path) -> Marker:
+    """The marker of a finished checkpoint. Raises DamagedError where it is not what `write_marker` wrote."""
+    try:
+        written = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DamagedError(f"{MARKER} cannot be read: {error.strerror}") from error
+    except ValueError as error:  # JSON's and UTF-8's errors
+        raise DamagedError(f"{MARKER} is not valid JSON") from error
+    except RecursionError as error:
+        raise DamagedError(f"{MARKER} is nested too deeply") from error
+    body = written.get("body") if isinstance(written, dict) else None
+    if not isinstance(body, dict) or written.get("sha256") != _digest(body):
+        raise DamagedError(f"{MARKER} differs from its own checksum")
+    if body.get("format") != FORMAT or not body.keys() >= _NEEDED:
+        raise DamagedError(f"{MARKER} has format {body.get('format')}, this version reads {FORMAT}")
+    if folder.name != step_folder(folder.parent, body["step"]).name:
+        raise DamagedError(f"{MARKER} belongs to step {body['step']}")
+    files = {name: Stamp(n_bytes, digest) for name, (n_bytes, digest) in body["files"].items()}
+    return Marker(body["step"], files, body["content"])
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def problems(folder: Path, files: Iterable[tuple[str, Stamp]]) -> list[str]:
+    """What is wrong with these files of a checkpoint; empty where all are what was written."""
+    found = []
+    for name, written in files:
+        try:
+            now = stamp(folder / name)
+        except FileNotFoundError:
+            found.append(f"{name} is missing")
+        except OSError as error:
+            found.append(f"{name} cannot be read: {error.strerror}")
+        else:
+            if now.n_bytes != written.n_bytes:
+                found.append(f"{name} has {now.n_bytes} bytes instead of {written.n_bytes}")
+            elif now != written:
+                found.append(f"{name} has another content than was written")
+    return found
+
+
+def sync_folder(folder: Path) -> None:
+    """Put the names in a folder on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove(folder: Path) -> None:
+    """Delete a checkpoint; one that is half deleted has no marker."""
+    (folder / MARKER).unlink(missing_ok=True)
+    sync_folder(folder)
+    shutil.rmtree(folder)
+
+
+def prune(directory: Path, keep_last: int, keep_best: str | None) -> None:
+    """Delete all finished checkpoints but the newest and the best.
+
+    `keep_best` is the name of a metric, with a `-` in front where the lowest is best. Damaged ones are left to be
+    looked at; unfinished ones are overwritten when their step comes again.
+    """
+    markers: dict[Path, Marker] = {}
+    for _, folder in folders(directory):
+        if (folder / MARKER).exists():
+            try:
+                markers[folder] = read_marker(folder)
+            except DamagedError:
+                continue
+    kept: set[Path | None] = set(list(markers)[:keep_last])
+    if keep_best is not None:
+        kept.add(_best(markers, keep_best))
+    for folder in markers.keys() - kept:
+        remove(folder)
+
+
+def _best(markers: Mapping[Path, Marker], keep_best: str) -> Path | None:
+    """The newest folder with the best value of a metric; None where no checkpoint's step had it."""
+    name, sign = keep_best.removeprefix("-"), -1.0 if keep_best.startswith("-") else 1.0
+    values = {folder: marker.content["metrics"].get(name) for folder, marker in markers.items()}
+    known = {f: sign * v for f, v in values.items() if isinstance(v, int | float) and math.isfinite(v)}
+    return max(known, key=lambda folder: (known[folder], folder.name), default=None)

@@ -1,0 +1,56 @@
+"""Every random generator of a process."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def seed_generators(seed: int, rank: int) -> None:
+    """Begin every generator anew, each rank with its own numbers, so that two runs of a seed draw the same.
+
+    Nothing that is learned draws from them; a user's reward model or data function may.
+    """
+    digest = hashlib.blake2b(f"{seed}/{rank}".encode(), digest_size=4).digest()
+    word = int.from_bytes(digest, "little")
+    random.seed(word)
+    np.random.seed(word)
+    torch.manual_seed(word)
+
+
+def random_states() -> dict[str, Any]:
+    """States of Python's, numpy's, torch's, the device's and Megatron's generators, as tensors and plain values."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
+        "numpy": [kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, cached],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "megatron": {name: _copy(state) for name, state in get_cuda_rng_tracker().get_states().items()},
+    }
+
+
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Put every generator back where `random_states` saw it."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    kind, keys, position, has_gauss, cached = states["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    get_cuda_rng_tracker().set_states(states["megatron"])
+
+
+def _copy(state: Tensor) -> Tensor:
+    return state.detach().cpu().clone()

@@ -1,0 +1,172 @@
+"""Writes checkpoints, in the background where that is asked for.
+
+Megatron's own writer leaves its work to forked processes, which outlive a trainer that is killed and go on writing into
+the run directory. This one writes the same format with torch's writer, from a copy, in a thread of this process, whose
+collectives have a process group of their own.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.strategies.torch import mcore_to_pyt_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+from megappo.checkpoint import files
+from megappo.checkpoint.files import CheckpointError, Marker, Stamp
+from megappo.config.schema import CheckpointSettings
+from megappo.runtime import Runtime
+
+_SHARED_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What is written; nothing in it changes any more."""
+
+    step: int
+    shards: Mapping[str, ShardedTensor]
+    """This rank's part of the weights and optimizers, on the CPU."""
+    per_rank: dict[str, Any]
+    """What this rank alone has, by the beginning of its file's name: tensors and plain values."""
+    content: dict[str, Any]
+    """Everything else, in JSON's types; the main rank's is written."""
+
+
+class CheckpointWriter:
+    """Writes one checkpoint at a time; every rank calls every method."""
+
+    def __init__(self, directory: Path, settings: CheckpointSettings, runtime: Runtime, timeout_seconds: int) -> None:
+        """Make the process group; a collective of the world."""
+        self._directory, self._settings, self._runtime = directory, settings, runtime
+        self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_seconds))
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def save(self, snapshot: Snapshot, *, wait: bool) -> None:
+        """Write a checkpoint; returns at once in asynchronous mode, unless `wait`.
+
+        Raises CheckpointError on every rank where this one (or, in asynchronous mode, the one before it) cannot be
+        written.
+        """
+        self.wait()
+        self._thread = threading.Thread(target=self._write_guarded, args=(snapshot,), name="checkpoint", daemon=True)
+        self._thread.start()
+        if wait or not self._settings.asynchronous:
+            self.wait()
+
+    def abandon(self, seconds: float) -> None:
+        """Give the checkpoint being written so long; for a run that ends with another error, which is told instead."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def wait(self) -> None:
+        """Until the checkpoint being written is on disk. Raises CheckpointError where it could not be written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _write_guarded(self, snapshot: Snapshot) -> None:
+        try:
+            self._write(snapshot)
+        except BaseException as error:  # noqa: BLE001 - raised again by `wait`, in the thread that can act on it
+            self._failure = error
+
+    def _write(self, snapshot: Snapshot) -> None:
+        folder = files.step_folder(self._directory, snapshot.step)
+        self._together(snapshot.step, lambda: self._prepare(folder))
+        state = mcore_to_pyt_state_dict({key: [shard] for key, shard in snapshot.shards.items()})
+        try:
+            dcp.save(
+                state,
+                storage_writer=dcp.FileSystemWriter(folder),
+                planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                process_group=self._group,
+            )
+        except CheckpointException as error:  # raised on every rank, whichever of them failed
+            first = next(iter(error.failures.values()))[0]
+            raise self._cannot(snapshot.step, str(first)) from error
+        stamps = self._together(snapshot.step, lambda: self._finish_rank(folder, snapshot))
+        written = {name: stamp for of_rank in stamps for name, stamp in of_rank.items()}
+        self._together(snapshot.step, lambda: self._commit(folder, Marker(snapshot.step, written, snapshot.content)))
+
+    def _prepare(self, folder: Path) -> None:
+        """Make the folder, or empty one that was never finished."""
+        if self._runtime.is_main:
+            if folder.exists():
+                shutil.rmtree(folder)
+            folder.mkdir(parents=True)
+
+    def _finish_rank(self, folder: Path, snapshot: Snapshot) -> dict[str, Stamp]:
+        """Write the small files; returns the stamps of everything this rank wrote."""
+        rank = self._runtime.rank
+        own = []
+        for name, value in snapshot.per_rank.items():
+            own.append(f"{name}-{rank:05d}.pt")
+            _save_synced(value, folder / own[-1])
+        own += [path.name for path in folder.glob(f"__{rank}_*.distcp")]
+        if self._runtime.is_main:
+            # Megatron's loader wants its own two files beside torch's.
+            save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+            _save_synced({}, folder / "common.pt")
+            own += ["metadata.json", "common.pt", ".metadata"]
+        return {name: files.stamp(folder / name) for name in own}
+
+    def _commit(self, folder: Path, marker: Marker) -> None:
+        if self._runtime.is_main:
+            _wait_for(folder, marker)
+            files.write_marker(folder, marker)
+            files.prune(self._directory, self._settings.keep_last, self._settings.keep_best)
+
+    def _together(self, step: int, work: Callable[[], Any]) -> list[Any]:
+        """Do a rank's part and wait for all others; raises CheckpointError on every rank where one failed."""
+        result, problem = None, None
+        try:
+            result = work()
+        except (OSError, RuntimeError) as error:  # torch.save raises the second on a full disk
+            problem = str(error)
+        results: list[Any] = [None] * self._runtime.world_size
+        dist.all_gather_object(results, (result, problem), group=self._group)
+        for _, reason in results:
+            if reason is not None:
+                raise self._cannot(step, reason)
+        return [value for value, _ in results]
+
+    def _cannot(self, step: int, reason: str) -> CheckpointError:
+        return CheckpointError(
+            f"the checkpoint of step {step} could not be written in {self._directory}: {reason}; make room or mend the "
+            "folder and start again, the run continues from the checkpoint before it"
+        )
+
+
+def _wait_for(folder: Path, marker: Marker) -> None:
+    """Until this machine sees what all machines have written. Raises OSError where it does not."""
+    deadline = time.monotonic() + _SHARED_SECONDS
+    while missing := marker.files.keys() - {path.name for path in folder.iterdir()}:
+        if time.monotonic() > deadline:
+            raise OSError(f"{', '.join(sorted(missing))} did not appear; run.directory must be shared by all machines")
+        time.sleep(0.1)
+
+
+def _save_synced(value: Any, path: Path) -> None:
+    with path.open("wb") as file:
+        torch.save(value, file)
+        file.flush()
+        os.fsync(file.fileno())

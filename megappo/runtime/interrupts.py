@@ -1,0 +1,101 @@
+"""Signals that ask a run to stop: it finishes or drops its step, writes a checkpoint and ends.
+
+A rank that waits in a collective runs no Python, so signals are read in a thread, from the descriptor that the
+interpreter's C handler writes them to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from megappo.errors import STOPPED_BY_USER, Interrupted
+from megappo.runtime.process import Runtime
+
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+# A terminal sends Ctrl-C to every process, and torchrun sends it to its workers once more.
+_ONE_PRESS_SECONDS = 1.0
+
+
+class Interrupts:
+    """Listens from `start` to `stop`, both called in the main thread of the process."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._signal = 0
+        self._pressed = 0.0
+        self._old_handlers: dict[signal.Signals, object] = {}
+        self._old_descriptor = -1
+        self._read, self._write = -1, -1
+
+    def start(self) -> None:
+        """Take the signals over."""
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._old_descriptor = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._old_handlers = {number: signal.signal(number, _nothing) for number in _SIGNALS}
+        threading.Thread(target=self._listen, args=(self._read,), name="signals", daemon=True).start()
+
+    def stop(self) -> None:
+        """Give the signals back; may be called twice."""
+        if self._write < 0:
+            return
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        signal.set_wakeup_fd(self._old_descriptor)
+        os.close(self._write)  # ends the thread
+        self._write = -1
+
+    def check(self) -> None:
+        """Raise Interrupted on every rank if any of them was asked to stop; a collective of the world."""
+        asked = torch.tensor([self._signal], device=self._runtime.device)
+        dist.all_reduce(asked, op=dist.ReduceOp.MAX)
+        if int(asked):
+            raise Interrupted(signal.Signals(int(asked)))
+
+    def _listen(self, descriptor: int) -> None:
+        while received := os.read(descriptor, 1):
+            self._receive(received[0])
+        os.close(descriptor)
+
+    def _receive(self, number: int) -> None:
+        if number not in _SIGNALS:
+            return
+        now = time.monotonic()
+        if number == signal.SIGINT and self._signal and now - self._pressed > _ONE_PRESS_SECONDS:
+            self._tell("stopped at once; the run continues from its newest checkpoint")
+            os._exit(STOPPED_BY_USER)  # children end with it; nothing that is half written has a marker
+        if not self._signal:
+            name = signal.Signals(number).name
+            self._tell(f"{name}: stopping with a checkpoint as soon as the step allows; Ctrl-C twice stops at once")
+            self._pressed = now
+        # SIGINT is the lowest number: what a scheduler sends decides over a key pressed before.
+        self._signal = max(self._signal, number)
+
+    def _tell(self, text: str) -> None:
+        if self._runtime.is_main:
+            print(f"megappo: {text}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def interruptible(runtime: Runtime) -> Iterator[Interrupts]:
+    """Listen to signals while the block runs."""
+    interrupts = Interrupts(runtime)
+    interrupts.start()
+    try:
+        yield interrupts
+    finally:
+        interrupts.stop()
+
+
+def _nothing(_number: int, _frame: FrameType | None) -> None:
+    """The interpreter writes to the wake-up descriptor only for signals that have a handler."""

@@ -1,0 +1,111 @@
+"""Ends a run in which nothing goes on any more, and leaves behind where every rank stood."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megappo.errors import HANG
+from megappo.runtime.process import Runtime
+
+_POLL_SECONDS = 0.5
+_OTHERS_SECONDS = 15.0
+_BLOCKED_SECONDS = 60.0
+_STDERR = 2
+
+
+class Watchdog:
+    """Watches the phase this rank is in from a thread of its own.
+
+    Where a phase lasts longer than its limit, the ranks write the phase, what they wait for and all Python stacks to
+    `<directory>/hang-<time>/rank-00000.txt`, and exit with code 79. A rank that finds that folder joins in, so that
+    the ranks that wait for the one that hangs are seen at the same moment.
+    """
+
+    def __init__(self, directory: Path, limits: Mapping[str, float], default_seconds: float, runtime: Runtime) -> None:
+        """A collective of the world. `limits` has the phases whose limit differs from the default."""
+        self._limits, self._default_seconds, self._runtime = limits, default_seconds, runtime
+        shared = [time.strftime("%Y%m%d-%H%M%S")]
+        dist.broadcast_object_list(shared, src=0)
+        self._folder = directory / f"hang-{shared[0]}"
+        self._phase, self._waits_for, self._since = "start", "", time.monotonic()
+        self._stopped = threading.Event()
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._arm()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def stop(self) -> None:
+        """Watch no more."""
+        self._stopped.set()
+        faulthandler.cancel_dump_traceback_later()
+
+    def enter(self, phase: str, waits_for: str = "") -> None:
+        """A phase begins, which lasts until the next does. `waits_for` says what is outstanding in it."""
+        self._phase, self._waits_for, self._since = phase, waits_for, time.monotonic()
+        self._arm()
+
+    @property
+    def _limit(self) -> float:
+        return self._limits.get(self._phase, self._default_seconds)
+
+    def _arm(self) -> None:
+        # Where a call into C keeps the interpreter locked, the thread below cannot run; this one needs no interpreter.
+        if not self._stopped.is_set():
+            faulthandler.dump_traceback_later(self._limit + _BLOCKED_SECONDS, file=_STDERR, exit=True)
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(_POLL_SECONDS):
+            seconds = time.monotonic() - self._since
+            if seconds > self._limit or self._folder.exists():
+                self._report(seconds)
+                os._exit(HANG)
+
+    def _report(self, seconds: float) -> None:
+        """Write this rank's stacks and wait until the others have."""
+        rank = self._runtime.rank
+        self._folder.mkdir(parents=True, exist_ok=True)
+        partial = self._folder / f"rank-{rank:05d}.partial"
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(
+                f"rank {rank}, process {os.getpid()} on {socket.gethostname()}\n"
+                f"phase {self._phase} for {seconds:.0f} seconds, limit {self._limit:.0f}\n"
+                f"waits for: {self._waits_for or 'nothing outside of this job'}\n\n"
+            )
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+        partial.rename(partial.with_suffix(".txt"))
+        if seconds > self._limit:
+            print(
+                f"megappo: error: rank {rank} has been in phase {self._phase} for {seconds:.0f} seconds, above the "
+                f"limit of {self._limit:.0f}; the stacks of all ranks are in {self._folder}; if nothing hangs there, "
+                f"raise runtime.phase_timeouts_seconds.{self._phase}",
+                file=sys.stderr,
+                flush=True,
+            )
+        deadline = time.monotonic() + _OTHERS_SECONDS
+        while time.monotonic() < deadline and len(list(self._folder.glob("*.txt"))) < self._runtime.world_size:
+            time.sleep(_POLL_SECONDS)
+
+
+@contextlib.contextmanager
+def watched(watchdog: Watchdog | None) -> Iterator[None]:
+    """Watch while the block runs."""
+    if watchdog is None:
+        yield
+        return
+    watchdog.start()
+    try:
+        yield
+    finally:
+        watchdog.stop()

@@ -1,0 +1,159 @@
+"""Runs the command line several times, each on processes of its own, some of which kill themselves on the way.
+
+Usage: killed_runs.py ATTEMPTS.json, a list of {"arguments", "processes", "kill", "expect"}.
+- `kill` is absent or {"rank", "step", "at"}: at that step the rank sends itself SIGKILL, or another `signal`, or sleeps
+  for ever where that is null: where the stage `at` begins, at the second minibatch of `update_critic` or
+  `update_actor`, before or after a checkpoint's marker is written.
+- `ctrl_c`: once step 1 is logged, all ranks get SIGINT as torchrun would send it, and a second later once more.
+- `rewrite`: the run is not continued, its newest checkpoint is loaded and written again in the arguments' layout.
+Prints what the attempts print, and fails where an attempt does not end as expected ("killed" or an exit code).
+
+The processes are forked from one that has imported everything, which is most of a start.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint  # noqa: F401 - imported once for all attempts
+import transformers.generation  # noqa: F401
+from transformers.models.llama import modeling_llama  # noqa: F401
+
+import megappo.run  # noqa: F401
+from megappo.assembly import assemble
+from megappo.checkpoint import files, writer
+from megappo.cli import main
+from megappo.config import derive_run, load_config
+from megappo.models.roles import TrainedRole
+from megappo.reporting import Reporter
+from megappo.resume import Boundary, Checkpoints, choose_start
+from megappo.runtime import start_runtime
+from megappo.runtime.process import _free_port
+
+
+def arm(step: int, at: str, name: str | None) -> None:
+    """Make this process send itself a signal at a place of a step, or sleep for ever."""
+
+    def die() -> None:
+        if name is None:
+            time.sleep(10**6)
+        else:
+            os.kill(os.getpid(), signal.Signals[name])
+
+    state: dict[str, Any] = {"step": 0, "stage": "", "updates": 0}
+    begin, stage, update = Reporter.begin_step, Reporter.stage, TrainedRole.update_minibatch
+
+    def begin_step(self: Reporter, number: int) -> None:
+        state.update(step=number, updates=0)
+        begin(self, number)
+
+    def enter(self: Reporter, name: str, waits_for: str = "") -> Any:
+        state.update(stage=name, updates=0)
+        begun = stage(self, name, waits_for)
+        if (state["step"], name) == (step, at) and not at.startswith("update"):
+            die()
+        return begun
+
+    def update_minibatch(self: TrainedRole, *args: Any, **kwargs: Any) -> Any:
+        state["updates"] += 1
+        if (state["step"], state["stage"]) == (step, at) and state["updates"] == 2:
+            die()
+        return update(self, *args, **kwargs)
+
+    Reporter.begin_step, Reporter.stage = begin_step, enter  # type: ignore[method-assign]
+    TrainedRole.update_minibatch = update_minibatch  # type: ignore[method-assign]
+    _arm_checkpoint(step, at, die)
+
+
+def _arm_checkpoint(step: int, at: str, die: Callable[[], None]) -> None:
+    finish, mark = writer.CheckpointWriter._finish_rank, files.write_marker
+
+    def finish_rank(self: Any, folder: Path, snapshot: Any) -> Any:
+        if (snapshot.step, at) == (step, "shards_written"):
+            die()
+        return finish(self, folder, snapshot)
+
+    def write_marker(folder: Path, marker: Any) -> None:
+        if (marker.step, at) == (step, "before_marker"):
+            die()
+        mark(folder, marker)
+        if (marker.step, at) == (step, "after_marker"):
+            die()
+
+    writer.CheckpointWriter._finish_rank = finish_rank  # type: ignore[method-assign]
+    files.write_marker = write_marker
+
+
+def rewrite(arguments: list[str]) -> int:
+    """Load the newest checkpoint and write it again."""
+    config = load_config(arguments[0], arguments[1:])
+    with start_runtime(config.runtime) as runtime:
+        start = choose_start(config, runtime)
+        parts = assemble(config, derive_run(config, runtime.world_size), runtime)
+        checkpoints = Checkpoints(parts, start)
+        state = checkpoints.load()
+        checkpoints._saved_step = -1
+        checkpoints.save(Boundary.of(state, {}), wait=True)
+        parts.close()
+    return 0
+
+
+def rank_main(rank: int, processes: int, port: int, attempt: dict[str, Any]) -> None:
+    """One rank of an attempt."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes), LOCAL_WORLD_SIZE=str(processes))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    kill = attempt.get("kill")
+    if kill is not None and kill["rank"] == rank:
+        arm(kill["step"], kill["at"], kill.get("signal", "SIGKILL"))
+    sys.exit(rewrite(attempt["arguments"]) if attempt.get("rewrite") else main(attempt["arguments"]))
+
+
+def press_ctrl_c_twice(ranks: list[Any], arguments: list[str]) -> None:
+    """The first press reaches a worker twice, from the terminal and from torchrun."""
+    directory = next(a.partition("=")[2] for a in arguments if a.startswith("run.directory="))
+    metrics = Path(directory) / "metrics.jsonl"
+    while not metrics.exists() or '"step": 1,' not in metrics.read_text():
+        time.sleep(0.05)
+    for pause in (0.5, 0.1, 1.5):
+        time.sleep(pause)
+        assert all(p.is_alive() for p in ranks), "ended too early"
+        for process in ranks:
+            os.kill(process.pid, signal.SIGINT)
+
+
+def run(attempt: dict[str, Any]) -> str:
+    """All ranks of an attempt; returns "killed" or the exit code of the first that ended otherwise than with 0."""
+    context = multiprocessing.get_context("fork")
+    port, n = _free_port(), attempt["processes"]
+    ranks = [context.Process(target=rank_main, args=(r, n, port, attempt)) for r in range(n)]
+    for process in ranks:
+        process.start()
+    if attempt.get("ctrl_c"):
+        press_ctrl_c_twice(ranks, attempt["arguments"])
+    while any(p.is_alive() for p in ranks) and not any(p.exitcode for p in ranks):
+        time.sleep(0.05)
+    failed = [p.exitcode for p in ranks if p.exitcode]
+    if -signal.SIGKILL not in failed and failed:
+        for process in ranks:
+            process.join(20)  # all ranks end with the same error
+    for process in ranks:
+        process.kill()
+        process.join()
+    return "killed" if -signal.SIGKILL in failed else str(failed[0] if failed else 0)
+
+
+if __name__ == "__main__":
+    for number, wanted in enumerate(json.loads(Path(sys.argv[1]).read_text())):
+        start = time.monotonic()
+        outcome = run(wanted)
+        print(f"attempt {number}: {outcome} after {time.monotonic() - start:.1f} s: {wanted.get('kill')}", flush=True)
+        if outcome != wanted["expect"]:
+            sys.exit(f"attempt {number} ended with {outcome} instead of {wanted['expect']}: {wanted}")

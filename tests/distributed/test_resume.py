@@ -1,0 +1,238 @@
+"""A run that is killed anywhere and started again is the run that was not killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+
+from distributed.models import write_model
+
+ROOT = Path(__file__).parents[2]
+SMALL = (
+    "rollout.prompts_per_step=10", "actor.minibatch_sequences=40", "critic.minibatch_sequences=40",
+    "evaluation.every_steps=4", "logging.tensorboard=false",
+)  # fmt: skip
+
+
+def attempts(folder: Path, *wanted: dict[str, Any], timeout: float = 200) -> str:
+    """Run killed_runs.py; returns what all attempts printed."""
+    plan = folder / "attempts.json"
+    plan.write_text(json.dumps(wanted))
+    paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(paths), "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, str(ROOT / "tests/distributed/killed_runs.py"), str(plan)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return done.stdout + done.stderr
+
+
+def train(directory: Path, *overrides: str, processes: int = 2, expect: str = "0", **more: Any) -> dict[str, Any]:
+    """An attempt at the quickstart configuration."""
+    arguments = ["train", "configs/quickstart.yaml", f"run.directory={directory}", *SMALL, *overrides]
+    return {"arguments": arguments, "processes": processes, "expect": expect, **more}
+
+
+def killed_at(directory: Path, step: int, at: str, rank: int, *overrides: str, processes: int = 2) -> dict[str, Any]:
+    """An attempt that ends by SIGKILL."""
+    kill = {"step": step, "at": at, "rank": rank}
+    return train(directory, *overrides, processes=processes, expect="killed", kill=kill)
+
+
+def timeless(path: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without times, rates and memory."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [
+        {
+            name: value
+            for name, value in line.items()
+            if not name.startswith(("time/", "memory/")) and "per_second" not in name and name != "sync/seconds"
+        }
+        for line in lines
+    ]
+
+
+def assert_same_run(undisturbed: Path, disturbed: Path, step: int) -> None:
+    """Metrics, samples, final weights, optimizers and random states, to the last bit."""
+    assert timeless(undisturbed / "metrics.jsonl") == timeless(disturbed / "metrics.jsonl")
+    assert (undisturbed / "samples.jsonl").read_bytes() == (disturbed / "samples.jsonl").read_bytes()
+    names = {p.relative_to(undisturbed) for p in (undisturbed / "weights").rglob("*.safetensors")}
+    names |= {Path("final/model.safetensors")}
+    last = undisturbed / "checkpoints" / f"step-{step:06d}"
+    names |= {p.relative_to(undisturbed) for p in (*last.glob("*.distcp"), *last.glob("random-*.pt"))}
+    assert len(names) >= 6
+    for name in names:
+        assert (undisturbed / name).read_bytes() == (disturbed / name).read_bytes(), name
+    trainers = [
+        json.loads((run / last.relative_to(undisturbed) / "checkpoint.json").read_text())["body"]["content"]
+        for run in (undisturbed, disturbed)
+    ]
+    assert trainers[0]["trainer"] == trainers[1]["trainer"]
+    assert trainers[0]["updates"] == trainers[1]["updates"]
+
+
+def whole_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint."""
+    metadata = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    state: dict[str, Any] = {name: torch.empty(m.size, dtype=m.properties.dtype) for name, m in metadata.items()}
+    dcp.load(state, storage_reader=FileSystemReader(checkpoint), no_dist=True)
+    return state
+
+
+def test_killed_at_every_stage(tmp_path: Path) -> None:
+    """Actor TP2, critic PP2 on the same two processes; the kills take turns on the ranks, one step after another."""
+    settings = ("run.steps=10", "checkpoint.every_steps=1")
+    places = ("rollout", "reward", "score", "advantages", "update_critic", "update_actor", "sync", "shards_written",
+              "before_marker", "after_marker")  # fmt: skip
+    killed = tmp_path / "killed"
+    kills = [
+        killed_at(killed, step, at, 0 if "marker" in at else step % 2, *settings)
+        for step, at in enumerate(places, start=1)
+    ]
+    output = attempts(tmp_path, train(tmp_path / "whole", *settings), *kills, train(killed, *settings))
+    assert "was stopped before its first checkpoint and begins again" in output
+    assert "continuing after step 1 from" in output
+    assert "step-000008 was not finished and is passed over" in output
+    assert_same_run(tmp_path / "whole", killed, 10)
+
+
+def test_killed_with_everything_that_has_a_state(tmp_path: Path) -> None:
+    """bfloat16, distributed optimizers over two replicas, tied embeddings on TP2 x PP2, adaptive KL and penalty."""
+    model = write_model(tmp_path / "model", "llama", 3, vocab_size=16, tie_word_embeddings=True)
+    settings = (
+        "run.steps=6", "checkpoint.every_steps=2", f"model.path={model}", "model.init=pretrained",
+        "model.tokenizer=configs/models/tiny_arithmetic", "model.dtype=bfloat16", "algorithm.mismatch_stop_nats=5",
+        "actor.layout={tensor_parallel: 2, pipeline_parallel: 2}", "critic.layout={pipeline_parallel: 2}",
+        "critic.optimizer.distributed=true", "reference={}", "algorithm.policy_loss=penalty",
+        "algorithm.kl_in_reward={kind: kl, coef: 0.1, controller: adaptive, target: 0.5, horizon: 100}",
+        "actor.optimizer.schedule=cosine", "actor.optimizer.warmup_updates=3",
+    )  # fmt: skip
+    killed = tmp_path / "killed"
+    kills = [
+        killed_at(killed, step, at, rank, *settings, processes=4)
+        for step, at, rank in ((1, "update_actor", 3), (4, "update_critic", 1), (5, "sync", 2), (6, "before_marker", 0))
+    ]
+    whole = train(tmp_path / "whole", *settings, processes=4)
+    attempts(tmp_path, whole, *kills, train(killed, *settings, processes=4))
+    assert_same_run(tmp_path / "whole", killed, 6)
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps under TP2 and PP2 with a checkpoint of each."""
+    folder = tmp_path_factory.mktemp("two")
+    attempts(folder, train(folder / "run", "run.steps=2", "checkpoint.every_steps=1"))
+    return folder / "run"
+
+
+def assert_same_tensors(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> None:
+    """Equal to the last bit, but for rows of zeros that pad the vocabulary of one of them."""
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        other, rows = after[key], min(len(tensor), len(after[key]))
+        assert torch.equal(tensor[:rows], other[:rows]), key
+        assert not tensor[rows:].any() and not other[rows:].any(), key
+
+
+def test_another_layout_loads_the_same_numbers(tmp_path: Path) -> None:
+    """Tied embeddings, and a vocabulary that every tensor parallel size pads to another number of rows."""
+    model = write_model(tmp_path / "model", "qwen2", 3, vocab_size=17, tie_word_embeddings=True)
+    settings = ("run.steps=2", "checkpoint.every_steps=1", f"model.path={model}", "model.dtype=float32",
+                "model.init=pretrained", "model.tokenizer=configs/models/tiny_arithmetic")  # fmt: skip
+    layouts = {
+        "one": (1, "actor.layout={}", "critic.layout={}"),
+        "pp_tp": (2, "actor.layout={pipeline_parallel: 2}", "critic.layout={tensor_parallel: 2}"),
+        "vpp": (2, "actor.layout={pipeline_parallel: 2, virtual_pipeline_chunks: 2}", "critic.layout={}"),
+        "dp": (2, "actor.layout={}", "critic.layout={}", "actor.optimizer.distributed=true"),
+        "apart": (3, "actor.layout={first_rank: 1, tensor_parallel: 2}", "critic.layout={ranks: 1}"),
+        "tp_pp": (4, "actor.layout={tensor_parallel: 2, pipeline_parallel: 2}", "critic.layout={tensor_parallel: 2}"),
+    }
+    attempts(tmp_path, train(tmp_path / "run", *settings))
+    wanted = []
+    for name, (processes, *layout) in layouts.items():
+        shutil.copytree(tmp_path / "run", tmp_path / name)
+        attempt = train(tmp_path / name, *settings, *layout, processes=processes)
+        wanted.append({**attempt, "arguments": attempt["arguments"][1:], "rewrite": True})
+    attempts(tmp_path, *wanted)
+    before = whole_tensors(tmp_path / "run/checkpoints/step-000002")
+    assert {"actor.weight.model.embed_tokens.weight", "critic.exp_avg_sq.value_head.weight"} <= before.keys()
+    for name in layouts:
+        assert_same_tensors(before, whole_tensors(tmp_path / name / "checkpoints/step-000002"))
+
+
+def test_settings_may_change_within_limits(two_steps: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(two_steps, run)
+    constant = "actor.optimizer.schedule=constant"
+    output = attempts(
+        tmp_path,
+        train(run, "run.steps=2", "run.seed=2", expect="2"),
+        train(run, "run.steps=3", expect="2"),
+        train(run, "run.steps=3", "actor.optimizer.learning_rate=0.002", "run.force_resume=true", constant),
+        train(run, "run.steps=3", "actor.optimizer.learning_rate=0.002", constant),
+    )
+    assert "holds a run with other settings (run.seed: 1 -> 2); set them back, choose another run.directory" in output
+    assert "(run.steps: 2 -> 3 (learning rates decay over the run's steps))" in output
+    assert "changed since then: actor.optimizer.learning_rate: 0.001 -> 0.002" in output
+    assert output.count("continuing after step 2 from") == 1
+    assert output.count("continuing after step 3 from") == 1
+    assert "Traceback" not in output
+    assert [line["step"] for line in timeless(run / "metrics.jsonl")] == [0, 1, 2, 3]
+
+
+def test_a_damaged_checkpoint_is_named_and_passed_over(two_steps: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(two_steps, run)
+    shard = run / "checkpoints/step-000002/__1_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[5000] ^= 1
+    shard.write_bytes(content)
+    output = attempts(tmp_path, train(run, "run.steps=2", "checkpoint.every_steps=1"))
+    assert "step-000002 is damaged and is passed over: __1_0.distcp has another content than was written" in output
+    assert "continuing after step 1 from" in output
+    assert timeless(run / "metrics.jsonl") == timeless(two_steps / "metrics.jsonl")
+    assert (run / "final/model.safetensors").read_bytes() == (two_steps / "final/model.safetensors").read_bytes()
+
+
+def test_a_run_without_checkpoints_is_refused(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    without = ("run.steps=1", "checkpoint=null")
+    output = attempts(tmp_path, train(run, *without), train(run, *without, expect="2"), train(run, expect="2"))
+    assert output.count("holds a run without any checkpoint to continue from; choose another run.directory") == 2
+    assert "Traceback" not in output
+
+
+def test_another_reference_is_refused(tmp_path: Path) -> None:
+    """The KL would be measured from another policy than before."""
+    first = write_model(tmp_path / "model", "llama", 3, vocab_size=16)
+    settings = (
+        f"model.path={first}", "model.init=pretrained", "model.tokenizer=configs/models/tiny_arithmetic",
+        "model.dtype=float32", "reference={}", "algorithm.kl_in_loss={coef: 0.1}", "run.steps=1",
+    )  # fmt: skip
+    attempts(tmp_path, train(tmp_path / "run", *settings))
+    write_model(first, "llama", 4, vocab_size=16)
+    output = attempts(tmp_path, train(tmp_path / "run", *settings, expect="2"))
+    assert "the weights of the reference are not those the run began with" in output
+    assert "Traceback" not in output
+
+
+def test_the_checkpoint_benchmark(tmp_path: Path) -> None:
+    out = tmp_path / "checkpoint.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["benchmarks/checkpoint.py", "configs/quickstart.yaml", *SMALL[:3], "--repeat", "1", "--json", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = {row["what"]: row["median_seconds"] for row in json.loads(out.read_text())["rows"]}
+    assert rows["stand-still, asynchronous"] < rows["on disk, waited for"]
+    assert "torch.save of the same bytes" in done.stdout

@@ -1,0 +1,143 @@
+"""Runs that are asked to stop, hang, or share a directory."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from distributed.test_resume import ROOT, assert_same_run, attempts, timeless, train
+from megappo.config.schema import PHASES
+
+
+def asked_to_stop(directory: Path, step: int, at: str, name: str, expect: str, *settings: str) -> dict[str, object]:
+    """An attempt in which rank 1 gets a signal."""
+    kill = {"rank": 1, "step": step, "at": at, "signal": name}
+    return train(directory, *settings, expect=expect, kill=kill)
+
+
+def test_signals_stop_with_a_checkpoint_and_nothing_is_lost(tmp_path: Path) -> None:
+    """Asked before the updates, the step is dropped; asked during them, it is finished; one rank's signal is enough."""
+    settings = ("run.steps=5", "checkpoint.every_steps=100")
+    run = tmp_path / "stopped"
+    output = attempts(
+        tmp_path,
+        train(tmp_path / "whole", *settings),
+        asked_to_stop(run, 1, "rollout", "SIGUSR1", "85", *settings),
+        asked_to_stop(run, 2, "score", "SIGTERM", "85", *settings),
+        asked_to_stop(run, 2, "update_critic", "SIGINT", "130", *settings),
+        asked_to_stop(run, 3, "sync", "SIGTERM", "85", *settings),
+        train(run, *settings),
+    )
+    assert [f"stopped after step {n} with a checkpoint" in output for n in range(5)] == [True, True, True, True, False]
+    assert "continuing after step 0 from" in output
+    assert "Traceback" not in output
+    assert_same_run(tmp_path / "whole", run, 5)
+
+
+def test_without_checkpoints_a_signal_still_stops(tmp_path: Path) -> None:
+    output = attempts(
+        tmp_path, asked_to_stop(tmp_path / "run", 2, "reward", "SIGTERM", "1", "run.steps=3", "checkpoint=null")
+    )
+    assert "stopped after step 1 without a checkpoint, as checkpoint is null" in output
+
+
+def test_a_hang_is_reported_by_every_rank(tmp_path: Path) -> None:
+    """Rank 1 sleeps for ever; rank 0 waits for it in a collective."""
+    run = tmp_path / "run"
+    limits = ("runtime.phase_timeouts_seconds={reward: 4}", "run.steps=2")
+    hang = train(run, *limits, expect="79", kill={"rank": 1, "step": 2, "at": "reward", "signal": None})
+    start = time.monotonic()
+    output = attempts(tmp_path, hang, train(run, *limits))
+    assert time.monotonic() - start < 60
+    assert "above the limit of 4; the stacks of all ranks are in" in output
+    (folder,) = run.glob("hang-*")
+    waiting, sleeping = (path.read_text() for path in sorted(folder.iterdir()))
+    for report in (waiting, sleeping):
+        assert "phase reward for" in report
+        assert "waits for: 40 scores of exact" in report
+    assert "in reduce" in waiting
+    assert "killed_runs.py" in sleeping and "in die" in sleeping
+    assert [line["step"] for line in timeless(run / "metrics.jsonl")] == [0, 1, 2]
+
+
+def test_every_stage_is_a_phase() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "megappo").glob("*.py"))
+    for name in set(PHASES) - {"start"}:
+        assert f'stage("{name}"' in sources, name
+    others = 3  # `checkpoint` again, and how the reporter passes stages on
+    assert sources.count(".stage(") + sources.count(".stage)") == len(PHASES) - 1 + others
+
+
+def test_a_second_ctrl_c_ends_a_run_that_hangs(tmp_path: Path) -> None:
+    hang = {"rank": 1, "step": 2, "at": "rollout", "signal": None}
+    output = attempts(tmp_path, train(tmp_path / "run", "run.steps=3", expect="130", kill=hang, ctrl_c=True))
+    assert output.count("SIGINT: stopping with a checkpoint as soon as the step allows") == 1
+    assert "stopped at once" in output
+
+
+def test_two_jobs_in_a_directory(tmp_path: Path) -> None:
+    held = tmp_path / "run"
+    held.mkdir()
+    with (held / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write("process 1234 on elsewhere")
+        file.flush()
+        output = attempts(tmp_path, train(held, "run.steps=1", expect="2"))
+    assert f"run.directory '{held}' is in use by process 1234 on elsewhere; wait for its end" in output
+    assert "Traceback" not in output
+    assert os.listdir(held) == ["lock"]
+
+
+NOT_FINITE = ("actor.optimizer.learning_rate=1e30", "run.steps=2")
+
+
+def test_a_refused_update_is_kept_and_repeats(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    replay = {"arguments": ["train", "--replay", str(run / "replay/step-000001")], "processes": 2, "expect": "0"}
+    output = attempts(tmp_path, train(run, *NOT_FINITE, expect="1"), replay, {**replay, "processes": 1, "expect": "2"})
+    assert "its weights were left as they were" in output
+    assert f"`megappo train --replay {run / 'replay/step-000001'}` repeats the update" in output
+    assert "step 1, actor, minibatch 2: refused again, all numbers as in the run" in output
+    assert "\n  loss nan\n" in output
+    assert "samples with inputs of the loss that are not finite: none" in output
+    assert "parameters with gradients that are not finite: decoder.final_layernorm.weight" in output
+    assert "was written by 2 ranks, there are 1; start as many" in output
+    assert "Traceback" not in output
+
+
+def test_replays_are_few_where_the_run_goes_on(tmp_path: Path) -> None:
+    """The critic alone is broken; its refused updates are counted, and the first of a step is kept."""
+    run = tmp_path / "run"
+    settings = ("critic.optimizer.learning_rate=1e30", "algorithm.on_nonfinite=skip", "critic.value_clip=null")
+    output = attempts(tmp_path, train(run, "run.steps=2", "actor.optimizer.learning_rate=1e-9", *settings))
+    assert len(os.listdir(run / "replay")) <= 2
+    lines = timeless(run / "metrics.jsonl")
+    assert max(line.get("critic/skipped_updates", 0) for line in lines) > 0
+    assert "Traceback" not in output
+
+
+def test_torchrun_passes_a_signal_on(tmp_path: Path) -> None:
+    """SIGTERM to torchrun, as a scheduler sends it; the workers end with a checkpoint before torchrun kills them."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--shutdown-timeout", "250", "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1", "-m", "megappo"]
+    command += train(tmp_path / "run", "run.steps=1000")["arguments"]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as job:
+        assert job.stdout is not None
+        lines = []
+        while not lines or not lines[-1].startswith("step 1/"):
+            lines.append(job.stdout.readline())
+            assert lines[-1], lines
+        job.send_signal(signal.SIGUSR1)
+        output, _ = job.communicate(timeout=300)
+    assert "SIGUSR1: stopping with a checkpoint as soon as the step allows" in output
+    assert re.search(r"stopped after step \d+ with a checkpoint; the same command continues the run", output)
+    assert list((tmp_path / "run/checkpoints").glob("step-*/checkpoint.json"))

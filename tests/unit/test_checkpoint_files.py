@@ -1,0 +1,219 @@
+"""Checkpoints on disk: written whole, kept by rule, and never believed when they are not what was written."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megappo.models  # noqa: F401 - prepares Megatron-Core for this machine
+from megappo.checkpoint import (
+    CheckpointError,
+    CheckpointWriter,
+    NoCheckpointError,
+    Snapshot,
+    random_states,
+    restore_random_states,
+    select_checkpoint,
+)
+from megappo.checkpoint.changes import compare_settings
+from megappo.checkpoint.files import MARKER, folders, prune, read_marker
+from megappo.config.schema import CheckpointSettings
+from megappo.runtime import Runtime
+
+CORRUPTIONS = 200
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator[Runtime]:
+    """A world of one process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Runtime(0, 1, 0, torch.device("cpu"))
+    dist.destroy_process_group()
+
+
+def snapshot(step: int, reward: float = 0.0) -> Snapshot:
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    tensors = {name: torch.full((64, 8), float(step)) for name in ("actor.weight.a", "critic.weight.b")}
+    shards = {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()}
+    content = {"trainer": {"step": step}, "metrics": {"reward/mean": reward, "x": "nan"}}
+    return Snapshot(step, shards, {"random": random_states()}, content)
+
+
+def write(directory: Path, runtime: Runtime, *steps: int, **settings: Any) -> None:
+    writer = CheckpointWriter(directory, CheckpointSettings(**settings), runtime, 60)
+    for step in steps:
+        writer.save(snapshot(step, reward=-abs(step - 2)), wait=False)
+    writer.wait()
+
+
+def kept(directory: Path) -> list[int]:
+    return [step for step, _ in folders(directory)]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_the_newest_and_the_best_are_kept(tmp_path: Path, runtime: Runtime, asynchronous: bool) -> None:
+    write(tmp_path, runtime, *range(1, 7), keep_last=2, keep_best="reward/mean", asynchronous=asynchronous)
+    assert kept(tmp_path) == [6, 5, 2]
+    prune(tmp_path, keep_last=1, keep_best="-reward/mean")
+    assert kept(tmp_path) == [6]
+    prune(tmp_path, keep_last=1, keep_best="x")  # was never a number
+    assert kept(tmp_path) == [6]
+
+
+def test_an_unfinished_one_is_written_again(tmp_path: Path, runtime: Runtime) -> None:
+    write(tmp_path, runtime, 1, 2)
+    (tmp_path / "step-000002" / MARKER).unlink()
+    (tmp_path / "step-000002" / "__9_0.distcp").write_text("of another layout")
+    chosen = select_checkpoint(tmp_path, runtime)
+    assert chosen is not None and chosen[1].step == 1
+    assert chosen[2] == [f"{tmp_path / 'step-000002'} was not finished and is passed over"]
+    write(tmp_path, runtime, 2)
+    assert not (tmp_path / "step-000002" / "__9_0.distcp").exists()
+    chosen = select_checkpoint(tmp_path, runtime)
+    assert chosen is not None and chosen[1].step == 2 and not chosen[2]
+
+
+def test_nothing_to_choose(tmp_path: Path, runtime: Runtime) -> None:
+    assert select_checkpoint(tmp_path / "none", runtime) is None
+    write(tmp_path, runtime, 1)
+    (tmp_path / "step-000001" / MARKER).write_text("{}")
+    with pytest.raises(NoCheckpointError, match="holds no whole checkpoint: .* differs from its own checksum"):
+        select_checkpoint(tmp_path, runtime)
+
+
+def corrupt(folder: Path, draw: random.Random) -> str:
+    """Damage a checkpoint in one of many ways; returns how."""
+    files = sorted(folder.iterdir())
+    first, second = draw.sample(files, 2)
+    how = draw.choice(["truncate", "empty", "flip", "zero", "delete", "swap", "extend", "replace", "permute"])
+    data = bytearray(first.read_bytes())
+    place = draw.randrange(len(data))
+    if how == "truncate":
+        first.write_bytes(data[:place])
+    elif how == "empty":
+        first.write_bytes(b"")
+    elif how == "flip":
+        data[place] ^= 1 << draw.randrange(8)
+        first.write_bytes(data)
+    elif how == "zero":
+        data[place : place + 512] = bytes(len(data[place : place + 512]))
+        first.write_bytes(data)
+    elif how == "delete":
+        first.unlink()
+    elif how == "swap":
+        content = second.read_bytes()
+        second.write_bytes(data)
+        first.write_bytes(content)
+    elif how == "extend":
+        first.write_bytes(data + b"\0")
+    elif how == "replace":  # the file of that name of another checkpoint
+        first.write_bytes((folder.parent / "step-000001" / first.name).read_bytes())
+    else:
+        draw.shuffle(data)
+        first.write_bytes(data)
+    return f"{how} {first.name} {second.name}"
+
+
+def test_random_corruptions_are_found(tmp_path: Path, runtime: Runtime) -> None:
+    """Whatever is done to the newest, it is passed over with its reason, or it is as it was."""
+    pristine = tmp_path / "pristine"
+    write(pristine, runtime, 1, 2, 3, keep_last=3)
+    contents = {p.name: p.read_bytes() for p in (pristine / "step-000003").iterdir()}
+    unharmed = 0
+    for seed in range(CORRUPTIONS):
+        directory = tmp_path / "copy"
+        shutil.copytree(pristine, directory)
+        how = corrupt(directory / "step-000003", random.Random(seed))
+        chosen = select_checkpoint(directory, runtime)
+        assert chosen is not None, how
+        folder, marker, sentences = chosen
+        if marker.step == 3:
+            assert {p.name: p.read_bytes() for p in folder.iterdir()} == contents, how
+            unharmed += 1
+        else:
+            assert marker.step == 2 and len(sentences) == 1, how
+            assert "step-000003 is damaged" in sentences[0] or "step-000003 was not finished" in sentences[0]
+        shutil.rmtree(directory)
+    assert unharmed < CORRUPTIONS / 10  # such as zeros that were zeros before
+
+
+def test_swapped_and_renamed_checkpoints_are_found(tmp_path: Path, runtime: Runtime) -> None:
+    write(tmp_path, runtime, 1, 2)
+    (tmp_path / "step-000001").rename(tmp_path / "x")
+    (tmp_path / "step-000002").rename(tmp_path / "step-000001")
+    (tmp_path / "x").rename(tmp_path / "step-000002")
+    with pytest.raises(NoCheckpointError, match="belongs to step 1.*belongs to step 2"):
+        select_checkpoint(tmp_path, runtime)
+
+
+def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path, runtime: Runtime) -> None:
+    (tmp_path / "checkpoints").write_text("a file is in the way")
+    with pytest.raises(CheckpointError, match=r"checkpoint of step 1 could not be written in .*; make room or mend"):
+        write(tmp_path / "checkpoints", runtime, 1)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_full_disk_is_a_sentence_and_costs_one_checkpoint(
+    tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    write(tmp_path, runtime, 1)
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError, match=r"step 2 could not be written in .*No space left on device; make room"):
+        write(tmp_path, runtime, 2, asynchronous=asynchronous)
+    monkeypatch.undo()
+    chosen = select_checkpoint(tmp_path, runtime)
+    assert chosen is not None and chosen[1].step == 1
+
+
+def test_random_states_come_back(runtime: Runtime) -> None:
+    import numpy as np
+
+    random.gauss(0, 1)  # Python keeps the second of a pair
+    states = random_states()
+    drawn = [(random.gauss(0, 1), random.random(), float(np.random.rand()), float(torch.rand(()))) for _ in range(3)]
+    restore_random_states(states)
+    assert drawn == [
+        (random.gauss(0, 1), random.random(), float(np.random.rand()), float(torch.rand(()))) for _ in range(3)
+    ]
+
+
+def test_markers_hold_what_was_written(tmp_path: Path, runtime: Runtime) -> None:
+    write(tmp_path, runtime, 7)
+    marker = read_marker(tmp_path / "step-000007")
+    assert marker.content["trainer"] == {"step": 7}
+    assert {p.name for p in (tmp_path / "step-000007").iterdir()} == marker.files.keys() | {MARKER}
+
+
+def test_changed_settings_are_told_apart() -> None:
+    before = {
+        "run": {"seed": 1, "steps": 10, "name": "a"},
+        "model": {"path": "m"},
+        "actor": {"optimizer": {"schedule": "constant", "learning_rate": 1e-3}},
+        "reference": None,
+    }
+    now = {
+        "run": {"seed": 1, "steps": 20, "name": "b"},
+        "model": {"path": "m"},
+        "actor": {"optimizer": {"schedule": "constant", "learning_rate": 1e-4}},
+        "reference": {"path": "r"},
+    }
+    changes = compare_settings(before, now)
+    assert changes.harmless == ("actor.optimizer.learning_rate: 0.001 -> 0.0001", "run.steps: 10 -> 20")
+    assert changes.dangerous == ("reference.path: not set -> 'r'",)
+    now["actor"] = {"optimizer": {"schedule": "linear", "learning_rate": 1e-3}}
+    changes = compare_settings(before, now)
+    assert changes.harmless == ("actor.optimizer.schedule: 'constant' -> 'linear'",)
+    assert "run.steps: 10 -> 20 (learning rates decay over the run's steps)" in changes.dangerous

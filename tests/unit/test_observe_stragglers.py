@@ -1,0 +1,23 @@
+"""Naming the ranks that hold up the others."""
+
+from __future__ import annotations
+
+from megappo.observe import Stragglers
+
+
+def test_a_rank_far_behind_is_named_once_in_a_while() -> None:
+    stragglers = Stragglers()
+    seconds = {"rollout": [6.0, 6.1, 5.9, 12.0], "score": [3.0, 3.0, 3.0, 3.1]}
+    (sentence,) = stragglers.observe(1, seconds)
+    assert "rank 3 was the slowest in rollout with 12.0 seconds, half of the ranks took at most 6.0" in sentence
+    assert not stragglers.observe(20, seconds)
+    assert stragglers.observe(21, seconds)
+
+
+def test_of_two_ranks_the_slower_is_found() -> None:
+    assert "rank 0" in Stragglers().observe(1, {"reward": [9.0, 2.0]})[0]
+
+
+def test_small_differences_are_no_stragglers() -> None:
+    stragglers = Stragglers()
+    assert not stragglers.observe(1, {"reward": [0.1, 1.0], "rollout": [100.0, 120.0], "sync": [1.0]})
