@@ -70,6 +70,23 @@ class ForwardMeter:
         return sum(self._storages.values())
 
 
+class SumOfOutputs:
+    """Differentiates what the output layer says, and ends the measurement where backward may begin."""
+
+    def __init__(self, meter: ForwardMeter | None) -> None:
+        self._meter = meter
+
+    def expect(self, head: Any, batch: PackedBatch) -> None:
+        """Name the rows and the tokens they predict."""
+        head.expect(batch.rows_N, batch.labels_N)
+
+    def finish(self, output: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The sum."""
+        if self._meter is not None:
+            self._meter.measuring = False
+        return output.sum(), {"loss": output.sum().detach(), "count": torch.ones(())}
+
+
 def rows_of_rank(case: dict[str, Any], runtime: Runtime) -> list[Row]:
     """This rank's share of samples of equal length."""
     count, length = case["samples"], case["sequence_tokens"]
@@ -81,16 +98,12 @@ def measure(role: TrainedRole, case: dict[str, Any], runtime: Runtime) -> dict[s
     """One update of a role; what this rank holds after it and kept during it."""
     meter = ForwardMeter(role) if role.model is not None else None
 
-    def loss(output: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        if meter is not None:
-            meter.measuring = False
-        return output.sum(), {"loss": output.sum().detach(), "count": torch.ones(())}
-
+    task = SumOfOutputs(meter)
     if meter is None:
-        role.update_minibatch(rows_of_rank(case, runtime), loss)
+        role.update_minibatch(rows_of_rank(case, runtime), task)
         return {}
     with torch.autograd.graph.saved_tensors_hooks(meter.keep, lambda t: t):
-        update = role.update_minibatch(rows_of_rank(case, runtime), loss)
+        update = role.update_minibatch(rows_of_rank(case, runtime), task)
     assert update is not None and update.applied
     parameters = [p for chunk in role.model.chunks for p in chunk.parameters()]
     return {
