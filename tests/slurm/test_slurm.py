@@ -132,7 +132,7 @@ def end_of_second_attempt(cluster: Cluster, job: int) -> dict[str, str]:
     return state
 
 
-@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+@pytest.mark.parametrize("launcher", ["srun"])
 def test_a_preempted_job_goes_back_into_the_queue(cluster: Cluster, tmp_path: Path, launcher: str) -> None:
     """The signal of --signal reaches every rank; exit code 85 starts the same job again."""
     python = stand_in(tmp_path, PREEMPTED)

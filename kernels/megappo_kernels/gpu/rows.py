@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from megappo_kernels.rows import RowGradients, Scaling
 
 STATISTICS_BLOCK = 4096
-GRADIENT_BLOCK = 2048
+GRADIENT_BLOCK = 1024
 WARPS = 8
 
 
