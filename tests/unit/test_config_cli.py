@@ -186,7 +186,7 @@ def test_a_disk_that_cannot_be_written_is_a_sentence(
 
 def test_a_run_that_was_asked_to_stop_has_a_code_of_its_own(calls: list[tuple[Any, ...]], model: str) -> None:
     trainer = vars(sys.modules["megappo.run"])
-    for number, code in ((signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)):
+    for number, code in ((signal.SIGTERM, 85), (signal.SIGUSR1, 85), (signal.SIGINT, 130)):
         trainer["train"] = lambda config, derived, number=number: (_ for _ in ()).throw(Interrupted(number))
         assert main(["train", str(BASE_PATH), model]) == code
 
