@@ -38,5 +38,9 @@ setup(
         "wandb": ["wandb"],
         "test": ["hypothesis", "math-verify", "mypy", "pytest", "pytest-timeout", "reasoning-gym", "ruff"],
     },
-    entry_points={"console_scripts": ["megappo=megappo.cli:main"]},
+    entry_points={
+        "console_scripts": ["megappo=megappo.cli:main"],
+        # Lets SGLang run where there is no CUDA; answers "not me" where there is.
+        "sglang.srt.platforms": ["megappo_cpu = megappo.runtime.sglang_cpu:activate"],
+    },
 )

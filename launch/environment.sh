@@ -1,5 +1,6 @@
-# Sourced by the other scripts: puts a Python environment with everything in launch/requirements.txt on PATH.
-# It lives in a cache folder named by a hash of that file, and replaces the one of an older hash. Set MEGAPPO_PYTHON to
+# Sourced by the other scripts: puts a Python environment with everything in launch/requirements.txt on PATH, or with
+# `ensure_environment full` everything in launch/requirements-sglang.txt. It lives in a cache folder named by a hash of
+# those files; the full one serves for the light one too, and a new one replaces what was there. Set MEGAPPO_PYTHON to
 # the interpreter of an environment of your own to use that instead.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -19,16 +20,35 @@ find_python() {
     return 1
 }
 
+environment_hash() { # requirements file, interpreter
+    { cat "$ROOT/launch/$1" "$ROOT/launch/requirements-common.txt"; "$2" --version; } | sha256sum | cut -c1-16
+}
+
+environment_for() { # the words of a command line: is SGLang in them, or in a configuration that they name?
+    local word
+    for word; do
+        if [[ $word =~ engine=sglang ]] || { [ -f "$word" ] && grep -q 'engine: *sglang' "$word"; }; then
+            echo full
+            return
+        fi
+    done
+    echo light
+}
+
 ensure_environment() {
     if [ -n "${MEGAPPO_PYTHON:-}" ]; then
         PATH="$(dirname "$MEGAPPO_PYTHON"):$PATH"
         return
     fi
-    local python hash base folder
+    local python base folder requirements=requirements.txt
     python=$(find_python) || exit 2
-    hash=$({ cat "$ROOT/launch/requirements.txt"; "$python" --version; } | sha256sum | cut -c1-16)
     base=${MEGAPPO_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/megappo}
-    folder=$base/environment-$hash
+    folder=$base/environment-$(environment_hash requirements-sglang.txt "$python")
+    if [ "${1:-light}" = full ]; then
+        requirements=requirements-sglang.txt
+    elif [ ! -e "$folder/complete" ]; then
+        folder=$base/environment-$(environment_hash requirements.txt "$python")
+    fi
     mkdir -p "$base"
     exec 9>"$base/lock"
     flock 9
@@ -37,7 +57,7 @@ ensure_environment() {
         rm -rf "$base"/environment-*
         "$python" -m venv "$folder"
         "$folder/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade pip
-        "$folder/bin/python" -m pip install --quiet --disable-pip-version-check -r "$ROOT/launch/requirements.txt"
+        "$folder/bin/python" -m pip install --quiet --disable-pip-version-check -r "$ROOT/launch/$requirements"
         touch "$folder/complete"
     fi
     flock -u 9

@@ -20,7 +20,7 @@ done
 processes=$1
 shift
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-ensure_environment
+ensure_environment "$(environment_for "$@")"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 if [ "$nodes" = 1 ]; then
     rendezvous=(--standalone)

@@ -21,6 +21,7 @@ from megappo.reshard.stream import WeightStream
 from megappo.rewards.scorer import RewardScorer
 from megappo.rollout import Engine, TransformersEngine, resolve_stop_token_ids
 from megappo.runtime import Runtime
+from megappo.runtime.sglang_cpu import require_sglang
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def assemble(config: Config, derived: Derived, runtime: Runtime, *, training: bo
         cursor=Cursor(len(train_prompts), config.run.seed, config.data.shuffle, fingerprint=train_prompts.fingerprint),
         validation_prompts=validation_prompts,
         reward=reward,
-        engine=_engine(config, runtime, folder),
+        engine=_engine(config, runtime, folder, stop_token_ids),
         actor=actor,
         critic=critic,
         reference=reference,
@@ -103,7 +104,9 @@ def assemble(config: Config, derived: Derived, runtime: Runtime, *, training: bo
     )
 
 
-def _engine(config: Config, runtime: Runtime, folder: Path) -> Engine:
+def _engine(config: Config, runtime: Runtime, folder: Path, stop_token_ids: tuple[int, ...]) -> Engine:
+    if config.rollout.engine == "sglang":
+        return _servers(config, runtime, folder, stop_token_ids)
     return TransformersEngine(
         folder,
         dtype=DTYPES[config.rollout.dtype or config.model.dtype],
@@ -111,6 +114,25 @@ def _engine(config: Config, runtime: Runtime, folder: Path) -> Engine:
         generate_batch_sequences=config.rollout.generate_batch_sequences,
         trust_remote_code=config.model.trust_remote_code,
     )
+
+
+def _servers(config: Config, runtime: Runtime, folder: Path, stop_token_ids: tuple[int, ...]) -> Engine:
+    """SGLang, whose client needs packages that come with it."""
+    require_sglang()
+    from megappo.rollout.sglang import Fleet, ServerSpec, SGLangEngine
+
+    settings = config.rollout.servers
+    beside_trainers = settings.placement == "colocated" and runtime.device.type == "cuda"
+    spec = ServerSpec(
+        model_folder=folder.absolute(),
+        dtype=config.model.dtype,
+        settings=settings,
+        stop_token_ids=stop_token_ids,
+        trust_remote_code=config.model.trust_remote_code,
+        log_directory=config.run.path.absolute() / "engines",
+        memory_saver=beside_trainers and settings.sleep and not config.rollout.ahead,
+    )
+    return SGLangEngine(Fleet(spec, runtime), settings, runtime)
 
 
 class _RoleBuilder:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megappo.assembly import Parts
-from megappo.rollout import SamplingParams, prompts_of_rank, roll_out
+from megappo.rollout import SamplingParams, finish_rollout, plan_rollout, prompts_of_rank
 from megappo.runtime.tally import Tally
 
 
@@ -14,22 +14,17 @@ def evaluate_policy(parts: Parts) -> dict[str, float]:
     config, dataset = parts.config, parts.validation_prompts
     assert config.evaluation is not None and dataset is not None
     prompts = prompts_of_rank(dataset, range(len(dataset)), parts.runtime)
+    params = SamplingParams(
+        temperature=config.rollout.temperature,
+        max_new_tokens=config.evaluation.max_response_tokens or config.rollout.max_response_tokens,
+        stop_token_ids=parts.stop_token_ids,
+        greedy=True,
+    )
+    plan = plan_rollout(prompts, samples_per_prompt=1, seed_of=lambda sample_id: sample_id)
+    completions = parts.engine.generate(plan.requests, params)
     scores_B = lengths_B = torch.empty(0)  # a rank may get no prompt of a small validation set
-    if prompts.prompts:
-        params = SamplingParams(
-            temperature=config.rollout.temperature,
-            max_new_tokens=config.evaluation.max_response_tokens or config.rollout.max_response_tokens,
-            stop_token_ids=parts.stop_token_ids,
-            greedy=True,
-        )
-        rollouts = roll_out(
-            parts.engine,
-            prompts,
-            samples_per_prompt=1,
-            params=params,
-            tokenizer=parts.tokenizer,
-            seed_of=lambda sample_id: sample_id,
-        )
+    if completions:
+        rollouts = finish_rollout(plan, completions, parts.tokenizer)
         scores_B, lengths_B = parts.reward.score_local(rollouts), rollouts.response_lengths_B
     tally = Tally()
     tally.mean("eval/reward_mean", scores_B)

@@ -12,6 +12,7 @@ from megappo.config.schema import AlgorithmSettings
 from megappo.errors import RunError
 from megappo.observe.throughput import mfu, training_flops_per_token
 from megappo.reshard.hf_map import multiplied_parameters
+from megappo.rollout.engine import ServedEngine
 from megappo.runtime import Runtime
 from megappo.runtime.tally import Tally
 from megappo.types import Rollouts
@@ -21,13 +22,14 @@ class MismatchError(RunError):
     """Engine and trainer disagree on what was sampled."""
 
 
-def rollout_metrics(rollouts: Rollouts, runtime: Runtime) -> dict[str, float]:
-    """Lengths and counts of the step over all ranks."""
+def rollout_metrics(rollouts: Rollouts, runtime: Runtime, newest_version: int) -> dict[str, float]:
+    """Lengths and counts of the step over all ranks; `newest_version` is what the actor's weights are or will be."""
     tally, responses = Tally(), rollouts.response_lengths_B
     tally.mean("response/length", responses)
     tally.maximum("response/length_max", responses)
     tally.mean("response/truncated", rollouts.truncated_B)
     tally.mean("prompt/length", rollouts.lengths_B - responses)
+    tally.mean("rollout/lag", newest_version - rollouts.weight_versions_B)
     tally.total("step_tokens", float(rollouts.lengths_B.sum()))
     tally.total("step_samples", float(len(responses)))
     return tally.reduce(None, runtime.device)
@@ -47,6 +49,7 @@ def check_mismatch(
     tally.maximum("mismatch/max", gap.abs(), mask_BR)
     # k3 of KL(engine || trainer), whose samples the responses are.
     tally.mean("mismatch/k3", gap.clamp(-20, 20).exp() - 1 - gap, mask_BR)
+    tally.mean("mismatch/truncated", (gap.clamp(-20, 20).exp() > algorithm.correction.cap).float(), mask_BR)
     numbers = tally.reduce(None, runtime.device)
     mean = numbers["mismatch/mean"]
     if not mean <= algorithm.mismatch_stop_nats:
@@ -65,6 +68,15 @@ def sync_metrics(seconds: float, total_bytes: int, version: int) -> dict[str, fl
         "sync/gigabytes_per_second": total_bytes / 1e9 / max(seconds, 1e-9),
         "sync/version": float(version),
     }
+
+
+def engine_metrics(parts: Parts) -> dict[str, float]:
+    """`engine/*` and the phases of the last sync; empty with the embedded engine, which has neither."""
+    engine = parts.engine
+    if not isinstance(engine, ServedEngine):
+        return {}
+    phases = {f"sync/{name}_seconds": seconds for name, seconds in engine.sync_phases().items()}
+    return {"engine/restarts": float(engine.restarts), **phases}
 
 
 def actor_mfu(parts: Parts, metrics: Mapping[str, float]) -> dict[str, float]:

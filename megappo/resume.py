@@ -32,6 +32,7 @@ from megappo.checkpoint.identity import architecture_digest, weights_digest
 from megappo.config import Config, ConfigError, load_config
 from megappo.config.schema import CheckpointSettings
 from megappo.errors import RunError
+from megappo.generation import Kept
 from megappo.models.build import DTYPES
 from megappo.models.roles import Update
 from megappo.models.updates import RefusedUpdate
@@ -41,6 +42,7 @@ from megappo.runtime import Runtime
 
 _PACKAGES = ("torch", "megatron-core", "transformers", "numpy", "triton", "sglang", "transformer-engine")
 _CLOSE_SECONDS = 60.0
+_RESPONSES = "responses"
 _MOST_REPLAYS = 3
 """Each holds models and optimizers."""
 
@@ -151,11 +153,13 @@ class Boundary:
     metrics: dict[str, float]
     random: dict[str, Any]
     """This rank's generators."""
+    responses: Kept
+    """This rank's, generated one step ahead."""
 
     @classmethod
-    def of(cls, trainer: dict[str, Any], metrics: Mapping[str, float]) -> Boundary:
+    def of(cls, trainer: dict[str, Any], metrics: Mapping[str, float], responses: Kept) -> Boundary:
         """This moment."""
-        return cls(trainer, dict(metrics), random_states())
+        return cls(trainer, dict(metrics), random_states(), responses)
 
     @property
     def step(self) -> int:
@@ -260,7 +264,10 @@ class Checkpoints:
             "versions": software_versions(),
             "metrics": {n: v if math.isfinite(v) else str(v) for n, v in boundary.metrics.items()},
         }
-        return Snapshot(boundary.step, shards, {"random": boundary.random}, content)
+        per_rank: dict[str, Any] = {"random": boundary.random}
+        if boundary.responses:
+            per_rank[_RESPONSES] = boundary.responses
+        return Snapshot(boundary.step, shards, per_rank, content)
 
     def load(self) -> dict[str, Any]:
         """Put models and optimizers where the checkpoint was; returns the trainer's state.
@@ -276,12 +283,13 @@ class Checkpoints:
             raise ValueError(f"{folder} holds no {lacking[0]}; remove it from the settings, or start a new run")
         load_shards(folder, self._roles, updates, self._parts.runtime)
         state: dict[str, Any] = marker.content["trainer"]
-        cursor = self._parts.cursor.state_dict()
-        if self._parts.config.run.force_resume and any(
-            state["cursor"][name] != cursor[name] for name in ("fingerprint", "seed", "shuffle")
-        ):
-            state = {**state, "cursor": cursor}  # other data are begun at their beginning
+        if self._parts.config.run.force_resume and self._has_other_data(marker):
+            state = {**state, "cursor": self._parts.cursor.state_dict()}  # other data are begun at their beginning
         return state
+
+    def _has_other_data(self, marker: Marker) -> bool:
+        before, now = marker.content["trainer"]["cursor"], self._parts.cursor.state_dict()
+        return any(before[name] != now[name] for name in ("fingerprint", "seed", "shuffle"))
 
     def restore_random_states(self) -> None:
         """Put this rank's generators back, where the world has the size it had; nothing that is learned draws from
@@ -291,6 +299,15 @@ class Checkpoints:
         runtime = self._parts.runtime
         if marker.content["world_size"] == runtime.world_size:
             restore_random_states(torch.load(folder / f"random-{runtime.rank:05d}.pt", weights_only=True))
+
+    def kept_responses(self) -> list[Kept]:
+        """What every rank had generated one step ahead; nothing where the run goes on with other data."""
+        folder, marker = self._start.folder, self._start.marker
+        assert folder is not None and marker is not None
+        if self._has_other_data(marker):
+            return []
+        names = sorted(name for name in marker.files if name.startswith(f"{_RESPONSES}-"))
+        return [torch.load(folder / name, weights_only=True) for name in names]
 
     def finish(self) -> None:
         """Wait until everything is on disk."""

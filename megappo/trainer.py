@@ -14,13 +14,15 @@ from megappo.algo import PenaltyController
 from megappo.assembly import Parts
 from megappo.evaluation import evaluate_policy
 from megappo.experience import ExperienceMaker
-from megappo.measures import actor_mfu, check_mismatch, rollout_metrics, sync_metrics
+from megappo.generation import Responses
+from megappo.measures import actor_mfu, check_mismatch, engine_metrics, rollout_metrics, sync_metrics
 from megappo.models.scoring import score_responses
 from megappo.models.updates import minibatch_plan, update_actor, update_critic
+from megappo.probe import probe_engines, probe_rollout
 from megappo.reporting import Reporter
 from megappo.resume import Boundary, Checkpoints
-from megappo.rollout import SamplingParams, prompts_of_rank, roll_out, sample_seed
-from megappo.types import Experience, Prompts, Rollouts, Scored
+from megappo.rollout import sample_seed
+from megappo.types import Experience, Rollouts, Scored
 
 
 class Trainer:
@@ -39,11 +41,14 @@ class Trainer:
         self.algorithm = self.config.algorithm
         self.experience_maker = ExperienceMaker(self.algorithm, parts.runtime.device)
         self.penalty = PenaltyController(self.algorithm.penalty.coef, self.algorithm.penalty.target)
+        self.responses = Responses(parts)
         self.step = 0
         self.weight_version = 0
+        self.actor_changed = True
+        """Whether the actor is newer than the engine's weights."""
         self.metrics: dict[str, float] = {}
         self.next_metrics: dict[str, float] = {}
-        self.boundary = Boundary.of(self.state_dict(), {})
+        self.boundary = Boundary.of(self.state_dict(), {}, {})
         for role in (parts.actor, parts.critic):
             if role is not None and checkpoints is not None:
                 role.on_refused = lambda refused: checkpoints.keep_refused(refused, self.boundary)
@@ -62,18 +67,21 @@ class Trainer:
         """Give the engine the actor's weights: the first version, or the one a checkpoint was written with."""
         if self.checkpoints is not None and self.checkpoints.resumed:
             self.load_state_dict(self.checkpoints.load())
+            was_changed = self.actor_changed
             self.weight_version -= 1
             self.sync_weights()
-            self.probe_engine()
+            probe_rollout(self.parts)
+            self.actor_changed = was_changed  # one step ahead, the sync that was due is due again, with its number
+            self.responses.load_state_dict(self.checkpoints.kept_responses())
             self.checkpoints.restore_random_states()
         else:
             self.sync_weights()
             self.evaluate_if_due()
-        self.boundary = Boundary.of(self.state_dict(), self.metrics)
+        self._note_boundary()
 
     def end_step(self) -> None:
         """Note where the run stands, write a checkpoint where one is due, and stop if asked to."""
-        self.boundary = Boundary.of(self.state_dict(), self.metrics)
+        self._note_boundary()
         if self.checkpoints is not None and self.checkpoints.is_due(self.step):
             with self.reporter.stage("checkpoint") as elapsed:
                 self.checkpoints.save(self.boundary, wait=self.step == self.config.run.steps)
@@ -81,14 +89,21 @@ class Trainer:
         if self.step < self.config.run.steps:
             self.check_interrupts()
 
+    def _note_boundary(self) -> None:
+        """What was begun for the next step is waited for, as that step would do at once."""
+        self.responses.settle(weights_changed=self.actor_changed)
+        self._note_recovery()
+        self.boundary = Boundary.of(self.state_dict(), self.metrics, self.responses.state_dict())
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps besides models and random states, in JSON's types."""
         return {
             "step": self.step,
             "weight_version": self.weight_version,
+            "actor_changed": self.actor_changed,
             "kl_controller": self.experience_maker.kl_controller.state_dict(),
             "penalty": self.penalty.state_dict(),
-            "cursor": self.parts.cursor.state_dict(),
+            "cursor": self.responses.cursor_state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -97,13 +112,13 @@ class Trainer:
         self.experience_maker.kl_controller.load_state_dict(state["kl_controller"])
         self.penalty.load_state_dict(state["penalty"])
         self.step, self.weight_version = state["step"], state["weight_version"]
+        self.actor_changed = state["actor_changed"]
 
     def ppo_step(self) -> None:
         """One step, in the order of the data."""
         self.metrics, self.next_metrics = self.next_metrics, {}
         self.reporter.begin_step(self.step)
-        prompts = self.take_prompts()
-        rollouts = self.generate(prompts)
+        rollouts = self.generate()
         self.check_interrupts()
         scores_B = self.reward(rollouts)
         scored = self.score(rollouts, scores_B)
@@ -111,36 +126,25 @@ class Trainer:
         experience = self.estimate_advantages(scored)
         self.update_critic(experience)
         self.update_actor(experience)
-        self.sync_weights()
+        if not self.config.rollout.ahead:
+            self.sync_weights()
         self.metrics |= self.reporter.end_step(self.metrics)
         self.metrics |= actor_mfu(self.parts, self.metrics)
 
-    def take_prompts(self) -> Prompts:
-        """This rank's share of the step's prompts."""
-        indices = self.parts.cursor.take(self.config.rollout.prompts_per_step)
+    def generate(self) -> Rollouts:
+        """The step's responses. One step ahead, the next step's are begun before this one is trained on."""
+        with self.reporter.stage("rollout", f"the {self.parts.derived.batch_sequences} responses of all ranks"):
+            rollouts = self.responses.of_step(self.step, weights_changed=self.actor_changed)
+        self._note_recovery()
+        newest = self.weight_version + self.actor_changed
+        self.metrics |= rollout_metrics(rollouts, self.parts.runtime, newest)
         self.metrics["prompt/dropped"] = float(self.parts.train_prompts.dropped)
-        return prompts_of_rank(self.parts.train_prompts, indices, self.parts.runtime)
-
-    def generate(self, prompts: Prompts) -> Rollouts:
-        """Sample responses; what was sampled is what is trained on, token by token."""
-        settings = self.config.rollout
-        params = SamplingParams(
-            temperature=settings.temperature,
-            max_new_tokens=settings.max_response_tokens,
-            stop_token_ids=self.parts.stop_token_ids,
-            greedy=False,
-        )
-        requests = f"{len(prompts.prompts) * settings.samples_per_prompt} responses of the engine"
-        with self.reporter.stage("rollout", requests):
-            rollouts = roll_out(
-                self.parts.engine,
-                prompts,
-                samples_per_prompt=settings.samples_per_prompt,
-                params=params,
-                tokenizer=self.parts.tokenizer,
-                seed_of=lambda sample_id: sample_seed(self.config.run.seed, self.step, sample_id),
-            )
-        self.metrics |= rollout_metrics(rollouts, self.parts.runtime)
+        if not self.config.rollout.ahead:
+            if self.config.rollout.engine == "sglang":
+                self.parts.engine.sleep()
+        elif self.step < self.config.run.steps:
+            self._sync_if_behind()
+            self.responses.begin(self.step + 1)
         return rollouts
 
     def reward(self, rollouts: Rollouts) -> Tensor:
@@ -204,36 +208,34 @@ class Trainer:
             metrics["actor/penalty_coef"] = self.penalty.value
             self.penalty.update(metrics["actor/ppo_kl_k3"], self.parts.derived.batch_sequences)
         self.metrics |= metrics
+        self.actor_changed = True
 
     def sync_weights(self) -> None:
         """Stream the actor's weights into the engine under the next version."""
         self.weight_version += 1
         with self.reporter.stage("sync") as elapsed:
             self.parts.engine.update_weights(self.parts.weights, self.weight_version)
+            self.metrics |= probe_engines(self.parts)
+        self.actor_changed = False
         self.metrics |= sync_metrics(elapsed.seconds, self.parts.weights.total_bytes, self.weight_version)
+        self.metrics |= engine_metrics(self.parts)
 
-    def probe_engine(self) -> None:
-        """Compare engine and actor on one token per rank. Raises MismatchError where they are not the same model."""
-        parts = self.parts
-        rank = parts.runtime.rank
-        prompts = Prompts((parts.train_prompts[rank % len(parts.train_prompts)],), first_position=rank)
-        params = SamplingParams(
-            temperature=self.config.rollout.temperature, max_new_tokens=1, stop_token_ids=parts.stop_token_ids
-        )
-        rollouts = roll_out(
-            parts.engine,
-            prompts,
-            samples_per_prompt=1,
-            params=params,
-            tokenizer=parts.tokenizer,
-            seed_of=lambda sample_id: sample_id,
-        )
-        check_mismatch(score_responses(parts.actor, rollouts), rollouts, self.algorithm, parts.runtime)
+    def _sync_if_behind(self) -> None:
+        if self.actor_changed:
+            self.sync_weights()
+
+    def _note_recovery(self) -> None:
+        """An engine that was started again during a rollout may have taken the actor's newer weights."""
+        if self.parts.engine.version != self.weight_version:
+            self.weight_version, self.actor_changed = self.parts.engine.version, False
 
     def evaluate_if_due(self) -> None:
         """Greedy answers to the validation prompts, every `evaluation.every_steps` steps and before the first."""
         evaluation = self.config.evaluation
         if evaluation is not None and self.step % evaluation.every_steps == 0:
+            self.responses.settle(weights_changed=self.actor_changed)
+            self._note_recovery()
+            self._sync_if_behind()
             with self.reporter.stage("evaluate") as elapsed:
                 metrics = evaluate_policy(self.parts)
             self.metrics |= metrics | {"time/evaluate": elapsed.seconds}

@@ -60,8 +60,8 @@ class Rollouts:
     """True on the response's own tokens."""
     truncated_B: Tensor
     """bool: the length limit ended the response."""
-    weight_version: int
-    """Version of the weights that generated them."""
+    weight_versions_B: Tensor
+    """int64: version of the weights that generated each sample."""
     responses: tuple[str, ...]
     """B decoded responses without special tokens, for the reward and the log."""
 

@@ -3,7 +3,7 @@
 # handed to pytest.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/environment.sh"
-ensure_environment
+ensure_environment full
 cd "$ROOT"
 
 # For tests/slurm, which say what is missing and are skipped where this cannot install it.

@@ -53,7 +53,9 @@ class CheckpointWriter:
     def __init__(self, directory: Path, settings: CheckpointSettings, runtime: Runtime, timeout_seconds: int) -> None:
         """Make the process group; a collective of the world."""
         self._directory, self._settings, self._runtime = directory, settings, runtime
-        self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_seconds))
+        group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_seconds))
+        assert isinstance(group, dist.ProcessGroup), "every rank is in it"
+        self._group = group
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 

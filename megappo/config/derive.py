@@ -136,6 +136,7 @@ def _problems(config: Config, world_size: int, roles: list[Role], reference_shap
     different = {n: r.shape for n, r in shaped.items() if n == "actor" or r.shape != roles[0].shape}
     yield from rules.length_rules(config, different)
     yield from rules.engine_rules(config, world_size)
+    yield from rules.server_rules(config, roles[0].shape)
     for role in roles:
         if placed[role.name]:
             continue
@@ -204,7 +205,7 @@ def describe(config: Config, derived: Derived) -> list[tuple[str, str]]:
             f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples = "
             + f"{derived.batch_sequences} sequences of at most {derived.max_sequence_tokens} tokens",
         ),
-        ("rollout", f"{rollout.engine} on every rank, temperature {rollout.temperature:g}"),
+        ("rollout", f"{_engine_words(config)}, temperature {rollout.temperature:g}"),
         *_role_rows("actor", config, derived.actor),
     ]
     if derived.critic is not None:
@@ -213,6 +214,18 @@ def describe(config: Config, derived: Derived) -> list[tuple[str, str]]:
     if config.evaluation is not None and config.data.validation is not None:
         rows.append(("evaluation", f"{config.data.validation.source}, every {config.evaluation.every_steps} steps"))
     return rows + [("note", note) for note in derived.notes]
+
+
+def _engine_words(config: Config) -> str:
+    rollout, servers = config.rollout, config.rollout.servers
+    if rollout.engine != "sglang":
+        return f"{rollout.engine} on every rank"
+    if servers.urls:
+        where = f"{len(servers.urls)} servers elsewhere"
+    else:
+        count = "as many servers as fit" if servers.engines is None else f"{servers.engines} servers"
+        where = f"{count}, TP {servers.tensor_parallel}, {servers.placement}"
+    return f"sglang, {where}" + (", one step ahead" if rollout.ahead else "")
 
 
 def print_table(config: Config, derived: Derived, console: Console | None = None) -> None:

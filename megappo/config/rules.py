@@ -262,6 +262,35 @@ def engine_rules(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
+def server_rules(config: Config, shape: ModelShape) -> Iterator[str]:
+    """What SGLang servers need of the other settings and of the actor's model."""
+    rollout = config.rollout
+    if rollout.engine != "sglang":
+        if rollout.sglang is not None:
+            yield f"rollout.sglang is given but rollout.engine is '{rollout.engine}'; set it to sglang, or remove it"
+        if rollout.ahead:
+            yield f"rollout.ahead is 1, but the engine '{rollout.engine}' has no processes of its own; set it to 0"
+        return
+    if rollout.dtype not in (None, config.model.dtype):
+        yield (
+            f"rollout.dtype is {rollout.dtype}, but SGLang takes the actor's tensors as they are; "
+            f"set it to model.dtype {config.model.dtype}, or remove it"
+        )
+    if rollout.ahead and config.algorithm.old_logprob == "decoupled":
+        yield (
+            "rollout.ahead is 1, so weights before the last update sample, which algorithm.old_logprob 'decoupled' "
+            "takes no account of; set it to corrected or bypass, or rollout.ahead to 0"
+        )
+    tp = rollout.servers.tensor_parallel
+    sizes = {"heads": shape.heads, "FFN hidden size": shape.ffn_hidden_size}
+    unfit = [f"{size} ({name})" for name, size in sizes.items() if size % tp]
+    if shape.kv_heads % tp and tp % shape.kv_heads:
+        unfit.append(f"{shape.kv_heads} (KV heads)")
+    if unfit:
+        nearest = nearest_numbers(tp, _valid_tensor_parallel(shape))
+        yield f"rollout.sglang.tensor_parallel {tp} does not divide {either(unfit)}; the nearest is {nearest}"
+
+
 def format_ranks(ranks: Iterable[int]) -> str:
     """`0-3, 6`."""
     runs: list[list[int]] = []

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -19,6 +17,9 @@ from pydantic import (
     PositiveInt,
     model_validator,
 )
+
+from megappo.config.base import Settings
+from megappo.config.engine import SGLangSettings
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -31,19 +32,6 @@ PHASES = (
     "checkpoint", "export",
 )  # fmt: skip
 """What the watchdog tells apart; each lasts until the next begins."""
-
-
-class Settings(BaseModel):
-    """Base of every section: frozen, no unknown keys, no silent coercion of strings to numbers."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        strict=True,
-        extra="forbid",
-        use_attribute_docstrings=True,
-        validate_default=True,
-        allow_inf_nan=False,
-    )
 
 
 class RunSettings(Settings):
@@ -75,7 +63,7 @@ class RuntimeSettings(Settings):
     """A collective that waits longer than this fails."""
     phase_timeout_seconds: PositiveFloat | None = 1500.0
     """A phase of a step that lasts longer ends the run with the stacks of all ranks; null: no watchdog."""
-    phase_timeouts_seconds: dict[str, PositiveFloat] = {}
+    phase_timeouts_seconds: dict[str, PositiveFloat] = Field(default_factory=dict)
     """The same for single phases, such as {rollout: 3600}."""
 
     @model_validator(mode="after")
@@ -195,7 +183,7 @@ class ReferenceSettings(Settings):
 class DataSourceSettings(Settings):
     source: str = Field(min_length=1)
     """`FILE.jsonl`, `FILE.parquet` (verl's schema), `reasoning_gym:TASK`, or `python:package.module:function`."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the reasoning-gym task or the Python function."""
     prompt_key: str = "prompt"
     """jsonl field with the prompt: a string or a list of chat messages."""
@@ -223,8 +211,10 @@ class DataSettings(Settings):
 
 
 class RolloutSettings(Settings):
-    engine: Literal["transformers"] = "transformers"
-    """`transformers`: embedded in every rank."""
+    engine: Literal["transformers", "sglang"] = "transformers"
+    """`transformers`: embedded in every rank. `sglang`: servers that every rank sends its prompts to."""
+    ahead: Literal[0, 1] = 0
+    """1: generate the next step's responses during a step's updates, one update behind (SGLang only)."""
     prompts_per_step: PositiveInt
     """Prompts in one PPO step over all ranks."""
     samples_per_prompt: PositiveInt = 1
@@ -245,6 +235,13 @@ class RolloutSettings(Settings):
     """Sequences the embedded engine generates together."""
     sync_bucket_bytes: PositiveInt = 256 * 2**20
     """Size of a bucket of the weight stream."""
+    sglang: SGLangSettings | None = None
+    """Servers of `engine: sglang`; default: one that lives beside the trainers, on GPUs one per rank."""
+
+    @property
+    def servers(self) -> SGLangSettings:
+        """Settings of the SGLang servers, defaults where none are given."""
+        return self.sglang if self.sglang is not None else SGLangSettings()
 
     @model_validator(mode="after")
     def _no_truncated_sampling(self) -> RolloutSettings:
@@ -259,7 +256,7 @@ class RolloutSettings(Settings):
 class RewardSettings(Settings):
     function: str = Field(min_length=1)
     """`exact`, `number`, `gsm8k`, `math_verify`, `reasoning_gym`, `model`, or `package.module:function`."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
     batch: bool = False
     """The Python function takes lists and returns a list, one score per sample."""

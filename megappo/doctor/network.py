@@ -171,7 +171,7 @@ def _measure(family: Family, device: torch.device) -> dict[tuple[int, ...], Meas
     members: tuple[int, ...] = ()
     for ranks in family.groups:
         group = dist.new_group(list(ranks))
-        if dist.get_rank() in ranks:
+        if isinstance(group, dist.ProcessGroup):  # elsewhere it is a number
             own, members = group, ranks
     mine = (0.0, 0.0)
     if own is not None:

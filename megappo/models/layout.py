@@ -80,10 +80,11 @@ def _own_group(families: Sequence[Sequence[int]], rank: int) -> dist.ProcessGrou
 
     None outside all of them: Megatron's finalize_model_grads stumbles over the integer new_group returns there.
     """
-    own = None
+    own: dist.ProcessGroup | None = None
     for members in families:
         group = dist.new_group(list(members))
         if rank in members:
+            assert isinstance(group, dist.ProcessGroup)
             own = group
     return own
 

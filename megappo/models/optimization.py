@@ -100,5 +100,6 @@ def make_optimizer(model: RoleModel | None, settings: OptimizerSettings, total_u
         return RoleOptimizer(model, settings, total_updates)
     # Megatron aligns parameter groups over the default group (optimizer/__init__.py, `_get_param_groups`), so ranks
     # without the role must take part or the others wait for ever.
-    dist.all_gather_object([None] * dist.get_world_size(), [])
+    gathered: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, [])
     return None

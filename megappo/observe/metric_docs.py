@@ -76,11 +76,17 @@ METRICS: dict[str, MetricDoc] = {
     "prompt/dropped": MetricDoc(
         "prompts", "Training prompts left out as longer than `data.max_prompt_tokens`.", "few of the data set"
     ),
+    "rollout/lag": MetricDoc(
+        "versions", "Syncs between the weights that sampled and the actor's.", "0; 1 with `rollout.ahead: 1`"
+    ),
     "mismatch/mean": MetricDoc(
         "nats per token", "Mean |engine - trainer| log-probability.", "below 0.001 in float32, 0.05 in bfloat16"
     ),
     "mismatch/max": MetricDoc("nats", "Largest such gap of a token.", "below 1"),
     "mismatch/k3": MetricDoc("nats per token", "KL(engine || trainer), the k3 estimate.", "below 0.001"),
+    "mismatch/truncated": MetricDoc(
+        "fraction", "Tokens whose trainer / engine ratio is above `algorithm.correction.cap`.", "below 0.01"
+    ),
     "correction/weight_mean": MetricDoc("1", "Mean importance weight for the engine's gap.", "near 1"),
     "correction/truncated": MetricDoc("fraction", "Tokens with a weight at `algorithm.correction.cap`.", "below 0.01"),
     "correction/rejected": MetricDoc(
@@ -91,6 +97,16 @@ METRICS: dict[str, MetricDoc] = {
     ),
     "sync/gigabytes_per_second": MetricDoc("GB/s (1e9 bytes)", "Speed of that stream.", "steady"),
     "sync/version": MetricDoc("count", "Version of the weights in the engine.", "step + 1"),
+    "sync/gather_seconds": MetricDoc(
+        "seconds", "Of it: gathering and converting shards, the wait for other ranks included (SGLang).", "most of it"
+    ),
+    "sync/load_seconds": MetricDoc("seconds", "Of it: waiting for engines to take buckets over (SGLang).", "small"),
+    "sync/verify_seconds": MetricDoc("seconds", "Of it: fingerprints, where they do not hide (SGLang).", "small"),
+    "sync/session_seconds": MetricDoc("seconds", "Of it: opening and closing, flushing caches (SGLang).", "below 0.1"),
+    "sync/probe_gap": MetricDoc(
+        "nats", "Largest gap of a probe's log-probabilities after the sync (SGLang).", "as mismatch/max"
+    ),
+    "engine/restarts": MetricDoc("count", "Servers started again since the run began (SGLang).", "0"),
     "time/rollout": MetricDoc("seconds", "Generation.", "often the largest part"),
     "time/reward": MetricDoc("seconds", "Reward functions or model.", "small beside time/step"),
     "time/score": MetricDoc("seconds", "Old and reference log-probabilities, values.", "below the updates"),

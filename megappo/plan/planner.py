@@ -80,6 +80,8 @@ def read_models(config: Config, beside: Path) -> PlannedModels:
         critic = model_shape(where(config.critic.path), trust, key="critic.path")
     if config.reference is not None and config.reference.path is not None:
         reference = model_shape(where(config.reference.path), trust, key="reference.path")
+    if config.rollout.engine == "sglang":
+        notes.append("generation and weight sync are planned as with rollout.engine: transformers, SGLang's differ")
     return PlannedModels(Models(actor, critic, reference), tuple(dict.fromkeys(notes)))
 
 

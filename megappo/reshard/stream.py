@@ -1,9 +1,15 @@
-"""The weight stream: from the shards of a layout to whole Hugging Face tensors on every rank, in buckets of bytes."""
+"""The weight stream: from the shards of a layout to whole Hugging Face tensors, in buckets of bytes.
+
+Every bucket is one flat run of bytes in which the tensors stand one after another. It is filled in one of two ways:
+by broadcasts, which works between any ranks and fills it on every rank, or in memory that all ranks of one machine
+share, into which each rank copies its own slices.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,10 +25,33 @@ def _tensor_bytes(arch: ArchitectureConfig, parameter: Parameter, dtype: torch.d
     return dtype.itemsize * sum(torch.Size(hf_shape(arch, name)).numel() for name in parameter.hf)
 
 
+class Slot(NamedTuple):
+    """Where a tensor stands in its bucket."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    start: int
+    """First byte."""
+    stop: int
+
+    def view(self, flat_bytes: Tensor) -> Tensor:
+        """The tensor inside a bucket's bytes."""
+        return flat_bytes[self.start : self.stop].view(self.dtype).view(self.shape)
+
+
 @dataclass(frozen=True)
-class _Bucket:
+class Bucket:
+    """Parameters of one pipeline stage that travel together."""
+
     stage: int
     parameters: tuple[Parameter, ...]
+    slots: tuple[Slot, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        """Size of the bucket."""
+        return self.slots[-1].stop
 
 
 class WeightStream:
@@ -44,43 +73,56 @@ class WeightStream:
         bucket_bytes: int,
     ) -> None:
         """A collective of the world: ranks tell each other which parameters they hold."""
-        self._grid, self._arch, self._padded_vocab = grid, arch, padded_vocab
+        self.arch = arch
+        self._grid, self._padded_vocab = grid, padded_vocab
         self._dtype, self._device = dtype, device
         self._here = {p.megatron: t for p, t in model.parameters_here()} if model is not None else {}
         held: list[list[str]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(held, list(self._here))
         stage_of = {name: s for s in range(grid.pp) for name in held[grid.rank(0, s, 0)]}
-        self._buckets = self._plan(stage_of, bucket_bytes)
-        self.total_bytes = sum(_tensor_bytes(arch, p, dtype) for b in self._buckets for p in b.parameters)
+        self.buckets = tuple(self._plan(stage_of, bucket_bytes))
+        self.total_bytes = sum(_tensor_bytes(arch, p, dtype) for b in self.buckets for p in b.parameters)
 
-    def _plan(self, stage_of: dict[str, int], bucket_bytes: int) -> list[_Bucket]:
-        buckets: list[_Bucket] = []
+    @property
+    def largest_bucket_bytes(self) -> int:
+        """What a buffer must hold."""
+        return max(bucket.n_bytes for bucket in self.buckets)
+
+    def _plan(self, stage_of: dict[str, int], bucket_bytes: int) -> Iterator[Bucket]:
         current: list[Parameter] = []
         size, stage = 0, -1
-        held = [p for p in model_parameters(self._arch) if p.megatron in stage_of]  # a critic has no LM head
+        held = [p for p in model_parameters(self.arch) if p.megatron in stage_of]  # a critic has no LM head
         for parameter in held:
-            n_bytes = _tensor_bytes(self._arch, parameter, self._dtype)
+            n_bytes = _tensor_bytes(self.arch, parameter, self._dtype)
             if current and (stage_of[parameter.megatron] != stage or size + n_bytes > bucket_bytes):
-                buckets.append(_Bucket(stage, tuple(current)))
+                yield self._bucket(stage, current)
                 current, size = [], 0
             stage = stage_of[parameter.megatron]
             current.append(parameter)
             size += n_bytes
-        return [*buckets, _Bucket(stage, tuple(current))]
+        yield self._bucket(stage, current)
+
+    def _bucket(self, stage: int, parameters: list[Parameter]) -> Bucket:
+        slots, start = [], 0
+        for name in [name for parameter in parameters for name in parameter.hf]:
+            shape = torch.Size(hf_shape(self.arch, name))
+            stop = start + shape.numel() * self._dtype.itemsize
+            slots.append(Slot(name, shape, self._dtype, start, stop))
+            start = stop
+        return Bucket(stage, tuple(parameters), tuple(slots))
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor) in a fixed order; a collective of the world, to be consumed by all."""
-        for bucket in self._buckets:
-            yield from self._gather(bucket).items()
+        for bucket in self.buckets:
+            flat = torch.empty(bucket.n_bytes, dtype=torch.uint8, device=self._device)
+            self.gather(bucket, flat)
+            yield from ((slot.name, slot.view(flat)) for slot in bucket.slots)
 
-    def _gather(self, bucket: _Bucket) -> dict[str, Tensor]:
-        arch, grid = self._arch, self._grid
+    def gather(self, bucket: Bucket, flat_bytes: Tensor) -> None:
+        """Fill `flat_bytes` on every rank by broadcasts; a collective of the world."""
+        arch, grid = self.arch, self._grid
         shapes = [shard_shape(arch, p, grid.tp, self._padded_vocab) for p in bucket.parameters]
-        whole = {
-            name: torch.empty(hf_shape(arch, name), dtype=self._dtype, device=self._device)
-            for parameter in bucket.parameters
-            for name in parameter.hf
-        }
+        whole = {slot.name: slot.view(flat_bytes) for slot in bucket.slots}
         for tensor_rank in range(grid.tp):
             source = grid.rank(0, bucket.stage, tensor_rank)
             if dist.get_rank() == source:
@@ -94,4 +136,18 @@ class WeightStream:
             ):
                 slices = pieces(arch, parameter, tensor_rank, grid.tp, self._padded_vocab)
                 scatter_shard(shard.view(shape), slices, whole)
-        return whole
+
+    def write_own(self, bucket: Bucket, flat_bytes: Tensor) -> None:
+        """Copy what this rank holds into memory that all ranks share; whole once every rank of the role has done so.
+
+        One copy of the model: the first replica writes.
+        """
+        place = self._grid.place(dist.get_rank())
+        if place is None or place[0] != 0 or place[1] != bucket.stage:
+            return
+        whole = {slot.name: slot.view(flat_bytes) for slot in bucket.slots}
+        for parameter in bucket.parameters:
+            slices = pieces(self.arch, parameter, place[2], self._grid.tp, self._padded_vocab)
+            if parameter.kind == "replicated" and place[2] != 0:
+                continue
+            scatter_shard(self._here[parameter.megatron].detach(), slices, whole)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from megappo.reshard.stream import WeightStream
+
+PendingCompletions = Any
+"""What `AheadEngine.submit` returns: each engine's own."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +54,17 @@ class Engine(Protocol):
         ...
 
     def generate(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> list[Completion]:
-        """Complete every request, in order. Raises RuntimeError without a complete set of weights or asleep."""
+        """Complete every request, in order; every rank calls it, if only with no requests.
+
+        Raises RuntimeError without a complete set of weights or asleep.
+        """
         ...
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take a whole set of weights by Hugging Face names, one tensor at a time.
+    def update_weights(self, named_tensors: WeightStream, version: int) -> None:
+        """Take a whole set of weights by Hugging Face names; a collective of the world.
 
         The stream is consumed to its end whatever happens. Every parameter must arrive exactly once in its shape;
-        otherwise ValueError names the tensors, the version stays and `generate` refuses until a whole set arrived.
+        otherwise an error names the tensors and `generate` refuses until a whole set arrived.
         """
         ...
 
@@ -71,4 +78,41 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Release everything."""
+        ...
+
+
+@runtime_checkable
+class AheadEngine(Protocol):
+    """An engine that can generate while the trainer computes."""
+
+    def submit(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> PendingCompletions:
+        """Begin to complete requests and return at once."""
+        ...
+
+    def collect(self, pending: PendingCompletions, *, weights_changed: bool = False) -> list[Completion]:
+        """Wait for them, in order; every rank calls it.
+
+        `weights_changed`: the stream of the last update has newer weights than the engine, which take over if the
+        engine has to be given weights again.
+        """
+        ...
+
+
+@runtime_checkable
+class ServedEngine(Protocol):
+    """An engine in processes of its own, which can fail, and must show that it holds what it was sent."""
+
+    restarts: int
+    """Servers that were started again, over the run."""
+
+    def sync_phases(self) -> dict[str, float]:
+        """Seconds of the last weight update on this rank, by phase."""
+        ...
+
+    def probe(self, request: GenerateRequest, params: SamplingParams) -> dict[int, Completion]:
+        """The answers of the servers that this rank looks after, by number; every rank calls it."""
+        ...
+
+    def judge(self, gaps: Mapping[int, float], tolerance_nats: float) -> float:
+        """The largest gap over all ranks' servers; every rank calls it. Raises where one exceeds the tolerance."""
         ...

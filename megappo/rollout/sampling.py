@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from megappo.data import PromptDataset
-from megappo.rollout.engine import Engine, GenerateRequest, SamplingParams
+from megappo.rollout.engine import Completion, GenerateRequest
 from megappo.runtime import Runtime
-from megappo.types import Prompts, Rollouts
+from megappo.types import Prompt, Prompts, Rollouts
 
 
 def sample_seed(seed: int, step: int, sample_id: int) -> int:
@@ -39,37 +40,49 @@ def prompts_of_rank(dataset: PromptDataset, indices: Sequence[int], runtime: Run
     return Prompts(tuple(dataset[i] for i in indices[first:stop]), first)
 
 
-def roll_out(
-    engine: Engine,
-    prompts: Prompts,
-    *,
-    samples_per_prompt: int,
-    params: SamplingParams,
-    tokenizer: PreTrainedTokenizerBase,
-    seed_of: Callable[[int], int],
-) -> Rollouts:
+@dataclass(frozen=True)
+class RolloutPlan:
+    """What is asked of the engine for this rank's prompts; samples of one prompt stand together."""
+
+    prompts: tuple[Prompt, ...]
+    """The prompt of each sample."""
+    sample_ids: tuple[int, ...]
+    samples_per_prompt: int
+    requests: tuple[GenerateRequest, ...]
+
+
+def plan_rollout(prompts: Prompts, *, samples_per_prompt: int, seed_of: Callable[[int], int]) -> RolloutPlan:
     """Sample every prompt `samples_per_prompt` times.
 
     `seed_of` gives the seed of a sample by its position in the step's global batch.
     """
-    repeated = [prompt for prompt in prompts.prompts for _ in range(samples_per_prompt)]
+    repeated = tuple(prompt for prompt in prompts.prompts for _ in range(samples_per_prompt))
     first = prompts.first_position * samples_per_prompt
-    sample_ids = torch.arange(first, first + len(repeated))
-    requests = [GenerateRequest(p.token_ids, seed_of(i)) for p, i in zip(repeated, sample_ids.tolist(), strict=True)]
-    completions = engine.generate(requests, params)
+    sample_ids = tuple(range(first, first + len(repeated)))
+    requests = tuple(GenerateRequest(p.token_ids, seed_of(i)) for p, i in zip(repeated, sample_ids, strict=True))
+    return RolloutPlan(repeated, sample_ids, samples_per_prompt, requests)
+
+
+def finish_rollout(
+    plan: RolloutPlan, completions: Sequence[Completion], tokenizer: PreTrainedTokenizerBase
+) -> Rollouts:
+    """The engine's answers, of which there is at least one, as padded tensors."""
+    sample_ids = torch.tensor(plan.sample_ids)
     lengths = torch.tensor([len(c.token_ids) for c in completions])
     mask_BR = torch.arange(int(lengths.max()))[None] < lengths[:, None]
     logprob_BR = torch.zeros(mask_BR.shape)
     logprob_BR[mask_BR] = torch.tensor([x for c in completions for x in c.logprobs])
     return Rollouts(
-        prompts=tuple(repeated),
+        prompts=plan.prompts,
         sample_ids_B=sample_ids,
-        group_ids_B=sample_ids // samples_per_prompt,
-        sequences=tuple(torch.tensor(p.token_ids + c.token_ids) for p, c in zip(repeated, completions, strict=True)),
+        group_ids_B=sample_ids // plan.samples_per_prompt,
+        sequences=tuple(
+            torch.tensor(p.token_ids + c.token_ids) for p, c in zip(plan.prompts, completions, strict=True)
+        ),
         response_lengths_B=lengths,
         engine_logprob_BR=logprob_BR,
         response_mask_BR=mask_BR,
         truncated_B=torch.tensor([c.truncated for c in completions]),
-        weight_version=engine.version,
+        weight_versions_B=torch.tensor([c.weight_version for c in completions]),
         responses=tuple(tokenizer.batch_decode([list(c.token_ids) for c in completions], skip_special_tokens=True)),
     )

@@ -101,7 +101,7 @@ def rewrite(arguments: list[str]) -> int:
         checkpoints = Checkpoints(parts, start)
         state = checkpoints.load()
         checkpoints._saved_step = -1
-        checkpoints.save(Boundary.of(state, {}), wait=True)
+        checkpoints.save(Boundary.of(state, {}, {}), wait=True)
         parts.close()
     return 0
 

@@ -42,7 +42,7 @@ def rollouts_of_rank(samples: list[dict[str, Any]], rank: int, world: int) -> Ro
         engine_logprob_BR=logprob,
         response_mask_BR=mask,
         truncated_B=torch.zeros(len(mine), dtype=torch.bool),
-        weight_version=1,
+        weight_versions_B=torch.ones(len(mine), dtype=torch.int64),
         responses=("",) * len(mine),
     )
 

@@ -251,7 +251,7 @@ def rollouts(*responses: str) -> Rollouts:
         engine_logprob_BR=torch.zeros(B, 1),
         response_mask_BR=torch.ones(B, 1, dtype=torch.bool),
         truncated_B=flags,
-        weight_version=0,
+        weight_versions_B=torch.zeros(B, dtype=torch.int64),
         responses=responses,
     )
 

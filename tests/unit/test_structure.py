@@ -21,7 +21,7 @@ ALLOWED = {
     "data": {"rewards"},  # the loader of python:module:function
     "reshard": {"models"},  # shapes and layouts, not roles
     "models": {"algo", "reshard"},
-    "rollout": {"data"},
+    "rollout": {"data", "reshard"},  # buckets of weights on their way into engines
     "checkpoint": {"models", "reshard"},  # what a role's weights and optimizer are, and what whole tensors they make
     "plan": {"observe", "reshard"},  # FLOPs per token, and the map that says which parameters there are
 }

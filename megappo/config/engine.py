@@ -1,0 +1,75 @@
+"""Settings of the SGLang servers (`rollout.sglang`)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from megappo.config.base import Settings
+
+Urls = Annotated[tuple[str, ...], Field(strict=False)]
+
+
+class SGLangSettings(Settings):
+    placement: Literal["colocated", "disaggregated"] = "colocated"
+    """`colocated`: on the trainers' devices, weights by shared memory or CUDA IPC. `disaggregated`: on devices or
+    machines of their own, weights by a broadcast group (NCCL or gloo)."""
+    engines: PositiveInt | None = None
+    """Servers to start; default: colocated on GPUs as many as the ranks hold, else 1."""
+    tensor_parallel: PositiveInt = 1
+    """Ranks of each server (TP)."""
+    urls: Urls = ()
+    """Servers that run already, such as http://10.0.0.5:30000, instead of own ones (disaggregated). Their key, if they
+    want one, is read from the environment variable MEGAPPO_SGLANG_API_KEY."""
+    first_device: NonNegativeInt | None = None
+    """First GPU of the servers on this machine; default: the trainers' (colocated), or the first after them."""
+    memory_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.6
+    """Share of a GPU's memory for weights, keys and values of a server (SGLang's mem_fraction_static)."""
+    max_total_tokens: PositiveInt | None = None
+    """Tokens whose keys and values a server holds; default: what memory_fraction allows, on a CPU 65536."""
+    threads: PositiveInt | None = None
+    """CPU threads of each server rank, without CUDA; default: the machine's cores over all of them."""
+    host: str = Field(default="127.0.0.1", min_length=1)
+    """Interface that own servers listen on; every request needs the key of the run."""
+    sync_address: str = Field(default="127.0.0.1", min_length=1)
+    """Address of this machine at which servers elsewhere reach the broadcast group."""
+    deterministic: bool = True
+    """A response depends on its prompt and seed, not on what else the server computes (SGLang's deterministic
+    inference); false is faster and ignores seeds."""
+    sleep: bool = True
+    """Colocated servers on GPUs give their memory to the trainer between rollouts."""
+    verify: bool = True
+    """Compare a checksum of every engine parameter with the source after each sync, and the log-probabilities of a
+    probe."""
+    probe_tolerance_nats: PositiveFloat | None = None
+    """Largest gap of the probe; default: 1e-3 with float32 on both sides, 0.5 otherwise."""
+    max_inflight_sequences: PositiveInt = 512
+    """Most sequences that one rank keeps at one server."""
+    max_restarts: NonNegativeInt = 5
+    """Restarts of one server, over the whole run, after which the run stops."""
+    sync_attempts: PositiveInt = 3
+    """Times a weight sync of a server is tried before the run stops."""
+    start_timeout_seconds: PositiveFloat = 600.0
+    """Longest time from a server's start to its first answer."""
+    request_timeout_seconds: PositiveFloat = 1800.0
+    """Longest time for one response; a server that exceeds it is restarted."""
+    stall_timeout_seconds: PositiveFloat = 60.0
+    """A server that owes answers and gives none for so long is asked for its health, and restarted without it."""
+    health_timeout_seconds: PositiveFloat = 60.0
+    """How long it may take to answer that."""
+    sync_timeout_seconds: PositiveFloat = 300.0
+    """Longest time for one request of a weight sync."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """More arguments for own servers, by SGLang's names: `{chunked-prefill-size: 4096}`."""
+
+    @model_validator(mode="after")
+    def _external_servers(self) -> SGLangSettings:
+        if self.urls and self.placement == "colocated":
+            raise ValueError("urls name servers elsewhere, which are not colocated; set placement: disaggregated")
+        if self.urls and self.engines is not None:
+            raise ValueError(f"engines {self.engines} starts own servers, urls names others; set one of them")
+        for url in self.urls:
+            if not url.startswith("http://"):
+                raise ValueError(f"'{url}' in urls must look like http://HOST:PORT")
+        return self

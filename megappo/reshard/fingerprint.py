@@ -1,0 +1,110 @@
+"""What arrived is what was sent: fingerprints of an SGLang engine's parameters, computed from Hugging Face tensors.
+
+SGLang keeps query, key and value in one parameter, gate and up projections in another, shards rows or columns over its
+tensor parallel ranks and pads the vocabulary. `/weights_checker` answers with a checksum of each parameter on each of
+its ranks; the same numbers are computed here without building those parameters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megappo.architecture import ArchitectureConfig
+from megappo.reshard.hf_map import Parameter
+
+_VOCAB_MULTIPLE = 64  # sglang/srt/layers/vocab_parallel_embedding.py:48
+
+
+@dataclass(frozen=True)
+class EngineShape:
+    """How an engine holds a model."""
+
+    arch: ArchitectureConfig
+    tp: int
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of its embedding over all ranks."""
+        multiple = _VOCAB_MULTIPLE
+        if -(-self.arch.vocab_size // multiple) * multiple % self.tp:
+            multiple *= self.tp
+        return -(-self.arch.vocab_size // multiple) * multiple
+
+
+def engine_name(parameter: Parameter) -> str:
+    """SGLang's name of the parameter that holds the tensors of `parameter`."""
+    name = parameter.hf[0]
+    if parameter.kind == "qkv":
+        return name.replace("q_proj", "qkv_proj")
+    if parameter.kind == "glu":
+        return name.replace("gate_proj", "gate_up_proj")
+    return name
+
+
+def engine_shards(shape: EngineShape, parameter: Parameter, whole: Mapping[str, Tensor], rank: int) -> Iterator[Tensor]:
+    """What stands, one after another, in the engine's parameter on one of its tensor parallel ranks."""
+    tensors = [whole[name] for name in parameter.hf]
+    if parameter.kind == "row":
+        width = tensors[0].shape[1] // shape.tp
+        yield tensors[0][:, rank * width : (rank + 1) * width]
+    elif parameter.kind == "vocab":
+        rows = shape.padded_vocab // shape.tp
+        part = tensors[0][rank * rows : (rank + 1) * rows]
+        yield part
+        if len(part) < rows:
+            yield part.new_zeros(rows - len(part), *part.shape[1:])
+    elif parameter.kind == "qkv":
+        yield from _attention_shards(shape, tensors, rank)
+    elif parameter.kind == "glu":
+        for tensor in tensors:
+            rows = len(tensor) // shape.tp
+            yield tensor[rank * rows : (rank + 1) * rows]
+    else:
+        yield tensors[0]
+
+
+def _attention_shards(shape: EngineShape, tensors: list[Tensor], rank: int) -> Iterator[Tensor]:
+    """Queries are shared out; keys and values too, or repeated where there are fewer heads than ranks."""
+    rows = len(tensors[0]) // shape.tp
+    yield tensors[0][rank * rows : (rank + 1) * rows]
+    heads = max(1, shape.arch.kv_heads // shape.tp)
+    first = rank * shape.arch.kv_heads // shape.tp
+    for tensor in tensors[1:]:
+        yield tensor[first * shape.arch.head_dim : (first + heads) * shape.arch.head_dim]
+
+
+def fingerprint(shards: Iterable[Tensor]) -> str:
+    """The checksum that SGLang gives a parameter with this content (sglang/srt/managers/mm_utils.py:899)."""
+    tensors = list(shards)
+    if tensors[0].is_cuda:
+        from sglang.srt.managers.mm_utils import tensor_hash
+
+        return f"{tensor_hash(torch.cat([t.contiguous() for t in tensors])):016x}"
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.digest()[:8].hex()
+
+
+def bucket_fingerprints(
+    shape: EngineShape, parameters: Iterable[Parameter], whole: Mapping[str, Tensor]
+) -> dict[tuple[int, str], str]:
+    """Checksums of every engine parameter that a bucket's tensors make, by (engine rank, engine name)."""
+    found: dict[tuple[int, str], str] = {}
+    for parameter in parameters:
+        name = engine_name(parameter)
+        for rank in range(shape.tp):
+            same = parameter.kind == "replicated" and rank > 0
+            found[rank, name] = found[0, name] if same else fingerprint(engine_shards(shape, parameter, whole, rank))
+    return found
+
+
+def differing(expected: Mapping[tuple[int, str], str], actual: Mapping[tuple[int, str], str]) -> list[str]:
+    """Names of the parameters that are not what was sent, that did not come, or that the engine has besides."""
+    wrong = {name for (rank, name), value in expected.items() if actual.get((rank, name)) != value}
+    return sorted(wrong | {name for key in actual.keys() - expected.keys() for name in [key[1]]})

@@ -1,0 +1,224 @@
+"""Spreads requests over engines and brings every answer home, or says which engine failed.
+
+Requests go out in small groups, each to the engine that owes the fewest tokens. What a dead or hung engine owes is
+given to the others; what nobody could answer is left to the caller. Groups shrink towards the end, so that engines
+finish together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from megappo.config.engine import SGLangSettings
+from megappo.rollout.engine import Completion, GenerateRequest, SamplingParams
+from megappo.rollout.sglang.client import Endpoint, EngineFailure
+from megappo.rollout.sglang.server import EngineError
+
+_LARGEST_GROUP = 32
+_GREEDY_TOP_P = 1e-9
+"""Leaves the most likely token only; log-probabilities stay those of the scaled distribution, which they are not with
+SGLang's temperature 0."""
+_WATCH_SECONDS = 1.0
+
+
+@dataclass
+class Outcome:
+    """What came of a round."""
+
+    completions: dict[int, Completion] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)
+    """Engines that failed, and how."""
+    refusal: str | None = None
+    """A request that an engine will never take, which ends the run."""
+
+
+@dataclass
+class _Lane:
+    """One engine and what it owes."""
+
+    endpoint: Endpoint
+    tokens: int = 0
+    sequences: int = 0
+    last_answer: float = field(default_factory=time.monotonic)
+    calls: dict[asyncio.Task[list[Completion]], list[int]] = field(default_factory=dict)
+
+
+class Round:
+    """Requests on their way, in a thread of their own; the trainer may compute meanwhile."""
+
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        requests: dict[int, GenerateRequest],
+        params: SamplingParams,
+        version: int,
+        settings: SGLangSettings,
+    ) -> None:
+        self._lanes = [_Lane(endpoint) for endpoint in endpoints]
+        self._requests, self._params, self._version, self._settings = requests, params, version, settings
+        # The longest first, so that none of them is left over at the end.
+        order = sorted(requests, key=lambda i: -len(requests[i].token_ids))
+        self._waiting = deque(order)
+        self._outcome = Outcome()
+        self._loop = asyncio.new_event_loop()
+        self._task = self._loop.create_task(self._spread())
+        pool = ThreadPoolExecutor(1, thread_name_prefix="megappo-rollout")
+        self._finished = pool.submit(self._loop.run_until_complete, self._task)
+        pool.shutdown(wait=False)
+
+    def result(self) -> Outcome:
+        """Wait for everything that the engines can still give; each of them has deadlines."""
+        try:
+            self._finished.result()
+        finally:
+            self.cancel()
+        return self._outcome
+
+    def cancel(self) -> None:
+        """Give up what is still on its way."""
+        if not self._finished.done():
+            self._loop.call_soon_threadsafe(self._task.cancel)
+            wait([self._finished])
+        if not self._loop.is_closed():
+            self._loop.close()
+
+    async def _spread(self) -> None:
+        if not self._requests:
+            return
+        timeout = aiohttp.ClientTimeout(total=None)
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+            try:
+                while (self._waiting or any(lane.calls for lane in self._lanes)) and not self._outcome.refusal:
+                    self._hand_out(session)
+                    calls = {call: lane for lane in self._lanes for call in lane.calls}
+                    if not calls:
+                        return  # nobody is left to ask
+                    done, _ = await asyncio.wait(calls, timeout=_WATCH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                    for call in done:
+                        if call in calls[call].calls:  # else its engine failed a moment ago
+                            self._take(calls[call], call)
+                    await self._watch(session)
+            finally:
+                for lane in self._lanes:
+                    for call in lane.calls:
+                        call.cancel()
+
+    def _hand_out(self, session: aiohttp.ClientSession) -> None:
+        """Give every free engine its next group, the one that owes least first."""
+        while self._waiting and self._lanes:
+            lane = min(self._lanes, key=lambda lane: (lane.tokens, lane.endpoint.index))
+            if lane.sequences >= self._settings.max_inflight_sequences:
+                return
+            share = -(-len(self._waiting) // (4 * len(self._lanes)))
+            room = self._settings.max_inflight_sequences - lane.sequences
+            group = [self._waiting.popleft() for _ in range(min(share, room, _LARGEST_GROUP, len(self._waiting)))]
+            if not lane.calls:
+                lane.last_answer = time.monotonic()
+            lane.calls[asyncio.ensure_future(self._ask(session, lane.endpoint, group))] = group
+            self._owe(lane, group, 1)
+
+    def _owe(self, lane: _Lane, group: list[int], sign: int) -> None:
+        lane.sequences += sign * len(group)
+        lane.tokens += sign * sum(len(self._requests[i].token_ids) + self._params.max_new_tokens for i in group)
+
+    def _take(self, lane: _Lane, call: asyncio.Task[list[Completion]]) -> None:
+        group = lane.calls.pop(call)
+        self._owe(lane, group, -1)
+        try:
+            completions = call.result()
+        except EngineError as refusal:
+            self._outcome.refusal = str(refusal)
+            return
+        except EngineFailure as failure:
+            self._waiting.extendleft(group)
+            self._lose(lane, str(failure))
+            return
+        lane.last_answer = time.monotonic()
+        self._outcome.completions |= zip(group, completions, strict=True)
+
+    def _lose(self, lane: _Lane, reason: str) -> None:
+        """Take an engine out; what it owes waits for the others."""
+        self._outcome.failures[lane.endpoint.index] = reason
+        for call, group in lane.calls.items():
+            call.cancel()
+            self._waiting.extendleft(group)
+        lane.calls.clear()
+        self._lanes.remove(lane)
+
+    async def _watch(self, session: aiohttp.ClientSession) -> None:
+        """Ask an engine that has given nothing for long how it is."""
+        for lane in list(self._lanes):
+            silent = time.monotonic() - lane.last_answer
+            if not lane.calls or silent < self._settings.stall_timeout_seconds:
+                continue
+            limit = self._settings.health_timeout_seconds
+            try:
+                async with asyncio.timeout(limit):
+                    url = f"{lane.endpoint.url}/health_generate"
+                    async with session.get(url, headers=lane.endpoint.headers) as answer:
+                        healthy = answer.status == 200
+            except (aiohttp.ClientError, TimeoutError, OSError):
+                healthy = False
+            if healthy:
+                lane.last_answer = time.monotonic()
+            else:
+                self._lose(lane, f"{lane.endpoint.name} gave nothing for {silent + limit:.0f} seconds and is not well")
+
+    async def _ask(self, session: aiohttp.ClientSession, endpoint: Endpoint, group: list[int]) -> list[Completion]:
+        """One request for a group. Raises EngineFailure for a failed engine, EngineError for a refused request."""
+        body = {
+            "input_ids": [list(self._requests[i].token_ids) for i in group],
+            "sampling_params": [_sampling(self._requests[i], self._params) for i in group],
+            "return_logprob": True,
+        }
+        limit = self._settings.request_timeout_seconds
+        try:
+            async with asyncio.timeout(limit):
+                async with session.post(f"{endpoint.url}/generate", json=body, headers=endpoint.headers) as answer:
+                    if 400 <= answer.status < 500:
+                        raise EngineError(f"{endpoint.name} refused to generate: {(await answer.text())[:500]}")
+                    if answer.status != 200:
+                        raise EngineFailure(f"{endpoint.name} failed to generate: {(await answer.text())[:500]}")
+                    texts = await answer.json()
+        except TimeoutError:
+            raise EngineFailure(f"{endpoint.name} gave no response within {limit:g} seconds") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineFailure(f"{endpoint.name} broke off while it generated ({error!r})") from None
+        return [_completion(text, endpoint, self._version) for text in texts]
+
+
+def _sampling(request: GenerateRequest, params: SamplingParams) -> dict[str, Any]:
+    """SGLang's parameters. The seed counts with deterministic inference, together with the position of each token."""
+    chosen: dict[str, Any] = {
+        "temperature": params.temperature,
+        "max_new_tokens": params.max_new_tokens,
+        "stop_token_ids": list(params.stop_token_ids),
+        "sampling_seed": request.seed,
+        "skip_special_tokens": False,
+    }
+    return chosen | ({"top_p": _GREEDY_TOP_P} if params.greedy else {})
+
+
+def _completion(text: dict[str, Any], endpoint: Endpoint, version: int) -> Completion:
+    """Check and convert one answer."""
+    meta = text["meta_info"]
+    logprobs = meta["output_token_logprobs"]
+    ids = tuple(text["output_ids"])
+    if meta["finish_reason"]["type"] not in ("stop", "length"):
+        raise EngineFailure(f"{endpoint.name} broke a response off: {meta['finish_reason']}")
+    versions = {span["version"] for span in meta.get("weight_versions") or ()} | {meta["weight_version"]}
+    if versions != {str(version)}:
+        raise EngineFailure(f"{endpoint.name} generated with weights {sorted(versions)}, not {version}")
+    if not ids or [entry[1] for entry in logprobs] != list(ids):
+        raise EngineFailure(f"{endpoint.name} gave {len(ids)} tokens with {len(logprobs)} log-probabilities")
+    truncated = meta["finish_reason"]["type"] == "length"
+    return Completion(ids, tuple(entry[0] for entry in logprobs), truncated, version)

@@ -1,0 +1,176 @@
+"""The servers of a run: which there are, on which devices, and which rank looks after which."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megappo.rollout.sglang.client import Endpoint, EngineFailure, is_alive
+from megappo.rollout.sglang.server import EngineError, Server, ServerSpec, start_server
+from megappo.runtime import Runtime
+
+KEY_VARIABLE = "MEGAPPO_SGLANG_API_KEY"
+_RETRY_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Started:
+    """What a rank did for its servers; told to all ranks."""
+
+    endpoints: tuple[Endpoint, ...] = ()
+    """Of servers that are new, or must be treated as new."""
+    restarts: int = 0
+    error: str | None = None
+
+
+class Fleet:
+    """This rank's servers: none, one or several."""
+
+    def __init__(self, spec: ServerSpec, runtime: Runtime) -> None:
+        """Start them without waiting; a collective of the world."""
+        self._spec, self._settings, self._runtime = spec, spec.settings, runtime
+        hosts: list[tuple[str, str]] = [("", "")] * runtime.world_size
+        dist.all_gather_object(hosts, (socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text()))
+        self.one_host = len(set(hosts)) == 1
+        """Whether all ranks can share memory."""
+        self._ranks_here = hosts.count(hosts[runtime.rank])
+        self._external = dict(enumerate(self._settings.urls))
+        self._count = len(self._settings.urls) or self._own_count()
+        self._mine = [i for i in range(self._count) if self._sender(i) == runtime.rank]
+        self._servers: dict[int, Server] = {}
+        self._starts = dict.fromkeys(self._mine, 0)
+        self._restarts = dict.fromkeys(self._mine, 0)
+        if not self._external:
+            for index in self._mine:
+                self._start(index)
+
+    @property
+    def can_sleep(self) -> bool:
+        """Whether the servers can give memory away that the trainers want."""
+        return self._spec.memory_saver
+
+    def _own_count(self) -> int:
+        if self._settings.engines is not None:
+            return self._settings.engines
+        on_trainers = self._runtime.device.type == "cuda" and self._settings.placement == "colocated"
+        return max(1, self._runtime.world_size // self._settings.tensor_parallel) if on_trainers else 1
+
+    def _sender(self, index: int) -> int:
+        """The rank that sends weights to a server. Own servers that are not spread over the trainers' GPUs stand on the
+        first machine."""
+        if self._external:
+            return index % self._runtime.world_size
+        if self._runtime.device.type == "cuda" and self._settings.placement == "colocated":
+            return index * self._settings.tensor_parallel
+        return index % self._ranks_on_first()
+
+    def _ranks_on_first(self) -> int:
+        return self._runtime.world_size if self.one_host else self._ranks_here
+
+    def _start(self, index: int) -> None:
+        self._starts[index] += 1
+        self._servers[index] = start_server(self._placed(index), index, self._runtime.rank, self._starts[index])
+
+    def _placed(self, index: int) -> ServerSpec:
+        """The specification with this server's devices or cores."""
+        tp = self._settings.tensor_parallel
+        if self._runtime.device.type == "cuda":
+            first = self._settings.first_device
+            if self._settings.placement == "colocated":
+                start = (first or 0) + self._runtime.local_rank
+            else:
+                start = (self._ranks_here if first is None else first) + index * tp
+            return replace(self._spec, devices=tuple(range(start, start + tp)), seed=index)
+        cores = sorted(os.sched_getaffinity(0))
+        share = max(1, len(cores) // self._count)
+        own = cores[index * share : (index + 1) * share] or cores
+        return replace(self._spec, cores=tuple(own), seed=index)
+
+    # What a rank does for its servers; every method returns what all ranks must know
+
+    def start_all(self) -> Started:
+        """Wait until this rank's servers answer."""
+        return self._each(self._mine, self._await_first)
+
+    def restart_dead(self, suspects: Iterable[int]) -> Started:
+        """Start again what does not answer, and wait for it; `suspects` failed in some way."""
+        suspects = set(suspects)
+        gone = {i for i in self._mine if i in self._servers and not self._servers[i].running}
+        return self._each([i for i in self._mine if i in suspects | gone], self._mend)
+
+    def _each(self, indices: list[int], action: Callable[[int], Started]) -> Started:
+        if not indices:
+            return Started()
+        try:
+            with ThreadPoolExecutor(len(indices)) as pool:
+                done = list(pool.map(action, indices))
+        except (EngineFailure, EngineError) as error:
+            return Started(error=str(error))
+        return Started(tuple(e for d in done for e in d.endpoints), sum(d.restarts for d in done))
+
+    def _await_first(self, index: int) -> Started:
+        if self._external:
+            return Started((self._await_external(index),))
+        try:
+            self._servers[index].wait_ready()
+        except EngineFailure:
+            # Another program may have taken the port in the meantime; a real fault shows the second time.
+            return self._restart(index)
+        return Started((self._servers[index].endpoint,))
+
+    def _mend(self, index: int) -> Started:
+        """A server that still answers is given weights again; one that does not is replaced."""
+        if self._external:
+            return Started((self._await_external(index),))
+        server = self._servers[index]
+        if server.running and is_alive(server.endpoint, self._settings.health_timeout_seconds):
+            self._starts[index] += 1  # a broadcast group with it may be broken: never used again
+            server.endpoint = replace(server.endpoint, starts=self._starts[index])
+            return Started((server.endpoint,))
+        return self._restart(index)
+
+    def _restart(self, index: int) -> Started:
+        if self._restarts[index] >= self._settings.max_restarts:
+            raise EngineError(
+                f"engine {index} failed after {self._restarts[index]} restarts, "
+                f"rollout.sglang.max_restarts is {self._settings.max_restarts}; "
+                f"{self._servers[index].log} ends with: {self._servers[index].tail()}"
+            )
+        self._restarts[index] += 1
+        self._servers[index].stop()
+        self._start(index)
+        self._servers[index].wait_ready()
+        return Started((self._servers[index].endpoint,), restarts=1)
+
+    def _await_external(self, index: int) -> Endpoint:
+        """Someone else starts it; wait until it is there."""
+        self._starts[index] += 1
+        key = os.environ.get(KEY_VARIABLE, "")
+        endpoint = Endpoint(index, self._external[index].rstrip("/"), key, self._runtime.rank, self._starts[index])
+        deadline = time.monotonic() + self._settings.start_timeout_seconds
+        while not is_alive(endpoint, self._settings.health_timeout_seconds):
+            if time.monotonic() > deadline:
+                raise EngineFailure(
+                    f"{endpoint.name} of rollout.sglang.urls gave no healthy answer within start_timeout_seconds "
+                    f"{self._settings.start_timeout_seconds:g}; start it, or check its key in {KEY_VARIABLE}"
+                )
+            time.sleep(_RETRY_SECONDS)
+        return endpoint
+
+    def own_endpoints(self) -> list[Endpoint]:
+        """Of this rank's own servers."""
+        return [server.endpoint for server in self._servers.values()]
+
+    def close(self) -> None:
+        """End this rank's servers, all at once."""
+        if self._servers:
+            with ThreadPoolExecutor(len(self._servers)) as pool:
+                list(pool.map(Server.stop, self._servers.values()))
+        self._servers = {}

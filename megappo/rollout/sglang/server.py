@@ -1,0 +1,214 @@
+"""Starts one SGLang server as a child process and ends it, with everything it made."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import megappo
+from megappo.config.engine import SGLangSettings
+from megappo.errors import RunError
+from megappo.rollout.sglang.client import Endpoint, EngineFailure, call
+from megappo.runtime.sglang_cpu import ENTRY_POINT, PLATFORM_NAME
+
+_STOP_SECONDS = 20.0
+_SCRUBBED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR")
+_SCRUBBED_PREFIXES = ("TORCHELASTIC_", "ROLE_", "GROUP_", "MASTER_", "TORCH_NCCL_", "SGLANG_", "TRITON_INTERPRET")
+
+
+class EngineError(RunError):
+    """The engines cannot go on."""
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """What a server is started with."""
+
+    model_folder: Path
+    dtype: str
+    settings: SGLangSettings
+    stop_token_ids: tuple[int, ...]
+    trust_remote_code: bool
+    log_directory: Path
+    devices: tuple[int, ...] = ()
+    """GPUs by their number on this machine; none on a CPU."""
+    cores: tuple[int, ...] = ()
+    """CPU cores, on a CPU."""
+    memory_saver: bool = False
+    """Whether it can give its memory away."""
+    seed: int = 0
+
+    def arguments(self, port: int, key: str) -> dict[str, Any]:
+        """SGLang's arguments as it reads them from a file."""
+        found: dict[str, Any] = {
+            "model-path": str(self.model_folder),
+            "load-format": "dummy",  # weights come from the actor only
+            "dtype": self.dtype,
+            "host": self.settings.host,
+            "port": port,
+            "api-key": key,
+            "tensor-parallel-size": self.settings.tensor_parallel,
+            "random-seed": self.seed,
+            "skip-tokenizer-init": True,  # tokens in, tokens out
+            "skip-server-warmup": True,
+            "sampling-backend": "pytorch",
+            "log-level": "warning",
+            "json-model-override-args": json.dumps({"eos_token_id": list(self.stop_token_ids) or None}),
+        }
+        if self.settings.deterministic:
+            found["enable-deterministic-inference"] = True
+        if self.trust_remote_code:
+            found["trust-remote-code"] = True
+        if self.settings.max_total_tokens or not self.devices:
+            found["max-total-tokens"] = self.settings.max_total_tokens or 65536
+        if self.devices:
+            found["mem-fraction-static"] = self.settings.memory_fraction
+            if self.memory_saver:
+                found["enable-memory-saver"] = True
+        else:
+            found |= {"device": "cpu", "attention-backend": "torch_native", "disable-overlap-schedule": True}
+        return found | self.settings.arguments
+
+    def environment(self, scratch: Path) -> dict[str, str]:
+        """The server's variables: ours without what torchrun set."""
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in _SCRUBBED and not name.startswith(_SCRUBBED_PREFIXES)
+        }
+        path = [str(Path(megappo.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        kept["TMPDIR"] = str(scratch)  # SGLang leaves its sockets there
+        kept["SGLANG_HEALTH_CHECK_TIMEOUT"] = str(max(1, int(self.settings.health_timeout_seconds)))
+        if self.devices:
+            kept["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.devices))
+        else:
+            path.insert(0, str(_advertise_platform(scratch)))
+            ranks = self.settings.tensor_parallel
+            share = max(1, len(self.cores) // ranks)
+            threads = self.settings.threads or share
+            kept |= {"SGLANG_PLATFORM": PLATFORM_NAME, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": str(threads)}
+            kept["OMP_WAIT_POLICY"] = "passive"  # the trainer's threads want the same cores
+            if ranks > 1:  # on one NUMA node SGLang wants to be told which cores belong to which rank
+                cores = [self.cores[(r * share + i) % len(self.cores)] for r in range(ranks) for i in range(share)]
+                groups = [cores[r * share : (r + 1) * share] for r in range(ranks)]
+                kept["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, group)) for group in groups)
+        kept["PYTHONPATH"] = os.pathsep.join(p for p in path if p)
+        return kept
+
+
+def _advertise_platform(scratch: Path) -> Path:
+    """A folder for the import path in which SGLang finds the CPU platform, also where megappo is not installed."""
+    site = scratch / "site"
+    known = importlib.metadata.entry_points(group="sglang.srt.platforms")
+    if PLATFORM_NAME not in known.names:
+        info = site / f"megappo-{megappo.__version__}.dist-info"
+        info.mkdir(parents=True, exist_ok=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: megappo\nVersion: {megappo.__version__}\n")
+        (info / "entry_points.txt").write_text(f"[sglang.srt.platforms]\n{ENTRY_POINT}\n")
+    return site
+
+
+def free_port(host: str) -> int:
+    """A port of the interface that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class Server:
+    """One running server; made by `start_server`."""
+
+    endpoint: Endpoint
+    guard: subprocess.Popen[bytes]
+    session: int
+    """Process id of the server, which leads a session of its own."""
+    log: Path
+    deadline: float
+    settings: SGLangSettings
+    stopped: bool = field(default=False)
+
+    def wait_ready(self) -> None:
+        """Wait until it answers. Raises EngineFailure with the end of its log where it ends or hangs instead."""
+        while True:
+            if self.guard.poll() is not None:
+                raise EngineFailure(f"{self.endpoint.name} ended while it started; {self.log} ends with: {self.tail()}")
+            with suppress(EngineFailure):
+                call(self.endpoint, "/model_info", timeout_seconds=5.0, method="GET")
+                return
+            if time.monotonic() > self.deadline:
+                raise EngineFailure(
+                    f"{self.endpoint.name} gave no answer within rollout.sglang.start_timeout_seconds "
+                    f"{self.settings.start_timeout_seconds:g}; {self.log} ends with: {self.tail()}"
+                )
+            time.sleep(0.2)
+
+    def tail(self, characters: int = 1500) -> str:
+        """The end of its log."""
+        return self.log.read_text(errors="replace")[-characters:].strip() if self.log.exists() else ""
+
+    @property
+    def running(self) -> bool:
+        """Whether its process is there (it may hang)."""
+        return not self.stopped and self.guard.poll() is None
+
+    def stop(self) -> None:
+        """End it and what it made; returns when all of that is gone."""
+        if self.stopped:
+            return
+        self.stopped = True
+        assert self.guard.stdin is not None
+        with suppress(OSError):
+            self.guard.stdin.close()
+        try:
+            self.guard.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(self.session, signal.SIGKILL)
+            self.guard.kill()
+            self.guard.wait()
+
+
+def start_server(spec: ServerSpec, index: int, sender: int, starts: int) -> Server:
+    """Start a server; returns at once."""
+    # Short, because the names of sockets in it may not be longer than 107 bytes.
+    scratch = Path(tempfile.mkdtemp(prefix="mppo-", dir="/tmp"))
+    key, port = secrets.token_hex(16), free_port(spec.settings.host)
+    config = scratch / "server.yaml"
+    config.touch(mode=0o600)  # it holds the key, which a command line would show to everybody
+    config.write_text(json.dumps({k: v for k, v in spec.arguments(port, key).items() if v is not None}))
+    spec.log_directory.mkdir(parents=True, exist_ok=True)
+    log = spec.log_directory / f"engine-{index}.log"
+    command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")), str(scratch), str(log), "--"]
+    command += [sys.executable, "-m", "sglang.launch_server", "--config", str(config)]
+    try:
+        guard = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=spec.environment(scratch),
+            start_new_session=True,
+            cwd=scratch,
+        )
+    except OSError:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+    assert guard.stdout is not None
+    session = int(guard.stdout.readline())
+    host = "127.0.0.1" if spec.settings.host == "0.0.0.0" else spec.settings.host
+    endpoint = Endpoint(index, f"http://{host}:{port}", key, sender, starts)
+    deadline = time.monotonic() + spec.settings.start_timeout_seconds
+    return Server(endpoint, guard, session, log.absolute(), deadline, spec.settings)

@@ -1,0 +1,147 @@
+"""One weight sync of the engines that this rank sends to: session, buckets, verification.
+
+While an engine takes bucket k over, bucket k + 1 is gathered into the other of two buffers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from megappo.reshard.fingerprint import EngineShape, bucket_fingerprints, differing
+from megappo.reshard.stream import Bucket
+from megappo.rollout.sglang.client import Endpoint, EngineFailure, call
+from megappo.rollout.sglang.transport import Transport
+
+
+@dataclass
+class SyncSeconds:
+    """Where the time of a sync went on this rank; `gather` includes the conversion and the wait for other ranks."""
+
+    gather: float = 0.0
+    load: float = 0.0
+    """Waiting for engines to take buckets over, beyond what hid behind gathering."""
+    verify: float = 0.0
+    session: float = 0.0
+
+
+@dataclass
+class EngineSync:
+    """The state of one engine's sync."""
+
+    endpoint: Endpoint
+    transport: Transport
+    problem: str | None = None
+    """Why it failed; nothing more is sent then."""
+    loading: Future[None] | None = None
+
+    def step(self, action: Callable[[], object]) -> None:
+        """Do something unless it failed already, and note where it fails."""
+        if self.problem is None:
+            try:
+                action()
+            except EngineFailure as failure:
+                self.problem = str(failure)
+
+    def settle(self) -> None:
+        """Wait for the bucket that is being loaded."""
+        if self.loading is not None:
+            loading, self.loading = self.loading, None
+            self.step(loading.result)
+
+
+@dataclass
+class SyncRun:
+    """A sync of several engines from this rank's buffers."""
+
+    engines: Sequence[EngineSync]
+    shape: EngineShape
+    timeout_seconds: float
+    verify: bool
+    seconds: SyncSeconds = field(default_factory=SyncSeconds)
+    _expected: list[Future[dict[tuple[int, str], str]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._pool = ThreadPoolExecutor(2 * len(self.engines) + 1, thread_name_prefix="megappo-sync")
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Count what happens inside as time of a phase."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            setattr(self.seconds, phase, getattr(self.seconds, phase) + time.monotonic() - started)
+
+    def begin(self) -> None:
+        """Open a session on every engine; one that a broken sync left open is closed first."""
+        with self.timed("session"):
+            self._on_all(self._open)
+
+    def _open(self, engine: EngineSync) -> None:
+        with suppress(EngineFailure):
+            self._call(engine, "/end_weight_update")  # answers "no session is open" unless a sync broke off
+        self._call(engine, "/begin_weight_update")
+
+    def load(self, bucket: Bucket, flat_bytes: Tensor) -> None:
+        """Start loading a bucket; its buffer is free again after the next `settle`."""
+        for engine in self.engines:
+            if engine.problem is None:
+                engine.loading = self._pool.submit(engine.transport.load, bucket, flat_bytes)
+        if self.verify and self.engines:
+            whole = {slot.name: slot.view(flat_bytes) for slot in bucket.slots}
+            self._expected.append(self._pool.submit(bucket_fingerprints, self.shape, bucket.parameters, whole))
+
+    def settle(self) -> None:
+        """Wait until no buffer is in use."""
+        with self.timed("load"):
+            for engine in self.engines:
+                engine.settle()
+        with self.timed("verify"):
+            for expected in self._expected:
+                expected.result()
+
+    def finish(self, version: int) -> None:
+        """Close the sessions, compare what arrived, and only then give it its version."""
+        self.settle()
+        with self.timed("session"):
+            self._on_all(lambda engine: self._call(engine, "/end_weight_update"))
+        if self.verify:
+            with self.timed("verify"):
+                self._on_all(self._compare)
+        with self.timed("session"):
+            self._on_all(lambda engine: self._call(engine, "/flush_cache?timeout=10"))
+            self._on_all(lambda engine: self._publish(engine, version))
+        self._pool.shutdown()
+
+    def _compare(self, engine: EngineSync) -> None:
+        answer = self._call(engine, "/weights_checker", {"action": "checksum"})
+        actual = {
+            (place["tp_rank"], name): value
+            for rank in answer["ranks"]
+            for place in rank["parallelism_info"]
+            for name, value in rank["checksums"].items()
+        }
+        expected = {key: value for part in self._expected for key, value in part.result().items()}
+        wrong = differing(expected, actual)
+        if wrong:
+            more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+            raise EngineFailure(f"{engine.endpoint.name} does not hold what was sent: {', '.join(wrong[:5])}{more}")
+
+    def _publish(self, engine: EngineSync, version: int) -> None:
+        self._call(engine, "/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+
+    def _call(self, engine: EngineSync, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        return call(engine.endpoint, path, body, timeout_seconds=self.timeout_seconds)
+
+    def _on_all(self, action: Callable[[EngineSync], object]) -> None:
+        jobs = [self._pool.submit(engine.step, partial(action, engine)) for engine in self.engines]
+        for job in jobs:
+            job.result()

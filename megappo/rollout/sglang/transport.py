@@ -1,0 +1,188 @@
+"""How a bucket of weights gets from this process into one engine.
+
+On the same machine only a handle travels: the bucket lies in shared memory (CPU) or is opened by CUDA IPC, and every
+engine rank reads its own part of it. Elsewhere a process group of this rank and the engine's ranks broadcasts it.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import io
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megappo.reshard.stream import Bucket
+from megappo.rollout.sglang.client import Endpoint, EngineFailure, call
+from megappo.rollout.sglang.server import free_port
+
+_POLL_SECONDS = 0.002
+
+
+class Transport(Protocol):
+    """Brings buckets into one engine."""
+
+    def load(self, bucket: Bucket, flat_bytes: Tensor) -> None:
+        """Return when the engine has taken the bucket over. Raises EngineFailure."""
+        ...
+
+    def close(self) -> None:
+        """Forget the engine."""
+        ...
+
+
+class SharedTransport:
+    """Handles of memory that the engine opens."""
+
+    def __init__(self, endpoint: Endpoint, tp: int, timeout_seconds: float) -> None:
+        self._endpoint, self._tp, self._timeout = endpoint, tp, timeout_seconds
+
+    def load(self, bucket: Bucket, flat_bytes: Tensor) -> None:
+        """See `Transport.load`."""
+        # Plain records instead of SGLang's class: it reads the same attributes, and SGLang need not be imported.
+        metadata = [
+            SimpleNamespace(
+                name=s.name, shape=s.shape, dtype=s.dtype, start_idx=s.start, end_idx=s.stop, numel=s.stop - s.start
+            )
+            for s in bucket.slots
+        ]
+        payload = {"flattened_tensor": flat_bytes[: bucket.n_bytes], "metadata": metadata}
+        call(
+            self._endpoint,
+            "/update_weights_from_tensor",
+            {
+                # A handle may be opened once: torch counts openings, and removes the memory after the last.
+                "serialized_named_tensors": [_serialize(payload) for _ in range(self._tp)],
+                "load_format": "flattened_bucket",
+                "flush_cache": False,
+            },
+            timeout_seconds=self._timeout,
+        )
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _serialize(payload: dict[str, Any]) -> str:
+    if payload["flattened_tensor"].is_cuda:
+        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+
+        monkey_patch_torch_reductions()  # handles then name the device by its UUID
+    out = io.BytesIO()
+    ForkingPickler(out).dump(payload)
+    return base64.b64encode(out.getvalue()).decode()
+
+
+def share_by_name() -> None:
+    """Let handles of this process name memory. File descriptors, torch's other way, need an authentication key that
+    engine and trainer do not share."""
+    torch.multiprocessing.set_sharing_strategy("file_system")
+
+
+def share_buffers(count: int, n_bytes: int) -> list[Tensor]:
+    """Byte buffers on the CPU that other processes of this machine can open by handle."""
+    return [torch.empty(n_bytes, dtype=torch.uint8).share_memory_() for _ in range(count)]
+
+
+def buffer_handles(buffers: Sequence[Tensor]) -> bytes:
+    """What `open_buffers` needs in one other process; good for one opening."""
+    out = io.BytesIO()
+    ForkingPickler(out).dump(list(buffers))
+    return out.getvalue()
+
+
+def open_buffers(handles: bytes) -> list[Tensor]:
+    """The same memory in this process."""
+    found: list[Tensor] = ForkingPickler.loads(handles)
+    return found
+
+
+class BroadcastTransport:
+    """A process group of this rank (its rank 0) and the engine's ranks, made when the first bucket is sent."""
+
+    def __init__(self, endpoint: Endpoint, tp: int, address: str, timeout_seconds: float, backend: str) -> None:
+        self._endpoint, self._tp, self._address = endpoint, tp, address
+        self._timeout, self._backend = timeout_seconds, backend
+        self._group: dist.ProcessGroup | None = None
+        self._name = f"megappo-{endpoint.index}-{endpoint.starts}-{time.monotonic_ns()}"
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="megappo-sync")
+
+    def load(self, bucket: Bucket, flat_bytes: Tensor) -> None:
+        """See `Transport.load`."""
+        group = self._group or self._join()
+        body = {
+            "names": [s.name for s in bucket.slots],
+            "dtypes": [str(s.dtype).removeprefix("torch.") for s in bucket.slots],
+            "shapes": [list(s.shape) for s in bucket.slots],
+            "group_name": self._name,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+        }
+        answer = self._post("/update_weights_from_distributed", body)
+        work = group.broadcast(flat_bytes[: bucket.n_bytes], 0)
+        deadline = time.monotonic() + self._timeout
+        while not work.is_completed():
+            if answer.done():
+                answer.result()  # raises where the engine refused, and the group would wait for ever
+            if time.monotonic() > deadline:
+                raise EngineFailure(f"{self._endpoint.name} took no bucket within {self._timeout:g} seconds")
+            time.sleep(_POLL_SECONDS)
+        try:
+            work.wait()
+        except RuntimeError as error:  # what torch raises where a peer of the group is gone
+            raise EngineFailure(f"the broadcast to {self._endpoint.name} broke ({error})") from None
+        answer.result()
+
+    def _post(self, path: str, body: dict[str, Any]) -> Future[dict[str, Any]]:
+        return self._pool.submit(call, self._endpoint, path, body, timeout_seconds=self._timeout)
+
+    def _join(self) -> dist.ProcessGroup:
+        """Meet the engine's ranks at a store of our own; torchrun's belongs to the trainers."""
+        world, timeout = 1 + self._tp, datetime.timedelta(seconds=self._timeout)
+        port = free_port("0.0.0.0")
+        try:
+            store = dist.TCPStore(self._address, port, world, is_master=True, timeout=timeout, wait_for_workers=False)
+        except RuntimeError as error:
+            raise EngineFailure(
+                f"no broadcast group can be made at rollout.sglang.sync_address {self._address}:{port} ({error})"
+            ) from None
+        answer = self._post(
+            "/init_weights_update_group",
+            {
+                "master_address": self._address,
+                "master_port": port,
+                "rank_offset": 1,
+                "world_size": world,
+                "group_name": self._name,
+                "backend": self._backend,
+            },
+        )
+        try:
+            group, _ = dist.distributed_c10d._new_process_group_helper(
+                world,
+                0,
+                [],
+                dist.Backend(self._backend),
+                dist.PrefixStore(self._name, store),
+                group_name=cast(Any, self._name),
+                timeout=timeout,
+            )
+        except RuntimeError as error:
+            raise EngineFailure(f"{self._endpoint.name} did not join the broadcast group ({error})") from None
+        answer.result()
+        assert isinstance(group, dist.ProcessGroup)
+        self._store, self._group = store, group
+        return group
+
+    def close(self) -> None:
+        """Leave the group; its engine may be gone."""
+        self._group = None
+        self._pool.shutdown(wait=False, cancel_futures=True)

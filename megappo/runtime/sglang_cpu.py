@@ -1,0 +1,122 @@
+"""Lets the stock SGLang wheel generate on a machine without CUDA.
+
+SGLang finds this module through the entry point `megappo_cpu` of group `sglang.srt.platforms` (setup.py). On a machine
+with CUDA `activate` answers None and SGLang is left as it is. Nothing of megappo runs inside an engine but this file.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megappo.errors import RunError
+
+PLATFORM_NAME = "megappo_cpu"
+ENTRY_POINT = f"{PLATFORM_NAME} = megappo.runtime.sglang_cpu:activate"
+MENDED_VERSION = "0.5.23"
+"""What is replaced below was read in this version; another one is left alone and refused."""
+
+_MASK = 0xFFFFFFFF
+
+
+def require_sglang() -> None:
+    """Raises RunError without SGLang, or with one that does not run here."""
+    try:
+        version = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        raise RunError("rollout.engine is sglang, which is not installed; pip install 'megappo[sglang]'") from None
+    if version != MENDED_VERSION and not torch.cuda.is_available():
+        raise RunError(
+            f"SGLang {version} is installed, on a CPU only {MENDED_VERSION} runs; pip install 'megappo[sglang]'"
+        )
+
+
+def activate() -> str | None:
+    """Name of the platform's class, or None where SGLang's own platform for CUDA is the right one."""
+    return None if torch.cuda.is_available() else "megappo.runtime.sglang_cpu.CpuPlatform"
+
+
+@functools.cache
+def _make_platform() -> type:
+    from sglang.srt.arg_groups.choices import DETERMINISTIC_ATTENTION_BACKEND_CHOICES
+    from sglang.srt.platforms.cpu import CpuSRTPlatform
+    from sglang.srt.platforms.device_mixin import PlatformEnum
+    from sglang.srt.platforms.interface import PlatformCapabilities
+
+    # Attention in plain torch computes every sequence by itself, so its result does not depend on the batch.
+    if "torch_native" not in DETERMINISTIC_ATTENTION_BACKEND_CHOICES:
+        DETERMINISTIC_ATTENTION_BACKEND_CHOICES.append("torch_native")
+
+    class CpuPlatform(CpuSRTPlatform):
+        """A CPU without the compiled kernels of SGLang's CPU build."""
+
+        _enum = PlatformEnum.OOT
+        capabilities = PlatformCapabilities()
+
+        def get_default_attention_backend(self) -> str:
+            return "torch_native"
+
+        def init_backend(self) -> None:
+            mend()
+
+    return CpuPlatform
+
+
+def __getattr__(name: str) -> Any:
+    """The class is made when SGLang asks for it: this module must import where SGLang is not installed."""
+    if name == "CpuPlatform":
+        return _make_platform()
+    raise AttributeError(f"module {__name__} has no attribute {name}")
+
+
+def mend() -> None:
+    """Replace what has no CPU implementation in the wheel; called by SGLang in every process that runs a model.
+
+    - `murmur_hash32` (kernels/ops/sampling/murmur_hash.py:112), the noise of seeded sampling, wants SGLang's own CPU
+      kernels.
+    - `adjust_config_with_unaligned_cpu_tp` (update_config.py:226) pads feed-forward sizes for those kernels.
+    - `enable_batch_invariant_mode` (batch_invariant_ops.py:1010) registers Triton kernels for the device. The matrix
+      products of a CPU stay as they are: a response may then depend on its neighbours where rounding decides.
+    """
+    version = importlib.metadata.version("sglang")
+    if version != MENDED_VERSION:
+        raise RuntimeError(f"SGLang {version} was not tried on a CPU; install sglang=={MENDED_VERSION}")
+    # The sampler has bound the first name already when it is loaded before this, and binds it later otherwise.
+    for module in ("sglang.kernels.ops.sampling.murmur_hash", "sglang.srt.layers.sampler"):
+        importlib.import_module(module).murmur_hash32 = murmur_hash32  # type: ignore[attr-defined]
+    # Plain torch needs no alignment, and padded parameters would not be those that were sent.
+    runner: Any = importlib.import_module("sglang.srt.model_executor.model_runner")
+    runner.adjust_config_with_unaligned_cpu_tp = lambda model_config, *_args: model_config
+    invariant: Any = importlib.import_module("sglang.srt.batch_invariant_ops")
+    invariant.enable_batch_invariant_mode = lambda enable_bmm=True: None
+
+
+def _mix(state: Tensor, key: Tensor) -> Tensor:
+    """One round of MurmurHash3 (x86, 32 bit) on int64 tensors that hold unsigned 32-bit numbers."""
+    key = (key * 0xCC9E2D51) & _MASK
+    key = ((key << 15) | (key >> 17)) & _MASK
+    key = (key * 0x1B873593) & _MASK
+    state = state ^ key
+    state = ((state << 13) | (state >> 19)) & _MASK
+    return (state * 5 + 0xE6546B64) & _MASK
+
+
+def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tensor:
+    """The numbers of SGLang's Triton kernel: (n, m) uint32 from n seeds (64 bit), n positions and m columns."""
+    wide = seed.view(torch.int64)
+    state_N = _mix(torch.zeros_like(wide), wide & _MASK)
+    state_N = _mix(state_N, (wide >> 32) & _MASK)
+    state_N = _mix(state_N, positions.to(torch.int64) & _MASK)
+    state_NM = _mix(state_N[:, None], col_indices.to(torch.int64)[None] & _MASK)
+    state_NM = state_NM ^ 16
+    state_NM = state_NM ^ (state_NM >> 16)
+    state_NM = (state_NM * 0x85EBCA6B) & _MASK
+    state_NM = state_NM ^ (state_NM >> 13)
+    state_NM = (state_NM * 0xC2B2AE35) & _MASK
+    state_NM = state_NM ^ (state_NM >> 16)
+    return state_NM.to(torch.uint32)

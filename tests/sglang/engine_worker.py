@@ -1,0 +1,301 @@
+"""Real SGLang servers, given weights by real Megatron actors; see test_engines.py.
+
+Usage (under torchrun, two processes): engine_worker.py SCENARIO OUT.json
+
+Each scenario starts its servers once and runs every check on them. What a check found is written as numbers and words
+for the test to judge.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import megappo.assembly
+from distributed.models import VOCAB, write_model
+from megappo.assembly import Parts, assemble
+from megappo.config import derive_run, load_config
+from megappo.measures import check_mismatch
+from megappo.models.scoring import score_responses
+from megappo.reporting import Reporter
+from megappo.reshard.stream import Bucket
+from megappo.rollout import GenerateRequest, SamplingParams
+from megappo.rollout.sglang import SGLangEngine, SyncError
+from megappo.rollout.sglang.guard import session_pids, shared_files
+from megappo.rollout.sglang.transport import SharedTransport, share_buffers
+from megappo.runtime import Runtime, start_runtime
+from megappo.trainer import Trainer
+
+ROOT = Path(__file__).resolve().parents[2]
+SHORT_WAITS = "stall_timeout_seconds: 3, health_timeout_seconds: 6, sync_timeout_seconds: 60"
+LONG = SamplingParams(temperature=1.0, max_new_tokens=50, stop_token_ids=(1,))
+
+
+class Bench:
+    """One configuration's servers, and actors of any layout that use them."""
+
+    def __init__(self, folder: Path, runtime: Runtime, family: str, sglang: str, **changes: Any) -> None:
+        self.folder, self.runtime = folder, runtime
+        self.model = folder / family
+        if runtime.is_main:
+            write_model(self.model, family, 3, **changes)
+        dist.barrier()
+        self.overrides = [
+            f"model.path={self.model}",
+            f"model.tokenizer={ROOT / 'configs/models/tiny_arithmetic'}",
+            "model.init=pretrained",
+            f"rollout.sglang={{max_total_tokens: 16384, threads: 1, {SHORT_WAITS}, {sglang}}}",
+            "rollout.max_response_tokens=24",
+            "rollout.temperature=0.8",
+            "rollout.sync_bucket_bytes=12000",  # several buckets for a model of 100 kB
+            "actor.microbatch_budget_tokens=512",
+            "actor.optimizer.learning_rate=0.01",
+            "logging={console: quiet, tensorboard: false}",
+            "evaluation=null",
+            "data.validation=null",
+        ]
+        self.engine: SGLangEngine | None = None
+        self.made = 0
+
+    def trainer(self, layout: str) -> Trainer:
+        """A new actor, its engine the servers that run already."""
+        self.made += 1
+        overrides = [*self.overrides, f"actor.layout={layout}", f"run.directory={self.folder / str(self.made)}"]
+        config = load_config(
+            ROOT / "configs/sglang_quickstart.yaml", [*overrides, "critic=null", "algorithm.estimator=grpo"]
+        )
+        make = megappo.assembly._servers
+        if self.engine is not None:
+            megappo.assembly._servers = lambda *_: self.engine  # type: ignore[assignment, return-value]
+        try:
+            parts = assemble(config, derive_run(config, self.runtime.world_size), self.runtime)
+        finally:
+            megappo.assembly._servers = make
+        assert isinstance(parts.engine, SGLangEngine)
+        self.engine = parts.engine
+        parts.reward.close()
+        return Trainer(parts, Reporter(config, parts.derived, self.runtime))
+
+    def sessions(self) -> list[int]:
+        """Process ids of this rank's servers."""
+        assert self.engine is not None
+        return [server.session for server in self.engine._fleet._servers.values()]
+
+
+def after_an_update(bench: Bench, layout: str) -> dict[str, float]:
+    """Sync, step the optimizer, sync, sample: how far the engine is from the trainer then."""
+    trainer = bench.trainer(layout)
+    parts = trainer.parts
+    trainer.sync_weights()
+    first = trainer.metrics["sync/probe_gap"]
+    trainer.step = 1
+    rollouts = trainer.responses.of_step(1, weights_changed=False)
+    scored = trainer.score(rollouts, score_by_length(rollouts))
+    trainer.update_actor(trainer.estimate_advantages(scored))
+    before = mismatch(parts, trainer, 2)
+    trainer.weight_version = parts.engine.version
+    trainer.sync_weights()
+    return {
+        "probe": max(first, trainer.metrics["sync/probe_gap"]),
+        "without_sync": before,
+        "after_sync": mismatch(parts, trainer, 3),
+        "buckets": float(len(parts.weights.buckets)),
+        "version": float(parts.engine.version),
+    }
+
+
+def score_by_length(rollouts: Any) -> Any:
+    return rollouts.response_lengths_B.float() % 5
+
+
+def mismatch(parts: Parts, trainer: Trainer, step: int) -> float:
+    """Largest gap between engine and trainer on a fresh batch, in nats."""
+    rollouts = trainer.responses.of_step(step, weights_changed=False)
+    assert set(rollouts.weight_versions_B.tolist()) == {parts.engine.version}
+    logprob = score_responses(parts.actor, rollouts)
+    return check_mismatch(logprob, rollouts, parts.config.algorithm, parts.runtime)["mismatch/max"]
+
+
+def requests(rank: int, count: int = 24) -> list[GenerateRequest]:
+    return [GenerateRequest((2 + rank, 3 + i % 7, 4 + i % 11), seed=1000 * rank + i) for i in range(count)]
+
+
+def hit(bench: Bench, number: int, first: int, delay: float) -> threading.Timer:
+    """Send a signal to every process of one of this rank's servers after a while."""
+
+    def strike() -> None:
+        for pid in session_pids(bench.sessions()[first]):
+            os.kill(pid, number)
+
+    timer = threading.Timer(delay, strike)
+    timer.start()
+    return timer
+
+
+def disturbed_rollout(bench: Bench, number: int) -> dict[str, Any]:
+    """The same requests undisturbed and with a server struck down in the middle."""
+    engine, rank = bench.engine, bench.runtime.rank
+    assert engine is not None
+    started = time.monotonic()
+    calm = engine.generate(requests(rank), LONG)
+    seconds = time.monotonic() - started
+    restarts = engine.restarts
+    if rank == 0:
+        hit(bench, number, 0, seconds / 3)
+    rough = engine.generate(requests(rank), LONG)
+    survivors = sorted(engine._current)
+    engine._bring_up_to_date()
+    again = engine.generate(requests(rank), LONG)
+    return {
+        "answers": len(rough),
+        "same_tokens": [c.token_ids for c in calm] == [c.token_ids for c in rough] == [c.token_ids for c in again],
+        "logprob_gap": max(
+            abs(x - y) for a, b in zip(calm, rough, strict=True) for x, y in zip(a.logprobs, b.logprobs, strict=False)
+        ),
+        "survivors": survivors,
+        "restarts": engine.restarts - restarts,
+        "versions": sorted({c.weight_version for c in rough}),
+        "version": engine.version,
+    }
+
+
+@contextmanager
+def loading(replacement: Callable[..., None]) -> Iterator[None]:
+    """Buckets go through `replacement(original, transport, bucket, flat)` on their way."""
+    original = SharedTransport.load
+    SharedTransport.load = lambda self, bucket, flat: replacement(original, self, bucket, flat)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        SharedTransport.load = original  # type: ignore[method-assign]
+
+
+def corrupted_sync(trainer: Trainer, victim: str, times: int) -> dict[str, Any]:
+    """One number of one tensor changes on its way, so many times."""
+    left = [times]
+
+    def load(original: Any, transport: SharedTransport, bucket: Bucket, flat: Any) -> None:
+        slot = next((s for s in bucket.slots if s.name == victim), None)
+        if slot is None or not left[0]:
+            return original(transport, bucket, flat)
+        left[0] -= 1
+        wrong = share_buffers(1, bucket.n_bytes)[0]
+        wrong.copy_(flat[: bucket.n_bytes])
+        slot.view(wrong).view(-1)[5] += 1e-3
+        return original(transport, bucket, wrong)
+
+    error = ""
+    with loading(load):
+        try:
+            trainer.sync_weights()
+        except SyncError as problem:
+            error = str(problem)
+    return {"error": error, "current": sorted(trainer.parts.engine._current), "version": trainer.parts.engine.version}  # type: ignore[attr-defined]
+
+
+def cut_sync(bench: Bench, trainer: Trainer) -> dict[str, Any]:
+    """A server is killed when half of the buckets are in it."""
+    engine = bench.engine
+    assert engine is not None
+    restarts, seen = engine.restarts, [0]
+
+    def load(original: Any, transport: SharedTransport, bucket: Bucket, flat: Any) -> None:
+        seen[0] += 1
+        if bench.runtime.rank == 0 and seen[0] == len(trainer.parts.weights.buckets) // 2:
+            for pid in session_pids(bench.sessions()[0]):
+                os.kill(pid, signal.SIGKILL)
+        original(transport, bucket, flat)
+
+    with loading(load):
+        trainer.sync_weights()
+    return {
+        "restarts": engine.restarts - restarts,
+        "probe": trainer.metrics["sync/probe_gap"],
+        "current": sorted(engine._current),
+        "mismatch": mismatch(trainer.parts, trainer, 9),
+    }
+
+
+def two_engines(folder: Path, runtime: Runtime) -> dict[str, Any]:
+    """Llama, two servers of one rank each, one looked after by each trainer rank."""
+    bench = Bench(folder, runtime, "llama", "engines: 2", tie_word_embeddings=False)
+    found: dict[str, Any] = {"TP2": after_an_update(bench, "{tensor_parallel: 2}")}
+    found["kill"] = disturbed_rollout(bench, signal.SIGKILL)
+    found["PP2"] = after_an_update(bench, "{pipeline_parallel: 2}")
+    found["stop"] = disturbed_rollout(bench, signal.SIGSTOP)
+    trainer = bench.trainer("{tensor_parallel: 2}")
+    trainer.weight_version = trainer.parts.engine.version
+    found["cut"] = cut_sync(bench, trainer)
+    victim = "model.layers.2.mlp.up_proj.weight"
+    found["once"] = corrupted_sync(trainer, victim, 1)
+    found["always"] = corrupted_sync(trainer, victim, 99)
+    return found | leave(bench)
+
+
+def sharded_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
+    """Qwen3 with tied embeddings, one server of two ranks."""
+    bench = Bench(folder, runtime, "qwen3", "tensor_parallel: 2", tie_word_embeddings=True)
+    found: dict[str, Any] = {"TP2": after_an_update(bench, "{tensor_parallel: 2}")}
+    found["PP2"] = after_an_update(bench, "{pipeline_parallel: 2}")
+    return found | leave(bench)
+
+
+def broadcast_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
+    """Llama with tied embeddings, weights through a broadcast group."""
+    bench = Bench(folder, runtime, "llama", "placement: disaggregated", tie_word_embeddings=True)
+    found: dict[str, Any] = {"TP2": after_an_update(bench, "{tensor_parallel: 2}")}
+    found["kill"] = disturbed_rollout(bench, signal.SIGKILL)
+    found["DP2"] = after_an_update(bench, "{}")
+    found["external"] = through_urls(folder, runtime, bench)
+    return found | leave(bench)
+
+
+def through_urls(folder: Path, runtime: Runtime, bench: Bench) -> dict[str, float]:
+    """The same server again, as one that somebody else started."""
+    assert bench.engine is not None
+    endpoint = bench.engine.endpoints[0]
+    os.environ["MEGAPPO_SGLANG_API_KEY"] = endpoint.key
+    other = Bench(
+        folder / "urls",
+        runtime,
+        "llama",
+        f"placement: disaggregated, urls: ['{endpoint.url}']",
+        tie_word_embeddings=True,
+    )
+    return after_an_update(other, "{tensor_parallel: 2}")
+
+
+def leave(bench: Bench) -> dict[str, Any]:
+    """What this rank's servers had made, then their end."""
+    sessions = bench.sessions()
+    files = sorted(shared_files([pid for s in sessions for pid in session_pids(s)]))
+    assert bench.engine is not None
+    urls = [e.url for e in bench.engine.endpoints]
+    bench.engine.close()
+    return {"sessions": sessions, "files": files, "urls": urls}
+
+
+def main() -> None:
+    scenario, out = sys.argv[1], Path(sys.argv[2])
+    config = load_config(ROOT / "configs/sglang_quickstart.yaml", ["runtime.collective_timeout_seconds=300"])
+    with start_runtime(config.runtime) as runtime:
+        found = globals()[scenario](out.parent, runtime)
+        gathered: list[Any] = [None] * runtime.world_size
+        dist.all_gather_object(gathered, found)
+        if runtime.is_main:
+            out.write_text(json.dumps(gathered))
+
+
+if __name__ == "__main__":
+    assert VOCAB == 131
+    main()

@@ -1,0 +1,189 @@
+"""Requests are spread over engines and survive engines that die, hang, refuse or lie; servers here are stand-ins."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from megappo.config.engine import SGLangSettings
+from megappo.rollout.engine import GenerateRequest, SamplingParams
+from megappo.rollout.sglang.client import Endpoint, EngineFailure, call
+
+if importlib.util.find_spec("aiohttp") is None:
+    pytest.skip("needs launch/requirements-sglang.txt", allow_module_level=True)
+
+from aiohttp import web
+
+from megappo.rollout.sglang.dispatch import Outcome, Round
+
+PARAMS = SamplingParams(temperature=0.5, max_new_tokens=4, stop_token_ids=(1,))
+Answer = Callable[[dict[str, Any]], Any]
+
+
+class StandIn:
+    """A server that answers /generate as told and counts the samples it was asked for."""
+
+    def __init__(self, index: int, seconds: float = 0.0) -> None:
+        self.index, self.seconds, self.asked = index, seconds, 0
+        self.version, self.status, self.healthy = "7", 200, True
+        self.fail_after: int | None = None
+        """Breaks the connection once so many samples were asked for."""
+        self.hang_after: int | None = None
+        self.bodies: list[dict[str, Any]] = []
+        self._ready = threading.Event()
+        threading.Thread(target=self._serve, daemon=True).start()
+        assert self._ready.wait(10)
+
+    def _serve(self) -> None:
+        loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(loop)
+        app = web.Application()
+        app.router.add_post("/generate", self._generate)
+        app.router.add_get("/health_generate", self._health)
+        runner = web.AppRunner(app)
+        loop.run_until_complete(runner.setup())
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        loop.run_until_complete(site.start())
+        self.endpoint = Endpoint(self.index, f"http://127.0.0.1:{runner.addresses[0][1]}", "key", 0)
+        self._ready.set()
+        loop.run_forever()
+
+    async def _health(self, _request: web.Request) -> web.Response:
+        return web.Response(status=200 if self.healthy else 503)
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        assert request.headers["Authorization"] == "Bearer key"
+        body = await request.json()
+        self.bodies.append(body)
+        self.asked += len(body["input_ids"])
+        if self.fail_after is not None and self.asked > self.fail_after:
+            assert request.transport is not None
+            request.transport.abort()
+        if self.hang_after is not None and self.asked > self.hang_after:
+            await asyncio.sleep(60)
+        await asyncio.sleep(self.seconds * len(body["input_ids"]))
+        if self.status != 200:
+            return web.Response(status=self.status, text="because")
+        return web.json_response([self._text(ids) for ids in body["input_ids"]])
+
+    def _text(self, ids: list[int]) -> dict[str, Any]:
+        return {
+            "output_ids": [ids[-1], 1],
+            "meta_info": {
+                "finish_reason": {"type": "stop", "matched": 1},
+                "weight_version": self.version,
+                "output_token_logprobs": [[-0.5, ids[-1], None], [-0.25, 1, None]],
+            },
+        }
+
+
+def settings(**changes: Any) -> SGLangSettings:
+    return SGLangSettings(**({"stall_timeout_seconds": 0.5, "health_timeout_seconds": 1.0} | changes))
+
+
+def spread(servers: list[StandIn], count: int = 200, **changes: Any) -> Outcome:
+    requests = {i: GenerateRequest((2, 100 + i), seed=i) for i in range(count)}
+    return Round([s.endpoint for s in servers], requests, PARAMS, 7, settings(**changes)).result()
+
+
+def complete(outcome: Outcome, count: int = 200) -> bool:
+    """Every request has its own answer, once."""
+    return (
+        all(outcome.completions[i].token_ids == (100 + i, 1) for i in range(count))
+        and len(outcome.completions) == count
+    )
+
+
+def test_work_follows_speed() -> None:
+    fast, slow = StandIn(0, 0.001), StandIn(1, 0.02)
+    outcome = spread([fast, slow], max_inflight_sequences=16)
+    assert complete(outcome) and not outcome.failures
+    assert fast.asked + slow.asked == 200
+    assert fast.asked > 2 * slow.asked > 0
+    assert outcome.completions[3].logprobs == (-0.5, -0.25)
+    sampling = fast.bodies[0]["sampling_params"][0]
+    assert sampling["temperature"] == 0.5 and sampling["stop_token_ids"] == [1] and "sampling_seed" in sampling
+
+
+def test_a_dead_engine_gives_its_work_to_the_others() -> None:
+    well, dying = StandIn(0, 0.002), StandIn(1, 0.002)
+    dying.fail_after = 30
+    outcome = spread([well, dying])
+    assert complete(outcome)
+    assert list(outcome.failures) == [1] and "broke off while it generated" in outcome.failures[1]
+
+
+def test_a_hung_engine_is_asked_for_its_health_first() -> None:
+    well, hanging = StandIn(0), StandIn(1)
+    hanging.hang_after, hanging.healthy = 20, False
+    started = time.monotonic()
+    outcome = spread([well, hanging])
+    assert complete(outcome)
+    assert list(outcome.failures) == [1] and "is not well" in outcome.failures[1]
+    assert time.monotonic() - started < 10
+
+
+def test_a_slow_engine_that_is_well_is_waited_for() -> None:
+    slow = StandIn(0, 0.2)
+    outcome = spread([slow], 20)
+    assert complete(outcome, 20) and not outcome.failures
+
+
+def test_a_response_has_a_deadline() -> None:
+    slow = StandIn(0)
+    slow.hang_after = 0
+    outcome = spread([slow], 5, request_timeout_seconds=1.0)
+    assert outcome.completions == {}
+    assert "gave no response within 1 seconds" in outcome.failures[0]
+
+
+def test_without_engines_everything_is_left() -> None:
+    outcome = spread([], 5)
+    assert outcome.completions == {}
+
+
+def test_other_weights_are_not_taken() -> None:
+    well, old = StandIn(0), StandIn(1)
+    old.version = "6"
+    outcome = spread([well, old])
+    assert complete(outcome)
+    assert "generated with weights ['6'], not 7" in outcome.failures[1]
+
+
+def test_a_refused_request_stops_the_run() -> None:
+    server = StandIn(0)
+    server.status = 400
+    refusal = spread([server]).refusal
+    assert refusal is not None and "refused to generate: because" in refusal
+
+
+def test_a_round_can_be_given_up() -> None:
+    server = StandIn(0)
+    server.hang_after = 0
+    requests = {0: GenerateRequest((2, 3), seed=0)}
+    round_ = Round([server.endpoint], requests, PARAMS, 7, settings(stall_timeout_seconds=60.0))
+    started = time.monotonic()
+    round_.cancel()
+    assert time.monotonic() - started < 5
+
+
+@contextmanager
+def silent_port() -> Iterator[str]:
+    """Something that takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_every_control_request_has_a_deadline() -> None:
+    with silent_port() as url, pytest.raises(EngineFailure, match="did not answer /x within 0.5 seconds"):
+        call(Endpoint(0, url, "", 0), "/x", timeout_seconds=0.5)
+    with pytest.raises(EngineFailure, match="cannot be reached for /x"):
+        call(Endpoint(0, "http://127.0.0.1:9", "", 0), "/x", timeout_seconds=0.5)

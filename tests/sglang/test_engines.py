@@ -1,0 +1,128 @@
+"""Real SGLang servers hold exactly what real Megatron actors hold, whatever happens to them in between."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from distributed.harness import launch
+from megappo.rollout.sglang.guard import session_pids
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("sglang") is None, reason="needs launch/requirements-sglang.txt"
+)
+Found = list[dict[str, Any]]
+EXACT = 1e-5  # nats, float32 on both sides
+
+
+@pytest.fixture(scope="module")
+def scenario(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Found]:
+    """Runs a scenario once; what each rank found."""
+    done: dict[str, Found] = {}
+
+    def run(name: str) -> Found:
+        if name not in done:
+            done[name] = []  # not tried again by the next test
+            out = tmp_path_factory.mktemp(name) / "found.json"
+            launch("../sglang/engine_worker.py", 2, name, out, timeout_seconds=570)
+            done[name] = json.loads(out.read_text())
+        assert done[name], "the scenario failed"
+        return done[name]
+
+    return run
+
+
+LAYOUTS = [
+    ("two_engines", "TP2"),  # Llama, own output layer, engine TP1
+    ("two_engines", "PP2"),
+    ("sharded_engine", "TP2"),  # Qwen3, tied, engine TP2
+    ("sharded_engine", "PP2"),
+    ("broadcast_engine", "TP2"),  # Llama, tied, engine TP1, broadcast group
+    ("broadcast_engine", "DP2"),
+    ("broadcast_engine", "external"),
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), LAYOUTS)
+def test_an_engine_says_what_the_updated_actor_says(scenario: Callable[[str], Found], name: str, layout: str) -> None:
+    """Before the sync they differ by the update; after it, by rounding. Every sync compared all fingerprints."""
+    for found in scenario(name):
+        case = found[layout]
+        assert case["buckets"] > 3
+        assert case["without_sync"] > 1e-2
+        assert case["after_sync"] < EXACT
+        assert case["probe"] < EXACT
+
+
+@pytest.mark.parametrize(
+    ("name", "accident"), [("two_engines", "kill"), ("two_engines", "stop"), ("broadcast_engine", "kill")]
+)
+def test_a_lost_engine_costs_no_sample(scenario: Callable[[str], Found], name: str, accident: str) -> None:
+    """Killed, or stopped so that it hangs, in the middle of a rollout: every prompt has its one answer."""
+    for found in scenario(name):
+        case = found[accident]
+        assert case["answers"] == 24
+        assert case["same_tokens"]
+        assert case["logprob_gap"] < EXACT
+        assert case["restarts"] == 1
+        assert case["versions"] == [case["version"]]
+        assert case["survivors"] == ([1] if name == "two_engines" else [0])
+
+
+def test_a_sync_that_is_cut_in_half_is_made_again(scenario: Callable[[str], Found]) -> None:
+    for found in scenario("two_engines"):
+        assert found["cut"]["restarts"] == 1
+        assert found["cut"]["current"] == [0, 1]
+        assert found["cut"]["probe"] < EXACT
+        assert found["cut"]["mismatch"] < EXACT
+
+
+def test_a_corrupted_tensor_is_sent_again(scenario: Callable[[str], Found]) -> None:
+    for found in scenario("two_engines"):
+        assert found["once"]["error"] == ""
+        assert found["once"]["current"] == [0, 1]
+
+
+def test_a_tensor_that_stays_wrong_stops_the_run_by_name(scenario: Callable[[str], Found]) -> None:
+    for found in scenario("two_engines"):
+        assert "failed 3 times" in found["always"]["error"]
+        assert "does not hold what was sent: model.layers.2.mlp.gate_up_proj.weight;" in found["always"]["error"] + ";"
+        assert found["always"]["current"] == []  # nothing may generate with mixed weights
+
+
+@pytest.mark.parametrize("name", ["two_engines", "sharded_engine", "broadcast_engine"])
+def test_nothing_is_left_behind(scenario: Callable[[str], Found], name: str) -> None:
+    for found in scenario(name):
+        for session in found["sessions"]:
+            assert session_pids(session) == []
+        assert not [file for file in found["files"] if os.path.exists(file)]
+        for url in found["urls"]:
+            with socket.socket() as probe:
+                assert probe.connect_ex((urlsplit(url).hostname, urlsplit(url).port)) != 0
+    assert [s for found in scenario(name) for s in found["sessions"]]
+
+
+def test_no_scratch_folder_is_left(scenario: Callable[[str], Found]) -> None:
+    scenario("sharded_engine")
+    mine = [p for p in Path("/tmp").glob("mppo-*") if p.owner() == Path.home().owner()]
+    assert not [p for p in mine if not _in_use(p)]
+
+
+def _in_use(folder: Path) -> bool:
+    """Another run on this machine may have servers of its own."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if str(folder).encode() in (entry / "cmdline").read_bytes():
+                    return True
+            except OSError:
+                continue
+    return False

@@ -1,0 +1,134 @@
+"""Whole runs through SGLang from the command line, and how they end."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megappo.observe import read_metrics
+from megappo.observe.metric_docs import METRICS
+from megappo.rollout.sglang.guard import session_pids
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("sglang") is None, reason="needs launch/requirements-sglang.txt"
+)
+SMALL = ("rollout.prompts_per_step=10", "actor.minibatch_sequences=40", "critic.minibatch_sequences=40")
+
+
+def start(config: str, directory: Path, *overrides: str, processes: int) -> subprocess.Popen[str]:
+    """The command line in a process group of its own."""
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    command = [*launcher, "-m", "megappo", "train", f"configs/{config}.yaml", f"run.directory={directory}", *overrides]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def finish(run: subprocess.Popen[str], timeout: float) -> str:
+    """Its output once it has ended; ends it with everything it started where that takes too long."""
+    try:
+        return run.communicate(timeout=timeout)[0]
+    finally:
+        if run.poll() is None:
+            os.killpg(run.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("config", ["sglang_quickstart", "sglang_disaggregated"])
+def test_a_short_run(tmp_path: Path, config: str) -> None:
+    run = start(config, tmp_path / "run", *SMALL, "run.steps=3", "evaluation.every_steps=2", processes=2)
+    output = finish(run, 400)
+    assert run.returncode == 0, output[-4000:]
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    names = {name for line in lines for name in line} - {"step"}
+    assert names <= set(METRICS), names - set(METRICS)
+    ahead = config == "sglang_disaggregated"
+    for line in lines[1:]:
+        assert line["engine/restarts"] == 0 if "engine/restarts" in line else ahead
+        assert {"mismatch/mean", "mismatch/max", "mismatch/k3", "mismatch/truncated"} <= line.keys()
+        assert line["rollout/lag"] == (1 if ahead and line["step"] > 1 else 0)
+        if line["rollout/lag"] == 0:
+            assert line["mismatch/max"] < 1e-5
+        else:  # an update lies between what sampled and what is trained
+            assert 1e-4 < line["mismatch/mean"] < 0.5
+        assert line.get("sync/probe_gap", 0) < 1e-5
+    assert lines[-1]["reward/mean"] >= 0
+    assert (tmp_path / "run" / "engines" / "engine-0.log").exists()
+    assert len(list((tmp_path / "run" / "engines").glob("*.log"))) == (2 if ahead else 1)
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A run in its third step or later, and the sessions of its servers."""
+    one = ("actor.layout={}", "critic.layout={}", "evaluation=null", "data.validation=null")
+    run = start("sglang_quickstart", tmp_path / "run", *SMALL, *one, "run.steps=100000", processes=1)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 300
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
+        assert run.poll() is None and time.monotonic() < deadline, run.communicate(timeout=10)[0][-3000:]
+        time.sleep(0.2)
+    sessions = [pid for guard in children(run.pid, "guard.py") for pid in children(guard, "launch_server")]
+    yield run, sessions
+    if run.poll() is None:
+        os.killpg(run.pid, signal.SIGKILL)
+
+
+def children(parent: int, word: str) -> list[int]:
+    """Child processes with a word in their command."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                if int(fields[1]) == parent and word.encode() in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "killed"])
+def test_servers_end_with_the_run(running: tuple[subprocess.Popen[str], list[int]], number: int) -> None:
+    run, sessions = running
+    assert sessions and all(session_pids(s) for s in sessions)
+    os.killpg(run.pid, number)
+    run.wait(60)
+    deadline = time.monotonic() + 30
+    while any(session_pids(s) for s in sessions):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def test_external_servers_that_are_not_there(tmp_path: Path) -> None:
+    """The deadline is kept, and the sentence names the server."""
+    sglang = "{placement: disaggregated, urls: ['http://127.0.0.1:9'], start_timeout_seconds: 2}"
+    one = ("actor.layout={}", "critic.layout={}", "evaluation=null", "data.validation=null")
+    run = start("sglang_quickstart", tmp_path / "run", *one, f"rollout.sglang={sglang}", processes=1)
+    output = finish(run, 120)
+    assert run.returncode == 1
+    assert "engine 0 (http://127.0.0.1:9) of rollout.sglang.urls gave no healthy answer" in output
+    assert "Traceback" not in output
+
+
+def test_a_server_that_cannot_start(tmp_path: Path) -> None:
+    """What SGLang said stands in the sentence."""
+    sglang = "{arguments: {no-such-argument: 1}, max_restarts: 1}"
+    one = ("actor.layout={}", "critic.layout={}", "evaluation=null", "data.validation=null")
+    run = start("sglang_quickstart", tmp_path / "run", *one, f"rollout.sglang={sglang}", processes=1)
+    output = finish(run, 200)
+    assert run.returncode == 1
+    assert "the engines cannot be started: engine 0" in output
+    assert "no-such-argument" in output
+    assert 'Traceback (most recent call last):\n  File "/' not in output.split("megappo: error")[0]

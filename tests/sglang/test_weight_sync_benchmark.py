@@ -1,0 +1,40 @@
+"""The benchmark of the weight sync runs and says what it should."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("sglang") is None, reason="needs launch/requirements-sglang.txt"
+)
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.run(
+        [*command, "benchmarks/weight_sync.py", *arguments],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400, check=False,
+    )  # fmt: skip
+
+
+def test_the_table(tmp_path: Path) -> None:
+    out = tmp_path / "sync.json"
+    done = bench(
+        "configs/sglang_quickstart.yaml", "rollout.sync_bucket_bytes=50000", "--repeat", "2", "--json", str(out)
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = {row["way"]: row for row in json.loads(out.read_text())["rows"]}
+    assert list(rows) == ["copy", "sync", "unverified", "naive"]
+    assert all(row["seconds"] > 0 and row["gigabytes_per_second"] > 0 for row in rows.values())
+    assert rows["sync"]["phases"].keys() == {"gather", "load", "verify", "session"}
+    assert rows["sync"]["phases"]["verify"] > rows["unverified"]["phases"]["verify"]
+    assert "of the copy" in done.stdout and "x the naive path" in done.stdout

@@ -1,0 +1,230 @@
+"""What can be said of the SGLang engine without a server: fingerprints, noise, the guard, settings."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+from megappo.architecture import ArchitectureConfig, ModelShape
+from megappo.config.engine import SGLangSettings
+from megappo.config.load import load_config
+from megappo.config.rules import server_rules
+from megappo.errors import RunError
+from megappo.reshard.fingerprint import EngineShape, bucket_fingerprints, differing
+from megappo.reshard.hf_map import hf_shape, model_parameters
+from megappo.rollout.sglang.guard import session_pids
+from megappo.rollout.sglang.server import ServerSpec
+from megappo.runtime import sglang_cpu
+
+ROOT = Path(__file__).parents[2]
+GUARD = ROOT / "megappo" / "rollout" / "sglang" / "guard.py"
+
+
+def arch(**changes: Any) -> ArchitectureConfig:
+    sizes = {
+        "layers": 2, "hidden_size": 16, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_hidden_size": 24,
+        "vocab_size": 131, "tied_embeddings": False, "qkv_bias": True, "qk_norm": True,
+    }  # fmt: skip
+    return cast(ArchitectureConfig, SimpleNamespace(**(sizes | changes)))
+
+
+def checksum(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().numpy().tobytes()).digest()[:8].hex()
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_fingerprints_are_those_of_the_engines_own_parameters(tp: int) -> None:
+    """Built here the long way: fused, sharded, key/value heads repeated, vocabulary padded to a multiple of 64."""
+    a = arch()
+    parameters = list(model_parameters(a))
+    whole = {name: torch.randn(hf_shape(a, name)) for p in parameters for name in p.hf}
+    found = bucket_fingerprints(EngineShape(a, tp), parameters, whole)
+    assert {rank for rank, _ in found} == set(range(tp))
+    layer = "model.layers.1."
+    for rank in range(tp):
+        q = whole[layer + "self_attn.q_proj.weight"].chunk(tp)[rank]
+        head = rank * 2 // tp
+        heads = slice(head * 8, (head + max(1, 2 // tp)) * 8)
+        k, v = (whole[layer + f"self_attn.{n}_proj.weight"][heads] for n in "kv")
+        assert found[rank, layer + "self_attn.qkv_proj.weight"] == checksum(torch.cat([q, k, v]))
+        gate, up = (whole[layer + f"mlp.{n}_proj.weight"].chunk(tp)[rank] for n in ("gate", "up"))
+        assert found[rank, layer + "mlp.gate_up_proj.weight"] == checksum(torch.cat([gate, up]))
+        down = whole[layer + "mlp.down_proj.weight"].chunk(tp, dim=1)[rank]
+        assert found[rank, layer + "mlp.down_proj.weight"] == checksum(down)
+        padded = torch.zeros(192, 16)
+        padded[:131] = whole["lm_head.weight"]
+        assert found[rank, "lm_head.weight"] == checksum(padded.chunk(tp)[rank])
+        assert found[rank, layer + "self_attn.k_norm.weight"] == checksum(whole[layer + "self_attn.k_norm.weight"])
+
+
+def test_differences_are_named() -> None:
+    sent = {(0, "a"): "1", (1, "a"): "2", (0, "b"): "3"}
+    assert differing(sent, sent) == []
+    assert differing(sent, sent | {(1, "a"): "x"}) == ["a"]
+    assert differing(sent, {(0, "a"): "1", (1, "a"): "2"}) == ["b"]
+    assert differing(sent, sent | {(0, "c"): "9"}) == ["c"]
+
+
+def murmur(data: bytes) -> int:
+    """MurmurHash3 (x86, 32 bit) with seed 0 over whole blocks, as its author wrote it."""
+    mask, h = 0xFFFFFFFF, 0
+    for i in range(0, len(data), 4):
+        k = int.from_bytes(data[i : i + 4], "little") * 0xCC9E2D51 & mask
+        k = (k << 15 | k >> 17) & mask
+        h ^= k * 0x1B873593 & mask
+        h = (h << 13 | h >> 19) & mask
+        h = (h * 5 + 0xE6546B64) & mask
+    h ^= len(data)
+    h = (h ^ h >> 16) * 0x85EBCA6B & mask
+    h = (h ^ h >> 13) * 0xC2B2AE35 & mask
+    return h ^ h >> 16
+
+
+def test_the_noise_of_seeded_sampling_is_that_of_the_gpu() -> None:
+    """Blocks of the hash: seed low, seed high, position, column."""
+    seeds = torch.tensor([1, 2**62 + 12345, 2**63 - 1], dtype=torch.int64)
+    positions, columns = torch.tensor([0, 7, 100_000]), torch.arange(5)
+    found = sglang_cpu.murmur_hash32(seeds.to(torch.uint64), positions, columns)
+    assert found.dtype == torch.uint32
+    for n, (seed, position) in enumerate(zip(seeds.tolist(), positions.tolist(), strict=True)):
+        blocks = [seed & 0xFFFFFFFF, seed >> 32, position]
+        expected = [murmur(b"".join(x.to_bytes(4, "little") for x in [*blocks, c])) for c in range(5)]
+        assert found[n].tolist() == expected
+
+
+def test_the_platform_is_for_machines_without_cuda_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert sglang_cpu.activate() == "megappo.runtime.sglang_cpu.CpuPlatform"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert sglang_cpu.activate() is None
+    assert f'"{sglang_cpu.ENTRY_POINT}"' in (ROOT / "setup.py").read_text()
+
+
+def test_without_sglang_a_run_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(_name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(RunError, match="rollout.engine is sglang, which is not installed; pip install"):
+        sglang_cpu.require_sglang()
+    monkeypatch.setattr(importlib.metadata, "version", lambda _name: "0.6.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RunError, match="SGLang 0.6.0 is installed, on a CPU only 0.5.23 runs"):
+        sglang_cpu.require_sglang()
+
+
+def guarded(tmp_path: Path, command: str) -> tuple[subprocess.Popen[bytes], int]:
+    """A shell command under a guard; returns the guard and the command's session."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    line = [sys.executable, "-I", "-S", str(GUARD), str(scratch), str(tmp_path / "log"), "--", "bash", "-c", command]
+    guard = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    assert guard.stdout is not None
+    return guard, int(guard.stdout.readline())
+
+
+def test_a_guard_ends_everything_when_its_owner_goes(tmp_path: Path) -> None:
+    """Also what ignores SIGTERM, what is stopped, and what is not a child any more."""
+    guard, session = guarded(
+        tmp_path, "trap '' TERM; (sleep 1000 &) ; sleep 1001 & kill -STOP $!; sleep 1002; sleep 1003"
+    )
+    deadline = time.monotonic() + 10
+    while len(session_pids(session)) < 4 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(session_pids(session)) == 4
+    os.kill(guard.pid, signal.SIGINT)  # Ctrl-C is the owner's business
+    assert guard.stdin is not None
+    guard.stdin.close()
+    assert guard.wait(15) == 0
+    assert session_pids(session) == []
+    assert not (tmp_path / "scratch").exists()
+
+
+def test_a_guard_follows_its_command(tmp_path: Path) -> None:
+    name = f"/dev/shm/sgl_shm_test_{os.getpid()}"
+    guard, session = guarded(tmp_path, f"echo started; exec 7<>{name}; sleep 6; exit 3")
+    try:
+        assert guard.wait(30) == 0
+        assert session_pids(session) == []
+        assert (tmp_path / "log").read_text() == "started\n"
+        assert not Path(name).exists()  # seen open while the command lived
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def test_a_server_gets_no_variables_of_torchrun_and_no_key_on_its_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "SGLANG_USE_CPU_ENGINE"):
+        monkeypatch.setenv(name, "1")
+    settings = SGLangSettings(tensor_parallel=2, arguments={"chunked-prefill-size": 64})
+    spec = ServerSpec(tmp_path, "float32", settings, (1, 5), False, tmp_path, cores=(0, 1, 2, 3))
+    environment = spec.environment(tmp_path)
+    assert not {"RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "SGLANG_USE_CPU_ENGINE"} & environment.keys()
+    assert environment["SGLANG_CPU_OMP_THREADS_BIND"] == "0,1|2,3"
+    arguments = spec.arguments(1234, "secret")
+    assert arguments["api-key"] == "secret" and arguments["chunked-prefill-size"] == 64
+    assert arguments["json-model-override-args"] == '{"eos_token_id": [1, 5]}'
+    on_gpu = ServerSpec(tmp_path, "bfloat16", settings, (1,), False, tmp_path, devices=(2, 3), memory_saver=True)
+    assert on_gpu.environment(tmp_path)["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert on_gpu.arguments(1, "k")["enable-memory-saver"] is True
+    assert "device" not in on_gpu.arguments(1, "k")
+
+
+SHAPE = ModelShape("llama", 64, 2, 4, 2, 16, 256, 16, 32, False)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["rollout.engine=transformers"], "rollout.sglang is given but rollout.engine is 'transformers'"),
+        (["rollout.engine=transformers", "rollout.sglang=null", "rollout.ahead=1"], "has no processes of its own"),
+        (["rollout.dtype=bfloat16"], "rollout.dtype is bfloat16"),
+        (["rollout.ahead=1"], "set it to corrected or bypass"),
+        (["rollout.sglang.tensor_parallel=3"], "rollout.sglang.tensor_parallel 3 does not divide"),
+    ],
+)
+def test_settings_that_do_not_go_together(overrides: list[str], words: str) -> None:
+    config = load_config(ROOT / "configs/sglang_quickstart.yaml", overrides)
+    assert any(words in problem for problem in server_rules(config, SHAPE))
+
+
+def test_the_readmes_example_is_valid() -> None:
+    section = (ROOT / "README.md").read_text().split("## Generate with SGLang")[1].split("\n## ")[0]
+    settings = yaml.safe_load(section.split("```yaml\n")[1].split("```")[0])["rollout"]
+    overrides = [f"rollout.{name}={json.dumps(value)}" for name, value in settings.items()]
+    config = load_config(ROOT / "configs/sglang_quickstart.yaml", overrides)
+    assert config.rollout.servers.engines == 2
+    assert not list(server_rules(config, SHAPE))
+
+
+def test_shipped_settings_go_together() -> None:
+    for name in ("sglang_quickstart", "sglang_disaggregated", "quickstart"):
+        assert not list(server_rules(load_config(ROOT / f"configs/{name}.yaml"), SHAPE))
+
+
+@pytest.mark.parametrize(
+    ("sglang", "words"),
+    [
+        ("{urls: ['http://a:1']}", "set placement: disaggregated"),
+        ("{urls: ['http://a:1'], placement: disaggregated, engines: 2}", "set one of them"),
+        ("{urls: ['a:1'], placement: disaggregated}", "must look like http://HOST:PORT"),
+    ],
+)
+def test_wrong_servers(sglang: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        load_config(ROOT / "configs/sglang_quickstart.yaml", [f"rollout.sglang={sglang}"])
