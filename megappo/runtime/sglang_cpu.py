@@ -80,8 +80,7 @@ def mend() -> None:
     - `murmur_hash32` (kernels/ops/sampling/murmur_hash.py:112), the noise of seeded sampling, wants SGLang's own CPU
       kernels.
     - `adjust_config_with_unaligned_cpu_tp` (update_config.py:226) pads feed-forward sizes for those kernels.
-    - `enable_batch_invariant_mode` (batch_invariant_ops.py:1010) registers Triton kernels for the device. The matrix
-      products of a CPU stay as they are: a response may then depend on its neighbours where rounding decides.
+    - `enable_batch_invariant_mode` (batch_invariant_ops.py:1010) registers Triton kernels for the device.
     """
     version = importlib.metadata.version("sglang")
     if version != MENDED_VERSION:
@@ -93,7 +92,41 @@ def mend() -> None:
     runner: Any = importlib.import_module("sglang.srt.model_executor.model_runner")
     runner.adjust_config_with_unaligned_cpu_tp = lambda model_config, *_args: model_config
     invariant: Any = importlib.import_module("sglang.srt.batch_invariant_ops")
-    invariant.enable_batch_invariant_mode = lambda enable_bmm=True: None
+    invariant.enable_batch_invariant_mode = enable_batch_invariant_mode
+
+
+@functools.cache
+def enable_batch_invariant_mode(enable_bmm: bool = True) -> None:
+    """Make a row of a matrix product of this process the same bits whatever other rows there are; for good.
+
+    The libraries behind torch's products take other ways for a few rows only (about 1e-7 apart in float32), so fewer
+    than 16 are filled up. Attention computes every sequence by itself already, so `enable_bmm` changes nothing.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("mm", _mm, "CPU")
+    library.impl("addmm", _addmm, "CPU")
+    _REGISTERED.append(library)  # ends with the object
+
+
+_REGISTERED: list[torch.library.Library] = []
+_FEWEST_ROWS = 16
+
+
+def _mm(left_MK: Tensor, right_KN: Tensor) -> Tensor:
+    out = left_MK.new_empty(max(_FEWEST_ROWS, len(left_MK)), right_KN.shape[1])
+    return torch.mm(_fill_up(left_MK), right_KN, out=out)[: len(left_MK)]  # with `out` it is another operator
+
+
+def _addmm(bias: Tensor, left_MK: Tensor, right_KN: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    bias = bias.expand(len(left_MK), right_KN.shape[1])
+    out = left_MK.new_empty(max(_FEWEST_ROWS, len(left_MK)), right_KN.shape[1])
+    torch.addmm(_fill_up(bias), _fill_up(left_MK), right_KN, beta=beta, alpha=alpha, out=out)
+    return out[: len(left_MK)]
+
+
+def _fill_up(rows: Tensor) -> Tensor:
+    missing = _FEWEST_ROWS - len(rows)
+    return torch.nn.functional.pad(rows, (0, 0, 0, missing)) if missing > 0 else rows
 
 
 def _mix(state: Tensor, key: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -15,71 +14,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
+from distributed.attempts import ROOT, SMALL, assert_same_run, attempts, killed_at, timeless, train
 from distributed.models import write_model
-
-ROOT = Path(__file__).parents[2]
-SMALL = (
-    "rollout.prompts_per_step=10", "actor.minibatch_sequences=40", "critic.minibatch_sequences=40",
-    "evaluation.every_steps=4", "logging.tensorboard=false",
-)  # fmt: skip
-
-
-def attempts(folder: Path, *wanted: dict[str, Any], timeout: float = 200) -> str:
-    """Run killed_runs.py; returns what all attempts printed."""
-    plan = folder / "attempts.json"
-    plan.write_text(json.dumps(wanted))
-    paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(paths), "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, str(ROOT / "tests/distributed/killed_runs.py"), str(plan)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    return done.stdout + done.stderr
-
-
-def train(directory: Path, *overrides: str, processes: int = 2, expect: str = "0", **more: Any) -> dict[str, Any]:
-    """An attempt at the quickstart configuration."""
-    arguments = ["train", "configs/quickstart.yaml", f"run.directory={directory}", *SMALL, *overrides]
-    return {"arguments": arguments, "processes": processes, "expect": expect, **more}
-
-
-def killed_at(directory: Path, step: int, at: str, rank: int, *overrides: str, processes: int = 2) -> dict[str, Any]:
-    """An attempt that ends by SIGKILL."""
-    kill = {"step": step, "at": at, "rank": rank}
-    return train(directory, *overrides, processes=processes, expect="killed", kill=kill)
-
-
-def timeless(path: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without times, rates and memory."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [
-        {
-            name: value
-            for name, value in line.items()
-            if not name.startswith(("time/", "memory/")) and "per_second" not in name and name != "sync/seconds"
-        }
-        for line in lines
-    ]
-
-
-def assert_same_run(undisturbed: Path, disturbed: Path, step: int) -> None:
-    """Metrics, samples, final weights, optimizers and random states, to the last bit."""
-    assert timeless(undisturbed / "metrics.jsonl") == timeless(disturbed / "metrics.jsonl")
-    assert (undisturbed / "samples.jsonl").read_bytes() == (disturbed / "samples.jsonl").read_bytes()
-    names = {p.relative_to(undisturbed) for p in (undisturbed / "weights").rglob("*.safetensors")}
-    names |= {Path("final/model.safetensors")}
-    last = undisturbed / "checkpoints" / f"step-{step:06d}"
-    names |= {p.relative_to(undisturbed) for p in (*last.glob("*.distcp"), *last.glob("random-*.pt"))}
-    assert len(names) >= 6
-    for name in names:
-        assert (undisturbed / name).read_bytes() == (disturbed / name).read_bytes(), name
-    trainers = [
-        json.loads((run / last.relative_to(undisturbed) / "checkpoint.json").read_text())["body"]["content"]
-        for run in (undisturbed, disturbed)
-    ]
-    assert trainers[0]["trainer"] == trainers[1]["trainer"]
-    assert trainers[0]["updates"] == trainers[1]["updates"]
 
 
 def whole_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:

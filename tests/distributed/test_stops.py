@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from distributed.test_resume import ROOT, assert_same_run, attempts, timeless, train
+from distributed.attempts import ROOT, assert_same_run, attempts, timeless, train
 from megappo.config.schema import PHASES
 
 
