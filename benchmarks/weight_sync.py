@@ -8,8 +8,7 @@ CONFIG has `rollout.engine: sglang`; model, layout, servers and bucket size are 
 - sync: megappo's weight sync, with its phases on the rank that waits longest: gather (conversion included), load
   (waiting for the engine beyond what gathering hid), verify (fingerprints), session (opening, closing, flushing);
 - unverified: the same without comparing fingerprints;
-- naive: every tensor gathered by itself, cloned, and handed over by itself in one request, as verl's per-tensor path
-  does it; on one server.
+- verl, slime: what weight_sync_peers.py says they do, to the first server only, unverified.
 """
 
 from __future__ import annotations
@@ -74,45 +73,10 @@ def copy_once(parts: Any) -> Callable[[], None]:
     return run
 
 
-def naive_sync(parts: Any) -> Callable[[], None]:
-    """Tensor by tensor, with stock SGLang's format for that."""
-    import base64
-    import io
-    from multiprocessing.reduction import ForkingPickler
-
-    from megappo.reshard.stream import WeightStream
-    from megappo.rollout.sglang.client import call
-    from megappo.rollout.sglang.transport import share_by_name
-
-    arch, actor = parts.architecture, parts.actor
-    stream = WeightStream(
-        actor.placement.grid, arch, actor.model, padded_vocab=parts.derived.actor.padded_vocab_size,
-        dtype=parts.weights.buckets[0].slots[0].dtype, device=parts.runtime.device, bucket_bytes=1,
-    )  # fmt: skip
-    endpoint = parts.engine.endpoints[0]
-    ranks = parts.config.rollout.servers.tensor_parallel
-
-    def serialize(named: list[tuple[str, Any]]) -> str:
-        out = io.BytesIO()
-        ForkingPickler(out).dump(named)
-        return base64.b64encode(out.getvalue()).decode()
-
-    def run() -> None:
-        share_by_name()
-        sends = parts.runtime.rank == endpoint.sender
-        named = [(name, tensor.clone()) for name, tensor in stream]
-        if sends:
-            call(endpoint, "/begin_weight_update", timeout_seconds=300)
-            body = {"serialized_named_tensors": [serialize(named) for _ in range(ranks)], "flush_cache": False}
-            call(endpoint, "/update_weights_from_tensor", body, timeout_seconds=300)
-            call(endpoint, "/end_weight_update", timeout_seconds=300)
-
-    return run
-
-
 def measure(config: Config, repeat: int) -> list[Row] | None:
     """The table, on the main rank."""
     import torch.distributed as dist
+    from weight_sync_peers import check_peers, slime_sync, verl_sync
 
     from megappo.assembly import assemble
     from megappo.runtime import start_runtime
@@ -132,7 +96,9 @@ def measure(config: Config, repeat: int) -> list[Row] | None:
                 dist.all_gather_object(slowest, engine.sync_phases())
                 phases = {name: max(rank[name] for rank in slowest) for name in slowest[0]}
                 rows.append(Row(way, *_rate(total, seconds), phases))
-            rows.append(Row("naive", *_rate(total, timed(naive_sync(parts), repeat)), {}))
+            check_peers(parts)
+            for way, sync in (("verl", verl_sync(parts)), ("slime", slime_sync(parts))):
+                rows.append(Row(way, *_rate(total, timed(sync, repeat)), {}))
         finally:
             parts.close()
         return rows if runtime.is_main else None
@@ -151,7 +117,8 @@ def show(rows: list[Row]) -> None:
         print(f"{row.way:<12}{row.seconds:>10.3f}{row.gigabytes_per_second:>8.2f}  {phases}")
     rate = {row.way: row.gigabytes_per_second for row in rows}
     for way in ("sync", "unverified"):
-        print(f"{way}: {rate[way] / rate['copy']:.0%} of the copy, {rate[way] / rate['naive']:.1f}x the naive path")
+        peers = ", ".join(f"{rate[way] / rate[peer]:.1f}x {peer}'s way" for peer in ("verl", "slime"))
+        print(f"{way}: {rate[way] / rate['copy']:.0%} of the copy, {peers}")
 
 
 def main() -> int:

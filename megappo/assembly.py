@@ -44,6 +44,11 @@ class Parts:
     reference: Role | None
     weights: WeightStream
 
+    @property
+    def trained(self) -> list[TrainedRole]:
+        """Actor and critic, where there is one."""
+        return [self.actor] if self.critic is None else [self.actor, self.critic]
+
     def close(self) -> None:
         """End worker processes and engines."""
         self.reward.close()

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from megappo.config import Config, Derived, save_config
+from megappo.models.jumps import Jump
 from megappo.observe import Advisor, Lap, MetricsLog, StageTimer, Stragglers, make_view
 from megappo.runtime import Runtime
 from megappo.types import Rollouts
 
+_JUMP_SAMPLES = 16
 # Counts that other metrics are made of.
 _INTERNAL = ("step_tokens", "step_samples")
 
@@ -101,6 +104,20 @@ class Reporter:
                 }
                 for b in chosen
             ],
+        )
+
+    def jump(self, step: int, jump: Jump) -> None:
+        """Write an update that stands out, with those of its samples that push most; a collective of the world."""
+        of_ranks: list[tuple[dict[str, Any], ...]] = [()] * self._runtime.world_size
+        dist.all_gather_object(of_ranks, jump.samples)
+        if self._log is None:
+            return
+        samples = sorted((s for part in of_ranks for s in part), key=lambda s: -s["sum_abs_advantage"])
+        record = {"role": jump.role, "minibatch": jump.minibatch + 1, "reasons": jump.reasons}
+        self._log.log_jump(step, {**record, "of_samples": len(samples), "samples": samples[:_JUMP_SAMPLES]})
+        self.message(
+            f"step {step}: {jump.role} update {jump.minibatch + 1} stands out: {', '.join(jump.reasons)}; "
+            "its samples are in jumps.jsonl"
         )
 
     def message(self, text: str) -> None:

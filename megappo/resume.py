@@ -172,7 +172,7 @@ class Checkpoints:
 
     def __init__(self, parts: Parts, start: Start) -> None:
         self._parts, self._start, self._settings = parts, start, parts.config.checkpoint
-        self._roles = [parts.actor] + ([parts.critic] if parts.critic is not None else [])
+        self._roles = parts.trained
         self._saved_step = start.step
         self._writer: CheckpointWriter | None = None
         self._identity: dict[str, Any] = {}

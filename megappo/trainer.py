@@ -16,6 +16,7 @@ from megappo.evaluation import evaluate_policy
 from megappo.experience import ExperienceMaker
 from megappo.generation import Responses
 from megappo.measures import actor_mfu, check_mismatch, engine_metrics, rollout_metrics, sync_metrics
+from megappo.models.jumps import JumpWatch
 from megappo.models.scoring import score_responses
 from megappo.models.updates import minibatch_plan, update_actor, update_critic
 from megappo.probe import probe_engines, probe_rollout
@@ -48,10 +49,13 @@ class Trainer:
         """Whether the actor is newer than the engine's weights."""
         self.metrics: dict[str, float] = {}
         self.next_metrics: dict[str, float] = {}
-        self.boundary = Boundary.of(self.state_dict(), {}, {})
-        for role in (parts.actor, parts.critic):
-            if role is not None and checkpoints is not None:
+        self.jump_watches: dict[str, JumpWatch] = {}
+        for role in parts.trained:
+            self.jump_watches[role.placement.name] = role.jump_watch = JumpWatch(self.algorithm.jumps)
+            role.on_jump = lambda jump: reporter.jump(self.step, jump)
+            if checkpoints is not None:
                 role.on_refused = lambda refused: checkpoints.keep_refused(refused, self.boundary)
+        self.boundary: Boundary = Boundary.of(self.state_dict(), {}, {})
 
     def train(self) -> None:
         """All steps that are left, with evaluations and checkpoints in between."""
@@ -103,6 +107,7 @@ class Trainer:
             "actor_changed": self.actor_changed,
             "kl_controller": self.experience_maker.kl_controller.state_dict(),
             "penalty": self.penalty.state_dict(),
+            "jumps": {name: watch.state_dict() for name, watch in self.jump_watches.items()},
             "cursor": self.responses.cursor_state(),
         }
 
@@ -113,6 +118,8 @@ class Trainer:
         self.penalty.load_state_dict(state["penalty"])
         self.step, self.weight_version = state["step"], state["weight_version"]
         self.actor_changed = state["actor_changed"]
+        for name, watch in self.jump_watches.items():
+            watch.load_state_dict(state["jumps"].get(name, ()))
 
     def ppo_step(self) -> None:
         """One step, in the order of the data."""

@@ -323,6 +323,13 @@ class CorrectionSettings(Settings):
     """Samples or tokens with a larger weight are left out of the loss."""
 
 
+class JumpSettings(Settings):
+    grad_norm_ratio: Annotated[float, Field(gt=1)] | None = 10.0
+    """An update whose gradient norm is so many times the median of the role's last 50; null: off."""
+    kl_nats: PositiveFloat | None = 0.5
+    """An actor update whose minibatch has a KL(old || new) above this, in nats per token; null: off."""
+
+
 class AlgorithmSettings(Settings):
     estimator: str = "gae"
     """`gae` (with critic), `grpo`, `rloo` or `reinforce_plus_plus` (without)."""
@@ -364,6 +371,8 @@ class AlgorithmSettings(Settings):
     """The same from which the run stops."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """After a non-finite loss or gradient, whose update is never applied: end the run, or go on."""
+    jumps: JumpSettings = JumpSettings()
+    """Updates that are written to jumps.jsonl with the samples they were made of."""
 
 
 class EvaluationSettings(Settings):

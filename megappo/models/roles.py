@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megappo.errors import RunError
 from megappo.models.build import RoleModel
+from megappo.models.jumps import Jump, JumpWatch
 from megappo.models.layout import Grid, Layout
 from megappo.models.packing import Plan, plan_microbatches
 from megappo.models.schedule import PackedBatch, Task, pack_rows, run_schedule
@@ -145,6 +146,9 @@ class TrainedRole(Role):
         self._trainer = trainer
         self.on_refused: Callable[[Any], str] | None = None
         """Is handed each `RefusedUpdate` on every rank; returns what to tell the user."""
+        self.jump_watch: JumpWatch | None = None
+        self.on_jump: Callable[[Jump], None] | None = None
+        """Is handed each update that stands out, on every rank."""
         if trainer is not None:
             self._chunks = trainer.chunks
 

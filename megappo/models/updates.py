@@ -13,6 +13,7 @@ from torch import Tensor
 from megappo.algo import token_weights
 from megappo.config.schema import AlgorithmSettings, CriticSettings, TrainedRoleSettings
 from megappo.models.heads import PolicyTarget
+from megappo.models.jumps import Jump, describe_samples
 from megappo.models.roles import NonFiniteUpdateError, TrainedRole, Update
 from megappo.models.schedule import PackedBatch, Task
 from megappo.models.scoring import response_rows
@@ -273,11 +274,15 @@ def _run(
         )
         rows = response_rows(rollouts, chosen, work.stacked(weights_BR))
         update = role.update_minibatch(rows, work.task, stop_above=work.stop_above)
-        finite, applied = _agree(role, summary, update)
-        if not finite:
+        verdict = _agree(role, summary, update)
+        if not verdict.finite:
             _refuse(role, RefusedUpdate(role.placement.name, number, rows, work.task, update), algorithm)
-        elif not applied:
+        elif not verdict.applied:
             break
+        elif role.on_jump is not None and role.jump_watch is not None:
+            reasons = role.jump_watch.judge(verdict.grad_norm, verdict.kl)
+            if reasons:
+                role.on_jump(Jump(role.placement.name, number, reasons, describe_samples(experience, chosen)))
     return _shared_metrics(role, summary)
 
 
@@ -289,15 +294,28 @@ def _shared_metrics(role: TrainedRole, summary: UpdateSummary) -> dict[str, floa
     return shared[0]
 
 
-def _agree(role: TrainedRole, summary: UpdateSummary, update: Update | None) -> tuple[bool, bool]:
-    """Record an update; (finite, applied) on all ranks of the world, of which some have no part of the role."""
+@dataclass(frozen=True)
+class _Verdict:
+    """What all ranks must know of an update."""
+
+    finite: bool
+    applied: bool
+    grad_norm: float
+    kl: float | None
+    """KL(old || new) of the minibatch, in nats per token."""
+
+
+def _agree(role: TrainedRole, summary: UpdateSummary, update: Update | None) -> _Verdict:
+    """Record an update, and tell all ranks of the world, of which some have no part of the role."""
     verdict: list[Any] = [None]
     if update is not None:
         summary.updates.append(update)
-        verdict = [(update.finite, update.applied)]
+        kl = update.sums.get("ppo_kl_k3")
+        mean = None if kl is None else kl / max(update.sums["count"], 1.0)
+        verdict = [_Verdict(update.finite, update.applied, update.grad_norm, mean)]
     dist.broadcast_object_list(verdict, src=role.placement.grid.ranks[0])
-    finite, applied = verdict[0]
-    return finite, applied
+    found: _Verdict = verdict[0]
+    return found
 
 
 def _refuse(role: TrainedRole, refused: RefusedUpdate, algorithm: AlgorithmSettings) -> None:

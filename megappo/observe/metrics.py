@@ -13,11 +13,12 @@ from megappo.config.schema import LoggingSettings
 
 _METRICS_FILE = "metrics.jsonl"
 _SAMPLES_FILE = "samples.jsonl"
+_JUMPS_FILE = "jumps.jsonl"
 _NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class MetricsLog:
-    """`metrics.jsonl` and `samples.jsonl` always, TensorBoard and Weights & Biases by configuration."""
+    """`metrics.jsonl`, `samples.jsonl` and `jumps.jsonl` always, TensorBoard and Weights & Biases by configuration."""
 
     def __init__(self, directory: Path, settings: LoggingSettings, run_name: str, config: Mapping[str, Any]) -> None:
         """Append to the files of `directory`, which is made where it is missing; for one rank only.
@@ -38,12 +39,11 @@ class MetricsLog:
             self._wandb = _start_wandb(settings.wandb_project, run_name, config, directory)
         if settings.tensorboard:
             self._tensorboard = _start_tensorboard(directory, first_step=None)
-        self._metrics = _open(directory / _METRICS_FILE)
-        self._samples = _open(directory / _SAMPLES_FILE)
+        self._files = {name: _open(directory / name) for name in (_METRICS_FILE, _SAMPLES_FILE, _JUMPS_FILE)}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One line of JSON, `step` first; what is not finite is written as text, so that every line is valid JSON."""
-        _write(self._metrics, {"step": step, **dict(sorted(metrics.items()))})
+        _write(self._files[_METRICS_FILE], {"step": step, **dict(sorted(metrics.items()))})
         if self._tensorboard is not None:
             for name, value in metrics.items():
                 self._tensorboard.add_scalar(name, value, step)
@@ -54,7 +54,11 @@ class MetricsLog:
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """One line of JSON per sample, `step` first."""
         for sample in samples:
-            _write(self._samples, {"step": step, **sample})
+            _write(self._files[_SAMPLES_FILE], {"step": step, **sample})
+
+    def log_jump(self, step: int, jump: Mapping[str, Any]) -> None:
+        """One line of JSON for an update that stands out."""
+        _write(self._files[_JUMPS_FILE], {"step": step, **jump})
 
     def truncate_after(self, step: int) -> None:
         """Forget what was logged of later steps than `step`, because a resumed run logs them again.
@@ -62,20 +66,18 @@ class MetricsLog:
         Each file is replaced at once: a run killed here leaves the old one or the new one. TensorBoard is told to pass
         over its old events; what Weights & Biases was sent stays there.
         """
-        for file in (self._metrics, self._samples):
+        for name, file in self._files.items():
             file.close()
-        for name in (_METRICS_FILE, _SAMPLES_FILE):
             _keep_until(self._directory / name, step)
-        self._metrics = _open(self._directory / _METRICS_FILE)
-        self._samples = _open(self._directory / _SAMPLES_FILE)
+        self._files = {name: _open(self._directory / name) for name in self._files}
         if self._tensorboard is not None:
             self._tensorboard.close()
             self._tensorboard = _start_tensorboard(self._directory, first_step=step + 1)
 
     def close(self) -> None:
         """Finish all files; may be called twice."""
-        self._metrics.close()
-        self._samples.close()
+        for file in self._files.values():
+            file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._wandb is not None:

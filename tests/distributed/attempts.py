@@ -65,7 +65,8 @@ def timeless(path: Path) -> list[dict[str, Any]]:
 def assert_same_run(undisturbed: Path, disturbed: Path, step: int) -> None:
     """Metrics, samples, final weights, optimizers and random states, to the last bit."""
     assert timeless(undisturbed / "metrics.jsonl") == timeless(disturbed / "metrics.jsonl")
-    assert (undisturbed / "samples.jsonl").read_bytes() == (disturbed / "samples.jsonl").read_bytes()
+    for name in ("samples.jsonl", "jumps.jsonl"):
+        assert (undisturbed / name).read_bytes() == (disturbed / name).read_bytes()
     names = {p.relative_to(undisturbed) for p in (undisturbed / "weights").rglob("*.safetensors")}
     names |= {Path("final/model.safetensors")}
     last = undisturbed / "checkpoints" / f"step-{step:06d}"

@@ -28,7 +28,7 @@ def whole_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def test_killed_at_every_stage(tmp_path: Path) -> None:
     """Actor TP2, critic PP2 on the same two processes; the kills take turns on the ranks, one step after another."""
-    settings = ("run.steps=10", "checkpoint.every_steps=1")
+    settings = ("run.steps=10", "checkpoint.every_steps=1", "algorithm.jumps={grad_norm_ratio: 1.2, kl_nats: 1e-9}")
     places = ("rollout", "reward", "score", "advantages", "update_critic", "update_actor", "sync", "shards_written",
               "before_marker", "after_marker")  # fmt: skip
     killed = tmp_path / "killed"
@@ -41,6 +41,11 @@ def test_killed_at_every_stage(tmp_path: Path) -> None:
     assert "continuing after step 1 from" in output
     assert "step-000008 was not finished and is passed over" in output
     assert_same_run(tmp_path / "whole", killed, 10)
+    jumps = [json.loads(line) for line in (killed / "jumps.jsonl").read_text().splitlines()]
+    reasons = {(jump["role"], reason.split()[0]) for jump in jumps for reason in jump["reasons"]}
+    assert reasons == {("actor", "gradient"), ("actor", "KL"), ("critic", "gradient")}
+    assert all(jump["of_samples"] == 40 and len(jump["samples"]) == 16 for jump in jumps)
+    assert "stands out: gradient norm" in output and "its samples are in jumps.jsonl" in output
 
 
 def test_killed_with_everything_that_has_a_state(tmp_path: Path) -> None:

@@ -33,8 +33,8 @@ def test_the_table(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     rows = {row["way"]: row for row in json.loads(out.read_text())["rows"]}
-    assert list(rows) == ["copy", "sync", "unverified", "naive"]
+    assert list(rows) == ["copy", "sync", "unverified", "verl", "slime"]
     assert all(row["seconds"] > 0 and row["gigabytes_per_second"] > 0 for row in rows.values())
     assert rows["sync"]["phases"].keys() == {"gather", "load", "verify", "session"}
     assert rows["sync"]["phases"]["verify"] > rows["unverified"]["phases"]["verify"]
-    assert "of the copy" in done.stdout and "x the naive path" in done.stdout
+    assert "of the copy" in done.stdout and "x slime's way" in done.stdout

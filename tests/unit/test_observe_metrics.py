@@ -79,6 +79,7 @@ def test_a_resumed_run_forgets_later_steps(tmp_path: Path) -> None:
     for step in range(5):
         log.log(step, {"a": math.nan})
         log.log_samples(step, [{"response": f"\ud800 \u2028 \r\n {step}"}] * 2)
+        log.log_jump(step, {"reasons": ("a", "b")})
     lines = {path.name: path.read_bytes().splitlines(keepends=True) for path in tmp_path.iterdir()}
     log.close()
     with (tmp_path / "samples.jsonl").open("a") as file:
@@ -87,8 +88,10 @@ def test_a_resumed_run_forgets_later_steps(tmp_path: Path) -> None:
     log.truncate_after(2)
     # At once, to the byte, with nothing left beside it.
     kept = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert kept == {"metrics.jsonl": b"".join(lines["metrics.jsonl"][:3])} | {
-        "samples.jsonl": b"".join(lines["samples.jsonl"][:6])
+    assert kept == {
+        "metrics.jsonl": b"".join(lines["metrics.jsonl"][:3]),
+        "samples.jsonl": b"".join(lines["samples.jsonl"][:6]),
+        "jumps.jsonl": b"".join(lines["jumps.jsonl"][:3]),
     }
     log.log(3, {"a": 3.0})
     log.log_samples(3, [{"response": "again"}])

@@ -1,0 +1,157 @@
+"""How others bring Megatron's weights into SGLang, written after their sources, on the same actor and the same server.
+
+Both gather every parameter by itself: a broadcast over the pipeline, an all-gather over the tensor parallel ranks, a
+concatenation, then the conversion to Hugging Face's tensors, all of it in new memory.
+- verl (verl/utils/megatron_utils.py: per_tensor_generator, verl/workers/rollout/sglang_rollout: update_weights): one
+  parameter after the other, clones in one request, a handle per tensor.
+- slime (slime/backends/megatron_utils/update_weight: hf_weight_iterator_direct.py, update_weight_from_tensor.py): the
+  collectives of a bucket are started together, its tensors are concatenated once more and sent as one handle; the next
+  bucket begins when the engine has answered.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable, Sequence
+from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megappo.architecture import ArchitectureConfig
+from megappo.assembly import Parts
+from megappo.reshard.hf_map import Parameter, shard_shape
+from megappo.rollout.sglang.client import call
+from megappo.rollout.sglang.transport import share_by_name
+
+_SECONDS = 600.0
+
+
+def gather_parameters(parts: Parts, parameters: Sequence[Parameter], stage: int) -> list[tuple[str, Tensor]]:
+    """Whole Hugging Face tensors of parameters of one pipeline stage, on every rank; a collective of the actor."""
+    placement, arch = parts.actor.placement, parts.architecture
+    layout, grid = placement.layout, placement.grid
+    assert layout is not None and parts.actor.model is not None, "the actor must be on every rank"
+    here = {p.megatron: tensor.detach() for p, tensor in parts.actor.model.parameters_here()}
+    vocab = parts.derived.actor.padded_vocab_size
+    dtype, device = parts.weights.buckets[0].slots[0].dtype, parts.runtime.device
+    shards, waits = [], []
+    for parameter in parameters:
+        shard = here.get(parameter.megatron)
+        if shard is None:
+            shard = torch.empty(shard_shape(arch, parameter, grid.tp, vocab), dtype=dtype, device=device)
+        if grid.pp > 1:
+            source = grid.rank(layout.replica, stage, layout.tensor_rank)
+            waits.append(dist.broadcast(shard, src=source, group=layout.groups.pp, async_op=True))
+        shards.append(shard)
+    _wait(waits)
+    waits, gathered = [], []
+    for parameter, shard in zip(parameters, shards, strict=True):
+        found = [shard]
+        if grid.tp > 1 and parameter.kind != "replicated":
+            found = [torch.empty_like(shard) for _ in range(grid.tp)]
+            waits.append(dist.all_gather(found, shard, group=layout.groups.tp, async_op=True))
+        gathered.append(found)
+    _wait(waits)
+    return [
+        named
+        for parameter, found in zip(parameters, gathered, strict=True)
+        for named in zip(parameter.hf, _convert(arch, parameter, found), strict=True)
+    ]
+
+
+def check_peers(parts: Any) -> None:
+    """Raises AssertionError where the gathered tensors are not those of the weight stream."""
+    for bucket in parts.weights.buckets:
+        flat = torch.empty(bucket.n_bytes, dtype=torch.uint8, device=parts.runtime.device)
+        parts.weights.gather(bucket, flat)
+        gathered = dict(gather_parameters(parts, bucket.parameters, bucket.stage))
+        assert gathered.keys() == {slot.name for slot in bucket.slots}
+        for slot in bucket.slots:
+            assert torch.equal(gathered[slot.name], slot.view(flat)), slot.name
+
+
+def _wait(works: list[Any]) -> None:
+    for work in works:
+        work.wait()
+
+
+def _convert(arch: ArchitectureConfig, parameter: Parameter, shards: list[Tensor]) -> list[Tensor]:
+    if parameter.kind == "row":
+        return [torch.cat(shards, dim=1)]
+    if parameter.kind == "glu":
+        halves = [shard.chunk(2) for shard in shards]
+        return list(torch.cat([h[0] for h in halves] + [h[1] for h in halves]).chunk(2))
+    whole = torch.cat(shards) if len(shards) > 1 else shards[0]
+    if parameter.kind == "qkv":
+        per_group = arch.heads // arch.kv_heads
+        grouped = whole.view(arch.kv_heads, per_group + 2, arch.head_dim, *whole.shape[1:])
+        return [part.reshape(-1, *whole.shape[1:]) for part in grouped.split([per_group, 1, 1], dim=1)]
+    if parameter.kind == "vocab":
+        return [whole[: arch.vocab_size]]
+    return [whole]
+
+
+def verl_sync(parts: Any) -> Callable[[], None]:
+    """Tensor by tensor into one request, to the first server."""
+
+    def run() -> None:
+        named = [
+            (name, tensor.clone())
+            for bucket in parts.weights.buckets
+            for parameter in bucket.parameters
+            for name, tensor in gather_parameters(parts, [parameter], bucket.stage)
+        ]
+        _session(parts, [named], load_format=None)
+
+    return run
+
+
+def slime_sync(parts: Any) -> Callable[[], None]:
+    """Bucket by bucket, one flat tensor each, to the first server."""
+
+    def run() -> None:
+        buckets = (gather_parameters(parts, bucket.parameters, bucket.stage) for bucket in parts.weights.buckets)
+        _session(parts, (_flatten(named) for named in buckets), load_format="flattened_bucket")
+
+    return run
+
+
+def _flatten(named: list[tuple[str, Tensor]]) -> dict[str, Any]:
+    flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in named])
+    metadata, start = [], 0
+    for name, tensor in named:
+        stop = start + tensor.numel() * tensor.element_size()
+        metadata.append(
+            SimpleNamespace(
+                name=name, shape=tensor.shape, dtype=tensor.dtype, start_idx=start, end_idx=stop, numel=stop - start
+            )
+        )
+        start = stop
+    return {"flattened_tensor": flat, "metadata": metadata}
+
+
+def _session(parts: Any, payloads: Any, load_format: str | None) -> None:
+    """Every rank makes the payloads, the server's sender hands them over."""
+    share_by_name()
+    endpoint, ranks = parts.engine.endpoints[0], parts.config.rollout.servers.tensor_parallel
+    sends = parts.runtime.rank == endpoint.sender
+    if sends:
+        call(endpoint, "/begin_weight_update", timeout_seconds=_SECONDS)
+    for payload in payloads:
+        if sends:
+            handles = [_serialize(payload) for _ in range(ranks)]
+            body = {"serialized_named_tensors": handles, "load_format": load_format, "flush_cache": False}
+            call(endpoint, "/update_weights_from_tensor", body, timeout_seconds=_SECONDS)
+    if sends:
+        call(endpoint, "/end_weight_update", timeout_seconds=_SECONDS)
+
+
+def _serialize(payload: Any) -> str:
+    out = io.BytesIO()
+    ForkingPickler(out).dump(payload)
+    return base64.b64encode(out.getvalue()).decode()
