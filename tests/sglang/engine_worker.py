@@ -281,8 +281,10 @@ def leave(bench: Bench) -> dict[str, Any]:
     files = sorted(shared_files([pid for s in sessions for pid in session_pids(s)]))
     assert bench.engine is not None
     urls = [e.url for e in bench.engine.endpoints]
+    folders = [server.guard.args[4] for server in bench.engine._fleet._servers.values()]  # type: ignore[index]
+    assert all(Path(folder).is_dir() for folder in folders)
     bench.engine.close()
-    return {"sessions": sessions, "files": files, "urls": urls}
+    return {"sessions": sessions, "files": files, "urls": urls, "folders": folders}
 
 
 def main() -> None:

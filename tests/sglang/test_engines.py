@@ -7,7 +7,6 @@ import json
 import os
 import socket
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -103,26 +102,8 @@ def test_nothing_is_left_behind(scenario: Callable[[str], Found], name: str) -> 
     for found in scenario(name):
         for session in found["sessions"]:
             assert session_pids(session) == []
-        assert not [file for file in found["files"] if os.path.exists(file)]
+        assert not [path for path in found["files"] + found["folders"] if os.path.exists(path)]
         for url in found["urls"]:
             with socket.socket() as probe:
                 assert probe.connect_ex((urlsplit(url).hostname, urlsplit(url).port)) != 0
     assert [s for found in scenario(name) for s in found["sessions"]]
-
-
-def test_no_scratch_folder_is_left(scenario: Callable[[str], Found]) -> None:
-    scenario("sharded_engine")
-    mine = [p for p in Path("/tmp").glob("mppo-*") if p.owner() == Path.home().owner()]
-    assert not [p for p in mine if not _in_use(p)]
-
-
-def _in_use(folder: Path) -> bool:
-    """Another run on this machine may have servers of its own."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if str(folder).encode() in (entry / "cmdline").read_bytes():
-                    return True
-            except OSError:
-                continue
-    return False
