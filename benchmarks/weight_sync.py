@@ -3,7 +3,7 @@
 
 Usage: torchrun --nproc-per-node N benchmarks/weight_sync.py CONFIG [key=value ...] [--repeat 5] [--json FILE]
 
-CONFIG has `rollout.engine: sglang`; model, layout, servers and bucket size are taken from it. In one run are timed:
+CONFIG has `rollout.engine: sglang`; model, layout, servers and bucket size are taken from it. One run times in turns:
 - copy: the model's bytes copied once in this machine's memory (in its GPU's, on CUDA), a bucket at a time;
 - sync: megappo's weight sync, with its phases on the rank that waits longest: gather (conversion included), load
   (waiting for the engine beyond what gathering hid), verify (fingerprints), session (opening, closing, flushing);
@@ -21,7 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,18 +42,19 @@ class Row:
     phases: dict[str, float]
 
 
-def timed(action: Callable[[], Any], repeat: int) -> list[float]:
-    """Seconds of each repetition after a first one that is not counted; a collective where `action` is one."""
+def interleaved(ways: Mapping[str, Callable[[], Any]], repeat: int) -> dict[str, list[float]]:
+    """Seconds of each repetition of each way, in turns, after a first round that is not counted; a collective."""
     import torch.distributed as dist
 
-    seconds = []
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(repeat + 1):
-        dist.barrier()
-        started = time.perf_counter()
-        action()
-        dist.barrier()
-        seconds.append(time.perf_counter() - started)
-    return seconds[1:]
+        for way, action in ways.items():
+            dist.barrier()
+            started = time.perf_counter()
+            action()
+            dist.barrier()
+            seconds[way].append(time.perf_counter() - started)
+    return {way: found[1:] for way, found in seconds.items()}
 
 
 def copy_once(parts: Any) -> Callable[[], None]:
@@ -73,6 +74,18 @@ def copy_once(parts: Any) -> Callable[[], None]:
     return run
 
 
+def our_sync(parts: Any, verify: bool, phases: list[dict[str, float]]) -> Callable[[], None]:
+    """A weight sync; its phases on this rank are appended to `phases`."""
+    engine, settings = parts.engine, parts.config.rollout.servers.model_copy(update={"verify": verify})
+
+    def run() -> None:
+        engine._settings = settings
+        engine.update_weights(parts.weights, engine.version + 1)
+        phases.append(engine.sync_phases())
+
+    return run
+
+
 def measure(config: Config, repeat: int) -> list[Row] | None:
     """The table, on the main rank."""
     import torch.distributed as dist
@@ -84,29 +97,35 @@ def measure(config: Config, repeat: int) -> list[Row] | None:
     derived = derive_run(config, int(os.environ.get("WORLD_SIZE", "1")))
     with start_runtime(config.runtime) as runtime:
         parts = assemble(config, derived, runtime, training=False)
-        engine: Any = parts.engine
         try:
-            total = parts.weights.total_bytes / 1e9
-            rows = [Row("copy", *_rate(total, timed(copy_once(parts), repeat)), {})]
-            engine.update_weights(parts.weights, 1)  # starts the servers
-            for way, verify in (("sync", True), ("unverified", False)):
-                engine._settings = config.rollout.servers.model_copy(update={"verify": verify})
-                seconds = timed(lambda: engine.update_weights(parts.weights, 1), repeat)
-                slowest: list[dict[str, float]] = [{}] * runtime.world_size
-                dist.all_gather_object(slowest, engine.sync_phases())
-                phases = {name: max(rank[name] for rank in slowest) for name in slowest[0]}
-                rows.append(Row(way, *_rate(total, seconds), phases))
+            parts.engine.update_weights(parts.weights, 1)  # starts the servers
             check_peers(parts)
-            for way, sync in (("verl", verl_sync(parts)), ("slime", slime_sync(parts))):
-                rows.append(Row(way, *_rate(total, timed(sync, repeat)), {}))
+            phases: dict[str, list[dict[str, float]]] = {"sync": [], "unverified": []}
+            ways = {
+                "copy": copy_once(parts),
+                "sync": our_sync(parts, True, phases["sync"]),
+                "unverified": our_sync(parts, False, phases["unverified"]),
+                "verl": verl_sync(parts),
+                "slime": slime_sync(parts),
+            }
+            seconds = interleaved(ways, repeat)
         finally:
             parts.close()
-        return rows if runtime.is_main else None
+        of_ranks: list[Any] = [None] * runtime.world_size
+        dist.all_gather_object(of_ranks, phases)
+        total = parts.weights.total_bytes / 1e9
+        medians = {way: statistics.median(found) for way, found in seconds.items()}
+        return (
+            [Row(way, s, total / s, _slowest(of_ranks, way)) for way, s in medians.items()] if runtime.is_main else None
+        )
 
 
-def _rate(total: float, seconds: list[float]) -> tuple[float, float]:
-    median = statistics.median(seconds)
-    return median, total / median
+def _slowest(of_ranks: list[dict[str, list[dict[str, float]]]], way: str) -> dict[str, float]:
+    """Of each phase the median on the rank that spends most in it; repetitions after the first."""
+    if way not in of_ranks[0]:
+        return {}
+    names = of_ranks[0][way][0]
+    return {name: max(statistics.median(p[name] for p in rank[way][1:]) for rank in of_ranks) for name in names}
 
 
 def show(rows: list[Row]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 from megappo.assembly import Parts
@@ -31,13 +33,15 @@ def probe_engines(parts: Parts) -> dict[str, float]:
         stop_token_ids=parts.stop_token_ids,
         greedy=True,
     )
+    started = time.monotonic()
     answers = engine.probe(request, params)
     outputs = parts.actor.score([_row(index, request, answer) for index, answer in answers.items()])
     gaps = {
         index: float((outputs[index][:, 0].cpu() - torch.tensor(answer.logprobs)).abs().max())
         for index, answer in answers.items()
     }
-    return {"sync/probe_gap": engine.judge(gaps, _tolerance(parts))}
+    gap = engine.judge(gaps, _tolerance(parts))
+    return {"sync/probe_gap": gap, "sync/probe_seconds": time.monotonic() - started}
 
 
 def probe_rollout(parts: Parts) -> None:

@@ -44,7 +44,9 @@ def replay(path: str, world_size: int) -> None:
         raise ValueError(
             f"{folder} was written by {marker.content['world_size']} ranks, there are {world_size}; start as many"
         )
-    config = Config.model_validate(marker.content["settings"])
+    settings = marker.content["settings"]
+    settings["rollout"] |= {"engine": "transformers", "sglang": None, "ahead": 0}  # nothing is generated
+    config = Config.model_validate(settings)
     with start_runtime(config.runtime) as runtime:
         found = shared_problems(folder, marker, runtime)
         if found:
@@ -61,9 +63,8 @@ def replay(path: str, world_size: int) -> None:
 def _repeat(parts: Parts, folder: Path, marker: Marker) -> list[str]:
     """The update again, and what to print of it."""
     kept, config = marker.content["refused"], parts.config
-    roles = [parts.actor] + ([parts.critic] if parts.critic is not None else [])
-    load_shards(folder, roles, marker.content["updates"], parts.runtime)
-    role = next(role for role in roles if role.placement.name == kept["role"])
+    load_shards(folder, parts.trained, marker.content["updates"], parts.runtime)
+    role = next(role for role in parts.trained if role.placement.name == kept["role"])
     rows = _rows(folder / f"batch-{parts.runtime.rank:05d}.pt")
     task = task_again(kept["role"], kept["names"], kept["penalty_coef"], config.algorithm, config.critic)
     outcome: list[Update | None] = [role.update_minibatch(rows, task)]

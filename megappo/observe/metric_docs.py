@@ -106,6 +106,7 @@ METRICS: dict[str, MetricDoc] = {
     "sync/probe_gap": MetricDoc(
         "nats", "Largest gap of a probe's log-probabilities after the sync (SGLang).", "as mismatch/max"
     ),
+    "sync/probe_seconds": MetricDoc("seconds", "Of it: that probe (SGLang).", "a few tokens' generation"),
     "engine/restarts": MetricDoc("count", "Servers started again since the run began (SGLang).", "0"),
     "time/rollout": MetricDoc("seconds", "Generation.", "often the largest part"),
     "time/reward": MetricDoc("seconds", "Reward functions or model.", "small beside time/step"),

@@ -196,7 +196,7 @@ class SGLangEngine:
         run = SyncRun(mine, shape, self._settings.sync_timeout_seconds, self._settings.verify)
         run.begin()
         for number, bucket in enumerate(weights.buckets):
-            flat = buffers[number % 2]
+            flat = buffers[number % 2] if buffers else self._fresh_buffer(bucket.n_bytes)
             with run.timed("gather"):
                 if shared:
                     weights.write_own(bucket, flat)
@@ -210,24 +210,19 @@ class SGLangEngine:
             self._runtime.synchronize()  # the engine's streams know nothing of ours
             run.load(bucket, flat)
         run.finish(self._version)
-        if self._runtime.device.type == "cuda":
-            self._buffers = []
         self._sync_seconds = run.seconds
         facts = share_facts({engine.endpoint.index: engine.problem for engine in mine if engine.problem})
         return {index: reason for problems in facts for index, reason in problems.items()}
 
     def _make_buffers(self, weights: WeightStream) -> tuple[list[Tensor], bool]:
-        """Two buffers for buckets, and whether they are the same memory on every rank."""
-        size = weights.largest_bucket_bytes
-        on_cpu = self._runtime.device.type == "cpu"
-        if on_cpu:
-            share_by_name()
-        one_host = on_cpu and self._fleet.one_host
+        """Two buffers for buckets, none on GPUs, and whether they are the same memory on every rank."""
+        if self._runtime.device.type != "cpu":
+            return [], False
+        size, one_host = weights.largest_bucket_bytes, self._fleet.one_host
+        share_by_name()
         if self._buffers and len(self._buffers[0]) == size:
             return self._buffers, one_host
-        if not on_cpu:
-            self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._runtime.device) for _ in range(2)]
-        elif one_host:
+        if one_host:
             mine = share_buffers(2, size) if self._runtime.is_main else []
             handles = [buffer_handles(mine) for _ in range(self._runtime.world_size - 1)] if mine else None
             handles = share_facts(handles)[0]
@@ -235,6 +230,12 @@ class SGLangEngine:
         else:
             self._buffers = share_buffers(2, size)
         return self._buffers, one_host
+
+    def _fresh_buffer(self, n_bytes: int) -> Tensor:
+        """On a GPU the engine answers when its copies are queued, not when they are done. Memory that was opened there
+        is given out again by torch's allocator only when the other side has let go of it, so each bucket gets its own;
+        what `load` holds bounds them to two."""
+        return torch.empty(n_bytes, dtype=torch.uint8, device=self._runtime.device)
 
     def _transport(self, endpoint: Endpoint) -> Transport:
         key = (endpoint.index, endpoint.starts)
