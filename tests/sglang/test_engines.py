@@ -39,14 +39,18 @@ def scenario(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Found]
     return run
 
 
+slow = pytest.mark.slow
+TWO = pytest.param("two_engines", marks=slow)  # Llama, own output layer, engine TP1
+SHARDED = "sharded_engine"  # Qwen3, tied, engine TP2
+BROADCAST = pytest.param("broadcast_engine", marks=slow)  # Llama, tied, engine TP1, broadcast group
 LAYOUTS = [
-    ("two_engines", "TP2"),  # Llama, own output layer, engine TP1
-    ("two_engines", "PP2"),
-    ("sharded_engine", "TP2"),  # Qwen3, tied, engine TP2
-    ("sharded_engine", "PP2"),
-    ("broadcast_engine", "TP2"),  # Llama, tied, engine TP1, broadcast group
-    ("broadcast_engine", "DP2"),
-    ("broadcast_engine", "external"),
+    pytest.param("two_engines", "TP2", marks=slow),
+    pytest.param("two_engines", "PP2", marks=slow),
+    (SHARDED, "TP2"),
+    (SHARDED, "PP2"),
+    pytest.param("broadcast_engine", "TP2", marks=slow),
+    pytest.param("broadcast_engine", "DP2", marks=slow),
+    pytest.param("broadcast_engine", "external", marks=slow),
 ]
 
 
@@ -61,6 +65,7 @@ def test_an_engine_says_what_the_updated_actor_says(scenario: Callable[[str], Fo
         assert case["probe"] < EXACT
 
 
+@slow
 @pytest.mark.parametrize(
     ("name", "accident"), [("two_engines", "kill"), ("two_engines", "stop"), ("broadcast_engine", "kill")]
 )
@@ -76,6 +81,7 @@ def test_a_lost_engine_costs_no_sample(scenario: Callable[[str], Found], name: s
         assert case["survivors"] == ([1] if name == "two_engines" else [0])
 
 
+@slow
 def test_a_sync_that_is_cut_in_half_is_made_again(scenario: Callable[[str], Found]) -> None:
     for found in scenario("two_engines"):
         assert found["cut"]["restarts"] == 1
@@ -84,12 +90,14 @@ def test_a_sync_that_is_cut_in_half_is_made_again(scenario: Callable[[str], Foun
         assert found["cut"]["mismatch"] < EXACT
 
 
+@slow
 def test_a_corrupted_tensor_is_sent_again(scenario: Callable[[str], Found]) -> None:
     for found in scenario("two_engines"):
         assert found["once"]["error"] == ""
         assert found["once"]["current"] == [0, 1]
 
 
+@slow
 def test_a_tensor_that_stays_wrong_stops_the_run_by_name(scenario: Callable[[str], Found]) -> None:
     for found in scenario("two_engines"):
         assert "failed 3 times" in found["always"]["error"]
@@ -97,7 +105,7 @@ def test_a_tensor_that_stays_wrong_stops_the_run_by_name(scenario: Callable[[str
         assert found["always"]["current"] == []  # nothing may generate with mixed weights
 
 
-@pytest.mark.parametrize("name", ["two_engines", "sharded_engine", "broadcast_engine"])
+@pytest.mark.parametrize("name", [TWO, SHARDED, BROADCAST])
 def test_nothing_is_left_behind(scenario: Callable[[str], Found], name: str) -> None:
     for found in scenario(name):
         for session in found["sessions"]:

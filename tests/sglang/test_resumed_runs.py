@@ -9,9 +9,10 @@ import pytest
 
 from distributed.attempts import assert_same_run, attempts, killed_at, train
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("sglang") is None, reason="needs launch/requirements-sglang.txt"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs launch/requirements-sglang.txt"),
+]
 
 
 def test_on_policy(tmp_path: Path) -> None:

@@ -18,9 +18,10 @@ from megappo.observe.metric_docs import METRICS
 from megappo.rollout.sglang.guard import session_pids
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("sglang") is None, reason="needs launch/requirements-sglang.txt"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs launch/requirements-sglang.txt"),
+]
 SMALL = ("rollout.prompts_per_step=10", "actor.minibatch_sequences=40", "critic.minibatch_sequences=40")
 
 
@@ -47,9 +48,10 @@ def finish(run: subprocess.Popen[str], timeout: float) -> str:
 
 
 @pytest.mark.parametrize("config", ["sglang_quickstart", "sglang_disaggregated"])
-def test_a_short_run(tmp_path: Path, config: str) -> None:
-    run = start(config, tmp_path / "run", *SMALL, "run.steps=3", "evaluation.every_steps=2", processes=2)
-    output = finish(run, 400)
+def test_a_run_learns(tmp_path: Path, config: str) -> None:
+    """As far as with the embedded engine, in fewer steps than the configuration has."""
+    run = start(config, tmp_path / "run", "run.steps=50", "evaluation.every_steps=25", processes=2)
+    output = finish(run, 560)
     assert run.returncode == 0, output[-4000:]
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     names = {name for line in lines for name in line} - {"step"}
@@ -64,7 +66,7 @@ def test_a_short_run(tmp_path: Path, config: str) -> None:
         else:  # an update lies between what sampled and what is trained
             assert 1e-4 < line["mismatch/mean"] < 0.5
         assert line.get("sync/probe_gap", 0) < 1e-5
-    assert lines[-1]["reward/mean"] >= 0
+    assert sum(line["reward/mean"] for line in lines[-5:]) / 5 > 0.8
     assert (tmp_path / "run" / "engines" / "engine-0.log").exists()
     assert len(list((tmp_path / "run" / "engines").glob("*.log"))) == (2 if ahead else 1)
 
