@@ -4,10 +4,10 @@
 Usage: torchrun --nproc-per-node N benchmarks/checkpoint.py CONFIG [key=value ...] [--repeat 5] [--json FILE]
 
 Builds the models and optimizers of any configuration, makes one real PPO step so that Adam has moments, and then
-measures, each `repeat` times: PPO steps alone and steps during which a checkpoint is written in the background; how
-long training stands still for it and when it is on disk; a checkpoint that is waited for; torch.save of this rank's
-tensors into one synced file; checking and loading a checkpoint; torch.load. Prints medians. The run directory is a
-temporary one.
+measures in turns, each `repeat` times: PPO steps alone and steps during which a checkpoint is written in the
+background; how long training stands still for it and when it is on disk; a checkpoint that is waited for; torch.save
+of this rank's tensors into one synced file; checking and loading a checkpoint; torch.load. Prints medians. The run
+directory is a temporary one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -49,23 +49,27 @@ class Measurement:
         self.parts, self.trainer, self.checkpoints, self.repeat = parts, trainer, checkpoints, repeat
         self.tensors: dict[str, Any] = {}
 
-    def seconds(self, work: Callable[[], None], before: Callable[[], None] = lambda: None) -> float:
-        """Median over repetitions of the slowest rank's seconds; all ranks begin together."""
+    def medians(self, works: Mapping[str, Callable[[], None]]) -> dict[str, float]:
+        """Medians over repetitions, which take turns, of the slowest rank's seconds; nothing is under way before."""
+        found: dict[str, list[float]] = {name: [] for name in works}
+        for _ in range(self.repeat):
+            for name, work in works.items():
+                self.next_save()
+                found[name].append(self._seconds(work))
+        return {name: statistics.median(seconds) for name, seconds in found.items()}
+
+    def _seconds(self, work: Callable[[], None]) -> float:
         import torch
         import torch.distributed as dist
 
-        found = []
-        for _ in range(self.repeat):
-            before()
-            self.parts.runtime.synchronize()
-            dist.barrier()
-            start = time.perf_counter()
-            work()
-            self.parts.runtime.synchronize()
-            slowest = torch.tensor([time.perf_counter() - start], device=self.parts.runtime.device)
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-            found.append(float(slowest))
-        return statistics.median(found)
+        self.parts.runtime.synchronize()
+        dist.barrier()
+        start = time.perf_counter()
+        work()
+        self.parts.runtime.synchronize()
+        slowest = torch.tensor([time.perf_counter() - start], device=self.parts.runtime.device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        return float(slowest)
 
     def step(self) -> None:
         """A real PPO step."""
@@ -76,7 +80,7 @@ class Measurement:
         """A checkpoint of this moment."""
         from megappo.resume import Boundary
 
-        self.checkpoints.save(Boundary.of(self.trainer.state_dict(), {}), wait=wait)
+        self.checkpoints.save(Boundary.of(self.trainer.state_dict(), {}, {}), wait=wait)
 
     def next_save(self) -> None:
         """Let the next checkpoint be that of another step, with nothing under way."""
@@ -87,8 +91,7 @@ class Measurement:
         """What this rank writes, as plain tensors."""
         from megappo.checkpoint import role_shards
 
-        roles = [role for role in (self.parts.actor, self.parts.critic) if role is not None]
-        return {key: shard.data for role in roles for key, shard in role_shards(role).items()}
+        return {key: shard.data for role in self.parts.trained for key, shard in role_shards(role).items()}
 
 
 def measure(config: Config, repeat: int) -> list[Row] | None:
@@ -116,7 +119,7 @@ def measure(config: Config, repeat: int) -> list[Row] | None:
             size = torch.tensor([sum(t.nbytes for t in own.values())], device=runtime.device)
             dist.all_reduce(size)
             plain = config.run.path / f"plain-{runtime.rank}.pt"
-            roles = [role for role in (parts.actor, parts.critic) if role is not None]
+            roles = parts.trained
             directory = config.run.path / "checkpoints"
 
             def save_plain() -> None:
@@ -133,15 +136,17 @@ def measure(config: Config, repeat: int) -> list[Row] | None:
                 m.save(wait=False)
                 m.step()
 
-            timings = {
-                "step alone": m.seconds(m.step),
-                "step with a checkpoint in the background": m.seconds(save_and_step, m.next_save),
-                "stand-still, asynchronous": m.seconds(lambda: m.save(wait=False), m.next_save),
-                "on disk, waited for": m.seconds(lambda: m.save(wait=True), m.next_save),
-                "torch.save of the same bytes": m.seconds(save_plain),
-                "check and load": m.seconds(load),
-                "torch.load of the same bytes": m.seconds(lambda: torch.load(plain) and None),
-            }
+            timings = m.medians(
+                {
+                    "step alone": m.step,
+                    "step with a checkpoint in the background": save_and_step,
+                    "stand-still, asynchronous": lambda: m.save(wait=False),
+                    "on disk, waited for": lambda: m.save(wait=True),
+                    "torch.save of the same bytes": save_plain,
+                    "check and load": load,
+                    "torch.load of the same bytes": lambda: torch.load(plain, weights_only=True) and None,
+                }
+            )
         finally:
             checkpoints.close()
             parts.close()

@@ -50,7 +50,8 @@ def finish(run: subprocess.Popen[str], timeout: float) -> str:
 @pytest.mark.parametrize("config", ["sglang_quickstart", "sglang_disaggregated"])
 def test_a_run_learns(tmp_path: Path, config: str) -> None:
     """As far as with the embedded engine, in fewer steps than the configuration has."""
-    run = start(config, tmp_path / "run", "run.steps=50", "evaluation.every_steps=25", processes=2)
+    changes = ("run.steps=60", "actor.optimizer.schedule=constant", "evaluation.every_steps=30")
+    run = start(config, tmp_path / "run", *changes, processes=2)
     output = finish(run, 560)
     assert run.returncode == 0, output[-4000:]
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
