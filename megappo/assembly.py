@@ -128,15 +128,8 @@ def _servers(config: Config, runtime: Runtime, folder: Path, stop_token_ids: tup
 
     settings = config.rollout.servers
     beside_trainers = settings.placement == "colocated" and runtime.device.type == "cuda"
-    spec = ServerSpec(
-        model_folder=folder.absolute(),
-        dtype=config.model.dtype,
-        settings=settings,
-        stop_token_ids=stop_token_ids,
-        trust_remote_code=config.model.trust_remote_code,
-        log_directory=config.run.path.absolute() / "engines",
-        memory_saver=beside_trainers and settings.sleep and not config.rollout.ahead,
-    )
+    saver = beside_trainers and settings.sleep and not config.rollout.ahead
+    spec = ServerSpec.of(config, folder, stop_token_ids, memory_saver=saver)
     return SGLangEngine(Fleet(spec, runtime), settings, runtime)
 
 

@@ -1,4 +1,4 @@
-"""The command line: `megappo train | plan | doctor | eval | export | report`.
+"""The command line: `megappo train | plan | doctor | serve | eval | export | report`.
 
 Settings, models and layout are checked on every rank before anything else starts; what a user can mend is one line
 per problem on stderr (rank 0 only) and exit code 2.
@@ -20,6 +20,7 @@ from megappo.launchers import adopt_launcher
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 _ON_RANKS = ("train", "eval", "doctor")
+_COMMANDS = "{train,plan,doctor,serve,eval,export,report}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="megappo", description="PPO for large language models.")
     parser.add_argument("--version", action="version", version=f"megappo {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,plan,doctor,eval,export,report}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar=_COMMANDS)
     train = commands.add_parser("train", help="run PPO as a YAML file describes it")
     plan = commands.add_parser("plan", help="say what a run will need and how fast it will be, before it is started")
     doctor = commands.add_parser("doctor", help="say what of this machine, or of all ranks, is fine, slow or broken")
@@ -72,6 +73,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
     export = commands.add_parser("export", help="write a run's newest checkpoint as a Hugging Face folder")
     evaluate = commands.add_parser("eval", help="score a model on data.validation")
+    _add_serve(commands.add_parser("serve", help="run one SGLang server for trainers elsewhere, and keep it running"))
     train.add_argument("--dry-run", action="store_true", help="do everything but train, in one process without a GPU")
     for command in (train, plan):
         command.add_argument("--machine", metavar="NAME", help="h100, h200, b200 or cpu (default: by runtime.device)")
@@ -106,6 +108,18 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
+def _add_serve(serve: argparse.ArgumentParser) -> None:
+    serve.add_argument("config", metavar="CONFIG", help="YAML file of the trainers' run")
+    serve.add_argument("overrides", nargs="*", metavar="key=value", help="override such as rollout.sglang.threads=4")
+    serve.add_argument("--host", help="interface to listen on (default: rollout.sglang.host)")
+    serve.add_argument("--port", type=int, default=30000, help="port, 0: a free one (default: %(default)s)")
+    serve.add_argument("--index", type=int, default=0, help="number that names its log (default: %(default)s)")
+    serve.add_argument(
+        "--linger", type=float, default=0.0, metavar="SECONDS", help="go on so long after SIGTERM (default: 0)"
+    )
+    serve.add_argument("--ranks", action="store_true", help="print how many devices a server takes, instead")
+
+
 def _run(arguments: argparse.Namespace) -> None:
     """Check everything, then import the heavy modules and start."""
     if arguments.command == "export":
@@ -136,6 +150,15 @@ def _run(arguments: argparse.Namespace) -> None:
         replay(arguments.replay, _environment_number("WORLD_SIZE", 1))
         return
     config = load_config(arguments.config, arguments.overrides)
+    if arguments.command == "serve":
+        if arguments.ranks:
+            print(config.rollout.servers.tensor_parallel)
+            return
+        from megappo.serve import serve
+
+        place = {"host": arguments.host, "port": arguments.port, "index": arguments.index}
+        serve(config, **place, linger_seconds=arguments.linger)
+        return
     if arguments.command == "train" and arguments.dry_run:
         from megappo.dry_run import dry_run
 

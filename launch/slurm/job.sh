@@ -9,21 +9,23 @@ fail() {
     exit 2
 }
 
-# Environment, log folder, record of both, rank 0's address.
+# prepare_job WORDS...: environment for these words of megappo, log folder, record of both, rank 0's address. PLACE are
+# the options with which srun finds the trainers' nodes; all of the job's, unless a script changes them and NODES.
 prepare_job() {
     cd "$ROOT"
+    PLACE=()
     [[ $MEGAPPO_LAUNCHER =~ ^(srun|torchrun)$ ]] || fail "MEGAPPO_LAUNCHER is '$MEGAPPO_LAUNCHER', must be srun or torchrun"
     NODES=$SLURM_JOB_NUM_NODES
-    RANKS_PER_NODE=${MEGAPPO_RANKS_PER_NODE:-${SLURM_NTASKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}}
+    RANKS_PER_NODE=${SLURM_NTASKS_PER_NODE:-${SLURM_NTASKS_PER_NODE_HET_GROUP_0:-${SLURM_GPUS_ON_NODE:-1}}}
+    RANKS_PER_NODE=${MEGAPPO_RANKS_PER_NODE:-$RANKS_PER_NODE}
     [[ $RANKS_PER_NODE =~ ^[1-9][0-9]*$ ]] || fail "MEGAPPO_RANKS_PER_NODE is '$RANKS_PER_NODE', must be a whole number"
     LOGS=$(realpath -m "$MEGAPPO_LOGS")/$SLURM_JOB_ID/attempt-${SLURM_RESTART_COUNT:-0}
     mkdir -p "$LOGS"
-    enter_environment
+    enter_environment "$@"
     container_command
-    MASTER_ADDR=$(first_address)
+    MASTER_ADDR=$(address_of "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)")
     export MASTER_ADDR OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     record_environment >"$LOGS/job.txt"
-    echo "megappo: $((NODES * RANKS_PER_NODE)) ranks on $SLURM_JOB_NODELIST, logs in $LOGS"
 }
 
 enter_environment() {
@@ -46,7 +48,7 @@ enter_environment() {
         eval "$(conda shell.bash hook)"
         conda activate "$MEGAPPO_CONDA" || fail "conda has no environment '$MEGAPPO_CONDA'; mend MEGAPPO_CONDA"
     elif [ -z "$MEGAPPO_MODULES" ]; then
-        ensure_environment
+        ensure_environment "$(environment_for "$@")"
     fi
     set -u
 }
@@ -71,23 +73,22 @@ container_command() {
     esac
 }
 
-# The first node's name, or the address SLURM has for it where no name server knows the name.
-first_address() {
-    local first
-    first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-    if getent hosts "$first" >/dev/null; then
-        echo "$first"
+# A node's name, or the address SLURM has for it where no name server knows the name.
+address_of() {
+    if getent hosts "$1" >/dev/null; then
+        echo "$1"
     else
-        scontrol --oneliner show node "$first" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p'
+        scontrol --oneliner show node "$1" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p'
     fi
 }
 
-# A port that nothing listens on here; the batch script runs on the first node.
+# free_port ADDRESS [TAKEN...]: a port that nothing listens on there, and none of these.
 free_port() {
-    local port
+    local address=$1 port
+    shift
     while true; do
         port=$((PORTS_FROM + (RANDOM * 32768 + RANDOM) % PORTS))
-        if ! (exec 3<>"/dev/tcp/$MASTER_ADDR/$port") 2>/dev/null; then
+        if [[ " $* " != *" $port "* ]] && ! timeout 3 bash -c "exec 3<>/dev/tcp/$address/$port" 2>/dev/null; then
             echo "$port"
             return
         fi
@@ -110,14 +111,14 @@ run_ranks() {
     shift
     export MEGAPPO_RANK_LOGS=$LOGS/$step MEGAPPO_SITE
     mkdir -p "$MEGAPPO_RANK_LOGS"
-    MASTER_PORT=$(free_port)
+    MASTER_PORT=$(free_port "$MASTER_ADDR")
     export MASTER_PORT
     local start=(bash "$ROOT/launch/slurm/rank.sh" "$@")
     if [ "$MEGAPPO_LAUNCHER" = torchrun ]; then
         per_node=1
         start=(bash "$ROOT/launch/slurm/node.sh" "$NODES" "$RANKS_PER_NODE" "$@")
     fi
-    local options=(--nodes "$NODES" --ntasks $((NODES * per_node)) --ntasks-per-node "$per_node" --kill-on-bad-exit=1)
+    local options=("${PLACE[@]}" --job-name "$step" --nodes "$NODES" --ntasks $((NODES * per_node)) --ntasks-per-node "$per_node" --kill-on-bad-exit=1)
     if [ -n "${SLURM_CPUS_ON_NODE:-}" ] && [ "$SLURM_CPUS_ON_NODE" -ge "$per_node" ]; then
         options+=(--cpus-per-task $((SLURM_CPUS_ON_NODE / per_node)))
     fi
@@ -129,7 +130,7 @@ run_ranks() {
     follower=$!
     srun "${options[@]}" "${SRUN_CONTAINER[@]}" "${IN_CONTAINER[@]}" "${start[@]}" || code=$?
     sleep 2 # the last lines of rank 0
-    kill "$follower"
+    kill "$follower" 2>/dev/null || true # a signal to the whole job ends it too
     wait "$follower" 2>/dev/null || true
     if grep -qsx -e "$REQUEUE_CODE" -e "$HANG_CODE" "$MEGAPPO_RANK_LOGS"/exit-*; then
         return "$REQUEUE_CODE"
@@ -145,13 +146,15 @@ run_ranks() {
 # Put the job back into the queue, unless it was cancelled or SLURM does so itself (preemption).
 requeue() {
     local state
-    state=$(scontrol --oneliner show job "$SLURM_JOB_ID" | sed -n 's/.* JobState=\([A-Z_]*\).*/\1/p')
+    # Of a heterogeneous job every component has a line.
+    state=$(scontrol --oneliner show job "$SLURM_JOB_ID" | sed -n '1s/.* JobState=\([A-Z_]*\).*/\1/p')
     if [ "$state" != RUNNING ]; then
         echo "megappo: the job is $state, so it is not put back into the queue here"
     elif [ "${SLURM_RESTART_COUNT:-0}" -ge "$MEGAPPO_MOST_REQUEUES" ]; then
         echo "megappo: put back ${SLURM_RESTART_COUNT} times already (MEGAPPO_MOST_REQUEUES); sbatch it again to go on"
     else
         echo "megappo: back into the queue"
+        trap - TERM # by which SLURM ends this script
         scontrol requeue "$SLURM_JOB_ID"
         sleep 300 # SLURM ends this script now; were it to end by itself, the job could count as failed
     fi

@@ -1,9 +1,41 @@
 #!/usr/bin/env bash
 # torchrun on one node of a job, node order being rank order. Usage: node.sh NODES RANKS_PER_NODE WORDS...
-set -euo pipefail
+# The exit codes of its ranks make this task's: torchrun's agents fail where they lose each other or are signalled,
+# also when all ranks end as they should, and srun kills the other nodes' ranks after a task that fails. SIGUSR1 goes
+# to the ranks directly, since torchrun would kill them 30 seconds later.
+set -uo pipefail
 nodes=$1 ranks=$2
 shift 2
-exec python -m torch.distributed.run --nnodes "$nodes" --node-rank "$SLURM_NODEID" --nproc-per-node "$ranks" \
-    --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" --max-restarts 0 \
-    --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
-    --no-python bash "$(dirname "${BASH_SOURCE[0]}")/rank.sh" "$@"
+first=$((SLURM_NODEID * ranks))
+stop=$MEGAPPO_RANK_LOGS/stop-$SLURM_NODEID
+restore='import os, signal, sys; signal.signal(signal.SIGUSR1, signal.SIG_DFL); os.execvp(sys.argv[1], sys.argv[1:])'
+
+forward() {
+    local rank
+    touch "$stop" # for ranks that have not started yet
+    for rank in $(seq "$first" $((first + ranks - 1))); do
+        # torchrun gives each a process group of its own, which its shell leads.
+        [ ! -s "$MEGAPPO_RANK_LOGS/pid-$rank" ] || kill -USR1 -- "-$(cat "$MEGAPPO_RANK_LOGS/pid-$rank")" 2>/dev/null
+    done
+}
+
+trap forward USR1
+trap : HUP INT TERM # torchrun gets them too, and tells its ranks
+(
+    trap '' USR1
+    MEGAPPO_STOP_FILE=$stop exec python -m torch.distributed.run --nnodes "$nodes" --node-rank "$SLURM_NODEID" \
+        --nproc-per-node "$ranks" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" --max-restarts 0 \
+        --no-python python -c "$restore" bash "$(dirname "${BASH_SOURCE[0]}")/rank.sh" "$@"
+) &
+agent=$!
+code=0
+while kill -0 "$agent" 2>/dev/null; do
+    wait "$agent" # a signal interrupts it
+    code=$?
+done
+worst=0
+for rank in $(seq "$first" $((first + ranks - 1))); do
+    found=$(cat "$MEGAPPO_RANK_LOGS/exit-$rank" 2>/dev/null || echo "$((code == 0 ? 1 : code))")
+    [ "$found" = 0 ] || [ "$found" = 85 ] || worst=$found
+done
+exit "$worst"

@@ -7,6 +7,13 @@ trap : HUP INT TERM USR1 USR2
 if [ -n "${MEGAPPO_SITE:-}" ]; then
     source "$MEGAPPO_SITE"
 fi
+if [ -n "${MEGAPPO_STOP_FILE:-}" ]; then # torchrun stands between SLURM and this rank; see node.sh
+    echo $$ >"$MEGAPPO_RANK_LOGS/pid-$rank"
+    if [ -e "$MEGAPPO_STOP_FILE" ]; then
+        echo 85 >"$MEGAPPO_RANK_LOGS/exit-$rank"
+        exit 0
+    fi
+fi
 python -m megappo "$@" >>"$MEGAPPO_RANK_LOGS/rank-$rank.log" 2>&1
 code=$?
 echo "$code" >"$MEGAPPO_RANK_LOGS/exit-$rank"

@@ -14,7 +14,7 @@ MEGAPPO_CONTAINER_RUNTIME=${MEGAPPO_CONTAINER_RUNTIME:-pyxis}
 MEGAPPO_CONTAINER_MOUNTS=${MEGAPPO_CONTAINER_MOUNTS:-}
 # File with exports of the site (NCCL_SOCKET_IFNAME, HF_HOME, ...); every rank sources it.
 MEGAPPO_SITE=${MEGAPPO_SITE:-}
-# srun: one task per rank. torchrun: one task per node, which starts its ranks; SIGUSR1 leaves a rank 30 seconds then.
+# srun: one task per rank. torchrun: one task per node, which starts its ranks; SIGTERM leaves a rank 30 seconds then.
 MEGAPPO_LAUNCHER=${MEGAPPO_LAUNCHER:-srun}
 # Default: sbatch's --ntasks-per-node, or one rank per GPU of a node, or one.
 MEGAPPO_RANKS_PER_NODE=${MEGAPPO_RANKS_PER_NODE:-}
@@ -24,3 +24,13 @@ MEGAPPO_LOGS=${MEGAPPO_LOGS:-logs}
 MEGAPPO_DOCTOR=${MEGAPPO_DOCTOR:-yes}
 # Most times that a job that asks for it (exit code 85) is put back into the queue.
 MEGAPPO_MOST_REQUEUES=${MEGAPPO_MOST_REQUEUES:-100}
+
+# For ppo_disaggregated.sbatch only. Nodes of the job, its last ones, that generate; the others train. A heterogeneous
+# job needs it not: its first component trains, its second generates.
+MEGAPPO_ENGINE_NODES=${MEGAPPO_ENGINE_NODES:-}
+# Default: as many as fit, by the node's GPUs and rollout.sglang.tensor_parallel; one without GPUs.
+MEGAPPO_ENGINES_PER_NODE=${MEGAPPO_ENGINES_PER_NODE:-}
+# Interface that engines listen on; every request needs the key that the job makes.
+MEGAPPO_ENGINE_HOST=${MEGAPPO_ENGINE_HOST:-0.0.0.0}
+# Seconds for which engines still answer trainers when the job is cancelled or preempted; less than SLURM's KillWait.
+MEGAPPO_ENGINE_LINGER=${MEGAPPO_ENGINE_LINGER:-20}

@@ -32,8 +32,9 @@ class SGLangSettings(Settings):
     """CPU threads of each server rank, without CUDA; default: the machine's cores over all of them."""
     host: str = Field(default="127.0.0.1", min_length=1)
     """Interface that own servers listen on; every request needs the key of the run."""
-    sync_address: str = Field(default="127.0.0.1", min_length=1)
-    """Address of this machine at which servers elsewhere reach the broadcast group."""
+    sync_address: Annotated[str, Field(min_length=1)] | None = None
+    """Address of the first machine at which servers reach the broadcast group; default: on every machine the one that
+    its packets to a server bear."""
     deterministic: bool = True
     """A response depends on its prompt and seed, not on what else the server computes (SGLang's deterministic
     inference); false is faster and ignores seeds."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megappo.config import Derived, derive, load_config
 from megappo.doctor.devices import device_findings
+from megappo.doctor.engines import engine_findings
 from megappo.doctor.findings import Finding, any_broken, as_json, as_text, fine, merge, slow
 from megappo.doctor.machine import machine_findings
 from megappo.doctor.network import clock_finding, families, group_findings, meet, rendezvous_finding
@@ -42,7 +43,10 @@ def doctor_command(config_path: str | None, overrides: Sequence[str], *, as_json
         world_size = ranks.world_size if ranks.world_size > 1 else fewest_ranks(config)
         derived = derive(config, world_size, models.actor, models.critic, models.reference)
         if ranks.local_rank == 0:
-            own += settings_findings(config, models, world_size)
+            own += [
+                *settings_findings(config, models, world_size),
+                *engine_findings(config, models, ranks, world_size),
+            ]
     if ranks.world_size == 1:
         _print(merge([(machine, own)]), [machine], as_json_text)
         return not any_broken(own)

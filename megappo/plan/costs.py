@@ -6,13 +6,16 @@ et al. 2009, the roofline model), plus its communication, which nothing overlaps
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megappo.architecture import ArchitectureConfig
 from megappo.observe.throughput import training_flops_per_token
-from megappo.plan.inputs import RoleSetup, Setup, Workload, model_sizes
+from megappo.plan.inputs import RoleSetup, Setup, Workload
 from megappo.plan.machines import ASSUMED, Machine
+from megappo.plan.servers import Servers, running_sequences, server_weights, token_bytes
+from megappo.plan.sizes import model_sizes
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,10 @@ class _Tally:
         self._seconds["links"] += times * n_bytes / (bandwidth * ASSUMED.link_share)
         self.link_bytes += times * n_bytes
 
+    def wait(self, seconds: float) -> None:
+        """Messages too small for their bytes to matter."""
+        self._seconds["links"] += seconds
+
     def cost(self, name: str) -> StageCost:
         """The stage's sum."""
         seconds = self._seconds
@@ -78,6 +85,16 @@ def forward_flops(role: RoleSetup, work: Workload) -> tuple[float, float, float]
     attention = training_flops_per_token(0, **sizes, sequence_tokens=work.sequence_tokens) / 3
     head_flops = 2.0 * (arch.hidden_size if role.is_critic else head)
     return trunk / arch.layers, attention / arch.layers, head_flops
+
+
+def step_seconds(stages: Sequence[StageCost], servers: Servers | None) -> float:
+    """Seconds of a step: its stages one after the other, or, one step ahead on devices of its own, the rollout beside
+    all others."""
+    seconds = {stage.name: stage.seconds for stage in stages}
+    if servers is None or not (servers.ahead and servers.beside):
+        return math.fsum(seconds.values())
+    rollout = seconds.pop("rollout")
+    return max(rollout, math.fsum(seconds.values()))
 
 
 def step_costs(setup: Setup, machine: Machine) -> tuple[StageCost, ...]:
@@ -169,11 +186,13 @@ def _layer_communication(tally: _Tally, role: RoleSetup, tokens: float, *, passe
 
 
 def rollout_cost(arch: ArchitectureConfig, work: Workload, machine: Machine) -> StageCost:
-    """The embedded engine: each rank prefills and decodes its prompts in batches.
+    """SGLang's servers, or the embedded engine: each rank prefills and decodes its prompts in batches.
 
     A decoding step reads all weights once and each sequence's cache: to attend, to append by concatenation (a read and
     a write) and, with grouped queries, to repeat it for every query head (a read, a write and a read of that).
     """
+    if work.servers is not None:
+        return _served_rollout(arch, work.servers, work, machine)
     e = work.engine_dtype_bytes
     tally = _Tally(machine, e)
     total, trunk, head = model_sizes(arch)
@@ -196,8 +215,73 @@ def rollout_cost(arch: ArchitectureConfig, work: Workload, machine: Machine) -> 
     return tally.cost("rollout")
 
 
+def _served_rollout(arch: ArchitectureConfig, servers: Servers, work: Workload, machine: Machine) -> StageCost:
+    """SGLang: a server decodes as many sequences together as have room for their keys and values, and takes the next
+    one when one ends, so its S sequences of R tokens take S R / running decoding steps.
+
+    A step reads the weights and the keys and values of what runs, and writes float32 logits. On a GPU it is a CUDA
+    graph, which costs no host time per layer. Under tensor parallelism two all-reduces per layer wait for each other;
+    they move 2 (t-1)/t of the hidden states and take at least `small_all_reduce_seconds`.
+    """
+    e, tp = work.engine_dtype_bytes, servers.tensor_parallel
+    tally = _Tally(_server_machine(machine, servers, work), e)
+    _, trunk, head = model_sizes(arch)
+    attention = 4.0 * arch.layers * arch.heads * arch.head_dim
+    sequences = work.batch_sequences / servers.count
+    context = work.prompt_tokens + work.response_tokens / 2
+    running = running_sequences(arch, servers, e, wanted=math.ceil(sequences), mean_tokens=context)
+    steps = sequences * work.response_tokens / running
+    prefill = sequences * (work.prompt_tokens * (2.0 * trunk + attention * work.prompt_tokens) + 2.0 * head)
+    step = running * (2.0 * (trunk + head) + attention * context)
+    weights = e * server_weights(arch, tp)
+    layers = 0 if work.on_cuda else arch.layers
+    tally.run(flops=prefill / tp, memory_bytes=weights, layers=layers)
+    cache = running * context * token_bytes(arch, tp, e)
+    tally.run(
+        flops=step / tp, memory_bytes=weights + cache + 8.0 * running * arch.vocab_size, layers=layers, times=steps
+    )
+    tally.flops += servers.count * (prefill + steps * step)
+    if tp > 1:
+        ring = 2 * (tp - 1) / tp * e * arch.hidden_size
+        tally.send(2 * arch.layers * ring * running, inside_node=True, times=steps)
+        tally.send(2 * arch.layers * ring * sequences * work.prompt_tokens, inside_node=True)
+        tally.wait(steps * 2 * arch.layers * ASSUMED.small_all_reduce_seconds)
+    return tally.cost("rollout")
+
+
+def _server_machine(machine: Machine, servers: Servers, work: Workload) -> Machine:
+    """What one rank of a server has: a GPU, or its part of the machine whose `machine` is a trainer rank's part."""
+    if not machine.shared_by_ranks:
+        return machine
+    return machine.per_rank(1) if not servers.shares_machine else machine.scaled(work.world_size / servers.ranks)
+
+
+def _served_sync(setup: Setup, servers: Servers, machine: Machine) -> StageCost:
+    """Buckets into SGLang: gathering, and loading the bucket before, at the same time; the slower one counts.
+
+    Gathering: every rank receives the whole model shard by shard and puts tensors together. Loading on the same
+    devices: each rank of a server copies its part out of the trainer's memory. Elsewhere: a rank that looks after
+    several servers broadcasts the whole model to one after the other. Verification is left out.
+    """
+    actor, world = setup.actor, setup.work.world_size
+    n_bytes = float(model_sizes(actor.arch)[0] * actor.dtype_bytes)
+    gather, load = _Tally(machine, actor.dtype_bytes), _Tally(machine, actor.dtype_bytes)
+    if world > 1:
+        gather.send(n_bytes, inside_node=machine.same_node(0, world - 1))
+    gather.run(flops=0.0, memory_bytes=4 * n_bytes, layers=0)
+    if servers.colocated:
+        load.run(flops=0.0, memory_bytes=2 * n_bytes / servers.tensor_parallel, layers=0)
+    else:
+        load.send(
+            n_bytes, inside_node=servers.shares_machine, times=math.ceil(servers.count / min(servers.count, world))
+        )
+    return max(gather.cost("sync"), load.cost("sync"), key=lambda cost: cost.seconds)
+
+
 def sync_cost(setup: Setup, machine: Machine) -> StageCost:
     """Every rank receives the whole model, shard by shard, puts tensors together and copies them into the engine."""
+    if setup.work.servers is not None:
+        return _served_sync(setup, setup.work.servers, machine)
     actor = setup.actor
     n_bytes = float(model_sizes(actor.arch)[0] * actor.dtype_bytes)
     tally = _Tally(machine, actor.dtype_bytes)

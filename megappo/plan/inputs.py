@@ -12,7 +12,8 @@ from megappo.config import Config
 from megappo.config.derive import role_numbers
 from megappo.config.rules import Role
 from megappo.config.schema import ActorSettings, CriticSettings
-from megappo.reshard.hf_map import hf_shape, model_parameters, multiplied_parameters, shard_shape
+from megappo.plan.servers import Servers, find_servers
+from megappo.reshard.hf_map import model_parameters, shard_shape
 
 RoleSettings = ActorSettings | CriticSettings
 _BYTES = {"float32": 4, "bfloat16": 2}
@@ -124,6 +125,8 @@ class Workload:
     """Longest of them."""
     reward_bytes: float
     """Weights of a reward model, which every rank holds."""
+    servers: Servers | None = None
+    """SGLang's; None with the embedded engine."""
 
     @property
     def sequence_tokens(self) -> int:
@@ -151,15 +154,15 @@ class Setup:
         return tuple(role for role in (self.actor, self.reference, self.critic) if role is not None)
 
 
-def make_setup(config: Config, models: Models, world_size: int, *, on_cuda: bool) -> Setup:
-    """The planner's view of settings that break no rule."""
+def make_setup(config: Config, models: Models, world_size: int, *, on_cuda: bool, device_bytes: float = 0.0) -> Setup:
+    """The planner's view of settings that break no rule; SGLang takes its share of `device_bytes`."""
     actor = trained_role(config, "actor", config.actor, models, world_size)
     critic = None if config.critic is None else trained_role(config, "critic", config.critic, models, world_size)
     reference = None if config.reference is None else reference_role(actor, models)
-    return Setup(actor, critic, reference, workload(config, world_size, on_cuda=on_cuda))
+    return Setup(actor, critic, reference, workload(config, world_size, on_cuda=on_cuda, device_bytes=device_bytes))
 
 
-def workload(config: Config, world_size: int, *, on_cuda: bool) -> Workload:
+def workload(config: Config, world_size: int, *, on_cuda: bool, device_bytes: float = 0.0) -> Workload:
     """The work of one step."""
     rollout, evaluation = config.rollout, config.evaluation
     sequences_per_rank = -(-rollout.prompts_per_step // world_size) * rollout.samples_per_prompt
@@ -179,6 +182,7 @@ def workload(config: Config, world_size: int, *, on_cuda: bool) -> Workload:
         cache_sequences=batch if evaluation else min(batch, sequences_per_rank),
         cache_tokens=config.data.max_prompt_tokens + longest,
         reward_bytes=reward_parameters(config.reward.model_path) * (2.0 if on_cuda else 4.0),
+        servers=find_servers(config, world_size, on_cuda=on_cuda, device_bytes=device_bytes),
     )
 
 
@@ -243,17 +247,3 @@ def reward_parameters(folder: str | None) -> int:
         with safe_open(path, framework="numpy") as file:
             total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
     return total
-
-
-@lru_cache(maxsize=64)
-def model_sizes(arch: ArchitectureConfig) -> tuple[int, int, int]:
-    """(all weights of the Hugging Face model, those of the layers, those of the output matrix)."""
-    total = sum(math.prod(hf_shape(arch, name)) for p in model_parameters(arch) for name in p.hf)
-    head = arch.vocab_size * arch.hidden_size
-    return total, multiplied_parameters(arch) - head, head
-
-
-@lru_cache(maxsize=64)
-def largest_tensor(arch: ArchitectureConfig) -> int:
-    """Elements that the weight stream moves at once at least: the largest Megatron parameter, whole."""
-    return max(sum(math.prod(hf_shape(arch, name)) for name in p.hf) for p in model_parameters(arch))

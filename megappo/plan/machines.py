@@ -36,15 +36,17 @@ class Machine:
 
     def per_rank(self, ranks: int) -> Machine:
         """What one of `ranks` ranks has of the machine; a GPU belongs to one rank."""
-        if not self.shared_by_ranks:
-            return self
+        return self.scaled(1 / ranks) if self.shared_by_ranks else self
+
+    def scaled(self, share: float) -> Machine:
+        """A share of the machine."""
         return replace(
             self,
-            bfloat16_flops=self.bfloat16_flops / ranks,
-            float32_flops=self.float32_flops / ranks,
-            memory_bytes=self.memory_bytes / ranks,
-            memory_bandwidth=self.memory_bandwidth / ranks,
-            intra_node_bandwidth=self.intra_node_bandwidth / ranks,
+            bfloat16_flops=self.bfloat16_flops * share,
+            float32_flops=self.float32_flops * share,
+            memory_bytes=self.memory_bytes * share,
+            memory_bandwidth=self.memory_bandwidth * share,
+            intra_node_bandwidth=self.intra_node_bandwidth * share,
         )
 
     def same_node(self, first_rank: int, last_rank: int) -> bool:
@@ -71,6 +73,8 @@ class Assumptions:
     """Of a link's bandwidth, in large collectives."""
     launch_seconds_per_layer: float = 0.4e-3
     """Host time to start the kernels of one layer forward, without CUDA graphs."""
+    small_all_reduce_seconds: float = 10e-6
+    """Of a few hundred kilobytes within a node, between the kernels of a CUDA graph."""
     memory_share: float = 0.95
     """Of the memory, before fragmentation gets in the way."""
     cuda_reserve_bytes: float = 3e9
@@ -83,9 +87,11 @@ class Assumptions:
         return (
             f"assumed: {self.compute_share:.0%} of peak FLOP/s, {self.bandwidth_share:.0%} of memory bandwidth, "
             f"{self.link_share:.0%} of link bandwidth, {1e3 * self.launch_seconds_per_layer:g} ms of host time per "
-            f"layer and forward pass, {self.memory_share:.0%} of memory less {self.cuda_reserve_bytes / 1e9:g} GB per "
-            f"GPU for CUDA and NCCL, {self.process_reserve_bytes / 1e9:g} GB per rank on a CPU; every sample at its "
-            "longest, rewards and data loading left out"
+            "layer and forward pass (none when SGLang decodes on GPUs, where a small all-reduce takes "
+            f"{1e6 * self.small_all_reduce_seconds:g} us), {self.memory_share:.0%} of memory less "
+            f"{self.cuda_reserve_bytes / 1e9:g} GB per GPU for CUDA and NCCL, "
+            f"{self.process_reserve_bytes / 1e9:g} GB per rank on a CPU; every sample at its longest, rewards and data "
+            "loading left out"
         )
 
 

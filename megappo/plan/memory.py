@@ -7,7 +7,10 @@ from functools import lru_cache
 
 from megappo.architecture import ArchitectureConfig
 from megappo.plan.activations import head_bytes, kept_bytes, transient_bytes
-from megappo.plan.inputs import RoleSetup, Setup, Workload, largest_tensor, model_sizes
+from megappo.plan.inputs import RoleSetup, Setup, Workload
+from megappo.plan.machines import ASSUMED
+from megappo.plan.servers import Servers, cache_tokens, running_sequences, server_weights, server_workspace, token_bytes
+from megappo.plan.sizes import largest_tensor, model_sizes
 
 
 @dataclass(frozen=True)
@@ -46,16 +49,23 @@ class RoleMemory:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes of the embedded engine, a whole model on every rank."""
+    """Bytes of the engine on one rank: the whole model where it is embedded, a share of it in an SGLang server."""
 
     weights: float
     kv_cache: float
     workspace: float
+    idle: float
+    """While others work."""
+    syncing: float
+    """While it takes new weights."""
 
     @property
     def total(self) -> float:
         """While it generates."""
         return self.weights + self.kv_cache + self.workspace
+
+
+NO_ENGINE = EngineMemory(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -71,6 +81,8 @@ class RankMemory:
     """Weights of the reward model."""
     stages: dict[str, float]
     """Bytes while a stage of the step runs, what stays included."""
+    of_servers: bool = False
+    """These are not ranks of the trainer but of SGLang servers on devices of their own, numbered from 0."""
 
     @property
     def peak_stage(self) -> str:
@@ -116,7 +128,7 @@ def role_memory(role: RoleSetup, stage: int, work: Workload) -> RoleMemory:
 
 
 def engine_memory(arch: ArchitectureConfig, work: Workload) -> EngineMemory:
-    """The embedded engine: weights, the batch's keys and values, and what generation needs besides.
+    """The embedded engine, a whole model on every rank: weights, the batch's keys and values, and a workspace.
 
     The cache holds 2 layers K e bytes for each token of each sequence, and grows by concatenation, so one layer's is
     there twice; with grouped queries one layer's is also repeated for every query head, since a batch of unequal
@@ -130,13 +142,55 @@ def engine_memory(arch: ArchitectureConfig, work: Workload) -> EngineMemory:
     layer_copies = 2.0 * e * tokens * (kv_width + (q_width if q_width > kv_width else 0))
     prefill = e * batch * work.prompt_tokens * (3 * arch.ffn_hidden_size + 2 * arch.hidden_size)
     sampler = batch * arch.vocab_size * (e + 3 * 4)
-    return EngineMemory(float(model_sizes(arch)[0] * e), cache, layer_copies + max(prefill, sampler))
+    weights = float(model_sizes(arch)[0] * e)
+    return EngineMemory(weights, cache, layer_copies + max(prefill, sampler), idle=weights, syncing=weights)
+
+
+def server_memory(arch: ArchitectureConfig, servers: Servers, work: Workload) -> EngineMemory:
+    """One rank of an SGLang server (`megappo.plan.servers`).
+
+    Beside trainers on a GPU it has a CUDA context of its own. Asleep it keeps nothing else; woken for a weight sync it
+    has all of its memory again.
+    """
+    e, tp = work.engine_dtype_bytes, servers.tensor_parallel
+    weights = e * server_weights(arch, tp)
+    cache = cache_tokens(arch, servers, e) * token_bytes(arch, tp, e)
+    mean = work.prompt_tokens + work.response_tokens / 2
+    wanted = -(-work.batch_sequences // servers.count)
+    running = running_sequences(arch, servers, e, wanted=wanted, mean_tokens=mean)
+    context = ASSUMED.cuda_reserve_bytes if servers.colocated and work.on_cuda else 0.0
+    workspace = server_workspace(arch, servers, e, running) + context
+    idle = context if servers.sleeps else weights + cache + context
+    return EngineMemory(weights, cache, workspace, idle=idle, syncing=weights + cache + context)
+
+
+def _on_trainers(arch: ArchitectureConfig, work: Workload) -> EngineMemory:
+    """The engine's bytes on one of the trainer's ranks. Without CUDA they share the machine with all servers."""
+    servers = work.servers
+    if servers is None:
+        return engine_memory(arch, work)
+    if servers.beside:
+        return NO_ENGINE
+    found = server_memory(arch, servers, work)
+    if not servers.shares_machine:
+        return found
+    share = servers.ranks / work.world_size
+    parts = (found.weights, found.kv_cache, found.workspace, found.idle, found.syncing)
+    return EngineMemory(*(share * part for part in parts))
+
+
+def bucket_bytes(setup: Setup) -> float:
+    """A bucket of the weight stream, or the largest tensor where that is larger."""
+    arch, e = setup.actor.arch, setup.actor.dtype_bytes
+    return float(max(min(setup.work.sync_bucket_bytes, e * model_sizes(arch)[0]), e * largest_tensor(arch)))
 
 
 def sync_bytes(setup: Setup) -> float:
-    """The weight stream: a bucket of shards and the tensors made of it, or the largest tensor where that is larger."""
-    arch, e = setup.actor.arch, setup.actor.dtype_bytes
-    return 2.0 * max(min(setup.work.sync_bucket_bytes, e * model_sizes(arch)[0]), e * largest_tensor(arch))
+    """The weight stream: a bucket of shards and the tensors made of it. Into SGLang: two buffers of whole tensors, one
+    of which is loaded while the other is gathered from one tensor parallel rank's shards after the other."""
+    if setup.work.servers is None:
+        return 2.0 * bucket_bytes(setup)
+    return (2.0 + 1.0 / setup.actor.tp) * bucket_bytes(setup)
 
 
 def rank_memory(setup: Setup) -> tuple[RankMemory, ...]:
@@ -144,7 +198,7 @@ def rank_memory(setup: Setup) -> tuple[RankMemory, ...]:
     places: dict[tuple[int | None, ...], list[int]] = {}
     for rank in range(setup.work.world_size):
         places.setdefault(tuple(role.stage_of(rank) for role in setup.roles), []).append(rank)
-    engine, sync, reward = engine_memory(setup.actor.arch, setup.work), sync_bytes(setup), setup.work.reward_bytes
+    engine, sync, reward = _on_trainers(setup.actor.arch, setup.work), sync_bytes(setup), setup.work.reward_bytes
     found = []
     for stages, ranks in places.items():
         held = tuple(
@@ -153,16 +207,22 @@ def rank_memory(setup: Setup) -> tuple[RankMemory, ...]:
             if stage is not None
         )
         found.append(RankMemory(tuple(ranks), held, engine, sync, reward, _stages(held, engine, sync, reward)))
+    servers = setup.work.servers
+    if servers is not None and servers.beside:
+        own, bucket = server_memory(setup.actor.arch, servers, setup.work), bucket_bytes(setup)
+        used = {"rollout": own.total, "sync": own.syncing + bucket}
+        found.append(RankMemory(tuple(range(servers.ranks)), (), own, bucket, 0.0, used, of_servers=True))
     return tuple(found)
 
 
 def _stages(roles: tuple[RoleMemory, ...], engine: EngineMemory, sync: float, reward: float) -> dict[str, float]:
     """Bytes during each stage of a step."""
-    stays = engine.weights + reward + sum(role.resident for role in roles)
-    stages = {"rollout": stays - engine.weights + engine.total}
+    roles_stay = reward + sum(role.resident for role in roles)
+    stays = roles_stay + engine.idle
+    stages = {"rollout": roles_stay + engine.total}
     stages["score"] = stays + max((role.score for role in roles), default=0.0)
     for role in sorted(roles, key=lambda r: r.role != "critic"):
         if role.gradients:
             stages[f"update_{role.role}"] = stays + role.update
-    stages["sync"] = stays + sync
+    stages["sync"] = roles_stay + engine.syncing + sync
     return stages

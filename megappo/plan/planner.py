@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from megappo.config import Config, ConfigError, derive
 from megappo.config.rules import format_ranks
 from megappo.config.shape import model_shape
-from megappo.plan.costs import StageCost, step_costs
-from megappo.plan.inputs import Models, make_setup
+from megappo.plan.costs import StageCost, step_costs, step_seconds
+from megappo.plan.inputs import Models, Setup, make_setup
 from megappo.plan.machines import ASSUMED, MACHINES, Machine
 from megappo.plan.memory import RankMemory, rank_memory
+from megappo.plan.servers import cache_tokens, server_weights, token_bytes
 
 _LARGEST_WORLD = 1 << 14
 _BOUND_WORDS = {
@@ -32,6 +32,9 @@ class Plan:
     model: str
     machine: str
     gpus: int
+    """Devices of the trainers."""
+    server_gpus: int
+    """Devices that SGLang's servers have to themselves."""
     fits: bool
     usable_bytes: float
     """Memory of a device that a plan may fill."""
@@ -49,6 +52,11 @@ class Plan:
     def fullest(self) -> RankMemory:
         """The ranks with the highest peak."""
         return max(self.ranks, key=lambda ranks: ranks.peak)
+
+    @property
+    def fullest_trainers(self) -> RankMemory:
+        """The same among the trainers' ranks."""
+        return max((r for r in self.ranks if not r.of_servers), key=lambda ranks: ranks.peak)
 
 
 @dataclass(frozen=True)
@@ -80,8 +88,6 @@ def read_models(config: Config, beside: Path) -> PlannedModels:
         critic = model_shape(where(config.critic.path), trust, key="critic.path")
     if config.reference is not None and config.reference.path is not None:
         reference = model_shape(where(config.reference.path), trust, key="reference.path")
-    if config.rollout.engine == "sglang":
-        notes.append("generation and weight sync are planned as with rollout.engine: transformers, SGLang's differ")
     return PlannedModels(Models(actor, critic, reference), tuple(dict.fromkeys(notes)))
 
 
@@ -108,12 +114,14 @@ def fewest_ranks(config: Config) -> int:
 
 
 def make_plan(config: Config, models: Models, machine: Machine, gpus: int) -> Plan:
-    """Plan a configuration on so many devices. Raises ConfigError where its rules do not hold on that world."""
+    """Plan a configuration on so many devices. Raises ConfigError where its rules do not hold on that world, and where
+    an SGLang server has no room for the longest sequence."""
     derive(config, gpus, models.actor, models.critic, models.reference)
-    setup = make_setup(config, models, gpus, on_cuda=machine.is_cuda)
     share = machine.per_rank(gpus)
-    ranks, stages = rank_memory(setup), step_costs(setup, share)
-    seconds = math.fsum(stage.seconds for stage in stages)
+    setup = make_setup(config, models, gpus, on_cuda=machine.is_cuda, device_bytes=share.memory_bytes)
+    _check_servers(setup, config.rollout.servers.memory_fraction)
+    ranks, stages, servers = rank_memory(setup), step_costs(setup, share), setup.work.servers
+    seconds = step_seconds(stages, servers)
     tokens = setup.work.batch_sequences * setup.work.sequence_tokens
     fullest = max(ranks, key=lambda r: r.peak)
     fits = fullest.peak <= share.usable_bytes
@@ -122,6 +130,7 @@ def make_plan(config: Config, models: Models, machine: Machine, gpus: int) -> Pl
         model=config.model.path,
         machine=machine.name,
         gpus=gpus,
+        server_gpus=servers.ranks if servers is not None and servers.beside else 0,
         fits=fits,
         usable_bytes=share.usable_bytes,
         ranks=ranks,
@@ -131,6 +140,27 @@ def make_plan(config: Config, models: Models, machine: Machine, gpus: int) -> Pl
         verdict=_verdict(fullest, share.usable_bytes, fits),
         bottleneck=_bottleneck(stages, seconds),
         assumptions=ASSUMED.sentence(),
+    )
+
+
+def _check_servers(setup: Setup, memory_fraction: float) -> None:
+    servers, work, arch = setup.work.servers, setup.work, setup.actor.arch
+    if servers is None:
+        return
+    e, tp = work.engine_dtype_bytes, servers.tensor_parallel
+    tokens = cache_tokens(arch, servers, e)
+    if tokens >= work.cache_tokens:
+        return
+    if servers.max_total_tokens is not None and servers.max_total_tokens < work.cache_tokens:
+        raise ConfigError(
+            f"rollout.sglang.max_total_tokens {servers.max_total_tokens} is below the longest prompt and response, "
+            f"{work.cache_tokens} tokens; set at least that"
+        )
+    needed = e * server_weights(arch, tp) + work.cache_tokens * token_bytes(arch, tp, e)
+    raise ConfigError(
+        f"rollout.sglang.memory_fraction {memory_fraction:g} gives a server {_size_words(servers.static_bytes)} of "
+        f"each device, weights and the longest sequence take {_size_words(needed)}; raise it, or "
+        f"rollout.sglang.tensor_parallel {tp}"
     )
 
 
@@ -144,8 +174,9 @@ def check_gpus(text: str) -> int:
 def _verdict(fullest: RankMemory, usable_bytes: float, fits: bool) -> str:
     plural = "rank" if len(fullest.ranks) == 1 else "ranks"
     needs = "needs" if len(fullest.ranks) == 1 else "need"
+    whose = " of the SGLang servers" if fullest.of_servers else ""
     return (
-        f"{'fits' if fits else 'does not fit'}: {plural} {format_ranks(fullest.ranks)} {needs} "
+        f"{'fits' if fits else 'does not fit'}: {plural} {format_ranks(fullest.ranks)}{whose} {needs} "
         f"{_size_words(fullest.peak)} in {fullest.peak_stage}, {_size_words(usable_bytes)} are usable"
     )
 

@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 from megappo.config import Config, ConfigError, derive
 from megappo.config.errors import divisors, show
 from megappo.config.rules import Role, batch_rules, engine_rules, parallel_rules, placement_rules, vocabulary_rules
-from megappo.config.schema import LayoutSettings
+from megappo.config.schema import LayoutSettings, RolloutSettings
 from megappo.plan.costs import rollout_cost, score_cost, update_cost
-from megappo.plan.inputs import Models, RoleSettings, RoleSetup, Setup, reference_role, trained_role, workload
+from megappo.plan.inputs import Models, RoleSettings, RoleSetup, Setup, Workload, reference_role, trained_role, workload
 from megappo.plan.machines import MACHINES, Machine
 from megappo.plan.memory import engine_memory, rank_memory, role_memory
 from megappo.plan.planner import make_plan
+from megappo.plan.servers import Servers
 
 _DEEPEST_PIPELINE = 16
 _RECOMPUTE = ("none", "selective", "full")
@@ -74,9 +75,9 @@ class _Choice(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """A size of the engine's batches."""
+    """A size of the engine's batches, or of its memory."""
 
-    sequences: int
+    rollout: RolloutSettings
     changes: float
     seconds: float
     """Of the rollout."""
@@ -163,32 +164,32 @@ def _fits(task: _Task) -> Iterator[Proposal]:
         changes, seconds = sum(c.changes for c in roles), sum(c.seconds for c in roles)
         room = share.usable_bytes - sum(c.resident for c in roles)
         sized += [
-            (task.order(changes + batch.changes, seconds + batch.seconds), roles, batch.sequences)
+            (task.order(changes + batch.changes, seconds + batch.seconds), roles, batch.rollout)
             for batch in batches
             if batch.n_bytes <= room
         ]
     seen = set()
-    for _, roles, sequences in sorted(sized, key=lambda entry: entry[0]):
+    for _, roles, rollout in sorted(sized, key=lambda entry: entry[0]):
         sizes = tuple((c.role.tp, c.role.pp) for c in roles)
-        if sizes in seen or not _fits_memory(task, roles, sequences, share.usable_bytes):
+        if sizes in seen or not _fits_memory(task, roles, rollout, share.usable_bytes):
             continue
-        proposal = _propose(task, {c.role.name: c.settings for c in roles}, sequences)
+        proposal = _propose(task, {c.role.name: c.settings for c in roles}, rollout)
         if proposal is not None:
             seen.add(sizes)
             yield proposal
 
 
-def _fits_memory(task: _Task, roles: Sequence[_Choice], batch: int, usable_bytes: float) -> bool:
-    config = _with_batch(task.config, batch)
+def _fits_memory(task: _Task, roles: Sequence[_Choice], rollout: RolloutSettings, usable_bytes: float) -> bool:
+    config = task.config.model_copy(update={"rollout": rollout})
     actor, critic = roles[0].role, roles[1].role if len(roles) > 1 else None
     reference = None if config.reference is None else reference_role(actor, task.models)
-    setup = Setup(actor, critic, reference, workload(config, task.gpus, on_cuda=task.machine.is_cuda))
+    setup = Setup(actor, critic, reference, _work(task, config))
     return all(ranks.peak <= usable_bytes for ranks in rank_memory(setup))
 
 
 def _choices(task: _Task, name: str) -> Iterator[_Choice]:
     """A role's settings that none of the same TP and PP beats in memory and in order."""
-    work = workload(task.config, task.gpus, on_cuda=task.machine.is_cuda)
+    work = _work(task, task.config)
     share, reference = task.machine.per_rank(task.gpus), task.config.reference
     found: dict[tuple[int, int], list[_Choice]] = {}
     for settings in _settings(task, name):
@@ -262,23 +263,34 @@ def _distance(given: RoleSettings, tried: RoleSettings) -> float:
 
 
 def _engine_batches(task: _Task) -> Iterator[_Batch]:
-    """The engine's batch and halves of it."""
-    arch, share = task.models.actor, task.machine.per_rank(task.gpus)
-    batch, changes = task.config.rollout.generate_batch_sequences, 0.0
-    while batch >= 1:
-        work = workload(_with_batch(task.config, batch), task.gpus, on_cuda=task.machine.is_cuda)
-        yield _Batch(batch, changes, rollout_cost(arch, work, share).seconds, engine_memory(arch, work).total)
-        batch, changes = batch // 2, changes + 0.5
+    """The embedded engine's batch and halves of it; for SGLang beside trainers its share of the memory and less."""
+    given, arch, share = task.config.rollout, task.models.actor, task.machine.per_rank(task.gpus)
+    for n, rollout in enumerate(_rollouts(given, _work(task, task.config).servers)):
+        work = _work(task, task.config.model_copy(update={"rollout": rollout}))
+        n_bytes = 0.0 if work.servers is not None else engine_memory(arch, work).total  # servers may sleep
+        yield _Batch(rollout, 0.5 * n, rollout_cost(arch, work, share).seconds, n_bytes)
 
 
-def _with_batch(config: Config, batch: int) -> Config:
-    rollout = config.rollout.model_copy(update={"generate_batch_sequences": batch})
-    return config.model_copy(update={"rollout": rollout})
+def _rollouts(given: RolloutSettings, servers: Servers | None) -> Iterator[RolloutSettings]:
+    yield given
+    if servers is None:
+        batch = given.generate_batch_sequences
+        while batch := batch // 2:
+            yield given.model_copy(update={"generate_batch_sequences": batch})
+    elif servers.colocated and servers.static_bytes:
+        for tenths in range(math.ceil(10 * given.servers.memory_fraction) - 1, 0, -1):
+            less = given.servers.model_copy(update={"memory_fraction": tenths / 10})
+            yield given.model_copy(update={"sglang": less})
 
 
-def _propose(task: _Task, settings: dict[str, RoleSettings], batch: int) -> Proposal | None:
+def _work(task: _Task, config: Config) -> Workload:
+    device_bytes = task.machine.per_rank(task.gpus).memory_bytes
+    return workload(config, task.gpus, on_cuda=task.machine.is_cuda, device_bytes=device_bytes)
+
+
+def _propose(task: _Task, settings: dict[str, RoleSettings], rollout: RolloutSettings) -> Proposal | None:
     """The settings as overrides of the given ones, planned in full; None where a rule or the memory refuses them."""
-    tried = _with_batch(task.config, batch).model_copy(update=settings)
+    tried = task.config.model_copy(update={**settings, "rollout": rollout})
     try:
         plan = make_plan(tried, task.models, task.machine, task.gpus)
     except ConfigError:
@@ -292,6 +304,8 @@ def _propose(task: _Task, settings: dict[str, RoleSettings], batch: int) -> Prop
 
 def _overrides(given: Config, tried: Config) -> Iterator[str]:
     """`key=value` for each setting of `tried` that is another in `given`."""
+    if tried.rollout.sglang is not None and given.rollout.sglang is None:
+        given = given.model_copy(update={"rollout": given.rollout.model_copy(update={"sglang": given.rollout.servers})})
     before, after = _flat(given.model_dump()), _flat(tried.model_dump())
     for key, value in after.items():
         if before.get(key) != value:

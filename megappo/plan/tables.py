@@ -61,9 +61,10 @@ def search_view(proposals: Sequence[Proposal], gpus: int, machine: str) -> Rende
 
 def _memory_table(plan: Plan) -> Table:
     """One row per role on the fullest ranks: what stays, and what a stage adds."""
-    ranks: RankMemory = plan.fullest
+    ranks: RankMemory = plan.fullest_trainers
     unit, size = _unit(plan)
-    title = f"{plan.name} on {plan.gpus} x {plan.machine}: {unit} on {_rank_words(ranks)}, the fullest"
+    more = f" and {plan.server_gpus} of SGLang's" if plan.server_gpus else ""
+    title = f"{plan.name} on {plan.gpus} x {plan.machine}{more}: {unit} on {_rank_words(ranks)}, the fullest"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     table.add_column("", no_wrap=True)
     for name in ("weights", "grads", "optimizer", "activ.", "head", "layer", "adds"):
@@ -76,8 +77,11 @@ def _memory_table(plan: Plan) -> Table:
         stays = (role.weights, role.gradients, role.optimizer)
         adds = (role.activations, role.head, role.transient, max(role.update, role.score))
         table.add_row(role.role, *cells(*stays, *adds))
-    engine = ranks.engine
-    table.add_row("engine", *cells(engine.weights, 0, 0, 0, 0, 0, engine.kv_cache + engine.workspace))
+    for holder in (ranks, *(r for r in plan.ranks if r.of_servers)):
+        engine = holder.engine
+        if engine.total:
+            name = "server" if holder.of_servers else "engine"
+            table.add_row(name, *cells(engine.weights, 0, 0, 0, 0, 0, engine.kv_cache + engine.workspace))
     if ranks.reward:
         table.add_row("reward", *cells(ranks.reward, 0, 0, 0, 0, 0, 0))
     table.add_row("sync", *cells(0, 0, 0, 0, 0, 0, ranks.sync))

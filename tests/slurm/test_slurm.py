@@ -2,38 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from slurm.cluster import Cluster, two_nodes, why_not
-
-from megappo.observe import read_metrics
-
-ROOT = Path(__file__).parents[2]
-REASON = why_not()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no SLURM: {REASON}")
-
-SHORT = (
-    "run.steps=2", "rollout.prompts_per_step=10", "actor.minibatch_sequences=40", "critic.minibatch_sequences=40",
-    "runtime.threads_per_rank=1", "evaluation=null", "data.validation=null", "run.export_final_model=false",
-)  # fmt: skip
-MEASURED = ("time/", "memory/", "sync/seconds", "sync/gigabytes")
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # sockets want a short path
-    try:
-        with two_nodes(folder) as running:
-            yield running
-    finally:
-        shutil.rmtree(folder)
+from slurm.cluster import Cluster
+from slurm.jobs import ROOT, SHORT, await_text, end_of_second_attempt, job_environment, numbers
 
 
 @pytest.fixture(scope="module")
@@ -45,32 +21,11 @@ def torchrun_metrics(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory)
     return numbers(directory)
 
 
-def job_environment(cluster: Cluster, **settings: object) -> dict[str, str]:
-    """The variables of a submission."""
-    return cluster.environment | {"MEGAPPO_PYTHON": sys.executable} | {k: str(v) for k, v in settings.items()}
-
-
 def submit(cluster: Cluster, folder: Path, *words: str, **settings: object) -> int:
     """`sbatch launch/slurm/ppo.sbatch` on both nodes; returns the job's number."""
     environment = job_environment(cluster, MEGAPPO_LOGS=folder / "logs", **settings)
     command = ["sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", f"--output={folder}/job.out"]
     return int(cluster.run(*command, "launch/slurm/ppo.sbatch", *words, cwd=ROOT, env=environment).strip())
-
-
-def numbers(directory: Path) -> list[dict[str, Any]]:
-    """The metrics of a run that depend on nothing but its arithmetic."""
-    lines = read_metrics(directory / "metrics.jsonl")
-    return [
-        {k: v for k, v in line.items() if not k.startswith(MEASURED) and "per_second" not in k and k != "mfu"}
-        for line in lines
-    ]
-
-
-def await_text(path: Path, text: str, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not path.exists() or text not in path.read_text():
-        assert time.monotonic() < deadline, f"no '{text}' in {path}"
-        time.sleep(0.2)
 
 
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
@@ -121,18 +76,7 @@ exit 3
 """
 
 
-def end_of_second_attempt(cluster: Cluster, job: int) -> dict[str, str]:
-    """Wait for it, without the two minutes that SLURM lets a requeued job wait."""
-    deadline = time.monotonic() + 120
-    while (state := cluster.state(job))["JobState"] not in ("COMPLETED", "FAILED", "CANCELLED"):
-        assert time.monotonic() < deadline, f"{state}: {cluster.log(state)}"
-        if state["JobState"] == "PENDING":
-            cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
-        time.sleep(0.5)
-    return state
-
-
-@pytest.mark.parametrize("launcher", ["srun"])
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
 def test_a_preempted_job_goes_back_into_the_queue(cluster: Cluster, tmp_path: Path, launcher: str) -> None:
     """The signal of --signal reaches every rank; exit code 85 starts the same job again."""
     python = stand_in(tmp_path, PREEMPTED)
@@ -151,6 +95,25 @@ def test_a_preempted_job_goes_back_into_the_queue(cluster: Cluster, tmp_path: Pa
         assert (logs / "attempt-0" / "train" / f"exit-{rank}").read_text() == "85\n"
         assert "attempt 1" in (logs / "attempt-1" / "train" / f"rank-{rank}.log").read_text()
     assert "back into the queue" in cluster.log(state)
+
+
+def test_an_interrupted_job_is_the_run_that_was_not(cluster: Cluster, tmp_path: Path) -> None:
+    """Real training: the signal of --signal in the middle, a second attempt, and the metrics of an undisturbed run."""
+    more = (*SHORT, "run.steps=30")
+    words = ["2", "train", "configs/quickstart.yaml", f"run.directory={tmp_path / 'whole'}", *more]
+    cluster.run("bash", "launch/torchrun.sh", *words, cwd=ROOT, env=job_environment(cluster), timeout=400)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    job = submit(
+        cluster, tmp_path, "configs/quickstart.yaml", f"run.directory={metrics.parent}", *more, MEGAPPO_DOCTOR="no"
+    )
+    await_text(metrics, '"step": 3,', 240)
+    cluster.run("scancel", "--signal=USR1", str(job))
+    await_text(tmp_path / "job.out", "back into the queue", 120)
+    assert 3 <= len(numbers(metrics.parent)) < 30
+    state = end_of_second_attempt(cluster, job)
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), cluster.log(state)
+    assert "continuing after step" in cluster.log(state)
+    assert numbers(metrics.parent) == numbers(tmp_path / "whole")
 
 
 CANCELLED = """

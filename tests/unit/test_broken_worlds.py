@@ -38,8 +38,8 @@ def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
 
 def findings(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, dict[str, dict[str, str]]]:
     """Exit code of `megappo doctor --json`, and the last finding of every check."""
-    code, said = run(capsys, "doctor", *words, "--json")
-    found = json.loads(said)["findings"]
+    code = main(["doctor", *map(str, words), "--json"])
+    found = json.loads(capsys.readouterr().out)["findings"]
     assert code == int(any(f["state"] == "broken" for f in found))
     return code, {f["check"]: f for f in found}
 
@@ -85,6 +85,96 @@ def test_a_reward_package_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(software, "installed_version", lambda name: None if name == "math-verify" else real(name))
     code, said = run(capsys, *DRY, "reward.function=math_verify")
     assert (code, "math-verify is not installed; pip install 'megappo[tasks]'" in said) == (2, True), said
+
+
+# SGLang and its servers
+
+DISAGGREGATED = "configs/sglang_disaggregated.yaml"
+
+
+@pytest.fixture
+def sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The right version is installed."""
+    worlds.fake_package(tmp_path / "packages", "sglang", "0.5.23")
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+
+
+def test_sglang_is_wanted_and_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from megappo.doctor import software
+
+    real = software.installed_version
+    monkeypatch.setattr(software, "installed_version", lambda name: None if name == "sglang" else real(name))
+    code, found = findings(capsys, DISAGGREGATED)
+    assert code == 1
+    expect(found["generation"], "broken", "rollout.engine is sglang, which is not installed", "megappo[sglang]")
+
+
+def test_sglang_of_another_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worlds.fake_package(tmp_path, "sglang", "0.5.11")
+    monkeypatch.syspath_prepend(tmp_path)
+    code, found = findings(capsys, DISAGGREGATED)
+    assert code == 1
+    expect(found["generation"], "broken", "SGLang 0.5.11, needed is ==0.5.23", "pip install 'sglang==0.5.23'")
+
+
+@pytest.mark.usefixtures("sglang")
+def test_no_room_for_buckets(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = findings(capsys, DISAGGREGATED)
+    assert code == 0
+    expect(found["buckets"], "fine", "for buckets of weights", "")
+    monkeypatch.setattr("megappo.doctor.engines.bucket_bytes", lambda setup: 1e15)
+    code, found = findings(capsys, DISAGGREGATED)
+    assert code == 1
+    expect(found["buckets"], "broken", "2e+06 GB of /dev/shm for buckets", "lower rollout.sync_bucket_bytes")
+
+
+def elsewhere(port: int) -> tuple[str, ...]:
+    """Settings of a run whose server is at this port."""
+    return (DISAGGREGATED, "rollout.sglang.engines=null", f"rollout.sglang.urls=['http://127.0.0.1:{port}']")
+
+
+@pytest.mark.usefixtures("sglang")
+def test_a_server_that_cannot_be_reached(capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = findings(capsys, *elsewhere(worlds.closed_port()))
+    assert code == 1
+    expect(found["engines"], "broken", "of rollout.sglang.urls cannot be reached (Connection refused)", "megappo serve")
+
+
+@pytest.mark.usefixtures("sglang")
+@pytest.mark.parametrize(
+    ("status", "state", "words", "remedy"),
+    [
+        (404, "broken", "is a port of another program", "megappo serve --port"),
+        (401, "broken", "refuses the key in MEGAPPO_SGLANG_API_KEY", "the key that it was started with"),
+        (200, "fine", "serves /models/a", ""),
+    ],
+)
+def test_what_listens_where_a_server_should(
+    status: int, state: str, words: str, remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with worlds.answering(status, {"model_path": "/models/a"} if status == 200 else {}) as port:
+        code, found = findings(capsys, *elsewhere(port))
+    assert code == (state == "broken")
+    expect(found["engines"], state, words, remedy)
+
+
+@pytest.mark.usefixtures("sglang")
+@pytest.mark.parametrize("name", ["host", "sync_address"])
+def test_an_address_of_another_machine(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = findings(capsys, DISAGGREGATED, f"rollout.sglang.{name}=192.0.2.1")
+    assert code == 1
+    expect(found["engines"], "broken", f"rollout.sglang.{name} is 192.0.2.1, which is no address of", "remove it")
+
+
+@pytest.mark.usefixtures("sglang")
+def test_no_room_in_a_server(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("plan", "configs/qwen3_8b_8gpu_math.yaml", "--gpus", "8", "rollout.engine=sglang")
+    code, said = run(capsys, *words, "rollout.sglang={memory_fraction: 0.2}")
+    assert (code, "memory_fraction 0.2 gives a server 16.0 GB of each device" in said) == (2, True), said
+    code, said = run(capsys, *words, "rollout.sglang={max_total_tokens: 100}")
+    assert (code, "max_total_tokens 100 is below the longest prompt and response" in said) == (2, True), said
 
 
 # The machine

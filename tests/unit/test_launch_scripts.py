@@ -33,13 +33,14 @@ class Site:
         path.write_text(f"#!/usr/bin/env bash\n{script}\n")
         path.chmod(0o755)
 
-    def sbatch(self, *words: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    def sbatch(self, *words: str, script: str = "ppo.sbatch", **settings: str) -> subprocess.CompletedProcess[str]:
         """Run the batch script as SLURM does on the first node."""
         job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
         job |= {"SLURM_SUBMIT_DIR": str(ROOT), "MEGAPPO_LOGS": str(self.folder / "logs"), "WORDS": str(self.words)}
         job |= {"PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "MEGAPPO_DOCTOR": "no"}
+        job |= {"MEGAPPO_CACHE": str(self.folder / "cache")}  # whatever goes wrong here, environments of others stay
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "MEGAPPO_"))}
-        command = ["bash", str(ROOT / "launch" / "slurm" / "ppo.sbatch"), *words]
+        command = ["bash", str(ROOT / "launch" / "slurm" / script), *words]
         return subprocess.run(
             command, env=kept | job | settings, capture_output=True, text=True, timeout=60, check=False
         )
@@ -62,10 +63,11 @@ def test_pyxis(site: Site) -> None:
     assert done.returncode == 0, done.stderr
     words = site.words.read_text().splitlines()
     logs = site.folder / "logs" / "7" / "attempt-0"
-    assert words[:9] == [
-        "--nodes", "2", "--ntasks", "16", "--ntasks-per-node", "8", "--kill-on-bad-exit=1", "--cpus-per-task", "12",
+    assert words[:11] == [
+        "--job-name", "train", "--nodes", "2", "--ntasks", "16", "--ntasks-per-node", "8", "--kill-on-bad-exit=1",
+        "--cpus-per-task", "12",
     ]  # fmt: skip
-    assert words[9:] == [
+    assert words[11:] == [
         "--gpu-bind=none", "--container-image=nvcr#img:1",
         f"--container-mounts={ROOT}:{ROOT},{logs}:{logs},/data:/data", f"--container-workdir={ROOT}",
         "bash", f"{ROOT}/launch/slurm/rank.sh", "train", "a.yaml", "run.name=two words",
@@ -139,6 +141,94 @@ def test_a_broken_machine_ends_the_job_before_training(site: Site) -> None:
     assert done.returncode == 2
     assert "megappo doctor found something broken; see" in done.stderr
     assert site.words.read_text().splitlines()[-2:] == ["doctor", "a.yaml"]
+
+
+DISAGGREGATED = "ppo_disaggregated.sbatch"
+ENGINES = """
+case "$*" in
+    *"engine.sh describe"*) echo "$DESCRIBED" ;;
+    *"engine.sh serve"*)
+        echo "ports $MEGAPPO_ENGINE_PORTS key ${#MEGAPPO_SGLANG_API_KEY}" >>"$WORDS"
+        if [ -n "${DEAD:-}" ]; then echo "out of memory" >"$MEGAPPO_RANK_LOGS/engine-0.log"; exit 1; fi
+        while [ ! -e "$MEGAPPO_RANK_LOGS/stopping" ]; do sleep 0.1; done
+        ;;
+    *)
+        if [ -n "${DEAD:-}" ]; then while [ ! -e "$WORDS.told" ]; do sleep 0.1; done; exit 1; fi
+        for rank in $(seq 0 15); do echo 0 >"$MEGAPPO_RANK_LOGS/exit-$rank"; done
+        ;;
+esac
+"""
+GPUS = {"SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_ON_NODE": "96", "SLURM_JOB_NUM_NODES": "3", "MEGAPPO_ENGINE_NODES": "1"}
+GPUS |= {"MEGAPPO_PYTHON": sys.executable}
+
+
+def engine_site(site: Site) -> None:
+    site.program("srun", f"{WRITE_WORDS}\n{ENGINES}")
+    site.program("squeue", 'echo "7.2 train"')
+    site.program("scancel", 'echo "scancel $*" >>"$WORDS"; touch "$WORDS.told"')
+
+
+def test_engines_share_a_node_by_their_gpus(site: Site) -> None:
+    """TP2 on nodes of eight GPUs: four engines, each with a port; the key stands in the environment only."""
+    engine_site(site)
+    done = site.sbatch("a.yaml", script=DISAGGREGATED, DESCRIBED="2 8 96", **GPUS)
+    assert done.returncode == 0, done.stderr
+    words = site.words.read_text().splitlines()
+    urls = next(word for word in words if word.startswith("rollout.sglang.urls=['http"))
+    ports = next(line for line in words if line.startswith("ports ")).split()
+    assert ports[-2:] == ["key", "64"] and len(set(ports[1:-2])) == 4
+    listed = "".join(f"'http://localhost:{port}'," for port in ports[1:-2])
+    assert urls == f"rollout.sglang.urls=[{listed}]"
+    start = words.index("engines")
+    assert words[start - 3 : start + 11] == [
+        "--relative", "2", "--job-name", "engines", "--nodes", "1", "--ntasks", "4", "--ntasks-per-node", "4",
+        "--distribution=block", "--kill-on-bad-exit=1", "--cpus-per-task", "24",
+    ]  # fmt: skip
+    assert words[words.index("train") - 3 : words.index("train")] == ["--relative", "0", "--job-name"]
+    assert "16 ranks on 2 of the nodes, 4 engines on localhost" in done.stdout
+
+
+def test_a_heterogeneous_job_places_its_steps(site: Site) -> None:
+    engine_site(site)
+    het = {"SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_1": "n3", "SLURM_JOB_NUM_NODES_HET_GROUP_1": "1"}
+    settings = GPUS | het | {"MEGAPPO_ENGINE_NODES": "", "SLURM_JOB_NUM_NODES": "2", "DESCRIBED": "8 8 96"}
+    done = site.sbatch("a.yaml", script=DISAGGREGATED, **settings)
+    assert done.returncode == 0, done.stderr
+    words = site.words.read_text().splitlines()
+    assert words[words.index("engines") - 2] == "--het-group=1" and words[words.index("train") - 2] == "--het-group=0"
+
+
+def test_engines_that_end_take_the_trainers_with_them(site: Site) -> None:
+    engine_site(site)
+    done = site.sbatch("a.yaml", script=DISAGGREGATED, DESCRIBED="2 8 96", DEAD="yes", **GPUS)
+    assert done.returncode == 1
+    assert "the engines' step ended (exit code 1), so the trainers are told to stop" in done.stderr
+    assert "out of memory" in done.stderr
+    assert "scancel --signal=TERM 7.2" in site.words.read_text()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"MEGAPPO_ENGINE_NODES": ""}, "MEGAPPO_ENGINE_NODES is '', must be a whole number from 1 to 2 of the job's 3"),
+        ({"MEGAPPO_ENGINE_NODES": "3"}, "MEGAPPO_ENGINE_NODES is '3', must be"),
+        ({"DESCRIBED": "16 8 96"}, "0 engines of rollout.sglang.tensor_parallel 16 do not stand on a node of 8 GPUs"),
+        (
+            {"MEGAPPO_ENGINES_PER_NODE": "5"},
+            "5 engines of rollout.sglang.tensor_parallel 2 do not stand on a node of 8",
+        ),
+        (
+            {"SLURM_JOB_NODELIST_HET_GROUP_1": "n3", "SLURM_HET_SIZE": "3"},
+            "the job has 3 components, must have two: trainers : engines",
+        ),
+    ],
+)
+def test_wrong_settings_of_engines(site: Site, settings: dict[str, str], words: str) -> None:
+    engine_site(site)
+    done = site.sbatch("a.yaml", script=DISAGGREGATED, **({"DESCRIBED": "2 8 96"} | GPUS | settings))
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "train" not in (site.words.read_text().splitlines() if site.words.exists() else [])
 
 
 def torchrun(*words: str) -> subprocess.Popen[str]:

@@ -27,9 +27,10 @@ from megappo.config import Config, ConfigError, load_config
 from megappo.observe.throughput import peak_flops, training_flops_per_token
 from megappo.plan import MACHINES, Models, Plan, best_layouts, find_machine, make_plan, nearest_fit, read_models, remedy
 from megappo.plan.activations import layers_in_flight
-from megappo.plan.inputs import RoleSetup, make_setup, model_sizes, stage_parameters
+from megappo.plan.inputs import RoleSetup, make_setup, stage_parameters
 from megappo.plan.planner import fewest_ranks
 from megappo.plan.search import Proposal
+from megappo.plan.sizes import model_sizes
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "configs" / "models"

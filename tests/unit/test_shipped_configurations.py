@@ -39,25 +39,46 @@ def test_a_configuration_fits_the_machine_it_is_for(path: Path, capsys: pytest.C
     assert re.search(r"^fits: rank", capsys.readouterr().out, re.MULTILINE)
 
 
+def components(words: list[str]) -> list[list[str]]:
+    """The parts of a heterogeneous job's sbatch line, between colons."""
+    parts: list[list[str]] = [[]]
+    for word in words:
+        if word == ":":
+            parts.append([])
+        else:
+            parts[-1].append(word)
+    return parts
+
+
+def size_of(component: list[str]) -> int:
+    """GPUs that a part asks for."""
+    return int(component[component.index("--nodes") + 1]) * int(component[component.index("--gpus-per-node") + 1])
+
+
 @pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda p: p.stem)
 def test_a_configuration_is_started_on_the_ranks_it_was_planned_for(path: Path) -> None:
     plan = head_command(path, "megappo")
     gpus = int(plan[plan.index("--gpus") + 1])
     start = head_command(path, "sbatch", "launch/torchrun.sh")
+    config = load_config(path)
     if start[0] == "sbatch":
-        ranks = int(start[start.index("--nodes") + 1]) * int(start[start.index("--gpus-per-node") + 1])
-        assert start[start.index("--gpus-per-node") + 2] == "launch/slurm/ppo.sbatch"
+        ranks, *of_servers = (size_of(component) for component in components(start))
+        servers = config.rollout.servers
+        elsewhere = config.rollout.engine == "sglang" and servers.placement == "disaggregated"
+        script = "launch/slurm/ppo_disaggregated.sbatch" if elsewhere else "launch/slurm/ppo.sbatch"
+        assert start[start.index(script) + 1] == f"configs/{path.name}"
+        assert of_servers == ([(servers.engines or 1) * servers.tensor_parallel] if elsewhere else [])
     else:
         ranks = int(start[1])
         assert start[2] == "train"
     assert ranks == gpus
-    assert gpus % fewest_ranks(load_config(path)) == 0
+    assert gpus % fewest_ranks(config) == 0
     assert f"configs/{path.name}" in plan
     assert f"configs/{path.name}" in start
 
 
 def test_sizes_that_people_start_from_are_there() -> None:
     ranks = {int(head_command(p, "megappo")[-1]) for p in CONFIGURATIONS}
-    assert ranks >= {1, 8, 16, 128}
+    assert ranks >= {1, 8, 16, 128, 320}
     names = " ".join(path.stem for path in CONFIGURATIONS)
     assert all(word in names for word in ("0.6b", "8b", "32b", "gsm8k", "math", "dapo"))

@@ -41,6 +41,7 @@ class Fleet:
         self.one_host = len(set(hosts)) == 1
         """Whether all ranks can share memory."""
         self._ranks_here = hosts.count(hosts[runtime.rank])
+        self._ranks_on_first = hosts.count(hosts[0])
         self._external = dict(enumerate(self._settings.urls))
         self._count = len(self._settings.urls) or self._own_count()
         self._mine = [i for i in range(self._count) if self._sender(i) == runtime.rank]
@@ -64,15 +65,12 @@ class Fleet:
 
     def _sender(self, index: int) -> int:
         """The rank that sends weights to a server. Own servers that are not spread over the trainers' GPUs stand on the
-        first machine."""
-        if self._external:
+        first machine, and so does a `sync_address`."""
+        if self._external and self._settings.sync_address is None:
             return index % self._runtime.world_size
         if self._runtime.device.type == "cuda" and self._settings.placement == "colocated":
             return index * self._settings.tensor_parallel
-        return index % self._ranks_on_first()
-
-    def _ranks_on_first(self) -> int:
-        return self._runtime.world_size if self.one_host else self._ranks_here
+        return index % self._ranks_on_first
 
     def _start(self, index: int) -> None:
         self._starts[index] += 1

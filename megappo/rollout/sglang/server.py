@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import megappo
+from megappo.config import Config
 from megappo.config.engine import SGLangSettings
 from megappo.errors import RunError
 from megappo.rollout.sglang.client import Endpoint, EngineFailure, call
@@ -51,6 +52,19 @@ class ServerSpec:
     """Whether it can give its memory away."""
     seed: int = 0
 
+    @classmethod
+    def of(cls, config: Config, folder: Path, stop_token_ids: tuple[int, ...], *, memory_saver: bool) -> ServerSpec:
+        """What a configuration asks for, before a server has its place."""
+        return cls(
+            model_folder=folder.absolute(),
+            dtype=config.model.dtype,
+            settings=config.rollout.servers,
+            stop_token_ids=stop_token_ids,
+            trust_remote_code=config.model.trust_remote_code,
+            log_directory=config.run.path.absolute() / "engines",
+            memory_saver=memory_saver,
+        )
+
     def arguments(self, port: int, key: str) -> dict[str, Any]:
         """SGLang's arguments as it reads them from a file."""
         found: dict[str, Any] = {
@@ -59,7 +73,7 @@ class ServerSpec:
             "dtype": self.dtype,
             "host": self.settings.host,
             "port": port,
-            "api-key": key,
+            "api-key": key or None,
             "tensor-parallel-size": self.settings.tensor_parallel,
             "random-seed": self.seed,
             "skip-tokenizer-init": True,  # tokens in, tokens out
@@ -93,7 +107,7 @@ class ServerSpec:
         kept["TMPDIR"] = str(scratch)  # SGLang leaves its sockets there
         kept["SGLANG_HEALTH_CHECK_TIMEOUT"] = str(max(1, int(self.settings.health_timeout_seconds)))
         if self.devices:
-            kept["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.devices))
+            kept["CUDA_VISIBLE_DEVICES"] = _visible(self.devices, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
         else:
             path.insert(0, str(_advertise_platform(scratch)))
             ranks = self.settings.tensor_parallel
@@ -107,6 +121,12 @@ class ServerSpec:
                 kept["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, group)) for group in groups)
         kept["PYTHONPATH"] = os.pathsep.join(p for p in path if p)
         return kept
+
+
+def _visible(devices: tuple[int, ...], ours: str) -> str:
+    """The devices in CUDA's words, where this process sees some of the machine's only."""
+    names = ours.split(",") if ours else []
+    return ",".join(names[d] if d < len(names) else str(d) for d in devices)
 
 
 def _advertise_platform(scratch: Path) -> Path:
@@ -143,18 +163,22 @@ class Server:
 
     def wait_ready(self) -> None:
         """Wait until it answers. Raises EngineFailure with the end of its log where it ends or hangs instead."""
-        while True:
-            if self.guard.poll() is not None:
-                raise EngineFailure(f"{self.endpoint.name} ended while it started; {self.log} ends with: {self.tail()}")
-            with suppress(EngineFailure):
-                call(self.endpoint, "/model_info", timeout_seconds=5.0, method="GET")
-                return
-            if time.monotonic() > self.deadline:
-                raise EngineFailure(
-                    f"{self.endpoint.name} gave no answer within rollout.sglang.start_timeout_seconds "
-                    f"{self.settings.start_timeout_seconds:g}; {self.log} ends with: {self.tail()}"
-                )
+        while not self.is_ready():
             time.sleep(0.2)
+
+    def is_ready(self) -> bool:
+        """Whether it answers by now. Raises EngineFailure with the end of its log where it ended or is late."""
+        if self.guard.poll() is not None:
+            raise EngineFailure(f"{self.endpoint.name} ended while it started; {self.log} ends with: {self.tail()}")
+        with suppress(EngineFailure):
+            call(self.endpoint, "/model_info", timeout_seconds=5.0, method="GET")
+            return True
+        if time.monotonic() > self.deadline:
+            raise EngineFailure(
+                f"{self.endpoint.name} gave no answer within rollout.sglang.start_timeout_seconds "
+                f"{self.settings.start_timeout_seconds:g}; {self.log} ends with: {self.tail()}"
+            )
+        return False
 
     def tail(self, characters: int = 1500) -> str:
         """The end of its log."""
@@ -182,11 +206,20 @@ class Server:
             self.guard.wait()
 
 
-def start_server(spec: ServerSpec, index: int, sender: int, starts: int) -> Server:
-    """Start a server; returns at once."""
+def _own_name(host: str) -> str:
+    """What this machine calls an interface of its own in a URL."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host
+
+
+def start_server(
+    spec: ServerSpec, index: int, sender: int, starts: int, *, port: int | None = None, key: str | None = None
+) -> Server:
+    """Start a server, on a free port under a key of its own unless they are given; returns at once."""
     # Short, because the names of sockets in it may not be longer than 107 bytes.
     scratch = Path(tempfile.mkdtemp(prefix="mppo-", dir="/tmp"))
-    key, port = secrets.token_hex(16), free_port(spec.settings.host)
+    key = secrets.token_hex(16) if key is None else key
+    port = port or free_port(spec.settings.host)
     config = scratch / "server.yaml"
     config.touch(mode=0o600)  # it holds the key, which a command line would show to everybody
     config.write_text(json.dumps({k: v for k, v in spec.arguments(port, key).items() if v is not None}))
@@ -208,7 +241,6 @@ def start_server(spec: ServerSpec, index: int, sender: int, starts: int) -> Serv
         raise
     assert guard.stdout is not None
     session = int(guard.stdout.readline())
-    host = "127.0.0.1" if spec.settings.host == "0.0.0.0" else spec.settings.host
-    endpoint = Endpoint(index, f"http://{host}:{port}", key, sender, starts)
+    endpoint = Endpoint(index, f"http://{_own_name(spec.settings.host)}:{port}", key, sender, starts)
     deadline = time.monotonic() + spec.settings.start_timeout_seconds
     return Server(endpoint, guard, session, log.absolute(), deadline, spec.settings)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import base64
 import datetime
 import io
+import socket
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any, Protocol, cast
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -105,10 +107,23 @@ def open_buffers(handles: bytes) -> list[Tensor]:
     return found
 
 
+def address_towards(url: str) -> str:
+    """The address that this machine's packets to a server bear. Raises EngineFailure where no way leads there."""
+    parts = urlsplit(url)
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise EngineFailure(f"no way leads to {url} of rollout.sglang.urls ({error.strerror})") from None
+
+
 class BroadcastTransport:
     """A process group of this rank (its rank 0) and the engine's ranks, made when the first bucket is sent."""
 
-    def __init__(self, endpoint: Endpoint, tp: int, address: str, timeout_seconds: float, backend: str) -> None:
+    def __init__(self, endpoint: Endpoint, tp: int, address: str | None, timeout_seconds: float, backend: str) -> None:
+        """`address`: where the engine finds this machine; None: where its packets come from."""
         self._endpoint, self._tp, self._address = endpoint, tp, address
         self._timeout, self._backend = timeout_seconds, backend
         self._group: dist.ProcessGroup | None = None
@@ -147,17 +162,17 @@ class BroadcastTransport:
     def _join(self) -> dist.ProcessGroup:
         """Meet the engine's ranks at a store of our own; torchrun's belongs to the trainers."""
         world, timeout = 1 + self._tp, datetime.timedelta(seconds=self._timeout)
-        port = free_port("0.0.0.0")
+        address, port = self._address or address_towards(self._endpoint.url), free_port("0.0.0.0")
         try:
-            store = dist.TCPStore(self._address, port, world, is_master=True, timeout=timeout, wait_for_workers=False)
+            store = dist.TCPStore(address, port, world, is_master=True, timeout=timeout, wait_for_workers=False)
         except RuntimeError as error:
             raise EngineFailure(
-                f"no broadcast group can be made at rollout.sglang.sync_address {self._address}:{port} ({error})"
+                f"no broadcast group can be made at rollout.sglang.sync_address {address}:{port} ({error})"
             ) from None
         answer = self._post(
             "/init_weights_update_group",
             {
-                "master_address": self._address,
+                "master_address": address,
                 "master_port": port,
                 "rank_offset": 1,
                 "world_size": world,

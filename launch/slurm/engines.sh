@@ -1,0 +1,102 @@
+# Sourced by ppo_disaggregated.sbatch after job.sh: SGLang on nodes of its own, as a step beside the trainers' step.
+
+# Which nodes train and which generate: two components of a heterogeneous job, or the job's first and last nodes.
+split_nodes() {
+    ENGINE_NODELIST=${SLURM_JOB_NODELIST_HET_GROUP_1:-}
+    if [ -n "$ENGINE_NODELIST" ]; then
+        [ "$SLURM_HET_SIZE" = 2 ] || fail "the job has $SLURM_HET_SIZE components, must have two: trainers : engines"
+        ENGINE_NODES=$SLURM_JOB_NUM_NODES_HET_GROUP_1
+        PLACE=(--het-group=0) ENGINE_PLACE=(--het-group=1)
+    else
+        ENGINE_NODES=$MEGAPPO_ENGINE_NODES
+        if ! [[ $ENGINE_NODES =~ ^[1-9][0-9]*$ ]] || [ "$ENGINE_NODES" -ge "$NODES" ]; then
+            fail "MEGAPPO_ENGINE_NODES is '$ENGINE_NODES', must be a whole number from 1 to $((NODES - 1)) of the job's" \
+                "$NODES nodes; or submit a heterogeneous job: sbatch TRAINERS : ENGINES"
+        fi
+        NODES=$((NODES - ENGINE_NODES))
+        PLACE=(--relative 0) ENGINE_PLACE=(--relative "$NODES")
+        ENGINE_NODELIST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tail -n "$ENGINE_NODES" | paste -sd,)
+    fi
+}
+
+# place_engines WORDS...: how many engines, where they listen (URLS), and the key of the job.
+place_engines() {
+    local described node address port ranks gpus
+    described=$(srun "${ENGINE_PLACE[@]}" --nodes 1 --ntasks 1 "${SRUN_CONTAINER[@]}" "${IN_CONTAINER[@]}" \
+        bash "$ROOT/launch/slurm/engine.sh" describe "$@") || fail "the engines' settings cannot be read"
+    read -r ranks gpus ENGINE_CPUS <<<"$described"
+    ENGINES_PER_NODE=${MEGAPPO_ENGINES_PER_NODE:-$((gpus > 0 ? gpus / ranks : 1))}
+    [[ $ENGINES_PER_NODE =~ ^[0-9]+$ ]] || fail "MEGAPPO_ENGINES_PER_NODE is '$ENGINES_PER_NODE', must be a whole number"
+    if [ "$ENGINES_PER_NODE" = 0 ] || { [ "$gpus" != 0 ] && [ $((ENGINES_PER_NODE * ranks)) -gt "$gpus" ]; }; then
+        fail "$ENGINES_PER_NODE engines of rollout.sglang.tensor_parallel $ranks do not stand on a node of $gpus GPUs"
+    fi
+    URLS=() MEGAPPO_ENGINE_PORTS=
+    for node in $(scontrol show hostnames "$ENGINE_NODELIST"); do
+        address=$(address_of "$node")
+        for _ in $(seq "$ENGINES_PER_NODE"); do
+            # No number twice in the job: nodes may share an address.
+            port=$(free_port "$address" $MEGAPPO_ENGINE_PORTS)
+            URLS+=("http://$address:$port") MEGAPPO_ENGINE_PORTS+="$port "
+        done
+    done
+    # Through the environment, as everybody may read command lines.
+    MEGAPPO_SGLANG_API_KEY=$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n')
+    export MEGAPPO_SGLANG_API_KEY MEGAPPO_ENGINE_PORTS MEGAPPO_ENGINE_HOST MEGAPPO_ENGINE_LINGER
+    export MEGAPPO_ENGINE_RANKS=$ranks MEGAPPO_ENGINES_OF_NODE=$ENGINES_PER_NODE
+    TRAINER_WORDS=(rollout.sglang.placement=disaggregated rollout.sglang.engines=null)
+    ENGINE_WORDS=("${TRAINER_WORDS[@]}" "rollout.sglang.urls=[]")
+    TRAINER_WORDS+=("rollout.sglang.urls=[$(printf "'%s'," "${URLS[@]}")]")
+}
+
+# start_engines WORDS...: the engines' step, in the background. Trainers that lose it are told to stop.
+start_engines() {
+    ENGINE_LOGS=$LOGS/engines
+    mkdir -p "$ENGINE_LOGS"
+    run_engines "$@" "${ENGINE_WORDS[@]}" &
+    ENGINES=$!
+}
+
+run_engines() {
+    trap : TERM # the engines decide
+    local code=0 options=(--job-name engines --nodes "$ENGINE_NODES" --ntasks $((ENGINE_NODES * ENGINES_PER_NODE)))
+    options+=(--ntasks-per-node "$ENGINES_PER_NODE" --distribution=block --kill-on-bad-exit=1)
+    if [ "$ENGINE_CPUS" -ge "$ENGINES_PER_NODE" ]; then
+        options+=(--cpus-per-task $((ENGINE_CPUS / ENGINES_PER_NODE)))
+    fi
+    if [ -n "${SLURM_GPUS_ON_NODE:-}" ]; then
+        options+=(--gpu-bind=none) # an engine is told which GPUs are its own
+    fi
+    MEGAPPO_RANK_LOGS=$ENGINE_LOGS srun "${ENGINE_PLACE[@]}" "${options[@]}" "${SRUN_CONTAINER[@]}" \
+        "${IN_CONTAINER[@]}" bash "$ROOT/launch/slurm/engine.sh" serve "$@" || code=$?
+    if [ ! -e "$ENGINE_LOGS/stopping" ]; then
+        echo "megappo: the engines' step ended (exit code $code), so the trainers are told to stop; see $ENGINE_LOGS" >&2
+        tail -qn 3 "$ENGINE_LOGS"/engine-*.log >&2
+        signal_step train TERM
+        for _ in $(seq 60); do
+            [ ! -e "$ENGINE_LOGS/stopping" ] || return 0
+            sleep 1
+        done
+        signal_step train KILL
+    fi
+}
+
+end_engines() {
+    touch "$ENGINE_LOGS/stopping"
+    signal_step engines INT
+    for _ in $(seq 300); do
+        kill -0 "$ENGINES" 2>/dev/null || break
+        sleep 0.1
+    done
+    signal_step engines KILL
+    kill -KILL "$ENGINES" 2>/dev/null || true
+    wait "$ENGINES" 2>/dev/null || true
+}
+
+# signal_step NAME SIGNAL: to the steps of that name, where there are any.
+signal_step() {
+    local step
+    for step in $(squeue --noheader --steps --job "$SLURM_JOB_ID${SLURM_JOB_ID_HET_GROUP_1:+,$SLURM_JOB_ID_HET_GROUP_1}" \
+        --format '%i %j' | awk -v name="$1" '$2 == name {print $1}'); do
+        scancel --signal="$2" "$step" 2>/dev/null || true
+    done
+}

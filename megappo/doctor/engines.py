@@ -1,0 +1,87 @@
+"""What SGLang servers need of this machine and of the network: shared memory for buckets, addresses, answers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import torch
+
+from megappo.config import Config
+from megappo.doctor import machine
+from megappo.doctor.findings import Finding, broken, fine
+from megappo.launchers import Ranks
+from megappo.plan import Models
+from megappo.plan.inputs import make_setup
+from megappo.plan.memory import bucket_bytes
+from megappo.rollout.sglang.client import Endpoint, EngineFailure, call
+from megappo.rollout.sglang.fleet import KEY_VARIABLE
+
+_REACH_SECONDS = 3.0
+_ANSWER_SECONDS = 10.0
+
+
+def engine_findings(config: Config, models: Models, ranks: Ranks, world_size: int) -> Iterator[Finding]:
+    """Nothing with the embedded engine."""
+    if config.rollout.engine != "sglang":
+        return
+    settings = config.rollout.servers
+    if not torch.cuda.is_available():
+        setup = make_setup(config, models, world_size, on_cuda=False)
+        local = 1 if (ranks.local_world_size or ranks.world_size) == ranks.world_size else ranks.local_world_size or 1
+        yield bucket_room(2 * bucket_bytes(setup) * local)
+    if settings.urls:
+        for url in settings.urls:
+            yield server_finding(url, os.environ.get(KEY_VARIABLE, ""))
+    else:
+        yield from _addresses({"rollout.sglang.host": settings.host})
+    if ranks.rank == 0 and settings.sync_address is not None:
+        yield from _addresses({"rollout.sglang.sync_address": settings.sync_address})
+
+
+def bucket_room(needed: float) -> Finding:
+    """Buckets of the weight stream lie in shared memory: two on a machine that has all ranks, else two for each."""
+    folder = machine.SHARED_MEMORY
+    if not folder.is_dir():
+        return broken("buckets", f"{folder} is not there", "mount a tmpfs there (containers: --ipc=host)")
+    free = shutil.disk_usage(folder).free
+    words = f"{needed / 1e9:.3g} GB of {folder} for buckets of weights, {free / 1e9:.3g} GB are free"
+    if free < needed:
+        return broken("buckets", words, "lower rollout.sync_bucket_bytes, or enlarge it (containers: --shm-size=16g)")
+    return fine("buckets", words)
+
+
+def server_finding(url: str, key: str) -> Finding:
+    """Whether a server of `rollout.sglang.urls` answers, and to this key."""
+    parts = urlsplit(url)
+    try:
+        socket.create_connection((parts.hostname or "", parts.port or 80), timeout=_REACH_SECONDS).close()
+    except OSError as error:
+        words = f"{url} of rollout.sglang.urls cannot be reached ({error.strerror or error})"
+        return broken("engines", words, "start it there (megappo serve), or mend the address")
+    try:
+        endpoint = Endpoint(0, url.rstrip("/"), key, 0)
+        answer = call(endpoint, "/model_info", timeout_seconds=_ANSWER_SECONDS, method="GET")
+    except EngineFailure as failure:
+        if "(401)" in str(failure):
+            remedy = f"set {KEY_VARIABLE} to the key that it was started with"
+            return broken("engines", f"{url} of rollout.sglang.urls refuses the key in {KEY_VARIABLE}", remedy)
+        answer = {}
+    if "model_path" not in answer:
+        words = f"{url} of rollout.sglang.urls is a port of another program, which does not answer as SGLang does"
+        return broken("engines", words, "end that program, or start the server on another port (megappo serve --port)")
+    return fine("engines", f"{url} serves {answer['model_path']}")
+
+
+def _addresses(wanted: dict[str, str]) -> Iterator[Finding]:
+    for name, address in wanted.items():
+        try:
+            found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+            with socket.socket(found[0], found[1]) as probe:
+                probe.bind(found[4])
+        except OSError as error:
+            words = f"{name} is {address}, which is no address of this machine ({error.strerror})"
+            yield broken("engines", words, "set it to one that `ip address` lists, or remove it")

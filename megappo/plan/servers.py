@@ -1,0 +1,114 @@
+"""SGLang servers as the planner sees them: which there are, and what a rank of one holds.
+
+A rank of a server with tensor parallelism t holds, with e bytes per element:
+
+    weights     e N / t, N the model's weights; norms whole, key and value matrices as often as t exceeds their heads
+    keys,       2 e layers max(heads / t, 1) head_dim per token, heads those of keys and values, for as many tokens
+    values      as fit into memory_fraction of the device beside the weights, or max_total_tokens
+    workspace   a chunk of 8192 prompt tokens through its widest layer, or float32 logits of the running sequences
+
+What is reserved for keys and values is taken when a server starts, whatever it is asked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megappo.architecture import ArchitectureConfig
+from megappo.config import Config
+from megappo.plan.sizes import model_sizes
+
+_CPU_TOKENS = 65536
+"""Keys and values of a server without CUDA that is told no number (`ServerSpec.arguments`)."""
+_PREFILL_TOKENS = 8192
+"""SGLang's chunked-prefill-size on GPUs of 80 GB and more."""
+
+
+@dataclass(frozen=True)
+class Servers:
+    """The servers of a run."""
+
+    count: int
+    tensor_parallel: int
+    colocated: bool
+    """On the trainers' devices."""
+    shares_machine: bool
+    """Without CUDA: on the machine that the trainers' ranks share."""
+    sleeps: bool
+    """Gives its memory to the trainers between rollouts."""
+    ahead: bool
+    """Generates while the trainers update."""
+    static_bytes: float
+    """Of a device, for weights, keys and values; 0 where a number of tokens is set instead."""
+    max_total_tokens: int | None
+    most_sequences: int
+    """That all ranks together keep at one server."""
+
+    @property
+    def ranks(self) -> int:
+        """Of all servers."""
+        return self.count * self.tensor_parallel
+
+    @property
+    def beside(self) -> bool:
+        """Whether they generate on devices of their own."""
+        return not (self.colocated or self.shares_machine)
+
+
+def find_servers(config: Config, world_size: int, *, on_cuda: bool, device_bytes: float) -> Servers | None:
+    """The servers of a configuration; None with the embedded engine."""
+    if config.rollout.engine != "sglang":
+        return None
+    settings = config.rollout.servers
+    colocated = settings.placement == "colocated"
+    own = settings.engines or (max(1, world_size // settings.tensor_parallel) if colocated and on_cuda else 1)
+    tokens = settings.max_total_tokens or (None if on_cuda else _CPU_TOKENS)
+    return Servers(
+        count=len(settings.urls) or own,
+        tensor_parallel=settings.tensor_parallel,
+        colocated=colocated,
+        shares_machine=not on_cuda and not settings.urls,
+        sleeps=colocated and on_cuda and settings.sleep and not config.rollout.ahead,
+        ahead=bool(config.rollout.ahead),
+        static_bytes=settings.memory_fraction * device_bytes if on_cuda else 0.0,
+        max_total_tokens=tokens,
+        most_sequences=settings.max_inflight_sequences * world_size,
+    )
+
+
+def server_weights(arch: ArchitectureConfig, tensor_parallel: int) -> float:
+    """Weights on one rank of a server, in elements."""
+    norms = arch.layers * (2 * arch.hidden_size + (2 * arch.head_dim if arch.qk_norm else 0)) + arch.hidden_size
+    copies = 1 / min(tensor_parallel, arch.kv_heads) - 1 / tensor_parallel
+    repeated = 2 * arch.layers * arch.hidden_size * arch.kv_heads * arch.head_dim * copies
+    return (model_sizes(arch)[0] - norms) / tensor_parallel + norms + repeated
+
+
+def token_bytes(arch: ArchitectureConfig, tensor_parallel: int, element_bytes: int) -> float:
+    """Keys and values of one token on one rank of a server."""
+    return 2.0 * element_bytes * arch.layers * max(arch.kv_heads / tensor_parallel, 1) * arch.head_dim
+
+
+def cache_tokens(arch: ArchitectureConfig, servers: Servers, element_bytes: int) -> float:
+    """Tokens whose keys and values a server holds; 0 where the weights leave no room."""
+    limit = float("inf") if servers.max_total_tokens is None else float(servers.max_total_tokens)
+    if not servers.static_bytes:
+        return limit
+    room = servers.static_bytes - element_bytes * server_weights(arch, servers.tensor_parallel)
+    return max(0.0, min(limit, room / token_bytes(arch, servers.tensor_parallel, element_bytes)))
+
+
+def running_sequences(
+    arch: ArchitectureConfig, servers: Servers, element_bytes: int, *, wanted: int, mean_tokens: float
+) -> float:
+    """Sequences that a server decodes at the same time, of those it is asked for."""
+    room = cache_tokens(arch, servers, element_bytes) / mean_tokens
+    return max(1.0, min(float(wanted), float(servers.most_sequences), room))
+
+
+def server_workspace(arch: ArchitectureConfig, servers: Servers, element_bytes: int, sequences: float) -> float:
+    """What a rank of a server needs beside weights, keys and values."""
+    prefill = (
+        element_bytes * _PREFILL_TOKENS * (3 * arch.ffn_hidden_size / servers.tensor_parallel + 4 * arch.hidden_size)
+    )
+    return max(prefill, 4.0 * 2 * sequences * arch.vocab_size)

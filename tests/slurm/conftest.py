@@ -1,0 +1,24 @@
+"""One SLURM for all tests of this folder."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from slurm.cluster import Cluster, two_nodes, why_not
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(f"no SLURM: {reason}")
+    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # sockets want a short path
+    try:
+        with two_nodes(folder) as running:
+            yield running
+    finally:
+        shutil.rmtree(folder)

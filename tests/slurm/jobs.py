@@ -1,0 +1,64 @@
+"""Jobs on the test's SLURM: what they are submitted with, and what they leave."""
+
+from __future__ import annotations
+
+import sys
+import time
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from slurm.cluster import Cluster
+
+from megappo.observe import read_metrics
+
+ROOT = Path(__file__).parents[2]
+SHORT = (
+    "run.steps=2", "rollout.prompts_per_step=10", "actor.minibatch_sequences=40", "critic.minibatch_sequences=40",
+    "runtime.threads_per_rank=1", "evaluation=null", "data.validation=null", "run.export_final_model=false",
+)  # fmt: skip
+MEASURED = ("time/", "memory/", "sync/seconds", "sync/gigabytes")
+
+
+def job_environment(cluster: Cluster, **settings: object) -> dict[str, str]:
+    """The variables of a submission."""
+    return cluster.environment | {"MEGAPPO_PYTHON": sys.executable} | {k: str(v) for k, v in settings.items()}
+
+
+def numbers(directory: Path) -> list[dict[str, Any]]:
+    """The metrics of a run that depend on nothing but its arithmetic."""
+    lines = read_metrics(directory / "metrics.jsonl")
+    return [
+        {k: v for k, v in line.items() if not k.startswith(MEASURED) and "per_second" not in k and k != "mfu"}
+        for line in lines
+    ]
+
+
+def await_text(path: Path, text: str, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not path.exists() or text not in path.read_text():
+        assert time.monotonic() < deadline, f"no '{text}' in {path}"
+        time.sleep(0.2)
+
+
+def hurry(cluster: Cluster, job: int) -> None:
+    """Spare a requeued job most of the two minutes that SLURM lets it wait.
+
+    Some seconds must remain: a node refuses a job that comes back in the second in which it was taken away ("job
+    credential revoked"), and SLURM counts the job as failed then.
+    """
+    state = cluster.state(job)
+    if state["JobState"] == "PENDING" and state["Restarts"] != "0":
+        begins = datetime.fromisoformat(state["EligibleTime"])
+        if begins > datetime.now() + timedelta(seconds=10):
+            cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now+4seconds")
+
+
+def end_of_second_attempt(cluster: Cluster, job: int) -> dict[str, str]:
+    """Wait for it."""
+    deadline = time.monotonic() + 300
+    while (state := cluster.state(job))["JobState"] not in ("COMPLETED", "FAILED", "CANCELLED"):
+        assert time.monotonic() < deadline, f"{state}: {cluster.log(state)}"
+        hurry(cluster, job)
+        time.sleep(0.5)
+    return state

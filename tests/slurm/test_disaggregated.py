@@ -1,0 +1,142 @@
+"""Real SLURM: training and SGLang as two steps of one job, each on a node of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from slurm.cluster import Cluster
+from slurm.jobs import ROOT, await_text, hurry, job_environment
+
+from megappo.observe import read_metrics
+from megappo.rollout.sglang.guard import session_pids
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("sglang") is None, reason="needs launch/requirements-sglang.txt"
+)
+SMALL = (
+    "configs/sglang_disaggregated.yaml", "actor.layout={}", "critic.layout={}", "rollout.prompts_per_step=10",
+    "actor.minibatch_sequences=40", "critic.minibatch_sequences=40", "runtime.threads_per_rank=1",
+    "evaluation=null", "data.validation=null", "run.export_final_model=false", "rollout.ahead=0",
+    "algorithm.old_logprob=decoupled", "actor.optimizer.schedule=constant",
+)  # fmt: skip
+ONE_NODE = ("--nodes=1", "--ntasks-per-node=1", "--exclusive")
+
+
+def submit(cluster: Cluster, folder: Path, shape: tuple[str, ...], *words: str, **settings: object) -> int:
+    """`sbatch` of the disaggregated script; returns the job's number."""
+    environment = job_environment(cluster, MEGAPPO_LOGS=folder / "logs", MEGAPPO_ENGINE_LINGER=8, **settings)
+    command = ["sbatch", "--parsable", f"--output={folder}/job.out", *shape, "launch/slurm/ppo_disaggregated.sbatch"]
+    return int(cluster.run(*command, *SMALL, *words, f"run.directory={folder}/run", cwd=ROOT, env=environment).strip())
+
+
+def await_steps(cluster: Cluster, job: int, folder: Path, count: int) -> None:
+    """Wait until a run has taken so many PPO steps."""
+    metrics, deadline = folder / "run" / "metrics.jsonl", time.monotonic() + 400
+    while not metrics.exists() or metrics.read_text().count("\n") < count:
+        state = cluster.state(job)
+        alive = state["JobState"] in ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "REQUEUED")
+        assert alive and time.monotonic() < deadline, cluster.log(state) + logs_of(folder)
+        time.sleep(0.5)
+
+
+def logs_of(folder: Path) -> str:
+    """The ends of all logs."""
+    return "\n".join(f"{p}: {p.read_text()[-1500:]}" for p in sorted((folder / "logs").rglob("*.log")))
+
+
+def places(cluster: Cluster, job: int) -> dict[str, str]:
+    """The nodes of the running steps, by name."""
+    jobs = ",".join(map(str, range(job, job + 2)))
+    lines = cluster.run("squeue", "--noheader", "--steps", f"--job={jobs}", "--format=%j %N").splitlines()
+    return dict(line.split() for line in lines if line.split()[0] in ("train", "engines"))
+
+
+def servers(cluster: Cluster) -> dict[int, str]:
+    """Sessions of SGLang servers that jobs of this SLURM started, and their scratch folders."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_text().split("\0")
+                ours = f"SLURM_CONF={cluster.folder}/".encode() in (entry / "environ").read_bytes()
+            except OSError:
+                continue
+            if ours and "sglang.launch_server" in words and not any(word.endswith("guard.py") for word in words):
+                found[os.getsid(int(entry.name))] = str(Path(words[words.index("--config") + 1]).parent)
+    return found
+
+
+def shared_memory() -> set[str]:
+    """What SGLang servers have there."""
+    return {path for path in os.listdir("/dev/shm") if path.startswith(("sglang_loads_", "sgl_shm_"))}
+
+
+def assert_nothing_is_left(seen: dict[int, str], before: set[str]) -> None:
+    """No process and no scratch folder of these servers, and no more shared memory than before."""
+    deadline = time.monotonic() + 30
+    while any(session_pids(session) or Path(scratch).exists() for session, scratch in seen.items()):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert not shared_memory() - before
+
+
+def test_trainers_and_engines_are_two_steps(cluster: Cluster, tmp_path: Path) -> None:
+    """A server that is killed in the middle is started again and given the weights; the run goes to its end."""
+    memory = shared_memory()
+    job = submit(cluster, tmp_path, ("--nodes=2", "--ntasks-per-node=1"), "run.steps=12", MEGAPPO_ENGINE_NODES=1)
+    await_steps(cluster, job, tmp_path, 2)
+    assert places(cluster, job) == {"train": "n1", "engines": "n2"}
+    seen = servers(cluster)
+    (server,) = seen
+    os.kill(server, signal.SIGKILL)
+    state = cluster.wait(job, "COMPLETED", "FAILED", "NODE_FAIL", "CANCELLED", seconds=400)
+    assert state["JobState"] == "COMPLETED", cluster.log(state) + logs_of(tmp_path)
+    logs = tmp_path / "logs" / str(job) / "attempt-0"
+    assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 13))
+    said = (logs / "engines" / "engine-0.log").read_text()
+    assert "died" in said and said.count("is ready") == 2
+    assert "1 ranks on 1 of the nodes, 1 engines on n2" in cluster.log(state)
+    assert (logs / "doctor" / "exit-0").read_text() == "0\n"
+    assert_nothing_is_left(seen, memory)
+    words = (logs / "job.txt").read_text() + cluster.log(state) + said + (logs / "train" / "rank-0.log").read_text()
+    assert "SGLANG_API_KEY" not in words
+
+
+def await_second_attempt(cluster: Cluster, *components: int) -> None:
+    """Wait until it runs."""
+    deadline = time.monotonic() + 200
+    while not all(
+        (state := cluster.state(c))["Restarts"] == "1" and state["JobState"] == "RUNNING" for c in components
+    ):
+        assert time.monotonic() < deadline
+        for component in components:
+            hurry(cluster, component)
+        time.sleep(1)
+
+
+def test_a_heterogeneous_job_requeued_and_cancelled(cluster: Cluster, tmp_path: Path) -> None:
+    """The signal before the time limit leads to a second attempt that continues; scancel leaves nothing behind."""
+    memory = shared_memory()
+    words = ("run.steps=100000", "checkpoint.every_steps=100000")
+    job = submit(cluster, tmp_path, (*ONE_NODE, ":", *ONE_NODE), *words, MEGAPPO_DOCTOR="no")
+    await_steps(cluster, job, tmp_path, 2)
+    assert places(cluster, job) == {"train": "n1", "engines": "n2"}
+    seen = servers(cluster)
+    cluster.run("scancel", "--signal=USR1", str(job), str(job + 1))
+    await_text(tmp_path / "job.out", "back into the queue", 60)
+    assert_nothing_is_left(seen, memory)
+    done = len(read_metrics(tmp_path / "run" / "metrics.jsonl"))
+    await_second_attempt(cluster, job, job + 1)
+    await_steps(cluster, job, tmp_path, done + 2)
+    steps = [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")]
+    assert steps == list(range(1, len(steps) + 1))
+    seen = servers(cluster)
+    assert seen
+    cluster.run("scancel", str(job))
+    assert cluster.wait(job, "CANCELLED", seconds=60)["JobState"] == "CANCELLED"
+    assert_nothing_is_left(seen, memory)

@@ -1,0 +1,166 @@
+"""`megappo serve` with a stand-in for SGLang: supervision, signals, what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import helpers_broken as worlds
+import pytest
+
+from megappo.cli import main
+from megappo.rollout.sglang.fleet import KEY_VARIABLE
+from megappo.rollout.sglang.guard import session_pids
+from megappo.serve import StopRequest
+
+CONFIG = "configs/sglang_disaggregated.yaml"
+FAKE = """
+import http.server, json, os, sys, tempfile
+from pathlib import Path
+arguments = json.loads(Path(sys.argv[sys.argv.index("--config") + 1]).read_text())
+tempfile.NamedTemporaryFile(delete=False).write(b"left behind")
+Path(os.environ["FAKE"], f"{os.getpid()}.json").write_text(json.dumps(arguments))
+if os.environ.get("FAKE_FAILS"):
+    sys.exit("out of memory")
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        right = self.headers.get("Authorization") == f"Bearer {arguments['api-key']}"
+        self.send_response(200 if right or "api-key" not in arguments else 401)
+        self.end_headers()
+        self.wfile.write(b"{}")
+http.server.ThreadingHTTPServer((arguments["host"], arguments["port"]), Handler).serve_forever()
+"""
+
+
+class Site:
+    """Where the stand-in is found, and what it was started with."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.port = folder, worlds.closed_port()
+        self.path = worlds.fake_package(folder / "packages", "sglang", "0.5.23")
+        (folder / "packages" / "sglang" / "launch_server.py").write_text(FAKE)
+        (folder / "starts").mkdir()
+        (folder / "tmp").mkdir()
+
+    def serve(self, *words: str, **variables: str) -> subprocess.Popen[str]:
+        environment = worlds.environment(PYTHONPATH=self.path, FAKE=str(self.folder / "starts")) | variables
+        command = [sys.executable, "-m", "megappo", "serve", CONFIG, "--port", str(self.port), *words]
+        command += [f"run.directory={self.folder / 'run'}"]
+        return subprocess.Popen(command, cwd=worlds.ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+
+    def started(self) -> list[int]:
+        """Process ids of the servers, the oldest first."""
+        found = sorted((self.folder / "starts").glob("*.json"), key=lambda p: p.stat().st_mtime)
+        return [int(path.stem) for path in found]
+
+    def await_servers(self, count: int) -> list[int]:
+        """Wait until so many were started and the last one answers."""
+        deadline = time.monotonic() + 60
+        while len(found := self.started()) < count or not self.answers():
+            assert time.monotonic() < deadline, found
+            time.sleep(0.1)
+        return found
+
+    def answers(self, key: str = "secret") -> bool:
+        question = urllib.request.Request(f"http://127.0.0.1:{self.port}/", headers={"Authorization": f"Bearer {key}"})
+        try:
+            return bool(urllib.request.urlopen(question, timeout=5).status == 200)
+        except OSError:
+            return False
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    found = Site(tmp_path)
+    yield found
+    assert not any(session_pids(pid) for pid in found.started())
+
+
+def test_a_server_that_dies_is_started_again(site: Site) -> None:
+    """With the arguments of the trainers' own servers, and a key that stands nowhere to be read."""
+    serving = site.serve("rollout.sglang.arguments={chunked-prefill-size: 64}", **{KEY_VARIABLE: "secret"})
+    (first,) = site.await_servers(1)
+    assert not site.answers("wrong")
+    arguments = json.loads((site.folder / "starts" / f"{first}.json").read_text())
+    assert arguments["load-format"] == "dummy" and arguments["skip-tokenizer-init"]
+    assert arguments["max-total-tokens"] == 16384 and arguments["chunked-prefill-size"] == 64
+    assert (arguments["host"], arguments["port"], arguments["api-key"]) == ("127.0.0.1", site.port, "secret")
+    os.kill(first, signal.SIGKILL)
+    _, second = site.await_servers(2)
+    serving.send_signal(signal.SIGUSR1)  # for the trainers of the job
+    time.sleep(0.5)
+    assert serving.poll() is None and session_pids(second)
+    serving.send_signal(signal.SIGTERM)
+    _, said = serving.communicate(timeout=30)
+    assert serving.returncode == 0
+    assert "it is started again" in said and "secret" not in said
+    assert not session_pids(second)
+    assert (site.folder / "run" / "engines" / "engine-0.log").exists()
+
+
+def test_a_server_ends_with_a_killed_supervisor(site: Site) -> None:
+    serving = site.serve("--linger", "30", **{KEY_VARIABLE: "secret"})
+    (server,) = site.await_servers(1)
+    serving.send_signal(signal.SIGTERM)
+    time.sleep(1)
+    assert site.answers()  # the trainers may need it
+    serving.kill()
+    serving.communicate(timeout=30)
+    deadline = time.monotonic() + 30
+    while session_pids(server):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_server_that_never_gets_ready_is_given_up(site: Site) -> None:
+    serving = site.serve(FAKE_FAILS="yes")
+    _, said = serving.communicate(timeout=60)
+    assert serving.returncode == 1
+    assert "out of memory; it was started 2 times" in said.replace("\n", " ")
+    assert len(site.started()) == 2
+
+
+def test_stopping() -> None:
+    stop = StopRequest(30)
+    assert not stop.due
+    stop.receive(signal.SIGTERM)
+    stop.receive(signal.SIGTERM)
+    start = time.monotonic()
+    stop.wait(0.1)
+    assert not stop.due and time.monotonic() - start < 5
+    stop.receive(signal.SIGINT)
+    assert stop.due
+    stop.wait(60)
+    assert time.monotonic() - start < 5
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["serve", *words]) == 2
+    return capsys.readouterr().err
+
+
+def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    worlds.fake_package(tmp_path, "sglang", "0.5.23")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(worlds.ROOT)
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    assert "serve needs sglang; set rollout.engine=sglang" in refused(capsys, worlds.QUICKSTART)
+    said = refused(capsys, CONFIG, "--host", "0.0.0.0")
+    assert f"--host is '0.0.0.0', which other machines reach, but the environment variable {KEY_VARIABLE}" in said
+    assert "tensor_parallel 3 does not divide" in refused(capsys, CONFIG, "rollout.sglang.tensor_parallel=3")
+    assert "--port is 70000, must be from 0" in refused(capsys, CONFIG, "--port", "70000")
+    with worlds.listening() as taken:
+        port = str(taken.getsockname()[1])
+        assert f"nothing can listen on --host 127.0.0.1 --port {port}" in refused(capsys, CONFIG, "--port", port)
+
+
+def test_how_wide_a_server_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", str(worlds.ROOT / CONFIG), "--ranks", "rollout.sglang.tensor_parallel=2"]) == 0
+    assert capsys.readouterr().out == "2\n"
