@@ -163,7 +163,7 @@ class _RoleBuilder:
         return TrainedRole(placement, model, self._runtime, optimizer)
 
     def _placement(self, name: str, settings: TrainedRoleSettings, numbers: RoleNumbers) -> Placement:
-        grid = Grid(numbers.ranks, numbers.tp, numbers.pp)
+        grid = Grid(numbers.ranks, numbers.tp, numbers.pp, numbers.ep)
         layout = make_layout(grid, vpp=numbers.vpp, sequence_parallel=settings.layout.sequence_parallel)
         multiple = grid.pp if numbers.vpp > 1 else 1
         return Placement(name, grid, settings.microbatch_budget_tokens, multiple, layout)

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from megappo.architecture import ArchitectureConfig, architecture
 from megappo.config import Config, load_config
@@ -55,7 +56,7 @@ def write_hf_folder(
         raise ValueError(f"the weights do not make a whole model: {', '.join(wrong[:5])}; the export was not finished")
     _finish(out, files, weight_map, total)
     arch.hf_config.dtype = dtype
-    arch.hf_config.architectures = [f"{arch.family.capitalize()}ForCausalLM"]
+    arch.hf_config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[arch.family]]
     arch.hf_config.save_pretrained(out)
     AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=trust_remote_code).save_pretrained(out)
 
@@ -79,16 +80,24 @@ def _finish(out: Path, files: list[dict[str, Tensor]], weight_map: dict[str, int
 
 
 def save_shards(role: Role, directory: Path) -> None:
-    """Save a role's Megatron shards: one file per stage and tensor rank of its first replica, without gathering."""
+    """Save a role's Megatron shards without gathering: one file per stage and tensor rank of its first replica, and one
+    per stage and share of the experts."""
     layout, model = role.placement.layout, role.model
-    if layout is None or model is None or layout.replica != 0:
+    if layout is None or model is None:
         return
     directory.mkdir(parents=True, exist_ok=True)
-    shards = {entry.megatron: parameter.detach().cpu().contiguous() for entry, parameter in model.parameters_here()}
+    dense: dict[str, Tensor] = {}
+    experts: dict[str, Tensor] = {}
+    for entry, parameter in model.parameters_here():
+        shards = dense if entry.expert is None else experts
+        shards[entry.megatron] = parameter.detach().cpu().contiguous()
     grid = layout.grid
-    metadata = {"tp": str(grid.tp), "pp": str(grid.pp), "padded_vocab": str(model.options.padded_vocab)}
-    name = f"stage-{layout.stage}-tensor-{layout.tensor_rank}.safetensors"
-    save_file(shards, directory / name, metadata=metadata)
+    metadata = {"tp": grid.tp, "pp": grid.pp, "ep": grid.ep, "padded_vocab": model.options.padded_vocab}
+    words = {name: str(number) for name, number in metadata.items()}
+    if layout.replica == 0:
+        save_file(dense, directory / f"stage-{layout.stage}-tensor-{layout.tensor_rank}.safetensors", metadata=words)
+    if experts and layout.expert_replica == 0:
+        save_file(experts, directory / f"stage-{layout.stage}-experts-{layout.expert_rank}.safetensors", metadata=words)
 
 
 def export_run(run_dir: str, out: str) -> None:
@@ -122,16 +131,27 @@ def _merge_shards(directory: Path, arch: ArchitectureConfig) -> Iterator[tuple[s
     if not opened:
         raise ValueError(f"{directory} is empty; the run did not save its weights")
     metadata = next(iter(opened.values())).metadata()
-    tp, pp, padded_vocab = (int(metadata[k]) for k in ("tp", "pp", "padded_vocab"))
+    # Runs of before there were experts say nothing of `ep`.
+    tp, pp, ep, padded_vocab = (int(metadata.get(k, "1")) for k in ("tp", "pp", "ep", "padded_vocab"))
     expected = {f"stage-{s}-tensor-{t}.safetensors" for s in range(pp) for t in range(tp)}
+    if arch.experts:
+        expected |= {f"stage-{s}-experts-{e}.safetensors" for s in range(pp) for e in range(ep)}
     if expected - opened.keys():
         raise ValueError(f"{directory} lacks {', '.join(sorted(expected - opened.keys()))}; copy the whole run")
-    stage_of = {name: s for s in range(pp) for name in opened[f"stage-{s}-tensor-0.safetensors"].keys()}  # noqa: SIM118
+    holders: dict[str, list[str]] = {}
+    for file in sorted(expected):
+        for name in opened[file].keys():  # noqa: SIM118
+            holders.setdefault(name, []).append(file)
     for parameter in model_parameters(arch):
         whole: dict[str, Tensor] = {}
-        for tensor_rank in range(tp):
-            file = opened[f"stage-{stage_of[parameter.megatron]}-tensor-{tensor_rank}.safetensors"]
-            shard = file.get_tensor(parameter.megatron)
+        # In the order of tensor ranks; the experts' matrices are whole.
+        for tensor_rank, file in enumerate(sorted(holders[parameter.megatron], key=_number)):
+            shard = opened[file].get_tensor(parameter.megatron)
             whole = whole or {n: torch.empty(hf_shape(arch, n), dtype=shard.dtype) for n in parameter.hf}
             scatter_shard(shard, pieces(arch, parameter, tensor_rank, tp, padded_vocab), whole)
         yield from whole.items()
+
+
+def _number(file: str) -> int:
+    """12 of `stage-0-tensor-12.safetensors`."""
+    return int(file.removesuffix(".safetensors").rpartition("-")[2])

@@ -42,11 +42,19 @@ class _Entry:
     """Its rows are padded to a multiple of the tensor parallel size."""
     is_copy: bool = False
     """The same as a parameter of another stage."""
+    is_expert: bool = False
+    """Whole on every rank that holds it, which are others than those of the rest."""
 
 
 def _entries(model: RoleModel) -> Iterator[_Entry]:
     for entry, parameter in model.parameters_here():
-        yield _Entry(_names(entry), parameter, _SPLIT_AXIS.get(entry.kind), entry.kind == "vocab")
+        yield _Entry(
+            _names(entry),
+            parameter,
+            _SPLIT_AXIS.get(entry.kind),
+            is_padded=entry.kind == "vocab",
+            is_expert=entry.expert is not None,
+        )
     last = model.chunks[-1]
     if not last.post_process:
         return
@@ -86,6 +94,8 @@ def role_shards(role: TrainedRole) -> dict[str, ShardedTensor]:
     for entry in _entries(model):
         tensors = role.optimizer.state.whole(entry.parameter, moments=role.optimizer.updates > 0)
         is_first = layout.replica == 0 and (entry.axis is not None or layout.tensor_rank == 0)
+        if entry.is_expert:
+            is_first = layout.expert_replica == 0
         if is_first and not entry.is_copy:
             for kind, tensor in tensors.items():
                 shards |= _sharded(role, entry, kind, tensor.to("cpu", copy=True))

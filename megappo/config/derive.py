@@ -48,6 +48,7 @@ class RoleNumbers:
     """Minibatches x epochs; `algorithm.target_kl` may end the actor's earlier."""
     total_updates: int
     """Most updates of the run; the actor's begin after the critic's warm-up steps."""
+    ep: int = 1
 
     @property
     def first_rank(self) -> int:
@@ -176,6 +177,7 @@ def role_numbers(config: Config, role: Role, world_size: int, steps: int) -> Rol
         minibatches_per_step=_batch_sequences(config) // role.settings.minibatch_sequences,
         updates_per_step=updates_per_step,
         total_updates=steps * updates_per_step,
+        ep=role.layout.expert_parallel,
     )
 
 
@@ -247,6 +249,7 @@ def _role_rows(name: str, config: Config, numbers: RoleNumbers) -> list[tuple[st
     settings = config.critic if name == "critic" else config.actor
     assert settings is not None
     layout = f"ranks {format_ranks(numbers.ranks)}: TP {numbers.tp} x PP {numbers.pp} x DP {numbers.dp}"
+    layout += f", EP {numbers.ep}" if numbers.ep > 1 else ""
     layout += f", VPP {numbers.vpp}" if numbers.vpp > 1 else ""
     layout += ", sequence parallel" if settings.layout.sequence_parallel else ""
     optimizer = settings.optimizer

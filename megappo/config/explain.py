@@ -32,6 +32,8 @@ _OTHER_NAMES = {
     "pipeline_model_parallel_size": "pipeline_parallel",
     "pp": "pipeline_parallel",
     "vpp": "virtual_pipeline_chunks",
+    "expert_model_parallel_size": "expert_parallel",
+    "ep": "expert_parallel",
     "max_new_tokens": "max_response_tokens",
     "max_response_length": "max_response_tokens",
     "max_prompt_length": "max_prompt_tokens",

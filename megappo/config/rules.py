@@ -17,6 +17,7 @@ from megappo.config.schema import ActorSettings, Config, CriticSettings, LayoutS
 ESTIMATOR_NEEDS_CRITIC = {"gae": True, "grpo": False, "rloo": False, "reinforce_plus_plus": False}
 """The names in `megappo.algo`, which is not imported here because it brings torch; a test keeps them equal."""
 _GROUP_ESTIMATORS = ("grpo", "rloo")
+_SGLANG_EXPERT_PARALLEL = {"ep", "ep-size", "expert-parallel-size", "moe-a2a-backend", "enable-eplb"}
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,13 @@ def placement_rules(role: Role, world_size: int) -> Iterator[str]:
             f"{role.model_ranks} does not divide its {len(ranks)} ranks; the nearest layouts are "
             f"{_nearest_layouts(role, len(ranks))}"
         )
+    elif len(ranks) // layout.pipeline_parallel % layout.expert_parallel:
+        stage = len(ranks) // layout.pipeline_parallel
+        nearest = nearest_numbers(layout.expert_parallel, [n for n in divisors(stage) if not role.shape.experts % n])
+        yield (
+            f"{key}.expert_parallel {layout.expert_parallel} does not divide the {stage} ranks of a pipeline stage; "
+            f"the nearest is {nearest}"
+        )
 
 
 def coverage_rules(roles: Iterable[Role], world_size: int) -> Iterator[str]:
@@ -162,7 +170,9 @@ def parallel_rules(role: Role, model_name: str) -> Iterator[str]:
     """A role's tensor and pipeline parallel sizes fit its model; `model_name` is `actor`, `critic` or `reference`."""
     layout, shape, key = role.layout, role.shape, f"{role.name}.layout"
     tp, pp, vpp = layout.tensor_parallel, layout.pipeline_parallel, layout.virtual_pipeline_chunks
-    sizes = {"heads": shape.heads, "KV heads": shape.kv_heads, "FFN hidden size": shape.ffn_hidden_size}
+    sizes = {"heads": shape.heads, "KV heads": shape.kv_heads}
+    if not shape.experts:  # an expert is whole on its ranks
+        sizes["FFN hidden size"] = shape.ffn_hidden_size
     unfit = [f"{size} ({name})" for name, size in sizes.items() if size % tp]
     if unfit:
         nearest = nearest_numbers(tp, _valid_tensor_parallel(shape))
@@ -181,6 +191,26 @@ def parallel_rules(role: Role, model_name: str) -> Iterator[str]:
             f"{key}.pipeline_parallel {pp} x virtual_pipeline_chunks {vpp} = {pp * vpp} does not divide the "
             f"{shape.layers} layers of the {model_name} model; the nearest are "
             f"{_nearest_pipelines(pp, vpp, shape.layers)}"
+        )
+    yield from _expert_rules(role, model_name)
+
+
+def _expert_rules(role: Role, model_name: str) -> Iterator[str]:
+    """Ranks share out experts evenly, and each routes tokens of its own."""
+    layout, experts, key = role.layout, role.shape.experts, f"{role.name}.layout"
+    ep = layout.expert_parallel
+    if ep > 1 and not experts:
+        yield f"{key}.expert_parallel {ep}, but the {model_name} model has no experts; set it to 1"
+    elif experts % ep:
+        nearest = nearest_numbers(ep, divisors(experts))
+        yield (
+            f"{key}.expert_parallel {ep} does not divide the {experts} experts of the {model_name} model; "
+            f"the nearest is {nearest}"
+        )
+    if experts and layout.tensor_parallel > 1 and not layout.sequence_parallel:
+        yield (
+            f"{key}.tensor_parallel {layout.tensor_parallel} of the {model_name} model with experts needs "
+            "sequence_parallel, by which each rank routes tokens of its own; set sequence_parallel to true"
         )
 
 
@@ -289,6 +319,11 @@ def server_rules(config: Config, shape: ModelShape) -> Iterator[str]:
     if unfit:
         nearest = nearest_numbers(tp, _valid_tensor_parallel(shape))
         yield f"rollout.sglang.tensor_parallel {tp} does not divide {either(unfit)}; the nearest is {nearest}"
+    for name in _SGLANG_EXPERT_PARALLEL & set(rollout.servers.arguments) if shape.experts else ():
+        yield (
+            f"rollout.sglang.arguments has {name}, but weights go to engines whose ranks share out the matrix of each "
+            "expert; remove it, rollout.sglang.tensor_parallel is how many ranks do"
+        )
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
@@ -303,7 +338,7 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def _valid_tensor_parallel(shape: ModelShape) -> list[int]:
-    return divisors(math.gcd(shape.heads, shape.kv_heads, shape.ffn_hidden_size))
+    return divisors(math.gcd(shape.heads, shape.kv_heads, 0 if shape.experts else shape.ffn_hidden_size))
 
 
 def _nearest_layouts(role: Role, ranks: int) -> str:

@@ -100,6 +100,8 @@ class LayoutSettings(Settings):
     """Stages the layers are cut into (PP)."""
     virtual_pipeline_chunks: PositiveInt = 1
     """Chunks of layers per stage for the interleaved schedule (VPP); 1: no interleaving."""
+    expert_parallel: PositiveInt = 1
+    """Ranks that share out the experts of each layer (EP), among those of a pipeline stage."""
     sequence_parallel: bool = False
     """Shard the activations between tensor parallel regions along the sequence (SP)."""
     first_rank: NonNegativeInt = 0

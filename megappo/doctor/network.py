@@ -69,7 +69,7 @@ def families(derived: Derived | None, world_size: int) -> list[Family]:
 
 
 def _of_role(name: str, numbers: RoleNumbers) -> Iterator[Family]:
-    grid = Grid(numbers.ranks, numbers.tp, numbers.pp)
+    grid = Grid(numbers.ranks, numbers.tp, numbers.pp, numbers.ep)
     replicas, stages, tensor_ranks = range(grid.dp), range(grid.pp), range(grid.tp)
     tp = tuple(tuple(grid.rank(d, p, t) for t in tensor_ranks) for d in replicas for p in stages)
     pp = tuple(tuple(grid.rank(d, p, t) for p in stages) for d in replicas for t in tensor_ranks)
@@ -77,6 +77,7 @@ def _of_role(name: str, numbers: RoleNumbers) -> Iterator[Family]:
     yield Family(f"{name} TP {grid.tp}", tp)
     yield Family(f"{name} PP {grid.pp}", pp, point_to_point=True)
     yield Family(f"{name} DP {grid.dp}", dp)
+    yield Family(f"{name} EP {grid.ep}", tuple(tuple(group) for group in grid.expert_groups))
 
 
 def rendezvous_finding(ranks: Ranks) -> Finding | None:

@@ -24,6 +24,7 @@ from megappo.models.heads import LogprobHead, ValueHead
 from megappo.models.layout import Layout
 from megappo.reshard.hf_map import Parameter, model_parameters
 from megappo.reshard.sources import WeightSource, read_shard
+from megappo.runtime.megatron_cpu import mend_experts
 
 _PARTITION_DIM = {"glu": 0, "qkv": 0, "vocab": 0, "row": 1}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -76,11 +77,14 @@ class RoleModel:
 
 
 def _global_name(chunk: GPTModel, name: str) -> str:
-    """Megatron numbers the layers of a chunk from 0; the map numbers those of the model."""
+    """Megatron numbers the layers of a chunk and the experts of a rank from 0; the map numbers those of the model."""
     parts = name.split(".")
     if parts[:2] != ["decoder", "layers"]:
         return name
-    parts[2] = str(chunk.decoder.layers[int(parts[2])].layer_number - 1)
+    layer = chunk.decoder.layers[int(parts[2])]
+    parts[2] = str(layer.layer_number - 1)
+    if parts[3:6] == ["mlp", "experts", "local_experts"]:
+        parts[6] = str(layer.mlp.local_expert_indices[int(parts[6])])
     return ".".join(parts)
 
 
@@ -125,6 +129,8 @@ def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildO
         # Packed microbatches differ in length.
         variable_seq_lengths=layout.grid.pp > 1,
         moe_token_dispatcher_type="alltoall",  # checked with variable lengths even where there are no experts
+        expert_model_parallel_size=layout.grid.ep,
+        expert_tensor_parallel_size=1,
         # Between two stages an interleaved schedule would put activations and gradients for the same neighbour into
         # one batch, where they are matched by order and get swapped; overlapped, each has a call of its own.
         overlap_p2p_comm=layout.vpp > 1,
@@ -135,8 +141,25 @@ def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildO
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
+        **_expert_settings(arch),
         **recompute,
     )
+
+
+def _expert_settings(arch: ArchitectureConfig) -> dict[str, Any]:
+    """No token is dropped and nothing is added to the loss: the router learns from the policy's objective alone."""
+    if not arch.experts:
+        return {}
+    return {
+        "num_moe_experts": arch.experts,
+        "moe_ffn_hidden_size": arch.ffn_hidden_size,
+        "moe_router_topk": arch.experts_per_token,
+        # The softmax of the chosen logits is the softmax of all of them, made to sum to 1 over the chosen.
+        "moe_router_pre_softmax": not arch.normalized_experts,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+    }
 
 
 def _rope(arch: ArchitectureConfig) -> tuple[torch.Tensor, float]:
@@ -157,8 +180,10 @@ def _rope(arch: ArchitectureConfig) -> tuple[torch.Tensor, float]:
 def _layer_spec(arch: ArchitectureConfig, config: TransformerConfig, layout: Layout, vp_stage: int | None) -> Any:
     """Transformer Engine's layers where it can run; otherwise Megatron's own with our attention and norm."""
     if has_transformer_engine():
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=arch.qk_norm)
-    layer = get_gpt_layer_local_spec(qk_layernorm=arch.qk_norm, normalization="RMSNorm")
+        return get_gpt_layer_with_transformer_engine_spec(num_experts=arch.experts or None, qk_layernorm=arch.qk_norm)
+    layer = get_gpt_layer_local_spec(
+        num_experts=arch.experts or None, qk_layernorm=arch.qk_norm, normalization="RMSNorm"
+    )
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = SDPACoreAttention
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
@@ -170,8 +195,10 @@ def _layer_spec(arch: ArchitectureConfig, config: TransformerConfig, layout: Lay
 
 def build_model(arch: ArchitectureConfig, layout: Layout, options: BuildOptions, source: WeightSource) -> RoleModel:
     """Build this rank's chunks of a role and fill them from `source`."""
+    if arch.experts:
+        mend_experts()
     model_parallel_cuda_manual_seed(
-        options.seed, tp_rank=layout.tensor_rank, ep_rank=0, etp_rank=0, force_reset_rng=True
+        options.seed, tp_rank=layout.tensor_rank, ep_rank=layout.expert_rank, etp_rank=0, force_reset_rng=True
     )
     config = transformer_config(arch, layout, options)
     chunks = [_build_chunk(arch, layout, options, config, chunk) for chunk in range(layout.vpp)]
@@ -187,8 +214,17 @@ def build_model(arch: ArchitectureConfig, layout: Layout, options: BuildOptions,
 
 
 def _mark_partition(entry: Parameter, parameter: nn.Parameter, layout: Layout) -> None:
-    """Megatron does this where it initialises weights itself; without it a norm counts one shard for all."""
-    if layout.grid.tp > 1 and entry.kind in _PARTITION_DIM and not hasattr(parameter, "tensor_model_parallel"):
+    """Megatron does this where it initialises weights itself; without it a norm counts one shard for all.
+
+    A rank's experts are its own, whatever its tensor rank. Megatron takes them for dense parameters where one rank
+    holds them all, and would then miss what other tensor parallel ranks' tokens add to their gradients.
+    """
+    if entry.expert is not None:
+        parameter.allreduce = False  # type: ignore[attr-defined]
+        if not hasattr(parameter, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+        parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+    elif layout.grid.tp > 1 and entry.kind in _PARTITION_DIM and not hasattr(parameter, "tensor_model_parallel"):
         set_tensor_model_parallel_attributes(parameter, True, _PARTITION_DIM[entry.kind], 1)
 
 
@@ -212,6 +248,7 @@ def _build_chunk(
         pg_collection=layout.groups,
         vp_stage=vp_stage,
     )
+    model.to(options.device)  # Megatron makes the router's weight on the CPU, torch makes norms there
     model.rotary_pos_emb.inv_freq = _rope(arch)[0].to(options.device)
     if last and options.value_head_std is not None:
         model.output_layer = ValueHead(layout, arch.hidden_size, options.dtype, options.device)

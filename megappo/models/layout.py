@@ -17,12 +17,15 @@ if TYPE_CHECKING:
 class Grid:
     """Ranks of a role ordered as (data replica, pipeline stage, tensor rank), tensor rank fastest.
 
-    Tensor parallel neighbours are the closest ranks because they talk the most.
+    Tensor parallel neighbours are the closest ranks because they talk the most. Experts are spread over the ranks of a
+    stage in the order (expert replica, expert rank), expert rank fastest: an expert parallel group lies within a tensor
+    parallel group, or spans data replicas where it is larger.
     """
 
     ranks: tuple[int, ...]
     tp: int
     pp: int
+    ep: int = 1
 
     @property
     def dp(self) -> int:
@@ -32,6 +35,29 @@ class Grid:
     def rank(self, replica: int, stage: int, tensor_rank: int) -> int:
         """Global rank at a place of the grid."""
         return self.ranks[(replica * self.pp + stage) * self.tp + tensor_rank]
+
+    def stage_ranks(self, stage: int) -> list[int]:
+        """All ranks of a pipeline stage, in the order in which experts are spread over them."""
+        return [self.rank(d, stage, t) for d in range(self.dp) for t in range(self.tp)]
+
+    def expert_place(self, replica: int, tensor_rank: int) -> tuple[int, int]:
+        """(expert replica, expert rank) of a place in its stage."""
+        return divmod(replica * self.tp + tensor_rank, self.ep)
+
+    def expert_owner(self, stage: int, expert_rank: int) -> int:
+        """Global rank that holds an expert rank's share in the first expert replica."""
+        return self.stage_ranks(stage)[expert_rank]
+
+    @property
+    def expert_groups(self) -> list[list[int]]:
+        """Ranks that hold all experts of their stage together."""
+        stages, size = [self.stage_ranks(stage) for stage in range(self.pp)], self.dp * self.tp
+        return [stage[first : first + self.ep] for stage in stages for first in range(0, size, self.ep)]
+
+    @property
+    def replicas_in_step(self) -> bool:
+        """Whether data replicas exchange tokens in every layer, so that all of them run as many microbatches."""
+        return self.tp % self.ep != 0
 
     def replica_ranks(self, replica: int) -> tuple[int, ...]:
         """All ranks that hold one copy of the model."""
@@ -60,6 +86,10 @@ class Layout:
     replica: int
     stage: int
     tensor_rank: int
+    expert_replica: int
+    """Number of the copy of the experts that this rank holds a part of."""
+    expert_rank: int
+    """Which of the `grid.ep` shares of the experts is here."""
     groups: ProcessGroupCollection
     role_group: dist.ProcessGroup
     """All ranks of the role."""
@@ -108,6 +138,7 @@ def make_layout(grid: Grid, *, vpp: int = 1, sequence_parallel: bool = False) ->
     embd = _own_group([[grid.rank(d, p, t) for p in ends] for d in dp_range for t in tp_range], rank)
     pos_embd = _own_group([[grid.rank(d, 0, t)] for d in dp_range for t in tp_range], rank)
     role = _own_group([grid.ranks], rank)
+    ep, expert_dp, expert_mp = _expert_groups(grid, rank)
     place = grid.place(rank)
     if place is None or role is None:
         return None
@@ -119,17 +150,36 @@ def make_layout(grid: Grid, *, vpp: int = 1, sequence_parallel: bool = False) ->
         pos_embd=pos_embd,
         cp=single,
         tp_cp=tp,
-        ep=single,
-        expt_tp=tp,
-        tp_ep=tp,
-        tp_ep_pp=mp,
+        ep=ep,
+        expt_tp=single,
+        tp_ep=ep,
+        tp_ep_pp=expert_mp,
         dp=dp,
         dp_cp=dp,
         tp_dp_cp=tp_dp,
-        expt_dp=dp,
+        expt_dp=expert_dp,
         intra_dp_cp=dp,
-        intra_expt_dp=dp,
+        intra_expt_dp=expert_dp,
         inter_dist_opt=None,
         intra_dist_opt=role,
     )
-    return Layout(grid, vpp, sequence_parallel, *place, groups, role)
+    expert_place = grid.expert_place(place[0], place[2])
+    return Layout(grid, vpp, sequence_parallel, *place, *expert_place, groups, role)
+
+
+def _expert_groups(
+    grid: Grid, rank: int
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """This rank's expert parallel group, the ranks with the same experts, and all experts of all stages once.
+
+    Groups of their own also where they hold the same ranks as others: Megatron adds up gradient norms of dense and
+    expert parameters by comparing groups.
+    """
+    shares = grid.expert_groups
+    copies = len(shares) // grid.pp
+    ep = _own_group(shares, rank)
+    expert_dp = _own_group(
+        [list(same) for s in range(grid.pp) for same in zip(*shares[s * copies : (s + 1) * copies], strict=True)], rank
+    )
+    expert_mp = _own_group([[r for share in shares[copy::copies] for r in share] for copy in range(copies)], rank)
+    return ep, expert_dp, expert_mp

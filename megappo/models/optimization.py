@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -15,6 +14,7 @@ from megappo.config.schema import OptimizerSettings
 from megappo.models.build import RoleModel
 from megappo.models.optimizer_state import OptimizerState
 from megappo.models.schedule import finalize_summed_grads
+from megappo.runtime.megatron_cpu import param_groups_of_role
 
 
 class RoleOptimizer:
@@ -43,10 +43,11 @@ class RoleOptimizer:
             params_dtype=model.options.dtype,
             use_distributed_optimizer=settings.distributed,
         )
-        self._optimizer = get_megatron_optimizer(
-            config, self.chunks, use_gloo_process_groups=False, pg_collection=model.layout.groups
-        )
-        self.state = OptimizerState(self._optimizer, model.layout.groups.dp)
+        with param_groups_of_role(model.layout.role_group):
+            self._optimizer = get_megatron_optimizer(
+                config, self.chunks, use_gloo_process_groups=False, pg_collection=model.layout.groups
+            )
+        self.state = OptimizerState(self._optimizer, model.layout.groups.dp, model.layout.groups.expt_dp)
         self._schedule = OptimizerParamScheduler(
             self._optimizer,
             init_lr=0.0 if settings.warmup_updates else settings.learning_rate,
@@ -95,11 +96,5 @@ class RoleOptimizer:
 
 
 def make_optimizer(model: RoleModel | None, settings: OptimizerSettings, total_updates: int) -> Any:
-    """The optimizer of a role; a collective of the whole world, None on ranks outside the role."""
-    if model is not None:
-        return RoleOptimizer(model, settings, total_updates)
-    # Megatron aligns parameter groups over the default group (optimizer/__init__.py, `_get_param_groups`), so ranks
-    # without the role must take part or the others wait for ever.
-    gathered: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, [])
-    return None
+    """The optimizer of a role; a collective of the role, None on ranks outside it."""
+    return RoleOptimizer(model, settings, total_updates) if model is not None else None

@@ -35,10 +35,11 @@ class _Held:
 class OptimizerState:
     """Float32 weights and Adam's moments of a role's parameters on one rank."""
 
-    def __init__(self, optimizer: Any, replicas: dist.ProcessGroup) -> None:
-        """`optimizer` is what `get_megatron_optimizer` returned, `replicas` the data parallel group."""
+    def __init__(self, optimizer: Any, replicas: dist.ProcessGroup, expert_replicas: dist.ProcessGroup) -> None:
+        """`optimizer` is what `get_megatron_optimizer` returned, `replicas` the data parallel group and
+        `expert_replicas` the ranks with the same experts."""
         self._inners = getattr(optimizer, "chained_optimizers", [optimizer])
-        self._replicas = replicas
+        self._replicas, self._expert_replicas = replicas, expert_replicas
         self._is_shared = any(isinstance(inner, DistributedOptimizer) for inner in self._inners)
         """Whether the state is spread over data parallel ranks."""
         self._owners = {
@@ -51,9 +52,12 @@ class OptimizerState:
     def whole(self, parameter: nn.Parameter, *, moments: bool) -> dict[str, Tensor]:
         """`weight`, and with `moments` also `exp_avg` and `exp_avg_sq`, in the parameter's shape and float32.
 
-        A collective of the data parallel group where the optimizer is distributed; elsewhere the tensors themselves.
+        A collective of the ranks with the same parameter where the optimizer is distributed; elsewhere the tensors
+        themselves.
         """
         held = self._find(parameter)
+        is_expert = not getattr(parameter, "allreduce", True)
+        replicas = self._expert_replicas if is_expert else self._replicas
         tensors: dict[str, Tensor] = {}
         for name in ("weight", *(MOMENTS if moments else ())):
             if held.main is None:
@@ -61,7 +65,7 @@ class OptimizerState:
             else:
                 piece = held.main if name == "weight" else held.inner.optimizer.state[held.main][name]
             if self._is_shared:
-                piece = torch.cat(all_gather_varying(piece.detach().flatten(), group=self._replicas))
+                piece = torch.cat(all_gather_varying(piece.detach().flatten(), group=replicas))
             tensors[name] = piece.detach().float().view(parameter.shape)
         return tensors
 

@@ -68,7 +68,9 @@ def pack(lengths: Sequence[int], budget_tokens: int) -> list[list[int]]:
         n_bins += 1
 
 
-def plan_microbatches(lengths: Mapping[int, int], *, replicas: int, budget_tokens: int, multiple_of: int = 1) -> Plan:
+def plan_microbatches(
+    lengths: Mapping[int, int], *, replicas: int, budget_tokens: int, multiple_of: int = 1, in_step: bool = False
+) -> Plan:
     """Spread samples over replicas by tokens and pack each replica's share by the budget.
 
     Args:
@@ -76,18 +78,22 @@ def plan_microbatches(lengths: Mapping[int, int], *, replicas: int, budget_token
         replicas: data parallel size.
         budget_tokens: most tokens in a microbatch.
         multiple_of: every replica gets a multiple of this many microbatches (interleaved pipelines need it).
+        in_step: every replica gets as many as the others (experts spread over replicas need it).
 
     A replica's shortfall is filled with repetitions of the shortest sample that carry no weight, so every replica has
     at least one microbatch.
     """
     ids = sorted(lengths)
     shortest = min(ids, key=lambda i: (lengths[i], i))
-    planned = []
+    planned: list[tuple[Microbatch, ...]] = []
     for share in balance([lengths[i] for i in ids], replicas):
         share_ids = [ids[i] for i in share]
         microbatches = [
             Microbatch(tuple(share_ids[i] for i in b)) for b in pack([lengths[i] for i in share_ids], budget_tokens)
         ]
-        missing = max(1, -(-len(microbatches) // multiple_of)) * multiple_of - len(microbatches)
-        planned.append(tuple(microbatches) + (Microbatch((shortest,), is_filler=True),) * missing)
-    return Plan(tuple(planned))
+        planned.append(tuple(microbatches))
+    counts = [max(1, -(-len(microbatches) // multiple_of)) * multiple_of for microbatches in planned]
+    if in_step:
+        counts = [max(counts)] * replicas
+    filler = Microbatch((shortest,), is_filler=True)
+    return Plan(tuple(m + (filler,) * (count - len(m)) for m, count in zip(planned, counts, strict=True)))

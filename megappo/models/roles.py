@@ -59,6 +59,7 @@ class Role:
             replicas=grid.dp,
             budget_tokens=self.placement.budget_tokens,
             multiple_of=self.placement.microbatch_multiple,
+            in_step=grid.replicas_in_step,
         )
         replicas = plan.replicas_of()
         destinations = [[rank for d in replicas[r.sample_id] for rank in grid.replica_ranks(d)] for r in rows]

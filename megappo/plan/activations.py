@@ -15,15 +15,19 @@ F the feed-forward size, h and g the heads:
                e (2Q + 2K) + 4h inputs and output of the attention kernel, its log-sum-exp       [not recomputed]
                e Q              input of the output matrix
     SwiGLU     5 e F            gate and up, silu(gate), up, product
+    experts    10 E + 24 k      router: float32 logits and weights, choice; chosen weights and places
+               k e (H + 6 F)    for each of k experts its input, SwiGLU, and the product times the expert's weight
 
-Tensor parallelism divides attention (but cosine and sine) and SwiGLU; sequence parallelism divides the residual part
-too (their section 4.2). Selective recomputation drops the attention kernel's own tensors (section 5), full
-recomputation keeps the layer's input only, e H, and one layer is whole while its backward runs. Transformer Engine's
-fused attention keeps less.
+F is that of one expert, and routing is taken to be even: a rank's experts get as many tokens as it sends out. Tensor
+parallelism divides attention (but cosine and sine) and SwiGLU; sequence parallelism divides the residual part too
+(their section 4.2). Selective recomputation drops the attention kernel's own tensors (section 5), full recomputation
+keeps the layer's input only, e H, and one layer is whole while its backward runs. Transformer Engine's fused attention
+keeps less.
 """
 
 from __future__ import annotations
 
+from megappo.architecture import ArchitectureConfig
 from megappo.plan.inputs import RoleSetup, Workload
 from megappo_kernels.lm_head import BLOCK
 from megappo_kernels.ppo_head import CHUNK_BYTES
@@ -42,7 +46,15 @@ def layer_bytes_per_token(role: RoleSetup, *, recompute: str, fused_norms: bool)
         attention += _qk_norm(arch.heads, arch.kv_heads, arch.head_dim, e, fused_norms)
     if recompute == "none":
         attention += e * (2 * q + 2 * kv) + 4 * arch.heads
-    return residual / rows + 4 * e * arch.head_dim + (attention + 5 * e * arch.ffn_hidden_size) / role.tp
+    return residual / rows + 4 * e * arch.head_dim + (attention + _mlp_bytes(arch, e)) / role.tp
+
+
+def _mlp_bytes(arch: ArchitectureConfig, e: int) -> float:
+    """What SwiGLU or the experts keep per token, over all tensor parallel ranks."""
+    if not arch.experts:
+        return 5.0 * e * arch.ffn_hidden_size
+    routed = arch.experts_per_token
+    return 10.0 * arch.experts + 24 * routed + routed * e * (arch.hidden_size + 6 * arch.ffn_hidden_size)
 
 
 def _norm_input(width: int, e: int, fused: bool) -> float:
@@ -121,10 +133,13 @@ def transient_bytes(role: RoleSetup, stage: int, work: Workload, *, train: bool)
 
     Forward: its widest tensors, gate and up, silu(gate), up and the product, between two residual streams. Backward:
     the gradients of those, and the gradient of the largest weight before it is added to the gradient buffer. Sequence
-    parallelism gathers the hidden states of all tokens in a buffer.
+    parallelism gathers the hidden states of all tokens in a buffer. Experts: those tensors for every routed token, and
+    its hidden state sorted for sending, as received and sorted by expert, and back.
     """
     tokens, e = role.microbatch_tokens(work.sequence_tokens), role.dtype_bytes
     hidden, ffn = role.arch.hidden_size, role.arch.ffn_hidden_size
-    wide = e * tokens * (5 * ffn / role.tp + 2 * hidden)
+    routed = role.arch.experts_per_token
+    mlp = routed * (6 * ffn + 4 * hidden) if role.arch.experts else 5 * ffn
+    wide = e * tokens * (mlp / role.tp + 2 * hidden)
     gathered = float(e * tokens * hidden) if role.sequence_parallel else 0.0
     return wide + gathered + (e * role.largest_weight(stage) if train else 0)

@@ -17,6 +17,9 @@ from megappo.plan.machines import ASSUMED, Machine
 from megappo.plan.servers import Servers, running_sequences, server_weights, token_bytes
 from megappo.plan.sizes import model_sizes
 
+_LAUNCHES_PER_EXPERT = 0.125
+"""Experts run one after the other, each with an eighth of the kernels of a layer."""
+
 
 @dataclass(frozen=True)
 class StageCost:
@@ -115,19 +118,19 @@ def score_cost(roles: Sequence[RoleSetup], work: Workload, machine: Machine) -> 
 def update_cost(role: RoleSetup, work: Workload, machine: Machine) -> StageCost:
     """All updates of a role in a step: pipelines, gradient reduction, AdamW.
 
-    Data parallel ranks all-reduce float32 gradients, 2 (d-1)/d of their bytes in a ring; the distributed optimizer
-    reduce-scatters them and all-gathers weights instead. AdamW reads gradient, main weight and moments and writes all
-    but the gradient, and the weight.
+    Data parallel ranks (for experts, those with the same) all-reduce float32 gradients, 2 (d-1)/d of their bytes in a
+    ring; the distributed optimizer reduce-scatters them and all-gathers weights instead. AdamW reads gradient, main
+    weight and moments and writes all but the gradient, and the weight.
     """
     tally = _Tally(machine, role.dtype_bytes)
     updates = role.updates_per_step
     _pipeline(tally, role, work, train=True, times=updates)
-    most = max(role.parameters(stage) for stage in range(role.pp))
-    ring = (role.dp - 1) / role.dp
-    bytes_reduced = ring * most * (4 + role.dtype_bytes if role.distributed_optimizer else 8)
+    shared = max(role.parameters(stage) for stage in range(role.pp)) - role.expert_parameters
+    reduced = [(d - 1) / d * n for n, d in ((shared, role.dp), (role.expert_parameters, role.expert_replicas))]
+    bytes_reduced = sum(reduced) * (4 + role.dtype_bytes if role.distributed_optimizer else 8)
     inside = machine.same_node(role.ranks[0], role.ranks[-1])
     tally.send(bytes_reduced, inside_node=inside, times=updates)
-    shard = most / (role.dp if role.distributed_optimizer else 1)
+    shard = max(role.optimizer_parameters(stage) for stage in range(role.pp))
     tally.run(flops=0.0, memory_bytes=shard * (4 + 2 * 12 + role.dtype_bytes), layers=0, times=updates)
     return tally.cost(f"update_{role.name}")
 
@@ -149,12 +152,14 @@ def _pipeline(tally: _Tally, role: RoleSetup, work: Workload, *, train: bool, ti
     slots = times * (microbatches + (role.pp - 1) / role.vpp)
     weights = max(role.parameters(stage) for stage in range(role.pp))
     widths = 8 * arch.hidden_size + 5 * arch.ffn_hidden_size + 6 * arch.heads * arch.head_dim
+    if arch.experts:  # every routed token has a hidden state of its own, sorted twice on its way and back
+        widths += arch.experts_per_token * (5 * arch.ffn_hidden_size + 4 * arch.hidden_size) - 5 * arch.ffn_hidden_size
     activation_bytes = 2.0 * e * tokens * role.layers_per_stage * widths / role.tp
     passes = 4 if role.recompute == "full" and train else 3 if train else 1
     tally.run(
         flops=(role.layers_per_stage * tokens * layer_flops + rows * head_flops) / role.tp,
         memory_bytes=passes * (weights * e + activation_bytes) + (8 * weights if train else 0),
-        layers=role.layers_per_stage * passes,
+        layers=role.layers_per_stage * passes * (1 + _LAUNCHES_PER_EXPERT * role.experts_per_rank),
         times=slots,
     )
     samples = times * role.replica_sequences * work.sequence_tokens * role.dp
@@ -166,7 +171,8 @@ def _pipeline(tally: _Tally, role: RoleSetup, work: Workload, *, train: bool, ti
 def _layer_communication(tally: _Tally, role: RoleSetup, tokens: float, *, passes: int, slots: float) -> None:
     """Tensor parallelism all-reduces two hidden states per layer and pass, forward and backward once each (Shoeybi et
     al. 2019); sequence parallelism's gathers and scatters send as much, and gather once more per matrix in backward. A
-    pipeline stage sends its hidden states to the next one, and their gradient back.
+    pipeline stage sends its hidden states to the next one, and their gradient back. Expert parallelism sends every
+    routed token to its expert and its result back.
     """
     hidden_bytes = role.dtype_bytes * tokens * role.arch.hidden_size
     one_way = {1: 1, 3: 2, 4: 3}[passes]
@@ -178,6 +184,10 @@ def _layer_communication(tally: _Tally, role: RoleSetup, tokens: float, *, passe
         inside_node=tally.machine.same_node(first, first + role.tp - 1),
         times=slots,
     )
+    if role.ep > 1:
+        routed = role.arch.experts_per_token * hidden_bytes / role.tp * (role.ep - 1) / role.ep
+        inside = tally.machine.same_node(*role.expert_group(first))
+        tally.send(role.layers_per_stage * 2 * one_way * routed, inside_node=inside, times=slots)
     if role.pp > 1:
         shared = role.tp if role.sequence_parallel else 1
         replica_end = first + role.tp * role.pp - 1

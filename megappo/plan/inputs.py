@@ -52,6 +52,7 @@ class RoleSetup:
     padded_vocab: int
     dtype_bytes: int
     trained: bool = True
+    ep: int = 1
 
     @property
     def is_critic(self) -> bool:
@@ -95,13 +96,46 @@ class RoleSetup:
 
     def parameters(self, stage: int) -> int:
         """Parameters on one rank of a stage."""
-        return stage_parameters(self.arch, self.tp, self.pp, self.padded_vocab, self.is_critic)[stage]
+        shared = stage_parameters(self.arch, self.tp, self.pp, self.padded_vocab, self.is_critic)[stage]
+        return shared + self.expert_parameters
+
+    @property
+    def experts_per_rank(self) -> int:
+        """Experts of each layer on one rank; 0 for a dense model."""
+        return self.arch.experts // self.ep
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters on one rank that belong to experts."""
+        return self.layers_per_stage * self.experts_per_rank * self.arch.expert_parameters
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks with the same experts, over which gradients are summed and the distributed optimizer's state shared."""
+        return self.tp * self.dp // self.ep
+
+    def optimizer_parameters(self, stage: int) -> float:
+        """Parameters whose optimizer state one rank of a stage holds."""
+        if not self.distributed_optimizer:
+            return self.parameters(stage)
+        shared = self.parameters(stage) - self.expert_parameters
+        return shared / self.dp + self.expert_parameters / self.expert_replicas
+
+    def expert_group(self, rank: int) -> tuple[int, int]:
+        """First and last global rank of the expert parallel group that a global rank is in."""
+        replica, place = divmod(rank - self.first_rank, self.tp * self.pp)
+        number = replica * self.tp + place % self.tp
+        ends = (number // self.ep * self.ep, (number // self.ep + 1) * self.ep - 1)
+        stage = place // self.tp
+        first, last = (self.first_rank + (n // self.tp * self.pp + stage) * self.tp + n % self.tp for n in ends)
+        return first, last
 
     def largest_weight(self, stage: int) -> int:
         """Elements of the largest weight on one rank of a stage."""
         holds_vocabulary = stage == 0 or (stage == self.pp - 1 and not self.is_critic)
-        vocabulary = self.padded_vocab if holds_vocabulary else 0
-        return max(2 * self.arch.ffn_hidden_size, vocabulary) * self.arch.hidden_size // self.tp
+        vocabulary = self.padded_vocab // self.tp if holds_vocabulary else 0
+        mlp = 2 * self.arch.ffn_hidden_size // (1 if self.arch.experts else self.tp)
+        return max(mlp, vocabulary) * self.arch.hidden_size
 
 
 @dataclass(frozen=True)
@@ -206,6 +240,7 @@ def trained_role(config: Config, name: str, settings: RoleSettings, models: Mode
         updates_per_step=numbers.updates_per_step,
         padded_vocab=numbers.padded_vocab_size,
         dtype_bytes=_BYTES[config.model.dtype],
+        ep=numbers.ep,
     )
 
 
@@ -216,13 +251,13 @@ def reference_role(actor: RoleSetup, models: Models) -> RoleSetup:
 
 @lru_cache(maxsize=4096)
 def stage_parameters(arch: ArchitectureConfig, tp: int, pp: int, padded_vocab: int, is_critic: bool) -> tuple[int, ...]:
-    """Parameters on one tensor parallel rank of each pipeline stage, counted from the map that loads them.
+    """Parameters on one tensor parallel rank of each pipeline stage without experts, from the map that loads them.
 
     Layers are spread evenly. Tied embeddings under a pipeline stand on the first and, once more, on the last stage. A
     critic has a value head of hidden size + 1 in place of the output layer.
     """
     stages = [0] * pp
-    for parameter in model_parameters(arch):
+    for parameter in model_parameters(arch, experts=()):
         count = math.prod(shard_shape(arch, parameter, tp, padded_vocab))
         if parameter.layer is not None:
             stages[parameter.layer * pp // arch.layers] += count

@@ -101,8 +101,8 @@ def role_memory(role: RoleSetup, stage: int, work: Workload) -> RoleMemory:
 
     bfloat16: 2 bytes of weight, 4 of gradient (`grad_reduce_in_fp32`), 12 of optimizer state (main weight and the two
     moments of AdamW in float32). float32: 4, 4 and 8 (the weight is its own main weight). The distributed optimizer
-    divides its state, and nothing else, by the data parallel size (Rajbhandari et al. 2020, "ZeRO", stage 1). A role
-    that is not trained has weights only.
+    divides its state, and nothing else, by the data parallel size (Rajbhandari et al. 2020, "ZeRO", stage 1), that of
+    experts by the ranks that hold the same. A role that is not trained has weights only.
     """
     count = role.parameters(stage)
     scorer = role.as_scorer(work.batch_sequences)
@@ -110,19 +110,19 @@ def role_memory(role: RoleSetup, stage: int, work: Workload) -> RoleMemory:
     weights = float(count * role.dtype_bytes)
     if not role.trained:
         return RoleMemory(role.name, stage, count, weights, 0, 0, 0, 0, 0, 0, score)
-    shards = role.dp if role.distributed_optimizer else 1
+    stateful = role.optimizer_parameters(stage)
     return RoleMemory(
         role=role.name,
         stage=stage,
         parameters=count,
         weights=weights,
         gradients=4.0 * count,
-        optimizer=(12 if role.dtype_bytes == 2 else 8) * count / shards,
+        optimizer=(12 if role.dtype_bytes == 2 else 8) * stateful,
         activations=kept_bytes(role, stage, work),
         head=head_bytes(role, stage, work, train=True),
         transient=transient_bytes(role, stage, work, train=True),
         # Torch's AdamW takes the roots of all second moments at once on CUDA, one parameter after the other on a CPU.
-        optimizer_step=4.0 * (count / shards if work.on_cuda else role.largest_weight(stage)),
+        optimizer_step=4.0 * (stateful if work.on_cuda else role.largest_weight(stage)),
         score=score,
     )
 
@@ -187,10 +187,13 @@ def bucket_bytes(setup: Setup) -> float:
 
 def sync_bytes(setup: Setup) -> float:
     """The weight stream: a bucket of shards and the tensors made of it. Into SGLang: two buffers of whole tensors, one
-    of which is loaded while the other is gathered from one tensor parallel rank's shards after the other."""
+    of which is loaded while the other is gathered from one tensor parallel rank's shards after the other, and copies of
+    one layer's experts, which wait for each other to be compared with the engine's."""
     if setup.work.servers is None:
         return 2.0 * bucket_bytes(setup)
-    return (2.0 + 1.0 / setup.actor.tp) * bucket_bytes(setup)
+    arch = setup.actor.arch
+    waiting = float(setup.actor.dtype_bytes * arch.experts * arch.expert_parameters)
+    return (2.0 + 1.0 / setup.actor.tp) * bucket_bytes(setup) + waiting
 
 
 def rank_memory(setup: Setup) -> tuple[RankMemory, ...]:

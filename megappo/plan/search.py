@@ -1,8 +1,8 @@
 """Layouts that fit: the one nearest to a configuration's, and the fastest ones for a number of devices.
 
-The search goes over TP, PP, recomputation, the microbatch budget, sequence parallelism and the distributed optimizer
-of each trained role, and over the engine's batch. Roles are sized one by one, those that others beat in memory and in
-order are dropped, and what is left is combined in order until something fits.
+The search goes over TP, PP, EP, recomputation, the microbatch budget, sequence parallelism and the distributed
+optimizer of each trained role, and over the engine's batch. Roles are sized one by one, those that others beat in
+memory and in order are dropped, and what is left is combined in order until something fits.
 """
 
 from __future__ import annotations
@@ -217,14 +217,15 @@ def _settings(task: _Task, name: str) -> Iterator[RoleSettings]:
     arch = task.models.of(name)
     longest = task.config.data.max_prompt_tokens + task.config.rollout.max_response_tokens
     budgets = sorted({given.microbatch_budget_tokens, *(longest * 2**n for n in range(4))})
-    tensor = divisors(math.gcd(arch.heads, arch.kv_heads, arch.ffn_hidden_size))
-    for tp, pp in itertools.product(tensor, divisors(arch.layers)):
+    tensor = divisors(math.gcd(arch.heads, arch.kv_heads, 0 if arch.experts else arch.ffn_hidden_size))
+    for tp, pp, ep in itertools.product(tensor, divisors(arch.layers), divisors(max(1, arch.experts))):
         in_node = task.machine.shared_by_ranks or tp <= task.machine.devices_per_node
-        if pp > _DEEPEST_PIPELINE or tp * pp > task.gpus or not in_node:
+        if pp > _DEEPEST_PIPELINE or tp * pp > task.gpus or not in_node or (arch.experts and ep % tp):
             continue
         vpp = given.layout.virtual_pipeline_chunks
         chunks = vpp if pp > 1 and arch.layers % (pp * vpp) == 0 else 1
         sizes = {"tensor_parallel": tp, "pipeline_parallel": pp, "virtual_pipeline_chunks": chunks}
+        sizes |= {"expert_parallel": ep} if arch.experts else {}
         for sequence_parallel in sorted({given.layout.sequence_parallel and tp > 1, tp > 1}):
             layout = given.layout.model_copy(update={**sizes, "sequence_parallel": sequence_parallel})
             placed = given.model_copy(update={"layout": layout, "microbatch_budget_tokens": max(budgets)})
@@ -247,7 +248,7 @@ def _is_valid(task: _Task, role: Role) -> bool:
 
 
 def _distance(given: RoleSettings, tried: RoleSettings) -> float:
-    """Doublings of TP and PP count 1, other doublings and steps of recomputation a half, switches a quarter."""
+    """Doublings of TP, PP and EP count 1, other doublings and steps of recomputation a half, switches a quarter."""
 
     def doublings(a: int, b: int) -> float:
         return abs(math.log2(a / b))
@@ -255,6 +256,7 @@ def _distance(given: RoleSettings, tried: RoleSettings) -> float:
     return (
         doublings(given.layout.tensor_parallel, tried.layout.tensor_parallel)
         + doublings(given.layout.pipeline_parallel, tried.layout.pipeline_parallel)
+        + doublings(given.layout.expert_parallel, tried.layout.expert_parallel)
         + 0.5 * abs(_RECOMPUTE.index(given.recompute) - _RECOMPUTE.index(tried.recompute))
         + 0.5 * doublings(given.microbatch_budget_tokens, tried.microbatch_budget_tokens)
         + 0.25 * (given.layout.sequence_parallel != tried.layout.sequence_parallel)
@@ -324,6 +326,7 @@ def _words(task: _Task, settings: RoleSettings) -> str:
     ranks = layout.ranks or task.gpus - layout.first_rank
     dp = ranks // (layout.tensor_parallel * layout.pipeline_parallel)
     words = [f"TP {layout.tensor_parallel} x PP {layout.pipeline_parallel} x DP {dp}"]
+    words += [f"EP {layout.expert_parallel}"] if layout.expert_parallel > 1 else []
     words += ["sequence parallel"] if layout.sequence_parallel else []
     words += ["distributed optimizer"] if settings.optimizer.distributed else []
     words += [f"recompute {settings.recompute}", f"{settings.microbatch_budget_tokens} tokens"]

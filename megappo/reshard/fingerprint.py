@@ -1,8 +1,8 @@
 """What arrived is what was sent: fingerprints of an SGLang engine's parameters, computed from Hugging Face tensors.
 
-SGLang keeps query, key and value in one parameter, gate and up projections in another, shards rows or columns over its
-tensor parallel ranks and pads the vocabulary. `/weights_checker` answers with a checksum of each parameter on each of
-its ranks; the same numbers are computed here without building those parameters.
+SGLang keeps query, key and value in one parameter, gate and up projections in another and all experts of a layer in
+two, shards rows or columns over its tensor parallel ranks and pads the vocabulary. `/weights_checker` answers with a
+checksum of each parameter on each of its ranks; the same numbers are computed here without building those parameters.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ class EngineShape:
 def engine_name(parameter: Parameter) -> str:
     """SGLang's name of the parameter that holds the tensors of `parameter`."""
     name = parameter.hf[0]
+    if parameter.expert is not None:
+        mlp = name.partition(".experts.")[0]
+        return f"{mlp}.experts.{'w13' if parameter.kind == 'stacked' else 'w2'}_weight"
     if parameter.kind == "qkv":
         return name.replace("q_proj", "qkv_proj")
     if parameter.kind == "glu":
@@ -49,7 +52,7 @@ def engine_name(parameter: Parameter) -> str:
 def engine_shards(shape: EngineShape, parameter: Parameter, whole: Mapping[str, Tensor], rank: int) -> Iterator[Tensor]:
     """What stands, one after another, in the engine's parameter on one of its tensor parallel ranks."""
     tensors = [whole[name] for name in parameter.hf]
-    if parameter.kind == "row":
+    if parameter.kind == "row" or (parameter.kind == "replicated" and parameter.expert is not None):
         width = tensors[0].shape[1] // shape.tp
         yield tensors[0][:, rank * width : (rank + 1) * width]
     elif parameter.kind == "vocab":
@@ -60,7 +63,7 @@ def engine_shards(shape: EngineShape, parameter: Parameter, whole: Mapping[str, 
             yield part.new_zeros(rows - len(part), *part.shape[1:])
     elif parameter.kind == "qkv":
         yield from _attention_shards(shape, tensors, rank)
-    elif parameter.kind == "glu":
+    elif parameter.kind in ("glu", "stacked"):
         for tensor in tensors:
             rows = len(tensor) // shape.tp
             yield tensor[rank * rows : (rank + 1) * rows]
@@ -91,17 +94,41 @@ def fingerprint(shards: Iterable[Tensor]) -> str:
     return digest.digest()[:8].hex()
 
 
-def bucket_fingerprints(
-    shape: EngineShape, parameters: Iterable[Parameter], whole: Mapping[str, Tensor]
-) -> dict[tuple[int, str], str]:
-    """Checksums of every engine parameter that a bucket's tensors make, by (engine rank, engine name)."""
-    found: dict[tuple[int, str], str] = {}
-    for parameter in parameters:
-        name = engine_name(parameter)
-        for rank in range(shape.tp):
-            same = parameter.kind == "replicated" and rank > 0
-            found[rank, name] = found[0, name] if same else fingerprint(engine_shards(shape, parameter, whole, rank))
-    return found
+class Fingerprints:
+    """Checksums of one sync, bucket after bucket.
+
+    Experts of a layer may come in several buckets, but make one parameter: copies of them wait here for the others, so
+    beyond the buckets it holds up to the experts of one layer.
+    """
+
+    def __init__(self, shape: EngineShape) -> None:
+        self._shape = shape
+        self._waiting: dict[tuple[int, str], dict[int, list[Tensor]]] = {}
+
+    def of_bucket(self, parameters: Iterable[Parameter], whole: Mapping[str, Tensor]) -> dict[tuple[int, str], str]:
+        """Checksums of every engine parameter that is complete with a bucket, by (engine rank, engine name)."""
+        found: dict[tuple[int, str], str] = {}
+        for parameter in parameters:
+            name = engine_name(parameter)
+            for rank in range(self._shape.tp):
+                if parameter.expert is not None:
+                    found |= self._of_experts(parameter, whole, (rank, name))
+                elif parameter.kind == "replicated" and rank > 0:
+                    found[rank, name] = found[0, name]
+                else:
+                    found[rank, name] = fingerprint(engine_shards(self._shape, parameter, whole, rank))
+        return found
+
+    def _of_experts(
+        self, parameter: Parameter, whole: Mapping[str, Tensor], key: tuple[int, str]
+    ) -> dict[tuple[int, str], str]:
+        assert parameter.expert is not None
+        waiting = self._waiting.setdefault(key, {})
+        waiting[parameter.expert] = [s.clone() for s in engine_shards(self._shape, parameter, whole, key[0])]
+        if len(waiting) < self._shape.arch.experts:
+            return {}
+        del self._waiting[key]
+        return {key: fingerprint(shard for expert in sorted(waiting) for shard in waiting[expert])}
 
 
 def differing(expected: Mapping[tuple[int, str], str], actual: Mapping[tuple[int, str], str]) -> list[str]:

@@ -8,7 +8,7 @@ parameter, and load, weight sync and export cannot disagree.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megappo.architecture import ArchitectureConfig
 
-Kind = Literal["replicated", "row", "glu", "qkv", "vocab"]
+Kind = Literal["replicated", "stacked", "row", "glu", "qkv", "vocab"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,9 @@ class Parameter:
     kind: Kind
     layer: int | None = None
     """Global layer number; None for embedding, final norm and output layer."""
+    expert: int | None = None
+    """Global number of the expert it belongs to; None for what every token passes. An expert is whole on the ranks that
+    hold it (`replicated`, `stacked`): tensor parallel ranks share out experts, not their matrices."""
 
 
 # (Megatron name, Hugging Face names, kind); `norm` names differ between Megatron's own and Transformer Engine's layers.
@@ -59,8 +62,23 @@ _LAYER: tuple[tuple[str, tuple[str, ...], Kind], ...] = (
     ),
     ("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), "row"),
     ("{mlp_norm}", ("post_attention_layernorm.weight",), "replicated"),
+)
+_MLP: tuple[tuple[str, tuple[str, ...], Kind], ...] = (
     ("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), "glu"),
     ("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), "row"),
+)
+_ROUTER: tuple[tuple[str, tuple[str, ...], Kind], ...] = (("mlp.router.weight", ("mlp.gate.weight",), "replicated"),)
+_EXPERT: tuple[tuple[str, tuple[str, ...], Kind], ...] = (
+    (
+        "mlp.experts.local_experts.{expert}.linear_fc1.weight",
+        ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"),
+        "stacked",
+    ),
+    (
+        "mlp.experts.local_experts.{expert}.linear_fc2.weight",
+        ("mlp.experts.{expert}.down_proj.weight",),
+        "replicated",
+    ),
 )
 _QKV_BIAS: tuple[tuple[str, tuple[str, ...], Kind], ...] = (
     (
@@ -82,22 +100,34 @@ _NORM_NAMES = {
 }
 
 
-def model_parameters(arch: ArchitectureConfig, *, transformer_engine: bool = False) -> Iterator[Parameter]:
+def model_parameters(
+    arch: ArchitectureConfig, *, transformer_engine: bool = False, experts: Iterable[int] | None = None
+) -> Iterator[Parameter]:
     """Every parameter of a causal language model of this architecture, in Hugging Face's order.
 
-    With tied embeddings the output layer is not listed: it is the embedding.
+    With tied embeddings the output layer is not listed: it is the embedding. `experts`: only these of each layer.
     """
+    chosen = tuple(experts) if experts is not None else range(arch.experts)
     yield Parameter("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab")
-    rows = _LAYER + (_QKV_BIAS if arch.qkv_bias else ()) + (_QK_NORM if arch.qk_norm else ())
+    # Transformer Engine fuses the norm into the MLP's first matrix, of which experts have many.
+    names = _NORM_NAMES[transformer_engine] | ({"mlp_norm": _NORM_NAMES[False]["mlp_norm"]} if arch.experts else {})
+    rows = _LAYER + (_ROUTER if arch.experts else _MLP)
+    rows += (_QKV_BIAS if arch.qkv_bias else ()) + (_QK_NORM if arch.qk_norm else ())
     for layer in range(arch.layers):
         for megatron, hf, kind in rows:
-            name = megatron.format(**_NORM_NAMES[transformer_engine])
-            yield Parameter(
-                f"decoder.layers.{layer}.{name}", tuple(f"model.layers.{layer}.{h}" for h in hf), kind, layer
-            )
+            yield _in_layer(layer, megatron.format(**names), hf, kind)
+        for expert in chosen:
+            for megatron, hf, kind in _EXPERT:
+                its = tuple(h.format(expert=expert) for h in hf)
+                yield _in_layer(layer, megatron.format(expert=expert), its, kind, expert)
     yield Parameter("decoder.final_layernorm.weight", ("model.norm.weight",), "replicated")
     if not arch.tied_embeddings:
         yield Parameter("output_layer.weight", ("lm_head.weight",), "vocab")
+
+
+def _in_layer(layer: int, megatron: str, hf: tuple[str, ...], kind: Kind, expert: int | None = None) -> Parameter:
+    names = tuple(f"model.layers.{layer}.{name}" for name in hf)
+    return Parameter(f"decoder.layers.{layer}.{megatron}", names, kind, layer, expert)
 
 
 def hf_shape(arch: ArchitectureConfig, name: str) -> tuple[int, ...]:
@@ -115,6 +145,7 @@ def hf_shape(arch: ArchitectureConfig, name: str) -> tuple[int, ...]:
         "v_proj.bias": (kv,),
         "q_norm.weight": (arch.head_dim,),
         "k_norm.weight": (arch.head_dim,),
+        "gate.weight": (arch.experts, arch.hidden_size),
         "gate_proj.weight": (arch.ffn_hidden_size, arch.hidden_size),
         "up_proj.weight": (arch.ffn_hidden_size, arch.hidden_size),
         "down_proj.weight": (arch.hidden_size, arch.ffn_hidden_size),
@@ -124,8 +155,9 @@ def hf_shape(arch: ArchitectureConfig, name: str) -> tuple[int, ...]:
 
 
 def multiplied_parameters(arch: ArchitectureConfig) -> int:
-    """Weights that every token is multiplied with: all but an input embedding of its own."""
-    names = [name for parameter in model_parameters(arch) for name in parameter.hf]
+    """Weights that a token is multiplied with: all but an input embedding of its own and the experts it misses."""
+    active = model_parameters(arch, experts=range(arch.experts_per_token))
+    names = [name for parameter in active for name in parameter.hf]
     if not arch.tied_embeddings:
         names.remove("model.embed_tokens.weight")
     return sum(math.prod(hf_shape(arch, name)) for name in names)
@@ -142,8 +174,8 @@ def pieces(arch: ArchitectureConfig, parameter: Parameter, tensor_rank: int, tp:
         return Piece(name, dim, tensor_rank * part, (tensor_rank + 1) * part)
 
     names = parameter.hf
-    if parameter.kind == "replicated":
-        return [Piece(names[0], 0, 0, hf_shape(arch, names[0])[0])]
+    if parameter.kind in ("replicated", "stacked"):
+        return [Piece(name, 0, 0, hf_shape(arch, name)[0]) for name in names]
     if parameter.kind == "glu":
         return [share(name, 0, hf_shape(arch, name)[0]) for name in names]
     if parameter.kind == "row":
@@ -175,6 +207,11 @@ def shard_shape(arch: ArchitectureConfig, parameter: Parameter, tp: int, padded_
     shape = list(hf_shape(arch, slices[0].name))
     shape[slices[0].dim] = sum(p.size for p in slices)
     return torch.Size(shape)
+
+
+def expert_share(arch: ArchitectureConfig, parameter: Parameter, ep: int) -> int | None:
+    """Which of the `ep` shares of the experts a parameter is in; None for what every token passes."""
+    return None if parameter.expert is None else parameter.expert * ep // arch.experts
 
 
 def scatter_shard(shard: Tensor, shard_pieces: list[Piece], into: dict[str, Tensor]) -> None:

@@ -18,7 +18,15 @@ from torch import Tensor
 from megappo.architecture import ArchitectureConfig
 from megappo.models.build import RoleModel
 from megappo.models.layout import Grid
-from megappo.reshard.hf_map import Parameter, hf_shape, model_parameters, pieces, scatter_shard, shard_shape
+from megappo.reshard.hf_map import (
+    Parameter,
+    expert_share,
+    hf_shape,
+    model_parameters,
+    pieces,
+    scatter_shard,
+    shard_shape,
+)
 
 
 def _tensor_bytes(arch: ArchitectureConfig, parameter: Parameter, dtype: torch.dtype) -> int:
@@ -54,10 +62,18 @@ class Bucket:
         return self.slots[-1].stop
 
 
+class _Source(NamedTuple):
+    """A rank and the parameters of a bucket that it has shards of."""
+
+    rank: int
+    tensor_rank: int
+    parameters: tuple[Parameter, ...]
+
+
 class WeightStream:
     """Streams a role's weights to every rank of the world.
 
-    Memory beyond the weights: one bucket of shards per tensor rank and the tensors made of them, so at most two
+    Memory beyond the weights: one bucket of shards and the tensors made of them, so at most two
     buckets, or the largest tensor where that is larger.
     """
 
@@ -79,7 +95,7 @@ class WeightStream:
         self._here = {p.megatron: t for p, t in model.parameters_here()} if model is not None else {}
         held: list[list[str]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(held, list(self._here))
-        stage_of = {name: s for s in range(grid.pp) for name in held[grid.rank(0, s, 0)]}
+        stage_of = {name: s for s in range(grid.pp) for r in grid.stage_ranks(s) for name in held[r]}
         self.buckets = tuple(self._plan(stage_of, bucket_bytes))
         self.total_bytes = sum(_tensor_bytes(arch, p, dtype) for b in self.buckets for p in b.parameters)
 
@@ -121,33 +137,42 @@ class WeightStream:
     def gather(self, bucket: Bucket, flat_bytes: Tensor) -> None:
         """Fill `flat_bytes` on every rank by broadcasts; a collective of the world."""
         arch, grid = self.arch, self._grid
-        shapes = [shard_shape(arch, p, grid.tp, self._padded_vocab) for p in bucket.parameters]
         whole = {slot.name: slot.view(flat_bytes) for slot in bucket.slots}
-        for tensor_rank in range(grid.tp):
-            source = grid.rank(0, bucket.stage, tensor_rank)
-            if dist.get_rank() == source:
-                flat = torch.cat([self._here[p.megatron].detach().flatten() for p in bucket.parameters])
+        for source in self._sources(bucket):
+            shapes = [shard_shape(arch, p, grid.tp, self._padded_vocab) for p in source.parameters]
+            if dist.get_rank() == source.rank:
+                flat = torch.cat([self._here[p.megatron].detach().flatten() for p in source.parameters])
             else:
                 size = sum(s.numel() for s in shapes)
                 flat = torch.empty(size, dtype=self._dtype, device=self._device)
-            dist.broadcast(flat, src=source)
+            dist.broadcast(flat, src=source.rank)
             for parameter, shape, shard in zip(
-                bucket.parameters, shapes, flat.split([s.numel() for s in shapes]), strict=True
+                source.parameters, shapes, flat.split([s.numel() for s in shapes]), strict=True
             ):
-                slices = pieces(arch, parameter, tensor_rank, grid.tp, self._padded_vocab)
+                slices = pieces(arch, parameter, source.tensor_rank, grid.tp, self._padded_vocab)
                 scatter_shard(shard.view(shape), slices, whole)
+
+    def _sources(self, bucket: Bucket) -> Iterator[_Source]:
+        """Ranks that together hold one copy of a bucket: the first replica's, and those of the first experts."""
+        arch, grid = self.arch, self._grid
+        shared = tuple(p for p in bucket.parameters if p.expert is None)
+        if shared:
+            for tensor_rank in range(grid.tp):
+                yield _Source(grid.rank(0, bucket.stage, tensor_rank), tensor_rank, shared)
+        for expert_rank in range(grid.ep):
+            own = tuple(p for p in bucket.parameters if expert_share(arch, p, grid.ep) == expert_rank)
+            if own:
+                yield _Source(grid.expert_owner(bucket.stage, expert_rank), 0, own)
 
     def write_own(self, bucket: Bucket, flat_bytes: Tensor) -> None:
         """Copy what this rank holds into memory that all ranks share; whole once every rank of the role has done so.
 
-        One copy of the model: the first replica writes.
+        One copy of the model: the ranks that would send it write.
         """
-        place = self._grid.place(dist.get_rank())
-        if place is None or place[0] != 0 or place[1] != bucket.stage:
-            return
         whole = {slot.name: slot.view(flat_bytes) for slot in bucket.slots}
-        for parameter in bucket.parameters:
-            slices = pieces(self.arch, parameter, place[2], self._grid.tp, self._padded_vocab)
-            if parameter.kind == "replicated" and place[2] != 0:
-                continue
-            scatter_shard(self._here[parameter.megatron].detach(), slices, whole)
+        for source in self._sources(bucket):
+            for parameter in source.parameters if source.rank == dist.get_rank() else ():
+                slices = pieces(self.arch, parameter, source.tensor_rank, self._grid.tp, self._padded_vocab)
+                if parameter.kind == "replicated" and source.tensor_rank != 0:
+                    continue
+                scatter_shard(self._here[parameter.megatron].detach(), slices, whole)

@@ -51,6 +51,24 @@ class _Sampler(LogitsProcessor):
         return shifted_BV.fill_(-torch.inf).scatter_(1, choice_B1, 0.0)
 
 
+def _destinations(model: Any) -> dict[str, Tensor]:
+    """Where each tensor of the stream belongs. transformers keeps a layer's experts in two parameters
+    (`modeling_qwen3_moe.py`, Qwen3MoeExperts), in files and in the stream every expert has tensors of its own."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        prefix, _, last = name.rpartition(".")
+        if not prefix.endswith(".mlp.experts"):
+            found[name] = parameter
+            continue
+        for expert, matrix in enumerate(parameter.data):
+            if last == "gate_up_proj":
+                gate, up = matrix.chunk(2)
+                found |= {f"{prefix}.{expert}.gate_proj.weight": gate, f"{prefix}.{expert}.up_proj.weight": up}
+            else:
+                found[f"{prefix}.{expert}.{last}.weight"] = matrix
+    return found
+
+
 class TransformersEngine:
     """An `Engine` on transformers. Weights come from the stream only; the folder gives the configuration."""
 
@@ -71,7 +89,6 @@ class TransformersEngine:
         # Everything about generation is said per call; the folder's defaults (top_k, penalties) must not interfere.
         self._model.generation_config = type(self._model.generation_config)()
         self._device, self._batch_sequences = device, generate_batch_sequences
-        self._parameters: dict[str, Tensor] = dict(self._model.named_parameters())
         self._version = 0
         self._complete = False
         self._asleep = False
@@ -85,9 +102,10 @@ class TransformersEngine:
         """See `Engine.update_weights`; tied output weights need not arrive."""
         self._complete = False
         problems: list[str] = []
-        missing = set(self._parameters)
+        destinations = _destinations(self._model)
+        missing = set(destinations)
         for name, tensor in named_tensors:
-            parameter = self._parameters.get(name)
+            parameter = destinations.get(name)
             if parameter is None:
                 problems.append(f"'{name}' is unknown")
             elif name not in missing:
@@ -158,11 +176,9 @@ class TransformersEngine:
     def wake(self) -> None:
         """Move the weights back."""
         self._model.to(self._device)
-        self._parameters = dict(self._model.named_parameters())
         self._asleep = False
 
     def close(self) -> None:
         """Forget the model."""
         self._complete = False
         self._model = None
-        self._parameters = {}

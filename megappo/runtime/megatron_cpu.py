@@ -1,19 +1,22 @@
-"""Lets stock Megatron-Core 0.16 to 0.19 run on a machine without CUDA.
+"""What is mended in stock Megatron-Core 0.16 to 0.19, nearly all of it to run on a machine without CUDA.
 
 Megatron names CUDA in places that have nothing to do with kernels: `device="cuda"` for a counter, `.cuda()` on an
 index, the type name of a gradient buffer, the generator of a random state. Two things answer for them here:
 `install()` fills in attributes of `torch.cuda` once per process, and `cuda_means_cpu()` is a torch-function mode that
-redirects what can only be seen at the call. Nothing is changed where CUDA exists: `install()` refuses to run there.
+redirects what can only be seen at the call. Neither is used where CUDA exists: `install()` refuses to run there.
+`mend_experts()` and `param_groups_of_role()` are for GPUs too.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
@@ -34,7 +37,11 @@ class _NoStream:
     def _nothing(self, *_args: Any, **_kwargs: Any) -> None:
         return None
 
-    wait_stream = wait_event = synchronize = record = wait = record_event = _nothing
+    wait_stream = wait_event = synchronize = record = wait = _nothing
+
+    def record_event(self, *_args: Any, **_kwargs: Any) -> _NoStream:
+        """An event that has happened (token_dispatcher.py:895 waits for it)."""
+        return _NoStream()
 
 
 class cuda_means_cpu(TorchFunctionMode):
@@ -95,3 +102,48 @@ def install() -> None:
     # Without these two nothing raises, but the tracker's fork() neither switches nor restores the generator.
     module: Any = megatron_random
     module._get_cuda_rng_state, module._set_cuda_rng_state = _get_rng_state, _set_rng_state
+
+
+@functools.cache
+def mend_experts() -> None:
+    """Let layers with experts run without Transformer Engine, and on a CPU.
+
+    - 0.16.1 asks for `te_general_gemm` (moe_utils.py:1192, 1225), a name that only an installed Transformer Engine
+      gives it; None is its own word for "not there".
+    - The dispatcher makes the sizes of its all-to-all host values only where they lie on a GPU
+      (moe_utils.py:1093/1184), and gloo refuses tensors there.
+    """
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    utils: Any = moe_utils
+    if not hasattr(utils, "te_general_gemm"):
+        utils.te_general_gemm = None
+    if not torch.cuda.is_available():
+        dispatcher: Any = token_dispatcher
+        dispatcher.maybe_move_tensor_to_cpu = _to_host
+
+
+def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+@contextmanager
+def param_groups_of_role(role: dist.ProcessGroup) -> Iterator[None]:
+    """While active, ranks of a role agree on parameter groups among themselves.
+
+    Megatron gathers them over the default group (optimizer/__init__.py, `_get_param_groups`), once for dense and once
+    for expert parameters, and ranks without the role would have to take part as often.
+    """
+    distributed: Any = dist
+    gather = dist.all_gather_object
+
+    def gather_in_role(object_list: list[Any], obj: Any, group: dist.ProcessGroup | None = None) -> None:
+        found: list[Any] = [None] * dist.get_world_size(role)
+        gather(found, obj, group=role)
+        object_list[:] = found
+
+    distributed.all_gather_object = gather_in_role
+    try:
+        yield
+    finally:
+        distributed.all_gather_object = gather

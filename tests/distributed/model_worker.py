@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megappo.architecture import architecture, padded_vocab_size
@@ -33,13 +35,20 @@ def sequences(vocab: int) -> list[torch.Tensor]:
 
 def expected(folder: Path, tokens: list[torch.Tensor]) -> torch.Tensor:
     """(N, 1) log-probabilities of everything but the first token, by transformers in float64."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    # The fused products of experts know no float64.
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager").eval()
     rows = []
     for sequence in tokens:
         with torch.no_grad():
             logp = model(sequence[None]).logits[0, :-1].log_softmax(-1)
         rows.append(logp.gather(1, sequence[1:, None]))
     return torch.cat(rows)
+
+
+def stored_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the folder holds, by the names it has there."""
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        yield from ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
 
 
 class Outputs:
@@ -64,9 +73,10 @@ def check(case: dict[str, Any], runtime: Runtime) -> dict[str, float] | None:
     """Errors of one case, on the rank that hands out results."""
     folder = Path(case["folder"])
     arch = architecture(AutoConfig.from_pretrained(folder))
-    ranks = tuple(range(case["tp"] * case["pp"]))
+    ranks = tuple(range(case["tp"] * case["pp"] * case.get("dp", 1)))
     vpp, sp = case.get("vpp", 1), case.get("sp", False)
-    layout = make_layout(Grid(ranks, case["tp"], case["pp"]), vpp=vpp, sequence_parallel=sp)
+    grid = Grid(ranks, case["tp"], case["pp"], case.get("ep", 1))
+    layout = make_layout(grid, vpp=vpp, sequence_parallel=sp)
     vocab = padded_vocab_size(arch.vocab_size, case["tp"], 8 * case["tp"])
     model, output = None, None
     tokens = sequences(arch.vocab_size)
@@ -78,7 +88,7 @@ def check(case: dict[str, Any], runtime: Runtime) -> dict[str, float] | None:
             if case.get("train"):
                 check_tracker()
     stream = WeightStream(
-        Grid(ranks, case["tp"], case["pp"]),
+        grid,
         arch,
         model,
         padded_vocab=vocab,
@@ -91,7 +101,7 @@ def check(case: dict[str, Any], runtime: Runtime) -> dict[str, float] | None:
         return None
     assert output is not None
     truth = expected(folder, tokens)
-    source = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
+    source = dict(stored_tensors(folder))
     assert streamed.keys() == source.keys(), streamed.keys() ^ source.keys()
     return {
         "error": float((output - truth).abs().max()),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 VOCAB = 131  # a prime: never divisible, so every tensor parallel size pads
 
 
@@ -30,6 +33,7 @@ def write_model(folder: Path, family: str, seed: int, noise: float = 0.0, **chan
         "pad_token_id": 0,
         "bos_token_id": None,
     }
+    settings |= EXPERTS if family == "qwen3_moe" else {}
     config = AutoConfig.for_model(family, **(settings | changes))
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -40,3 +44,16 @@ def write_model(folder: Path, family: str, seed: int, noise: float = 0.0, **chan
         parameter.data.add_(noise * torch.randn_like(parameter))
     model.save_pretrained(folder)
     return folder
+
+
+def stored_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """A transformers model's parameters by the names they have in files: there every expert has its own."""
+    for name, parameter in model.named_parameters():
+        if ".mlp.experts." not in name:
+            yield name, parameter
+            continue
+        prefix, _, last = name.rpartition(".")
+        for expert, matrix in enumerate(parameter):
+            parts = {"gate_proj": matrix[: len(matrix) // 2], "up_proj": matrix[len(matrix) // 2 :]}
+            for part, tensor in parts.items() if last == "gate_up_proj" else [(last, matrix)]:
+                yield f"{prefix}.{expert}.{part}.weight", tensor

@@ -23,13 +23,18 @@ from megappo.runtime import Runtime, start_runtime
 from megappo.runtime.exchange import Row
 
 
+def buffers(chunk: Any) -> list[Any]:
+    """Gradient buffers of what every token passes, and those of experts."""
+    return [*chunk.buffers, *chunk.expert_parallel_buffers]
+
+
 class ForwardMeter:
     """Bytes of distinct storages that forward keeps for backward, weights left out, and layers in flight."""
 
     def __init__(self, role: TrainedRole) -> None:
         modules = [chunk.module for chunk in role._trainer.chunks]
         self._weights = {p.untyped_storage().data_ptr() for m in modules for p in m.parameters()}
-        self._weights |= {b.grad_data.untyped_storage().data_ptr() for c in role._trainer.chunks for b in c.buffers}
+        self._weights |= {b.grad_data.untyped_storage().data_ptr() for c in role._trainer.chunks for b in buffers(c)}
         self._kept: list[Tensor] = []
         self._storages: dict[int, int] = {}
         self.measuring = True
@@ -109,7 +114,7 @@ def measure(role: TrainedRole, case: dict[str, Any], runtime: Runtime) -> dict[s
     return {
         "parameters": sum(p.numel() for p in parameters),
         "weights": sum(p.nbytes for p in parameters),
-        "gradients": sum(b.grad_data.nbytes for chunk in role._trainer.chunks for b in chunk.buffers),
+        "gradients": sum(b.grad_data.nbytes for chunk in role._trainer.chunks for b in buffers(chunk)),
         "optimizer": optimizer_bytes(role, parameters),
         "activations": meter.kept_bytes,
         "layers": meter.most_layers,

@@ -35,6 +35,14 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "selective": {"tp": 1, "pp": 2, "train": True, "recompute": "selective"},
     "one_bucket": {"tp": 2, "pp": 1, "bucket_bytes": 1 << 30},
 }
+EXPERTS: dict[str, dict[str, Any]] = {
+    "one": {"tp": 1, "pp": 1},
+    "ep2": {"tp": 1, "pp": 1, "dp": 2, "ep": 2},
+    "tp2": {"tp": 2, "pp": 1, "sp": True},
+    "tp2-ep2": {"tp": 2, "pp": 1, "sp": True, "ep": 2, "train": True, "recompute": "full"},
+    "vpp2": {"tp": 1, "pp": 2, "vpp": 2, "bucket_bytes": 1 << 30},
+    "raw-ep2": {"tp": 1, "pp": 1, "dp": 2, "ep": 2},
+}
 
 
 def _cases(root: Path) -> list[dict[str, Any]]:
@@ -49,6 +57,10 @@ def _cases(root: Path) -> list[dict[str, Any]]:
                 )
     for name, extra in EXTRAS.items():
         cases.append({"name": f"qwen3-{name}", "folder": str(root / "qwen3-True"), **extra})
+    for name, layout in EXPERTS.items():
+        raw = name.startswith("raw")  # the weights of a token's experts as the softmax over all gives them
+        folder = write_model(root / f"qwen3_moe-{raw}", "qwen3_moe", 3, norm_topk_prob=not raw)
+        cases.append({"name": f"qwen3_moe-{name}", "folder": str(folder), **layout})
     for rope, parameters in ROPES.items():
         folder = write_model(root / rope, "llama", 3, rope_parameters=parameters)
         cases.append({"name": f"rope-{rope}", "folder": str(folder), **LAYOUTS["tp2"]})
@@ -61,6 +73,7 @@ THREE = {"tp": 3, "pp": 1}
 NAMES = [
     *(f"{f}-{t}-{n}" for f in ("llama", "qwen2", "qwen3", "mistral") for t in ("untied", "tied") for n in LAYOUTS),
     *(f"qwen3-{n}" for n in EXTRAS),
+    *(f"qwen3_moe-{n}" for n in EXPERTS),
     *(f"rope-{r}" for r in ROPES),
     "nine-heads-tp3",
 ]

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from distributed.harness import launch
-from distributed.models import VOCAB, write_model
+from distributed.models import VOCAB, stored_parameters, write_model
 from distributed.oracle import Sample, Settings, ValueModel, ppo_step
 
 SAMPLES = 12
@@ -52,6 +52,7 @@ TWO_PROCESSES: dict[str, list[str]] = {
     "dp2-distributed-optimizer": ["actor.optimizer.distributed=true", "critic.optimizer.distributed=true"],
     "mixed": ["actor.layout.tensor_parallel=2", "critic.layout.pipeline_parallel=2"],
     "apart": ["actor.layout.ranks=1", "critic.layout.first_rank=1"],
+    "critic-on-one": ["critic.layout.ranks=1"],
     "sp2": [
         "actor.layout.tensor_parallel=2",
         "actor.layout.sequence_parallel=true",
@@ -87,7 +88,25 @@ FOUR_PROCESSES = {
     ],
     "tp2-dp2": ["actor.layout.tensor_parallel=2", "critic.layout.pipeline_parallel=2"],
 }
-ONE_PROCESS: dict[str, list[str]] = {"one": [], "one-tied": []}
+# Models with experts. Two and four ranks may hold them within a tensor parallel group or across data replicas.
+SP2 = [f"{role}.layout.{x}" for role in ("actor", "critic") for x in ("tensor_parallel=2", "sequence_parallel=true")]
+EP2 = ["actor.layout.expert_parallel=2", "critic.layout.expert_parallel=2"]
+TWO_EXPERTS: dict[str, list[str]] = {
+    "ep2-experts": EP2,
+    "ep2-distributed-experts": [*EP2, "actor.optimizer.distributed=true", "critic.optimizer.distributed=true"],
+    "sp2-experts": [
+        *SP2,
+        "critic.layout.expert_parallel=2",
+        "critic.recompute=full",
+        "actor.optimizer.distributed=true",
+    ],
+    "pp2-experts": [*TWO_PROCESSES["vpp2"], "actor.layout.virtual_pipeline_chunks=1"],
+}
+FOUR_EXPERTS: dict[str, list[str]] = {
+    "sp2-ep4-experts": [*SP2, "actor.layout.expert_parallel=4", "critic.layout.expert_parallel=2"],
+    "pp2-ep2-experts": [*TWO_PROCESSES["pp2"], *EP2, "actor.optimizer.distributed=true"],
+}
+ONE_PROCESS: dict[str, list[str]] = {"one": [], "one-tied": [], "one-experts": []}
 # The first update of a step: one epoch, and no learning where there are several updates.
 FIRST_UPDATE = {
     "same-packs-tp2": [*TWO_PROCESSES["tp2"], "actor.epochs=1", "actor.minibatch_sequences=12"],
@@ -100,7 +119,17 @@ NON_FINITE = {
     "nonfinite-skip": [*TWO_PROCESSES["mixed"], "algorithm.on_nonfinite=skip"],
     "nonfinite-stop": TWO_PROCESSES["mixed"],
 }
-SCENARIOS = {**ONE_PROCESS, **TWO_PROCESSES, "pp2-tied": TWO_PROCESSES["pp2"], **FOUR_PROCESSES}
+SCENARIOS = {
+    **ONE_PROCESS, **TWO_PROCESSES, "pp2-tied": TWO_PROCESSES["pp2"], **TWO_EXPERTS, **FOUR_PROCESSES, **FOUR_EXPERTS,
+}  # fmt: skip
+
+
+MODELS = ("model", "model-tied", "model-experts")
+
+
+def model_of(scenario: str) -> str:
+    """The folder of a scenario's model, by the end of its name."""
+    return next((name for name in MODELS[1:] if scenario.endswith(name.removeprefix("model"))), "model")
 
 
 def base_config(folder: Path) -> dict[str, Any]:
@@ -149,23 +178,24 @@ def random_samples() -> list[dict[str, Any]]:
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models, configurations and the results of all scenarios; each launch runs several."""
     root = tmp_path_factory.mktemp("ppo")
-    for name, tied in (("model", False), ("model-tied", True)):
-        write_model(root / name, "qwen3", 11, tie_word_embeddings=tied)
+    for name in MODELS:
+        family, tied = "qwen3_moe" if name == "model-experts" else "qwen3", name == "model-tied"
+        write_model(root / name, family, 11, tie_word_embeddings=tied)
         # Near the actor: the estimator of KL is clamped for tokens that differ by more than three nats.
-        write_model(root / f"{name}-ref", "qwen3", 11, noise=0.02, tie_word_embeddings=tied)
+        write_model(root / f"{name}-ref", family, 11, noise=0.02, tie_word_embeddings=tied)
         (root / f"{name}.yaml").write_text(yaml.safe_dump(base_config(root / name)))
     samples = random_samples()
     (root / "samples.json").write_text(json.dumps(samples))
     spoiled = [{**samples[0], "score": math.inf}, *samples[1:]]
     launches = {
         1: ONE_PROCESS,
-        2: {**TWO_PROCESSES, "pp2-tied": SCENARIOS["pp2-tied"], **FIRST_UPDATE, **NON_FINITE},
-        4: FOUR_PROCESSES,
+        2: {**TWO_PROCESSES, "pp2-tied": SCENARIOS["pp2-tied"], **TWO_EXPERTS, **FIRST_UPDATE, **NON_FINITE},
+        4: {**FOUR_PROCESSES, **FOUR_EXPERTS},
     }
     for processes, scenarios in launches.items():
         described = [
             {
-                "config": str(root / ("model-tied.yaml" if name.endswith("tied") else "model.yaml")),
+                "config": str(root / f"{model_of(name)}.yaml"),
                 "overrides": [*overrides, f"run.directory={root / name / 'run'}"],
                 "samples": spoiled if name in NON_FINITE else samples,
                 "out": str(root / name / "out"),
@@ -180,9 +210,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def oracle(root: Path, name: str, result: dict[str, Any]) -> tuple[dict[str, Any], Any, ValueModel]:
     """The same step in one process, with the minibatches the run drew."""
-    folder = root / ("model-tied" if name.endswith("tied") else "model")
+    folder = root / model_of(name)
     actor, reference, trunk = (
-        AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32)
+        AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32, experts_implementation="eager")
         for p in (folder, folder.with_name(folder.name + "-ref"), folder)
     )
     head = torch.nn.Linear(32, 1)
@@ -226,10 +256,10 @@ def test_step_equals_the_oracle(world: Path, name: str) -> None:
                 truth = sum(u[metric] * n for u, n in zip(updates, tokens, strict=True)) / sum(tokens)
             assert result["metrics"][f"{role}/{metric}"] == pytest.approx(truth, rel=TOLERANCE, abs=1e-6), metric
     trained = load_file(out / "actor.safetensors")
-    for parameter_name, parameter in actor.named_parameters():
+    for parameter_name, parameter in stored_parameters(actor):
         close(trained[parameter_name], parameter.detach(), parameter_name)
     trained = load_file(out / "critic.safetensors")
-    for parameter_name, parameter in critic.named_parameters():
+    for parameter_name, parameter in stored_parameters(critic):
         mapped = parameter_name.replace("trunk.", "model.")
         close(trained[mapped], parameter.detach(), f"critic {mapped}")
 

@@ -250,6 +250,14 @@ def sharded_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
     return found | leave(bench)
 
 
+def experts_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
+    """Qwen3 with experts, one server of two ranks."""
+    bench = Bench(folder, runtime, "qwen3_moe", "tensor_parallel: 2", tie_word_embeddings=False)
+    found: dict[str, Any] = {"EP2": after_an_update(bench, "{expert_parallel: 2}")}
+    found["TP2xEP2"] = after_an_update(bench, "{tensor_parallel: 2, expert_parallel: 2, sequence_parallel: true}")
+    return found | leave(bench)
+
+
 def broadcast_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
     """Llama with tied embeddings, weights through a broadcast group."""
     bench = Bench(folder, runtime, "llama", "placement: disaggregated", tie_word_embeddings=True)

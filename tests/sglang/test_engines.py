@@ -48,6 +48,8 @@ LAYOUTS = [
     pytest.param("two_engines", "PP2", marks=slow),
     (SHARDED, "TP2"),
     (SHARDED, "PP2"),
+    pytest.param("experts_engine", "EP2", marks=slow),  # Qwen3 with experts, engine TP2
+    pytest.param("experts_engine", "TP2xEP2", marks=slow),
     pytest.param("broadcast_engine", "TP2", marks=slow),
     pytest.param("broadcast_engine", "DP2", marks=slow),
     pytest.param("broadcast_engine", "external", marks=slow),

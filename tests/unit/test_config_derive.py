@@ -59,6 +59,14 @@ def model_folder(folder: Path, **changes: Any) -> str:
     return str(folder)
 
 
+EXPERTS = dataclasses.replace(SHAPE, family="qwen3_moe", experts=8)
+TP2 = "layout.tensor_parallel=2"
+# The same of a model with experts.
+BROKEN_EXPERTS: list[tuple[int, tuple[str, ...], list[str]]] = [
+    (3, ("actor.layout.expert_parallel=3",), ["expert_parallel 3 does not divide the 8 experts", "nearest is 2 or 4"]),
+    (2, ("actor.layout.expert_parallel=4",), ["expert_parallel 4 does not divide the 2 ranks of", "nearest is 2"]),
+    (2, (f"actor.{TP2}",), ["tensor_parallel 2 of the actor model with experts needs sequence_parallel"]),
+]
 NO_CRITIC = ("critic=null", "algorithm.estimator=grpo")
 
 # world size, overrides, words of the only sentence
@@ -117,6 +125,27 @@ def test_broken_rules(world: int, overrides: tuple[str, ...], words: list[str]) 
     assert len(about) == 1, caught.value.problems
     others = set(caught.value.problems) - set(about)
     assert not others or world in (3, 4, 8), others
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides", "words"), BROKEN_EXPERTS, ids=lambda v: v[-1] if isinstance(v, tuple) else ""
+)
+def test_broken_rules_of_experts(world: int, overrides: tuple[str, ...], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        derive(config_with(*overrides), world, EXPERTS)
+    assert [problem for problem in caught.value.problems if all(word in problem for word in words)]
+
+
+def test_layouts_of_experts() -> None:
+    """An expert's matrices are whole on its ranks, so tensor parallelism need not divide them."""
+    odd = dataclasses.replace(EXPERTS, ffn_hidden_size=95)
+    wide = ("actor.layout={tensor_parallel: 2, sequence_parallel: true, expert_parallel: 4}", f"critic.{TP2}")
+    derived = derive(config_with(*wide), 4, odd, SHAPE)
+    assert (derived.actor.ep, derived.actor.dp) == (4, 2)
+    rows = dict(describe(config_with(*wide), derived))
+    assert rows["actor"].startswith("ranks 0-3: TP 2 x PP 1 x DP 2, EP 4, sequence parallel")
+    with pytest.raises(ConfigError, match="expert_parallel 4, but the reference model has no experts; set it to 1"):
+        derive(config_with(*wide), 4, odd, SHAPE, SHAPE)
 
 
 def test_longer_than_the_model() -> None:
@@ -209,7 +238,7 @@ def test_model_shape(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "gpt2"}, ["model_type 'gpt2' is not supported", "llama, qwen2, qwen3 or mistral"]),
+        ({"model_type": "gpt2"}, ["model_type 'gpt2' is not supported", "llama, qwen2, qwen3, qwen3_moe or mistral"]),
         ({"model_type": None}, ["has no model_type", "use a model of llama"]),
         ({"hidden_size": "wide"}, ["its config.json is refused", "hidden_size"]),
         ({"num_key_value_heads": 3}, ["num_attention_heads 4 is not a multiple of num_key_value_heads 3"]),

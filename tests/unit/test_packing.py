@@ -41,6 +41,18 @@ def test_plan_places_every_sample_once(lengths: list[int], replicas: int, multip
         assert all(d in places[i] for m in microbatches for i in m.sample_ids)
 
 
+@given(LENGTHS, st.integers(2, 5), st.integers(1, 3))
+def test_replicas_that_share_experts_run_as_many_microbatches(lengths: list[int], replicas: int, multiple: int) -> None:
+    settings = {"replicas": replicas, "budget_tokens": 60, "multiple_of": multiple}
+    plan = plan_microbatches(dict(enumerate(lengths)), in_step=True, **settings)
+    assert len({len(r) for r in plan.replicas}) == 1
+    without = plan_microbatches(dict(enumerate(lengths)), **settings)
+    assert [[m for m in r if not m.is_filler] for r in plan.replicas] == [
+        [m for m in r if not m.is_filler] for r in without.replicas
+    ]
+    assert len(plan.replicas[0]) == max(len(r) for r in without.replicas)
+
+
 def test_too_long_a_sample_is_refused() -> None:
     with pytest.raises(ValueError, match="101 tokens exceeds the microbatch budget of 100 tokens; raise"):
         pack([101], 100)

@@ -41,6 +41,8 @@ SMALL, MIDDLE, LARGE = (
 ON = {SMALL: ("h100", 1), MIDDLE: ("h100", 8), LARGE: ("h200", 16)}
 # The weights of the published safetensors files.
 PUBLISHED = {"Qwen3-0.6B": 596_049_920, "Qwen3-8B": 8_190_735_360, "Qwen3-32B": 32_762_123_264}
+EXPERTS = {"Qwen3-30B-A3B": (30_532_122_624, 3e9), "Qwen3-235B-A22B": (235_093_634_560, 22e9)}
+"""The same with experts, and what they are said to use of it for a token."""
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +84,42 @@ def test_parameters_of_public_models(name: str) -> None:
         critic = stage_parameters(arch, tp, pp, arch.vocab_size, True)
         head = arch.vocab_size * arch.hidden_size * (pp > 1 if arch.tied_embeddings else 1)
         assert sum(stages) - sum(critic) == head / tp - arch.hidden_size - 1
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_parameters_of_public_models_with_experts(name: str) -> None:
+    """Shares of the experts and tensor parallel shares add up, whichever ranks hold them."""
+    total, active = EXPERTS[name]
+    overrides = [f"model.path={MODELS / name}", "critic=null", "algorithm.estimator=reinforce_plus_plus"]
+    models = read_models(load_config(LARGE, overrides), MODELS).models
+    arch = models.actor
+    assert model_sizes(arch)[0] == total
+    assert sum(model_sizes(arch)[1:]) == pytest.approx(active, rel=0.1)
+    settings = [*overrides, "actor.layout={pipeline_parallel: 2, tensor_parallel: 4, expert_parallel: 8}"]
+    role = make_setup(load_config(LARGE, settings), models, 16, on_cuda=True).actor
+    shared = sum(role.parameters(stage) - role.expert_parameters for stage in range(2))
+    norms = (
+        2 * arch.hidden_size + 2 * arch.head_dim + arch.experts * arch.hidden_size
+    ) * arch.layers + arch.hidden_size
+    assert 4 * shared - 3 * norms + 8 * 2 * role.expert_parameters == total
+    assert role.expert_replicas == 1
+    assert [role.expert_group(rank) for rank in (0, 5, 8, 15)] == [(0, 11), (4, 15), (0, 11), (4, 15)]
+
+
+def test_experts_on_more_ranks_take_less_memory_and_more_links() -> None:
+    overrides = [f"model.path={MODELS / 'Qwen3-30B-A3B'}", "critic=null", "algorithm.estimator=reinforce_plus_plus"]
+    models = read_models(load_config(LARGE, overrides), MODELS).models
+    found = []
+    for ep in (1, 2, 8, 16):
+        layout = f"actor.layout={{tensor_parallel: 4, sequence_parallel: true, expert_parallel: {ep}}}"
+        config = load_config(LARGE, [*overrides, layout, "actor.optimizer.distributed=true"])
+        found.append(make_plan(config, models, find_machine("h200"), 16))
+    stays = [resident(f, "actor") for f in found]
+    links = [next(s.link_bytes for s in f.stages if s.name == "score") for f in found]
+    assert stays == sorted(set(stays), reverse=True)
+    assert links == sorted(set(links))
+    # Gradients and weights are shared out, the optimizer's state is spread as far in any case.
+    assert len({round(max(r.optimizer for ranks in f.ranks for r in ranks.roles) / 1e6) for f in found}) == 1
 
 
 @pytest.mark.parametrize("path", ON, ids=lambda p: p.stem)

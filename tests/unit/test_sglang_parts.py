@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,7 +25,7 @@ from megappo.config.engine import SGLangSettings
 from megappo.config.load import load_config
 from megappo.config.rules import server_rules
 from megappo.errors import RunError
-from megappo.reshard.fingerprint import EngineShape, bucket_fingerprints, differing
+from megappo.reshard.fingerprint import EngineShape, Fingerprints, differing
 from megappo.reshard.hf_map import hf_shape, model_parameters
 from megappo.rollout.sglang.guard import session_pids
 from megappo.rollout.sglang.server import ServerSpec
@@ -38,6 +39,7 @@ def arch(**changes: Any) -> ArchitectureConfig:
     sizes = {
         "layers": 2, "hidden_size": 16, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_hidden_size": 24,
         "vocab_size": 131, "tied_embeddings": False, "qkv_bias": True, "qk_norm": True,
+        "experts": 0,
     }  # fmt: skip
     return cast(ArchitectureConfig, SimpleNamespace(**(sizes | changes)))
 
@@ -52,7 +54,7 @@ def test_fingerprints_are_those_of_the_engines_own_parameters(tp: int) -> None:
     a = arch()
     parameters = list(model_parameters(a))
     whole = {name: torch.randn(hf_shape(a, name)) for p in parameters for name in p.hf}
-    found = bucket_fingerprints(EngineShape(a, tp), parameters, whole)
+    found = Fingerprints(EngineShape(a, tp)).of_bucket(parameters, whole)
     assert {rank for rank, _ in found} == set(range(tp))
     layer = "model.layers.1."
     for rank in range(tp):
@@ -69,6 +71,27 @@ def test_fingerprints_are_those_of_the_engines_own_parameters(tp: int) -> None:
         padded[:131] = whole["lm_head.weight"]
         assert found[rank, "lm_head.weight"] == checksum(padded.chunk(tp)[rank])
         assert found[rank, layer + "self_attn.k_norm.weight"] == checksum(whole[layer + "self_attn.k_norm.weight"])
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_experts_of_several_buckets_make_one_fingerprint(tp: int) -> None:
+    """An engine's two parameters of a layer's experts, each with its rank's part of every expert."""
+    a = arch(experts=4, qkv_bias=False)
+    experts = [p for p in model_parameters(a) if p.layer == 1 and p.expert is not None]
+    whole = {name: torch.randn(hf_shape(a, name)) for p in experts for name in p.hf}
+    fingerprints = Fingerprints(EngineShape(a, tp))
+    assert fingerprints.of_bucket(experts[:3], whole) == {}
+    found = fingerprints.of_bucket(experts[3:], whole)
+    prefix = "model.layers.1.mlp.experts"
+    assert found.keys() == {(rank, f"{prefix}.{name}_weight") for rank in range(tp) for name in ("w13", "w2")}
+    for rank in range(tp):
+        gate, up = (
+            torch.stack([whole[f"{prefix}.{e}.{n}_proj.weight"].chunk(tp)[rank] for e in range(4)])
+            for n in ("gate", "up")
+        )
+        down = torch.stack([whole[f"{prefix}.{e}.down_proj.weight"].chunk(tp, dim=1)[rank] for e in range(4)])
+        assert found[rank, f"{prefix}.w13_weight"] == checksum(torch.cat([gate, up], dim=1))
+        assert found[rank, f"{prefix}.w2_weight"] == checksum(down)
 
 
 def test_differences_are_named() -> None:
@@ -201,6 +224,13 @@ SHAPE = ModelShape("llama", 64, 2, 4, 2, 16, 256, 16, 32, False)
 def test_settings_that_do_not_go_together(overrides: list[str], words: str) -> None:
     config = load_config(ROOT / "configs/sglang_quickstart.yaml", overrides)
     assert any(words in problem for problem in server_rules(config, SHAPE))
+
+
+def test_engines_that_share_out_whole_experts_are_refused() -> None:
+    config = load_config(ROOT / "configs/sglang_quickstart.yaml", ["rollout.sglang.arguments={ep-size: 2}"])
+    experts = replace(SHAPE, experts=8)
+    assert any("rollout.sglang.arguments has ep-size" in problem for problem in server_rules(config, experts))
+    assert not list(server_rules(config, SHAPE))
 
 
 def test_the_readmes_example_is_valid() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megappo.reshard.fingerprint import EngineShape, bucket_fingerprints, differing
+from megappo.reshard.fingerprint import EngineShape, Fingerprints, differing
 from megappo.reshard.stream import Bucket
 from megappo.rollout.sglang.client import Endpoint, EngineFailure, call
 from megappo.rollout.sglang.transport import Transport
@@ -69,6 +69,7 @@ class SyncRun:
     _expected: list[Future[dict[tuple[int, str], str]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self._fingerprints = Fingerprints(self.shape)
         self._pool = ThreadPoolExecutor(2 * len(self.engines) + 1, thread_name_prefix="megappo-sync")
 
     @contextmanager
@@ -97,7 +98,7 @@ class SyncRun:
                 engine.loading = self._pool.submit(engine.transport.load, bucket, flat_bytes)
         if self.verify and self.engines:
             whole = {slot.name: slot.view(flat_bytes) for slot in bucket.slots}
-            self._expected.append(self._pool.submit(bucket_fingerprints, self.shape, bucket.parameters, whole))
+            self._expected.append(self._pool.submit(self._fingerprints.of_bucket, bucket.parameters, whole))
 
     def settle(self) -> None:
         """Wait until no buffer is in use."""

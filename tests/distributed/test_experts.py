@@ -1,0 +1,62 @@
+"""A model with experts through whole runs: learning, export, a kill, and other layouts."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from distributed.models import write_model
+from distributed.test_resume import (
+    assert_same_run,
+    assert_same_tensors,
+    attempts,
+    killed_at,
+    train,
+    whole_tensors,
+)
+from megappo.export import export_run
+
+
+def test_a_run_with_experts_continues_and_changes_places(tmp_path: Path) -> None:
+    """Experts over data replicas and over tensor parallel ranks, a distributed optimizer on each; see `layouts`."""
+    model = write_model(tmp_path / "model", "qwen3_moe", 3, vocab_size=16, num_hidden_layers=2)
+    settings = (
+        "run.steps=3", "checkpoint.every_steps=1", "evaluation=null", "data.validation=null", f"model.path={model}",
+        "model.init=pretrained", "model.tokenizer=configs/models/tiny_arithmetic", "model.dtype=float32",
+        "actor.layout={expert_parallel: 2}", "actor.optimizer.distributed=true",
+        "critic.layout={tensor_parallel: 2, expert_parallel: 2, sequence_parallel: true}",
+    )  # fmt: skip
+    killed = tmp_path / "killed"
+    attempts(
+        tmp_path,
+        train(tmp_path / "whole", *settings),
+        killed_at(killed, 2, "update_actor", 1, *settings),
+        train(killed, *settings),
+    )
+    assert_same_run(tmp_path / "whole", killed, 3)
+    lines = [json.loads(line) for line in (killed / "metrics.jsonl").read_text().splitlines()]
+    # The embedded engine's fused experts hold what the trainer's separate ones hold.
+    assert all(0 < line["mismatch/max"] < 1e-4 and math.isfinite(line["actor/loss"]) for line in lines)
+    export_run(str(killed), str(tmp_path / "out"))
+    final, exported = (load_file(f / "model.safetensors") for f in (killed / "final", tmp_path / "out"))
+    assert "model.layers.1.mlp.experts.7.down_proj.weight" in final
+    assert_same_tensors(final, exported)
+    layouts = {
+        "one": (1, "actor.layout={}", "critic.layout={expert_parallel: 1}"),
+        "turned": (2, "actor.layout={tensor_parallel: 2, sequence_parallel: true}", "critic.layout={}"),
+        "pp": (2, "actor.layout={pipeline_parallel: 2}", "critic.layout={expert_parallel: 2}"),
+    }
+    again = []
+    for name, (processes, *layout) in layouts.items():
+        shutil.copytree(killed, tmp_path / name)
+        attempt = train(tmp_path / name, *settings, *layout, processes=processes)
+        again.append({**attempt, "arguments": attempt["arguments"][1:], "rewrite": True})
+    attempts(tmp_path, *again)
+    before = whole_tensors(killed / "checkpoints/step-000003")
+    assert "actor.exp_avg_sq.model.layers.0.mlp.experts.5.up_proj.weight" in before
+    for name in layouts:
+        assert_same_tensors(before, whole_tensors(tmp_path / name / "checkpoints/step-000003"))
