@@ -13,7 +13,7 @@ from slurm.cluster import Cluster
 from slurm.jobs import ROOT, await_text, hurry, job_environment
 
 from megappo.observe import read_metrics
-from megappo.rollout.sglang.guard import session_pids
+from megappo.rollout.sglang.guard import session_pids, shared_files
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("sglang") is None, reason="needs launch/requirements-sglang.txt"
@@ -56,8 +56,8 @@ def places(cluster: Cluster, job: int) -> dict[str, str]:
     return dict(line.split() for line in lines if line.split()[0] in ("train", "engines"))
 
 
-def servers(cluster: Cluster) -> dict[int, str]:
-    """Sessions of SGLang servers that jobs of this SLURM started, and their scratch folders."""
+def servers(cluster: Cluster) -> dict[int, set[str]]:
+    """Sessions of SGLang servers that jobs of this SLURM started; their scratch folders and shared memory."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -67,27 +67,21 @@ def servers(cluster: Cluster) -> dict[int, str]:
             except OSError:
                 continue
             if ours and "sglang.launch_server" in words and not any(word.endswith("guard.py") for word in words):
-                found[os.getsid(int(entry.name))] = str(Path(words[words.index("--config") + 1]).parent)
+                session, scratch = os.getsid(int(entry.name)), Path(words[words.index("--config") + 1]).parent
+                found[session] = {str(scratch), *shared_files(session_pids(session))}
     return found
 
 
-def shared_memory() -> set[str]:
-    """What SGLang servers have there."""
-    return {path for path in os.listdir("/dev/shm") if path.startswith(("sglang_loads_", "sgl_shm_"))}
-
-
-def assert_nothing_is_left(seen: dict[int, str], before: set[str]) -> None:
-    """No process and no scratch folder of these servers, and no more shared memory than before."""
+def assert_nothing_is_left(seen: dict[int, set[str]]) -> None:
+    """No process, no scratch folder and no shared memory of these servers."""
     deadline = time.monotonic() + 30
-    while any(session_pids(session) or Path(scratch).exists() for session, scratch in seen.items()):
-        assert time.monotonic() < deadline
+    while any(session_pids(session) or any(map(os.path.exists, paths)) for session, paths in seen.items()):
+        assert time.monotonic() < deadline, seen
         time.sleep(0.2)
-    assert not shared_memory() - before
 
 
 def test_trainers_and_engines_are_two_steps(cluster: Cluster, tmp_path: Path) -> None:
     """A server that is killed in the middle is started again and given the weights; the run goes to its end."""
-    memory = shared_memory()
     job = submit(cluster, tmp_path, ("--nodes=2", "--ntasks-per-node=1"), "run.steps=12", MEGAPPO_ENGINE_NODES=1)
     await_steps(cluster, job, tmp_path, 2)
     assert places(cluster, job) == {"train": "n1", "engines": "n2"}
@@ -102,7 +96,7 @@ def test_trainers_and_engines_are_two_steps(cluster: Cluster, tmp_path: Path) ->
     assert "died" in said and said.count("is ready") == 2
     assert "1 ranks on 1 of the nodes, 1 engines on n2" in cluster.log(state)
     assert (logs / "doctor" / "exit-0").read_text() == "0\n"
-    assert_nothing_is_left(seen, memory)
+    assert_nothing_is_left(seen)
     words = (logs / "job.txt").read_text() + cluster.log(state) + said + (logs / "train" / "rank-0.log").read_text()
     assert "SGLANG_API_KEY" not in words
 
@@ -121,7 +115,6 @@ def await_second_attempt(cluster: Cluster, *components: int) -> None:
 
 def test_a_heterogeneous_job_requeued_and_cancelled(cluster: Cluster, tmp_path: Path) -> None:
     """The signal before the time limit leads to a second attempt that continues; scancel leaves nothing behind."""
-    memory = shared_memory()
     words = ("run.steps=100000", "checkpoint.every_steps=100000")
     job = submit(cluster, tmp_path, (*ONE_NODE, ":", *ONE_NODE), *words, MEGAPPO_DOCTOR="no")
     await_steps(cluster, job, tmp_path, 2)
@@ -129,7 +122,7 @@ def test_a_heterogeneous_job_requeued_and_cancelled(cluster: Cluster, tmp_path: 
     seen = servers(cluster)
     cluster.run("scancel", "--signal=USR1", str(job), str(job + 1))
     await_text(tmp_path / "job.out", "back into the queue", 60)
-    assert_nothing_is_left(seen, memory)
+    assert_nothing_is_left(seen)
     done = len(read_metrics(tmp_path / "run" / "metrics.jsonl"))
     await_second_attempt(cluster, job, job + 1)
     await_steps(cluster, job, tmp_path, done + 2)
@@ -139,4 +132,4 @@ def test_a_heterogeneous_job_requeued_and_cancelled(cluster: Cluster, tmp_path: 
     assert seen
     cluster.run("scancel", str(job))
     assert cluster.wait(job, "CANCELLED", seconds=60)["JobState"] == "CANCELLED"
-    assert_nothing_is_left(seen, memory)
+    assert_nothing_is_left(seen)
