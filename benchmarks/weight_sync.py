@@ -99,9 +99,7 @@ def measure(config: Config, repeat: int) -> list[Row] | None:
         parts = assemble(config, derived, runtime, training=False)
         try:
             if parts.architecture.experts:
-                raise ConfigError(
-                    "model.path has experts, which the other ways do not gather here; name a dense model"
-                )
+                raise ConfigError("model.path has experts, which the other ways do not gather here; name a dense model")
             parts.engine.update_weights(parts.weights, 1)  # starts the servers
             check_peers(parts)
             phases: dict[str, list[dict[str, float]]] = {"sync": [], "unverified": []}
