@@ -266,6 +266,8 @@ class RewardSettings(Settings):
     """Worker processes per rank."""
     timeout_seconds: PositiveFloat = 10.0
     """Time limit per sample; a worker that exceeds it is killed and replaced."""
+    worker_memory_gigabytes: PositiveFloat = 8.0
+    """A worker that holds more (GB, 1e9 bytes) after its samples is replaced: a function that leaks costs no run."""
     failure_score: float = 0.0
     """Score of a sample whose reward failed or ran out of time."""
     max_failure_fraction: Fraction = 0.5

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -81,6 +82,14 @@ class _Worker:
         theirs.close()
         with suppress(OSError):  # that it has ended already is noticed where its answer is read
             self.connection.send(choice)
+
+    @property
+    def resident_gigabytes(self) -> float:
+        """Memory that its process holds, in 1e9 bytes; 0 where it has ended."""
+        try:
+            return float(psutil.Process(self.process.pid).memory_info().rss) / 1e9
+        except psutil.Error:
+            return 0.0
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):
@@ -186,6 +195,9 @@ class RewardPool:
 
     def _hand_out(self, job: _Job) -> None:
         """Give idle workers their next requests: fewer towards the end, so that they finish together."""
+        for worker in [w for w in self._workers if w.ready and not w.pending]:
+            if worker.resident_gigabytes > self._settings.worker_memory_gigabytes:
+                self._replace(worker)
         for worker in [w for w in self._workers if w.ready and not w.pending]:
             if not job.waiting:
                 return

@@ -23,6 +23,8 @@ from megappo.types import Prompt, Rollouts
 USER_MODULE = '''
 import os, subprocess, sys, time
 
+LEAKED = []
+
 def obey(*, prompt, response, answer, metadata):
     """The response says what happens."""
     match response:
@@ -43,6 +45,9 @@ def obey(*, prompt, response, answer, metadata):
             child.terminate()
             return float(child.wait())
         case "slow": time.sleep(0.3)
+        case "leak":
+            LEAKED.append(b"x" * 200_000_000)
+            return os.getpid()
         case "fork": return 2.0 if os.fork() else 3.0
         case "noise": write_everywhere()
     return 1.0
@@ -145,6 +150,15 @@ def test_signals_to_the_whole_job_cost_no_sample() -> None:
             os.kill(pid, number)
         result = pool.score(requests("pid", "terminate"))
         assert (result.scores.tolist(), result.failures) == ([float(pid), -15.0], [])
+
+
+def test_a_worker_that_leaks_is_replaced() -> None:
+    with RewardPool(settings(worker_memory_gigabytes=0.5, timeout_seconds=5)) as pool:
+        pids = [int(pool.score(requests("leak")).scores[0]) for _ in range(6)]
+        result = pool.score(requests("fine", "metadata"))
+    assert result.failures == [] and result.scores.tolist() == [1.0, 1.0]
+    assert len(set(pids)) >= 2
+    assert max(pids.count(pid) for pid in pids) <= 3  # after two or three of them 0.5 GB are passed
 
 
 def test_a_stopped_worker_is_replaced() -> None:

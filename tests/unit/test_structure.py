@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +72,13 @@ def test_the_trainer_has_no_second_implementation_of_a_kernel() -> None:
         plain = {"policy_loss", "value_loss", "compute_gae", "whiten_stats", "log_softmax", "cross_entropy"}
         allowed = {"policy_loss"} if "algorithm.policy_loss" in path.read_text() else set()  # a setting of that name
         assert not (used & plain) - allowed, path
+
+
+def test_a_clock_that_jumps_decides_nothing() -> None:
+    """Deadlines and durations are of the monotonic clock; only the doctor, which compares clocks, reads the other."""
+    for path in (ROOT / "megappo").rglob("*.py"):
+        if path.parent.name != "doctor":
+            assert not re.search(r"\btime\.time\(|datetime\.(now|utcnow)\(", path.read_text()), path
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
