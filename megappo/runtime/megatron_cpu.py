@@ -76,8 +76,13 @@ def _set_rng_state(state: torch.Tensor, *_args: Any, **_kwargs: Any) -> None:
 
 
 def hide_cuda_only_packages() -> None:
-    """Importing flash_mla needs libcuda and dies with OSError, which megatron.core does not guard against."""
-    sys.modules.setdefault("flash_mla", None)  # type: ignore[arg-type]
+    """What comes with SGLang, and Megatron imports where it finds it.
+
+    flash_mla needs libcuda and dies with OSError, which megatron.core does not guard against; flashinfer, for an
+    inference that is not used, takes seconds.
+    """
+    for package in ("flash_mla", "flashinfer"):
+        sys.modules.setdefault(package, None)  # type: ignore[arg-type]
 
 
 @functools.cache

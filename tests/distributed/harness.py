@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 WORKERS = Path(__file__).parent
@@ -28,3 +31,17 @@ def launch(worker: str, processes: int, *arguments: object, timeout_seconds: flo
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-6000:]
     return output
+
+
+@contextmanager
+def own_groups() -> Iterator[None]:
+    """End the process groups that the block makes, on all ranks together. Each has threads; hundreds of them slow down
+    everything that comes after."""
+    import torch.distributed as dist
+
+    before = set(dist.distributed_c10d._world.pg_map)
+    yield
+    gc.collect()  # models know their groups, and each other in circles
+    dist.barrier()
+    for group in [group for group in dist.distributed_c10d._world.pg_map if group not in before]:
+        dist.destroy_process_group(group)

@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from distributed.harness import own_groups
 from megappo.architecture import architecture, padded_vocab_size
 from megappo.config.schema import RuntimeSettings
 from megappo.models.build import BuildOptions, RoleModel, build_model
@@ -124,7 +125,8 @@ def main() -> None:
         results = {}
         for case in cases:
             gathered: list[Any] = [None] * runtime.world_size
-            dist.all_gather_object(gathered, check(case, runtime))
+            with own_groups():
+                dist.all_gather_object(gathered, check(case, runtime))
             results[case["name"]] = next(r for r in gathered if r is not None)
         if runtime.is_main:
             Path(sys.argv[2]).write_text(json.dumps(results))

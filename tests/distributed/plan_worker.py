@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distributed.harness import own_groups
 from megappo.assembly import assemble
 from megappo.config import derive_run, load_config
 from megappo.config.schema import RuntimeSettings
@@ -139,11 +140,12 @@ def main() -> None:
     with start_runtime(RuntimeSettings(collective_timeout_seconds=120)) as runtime:
         for case in cases:
             config = load_config(case["config"], case["overrides"])
-            parts = assemble(config, derive_run(config, runtime.world_size), runtime)
-            mine = {name: measure(getattr(parts, name), case, runtime) for name in ("actor", "critic")}
             gathered: list[Any] = [None] * runtime.world_size
-            dist.all_gather_object(gathered, mine)
-            parts.close()
+            with own_groups():
+                parts = assemble(config, derive_run(config, runtime.world_size), runtime)
+                mine = {name: measure(getattr(parts, name), case, runtime) for name in ("actor", "critic")}
+                dist.all_gather_object(gathered, mine)
+                parts.close()
             results[case["name"]] = gathered
         if runtime.is_main:
             Path(sys.argv[2]).write_text(json.dumps(results))

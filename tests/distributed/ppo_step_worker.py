@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from distributed.harness import own_groups
 from megappo.assembly import assemble
 from megappo.config import derive_run, load_config
 from megappo.models.roles import NonFiniteUpdateError
@@ -127,7 +128,8 @@ def main() -> None:
 
     with start_runtime(RuntimeSettings(collective_timeout_seconds=120)) as runtime:
         for scenario in scenarios:
-            run(scenario, runtime)
+            with own_groups():
+                run(scenario, runtime)
 
 
 if __name__ == "__main__":

@@ -47,10 +47,12 @@ def finish(run: subprocess.Popen[str], timeout: float) -> str:
             os.killpg(run.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("config", ["sglang_quickstart", "sglang_disaggregated"])
-def test_a_run_learns(tmp_path: Path, config: str) -> None:
-    """As far as with the embedded engine, in fewer steps than the configuration has."""
-    changes = ("run.steps=60", "actor.optimizer.schedule=constant", "evaluation.every_steps=30")
+@pytest.mark.parametrize(
+    ("config", "steps", "reward"), [("sglang_quickstart", 45, 0.8), ("sglang_disaggregated", 20, 0.3)]
+)
+def test_a_run_learns(tmp_path: Path, config: str, steps: int, reward: float) -> None:
+    """As far as with the embedded engine, in fewer steps than the configurations have."""
+    changes = (f"run.steps={steps}", "actor.optimizer.schedule=constant", "evaluation.every_steps=20")
     run = start(config, tmp_path / "run", *changes, processes=2)
     output = finish(run, 560)
     assert run.returncode == 0, output[-4000:]
@@ -67,7 +69,7 @@ def test_a_run_learns(tmp_path: Path, config: str) -> None:
         else:  # an update lies between what sampled and what is trained
             assert 1e-4 < line["mismatch/mean"] < 0.5
         assert line.get("sync/probe_gap", 0) < 1e-5
-    assert sum(line["reward/mean"] for line in lines[-5:]) / 5 > 0.8
+    assert sum(line["reward/mean"] for line in lines[-5:]) / 5 > reward
     assert (tmp_path / "run" / "engines" / "engine-0.log").exists()
     assert len(list((tmp_path / "run" / "engines").glob("*.log"))) == (2 if ahead else 1)
 
