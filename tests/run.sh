@@ -27,4 +27,17 @@ fi
 ruff check .
 ruff format --check .
 mypy
-python -m pytest tests "${selection[@]}" "$@"
+if [ $# -gt 0 ]; then
+    exec python -m pytest tests "${selection[@]}" "$@"
+fi
+# Servers and SLURM jobs are mostly waited for, so their tests run beside the others; what they say is shown at the end.
+export OMP_WAIT_POLICY=passive # threads of one do not take the cores of the other while they wait
+said=$(mktemp)
+python -m pytest tests/slurm tests/sglang "${selection[@]}" >"$said" 2>&1 &
+beside=$!
+trap 'kill "$beside" 2>/dev/null || true; rm -f "$said"' EXIT
+code=0
+python -m pytest tests --ignore tests/slurm --ignore tests/sglang "${selection[@]}" || code=$?
+wait "$beside" || code=$?
+cat "$said"
+exit "$code"
