@@ -40,7 +40,8 @@ setup(
     },
     entry_points={
         "console_scripts": ["megappo=megappo.cli:main"],
-        # Lets SGLang run where there is no CUDA; answers "not me" where there is.
+        # Let SGLang run where there is no CUDA; do nothing where there is.
         "sglang.srt.platforms": ["megappo_cpu = megappo.runtime.sglang_cpu:activate"],
+        "sglang.srt.plugins": ["megappo_cpu = megappo.runtime.sglang_cpu:register_hooks"],
     },
 )

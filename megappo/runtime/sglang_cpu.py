@@ -1,7 +1,8 @@
 """Lets the stock SGLang wheel generate on a machine without CUDA.
 
-SGLang finds this module through the entry point `megappo_cpu` of group `sglang.srt.platforms` (setup.py). On a machine
-with CUDA `activate` answers None and SGLang is left as it is. Nothing of megappo runs inside an engine but this file.
+SGLang finds this module through its entry points: `activate` in group `sglang.srt.platforms`, `register_hooks` in group
+`sglang.srt.plugins` (setup.py). On a machine with CUDA both leave SGLang as it is. Nothing of megappo runs inside an
+engine but this file.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import multiprocessing
+import os
 from typing import Any
 
 import torch
@@ -17,7 +20,10 @@ from torch import Tensor
 from megappo.errors import RunError
 
 PLATFORM_NAME = "megappo_cpu"
-ENTRY_POINT = f"{PLATFORM_NAME} = megappo.runtime.sglang_cpu:activate"
+ENTRY_POINTS = {
+    "sglang.srt.platforms": f"{PLATFORM_NAME} = megappo.runtime.sglang_cpu:activate",
+    "sglang.srt.plugins": f"{PLATFORM_NAME} = megappo.runtime.sglang_cpu:register_hooks",
+}
 MENDED_VERSION = "0.5.23"
 """What is replaced below was read in this version; another one is left alone and refused."""
 
@@ -39,6 +45,25 @@ def require_sglang() -> None:
 def activate() -> str | None:
     """Name of the platform's class, or None where SGLang's own platform for CUDA is the right one."""
     return None if torch.cuda.is_available() else "megappo.runtime.sglang_cpu.CpuPlatform"
+
+
+def register_hooks() -> None:
+    """Have the processes of a server that megappo starts forked, which halves the time until it answers.
+
+    SGLang spawns a scheduler for each rank and a detokenizer, and each of them imports for ten seconds what the server
+    has imported already. It must, because CUDA does not survive a fork; here there is none, and nothing computes in the
+    server before.
+    """
+    if os.environ.get("SGLANG_PLATFORM") != PLATFORM_NAME or activate() is None:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    # The function that chooses "spawn" for everything that comes after it.
+    HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork, HookType.AFTER)
+
+
+def _fork(*_args: Any) -> None:
+    multiprocessing.set_start_method("fork", force=True)
 
 
 @functools.cache

@@ -8,14 +8,13 @@ for the test to judge.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,8 @@ from megappo.reporting import Reporter
 from megappo.reshard.stream import Bucket
 from megappo.rollout import GenerateRequest, SamplingParams
 from megappo.rollout.sglang import SGLangEngine, SyncError
+from megappo.rollout.sglang.client import Endpoint
+from megappo.rollout.sglang.dispatch import Round
 from megappo.rollout.sglang.guard import session_pids, shared_files
 from megappo.rollout.sglang.transport import SharedTransport, share_buffers
 from megappo.runtime import Runtime, start_runtime
@@ -130,29 +131,35 @@ def requests(rank: int, count: int = 24) -> list[GenerateRequest]:
     return [GenerateRequest((2 + rank, 3 + i % 7, 4 + i % 11), seed=1000 * rank + i) for i in range(count)]
 
 
-def hit(bench: Bench, number: int, first: int, delay: float) -> threading.Timer:
-    """Send a signal to every process of one of this rank's servers after a while."""
+@contextmanager
+def struck(bench: Bench, number: int) -> Iterator[None]:
+    """Server 0 gets a signal while it generates this rank's first requests and before it has the last of them, so that
+    it always owes an answer, however fast it is."""
+    original, asked = Round._ask, [0]
 
-    def strike() -> None:
-        for pid in session_pids(bench.sessions()[first]):
-            os.kill(pid, number)
+    async def ask(self: Round, session: Any, endpoint: Endpoint, group: list[int]) -> Any:
+        asked[0] += endpoint.index == 0
+        if endpoint.index == 0 and asked[0] == 2:
+            await asyncio.sleep(0.1)
+            for pid in session_pids(bench.sessions()[0]):
+                os.kill(pid, number)
+        return await original(self, session, endpoint, group)
 
-    timer = threading.Timer(delay, strike)
-    timer.start()
-    return timer
+    Round._ask = ask  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Round._ask = original  # type: ignore[method-assign]
 
 
 def disturbed_rollout(bench: Bench, number: int) -> dict[str, Any]:
     """The same requests undisturbed and with a server struck down in the middle."""
     engine, rank = bench.engine, bench.runtime.rank
     assert engine is not None
-    started = time.monotonic()
     calm = engine.generate(requests(rank), LONG)
-    seconds = time.monotonic() - started
     restarts = engine.restarts
-    if rank == 0:
-        hit(bench, number, 0, seconds / 3)
-    rough = engine.generate(requests(rank), LONG)
+    with struck(bench, number) if rank == 0 else nullcontext():
+        rough = engine.generate(requests(rank), LONG)
     survivors = sorted(engine._current)
     engine._bring_up_to_date()
     again = engine.generate(requests(rank), LONG)

@@ -23,7 +23,7 @@ from megappo.config import Config
 from megappo.config.engine import SGLangSettings
 from megappo.errors import RunError
 from megappo.rollout.sglang.client import Endpoint, EngineFailure, call
-from megappo.runtime.sglang_cpu import ENTRY_POINT, PLATFORM_NAME
+from megappo.runtime.sglang_cpu import ENTRY_POINTS, PLATFORM_NAME
 
 _STOP_SECONDS = 20.0
 _SCRUBBED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR")
@@ -130,14 +130,14 @@ def _visible(devices: tuple[int, ...], ours: str) -> str:
 
 
 def _advertise_platform(scratch: Path) -> Path:
-    """A folder for the import path in which SGLang finds the CPU platform, also where megappo is not installed."""
+    """A folder for the import path in which SGLang finds its CPU plugins, also where megappo is not installed."""
     site = scratch / "site"
-    known = importlib.metadata.entry_points(group="sglang.srt.platforms")
-    if PLATFORM_NAME not in known.names:
+    if any(PLATFORM_NAME not in importlib.metadata.entry_points(group=group).names for group in ENTRY_POINTS):
         info = site / f"megappo-{megappo.__version__}.dist-info"
         info.mkdir(parents=True, exist_ok=True)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: megappo\nVersion: {megappo.__version__}\n")
-        (info / "entry_points.txt").write_text(f"[sglang.srt.platforms]\n{ENTRY_POINT}\n")
+        lines = "\n".join(f"[{group}]\n{point}" for group, point in ENTRY_POINTS.items())
+        (info / "entry_points.txt").write_text(lines)
     return site
 
 
