@@ -59,7 +59,9 @@ class Bench:
             "rollout.max_response_tokens=24",
             "rollout.temperature=0.8",
             "rollout.sync_bucket_bytes=12000",  # several buckets for a model of 100 kB
-            "actor.microbatch_budget_tokens=512",
+            "actor.microbatch_budget_tokens=2048",
+            "rollout.prompts_per_step=10",
+            "actor.minibatch_sequences=40",
             "actor.optimizer.learning_rate=0.01",
             "logging={console: quiet, tensorboard: false}",
             "evaluation=null",
