@@ -11,11 +11,7 @@ concatenation, then the conversion to Hugging Face's tensors, all of it in new m
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Callable, Sequence
-from multiprocessing.reduction import ForkingPickler
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,8 +21,9 @@ from torch import Tensor
 from megappo.architecture import ArchitectureConfig
 from megappo.assembly import Parts
 from megappo.reshard.hf_map import Parameter, shard_shape
+from megappo.reshard.stream import Slot
 from megappo.rollout.sglang.client import call
-from megappo.rollout.sglang.transport import share_by_name
+from megappo.rollout.sglang.transport import flat_payload, serialize, share_by_name
 
 _SECONDS = 600.0
 
@@ -123,16 +120,12 @@ def slime_sync(parts: Any) -> Callable[[], None]:
 
 def _flatten(named: list[tuple[str, Tensor]]) -> dict[str, Any]:
     flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in named])
-    metadata, start = [], 0
+    slots, start = [], 0
     for name, tensor in named:
         stop = start + tensor.numel() * tensor.element_size()
-        metadata.append(
-            SimpleNamespace(
-                name=name, shape=tensor.shape, dtype=tensor.dtype, start_idx=start, end_idx=stop, numel=stop - start
-            )
-        )
+        slots.append(Slot(name, tensor.shape, tensor.dtype, start, stop))
         start = stop
-    return {"flattened_tensor": flat, "metadata": metadata}
+    return flat_payload(flat, slots)
 
 
 def _session(parts: Any, payloads: Any, load_format: str | None) -> None:
@@ -144,14 +137,8 @@ def _session(parts: Any, payloads: Any, load_format: str | None) -> None:
         call(endpoint, "/begin_weight_update", timeout_seconds=_SECONDS)
     for payload in payloads:
         if sends:
-            handles = [_serialize(payload) for _ in range(ranks)]
+            handles = [serialize(payload) for _ in range(ranks)]
             body = {"serialized_named_tensors": handles, "load_format": load_format, "flush_cache": False}
             call(endpoint, "/update_weights_from_tensor", body, timeout_seconds=_SECONDS)
     if sends:
         call(endpoint, "/end_weight_update", timeout_seconds=_SECONDS)
-
-
-def _serialize(payload: Any) -> str:
-    out = io.BytesIO()
-    ForkingPickler(out).dump(payload)
-    return base64.b64encode(out.getvalue()).decode()

@@ -126,11 +126,9 @@ def _servers(config: Config, runtime: Runtime, folder: Path, stop_token_ids: tup
     require_sglang()
     from megappo.rollout.sglang import Fleet, ServerSpec, SGLangEngine
 
-    settings = config.rollout.servers
-    beside_trainers = settings.placement == "colocated" and runtime.device.type == "cuda"
-    saver = beside_trainers and settings.sleep and not config.rollout.ahead
-    spec = ServerSpec.of(config, folder, stop_token_ids, memory_saver=saver)
-    return SGLangEngine(Fleet(spec, runtime), settings, runtime)
+    sleep = config.rollout.servers_sleep(on_cuda=runtime.device.type == "cuda")
+    spec = ServerSpec.of(config, folder, stop_token_ids, memory_saver=sleep)
+    return SGLangEngine(Fleet(spec, runtime), config.rollout.servers, runtime)
 
 
 class _RoleBuilder:

@@ -15,7 +15,7 @@ from typing import Any
 
 from megappo.errors import RunError
 
-FORMAT = 1
+FORMAT = 2
 MARKER = "checkpoint.json"
 _STEP = re.compile(r"step-(\d{6,})")
 _NEEDED = frozenset({"format", "step", "files", "content"})

@@ -8,6 +8,8 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_va
 
 from megappo.config.base import Settings
 
+CPU_TOKENS = 65536
+"""Tokens whose keys and values a server on a CPU holds where no number is set."""
 Urls = Annotated[tuple[str, ...], Field(strict=False)]
 
 
@@ -63,6 +65,16 @@ class SGLangSettings(Settings):
     """Longest time for one request of a weight sync."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """More arguments for own servers, by SGLang's names: `{chunked-prefill-size: 4096}`."""
+
+    def count(self, world_size: int, *, on_cuda: bool) -> int:
+        """Number of servers: those of `urls`, or what a run of so many ranks starts."""
+        on_trainers = on_cuda and self.placement == "colocated"
+        own = max(1, world_size // self.tensor_parallel) if on_trainers else 1
+        return len(self.urls) or self.engines or own
+
+    def held_tokens(self, *, on_cuda: bool) -> int | None:
+        """Tokens whose keys and values a server holds; None for as many as `memory_fraction` allows."""
+        return self.max_total_tokens or (None if on_cuda else CPU_TOKENS)
 
     @model_validator(mode="after")
     def _external_servers(self) -> SGLangSettings:

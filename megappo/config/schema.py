@@ -245,6 +245,11 @@ class RolloutSettings(Settings):
         """Settings of the SGLang servers, defaults where none are given."""
         return self.sglang if self.sglang is not None else SGLangSettings()
 
+    def servers_sleep(self, *, on_cuda: bool) -> bool:
+        """Whether servers give their memory to the trainers between rollouts: on shared GPUs, where nothing is
+        generated meanwhile."""
+        return on_cuda and self.servers.placement == "colocated" and self.servers.sleep and not self.ahead
+
     @model_validator(mode="after")
     def _no_truncated_sampling(self) -> RolloutSettings:
         if self.top_p != 1.0 or self.top_k != 0:

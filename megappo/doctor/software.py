@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megappo.config import Config
 from megappo.doctor.findings import Finding, broken, fine, slow
+from megappo.runtime.sglang_cpu import MENDED_VERSION
 
 REQUIRED = (
     "torch>=2.11",
@@ -31,7 +32,7 @@ REQUIRED = (
     "tensorboard",
 )
 """As in setup.py; a test keeps them equal."""
-SGLANG = "sglang==0.5.23"
+SGLANG = f"sglang=={MENDED_VERSION}"
 _PYTHONS = ((3, 11), (3, 12))
 _SHOWN = ("torch", "megatron-core", "transformers")
 _REWARD_PACKAGES = {"math_verify": "math-verify", "reasoning_gym": "reasoning-gym"}
@@ -129,7 +130,7 @@ def generation_finding(config: Config | None) -> Finding:
             )
         return fine("generation", "transformers, embedded in every rank; SGLang is not installed")
     if not holds(version, SGLANG.removeprefix("sglang")):
-        return broken("generation", f"SGLang {version}, needed is {SGLANG[6:]}", f"pip install '{SGLANG}'")
+        return broken("generation", f"SGLang {version}, needed is {MENDED_VERSION}", f"pip install '{SGLANG}'")
     return fine("generation", f"SGLang {version}" if wanted else f"transformers, embedded; SGLang {version} is there")
 
 

@@ -18,8 +18,6 @@ from megappo.architecture import ArchitectureConfig
 from megappo.config import Config
 from megappo.plan.sizes import model_sizes
 
-_CPU_TOKENS = 65536
-"""Keys and values of a server without CUDA that is told no number (`ServerSpec.arguments`)."""
 _PREFILL_TOKENS = 8192
 """SGLang's chunked-prefill-size on GPUs of 80 GB and more."""
 
@@ -60,18 +58,15 @@ def find_servers(config: Config, world_size: int, *, on_cuda: bool, device_bytes
     if config.rollout.engine != "sglang":
         return None
     settings = config.rollout.servers
-    colocated = settings.placement == "colocated"
-    own = settings.engines or (max(1, world_size // settings.tensor_parallel) if colocated and on_cuda else 1)
-    tokens = settings.max_total_tokens or (None if on_cuda else _CPU_TOKENS)
     return Servers(
-        count=len(settings.urls) or own,
+        count=settings.count(world_size, on_cuda=on_cuda),
         tensor_parallel=settings.tensor_parallel,
-        colocated=colocated,
+        colocated=settings.placement == "colocated",
         shares_machine=not on_cuda and not settings.urls,
-        sleeps=colocated and on_cuda and settings.sleep and not config.rollout.ahead,
+        sleeps=config.rollout.servers_sleep(on_cuda=on_cuda),
         ahead=bool(config.rollout.ahead),
         static_bytes=settings.memory_fraction * device_bytes if on_cuda else 0.0,
-        max_total_tokens=tokens,
+        max_total_tokens=settings.held_tokens(on_cuda=on_cuda),
         most_sequences=settings.max_inflight_sequences * world_size,
     )
 

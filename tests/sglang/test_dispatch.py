@@ -34,6 +34,8 @@ class StandIn:
     def __init__(self, index: int, seconds: float = 0.0) -> None:
         self.index, self.seconds, self.asked = index, seconds, 0
         self.version, self.status, self.healthy = "7", 200, True
+        self.health_seconds = 0.0
+        self.answered_at: list[float] = []
         self.fail_after: int | None = None
         """Breaks the connection once so many samples were asked for."""
         self.hang_after: int | None = None
@@ -57,6 +59,7 @@ class StandIn:
         loop.run_forever()
 
     async def _health(self, _request: web.Request) -> web.Response:
+        await asyncio.sleep(self.health_seconds)
         return web.Response(status=200 if self.healthy else 503)
 
     async def _generate(self, request: web.Request) -> web.Response:
@@ -72,6 +75,7 @@ class StandIn:
         await asyncio.sleep(self.seconds * len(body["input_ids"]))
         if self.status != 200:
             return web.Response(status=self.status, text="because")
+        self.answered_at.append(time.monotonic())
         return web.json_response([self._text(ids) for ids in body["input_ids"]])
 
     def _text(self, ids: list[int]) -> dict[str, Any]:
@@ -129,6 +133,15 @@ def test_a_hung_engine_is_asked_for_its_health_first() -> None:
     assert complete(outcome)
     assert list(outcome.failures) == [1] and "is not well" in outcome.failures[1]
     assert time.monotonic() - started < 10
+
+
+def test_others_go_on_while_a_hung_engine_is_asked() -> None:
+    well, hanging = StandIn(0, 0.01), StandIn(1)
+    hanging.hang_after, hanging.health_seconds = 0, 60.0
+    outcome = spread([well, hanging], max_inflight_sequences=4, health_timeout_seconds=3.0)
+    assert complete(outcome) and list(outcome.failures) == [1]
+    pauses = [later - earlier for earlier, later in zip(well.answered_at, well.answered_at[1:], strict=False)]
+    assert max(pauses[:40]) < 1.5  # groups of at most four, 196 samples: all of that while the other one is waited for
 
 
 def test_a_slow_engine_that_is_well_is_waited_for() -> None:

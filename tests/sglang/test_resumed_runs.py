@@ -15,32 +15,25 @@ pytestmark = [
 ]
 
 
-def test_on_policy(tmp_path: Path) -> None:
-    """Killed while the servers generate, and while they are given weights."""
-    settings = ("run.steps=3", "checkpoint.every_steps=1")
-    sglang = {"config": "sglang_quickstart"}
+@pytest.mark.parametrize(
+    ("config", "steps", "step", "at", "rank"),
+    [
+        pytest.param("sglang_quickstart", 3, 2, "sync", 0, id="on-policy"),
+        pytest.param("sglang_disaggregated", 4, 3, "update_actor", 1, id="one-step-ahead"),
+    ],
+)
+def test_killed_and_continued(tmp_path: Path, config: str, steps: int, step: int, at: str, rank: int) -> None:
+    """On policy while the servers are given weights; one step ahead while they generate. What was generated ahead is in
+    the checkpoint, so it is trained on although newer weights are there."""
+    settings = (f"run.steps={steps}", "checkpoint.every_steps=1")
     killed = tmp_path / "killed"
     attempts(
         tmp_path,
-        train(tmp_path / "whole", *settings, **sglang),
-        killed_at(killed, 2, "sync", 0, *settings, **sglang),
-        train(killed, *settings, **sglang),
+        train(tmp_path / "whole", *settings, config=config),
+        killed_at(killed, step, at, rank, *settings, config=config),
+        train(killed, *settings, config=config),
         timeout=400,
     )
-    assert_same_run(tmp_path / "whole", killed, 3)
-
-
-def test_one_step_ahead(tmp_path: Path) -> None:
-    """What was generated ahead is in the checkpoint, so it is trained on although newer weights are there."""
-    settings = ("run.steps=4", "checkpoint.every_steps=1")
-    sglang = {"config": "sglang_disaggregated"}
-    killed = tmp_path / "killed"
-    attempts(
-        tmp_path,
-        train(tmp_path / "whole", *settings, **sglang),
-        killed_at(killed, 3, "update_actor", 1, *settings, **sglang),
-        train(killed, *settings, **sglang),
-        timeout=400,
-    )
-    assert (tmp_path / "whole/checkpoints/step-000003/responses-00001.pt").exists()
-    assert_same_run(tmp_path / "whole", killed, 4)
+    kept = tmp_path / f"whole/checkpoints/step-{steps - 1:06d}/responses-00001.pt"
+    assert kept.exists() == (config == "sglang_disaggregated")
+    assert_same_run(tmp_path / "whole", killed, steps)

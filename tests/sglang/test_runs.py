@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs launch/requirements-sglang.txt"),
 ]
+ALONE = ("actor.layout={}", "critic.layout={}", "evaluation=null", "data.validation=null")
 SMALL = ("rollout.prompts_per_step=10", "actor.minibatch_sequences=40", "critic.minibatch_sequences=40")
 
 
@@ -77,8 +78,7 @@ def test_a_run_learns(tmp_path: Path, config: str, steps: int, reward: float) ->
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A run in its third step or later, and the sessions of its servers."""
-    one = ("actor.layout={}", "critic.layout={}", "evaluation=null", "data.validation=null")
-    run = start("sglang_quickstart", tmp_path / "run", *SMALL, *one, "run.steps=100000", processes=1)
+    run = start("sglang_quickstart", tmp_path / "run", *SMALL, *ALONE, "run.steps=100000", processes=1)
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 300
     while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
@@ -116,24 +116,25 @@ def test_servers_end_with_the_run(running: tuple[subprocess.Popen[str], list[int
         time.sleep(0.2)
 
 
+def stops_with(directory: Path, sglang: str, timeout: float) -> str:
+    """What a run of one process says that cannot have its servers."""
+    run = start("sglang_quickstart", directory, *ALONE, f"rollout.sglang={sglang}", processes=1)
+    output = finish(run, timeout)
+    assert run.returncode == 1
+    assert 'Traceback (most recent call last):\n  File "/' not in output.split("megappo: error")[0]
+    return output
+
+
 def test_external_servers_that_are_not_there(tmp_path: Path) -> None:
     """The deadline is kept, and the sentence names the server."""
     sglang = "{placement: disaggregated, urls: ['http://127.0.0.1:9'], start_timeout_seconds: 2}"
-    one = ("actor.layout={}", "critic.layout={}", "evaluation=null", "data.validation=null")
-    run = start("sglang_quickstart", tmp_path / "run", *one, f"rollout.sglang={sglang}", processes=1)
-    output = finish(run, 120)
-    assert run.returncode == 1
+    output = stops_with(tmp_path / "run", sglang, 120)
     assert "engine 0 (http://127.0.0.1:9) of rollout.sglang.urls gave no healthy answer" in output
     assert "Traceback" not in output
 
 
 def test_a_server_that_cannot_start(tmp_path: Path) -> None:
     """What SGLang said stands in the sentence."""
-    sglang = "{arguments: {no-such-argument: 1}, max_restarts: 1}"
-    one = ("actor.layout={}", "critic.layout={}", "evaluation=null", "data.validation=null")
-    run = start("sglang_quickstart", tmp_path / "run", *one, f"rollout.sglang={sglang}", processes=1)
-    output = finish(run, 200)
-    assert run.returncode == 1
+    output = stops_with(tmp_path / "run", "{arguments: {no-such-argument: 1}, max_restarts: 1}", 200)
     assert "the engines cannot be started: engine 0" in output
     assert "no-such-argument" in output
-    assert 'Traceback (most recent call last):\n  File "/' not in output.split("megappo: error")[0]

@@ -26,6 +26,7 @@ def test_requirements_are_those_of_setup() -> None:
     arguments = setup_arguments()
     assert list(REQUIRED) == ast.literal_eval(arguments["install_requires"])
     assert ast.literal_eval(arguments["extras_require"])["sglang"] == [SGLANG]
+    assert SGLANG in (ROOT / "launch/requirements-sglang.txt").read_text().splitlines()
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,13 @@ class _Lane:
     sequences: int = 0
     last_answer: float = field(default_factory=time.monotonic)
     calls: dict[asyncio.Task[list[Completion]], list[int]] = field(default_factory=dict)
+    check: asyncio.Task[bool] | None = None
+    """Its health, asked for because it gave nothing for long."""
+
+    @property
+    def tasks(self) -> list[asyncio.Task[Any]]:
+        """Everything that is under way."""
+        return [*self.calls, *([self.check] if self.check else [])]
 
 
 class Round:
@@ -102,15 +109,17 @@ class Round:
                     calls = {call: lane for lane in self._lanes for call in lane.calls}
                     if not calls:
                         return  # nobody is left to ask
-                    done, _ = await asyncio.wait(calls, timeout=_WATCH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-                    for call in done:
-                        if call in calls[call].calls:  # else its engine failed a moment ago
-                            self._take(calls[call], call)
-                    await self._watch(session)
+                    tasks = [task for lane in self._lanes for task in lane.tasks]
+                    done, _ = await asyncio.wait(tasks, timeout=_WATCH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                    for call, lane in calls.items():
+                        if call in done and call in lane.calls:  # else its engine failed a moment ago
+                            self._take(lane, call)
+                    for lane in list(self._lanes):
+                        self._watch(session, lane)
             finally:
                 for lane in self._lanes:
-                    for call in lane.calls:
-                        call.cancel()
+                    for task in lane.tasks:
+                        task.cancel()
 
     def _hand_out(self, session: aiohttp.ClientSession) -> None:
         """Give every free engine its next group, the one that owes least first."""
@@ -148,30 +157,35 @@ class Round:
     def _lose(self, lane: _Lane, reason: str) -> None:
         """Take an engine out; what it owes waits for the others."""
         self._outcome.failures[lane.endpoint.index] = reason
-        for call, group in lane.calls.items():
-            call.cancel()
+        for task in lane.tasks:
+            task.cancel()
+        for group in lane.calls.values():
             self._waiting.extendleft(group)
         lane.calls.clear()
         self._lanes.remove(lane)
 
-    async def _watch(self, session: aiohttp.ClientSession) -> None:
-        """Ask an engine that has given nothing for long how it is."""
-        for lane in list(self._lanes):
-            silent = time.monotonic() - lane.last_answer
-            if not lane.calls or silent < self._settings.stall_timeout_seconds:
-                continue
-            limit = self._settings.health_timeout_seconds
-            try:
-                async with asyncio.timeout(limit):
-                    url = f"{lane.endpoint.url}/health_generate"
-                    async with session.get(url, headers=lane.endpoint.headers) as answer:
-                        healthy = answer.status == 200
-            except (aiohttp.ClientError, TimeoutError, OSError):
-                healthy = False
-            if healthy:
+    def _watch(self, session: aiohttp.ClientSession, lane: _Lane) -> None:
+        """Have an engine that has given nothing for long asked how it is, while the others go on."""
+        silent = time.monotonic() - lane.last_answer
+        overdue = bool(lane.calls) and silent >= self._settings.stall_timeout_seconds
+        if lane.check is None:
+            if overdue:
+                lane.check = asyncio.ensure_future(self._is_well(session, lane.endpoint))
+        elif lane.check.done():
+            well, lane.check = lane.check.result(), None
+            if well:
                 lane.last_answer = time.monotonic()
-            else:
-                self._lose(lane, f"{lane.endpoint.name} gave nothing for {silent + limit:.0f} seconds and is not well")
+            elif overdue:
+                self._lose(lane, f"{lane.endpoint.name} gave nothing for {silent:.0f} seconds and is not well")
+
+    async def _is_well(self, session: aiohttp.ClientSession, endpoint: Endpoint) -> bool:
+        """Whether it generates a token before its deadline."""
+        try:
+            async with asyncio.timeout(self._settings.health_timeout_seconds):
+                async with session.get(f"{endpoint.url}/health_generate", headers=endpoint.headers) as answer:
+                    return answer.status == 200
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return False
 
     async def _ask(self, session: aiohttp.ClientSession, endpoint: Endpoint, group: list[int]) -> list[Completion]:
         """One request for a group. Raises EngineFailure for a failed engine, EngineError for a refused request."""

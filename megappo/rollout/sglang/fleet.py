@@ -43,7 +43,7 @@ class Fleet:
         self._ranks_here = hosts.count(hosts[runtime.rank])
         self._ranks_on_first = hosts.count(hosts[0])
         self._external = dict(enumerate(self._settings.urls))
-        self._count = len(self._settings.urls) or self._own_count()
+        self._count = self._settings.count(runtime.world_size, on_cuda=runtime.device.type == "cuda")
         self._mine = [i for i in range(self._count) if self._sender(i) == runtime.rank]
         self._servers: dict[int, Server] = {}
         self._starts = dict.fromkeys(self._mine, 0)
@@ -56,12 +56,6 @@ class Fleet:
     def can_sleep(self) -> bool:
         """Whether the servers can give memory away that the trainers want."""
         return self._spec.memory_saver
-
-    def _own_count(self) -> int:
-        if self._settings.engines is not None:
-            return self._settings.engines
-        on_trainers = self._runtime.device.type == "cuda" and self._settings.placement == "colocated"
-        return max(1, self._runtime.world_size // self._settings.tensor_parallel) if on_trainers else 1
 
     def _sender(self, index: int) -> int:
         """The rank that sends weights to a server. Own servers that are not spread over the trainers' GPUs stand on the

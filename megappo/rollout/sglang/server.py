@@ -86,8 +86,8 @@ class ServerSpec:
             found["enable-deterministic-inference"] = True
         if self.trust_remote_code:
             found["trust-remote-code"] = True
-        if self.settings.max_total_tokens or not self.devices:
-            found["max-total-tokens"] = self.settings.max_total_tokens or 65536
+        if (tokens := self.settings.held_tokens(on_cuda=bool(self.devices))) is not None:
+            found["max-total-tokens"] = tokens
         if self.devices:
             found["mem-fraction-static"] = self.settings.memory_fraction
             if self.memory_saver:

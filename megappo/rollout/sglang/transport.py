@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megappo.reshard.stream import Bucket
+from megappo.reshard.stream import Bucket, Slot
 from megappo.rollout.sglang.client import Endpoint, EngineFailure, call
 from megappo.rollout.sglang.server import free_port
 
@@ -49,20 +49,13 @@ class SharedTransport:
 
     def load(self, bucket: Bucket, flat_bytes: Tensor) -> None:
         """See `Transport.load`."""
-        # Plain records instead of SGLang's class: it reads the same attributes, and SGLang need not be imported.
-        metadata = [
-            SimpleNamespace(
-                name=s.name, shape=s.shape, dtype=s.dtype, start_idx=s.start, end_idx=s.stop, numel=s.stop - s.start
-            )
-            for s in bucket.slots
-        ]
-        payload = {"flattened_tensor": flat_bytes[: bucket.n_bytes], "metadata": metadata}
+        payload = flat_payload(flat_bytes[: bucket.n_bytes], bucket.slots)
         call(
             self._endpoint,
             "/update_weights_from_tensor",
             {
                 # A handle may be opened once: torch counts openings, and removes the memory after the last.
-                "serialized_named_tensors": [_serialize(payload) for _ in range(self._tp)],
+                "serialized_named_tensors": [serialize(payload) for _ in range(self._tp)],
                 "load_format": "flattened_bucket",
                 "flush_cache": False,
             },
@@ -73,8 +66,21 @@ class SharedTransport:
         """Nothing is held."""
 
 
-def _serialize(payload: dict[str, Any]) -> str:
-    if payload["flattened_tensor"].is_cuda:
+def flat_payload(flat_bytes: Tensor, slots: Sequence[Slot]) -> dict[str, Any]:
+    """What SGLang's `flattened_bucket` holds: uint8 (bytes,) and where each tensor lies in it."""
+    # Plain records instead of SGLang's class: it reads the same attributes, and SGLang need not be imported.
+    metadata = [
+        SimpleNamespace(
+            name=s.name, shape=s.shape, dtype=s.dtype, start_idx=s.start, end_idx=s.stop, numel=s.stop - s.start
+        )
+        for s in slots
+    ]
+    return {"flattened_tensor": flat_bytes, "metadata": metadata}
+
+
+def serialize(payload: Any) -> str:
+    """Handles of the payload's tensors, for one opening in one process of the engine."""
+    if torch.cuda.is_available():
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
         monkey_patch_torch_reductions()  # handles then name the device by its UUID
