@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+from distributed.harness import launch
 
 ROOT = Path(__file__).parents[2]
 SMALL = (
@@ -20,14 +19,7 @@ def attempts(folder: Path, *wanted: dict[str, Any], timeout: float = 200) -> str
     """Run killed_runs.py; returns what all attempts printed."""
     plan = folder / "attempts.json"
     plan.write_text(json.dumps(wanted))
-    paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(paths), "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, str(ROOT / "tests/distributed/killed_runs.py"), str(plan)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    return done.stdout + done.stderr
+    return launch("killed_runs.py", 0, plan, timeout_seconds=timeout)
 
 
 def train(

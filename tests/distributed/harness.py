@@ -1,23 +1,28 @@
-"""Starts worker programs under torchrun and hands back what they wrote."""
+"""Starts programs on several processes and hands back what they wrote."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 WORKERS = Path(__file__).parent
 ROOT = WORKERS.parents[1]
 
 
-def launch(worker: str, processes: int, *arguments: object, timeout_seconds: float = 300) -> str:
-    """Run tests/distributed/<worker> on so many processes; returns its output, fails with it."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command += [str(WORKERS / worker), *map(str, arguments)]
+@functools.cache
+def _nursery() -> Connection:
+    """To the process that all others are forked from; see nursery.py."""
+    ours, its = Pipe()
     paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
@@ -25,9 +30,33 @@ def launch(worker: str, processes: int, *arguments: object, timeout_seconds: flo
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": ":".join(paths),
     }
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=timeout_seconds, check=False
-    )
+    command = [sys.executable, str(WORKERS / "nursery.py"), str(its.fileno())]
+    subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL)
+    its.close()
+    return ours
+
+
+def start(
+    program: str | Path, *arguments: object, processes: int = 0, timeout_seconds: float = 300
+) -> subprocess.CompletedProcess[str]:
+    """Run a file or a package on so many processes with torchrun's variables, or once without them where it is 0."""
+    nursery, words = _nursery(), list(map(str, arguments))
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder) / name for name in ("stdout", "stderr")]
+        nursery.send((str(program), words, processes, *map(str, logs)))
+        child = nursery.recv()
+        late = not nursery.poll(timeout_seconds)
+        if late:
+            os.killpg(child, signal.SIGKILL)
+        code = nursery.recv()
+        said = [log.read_text(errors="replace") if log.exists() else "" for log in logs]
+    assert not late, f"{program} {words} took longer than {timeout_seconds:g} s: {(said[0] + said[1])[-6000:]}"
+    return subprocess.CompletedProcess([str(program), *words], code, *said)
+
+
+def launch(worker: str, processes: int, *arguments: object, timeout_seconds: float = 300) -> str:
+    """Run tests/distributed/<worker> on so many processes; returns its output, fails with it."""
+    done = start(WORKERS / worker, *arguments, processes=processes, timeout_seconds=timeout_seconds)
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-6000:]
     return output

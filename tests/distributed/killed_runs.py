@@ -7,8 +7,6 @@ Usage: killed_runs.py ATTEMPTS.json, a list of {"arguments", "processes", "kill"
 - `ctrl_c`: once step 1 is logged, all ranks get SIGINT as torchrun would send it, and a second later once more.
 - `rewrite`: the run is not continued, its newest checkpoint is loaded and written again in the arguments' layout.
 Prints what the attempts print, and fails where an attempt does not end as expected ("killed" or an exit code).
-
-The processes are forked from one that has imported everything, which is most of a start.
 """
 
 from __future__ import annotations
@@ -23,11 +21,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint  # noqa: F401 - imported once for all attempts
-import transformers.generation  # noqa: F401
-from transformers.models.llama import modeling_llama  # noqa: F401
-
-import megappo.run  # noqa: F401
 from megappo.assembly import assemble
 from megappo.checkpoint import files, writer
 from megappo.cli import main

@@ -14,22 +14,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from distributed.harness import start
 from megappo.observe import read_metrics
 from megappo.observe.metric_docs import METRICS
 
 ROOT = Path(__file__).parents[2]
 
 
-def megappo(*arguments: object, processes: int = 1, timeout: float = 400) -> subprocess.CompletedProcess[str]:
-    """Run the command line, on several processes under torchrun."""
-    launcher = [sys.executable]
-    if processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-    command = [*launcher, "-m", "megappo", *map(str, arguments)]
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
-    )
+def megappo(*arguments: object, processes: int = 0, timeout: float = 400) -> subprocess.CompletedProcess[str]:
+    """Run the command line, on several processes with torchrun's variables."""
+    return start("megappo", *arguments, processes=processes, timeout_seconds=timeout)
 
 
 def quickstart(directory: Path, *overrides: str, processes: int = 2, timeout: float = 400) -> list[dict[str, Any]]:
