@@ -47,6 +47,7 @@ def run_program(job: Job, rank: int, port: int) -> None:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     sys.argv = [job.program, *job.arguments]
     if Path(job.program).is_file():
+        sys.path.insert(0, str(Path(job.program).parent))
         runpy.run_path(job.program, run_name="__main__")
     else:
         runpy.run_module(job.program, run_name="__main__", alter_sys=True)

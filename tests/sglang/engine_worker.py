@@ -38,7 +38,7 @@ from megappo.runtime import Runtime, start_runtime
 from megappo.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
-SHORT_WAITS = "stall_timeout_seconds: 3, health_timeout_seconds: 6, sync_timeout_seconds: 60"
+SHORT_WAITS = "stall_timeout_seconds: 3, health_timeout_seconds: 10, sync_timeout_seconds: 60"
 LONG = SamplingParams(temperature=1.0, max_new_tokens=50, stop_token_ids=(1,))
 
 

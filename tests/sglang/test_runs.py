@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from distributed.harness import start
 from megappo.observe import read_metrics
 from megappo.observe.metric_docs import METRICS
 from megappo.rollout.sglang.guard import session_pids
@@ -26,37 +27,15 @@ ALONE = ("actor.layout={}", "critic.layout={}", "evaluation=null", "data.validat
 SMALL = ("rollout.prompts_per_step=10", "actor.minibatch_sequences=40", "critic.minibatch_sequences=40")
 
 
-def start(config: str, directory: Path, *overrides: str, processes: int) -> subprocess.Popen[str]:
-    """The command line in a process group of its own."""
-    launcher = [sys.executable]
-    if processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-    command = [*launcher, "-m", "megappo", "train", f"configs/{config}.yaml", f"run.directory={directory}", *overrides]
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-
-
-def finish(run: subprocess.Popen[str], timeout: float) -> str:
-    """Its output once it has ended; ends it with everything it started where that takes too long."""
-    try:
-        return run.communicate(timeout=timeout)[0]
-    finally:
-        if run.poll() is None:
-            os.killpg(run.pid, signal.SIGKILL)
-
-
 @pytest.mark.parametrize(
     ("config", "steps", "reward"), [("sglang_quickstart", 45, 0.8), ("sglang_disaggregated", 20, 0.3)]
 )
 def test_a_run_learns(tmp_path: Path, config: str, steps: int, reward: float) -> None:
     """As far as with the embedded engine, in fewer steps than the configurations have."""
     changes = (f"run.steps={steps}", "actor.optimizer.schedule=constant", "evaluation.every_steps=20")
-    run = start(config, tmp_path / "run", *changes, processes=2)
-    output = finish(run, 560)
-    assert run.returncode == 0, output[-4000:]
+    words = ("train", f"configs/{config}.yaml", f"run.directory={tmp_path / 'run'}", *changes)
+    done = start("megappo", *words, processes=2, timeout_seconds=560)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     names = {name for line in lines for name in line} - {"step"}
     assert names <= set(METRICS), names - set(METRICS)
@@ -77,8 +56,17 @@ def test_a_run_learns(tmp_path: Path, config: str, steps: int, reward: float) ->
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """A run in its third step or later, and the sessions of its servers."""
-    run = start("sglang_quickstart", tmp_path / "run", *SMALL, *ALONE, "run.steps=100000", processes=1)
+    """A run in its third step or later, in a process group of its own, and the sessions of its servers."""
+    command = [sys.executable, "-m", "megappo", "train", "configs/sglang_quickstart.yaml", *SMALL, *ALONE]
+    run = subprocess.Popen(
+        [*command, "run.steps=100000", f"run.directory={tmp_path / 'run'}"],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 300
     while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
@@ -118,9 +106,10 @@ def test_servers_end_with_the_run(running: tuple[subprocess.Popen[str], list[int
 
 def stops_with(directory: Path, sglang: str, timeout: float) -> str:
     """What a run of one process says that cannot have its servers."""
-    run = start("sglang_quickstart", directory, *ALONE, f"rollout.sglang={sglang}", processes=1)
-    output = finish(run, timeout)
-    assert run.returncode == 1
+    words = ("train", "configs/sglang_quickstart.yaml", f"run.directory={directory}", *ALONE)
+    done = start("megappo", *words, f"rollout.sglang={sglang}", timeout_seconds=timeout)
+    output = done.stdout + done.stderr
+    assert done.returncode == 1, output[-4000:]
     assert 'Traceback (most recent call last):\n  File "/' not in output.split("megappo: error")[0]
     return output
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from distributed.harness import start
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -18,20 +17,10 @@ pytestmark = [
 ]
 
 
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return subprocess.run(
-        [*command, "benchmarks/weight_sync.py", *arguments],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400, check=False,
-    )  # fmt: skip
-
-
 def test_the_table(tmp_path: Path) -> None:
     out = tmp_path / "sync.json"
-    done = bench(
-        "configs/sglang_quickstart.yaml", "rollout.sync_bucket_bytes=50000", "--repeat", "2", "--json", str(out)
-    )
+    words = ("configs/sglang_quickstart.yaml", "rollout.sync_bucket_bytes=50000", "--repeat", "2", "--json", out)
+    done = start(ROOT / "benchmarks/weight_sync.py", *words, processes=2)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = {row["way"]: row for row in json.loads(out.read_text())["rows"]}
     assert list(rows) == ["copy", "sync", "unverified", "verl", "slime"]
