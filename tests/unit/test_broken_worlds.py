@@ -54,7 +54,7 @@ def expect(found: dict[str, str], state: str, words: str, remedy: str) -> None:
 @pytest.mark.parametrize(
     ("name", "version", "check", "words", "remedy"),
     [
-        ("sglang", "0.4.1", "generation", "SGLang 0.4.1, needed is ==0.5.23", "pip install 'sglang==0.5.23'"),
+        ("sglang", "0.4.1", "generation", "SGLang 0.4.1, needed is 0.5.23", "pip install 'sglang==0.5.23'"),
         ("transformers", "4.51.0", "transformers", "version 4.51.0, needed is >=5,<6", "pip install 'transformers>=5"),
         ("megatron-core", "0.12.0", "megatron-core", "version 0.12.0", "pip install 'megatron-core>=0.16,<0.20'"),
     ],
@@ -116,7 +116,7 @@ def test_sglang_of_another_version(
     monkeypatch.syspath_prepend(tmp_path)
     code, found = findings(capsys, DISAGGREGATED)
     assert code == 1
-    expect(found["generation"], "broken", "SGLang 0.5.11, needed is ==0.5.23", "pip install 'sglang==0.5.23'")
+    expect(found["generation"], "broken", "SGLang 0.5.11, needed is 0.5.23", "pip install 'sglang==0.5.23'")
 
 
 @pytest.mark.usefixtures("sglang")

@@ -79,7 +79,7 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 
 def settings(**changes: Any) -> RewardSettings:
-    chosen = {"function": "user_rewards:obey", "timeout_seconds": 0.5, "failure_score": -1.0}
+    chosen = {"function": "user_rewards:obey", "timeout_seconds": 1.0, "failure_score": -1.0}
     return RewardSettings(**chosen | {"max_failure_fraction": 1.0} | changes)
 
 
@@ -116,7 +116,7 @@ def test_a_failure_costs_its_own_sample(response: str, reason: str) -> None:
 def test_many_failures_on_several_workers() -> None:
     responses = ["fine", "hang", "exit", "slow", "exit", "raise", "fine", "hang", "slow", "fine"] * 2
     started = time.monotonic()
-    with RewardPool(settings(workers=2)) as pool:
+    with RewardPool(settings(workers=2, timeout_seconds=2.0)) as pool:
         result = pool.score(requests(*responses))
     failed = [i for i, r in enumerate(responses) if r in ("hang", "exit", "raise")]
     assert [i for i, _ in result.failures] == failed
