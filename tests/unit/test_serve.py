@@ -35,6 +35,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(200 if right or "api-key" not in arguments else 401)
         self.end_headers()
         self.wfile.write(b"{}")
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        Path(os.environ["FAKE"], "asked").open("a").write(self.path)
+        self.do_GET()
 http.server.ThreadingHTTPServer((arguments["host"], arguments["port"]), Handler).serve_forever()
 """
 
@@ -97,6 +101,11 @@ def test_a_server_that_dies_is_started_again(site: Site) -> None:
     serving.send_signal(signal.SIGUSR1)  # for the trainers of the job
     time.sleep(0.5)
     assert serving.poll() is None and session_pids(second)
+    deadline = time.monotonic() + 30
+    asked = site.folder / "starts" / "asked"
+    while not (asked.exists() and asked.read_text().endswith("/freeze_gc")):  # before it is used
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
     serving.send_signal(signal.SIGTERM)
     _, said = serving.communicate(timeout=30)
     assert serving.returncode == 0

@@ -26,6 +26,7 @@ from megappo.rollout.sglang.client import Endpoint, EngineFailure, call
 from megappo.runtime.sglang_cpu import ENTRY_POINTS, PLATFORM_NAME
 
 _STOP_SECONDS = 20.0
+_FREEZE_SECONDS = 30.0
 _SCRUBBED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR")
 _SCRUBBED_PREFIXES = ("TORCHELASTIC_", "ROLE_", "GROUP_", "MASTER_", "TORCH_NCCL_", "SGLANG_", "TRITON_INTERPRET")
 
@@ -172,6 +173,9 @@ class Server:
             raise EngineFailure(f"{self.endpoint.name} ended while it started; {self.log} ends with: {self.tail()}")
         with suppress(EngineFailure):
             call(self.endpoint, "/model_info", timeout_seconds=5.0, method="GET")
+            # SGLang sends itself this when it starts, now and then before it listens. Without it every weight sync
+            # waits half a second for Python's garbage collection, which looks through all that was imported.
+            call(self.endpoint, "/freeze_gc", timeout_seconds=_FREEZE_SECONDS)
             return True
         if time.monotonic() > self.deadline:
             raise EngineFailure(
