@@ -48,7 +48,7 @@ def activate() -> str | None:
 
 
 def register_hooks() -> None:
-    """Have the processes of a server that megappo starts forked, which halves the time until it answers.
+    """Have the processes of a server that megappo starts forked, so that it answers sooner.
 
     SGLang spawns a scheduler for each rank and a detokenizer, and each of them imports for ten seconds what the server
     has imported already. It must, because CUDA does not survive a fork; here there is none, and nothing computes in the

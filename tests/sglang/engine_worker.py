@@ -292,16 +292,28 @@ def through_urls(folder: Path, runtime: Runtime, bench: Bench) -> dict[str, floa
     return after_an_update(other, "{tensor_parallel: 2}")
 
 
+def relatives(session: int) -> int:
+    """Processes of a server's session that have libc where the server has it: itself and what was forked off it.
+    A process that was spawned draws an address of its own."""
+
+    def place(pid: int) -> str:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        return next((line.split("-")[0] for line in lines if "/libc.so" in line), "")
+
+    return sum(place(pid) == place(session) != "" for pid in session_pids(session))
+
+
 def leave(bench: Bench) -> dict[str, Any]:
     """What this rank's servers had made, then their end."""
     sessions = bench.sessions()
+    forked = [relatives(session) for session in sessions]
     files = sorted(shared_files([pid for s in sessions for pid in session_pids(s)]))
     assert bench.engine is not None
     urls = [e.url for e in bench.engine.endpoints]
     folders = [server.guard.args[4] for server in bench.engine._fleet._servers.values()]  # type: ignore[index]
     assert all(Path(folder).is_dir() for folder in folders)
     bench.engine.close()
-    return {"sessions": sessions, "files": files, "urls": urls, "folders": folders}
+    return {"sessions": sessions, "forked": forked, "files": files, "urls": urls, "folders": folders}
 
 
 def main() -> None:

@@ -107,6 +107,11 @@ def test_a_tensor_that_stays_wrong_stops_the_run_by_name(scenario: Callable[[str
         assert found["always"]["current"] == []  # nothing may generate with mixed weights
 
 
+def test_the_processes_of_a_server_are_forked(scenario: Callable[[str], Found]) -> None:
+    """The server itself, a detokenizer, and a scheduler for each of its two ranks."""
+    assert [count for found in scenario(SHARDED) for count in found["forked"]] == [4]
+
+
 @pytest.mark.parametrize("name", [TWO, SHARDED, BROADCAST])
 def test_nothing_is_left_behind(scenario: Callable[[str], Found], name: str) -> None:
     for found in scenario(name):

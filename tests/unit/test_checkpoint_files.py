@@ -19,6 +19,7 @@ from megappo.checkpoint import (
     CheckpointWriter,
     NoCheckpointError,
     Snapshot,
+    files,
     random_states,
     restore_random_states,
     select_checkpoint,
@@ -217,3 +218,14 @@ def test_changed_settings_are_told_apart() -> None:
     changes = compare_settings(before, now)
     assert changes.harmless == ("actor.optimizer.schedule: 'constant' -> 'linear'",)
     assert "run.steps: 10 -> 20 (learning rates decay over the run's steps)" in changes.dangerous
+
+
+def test_checkpoints_of_an_older_version_are_refused(
+    tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They lack what this version keeps; nothing is guessed in its place."""
+    with monkeypatch.context() as older:
+        older.setattr(files, "FORMAT", files.FORMAT - 1)
+        write(tmp_path, runtime, 1)
+    with pytest.raises(NoCheckpointError, match=f"has format {files.FORMAT - 1}, this version reads {files.FORMAT}"):
+        select_checkpoint(tmp_path, runtime)

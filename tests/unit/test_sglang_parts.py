@@ -138,6 +138,20 @@ def test_the_platform_is_for_machines_without_cuda_only(monkeypatch: pytest.Monk
     assert all(f'"{group}": ["{point}"]' in setup for group, point in sglang_cpu.ENTRY_POINTS.items())
 
 
+def test_only_servers_of_megappo_without_cuda_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = pytest.importorskip("sglang.srt.plugins.hook_registry").HookRegistry
+    targets: list[str] = []
+    monkeypatch.setattr(registry, "register", lambda target, *_: targets.append(target))
+    for platform, cuda in (("", False), (sglang_cpu.PLATFORM_NAME, True)):
+        monkeypatch.setenv("SGLANG_PLATFORM", platform)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
+        sglang_cpu.register_hooks()
+    assert targets == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    sglang_cpu.register_hooks()
+    assert len(targets) == 1
+
+
 def test_without_sglang_a_run_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     def version(_name: str) -> str:
         raise importlib.metadata.PackageNotFoundError
