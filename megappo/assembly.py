@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megappo.architecture import ArchitectureConfig
 from megappo.config import Config, Derived, RoleNumbers
-from megappo.config.schema import TrainedRoleSettings
+from megappo.config.roles import TrainedRoleSettings
 from megappo.data import Cursor, PromptDataset
 from megappo.model_files import load_architecture, load_tokenizer, model_folder
 from megappo.models.build import DTYPES, BuildOptions, RoleModel, build_model

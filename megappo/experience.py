@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megappo import algo
-from megappo.config.schema import AlgorithmSettings
+from megappo.config.algorithm import AlgorithmSettings
 from megappo.runtime.tally import Tally
 from megappo.types import Experience, Scored
 from megappo_kernels import gae, masked_whiten, masked_whiten_stats, merge_whiten_stats

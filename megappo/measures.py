@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megappo.assembly import Parts
-from megappo.config.schema import AlgorithmSettings
+from megappo.config.algorithm import AlgorithmSettings
 from megappo.errors import RunError
 from megappo.observe.throughput import mfu, training_flops_per_token
 from megappo.reshard.hf_map import multiplied_parameters

@@ -10,8 +10,9 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from megappo.config.base import Settings
 from megappo.config.errors import either, nearest_word, show
-from megappo.config.schema import Config, Settings
+from megappo.config.schema import Config
 
 Key = tuple[str, ...]
 

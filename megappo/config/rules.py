@@ -12,7 +12,8 @@ from pathlib import Path
 
 from megappo.architecture import ModelShape
 from megappo.config.errors import divisors, either, nearest_numbers, nearest_word
-from megappo.config.schema import ActorSettings, Config, CriticSettings, LayoutSettings
+from megappo.config.roles import ActorSettings, CriticSettings, LayoutSettings
+from megappo.config.schema import Config
 
 ESTIMATOR_NEEDS_CRITIC = {"gae": True, "grpo": False, "rloo": False, "reinforce_plus_plus": False}
 """The names in `megappo.algo`, which is not imported here because it brings torch; a test keeps them equal."""

@@ -1,31 +1,27 @@
 """The settings of a run: one frozen, validated class per section of the YAML file.
 
 Units stand in the names (`_sequences`, `_tokens`, `_seconds`, `_bytes`); every field says what it means. Rules that
-need only one section are checked here, rules between sections, the model and the world size in `derive`.
+need only one section are checked here, rules between sections, the model and the world size in `derive`. The larger
+sections have files of their own: `roles`, `algorithm`, `engine`.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import (
     Field,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     model_validator,
 )
 
-from megappo.config.base import Settings
+from megappo.config.algorithm import AlgorithmSettings
+from megappo.config.base import Fraction, PathFromText, Settings, TokenIds
 from megappo.config.engine import SGLangSettings
-
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
-TokenIds = Annotated[tuple[NonNegativeInt, ...], Field(strict=False)]  # YAML has lists, strict mode wants tuples
-PathFromText = Annotated[Path, Field(strict=False)]
-
+from megappo.config.roles import ActorSettings, CriticSettings, ReferenceSettings
 
 PHASES = (
     "start", "rollout", "reward", "score", "advantages", "update_critic", "update_actor", "sync", "evaluate",
@@ -89,97 +85,6 @@ class ModelSettings(Settings):
     """The vocabulary is padded to this multiple (at least to a multiple of the tensor parallel size when 1)."""
     trust_remote_code: bool = False
     """Allow Python code from the model folder to run."""
-
-
-class LayoutSettings(Settings):
-    """How a role is spread over ranks; data parallelism is what is left."""
-
-    tensor_parallel: PositiveInt = 1
-    """Ranks that share each layer (TP)."""
-    pipeline_parallel: PositiveInt = 1
-    """Stages the layers are cut into (PP)."""
-    virtual_pipeline_chunks: PositiveInt = 1
-    """Chunks of layers per stage for the interleaved schedule (VPP); 1: no interleaving."""
-    expert_parallel: PositiveInt = 1
-    """Ranks that share out the experts of each layer (EP), among those of a pipeline stage."""
-    sequence_parallel: bool = False
-    """Shard the activations between tensor parallel regions along the sequence (SP)."""
-    first_rank: NonNegativeInt = 0
-    """First global rank of this role."""
-    ranks: PositiveInt | None = None
-    """How many ranks the role stands on; default: all from `first_rank`."""
-
-
-class OptimizerSettings(Settings):
-    learning_rate: PositiveFloat
-    """Peak learning rate of AdamW."""
-    min_learning_rate: NonNegativeFloat = 0.0
-    """Where a decaying schedule ends."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Decay over all updates of the run."""
-    warmup_updates: NonNegativeInt = 0
-    """Optimizer updates of linear warm-up from 0."""
-    weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay; biases and norms are exempt."""
-    beta1: Decay = 0.9
-    """AdamW's first moment decay."""
-    beta2: Decay = 0.999
-    """AdamW's second moment decay."""
-    eps: PositiveFloat = 1e-8
-    """AdamW's epsilon."""
-    clip_grad_norm: NonNegativeFloat = 1.0
-    """Gradients are scaled down to this global L2 norm; 0: no clipping."""
-    distributed: bool = False
-    """Shard optimizer state over data parallel ranks (Megatron's distributed optimizer)."""
-
-    @model_validator(mode="after")
-    def _min_below_peak(self) -> OptimizerSettings:
-        if self.min_learning_rate > self.learning_rate:
-            raise ValueError(
-                f"min_learning_rate {self.min_learning_rate} is above learning_rate {self.learning_rate}; lower it"
-            )
-        return self
-
-
-class TrainedRoleSettings(Settings):
-    """What actor and critic have in common."""
-
-    layout: LayoutSettings = LayoutSettings()
-    """The role's own parallel layout."""
-    optimizer: OptimizerSettings
-    """AdamW and its schedule."""
-    epochs: PositiveInt = 1
-    """Passes over the step's samples."""
-    minibatch_sequences: PositiveInt
-    """Samples per optimizer update over all data parallel ranks; divides the step's samples."""
-    microbatch_budget_tokens: PositiveInt = 8192
-    """Most tokens in one packed microbatch; not below the longest possible sample."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """Activation recomputation: attention only (`selective`) or whole layers (`full`)."""
-
-
-class ActorSettings(TrainedRoleSettings):
-    """The policy that is trained."""
-
-
-class CriticSettings(TrainedRoleSettings):
-    """The value model: a trunk like the actor's, its output layer a scalar head."""
-
-    path: str | None = None
-    """Hugging Face folder of the trunk; default: the actor's model."""
-    value_head_std: NonNegativeFloat = 0.0
-    """Standard deviation of the new value head; 0 makes every first value 0."""
-    value_clip: PositiveFloat | None = 0.2
-    """Clip range of the value loss around the old values; null: no clipping."""
-    warmup_steps: NonNegativeInt = 0
-    """First steps in which only the critic is updated."""
-
-
-class ReferenceSettings(Settings):
-    """The frozen policy of the KL terms; stands on the actor's layout."""
-
-    path: str | None = None
-    """Hugging Face folder; default: the actor's starting weights."""
 
 
 class DataSourceSettings(Settings):
@@ -285,103 +190,6 @@ class RewardSettings(Settings):
         if (self.function == "model") != (self.model_path is not None):
             raise ValueError("model_path belongs to function: model; set both or neither")
         return self
-
-
-KLKind = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
-
-
-class KLInRewardSettings(Settings):
-    kind: KLKind = "kl"
-    """Estimator of KL(actor || reference) per token."""
-    coef: NonNegativeFloat
-    """Weight; the starting weight with an adaptive controller."""
-    controller: Literal["fixed", "adaptive"] = "fixed"
-    """`adaptive` moves the weight towards `target` (Ziegler et al. 2019)."""
-    target: PositiveFloat = 6.0
-    """KL per response in nats the adaptive controller aims at."""
-    horizon: PositiveInt = 10000
-    """Samples over which the adaptive controller moves."""
-
-    @model_validator(mode="after")
-    def _adaptive_can_move(self) -> KLInRewardSettings:
-        if self.controller == "adaptive" and self.coef == 0.0:
-            raise ValueError("the adaptive controller multiplies coef, so 0 stays 0; set coef above 0, such as 0.001")
-        return self
-
-
-class KLInLossSettings(Settings):
-    kind: KLKind = "low_var_kl"
-    """Estimator of KL(actor || reference) per token."""
-    coef: NonNegativeFloat
-    """Weight of the term in the policy loss."""
-
-
-class PenaltySettings(Settings):
-    coef: PositiveFloat = 1.0
-    """Starting weight of KL(old || new)."""
-    target: PositiveFloat = 0.01
-    """KL per token in nats that the weight is adapted to (Schulman et al. 2017, section 4)."""
-
-
-class CorrectionSettings(Settings):
-    level: Literal["token", "sequence"] = "token"
-    """One importance weight per token, or one per response."""
-    cap: PositiveFloat = 2.0
-    """Weights are truncated here."""
-    reject_above: PositiveFloat | None = None
-    """Samples or tokens with a larger weight are left out of the loss."""
-
-
-class JumpSettings(Settings):
-    grad_norm_ratio: Annotated[float, Field(gt=1)] | None = 10.0
-    """An update whose gradient norm is so many times the median of the role's last 50; null: off."""
-    kl_nats: PositiveFloat | None = 0.5
-    """An actor update whose minibatch has a KL(old || new) above this, in nats per token; null: off."""
-
-
-class AlgorithmSettings(Settings):
-    estimator: str = "gae"
-    """`gae` (with critic), `grpo`, `rloo` or `reinforce_plus_plus` (without)."""
-    gamma: Fraction = 1.0
-    """Discount per token."""
-    lam: Fraction = 0.95
-    """GAE's lambda."""
-    whiten_advantages: bool = True
-    """Whiten over the global batch where the estimator allows it."""
-    policy_loss: Literal["clip", "penalty"] = "clip"
-    """PPO-clip, or PPO with an adaptive KL penalty against the old policy."""
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """Ratios are clipped below at 1 - clip_low."""
-    clip_high: PositiveFloat = 0.2
-    """Ratios are clipped above at 1 + clip_high."""
-    dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
-    """Lower bound c*A of the objective where A < 0 (Ye et al. 2020); null: off."""
-    entropy_coef: NonNegativeFloat = 0.0
-    """Weight of the entropy bonus."""
-    loss_aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
-        "token-mean"
-    )
-    """How token losses become one number, over the global minibatch."""
-    kl_in_reward: KLInRewardSettings | None = None
-    """KL to the reference subtracted from the token rewards."""
-    kl_in_loss: KLInLossSettings | None = None
-    """KL to the reference added to the policy loss."""
-    penalty: PenaltySettings = PenaltySettings()
-    """Settings of `policy_loss: penalty`."""
-    target_kl: PositiveFloat | None = None
-    """Actor updates of a step end once KL(old || new) of a minibatch passes this (nats per token)."""
-    old_logprob: Literal["decoupled", "bypass", "corrected"] = "decoupled"
-    """Recompute with the trainer, take the engine's, or recompute and weight for the gap."""
-    correction: CorrectionSettings = CorrectionSettings()
-    """Settings of `old_logprob: corrected`."""
-    mismatch_warn_nats: PositiveFloat = 0.05
-    """Mean |engine - trainer| logprob per token from which a warning is printed."""
-    mismatch_stop_nats: PositiveFloat = 1.0
-    """The same from which the run stops."""
-    on_nonfinite: Literal["stop", "skip"] = "stop"
-    """After a non-finite loss or gradient, whose update is never applied: end the run, or go on."""
-    jumps: JumpSettings = JumpSettings()
-    """Updates that are written to jumps.jsonl with the samples they were made of."""
 
 
 class EvaluationSettings(Settings):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megappo.config.schema import JumpSettings
+from megappo.config.algorithm import JumpSettings
 from megappo.types import Experience
 
 _REMEMBERED = 50

@@ -10,7 +10,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megappo.config.schema import OptimizerSettings
+from megappo.config.roles import OptimizerSettings
 from megappo.models.build import RoleModel
 from megappo.models.optimizer_state import OptimizerState
 from megappo.models.schedule import finalize_summed_grads

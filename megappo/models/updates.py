@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megappo.algo import token_weights
-from megappo.config.schema import AlgorithmSettings, CriticSettings, TrainedRoleSettings
+from megappo.config.algorithm import AlgorithmSettings
+from megappo.config.roles import CriticSettings, TrainedRoleSettings
 from megappo.models.heads import PolicyTarget
 from megappo.models.jumps import Jump, describe_samples
 from megappo.models.roles import NonFiniteUpdateError, TrainedRole, Update

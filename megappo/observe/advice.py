@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 
-from megappo.config.schema import AlgorithmSettings
+from megappo.config.algorithm import AlgorithmSettings
 
 _PATIENCE_STEPS = 10
 _QUIET_STEPS = 20

@@ -10,8 +10,8 @@ from pathlib import Path
 from megappo.architecture import ArchitectureConfig
 from megappo.config import Config
 from megappo.config.derive import role_numbers
+from megappo.config.roles import ActorSettings, CriticSettings
 from megappo.config.rules import Role
-from megappo.config.schema import ActorSettings, CriticSettings
 from megappo.plan.servers import Servers, find_servers
 from megappo.reshard.hf_map import model_parameters, shard_shape
 

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 from megappo.config import Config, ConfigError, derive
 from megappo.config.errors import divisors, show
+from megappo.config.roles import LayoutSettings
 from megappo.config.rules import Role, batch_rules, engine_rules, parallel_rules, placement_rules, vocabulary_rules
-from megappo.config.schema import LayoutSettings, RolloutSettings
+from megappo.config.schema import RolloutSettings
 from megappo.plan.costs import rollout_cost, score_cost, update_cost
 from megappo.plan.inputs import Models, RoleSettings, RoleSetup, Setup, Workload, reference_role, trained_role, workload
 from megappo.plan.machines import MACHINES, Machine

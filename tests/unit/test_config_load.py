@@ -11,8 +11,8 @@ import yaml  # type: ignore[import-untyped]
 from pydantic import BaseModel, ValidationError
 
 from megappo.config import Config, ConfigError, load_config, save_config
+from megappo.config.base import Settings
 from megappo.config.explain import all_keys, find_field, section_of
-from megappo.config.schema import Settings
 from megappo.config.yaml_core import dump_yaml, parse_yaml
 
 BASE_PATH = Path(__file__).parent / "config_base.yaml"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megappo.config.schema import JumpSettings
+from megappo.config.algorithm import JumpSettings
 from megappo.models.jumps import JumpWatch
 
 

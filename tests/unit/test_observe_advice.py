@@ -7,7 +7,9 @@ from typing import Any, Union, get_args, get_origin
 
 import pytest
 
-from megappo.config.schema import AlgorithmSettings, Config, KLInRewardSettings, Settings
+from megappo.config.algorithm import AlgorithmSettings, KLInRewardSettings
+from megappo.config.base import Settings
+from megappo.config.schema import Config
 from megappo.observe import ADVICE, Advisor
 
 ADAPTIVE = AlgorithmSettings(kl_in_reward=KLInRewardSettings(coef=0.1, controller="adaptive", target=6.0))

@@ -1,0 +1,105 @@
+"""The settings of PPO itself."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+
+from megappo.config.base import Fraction, Settings
+
+KLKind = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
+
+
+class KLInRewardSettings(Settings):
+    kind: KLKind = "kl"
+    """Estimator of KL(actor || reference) per token."""
+    coef: NonNegativeFloat
+    """Weight; the starting weight with an adaptive controller."""
+    controller: Literal["fixed", "adaptive"] = "fixed"
+    """`adaptive` moves the weight towards `target` (Ziegler et al. 2019)."""
+    target: PositiveFloat = 6.0
+    """KL per response in nats the adaptive controller aims at."""
+    horizon: PositiveInt = 10000
+    """Samples over which the adaptive controller moves."""
+
+    @model_validator(mode="after")
+    def _adaptive_can_move(self) -> KLInRewardSettings:
+        if self.controller == "adaptive" and self.coef == 0.0:
+            raise ValueError("the adaptive controller multiplies coef, so 0 stays 0; set coef above 0, such as 0.001")
+        return self
+
+
+class KLInLossSettings(Settings):
+    kind: KLKind = "low_var_kl"
+    """Estimator of KL(actor || reference) per token."""
+    coef: NonNegativeFloat
+    """Weight of the term in the policy loss."""
+
+
+class PenaltySettings(Settings):
+    coef: PositiveFloat = 1.0
+    """Starting weight of KL(old || new)."""
+    target: PositiveFloat = 0.01
+    """KL per token in nats that the weight is adapted to (Schulman et al. 2017, section 4)."""
+
+
+class CorrectionSettings(Settings):
+    level: Literal["token", "sequence"] = "token"
+    """One importance weight per token, or one per response."""
+    cap: PositiveFloat = 2.0
+    """Weights are truncated here."""
+    reject_above: PositiveFloat | None = None
+    """Samples or tokens with a larger weight are left out of the loss."""
+
+
+class JumpSettings(Settings):
+    grad_norm_ratio: Annotated[float, Field(gt=1)] | None = 10.0
+    """An update whose gradient norm is so many times the median of the role's last 50; null: off."""
+    kl_nats: PositiveFloat | None = 0.5
+    """An actor update whose minibatch has a KL(old || new) above this, in nats per token; null: off."""
+
+
+class AlgorithmSettings(Settings):
+    estimator: str = "gae"
+    """`gae` (with critic), `grpo`, `rloo` or `reinforce_plus_plus` (without)."""
+    gamma: Fraction = 1.0
+    """Discount per token."""
+    lam: Fraction = 0.95
+    """GAE's lambda."""
+    whiten_advantages: bool = True
+    """Whiten over the global batch where the estimator allows it."""
+    policy_loss: Literal["clip", "penalty"] = "clip"
+    """PPO-clip, or PPO with an adaptive KL penalty against the old policy."""
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """Ratios are clipped below at 1 - clip_low."""
+    clip_high: PositiveFloat = 0.2
+    """Ratios are clipped above at 1 + clip_high."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
+    """Lower bound c*A of the objective where A < 0 (Ye et al. 2020); null: off."""
+    entropy_coef: NonNegativeFloat = 0.0
+    """Weight of the entropy bonus."""
+    loss_aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
+        "token-mean"
+    )
+    """How token losses become one number, over the global minibatch."""
+    kl_in_reward: KLInRewardSettings | None = None
+    """KL to the reference subtracted from the token rewards."""
+    kl_in_loss: KLInLossSettings | None = None
+    """KL to the reference added to the policy loss."""
+    penalty: PenaltySettings = PenaltySettings()
+    """Settings of `policy_loss: penalty`."""
+    target_kl: PositiveFloat | None = None
+    """Actor updates of a step end once KL(old || new) of a minibatch passes this (nats per token)."""
+    old_logprob: Literal["decoupled", "bypass", "corrected"] = "decoupled"
+    """Recompute with the trainer, take the engine's, or recompute and weight for the gap."""
+    correction: CorrectionSettings = CorrectionSettings()
+    """Settings of `old_logprob: corrected`."""
+    mismatch_warn_nats: PositiveFloat = 0.05
+    """Mean |engine - trainer| logprob per token from which a warning is printed."""
+    mismatch_stop_nats: PositiveFloat = 1.0
+    """The same from which the run stops."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """After a non-finite loss or gradient, whose update is never applied: end the run, or go on."""
+    jumps: JumpSettings = JumpSettings()
+    """Updates that are written to jumps.jsonl with the samples they were made of."""

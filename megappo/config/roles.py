@@ -1,0 +1,100 @@
+"""The settings of the models of a run: actor, critic and reference, their layouts and optimizers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from megappo.config.base import Decay, Settings
+
+
+class LayoutSettings(Settings):
+    """How a role is spread over ranks; data parallelism is what is left."""
+
+    tensor_parallel: PositiveInt = 1
+    """Ranks that share each layer (TP)."""
+    pipeline_parallel: PositiveInt = 1
+    """Stages the layers are cut into (PP)."""
+    virtual_pipeline_chunks: PositiveInt = 1
+    """Chunks of layers per stage for the interleaved schedule (VPP); 1: no interleaving."""
+    expert_parallel: PositiveInt = 1
+    """Ranks that share out the experts of each layer (EP), among those of a pipeline stage."""
+    sequence_parallel: bool = False
+    """Shard the activations between tensor parallel regions along the sequence (SP)."""
+    first_rank: NonNegativeInt = 0
+    """First global rank of this role."""
+    ranks: PositiveInt | None = None
+    """How many ranks the role stands on; default: all from `first_rank`."""
+
+
+class OptimizerSettings(Settings):
+    learning_rate: PositiveFloat
+    """Peak learning rate of AdamW."""
+    min_learning_rate: NonNegativeFloat = 0.0
+    """Where a decaying schedule ends."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Decay over all updates of the run."""
+    warmup_updates: NonNegativeInt = 0
+    """Optimizer updates of linear warm-up from 0."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay; biases and norms are exempt."""
+    beta1: Decay = 0.9
+    """AdamW's first moment decay."""
+    beta2: Decay = 0.999
+    """AdamW's second moment decay."""
+    eps: PositiveFloat = 1e-8
+    """AdamW's epsilon."""
+    clip_grad_norm: NonNegativeFloat = 1.0
+    """Gradients are scaled down to this global L2 norm; 0: no clipping."""
+    distributed: bool = False
+    """Shard optimizer state over data parallel ranks (Megatron's distributed optimizer)."""
+
+    @model_validator(mode="after")
+    def _min_below_peak(self) -> OptimizerSettings:
+        if self.min_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"min_learning_rate {self.min_learning_rate} is above learning_rate {self.learning_rate}; lower it"
+            )
+        return self
+
+
+class TrainedRoleSettings(Settings):
+    """What actor and critic have in common."""
+
+    layout: LayoutSettings = LayoutSettings()
+    """The role's own parallel layout."""
+    optimizer: OptimizerSettings
+    """AdamW and its schedule."""
+    epochs: PositiveInt = 1
+    """Passes over the step's samples."""
+    minibatch_sequences: PositiveInt
+    """Samples per optimizer update over all data parallel ranks; divides the step's samples."""
+    microbatch_budget_tokens: PositiveInt = 8192
+    """Most tokens in one packed microbatch; not below the longest possible sample."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activation recomputation: attention only (`selective`) or whole layers (`full`)."""
+
+
+class ActorSettings(TrainedRoleSettings):
+    """The policy that is trained."""
+
+
+class CriticSettings(TrainedRoleSettings):
+    """The value model: a trunk like the actor's, its output layer a scalar head."""
+
+    path: str | None = None
+    """Hugging Face folder of the trunk; default: the actor's model."""
+    value_head_std: NonNegativeFloat = 0.0
+    """Standard deviation of the new value head; 0 makes every first value 0."""
+    value_clip: PositiveFloat | None = 0.2
+    """Clip range of the value loss around the old values; null: no clipping."""
+    warmup_steps: NonNegativeInt = 0
+    """First steps in which only the critic is updated."""
+
+
+class ReferenceSettings(Settings):
+    """The frozen policy of the KL terms; stands on the actor's layout."""
+
+    path: str | None = None
+    """Hugging Face folder; default: the actor's starting weights."""
