@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -116,3 +117,12 @@ def test_command_line_starts_without_torch() -> None:
     code = "import sys, megappo.cli; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_every_area_of_mutation_testing_names_files_that_are_there() -> None:
+    areas = sorted((ROOT / ".cosmic-ray").glob("*.toml"))
+    assert {path.stem for path in areas} == {"algo", "checkpoint", "kernels", "map", "packing", "plan"}
+    for path in areas:
+        settings = tomllib.loads(path.read_text())["cosmic-ray"]
+        tests = [word for word in settings["test-command"].split() if word.startswith("tests/")]
+        assert tests and all((ROOT / name).exists() for name in [*settings["module-path"], *tests]), path
