@@ -1,7 +1,11 @@
+#!/usr/bin/env bash
 # Sourced by the other scripts: puts a Python environment with everything in launch/requirements.txt on PATH, or with
-# `ensure_environment full` everything in launch/requirements-sglang.txt. It lives in a cache folder named by a hash of
-# those files; the full one serves for the light one too, and a new one replaces what was there. Set MEGAPPO_PYTHON to
-# the interpreter of an environment of your own to use that instead.
+# `ensure_environment full` everything in launch/requirements-sglang.txt; the full one serves for the light one too. It
+# lives in a cache folder named by a hash of those files, the Python version and the processor, so that clones, branches
+# and versions live side by side. Nothing is deleted unless you ask for it:
+#   launch/environment.sh prune [DAYS]    removes environments that nothing has used for DAYS days (default 7)
+# Set MEGAPPO_PYTHON to the interpreter of an environment of your own to use that instead, MEGAPPO_CACHE to keep them
+# elsewhere than in ~/.cache/megappo.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export PYTHONPATH="$ROOT:$ROOT/kernels${PYTHONPATH:+:$PYTHONPATH}"
@@ -21,7 +25,29 @@ find_python() {
 }
 
 environment_hash() { # requirements file, interpreter
-    { cat "$ROOT/launch/$1" "$ROOT/launch/requirements-common.txt"; "$2" --version; } | sha256sum | cut -c1-16
+    { cat "$ROOT/launch/$1" "$ROOT/launch/requirements-common.txt"; "$2" --version; uname -m; } | sha256sum | cut -c1-16
+}
+
+environment_cache() {
+    echo "${MEGAPPO_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/megappo}"
+}
+
+# environment_lock FOLDER: opens the lock of this environment as ENVIRONMENT_LOCK. Whoever builds or removes it holds it
+# alone; whoever uses it shares it, with all its children, for as long as one of them lives, on every node.
+environment_lock() {
+    exec {ENVIRONMENT_LOCK}<>"$1.lock"
+}
+
+environment_unlock() {
+    exec {ENVIRONMENT_LOCK}>&-
+}
+
+take_environment_lock() { # flock's option: -s to use, -x to build
+    flock "$1" "$ENVIRONMENT_LOCK" || {
+        echo "megappo: error: files in $(environment_cache) cannot be locked; set MEGAPPO_CACHE to a folder on another" \
+            "file system, or MEGAPPO_PYTHON to an environment of your own" >&2
+        return 2
+    }
 }
 
 environment_for() { # the words of a command line: is SGLang in them, or in a configuration that they name?
@@ -42,7 +68,7 @@ ensure_environment() {
     fi
     local python base folder requirements=requirements.txt
     python=$(find_python) || exit 2
-    base=${MEGAPPO_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/megappo}
+    base=$(environment_cache)
     folder=$base/environment-$(environment_hash requirements-sglang.txt "$python")
     if [ "${1:-light}" = full ]; then
         requirements=requirements-sglang.txt
@@ -50,18 +76,72 @@ ensure_environment() {
         folder=$base/environment-$(environment_hash requirements.txt "$python")
     fi
     mkdir -p "$base"
-    exec 9>"$base/lock"
-    flock 9
-    if [ ! -e "$folder/complete" ]; then
-        echo "megappo: building the environment in $folder (a few minutes, once)"
-        rm -rf "$base"/environment-*
-        "$python" -m venv "$folder"
-        "$folder/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade pip
-        "$folder/bin/python" -m pip install --quiet --disable-pip-version-check -r "$ROOT/launch/$requirements"
-        touch "$folder/complete"
-    fi
-    flock -u 9
-    exec 9>&-
+    environment_lock "$folder"
+    take_environment_lock -s || exit 2
+    while [ ! -e "$folder/complete" ]; do
+        take_environment_lock -x || exit 2 # gives up the shared lock first, so that somebody else may be sooner
+        if [ ! -e "$folder/complete" ] && ! build_environment "$folder" "$python" "$requirements"; then
+            echo "megappo: error: the environment in $folder could not be built; see above" >&2
+            exit 2
+        fi
+        take_environment_lock -s || exit 2
+    done
+    touch "$folder/complete" 2>/dev/null || true # when it was used last; the owner of a shared cache may be another
     export VIRTUAL_ENV="$folder"
     PATH="$folder/bin:$PATH"
 }
+
+build_environment() { # folder, interpreter, requirements file
+    echo "megappo: building the environment in $1 (a few minutes, once)"
+    rm -rf "$1" && # what a build that was interrupted left
+        "$2" -m venv "$1" &&
+        "$1/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade pip &&
+        "$1/bin/python" -m pip install --quiet --disable-pip-version-check -r "$ROOT/launch/$3" &&
+        touch "$1/complete"
+}
+
+# Whether a process of this machine has files of the folder open or mapped: one that was not started by these scripts
+# holds no lock.
+environment_is_mapped() {
+    grep -qsF "$1/" /proc/[0-9]*/maps
+}
+
+prune_environments() { # days
+    [[ $1 =~ ^[0-9]+$ ]] || {
+        echo "megappo: error: '$1' is no number of days; usage: launch/environment.sh prune [DAYS]" >&2
+        exit 2
+    }
+    local python folder own="" freed=0 size
+    if python=$(find_python 2>/dev/null); then
+        own="environment-$(environment_hash requirements.txt "$python")"
+        own+=" environment-$(environment_hash requirements-sglang.txt "$python")"
+    fi
+    for folder in "$(environment_cache)"/environment-*/; do
+        folder=${folder%/}
+        [ -d "$folder" ] || continue
+        environment_lock "$folder"
+        if [[ " $own " == *" ${folder##*/} "* ]]; then
+            echo "kept     $folder: this clone uses it"
+        elif ! flock -xn "$ENVIRONMENT_LOCK" || environment_is_mapped "$folder"; then
+            echo "kept     $folder: it is in use"
+        elif [ "$1" -gt 0 ] && [ -n "$(find "$folder/complete" -mtime "-$1" 2>/dev/null)" ]; then
+            echo "kept     $folder: it was used in the last $1 days"
+        else
+            size=$(du -sm "$folder" | cut -f1)
+            rm -rf "$folder" # the lock stays: somebody may be waiting for it
+            echo "removed  $folder: $size MB"
+            freed=$((freed + size))
+        fi
+        environment_unlock
+    done
+    echo "$freed MB freed"
+}
+
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then
+    set -euo pipefail
+    if [ "${1:-}" != prune ] || [ $# -gt 2 ]; then
+        echo "usage: launch/environment.sh prune [DAYS]" >&2
+        exit 2
+    fi
+    prune_environments "${2:-7}"
+fi

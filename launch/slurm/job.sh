@@ -25,7 +25,7 @@ prepare_job() {
     container_command
     MASTER_ADDR=$(address_of "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)")
     export MASTER_ADDR OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-    record_environment >"$LOGS/job.txt"
+    (umask 077 && record_environment >"$LOGS/job.txt")
 }
 
 enter_environment() {
@@ -95,13 +95,32 @@ free_port() {
     done
 }
 
-# Job, code and variables, without what looks like a secret.
+# Which variables job.txt records: those that change how a run computes, and no name that a secret may stand under.
+RECORDED='^((SLURM|MEGAPPO|CUDA|NVIDIA|NCCL|GLOO|UCX|FI|OMP|MKL|OPENBLAS|ONEDNN|DNNL|TORCH|TORCHINDUCTOR|PYTORCH|ATEN|TRITON'
+RECORDED+='|SGLANG|NVTE|CONDA|APPTAINER|SINGULARITY|LMOD)_[A-Z0-9_]*|(PATH|LD_LIBRARY_PATH|LD_PRELOAD|PYTHONPATH|VIRTUAL_ENV'
+RECORDED+='|LOADEDMODULES|HOME|USER|HOSTNAME|LANG|TZ|HF_HOME|HF_HUB_CACHE|HF_HUB_OFFLINE|WANDB_MODE'
+RECORDED+='|MASTER_ADDR|https?_proxy|HTTPS?_PROXY|no_proxy|NO_PROXY))$'
+SECRET='(TOKEN|SECRET|PASS|PWD|CREDENTIAL|AUTH|JWT|_PAT$|KEY)'
+
+# Job, code and variables, without secrets.
 record_environment() {
+    local variable name value
     echo "date: $(date --iso-8601=seconds)"
     echo "commit: $(git -C "$ROOT" describe --always --dirty 2>/dev/null || echo unknown)"
     echo "python: $([ -n "$MEGAPPO_CONTAINER" ] && echo "in $MEGAPPO_CONTAINER" || command -v python)"
-    scontrol --oneliner show job "$SLURM_JOB_ID"
-    env | grep -E '^[A-Za-z_][A-Za-z0-9_]*=' | grep -viE '^[^=]*(token|secret|password|passwd|credential|_key)[^=]*=' | sort
+    scontrol --oneliner show job "$SLURM_JOB_ID" | mask_credentials
+    while IFS= read -r -d '' variable; do
+        name=${variable%%=*} value=${variable#*=}
+        if [[ $name =~ $RECORDED ]] && ! [[ $name =~ $SECRET ]]; then
+            [[ ${name,,} != http*_proxy ]] || value=${value/#*@/***@} # NAME:PASSWORD@HOST:PORT is a proxy too
+            echo "$name=${value//$'\n'/\\n}" | mask_credentials
+        fi
+    done < <(env -0 | sort -z)
+}
+
+# What stands between :// and @ in an address.
+mask_credentials() {
+    sed -E 's#([A-Za-z][A-Za-z0-9+.-]*://)[^[:space:]"'\'',]*@#\1***@#g'
 }
 
 # run_ranks STEP WORDS...: megappo with these words on every rank. Logs and exit codes are in LOGS/STEP; returns 85

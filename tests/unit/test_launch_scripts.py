@@ -264,3 +264,31 @@ def test_torchrun_usage(words: tuple[str, ...], said: str) -> None:
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 2
     assert said in errors
+
+
+def test_the_record_of_a_job_holds_no_secret(site: Site) -> None:
+    """Names that may stand for one are not written at all, credentials in addresses are masked, others cannot read."""
+    site.program("scontrol", f'{SCONTROL}echo "Command=train data=https://me:c0mmand@host/x"')
+    site.program("srun", ALL_WELL)
+    secret = {
+        "DATABASE_URL": "postgres://me:s3cret@db/x", "GH_PAT": "s3cret", "ORACLE_PWD": "s3cret", "SLURM_JWT": "s3cret",
+        "MEGAPPO_SGLANG_API_KEY": "s3cret", "WANDB_API_KEY": "s3cret", "MY_NOTES": "line\nPATH=s3cret",
+        "http_proxy": "http://me:s3@cret@proxy:3128", "HTTPS_PROXY": "me:s3cret@proxy:3128",
+        "NCCL_TEST_URL": "'http://me:s3cret@host', x", "CONDA_PASSWORD": "s3cret",
+    }  # fmt: skip
+    plain = {
+        "SLURM_GPUS_ON_NODE": "8",
+        "NCCL_SOCKET_IFNAME": "ib0",
+        "SLURM_JOB_PARTITION": "gpu",
+        "OMP_NUM_THREADS": "3",
+    }
+    done = site.sbatch("a.yaml", MEGAPPO_PYTHON=sys.executable, **secret, **plain)
+    assert done.returncode == 0, done.stderr
+    record = site.log("job.txt")
+    assert not [word for word in ("s3cret", "cret@", "c0mmand", "me:") if word in record], record
+    for line in (
+        "NCCL_SOCKET_IFNAME=ib0", "SLURM_JOB_PARTITION=gpu", "OMP_NUM_THREADS=3", "HTTPS_PROXY=***@proxy:3128",
+        "http_proxy=***@proxy:3128", "NCCL_TEST_URL='http://***@host', x", "Command=train data=https://***@host/x",
+    ):  # fmt: skip
+        assert line in record.splitlines(), record
+    assert (site.folder / "logs" / "7" / "attempt-0" / "job.txt").stat().st_mode & 0o777 == 0o600
