@@ -26,7 +26,7 @@ def probe_engines(parts: Parts) -> dict[str, float]:
     engine, config = parts.engine, parts.config
     if not isinstance(engine, ServedEngine) or not config.rollout.servers.verify:
         return {}
-    request = GenerateRequest(parts.train_prompts[0].token_ids[:_PROMPT_TOKENS], seed=0)
+    request = GenerateRequest(parts.train_prompts[0].token_ids[:_PROMPT_TOKENS], seed=0, prompt_id=0)
     params = SamplingParams(
         temperature=config.rollout.temperature,
         max_new_tokens=min(_RESPONSE_TOKENS, config.rollout.max_response_tokens),

@@ -30,6 +30,8 @@ class GenerateRequest:
 
     token_ids: tuple[int, ...]
     seed: int
+    prompt_id: int
+    """Number of its prompt among those of all ranks; all samples of a prompt have the same."""
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,10 @@ def plan_rollout(prompts: Prompts, *, samples_per_prompt: int, seed_of: Callable
     repeated = tuple(prompt for prompt in prompts.prompts for _ in range(samples_per_prompt))
     first = prompts.first_position * samples_per_prompt
     sample_ids = tuple(range(first, first + len(repeated)))
-    requests = tuple(GenerateRequest(p.token_ids, seed_of(i)) for p, i in zip(repeated, sample_ids, strict=True))
+    requests = tuple(
+        GenerateRequest(p.token_ids, seed_of(i), i // samples_per_prompt)
+        for p, i in zip(repeated, sample_ids, strict=True)
+    )
     return RolloutPlan(repeated, sample_ids, samples_per_prompt, requests)
 
 

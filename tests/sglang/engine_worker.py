@@ -130,7 +130,10 @@ def mismatch(parts: Parts, trainer: Trainer, step: int) -> float:
 
 
 def requests(rank: int, count: int = 24) -> list[GenerateRequest]:
-    return [GenerateRequest((2 + rank, 3 + i % 7, 4 + i % 11), seed=1000 * rank + i) for i in range(count)]
+    return [
+        GenerateRequest((2 + rank, 3 + i % 7, 4 + i % 11), seed=1000 * rank + i, prompt_id=count * rank + i)
+        for i in range(count)
+    ]
 
 
 @contextmanager

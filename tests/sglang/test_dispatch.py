@@ -94,7 +94,7 @@ def settings(**changes: Any) -> SGLangSettings:
 
 
 def spread(servers: list[StandIn], count: int = 200, **changes: Any) -> Outcome:
-    requests = {i: GenerateRequest((2, 100 + i), seed=i) for i in range(count)}
+    requests = {i: GenerateRequest((2, 100 + i), seed=i, prompt_id=i) for i in range(count)}
     return Round([s.endpoint for s in servers], requests, PARAMS, 7, settings(**changes)).result()
 
 
@@ -115,6 +115,18 @@ def test_work_follows_speed() -> None:
     assert outcome.completions[3].logprobs == (-0.5, -0.25)
     sampling = fast.bodies[0]["sampling_params"][0]
     assert sampling["temperature"] == 0.5 and sampling["stop_token_ids"] == [1] and "sampling_seed" in sampling
+
+
+def test_ranks_with_few_prompts_load_all_engines_alike() -> None:
+    """Four prompts of two samples on each of 16 ranks, over eight engines."""
+    servers = [StandIn(i) for i in range(8)]
+    for rank in range(16):
+        numbers = range(8 * rank, 8 * rank + 8)
+        requests = {i: GenerateRequest((2, 100 + i), seed=i, prompt_id=i // 2) for i in numbers}
+        assert len(Round([s.endpoint for s in servers], requests, PARAMS, 7, settings()).result().completions) == 8
+    assert [server.asked for server in servers] == [16] * 8
+    prompts = [{(ids[-1] - 100) // 2 for body in server.bodies for ids in body["input_ids"]} for server in servers]
+    assert [len(found) for found in prompts] == [8] * 8  # both samples of each
 
 
 def test_a_dead_engine_gives_its_work_to_the_others() -> None:
@@ -181,7 +193,7 @@ def test_a_refused_request_stops_the_run() -> None:
 def test_a_round_can_be_given_up() -> None:
     server = StandIn(0)
     server.hang_after = 0
-    requests = {0: GenerateRequest((2, 3), seed=0)}
+    requests = {0: GenerateRequest((2, 3), seed=0, prompt_id=0)}
     round_ = Round([server.endpoint], requests, PARAMS, 7, settings(stall_timeout_seconds=60.0))
     started = time.monotonic()
     round_.cancel()

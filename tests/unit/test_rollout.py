@@ -38,7 +38,7 @@ def engine(folder: Path, model) -> TransformersEngine:  # type: ignore[no-untype
 def requests(n: int = 12) -> list[GenerateRequest]:
     g = torch.Generator().manual_seed(0)
     prompts = [torch.randint(2, VOCAB, (1 + i % 5,), generator=g).tolist() for i in range(n)]
-    return [GenerateRequest(tuple(p), seed=i) for i, p in enumerate(prompts)]
+    return [GenerateRequest(tuple(p), seed=i, prompt_id=i) for i, p in enumerate(prompts)]
 
 
 PARAMS = SamplingParams(temperature=0.7, max_new_tokens=9, stop_token_ids=(1, 17))
@@ -70,7 +70,7 @@ def test_a_response_depends_on_its_own_seed_only(folder: Path, model) -> None:  
     assert [d.token_ids for d in alone.generate(requests(), PARAMS)] == [d.token_ids for d in first]
     backwards = together.generate(requests()[::-1], PARAMS)[::-1]
     assert [d.token_ids for d in backwards] == [d.token_ids for d in first]
-    other = together.generate([GenerateRequest(r.token_ids, r.seed + 99) for r in requests()], PARAMS)
+    other = together.generate([GenerateRequest(r.token_ids, r.seed + 99, r.prompt_id) for r in requests()], PARAMS)
     assert [d.token_ids for d in other] != [d.token_ids for d in first]
 
 
@@ -78,7 +78,7 @@ def test_tokens_come_with_their_probability(engine: TransformersEngine, model) -
     n, prompt = 4000, (5, 6, 7)
     params = SamplingParams(temperature=1.3, max_new_tokens=1, stop_token_ids=())
     big = make_engine_like(engine, 2000)
-    done = big.generate([GenerateRequest(prompt, seed) for seed in range(n)], params)
+    done = big.generate([GenerateRequest(prompt, seed, prompt_id=0) for seed in range(n)], params)
     counts = torch.bincount(torch.tensor([d.token_ids[0] for d in done]), minlength=VOCAB).double()
     p = (model(torch.tensor([prompt])).logits[0, -1] / 1.3).softmax(-1).double()
     chi2 = float(((counts - n * p) ** 2 / (n * p)).sum())

@@ -1,15 +1,14 @@
 """Spreads requests over engines and brings every answer home, or says which engine failed.
 
-Requests go out in small groups, each to the engine that owes the fewest tokens. What a dead or hung engine owes is
-given to the others; what nobody could answer is left to the caller. Groups shrink towards the end, so that engines
-finish together.
+Requests go out in small groups, to the engines that `dealing` says. What waits behind a busy engine is given to a free
+one, what a dead or hung engine owes to the others; what nobody could answer is left to the caller. Groups shrink
+towards the end, so that engines finish together.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ import aiohttp
 from megappo.config.engine import SGLangSettings
 from megappo.rollout.engine import Completion, GenerateRequest, SamplingParams
 from megappo.rollout.sglang.client import Endpoint, EngineFailure
+from megappo.rollout.sglang.dealing import Deal
 from megappo.rollout.sglang.server import EngineError
 
 _LARGEST_GROUP = 32
@@ -45,7 +45,6 @@ class _Lane:
     """One engine and what it owes."""
 
     endpoint: Endpoint
-    tokens: int = 0
     sequences: int = 0
     last_answer: float = field(default_factory=time.monotonic)
     calls: dict[asyncio.Task[list[Completion]], list[int]] = field(default_factory=dict)
@@ -73,7 +72,7 @@ class Round:
         self._requests, self._params, self._version, self._settings = requests, params, version, settings
         # The longest first, so that none of them is left over at the end.
         order = sorted(requests, key=lambda i: -len(requests[i].token_ids))
-        self._waiting = deque(order)
+        self._deal = Deal([e.index for e in endpoints], {i: requests[i].prompt_id for i in order})
         self._outcome = Outcome()
         self._loop = asyncio.new_event_loop()
         self._task = self._loop.create_task(self._spread())
@@ -104,7 +103,7 @@ class Round:
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             try:
-                while (self._waiting or any(lane.calls for lane in self._lanes)) and not self._outcome.refusal:
+                while (self._deal.waiting or any(lane.calls for lane in self._lanes)) and not self._outcome.refusal:
                     self._hand_out(session)
                     calls = {call: lane for lane in self._lanes for call in lane.calls}
                     if not calls:
@@ -122,45 +121,44 @@ class Round:
                         task.cancel()
 
     def _hand_out(self, session: aiohttp.ClientSession) -> None:
-        """Give every free engine its next group, the one that owes least first."""
-        while self._waiting and self._lanes:
-            lane = min(self._lanes, key=lambda lane: (lane.tokens, lane.endpoint.index))
-            if lane.sequences >= self._settings.max_inflight_sequences:
-                return
-            share = -(-len(self._waiting) // (4 * len(self._lanes)))
-            room = self._settings.max_inflight_sequences - lane.sequences
-            group = [self._waiting.popleft() for _ in range(min(share, room, _LARGEST_GROUP, len(self._waiting)))]
+        """Give every engine what was dealt to it, as far as it has room, and then what waits behind others."""
+        for lane in self._lanes:
+            self._fill(session, lane)
+        free = [lane for lane in self._lanes if self._room(lane)]
+        while free and self._deal.relieve((lane := min(free, key=lambda lane: lane.sequences)).endpoint.index):
+            self._fill(session, lane)
+            free = [lane for lane in free if self._room(lane)]
+
+    def _room(self, lane: _Lane) -> int:
+        return self._settings.max_inflight_sequences - lane.sequences
+
+    def _fill(self, session: aiohttp.ClientSession, lane: _Lane) -> None:
+        while group := self._deal.take(lane.endpoint.index, min(self._room(lane), _LARGEST_GROUP)):
             if not lane.calls:
                 lane.last_answer = time.monotonic()
             lane.calls[asyncio.ensure_future(self._ask(session, lane.endpoint, group))] = group
-            self._owe(lane, group, 1)
-
-    def _owe(self, lane: _Lane, group: list[int], sign: int) -> None:
-        lane.sequences += sign * len(group)
-        lane.tokens += sign * sum(len(self._requests[i].token_ids) + self._params.max_new_tokens for i in group)
+            lane.sequences += len(group)
 
     def _take(self, lane: _Lane, call: asyncio.Task[list[Completion]]) -> None:
         group = lane.calls.pop(call)
-        self._owe(lane, group, -1)
+        lane.sequences -= len(group)
         try:
             completions = call.result()
         except EngineError as refusal:
             self._outcome.refusal = str(refusal)
             return
         except EngineFailure as failure:
-            self._waiting.extendleft(group)
-            self._lose(lane, str(failure))
+            self._lose(lane, str(failure), group)
             return
         lane.last_answer = time.monotonic()
         self._outcome.completions |= zip(group, completions, strict=True)
 
-    def _lose(self, lane: _Lane, reason: str) -> None:
-        """Take an engine out; what it owes waits for the others."""
+    def _lose(self, lane: _Lane, reason: str, owed: Sequence[int] = ()) -> None:
+        """Take an engine out; what it owes, `owed` and in its calls, waits for the others."""
         self._outcome.failures[lane.endpoint.index] = reason
         for task in lane.tasks:
             task.cancel()
-        for group in lane.calls.values():
-            self._waiting.extendleft(group)
+        self._deal.lose(lane.endpoint.index, [*owed, *(i for group in lane.calls.values() for i in group)])
         lane.calls.clear()
         self._lanes.remove(lane)
 

@@ -139,10 +139,9 @@ class SGLangEngine:
                 print(f"megappo: {reason}; it will be started again if need be", file=sys.stderr, flush=True)
 
     def _start_round(self, requests: dict[int, GenerateRequest], params: SamplingParams) -> Round:
-        # Ranks begin with different engines, so that few prompts on many ranks do not all go to the first.
+        # In the same order on every rank, as dealing wants it.
         ready = [endpoint for endpoint in self._endpoints if endpoint.index in self._current]
-        first = self._runtime.rank % max(1, len(ready))
-        return Round(ready[first:] + ready[:first], requests, params, self._version, self._settings)
+        return Round(ready, requests, params, self._version, self._settings)
 
     # Weights
 
