@@ -34,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             healthy = doctor_command(arguments.config, arguments.overrides, as_json_text=arguments.json)
             return 0 if healthy else RUN_ERROR
+        if arguments.command == "plan":
+            return 0 if _plan(arguments) else RUN_ERROR
         _run(arguments)
     except Interrupted as interrupted:
         return interrupted.exit_code
@@ -76,7 +78,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     _add_serve(commands.add_parser("serve", help="run one SGLang server for trainers elsewhere, and keep it running"))
     train.add_argument("--dry-run", action="store_true", help="do everything but train, in one process without a GPU")
     for command in (train, plan):
-        command.add_argument("--machine", metavar="NAME", help="h100, h200, b200 or cpu (default: by runtime.device)")
+        command.add_argument(
+            "--machine", metavar="NAME", help="h100, cpu, ... or a YAML file (default: by runtime.device)"
+        )
         command.add_argument("--gpus", metavar="N", help="devices, one per rank (default: the fewest the layouts need)")
     for command in (train, plan, evaluate):
         needed = None if command is not train else "?"
@@ -132,18 +136,6 @@ def _run(arguments: argparse.Namespace) -> None:
 
         print(report(arguments.run_dir, arguments.metric))
         return
-    if arguments.command == "plan":
-        from megappo.plan import plan_command
-
-        plan_command(
-            arguments.config,
-            arguments.overrides,
-            machine_name=arguments.machine,
-            gpus_text=arguments.gpus,
-            as_json=arguments.json,
-            search=arguments.search,
-        )
-        return
     if arguments.command == "train" and arguments.replay is not None:
         from megappo.replay import replay
 
@@ -180,6 +172,20 @@ def _run(arguments: argparse.Namespace) -> None:
         from megappo.run import evaluate
 
         evaluate(config, derived)
+
+
+def _plan(arguments: argparse.Namespace) -> bool:
+    """Print the plan; whether the run fits."""
+    from megappo.plan import plan_command
+
+    return plan_command(
+        arguments.config,
+        arguments.overrides,
+        machine_name=arguments.machine,
+        gpus_text=arguments.gpus,
+        as_json=arguments.json,
+        search=arguments.search,
+    )
 
 
 def _for_evaluation(config: Config, weights: str | None) -> Config:

@@ -27,7 +27,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     An override is `a.b.c=value`; its value is YAML (`critic=null`, `reference={}`, `rollout.stop_token_ids=[1, 2]`),
     later ones win, and sections that do not stand in the file are made. Raises ConfigError with a sentence per problem.
     """
-    data = parse_yaml(_read(Path(path)), str(path))
+    data = parse_yaml(read_text(Path(path)), str(path))
     if data is None:
         raise ConfigError(f"{path} is empty; it needs the sections {', '.join(_required_sections())}")
     if not isinstance(data, dict):
@@ -58,7 +58,8 @@ def save_config(config: Config, path: str | os.PathLike[str]) -> None:
     )
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The text of a YAML file; raises ConfigError where there is none."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:

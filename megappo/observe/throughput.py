@@ -11,12 +11,18 @@ PEAK_FLOPS = {
     r"H100": 989e12,
     r"H200 NVL": 835e12,
     r"H200": 989e12,
+    r"H800 PCIe": 756e12,
+    r"H800": 989e12,
+    r"H20": 148e12,
+    r"L40S": 362.05e12,
     r"B200": 2250e12,
 }
 """Dense bfloat16 tensor core FLOP/s by the name of the device; the first match counts.
 
-From NVIDIA's data sheets (A100 80GB; H100 Tensor Core GPU; H200 Tensor Core GPU; HGX B200, an eighth of the board).
-The Hopper and Blackwell sheets print the figure "with sparsity", which is twice the one here.
+From NVIDIA's data sheets (A100 80GB; H100 Tensor Core GPU; H200 Tensor Core GPU; L40S; HGX B200, an
+eighth of the board).
+The Hopper and Blackwell sheets print the figure "with sparsity", which is twice the one here. The H800 computes as the
+H100 does; the H20's figure is from the specifications that SemiAnalysis published in November 2023.
 """
 
 

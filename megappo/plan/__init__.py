@@ -5,7 +5,8 @@ Everything here is arithmetic on the settings and the models' config.json; nothi
 
 from megappo.plan.command import plan_command
 from megappo.plan.inputs import Models
-from megappo.plan.machines import ASSUMED, MACHINES, Machine, find_machine
+from megappo.plan.machine_file import find_machine, read_machine
+from megappo.plan.machines import ASSUMED, MACHINES, Machine
 from megappo.plan.planner import Plan, make_plan, read_models
 from megappo.plan.search import Proposal, best_layouts, nearest_fit, remedy
 from megappo.plan.tables import to_json
@@ -22,6 +23,7 @@ __all__ = [
     "make_plan",
     "nearest_fit",
     "plan_command",
+    "read_machine",
     "read_models",
     "remedy",
     "to_json",

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megappo.config import ConfigError, load_config
-from megappo.plan.machines import find_machine
+from megappo.plan.machine_file import find_machine
 from megappo.plan.planner import check_gpus, default_machine, fewest_ranks, make_plan, read_models
 from megappo.plan.search import best_layouts, remedy
 from megappo.plan.tables import plan_view, search_view, to_json
@@ -22,8 +22,8 @@ def plan_command(
     gpus_text: str | None = None,
     as_json: bool = False,
     search: bool = False,
-) -> None:
-    """Print the plan of a configuration, or with `search` the fastest layouts for it.
+) -> bool:
+    """Print the plan of a configuration, or with `search` the fastest layouts for it; whether it fits.
 
     Raises ConfigError for settings that cannot run, an unknown machine or number of devices, and a search that finds
     nothing.
@@ -41,7 +41,7 @@ def plan_command(
             print(to_json(None, layouts, found.notes))
         else:
             console.print(search_view(layouts, gpus, machine.name))
-        return
+        return True
     plan = make_plan(config, found.models, machine, gpus)
     advice, proposal = (None, None) if plan.fits else remedy(config, found.models, machine, gpus)
     if as_json:
@@ -51,3 +51,4 @@ def plan_command(
         # Sentences go out unwrapped, so that overrides can be copied.
         for line in (plan.verdict, *([advice] if advice else []), plan.bottleneck, *found.notes, plan.assumptions):
             print(line)
+    return plan.fits

@@ -114,13 +114,21 @@ def remedy(config: Config, models: Models, machine: Machine, gpus: int) -> tuple
     if proposal is not None:
         return f"the nearest layout that fits: {' '.join(proposal.overrides)}", proposal
     here = f"no layout on {gpus} x {machine.name} fits"
-    larger = [m for m in MACHINES.values() if m.is_cuda and machine.is_cuda and m.memory_bytes > machine.memory_bytes]
-    for other, times in [(machine, 2), (machine, 4), *((m, n) for m in larger for n in (1, 2, 4))]:
+    for other, times in [(machine, 2), (machine, 4), *((m, n) for m in _larger(machine) for n in (1, 2, 4))]:
         proposal = nearest_fit(config, models, other, times * gpus, everywhere=True)
         if proposal is not None:
             changes = f" with {' '.join(proposal.overrides)}" if proposal.overrides else ""
             return f"{here}; {proposal.gpus} x {other.name} would do{changes}", proposal
     return f"{here}, nor on four times as many; shorten the response, or take a smaller model or critic.path", None
+
+
+def _larger(machine: Machine) -> list[Machine]:
+    """GPUs of the table with more memory than this one, each with more than those before it."""
+    found = [machine]
+    for other in MACHINES.values():
+        if other.is_cuda and machine.is_cuda and other.memory_bytes > found[-1].memory_bytes:
+            found.append(other)
+    return found[1:]
 
 
 def _check_step(config: Config, models: Models, gpus: int) -> None:

@@ -1,0 +1,90 @@
+"""Machines that are not in the table, described by a YAML file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megappo.config.errors import ConfigError, either, nearest_word, show
+from megappo.config.load import read_text
+from megappo.config.yaml_core import parse_yaml
+from megappo.plan.machines import MACHINES, Machine
+
+_TEXTS = ("words", "kind")
+_KINDS = ("gpu", "cpu")
+_UNITS = {
+    "bfloat16_teraflops": ("bfloat16_flops", 1e12),
+    "float32_teraflops": ("float32_flops", 1e12),
+    "memory_gigabytes": ("memory_bytes", 1e9),
+    "memory_gigabytes_per_second": ("memory_bandwidth", 1e9),
+    "intra_node_gigabytes_per_second": ("intra_node_bandwidth", 1e9),
+    "inter_node_gigabytes_per_second": ("inter_node_bandwidth", 1e9),
+}
+"""Numbers of the file: the field of `Machine` that each is, and its unit."""
+_KEYS = (*_TEXTS, *_UNITS, "devices_per_node")
+_MOST = 1e9
+"""Of any number in the file: beyond it, a unit was mistaken."""
+
+
+def find_machine(text: str) -> Machine:
+    """The machine of a name, or the one that a YAML file describes.
+
+    Raises ConfigError for a name that is not in the table, and for a file that describes none.
+    """
+    if text in MACHINES:
+        return MACHINES[text]
+    if text.endswith((".yaml", ".yml")) or "/" in text:
+        return read_machine(Path(text))
+    raise ConfigError(
+        f"--machine is {show(text)}, must be {either(MACHINES)}, or a YAML file that describes one, such as "
+        f"configs/machines/rtx4090.yaml; the nearest is '{nearest_word(text, list(MACHINES))}'"
+    )
+
+
+def read_machine(path: Path) -> Machine:
+    """A machine by a file like configs/machines/rtx4090.yaml; its name is the file's.
+
+    Raises ConfigError with a sentence per mistake.
+    """
+    content = parse_yaml(read_text(path), str(path))
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds {show(content)}, must describe a machine by {', '.join(_KEYS)}")
+    problems = [f"{path}: {problem}" for problem in _problems(content)]
+    if problems:
+        raise ConfigError(problems)
+    is_gpu = content["kind"] == "gpu"
+    return Machine(
+        name=path.stem,
+        words=content["words"],
+        **{field: content[key] * unit for key, (field, unit) in _UNITS.items()},
+        devices_per_node=content["devices_per_node"],
+        is_cuda=is_gpu,
+        shared_by_ranks=not is_gpu,
+    )
+
+
+def _problems(content: Mapping[Any, Any]) -> Iterator[str]:
+    for key in content:
+        if key not in _KEYS:
+            nearest = nearest_word(str(key), _KEYS)
+            yield f"{show(key)} is no figure of a machine; the nearest is '{nearest}' of {', '.join(_KEYS)}"
+    for key in _KEYS:
+        if key not in content:
+            yield f"{key} is missing; a machine has {', '.join(_KEYS)}"
+        elif (problem := _wrong(key, content[key])) is not None:
+            yield f"{key} is {show(content[key])}, must be {problem}"
+
+
+def _wrong(key: str, value: object) -> str | None:
+    """What a value should have been."""
+    if key == "kind":
+        return None if value in _KINDS else either(_KINDS)
+    if key == "words":
+        return None if isinstance(value, str) and value else "text, such as 'RTX 4090, 24 GB'"
+    if key == "devices_per_node":
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        return None if whole and 1 <= value <= _MOST else "a whole number from 1"  # type: ignore[operator]
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return None if number and 0 < value <= _MOST else f"a number above 0, at most {_MOST:g}"  # type: ignore[operator]
