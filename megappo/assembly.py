@@ -55,13 +55,26 @@ class Parts:
         self.engine.close()
 
 
-def assemble(config: Config, derived: Derived, runtime: Runtime, *, training: bool = True) -> Parts:
+def training_prompts(config: Config) -> PromptDataset:
+    """The prompts to train on. Raises ValueError where data or tokenizer cannot be read."""
+    return PromptDataset(config.data.train, config.data, load_tokenizer(config.model))
+
+
+def assemble(
+    config: Config,
+    derived: Derived,
+    runtime: Runtime,
+    *,
+    training: bool = True,
+    prompts: PromptDataset | None = None,
+) -> Parts:
     """Make every part; a collective of the whole world. Data and reward errors come before any model is built.
 
-    Without `training` there is an actor to generate with, but no optimizer, critic or reference.
+    Without `training` there is an actor to generate with, but no optimizer, critic or reference. `prompts` to train on,
+    where they were read already.
     """
     tokenizer = load_tokenizer(config.model)
-    train_prompts = PromptDataset(config.data.train, config.data, tokenizer)
+    train_prompts = prompts if prompts is not None else PromptDataset(config.data.train, config.data, tokenizer)
     validation = config.data.validation
     validation_prompts = PromptDataset(validation, config.data, tokenizer) if validation is not None else None
     reward = RewardScorer(config.reward, runtime.device)

@@ -161,17 +161,23 @@ def _run(arguments: argparse.Namespace) -> None:
         return
     if arguments.command == "eval":
         config = _for_evaluation(config, arguments.weights)
-    derived = derive_run(config, _environment_number("WORLD_SIZE", 1))
+    prompts = None
+    if config.run.epochs is not None:
+        from megappo.assembly import training_prompts
+
+        prompts = training_prompts(config)
+    world_size = _environment_number("WORLD_SIZE", 1)
+    derived = derive_run(config, world_size, None if prompts is None else len(prompts))
     if _is_main() and config.logging.console != "quiet":
         print_table(config, derived)
     if arguments.command == "train":
         from megappo.run import train
 
-        train(config, derived)
+        train(config, derived, prompts)
     else:
         from megappo.run import evaluate
 
-        evaluate(config, derived)
+        evaluate(config, derived, prompts)
 
 
 def _plan(arguments: argparse.Namespace) -> bool:

@@ -52,7 +52,7 @@ def dry_run(
     print_table(config, derived)
     problems: list[str] = []
     for part in (
-        _prompts(config),
+        _prompts(config, models, ranks),
         _reward(config),
         _weights(config),
         _machine(config),
@@ -93,7 +93,7 @@ def _print_part(part: Rows) -> tuple[str, ...]:
     return ()
 
 
-def _prompts(config: Config) -> Rows:
+def _prompts(config: Config, models: Models, ranks: int) -> Rows:
     """Tokenizer, prompts of training and validation, stop tokens."""
     tokenizer = load_tokenizer(config.model)
     yield "tokenizer", f"{type(tokenizer).__name__}, {len(tokenizer)} tokens"
@@ -107,10 +107,8 @@ def _prompts(config: Config) -> Rows:
     train = PromptDataset(config.data.train, config.data, tokenizer)
     yield "data", _data_words(train, config.data.train, config)
     epoch = len(train) / config.rollout.prompts_per_step
-    yield (
-        "epochs",
-        f"{epoch:.1f} steps take every prompt once; {config.run.steps} steps are {config.run.steps / epoch:.1f}",
-    )
+    steps = derive(config, ranks, models.actor, models.critic, models.reference, prompts=len(train)).steps
+    yield "epochs", f"{epoch:.1f} steps take every prompt once; {steps} steps are {steps / epoch:.1f}"
     if config.data.validation is not None:
         yield (
             "validation",

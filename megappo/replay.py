@@ -14,7 +14,7 @@ from megappo.config import Config, derive_run
 from megappo.errors import RunError
 from megappo.models.roles import TrainedRole, Update
 from megappo.models.updates import task_again
-from megappo.resume import outcome_text
+from megappo.resume import outcome_text, run_steps
 from megappo.runtime import start_runtime
 from megappo.runtime.exchange import Row
 
@@ -45,6 +45,7 @@ def replay(path: str, world_size: int) -> None:
             f"{folder} was written by {marker.content['world_size']} ranks, there are {world_size}; start as many"
         )
     settings = marker.content["settings"]
+    settings["run"] |= {"steps": run_steps(marker), "epochs": None}
     settings["rollout"] |= {"engine": "transformers", "sglang": None, "ahead": 0}  # nothing is generated
     config = Config.model_validate(settings)
     with start_runtime(config.runtime) as runtime:

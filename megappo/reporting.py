@@ -28,7 +28,7 @@ class Reporter:
     ) -> None:
         """`on_stage` is told the name of each stage that begins, and what it waits for."""
         self._config, self._runtime, self._on_stage = config, runtime, on_stage
-        self._view = make_view(config.logging.console if runtime.is_main else "quiet", config.run.steps)
+        self._view = make_view(config.logging.console if runtime.is_main else "quiet", derived.steps)
         self._timer = StageTimer(runtime.synchronize, on_enter=self._view.stage)
         self._advisor = Advisor(config.algorithm)
         self._stragglers = Stragglers()

@@ -29,7 +29,7 @@ from megappo.checkpoint import (
     step_folder,
 )
 from megappo.checkpoint.identity import architecture_digest, weights_digest
-from megappo.config import Config, ConfigError, load_config
+from megappo.config import Config, ConfigError, Derived, load_config
 from megappo.config.schema import CheckpointSettings
 from megappo.errors import RunError
 from megappo.generation import Kept
@@ -68,7 +68,7 @@ class Start:
         return self.marker.step if self.marker is not None else -1
 
 
-def choose_start(config: Config, runtime: Runtime) -> Start:
+def choose_start(config: Config, derived: Derived, runtime: Runtime) -> Start:
     """The newest whole checkpoint of the run directory, or the beginning; a collective of the world.
 
     Raises ConfigError where the directory holds a run that cannot be continued, or not with these settings.
@@ -77,7 +77,8 @@ def choose_start(config: Config, runtime: Runtime) -> Start:
     if chosen is None:
         return _begin(config, runtime)
     folder, marker, sentences = chosen
-    changes = compare_settings(marker.content["settings"], config.model_dump(mode="json"))
+    steps = (run_steps(marker), derived.steps)
+    changes = compare_settings(marker.content["settings"], config.model_dump(mode="json"), steps)
     if changes.dangerous and not config.run.force_resume:
         raise ConfigError(
             f"run.directory '{config.run.path}' holds a run with other settings ({'; '.join(changes.dangerous)}); set "
@@ -90,6 +91,12 @@ def choose_start(config: Config, runtime: Runtime) -> Start:
         if before.get(name) != version:
             sentences.append(f"changed since then: {name} {before.get(name)} -> {version}")
     return Start(folder, marker, tuple(sentences))
+
+
+def run_steps(marker: Marker) -> int:
+    """How many PPO steps the run of a checkpoint was to have."""
+    # Checkpoints of before there were epochs have settings that say it.
+    return int(marker.content.get("steps") or marker.content["settings"]["run"]["steps"])
 
 
 def _begin(config: Config, runtime: Runtime) -> Start:
@@ -191,7 +198,7 @@ class Checkpoints:
         """Whether a checkpoint is written after this step: every so many steps, and after the last."""
         if self._settings is None:
             return False
-        return step == self._parts.config.run.steps or step % self._settings.every_steps == 0
+        return step == self._parts.derived.steps or step % self._settings.every_steps == 0
 
     def save(self, boundary: Boundary, *, wait: bool) -> None:
         """Write a checkpoint of the end of a step, unless there is one; with `wait` it is on disk afterwards.
@@ -261,6 +268,7 @@ class Checkpoints:
             "world_size": runtime.world_size,
             "identity": self._identity,
             "settings": self._parts.config.model_dump(mode="json"),
+            "steps": self._parts.derived.steps,
             "versions": software_versions(),
             "metrics": {n: v if math.isfinite(v) else str(v) for n, v in boundary.metrics.items()},
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megappo.assembly import Parts, assemble
 from megappo.checkpoint import seed_generators
 from megappo.config import Config, Derived
+from megappo.data import PromptDataset
 from megappo.errors import Interrupted
 from megappo.evaluation import evaluate_policy
 from megappo.export import save_shards, write_hf_folder
@@ -18,14 +19,16 @@ from megappo.runtime.watchdog import Watchdog, watched
 from megappo.trainer import Trainer
 
 
-def train(config: Config, derived: Derived) -> None:
+def train(config: Config, derived: Derived, prompts: PromptDataset | None = None) -> None:
     """Train as the configuration says, from the newest checkpoint where there is one; every rank calls this.
+
+    `prompts` to train on, where they were read already.
 
     Raises Interrupted after a run that was asked to stop has written a checkpoint.
     """
     with start_runtime(config.runtime) as runtime, locked_directory(config.run.path, runtime):
         seed_generators(config.run.seed, runtime.rank)
-        start = choose_start(config, runtime)
+        start = choose_start(config, derived, runtime)
         watchdog = _watchdog(config, runtime)
         on_stage = watchdog.enter if watchdog is not None else None
         with (
@@ -33,13 +36,11 @@ def train(config: Config, derived: Derived) -> None:
             interruptible(runtime) as interrupts,
             reporting(config, derived, runtime, on_stage) as reporter,
         ):
-            _train(config, derived, runtime, start, reporter, interrupts)
+            parts = assemble(config, derived, runtime, prompts=prompts)
+            _train(parts, start, reporter, interrupts)
 
 
-def _train(
-    config: Config, derived: Derived, runtime: Runtime, start: Start, reporter: Reporter, interrupts: Interrupts
-) -> None:
-    parts = assemble(config, derived, runtime)
+def _train(parts: Parts, start: Start, reporter: Reporter, interrupts: Interrupts) -> None:
     checkpoints = Checkpoints(parts, start)
     try:
         for sentence in (_data_line(parts), *start.sentences):
@@ -68,10 +69,10 @@ def _watchdog(config: Config, runtime: Runtime) -> Watchdog | None:
     return Watchdog(config.run.path, config.runtime.phase_timeouts_seconds, seconds, runtime)
 
 
-def evaluate(config: Config, derived: Derived) -> dict[str, float]:
+def evaluate(config: Config, derived: Derived, prompts: PromptDataset | None = None) -> dict[str, float]:
     """Score the model on `data.validation` with greedy decoding; every rank calls this."""
     with start_runtime(config.runtime) as runtime:
-        parts = assemble(config, derived, runtime, training=False)
+        parts = assemble(config, derived, runtime, training=False, prompts=prompts)
         try:
             parts.engine.update_weights(parts.weights, 1)
             metrics = evaluate_policy(parts)

@@ -60,7 +60,7 @@ class Trainer:
     def train(self) -> None:
         """All steps that are left, with evaluations and checkpoints in between."""
         self.begin()
-        while self.step < self.config.run.steps:
+        while self.step < self.parts.derived.steps:
             self.step += 1
             self.ppo_step()
             self.evaluate_if_due()
@@ -88,9 +88,9 @@ class Trainer:
         self._note_boundary()
         if self.checkpoints is not None and self.checkpoints.is_due(self.step):
             with self.reporter.stage("checkpoint") as elapsed:
-                self.checkpoints.save(self.boundary, wait=self.step == self.config.run.steps)
+                self.checkpoints.save(self.boundary, wait=self.step == self.parts.derived.steps)
             self.next_metrics = {"time/checkpoint": elapsed.seconds}
-        if self.step < self.config.run.steps:
+        if self.step < self.parts.derived.steps:
             self.check_interrupts()
 
     def _note_boundary(self) -> None:
@@ -149,7 +149,7 @@ class Trainer:
         if not self.config.rollout.ahead:
             if self.config.rollout.engine == "sglang":
                 self.parts.engine.sleep()
-        elif self.step < self.config.run.steps:
+        elif self.step < self.parts.derived.steps:
             self._sync_if_behind()
             self.responses.begin(self.step + 1)
         return rollouts

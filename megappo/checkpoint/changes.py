@@ -16,6 +16,7 @@ _DANGEROUS = (
     "reward.options", "reward.batch", "reward.model_path", "algorithm.estimator", "algorithm.policy_loss",
 )  # fmt: skip
 """With another value it is another run: other models, data, task or objective."""
+_LENGTHS = ("run.steps", "run.epochs")
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,8 @@ class Changes:
     dangerous: tuple[str, ...]
 
 
-def compare_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
-    """Both configurations in JSON's types."""
+def compare_settings(before: Mapping[str, Any], now: Mapping[str, Any], steps: tuple[int, int]) -> Changes:
+    """Both configurations in JSON's types; `steps`: how many the run had, and has now, however they are given."""
     old, new = dict(_flat(before)), dict(_flat(now))
     harmless: list[str] = []
     dangerous: list[str] = []
@@ -36,7 +37,7 @@ def compare_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> Chang
         if old.get(key) == new.get(key) or _is_in(key, _UNMENTIONED):
             continue
         sentence = f"{key}: {_shown(old, key)} -> {_shown(new, key)}"
-        if key == "run.steps" and decays:
+        if key in _LENGTHS and decays and steps[0] != steps[1]:
             dangerous.append(f"{sentence} (learning rates decay over the run's steps)")
         elif _is_in(key, _DANGEROUS):
             dangerous.append(sentence)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from megappo.architecture import ModelShape, padded_vocab_size
@@ -47,7 +49,7 @@ class RoleNumbers:
     updates_per_step: int
     """Minibatches x epochs; `algorithm.target_kl` may end the actor's earlier."""
     total_updates: int
-    """Most updates of the run; the actor's begin after the critic's warm-up steps."""
+    """Most updates of the run; the actor's begin after the critic's warm-up steps. 0: its length is not known."""
     ep: int = 1
 
     @property
@@ -76,6 +78,16 @@ class Derived:
     """Ranks that generate: all."""
     notes: tuple[str, ...]
     """What is allowed but worth knowing, a sentence each."""
+    known_steps: int | None = None
+    """PPO steps of the run; None: `run.epochs` of data that were not read."""
+    prompts: int | None = None
+    """Training prompts, where they were counted."""
+
+    @property
+    def steps(self) -> int:
+        """PPO steps of a run whose length is known."""
+        assert self.known_steps is not None, "derive was not told the number of prompts"
+        return self.known_steps
 
 
 def derive(
@@ -84,31 +96,49 @@ def derive(
     actor_shape: ModelShape,
     critic_shape: ModelShape | None = None,
     reference_shape: ModelShape | None = None,
+    *,
+    prompts: int | None = None,
 ) -> Derived:
     """Check every rule between sections and compute the run's numbers.
 
-    A critic or reference without a shape of its own has the actor's. Raises ConfigError with a sentence per problem.
+    A critic or reference without a shape of its own has the actor's. `prompts`: how many there are to train on, without
+    which `run.epochs` are no number of steps yet. Raises ConfigError with a sentence per problem.
     """
+    steps = _steps(config, prompts)
     actor = Role("actor", config.actor, actor_shape)
     critic = Role("critic", config.critic, critic_shape or actor_shape) if config.critic is not None else None
     roles = [actor] if critic is None else [actor, critic]
-    problems = list(_problems(config, world_size, roles, reference_shape))
+    problems = list(_problems(config, world_size, roles, reference_shape, steps))
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     warmup_steps = config.critic.warmup_steps if config.critic is not None else 0
     return Derived(
         world_size=world_size,
-        actor=role_numbers(config, actor, world_size, config.run.steps - warmup_steps),
-        critic=role_numbers(config, critic, world_size, config.run.steps) if critic is not None else None,
+        actor=role_numbers(config, actor, world_size, max(0, (steps or 0) - warmup_steps)),
+        critic=role_numbers(config, critic, world_size, steps or 0) if critic is not None else None,
         batch_sequences=_batch_sequences(config),
         max_sequence_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
         engine_ranks=tuple(range(world_size)),
         notes=tuple(_notes(roles)),
+        known_steps=steps,
+        prompts=prompts,
     )
 
 
-def derive_run(config: Config, world_size: int) -> Derived:
-    """`derive` with the shapes read from the models that the settings name."""
+def _steps(config: Config, prompts: int | None) -> int | None:
+    """Every prompt is taken at least `run.epochs` times."""
+    if config.run.epochs is None or prompts is None:
+        return config.run.steps
+    return math.ceil(Fraction(str(config.run.epochs)) * prompts / config.rollout.prompts_per_step)
+
+
+def derive_run(config: Config, world_size: int, prompts: int | None = None) -> Derived:
+    """`derive` with the shapes read from the models that the settings name.
+
+    Raises ConfigError also for `run.epochs` without the number of training prompts.
+    """
+    if config.run.epochs is not None and prompts is None:
+        raise ConfigError(f"run.epochs {config.run.epochs:g} is no number of steps before data are read; set run.steps")
     trust = config.model.trust_remote_code
     own_paths = {
         "critic.path": config.critic.path if config.critic is not None else None,
@@ -116,13 +146,15 @@ def derive_run(config: Config, world_size: int) -> Derived:
     }
     actor = model_shape(config.model.path, trust, key="model.path")
     shapes = {key: model_shape(path, trust, key=key) for key, path in own_paths.items() if path is not None}
-    return derive(config, world_size, actor, shapes.get("critic.path"), shapes.get("reference.path"))
+    return derive(config, world_size, actor, shapes.get("critic.path"), shapes.get("reference.path"), prompts=prompts)
 
 
-def _problems(config: Config, world_size: int, roles: list[Role], reference_shape: ModelShape | None) -> Iterator[str]:
+def _problems(
+    config: Config, world_size: int, roles: list[Role], reference_shape: ModelShape | None, steps: int | None
+) -> Iterator[str]:
     """All broken rules; those that need a role's replicas are checked only where its ranks are right."""
     yield from rules.algorithm_rules(config)
-    yield from rules.section_rules(config)
+    yield from rules.section_rules(config, steps)
     placed = {role.name: list(rules.placement_rules(role, world_size)) for role in roles}
     for found in placed.values():
         yield from found
@@ -144,11 +176,10 @@ def _problems(config: Config, world_size: int, roles: list[Role], reference_shap
         batch_problems = list(rules.batch_rules(config, role, len(role.ranks(world_size)) // role.model_ranks))
         yield from batch_problems
         if not batch_problems:
-            yield from _warmup_problems(config, role)
+            yield from _warmup_problems(config, role, steps or 0)
 
 
-def _warmup_problems(config: Config, role: Role) -> Iterator[str]:
-    steps = config.run.steps
+def _warmup_problems(config: Config, role: Role, steps: int) -> Iterator[str]:
     if role.name == "actor" and config.critic is not None:
         steps -= config.critic.warmup_steps
     if steps > 0:
@@ -195,7 +226,7 @@ def describe(config: Config, derived: Derived) -> list[tuple[str, str]]:
     """The run in a few rows of (name, what it is), for the start of the log."""
     rollout, run = config.rollout, config.run
     rows = [
-        ("run", f"{run.name}: {run.steps} steps, seed {run.seed}, in {run.path}"),
+        ("run", f"{run.name}: {_length_words(config, derived)}, seed {run.seed}, in {run.path}"),
         ("model", f"{config.model.path} ({config.model.init}, {config.model.dtype})"),
         (
             "world",
@@ -216,6 +247,16 @@ def describe(config: Config, derived: Derived) -> list[tuple[str, str]]:
     if config.evaluation is not None and config.data.validation is not None:
         rows.append(("evaluation", f"{config.data.validation.source}, every {config.evaluation.every_steps} steps"))
     return rows + [("note", note) for note in derived.notes]
+
+
+def _length_words(config: Config, derived: Derived) -> str:
+    """`2 epochs of 400 prompts = 16 steps`; without the steps where the data were not read."""
+    if config.run.epochs is None:
+        return f"{derived.steps} steps"
+    epochs = f"{config.run.epochs:g} epoch{'' if config.run.epochs == 1 else 's'}"
+    if derived.known_steps is None:
+        return f"{epochs} of the data"
+    return f"{epochs} of {derived.prompts} prompts = {derived.steps} steps"
 
 
 def _engine_words(config: Config) -> str:

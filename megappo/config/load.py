@@ -20,6 +20,8 @@ from megappo.config.rules import estimator_rules
 from megappo.config.schema import Config
 from megappo.config.yaml_core import dump_yaml, parse_yaml
 
+_LENGTHS = (("run", "steps"), ("run", "epochs"))
+
 
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
     """Read, override and validate the settings of a run.
@@ -32,9 +34,10 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         raise ConfigError(f"{path} is empty; it needs the sections {', '.join(_required_sections())}")
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds {show(data)}, must be sections of `key: value` lines")
-    for override in overrides:
-        key, value = _parse_override(override)
+    given = [_parse_override(override) for override in overrides]
+    for key, value in given:
         _set(data, key, value)
+    _replace_length(data, given)
     try:
         config = Config.model_validate(data)
     except ValidationError as error:
@@ -89,6 +92,17 @@ def _parse_override(override: str) -> tuple[Key, Any]:
                 raise ConfigError(f"override '{override}': {dotted(key[:depth])} is a value; set it without more keys")
             break
     return key, parse_yaml(text, f"override '{override}'")
+
+
+def _replace_length(data: dict[str, Any], given: Sequence[tuple[Key, Any]]) -> None:
+    """An override of one of `run.steps` and `run.epochs` takes the place of the other in the file."""
+    lengths = {key[1]: value for key, value in given if key in _LENGTHS}
+    if len(lengths) == 1:
+        (name,) = lengths
+        other = "steps" if name == "epochs" else "epochs"
+        run = data.get("run")
+        if lengths[name] is not None and isinstance(run, dict) and other in run:
+            run[other] = None
 
 
 def _set(data: dict[str, Any], key: Key, value: Any) -> None:

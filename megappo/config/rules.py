@@ -86,16 +86,17 @@ def algorithm_rules(config: Config) -> Iterator[str]:
         )
 
 
-def section_rules(config: Config) -> Iterator[str]:
-    """What sections need of each other besides the algorithm."""
+def section_rules(config: Config, steps: int | None) -> Iterator[str]:
+    """What sections need of each other besides the algorithm; `steps` of the run, None where not known."""
     if config.evaluation is not None and config.data.validation is None:
         yield "evaluation is given but there is nothing to evaluate on; add data.validation or set evaluation to null"
     if config.data.validation is not None and config.evaluation is None:
         yield "data.validation is given but never used; add evaluation with every_steps, or set data.validation to null"
-    if config.critic is not None and config.critic.warmup_steps >= config.run.steps:
+    if config.critic is not None and steps is not None and config.critic.warmup_steps >= steps:
+        which = f"run.steps {steps}" if config.run.epochs is None else f"the {steps} steps of run.epochs"
         yield (
-            f"critic.warmup_steps {config.critic.warmup_steps} must be below run.steps {config.run.steps}, "
-            f"or the actor is never trained; set at most {config.run.steps - 1}"
+            f"critic.warmup_steps {config.critic.warmup_steps} must be below {which}, or the actor is never trained; "
+            f"set at most {steps - 1}"
         )
     yield from _keep_best_rules(config)
     reward_model = config.reward.model_path

@@ -35,14 +35,24 @@ class RunSettings(Settings):
     """Name of the experiment; the default run directory is `runs/<name>`."""
     directory: PathFromText | None = None
     """Where everything the run writes goes."""
-    steps: PositiveInt
-    """PPO steps: each is one rollout and its updates."""
+    steps: PositiveInt | None = None
+    """PPO steps: each is one rollout and its updates. Either this or `epochs` is given."""
+    epochs: PositiveFloat | None = None
+    """Passes over `data.train` in place of `steps`; the last step is filled up from the next pass."""
     seed: int = Field(default=0, ge=0)
     """Seed of initialisation, shuffling and sampling."""
     export_final_model: bool = True
     """Write the actor as a Hugging Face folder (`<directory>/final`) at the end."""
     force_resume: bool = False
     """Continue from a checkpoint although settings changed that make it another run."""
+
+    @model_validator(mode="after")
+    def _has_one_length(self) -> RunSettings:
+        if self.steps is None and self.epochs is None:
+            raise ValueError("steps is missing; add it (PPO steps), or epochs (passes over data.train)")
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(f"steps {self.steps} and epochs {self.epochs:g} are both given; keep one of them")
+        return self
 
     @property
     def path(self) -> Path:

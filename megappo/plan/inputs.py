@@ -223,7 +223,7 @@ def workload(config: Config, world_size: int, *, on_cuda: bool, device_bytes: fl
 def trained_role(config: Config, name: str, settings: RoleSettings, models: Models, world_size: int) -> RoleSetup:
     """Actor or critic with these settings on its layout."""
     arch = models.of(name)
-    numbers = role_numbers(config, Role(name, settings, arch), world_size, config.run.steps)
+    numbers = role_numbers(config, Role(name, settings, arch), world_size, 1)
     return RoleSetup(
         name=name,
         arch=arch,

@@ -89,8 +89,9 @@ def rewrite(arguments: list[str]) -> int:
     """Load the newest checkpoint and write it again."""
     config = load_config(arguments[0], arguments[1:])
     with start_runtime(config.runtime) as runtime:
-        start = choose_start(config, runtime)
-        parts = assemble(config, derive_run(config, runtime.world_size), runtime)
+        derived = derive_run(config, runtime.world_size)
+        start = choose_start(config, derived, runtime)
+        parts = assemble(config, derived, runtime)
         checkpoints = Checkpoints(parts, start)
         state = checkpoints.load()
         checkpoints._saved_step = -1

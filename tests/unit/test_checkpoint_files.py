@@ -211,13 +211,19 @@ def test_changed_settings_are_told_apart() -> None:
         "actor": {"optimizer": {"schedule": "constant", "learning_rate": 1e-4}},
         "reference": {"path": "r"},
     }
-    changes = compare_settings(before, now)
+    changes = compare_settings(before, now, (10, 20))
     assert changes.harmless == ("actor.optimizer.learning_rate: 0.001 -> 0.0001", "run.steps: 10 -> 20")
     assert changes.dangerous == ("reference.path: not set -> 'r'",)
     now["actor"] = {"optimizer": {"schedule": "linear", "learning_rate": 1e-3}}
-    changes = compare_settings(before, now)
+    changes = compare_settings(before, now, (10, 20))
     assert changes.harmless == ("actor.optimizer.schedule: 'constant' -> 'linear'",)
     assert "run.steps: 10 -> 20 (learning rates decay over the run's steps)" in changes.dangerous
+    now["run"] = {"seed": 1, "steps": None, "epochs": 2}
+    assert compare_settings(before, now, (10, 10)).harmless[1:] == ("run.epochs: not set -> 2", "run.steps: 10 -> null")
+    assert (
+        "run.epochs: not set -> 2 (learning rates decay over the run's steps)"
+        in compare_settings(before, now, (10, 20)).dangerous
+    )
 
 
 def test_checkpoints_of_an_older_version_are_refused(

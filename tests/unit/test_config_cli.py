@@ -39,8 +39,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         monkeypatch.delenv(variable, raising=False)
     trainer, export = types.ModuleType("megappo.run"), types.ModuleType("megappo.export")
     vars(trainer).update(
-        train=lambda config, derived: seen.append(("train", config)),
-        evaluate=lambda config, derived: seen.append(("evaluate", config)),
+        train=lambda config, derived, prompts: seen.append(("train", config)),
+        evaluate=lambda config, derived, prompts: seen.append(("evaluate", config)),
     )
     vars(export)["export_run"] = lambda run_dir, out: seen.append(("export", str(run_dir), str(out)))
     monkeypatch.setitem(sys.modules, "megappo.run", trainer)
@@ -170,7 +170,7 @@ def test_a_disk_that_cannot_be_written_is_a_sentence(
 ) -> None:
     trainer = vars(sys.modules["megappo.run"])
 
-    def train(config: Config, derived: Any) -> None:
+    def train(config: Config, derived: Any, prompts: object) -> None:
         raise OSError(28, "No space left on device", "runs/x/metrics.jsonl")
 
     trainer["train"] = train
@@ -179,7 +179,7 @@ def test_a_disk_that_cannot_be_written_is_a_sentence(
         "megappo: error: writing failed, runs/x/metrics.jsonl: No space left on device; make room or mend the disk and "
         "start again, a run continues from its newest checkpoint\n"
     )
-    trainer["train"] = lambda config, derived: Path("/no/such/file").read_text()
+    trainer["train"] = lambda config, derived, prompts: Path("/no/such/file").read_text()
     with pytest.raises(FileNotFoundError):
         main(["train", str(BASE_PATH), model])
 
@@ -187,7 +187,7 @@ def test_a_disk_that_cannot_be_written_is_a_sentence(
 def test_a_run_that_was_asked_to_stop_has_a_code_of_its_own(calls: list[tuple[Any, ...]], model: str) -> None:
     trainer = vars(sys.modules["megappo.run"])
     for number, code in ((signal.SIGTERM, 85), (signal.SIGUSR1, 85), (signal.SIGINT, 130)):
-        trainer["train"] = lambda config, derived, number=number: (_ for _ in ()).throw(Interrupted(number))
+        trainer["train"] = lambda config, derived, prompts, number=number: (_ for _ in ()).throw(Interrupted(number))
         assert main(["train", str(BASE_PATH), model]) == code
 
 
@@ -204,13 +204,16 @@ def test_value_errors_while_training(
 ) -> None:
     """Ours become a line; a library's is a bug and keeps its traceback."""
     trainer = vars(sys.modules["megappo.run"])
-    exec("def train(config, derived):\n    raise ValueError('train.jsonl has\\nno prompts; add some')", trainer)
+    failing = "def train(config, derived, prompts):\n    raise ValueError('train.jsonl has\\nno prompts; add some')"
+    exec(failing, trainer)
+        "def train(config, derived, prompts):\n    raise ValueError('train.jsonl has\\nno prompts; add some')", trainer
+    )
     assert main(["train", str(BASE_PATH), model]) == 2
     assert capsys.readouterr().err == "megappo: error: train.jsonl has no prompts; add some\n"
-    trainer["train"] = lambda config, derived: int("x")
+    trainer["train"] = lambda config, derived, prompts: int("x")
     with pytest.raises(ValueError, match="invalid literal"):
         main(["train", str(BASE_PATH), model])
-    trainer["train"] = lambda config, derived: (_ for _ in ()).throw(ConfigError(["one", "two"]))
+    trainer["train"] = lambda config, derived, prompts: (_ for _ in ()).throw(ConfigError(["one", "two"]))
     assert main(["train", str(BASE_PATH), model]) == 2
     assert capsys.readouterr().err == "megappo: error: one\nmegappo: error: two\n"
     assert calls == []

@@ -191,6 +191,28 @@ def test_numbers_on_one_rank() -> None:
     assert (actor.tp, actor.pp, actor.vpp, actor.dp, actor.padded_vocab_size) == (1, 1, 1, 1, 97)
 
 
+def test_epochs_are_steps_where_the_prompts_are_counted() -> None:
+    """8 prompts a step: every prompt is taken so often, the last step is filled up from the next pass."""
+    config = config_with("run.epochs=2.5", "critic.warmup_steps=4")
+    derived = derive(config, 1, SHAPE, prompts=20)
+    assert derived.steps == 7  # 50 prompts
+    assert derived.critic is not None
+    assert (derived.actor.total_updates, derived.critic.total_updates) == (6, 14)
+    assert dict(describe(config, derived))["run"].startswith("base: 2.5 epochs of 20 prompts = 7 steps, seed 3")
+    assert derive(config_with("run.epochs=0.1"), 1, SHAPE, prompts=1600).steps == 20  # not a step for 0.1's rounding
+    with pytest.raises(ConfigError, match=r"warmup_steps 4 must be below the 3 steps of run\.epochs"):
+        derive(config_with("run.epochs=1", "critic.warmup_steps=4"), 1, SHAPE, prompts=20)
+
+
+def test_a_plan_of_epochs_needs_no_data() -> None:
+    config = config_with("run.epochs=1", "critic.warmup_steps=4")
+    derived = derive(config, 1, SHAPE)
+    assert (derived.known_steps, derived.actor.updates_per_step) == (None, 2)
+    assert "base: 1 epoch of the data, seed 3" in dict(describe(config, derived))["run"]
+    with pytest.raises(ConfigError, match=r"run\.epochs 1 is no number of steps before data are read"):
+        derive_run(config, 1)
+
+
 def test_numbers_of_disjoint_roles() -> None:
     config = config_with(
         "actor.layout={tensor_parallel: 2, sequence_parallel: true, ranks: 4}",

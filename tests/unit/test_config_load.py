@@ -66,7 +66,9 @@ MALFORMED: list[tuple[dict[str, Any], list[str]]] = [
     ({"steps": 3}, ["steps is not a setting", "did you mean run.steps?"]),
     ({"logging.xyzzy": 3}, ["logging.xyzzy", "the section logging has tensorboard, wandb_project"]),
     ({"qqqq": {}}, ["qqqq is not a setting", "the top level has run, runtime, model"]),
-    ({"run.steps": REMOVED}, ["run.steps is missing", "add it (PPO steps: each is"]),
+    ({"run.steps": REMOVED}, ["run: steps is missing; add it (PPO steps), or epochs (passes over data.train)"]),
+    ({"run.epochs": 2}, ["run: steps 10 and epochs 2 are both given; keep one of them"]),
+    ({"run.epochs": 0}, ["run.epochs is 0", "must be above 0"]),
     ({"reward": REMOVED}, ["reward is missing", "add it (Scoring)"]),
     (
         {"reward": REMOVED, "rewards": {"function": "exact"}},
@@ -79,7 +81,7 @@ MALFORMED: list[tuple[dict[str, Any], list[str]]] = [
     ({"run.steps": "1_000"}, ["run.steps is '1_000'", "write 1000"]),
     ({"run.steps": 1e3}, ["run.steps is 1000.0", "whole number", "the nearest is 1000"]),
     ({"run.steps": True}, ["run.steps is true", "must be a whole number"]),
-    ({"run.steps": None}, ["run.steps is null", "must be a whole number"]),
+    ({"run.steps": None}, ["run: steps is missing", "or epochs"]),
     ({"run.name": ""}, ["run.name is ''", "must not be empty"]),
     ({"run.name": 7}, ["run.name is 7", "must be text; put it in quotes: '7'"]),
     ({"run.directory": 7}, ["run.directory is 7", "must be a path"]),
@@ -210,6 +212,15 @@ def test_overrides(tmp_path: Path) -> None:
     assert config.run.path == Path("/tmp/x")
     without = load_config(written(tmp_path, {"reference": None}), ["reference={}"])
     assert without.reference is not None
+
+
+def test_an_override_of_the_length_replaces_the_other_kind(tmp_path: Path) -> None:
+    run = load_config(written(tmp_path, {}), ["run.epochs=2"]).run
+    assert (run.steps, run.epochs) == (None, 2)
+    run = load_config(written(tmp_path, {"run.steps": REMOVED, "run.epochs": 2}), ["run.steps=3"]).run
+    assert (run.steps, run.epochs) == (3, None)
+    error = refusal(tmp_path, {}, "run.epochs=2", "run.steps=3")
+    assert error.problems == ("run: steps 3 and epochs 2 are both given; keep one of them",)
 
 
 @pytest.mark.parametrize(
