@@ -206,8 +206,6 @@ def test_value_errors_while_training(
     trainer = vars(sys.modules["megappo.run"])
     failing = "def train(config, derived, prompts):\n    raise ValueError('train.jsonl has\\nno prompts; add some')"
     exec(failing, trainer)
-        "def train(config, derived, prompts):\n    raise ValueError('train.jsonl has\\nno prompts; add some')", trainer
-    )
     assert main(["train", str(BASE_PATH), model]) == 2
     assert capsys.readouterr().err == "megappo: error: train.jsonl has no prompts; add some\n"
     trainer["train"] = lambda config, derived, prompts: int("x")
