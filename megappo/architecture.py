@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from megappo.families import expert_settings, family_of, window_tokens
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral")
-"""Supported `model_type` values."""
-
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
@@ -19,7 +16,7 @@ class ModelShape:
     """The sizes that layouts and batches depend on."""
 
     family: str
-    """`model_type` of config.json, one of FAMILIES."""
+    """`model_type` of config.json, one of `megappo.families.FAMILIES`."""
     hidden_size: int
     layers: int
     heads: int
@@ -61,25 +58,11 @@ class ArchitectureConfig(ModelShape):
 def architecture(hf_config: PretrainedConfig) -> ArchitectureConfig:
     """Read an architecture from a Hugging Face configuration.
 
-    Raises ValueError for a family, a rope type or a variant that the map to Megatron does not cover.
+    Raises ValueError for a family or a variant that the map to Megatron does not cover.
     """
     c: Any = hf_config
-    if c.model_type not in FAMILIES:
-        raise ValueError(f"model_type '{c.model_type}' is not supported; use a model of {', '.join(FAMILIES)}")
-    if c.hidden_act not in ("silu", "swish"):
-        raise ValueError(f"hidden_act '{c.hidden_act}' is not supported; use a model with silu")
-    if c.model_type == "llama" and c.mlp_bias:
-        raise ValueError("mlp_bias: true is not supported; use a model without biases in its MLP")
-    if c.model_type in ("llama", "qwen3", "qwen3_moe") and c.attention_bias:
-        raise ValueError("attention_bias: true is not supported for this family; use a model without it")
-    experts = _expert_settings(c) if c.model_type == "qwen3_moe" else {}
-    rope_type = c.rope_parameters["rope_type"]
-    if rope_type not in _ROPE_TYPES:
-        raise ValueError(f"rope type '{rope_type}' is not supported; use one of {', '.join(_ROPE_TYPES)}")
-    layer_types = set(getattr(c, "layer_types", None) or ())
-    if len(layer_types) > 1:
-        raise ValueError("a mix of full and sliding attention layers is not supported; use a model with one kind")
-    windowed = c.model_type in ("mistral", "qwen3_moe") or layer_types == {"sliding_attention"}
+    family = family_of(c)
+    experts = expert_settings(c) if family.has_experts else {}
     return ArchitectureConfig(
         family=c.model_type,
         hidden_size=c.hidden_size,
@@ -92,32 +75,13 @@ def architecture(hf_config: PretrainedConfig) -> ArchitectureConfig:
         max_position_embeddings=c.max_position_embeddings,
         tied_embeddings=c.tie_word_embeddings,
         norm_eps=c.rms_norm_eps,
-        qkv_bias=c.model_type == "qwen2",
-        qk_norm=c.model_type in ("qwen3", "qwen3_moe"),
-        sliding_window=getattr(c, "sliding_window", None) if windowed else None,
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
+        sliding_window=window_tokens(family, c),
         initializer_range=c.initializer_range,
         hf_config=hf_config,
         **experts,
     )
-
-
-def _expert_settings(c: Any) -> dict[str, Any]:
-    """The fields of ArchitectureConfig on experts; raises ValueError where not every layer has them."""
-    if c.decoder_sparse_step != 1 or c.mlp_only_layers:
-        raise ValueError(
-            f"decoder_sparse_step {c.decoder_sparse_step} with mlp_only_layers {c.mlp_only_layers} mixes dense layers "
-            "among those with experts, which is not supported; use a model with experts in every layer"
-        )
-    if not 0 < c.num_experts_per_tok <= c.num_experts or c.num_experts < 2:
-        raise ValueError(
-            f"num_experts_per_tok {c.num_experts_per_tok} of num_experts {c.num_experts} is not supported; "
-            "use a model of at least 2 experts that sends each token to some of them"
-        )
-    return {
-        "experts": c.num_experts,
-        "experts_per_token": c.num_experts_per_tok,
-        "normalized_experts": c.norm_topk_prob,
-    }
 
 
 def padded_vocab_size(vocab_size: int, tp: int, multiple: int) -> int:

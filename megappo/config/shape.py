@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megappo.architecture import FAMILIES, ArchitectureConfig, architecture
+from megappo.architecture import ArchitectureConfig, architecture
 from megappo.config.errors import ConfigError, either
+from megappo.families import FAMILIES
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

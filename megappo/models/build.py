@@ -96,7 +96,7 @@ def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildO
     elif options.recompute == "selective":
         recompute = {"recompute_granularity": "selective"}
     rope_scale = _rope(arch)[1]
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=arch.layers,
         hidden_size=arch.hidden_size,
         num_attention_heads=arch.heads,
@@ -144,6 +144,9 @@ def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildO
         **_expert_settings(arch),
         **recompute,
     )
+    if arch.experts:
+        config.moe_router_pre_softmax = not arch.normalized_experts
+    return config
 
 
 def _expert_settings(arch: ArchitectureConfig) -> dict[str, Any]:
@@ -154,8 +157,10 @@ def _expert_settings(arch: ArchitectureConfig) -> dict[str, Any]:
         "num_moe_experts": arch.experts,
         "moe_ffn_hidden_size": arch.ffn_hidden_size,
         "moe_router_topk": arch.experts_per_token,
-        # The softmax of the chosen logits is the softmax of all of them, made to sum to 1 over the chosen.
-        "moe_router_pre_softmax": not arch.normalized_experts,
+        # The softmax of the chosen logits is the softmax of all of them, made to sum to 1 over the chosen. Of one chosen
+        # expert it is 1, which Megatron's check refuses, because the router then learns nothing; transformers computes
+        # it, and so does Megatron's router: `transformer_config` sets the true value once the check is past.
+        "moe_router_pre_softmax": not arch.normalized_experts or arch.experts_per_token == 1,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,

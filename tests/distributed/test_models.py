@@ -44,6 +44,12 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "raw-ep2": {"tp": 1, "pp": 1, "dp": 2, "ep": 2},
 }
 
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sliding": ("qwen3", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}),
+    "window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 7}),
+    "one_expert": ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": True}),
+}
+
 
 def _cases(root: Path) -> list[dict[str, Any]]:
     cases = []
@@ -61,6 +67,9 @@ def _cases(root: Path) -> list[dict[str, Any]]:
         raw = name.startswith("raw")  # the weights of a token's experts as the softmax over all gives them
         folder = write_model(root / f"qwen3_moe-{raw}", "qwen3_moe", 3, norm_topk_prob=not raw)
         cases.append({"name": f"qwen3_moe-{name}", "folder": str(folder), **layout})
+    for name, (family, changes) in SETTINGS.items():
+        folder = write_model(root / name, family, 3, **changes)
+        cases.append({"name": f"{family}-{name}", "folder": str(folder), **LAYOUTS["one"], "train": True})
     for rope, parameters in ROPES.items():
         folder = write_model(root / rope, "llama", 3, rope_parameters=parameters)
         cases.append({"name": f"rope-{rope}", "folder": str(folder), **LAYOUTS["tp2"]})
@@ -74,6 +83,7 @@ NAMES = [
     *(f"{f}-{t}-{n}" for f in ("llama", "qwen2", "qwen3", "mistral") for t in ("untied", "tied") for n in LAYOUTS),
     *(f"qwen3-{n}" for n in EXTRAS),
     *(f"qwen3_moe-{n}" for n in EXPERTS),
+    *(f"{family}-{name}" for name, (family, _) in SETTINGS.items()),
     *(f"rope-{r}" for r in ROPES),
     "nine-heads-tp3",
 ]
