@@ -101,8 +101,8 @@ def window_tokens(family: Family, c: Any) -> int | None:
     if kinds and is_sliding != (window is not None):
         found = "no sliding_window" if window is None else f"a sliding_window of {window} in every layer"
         raise ValueError(
-            f"layer_types of '{kinds[0]}' contradicts what transformers computes for this {c.model_type}, {found}; make "
-            "layer_types and sliding_window of config.json agree"
+            f"layer_types of '{kinds[0]}' contradicts what transformers computes for this {c.model_type}, {found}; "
+            "make layer_types and sliding_window of config.json agree"
         )
     return window
 

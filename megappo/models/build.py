@@ -19,10 +19,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from megappo.architecture import ArchitectureConfig
+from megappo.errors import RunError
 from megappo.models.attention import RMSNorm, SDPACoreAttention
 from megappo.models.heads import LogprobHead, ValueHead
 from megappo.models.layout import Layout
-from megappo.reshard.hf_map import Parameter, model_parameters
+from megappo.reshard.hf_map import OUTPUT_LAYER, Parameter, canonical_name, model_parameters
 from megappo.reshard.sources import WeightSource, read_shard
 from megappo.runtime.megatron_cpu import mend_experts
 
@@ -66,18 +67,55 @@ class RoleModel:
 
     def parameters_here(self) -> list[tuple[Parameter, nn.Parameter]]:
         """The mapped parameters of this rank, in the map's order; a critic's trunk has no output layer in it."""
-        held: dict[str, nn.Parameter] = {}
-        for chunk in self.chunks:
-            held |= {_global_name(chunk, name): parameter for name, parameter in chunk.named_parameters()}
+        held = self._held()
         return [
             (p, held[p.megatron])
-            for p in model_parameters(self.arch, transformer_engine=has_transformer_engine())
-            if p.megatron in held and not (self.is_critic and p.megatron == "output_layer.weight")
+            for p in model_parameters(self.arch)
+            if p.megatron in held and not (self.is_critic and p.megatron == OUTPUT_LAYER)
         ]
+
+    def _held(self) -> dict[str, nn.Parameter]:
+        """Every parameter of this rank by its canonical name."""
+        return {
+            _global_name(chunk, name): parameter
+            for chunk in self.chunks
+            for name, parameter in chunk.named_parameters()
+        }
+
+    def check_names(self) -> None:
+        """Raise RunError for a parameter that the map does not know, and for one of the map that belongs here and is
+        not held: it would be missing from every load, weight sync and export."""
+        held = self._held().keys()
+        here = {p.megatron for p in model_parameters(self.arch) if self._belongs_here(p)}
+        own = set()
+        if self.is_critic:
+            own = {OUTPUT_LAYER, "output_layer.bias"}
+        elif self.arch.tied_embeddings:  # the last stage's copy of the embedding
+            own = {OUTPUT_LAYER}
+        for names, words in ((held - here - own, "that the map does not know"), (here - held, "too few for the map")):
+            if names:
+                raise RunError(
+                    f"Megatron-Core built a model with parameters {words}, such as {', '.join(sorted(names)[:3])}; "
+                    "install the versions that setup.py asks for"
+                )
+
+    def _belongs_here(self, parameter: Parameter) -> bool:
+        if parameter.layer is not None:
+            layers = {layer.layer_number - 1: layer for chunk in self.chunks for layer in chunk.decoder.layers}
+            layer = layers.get(parameter.layer)
+            return layer is not None and (
+                parameter.expert is None or parameter.expert in layer.mlp.local_expert_indices
+            )
+        if parameter.megatron.startswith("embedding."):
+            return self.chunks[0].pre_process
+        return self.chunks[-1].post_process and not (self.is_critic and parameter.megatron == OUTPUT_LAYER)
 
 
 def _global_name(chunk: GPTModel, name: str) -> str:
-    """Megatron numbers the layers of a chunk and the experts of a rank from 0; the map numbers those of the model."""
+    """Megatron numbers the layers of a chunk and the experts of a rank from 0; the map numbers those of the model.
+
+    Names that only some of its layers have are replaced by those of the map.
+    """
     parts = name.split(".")
     if parts[:2] != ["decoder", "layers"]:
         return name
@@ -85,7 +123,7 @@ def _global_name(chunk: GPTModel, name: str) -> str:
     parts[2] = str(layer.layer_number - 1)
     if parts[3:6] == ["mlp", "experts", "local_experts"]:
         parts[6] = str(layer.mlp.local_expert_indices[int(parts[6])])
-    return ".".join(parts)
+    return ".".join([*parts[:3], canonical_name(".".join(parts[3:]))])
 
 
 def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildOptions) -> TransformerConfig:
@@ -157,7 +195,7 @@ def _expert_settings(arch: ArchitectureConfig) -> dict[str, Any]:
         "num_moe_experts": arch.experts,
         "moe_ffn_hidden_size": arch.ffn_hidden_size,
         "moe_router_topk": arch.experts_per_token,
-        # The softmax of the chosen logits is the softmax of all of them, made to sum to 1 over the chosen. Of one chosen
+        # The softmax of the chosen logits is the softmax of all of them, made to sum to 1 over the chosen. Of one
         # expert it is 1, which Megatron's check refuses, because the router then learns nothing; transformers computes
         # it, and so does Megatron's router: `transformer_config` sets the true value once the check is past.
         "moe_router_pre_softmax": not arch.normalized_experts or arch.experts_per_token == 1,
@@ -208,6 +246,7 @@ def build_model(arch: ArchitectureConfig, layout: Layout, options: BuildOptions,
     config = transformer_config(arch, layout, options)
     chunks = [_build_chunk(arch, layout, options, config, chunk) for chunk in range(layout.vpp)]
     model = RoleModel(arch, layout, options, config, chunks)
+    model.check_names()
     with torch.no_grad():
         for entry, parameter in model.parameters_here():
             _mark_partition(entry, parameter, layout)

@@ -52,16 +52,18 @@ class Parameter:
     hold it (`replicated`, `stacked`): tensor parallel ranks share out experts, not their matrices."""
 
 
-# (Megatron name, Hugging Face names, kind); `norm` names differ between Megatron's own and Transformer Engine's layers.
+OUTPUT_LAYER = "output_layer.weight"
+
+# (Megatron name, Hugging Face names, kind), under the names that the parameters have in Megatron's own layers.
 _LAYER: tuple[tuple[str, tuple[str, ...], Kind], ...] = (
-    ("{input_norm}", ("input_layernorm.weight",), "replicated"),
+    ("input_layernorm.weight", ("input_layernorm.weight",), "replicated"),
     (
         "self_attention.linear_qkv.weight",
         ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
         "qkv",
     ),
     ("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), "row"),
-    ("{mlp_norm}", ("post_attention_layernorm.weight",), "replicated"),
+    ("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), "replicated"),
 )
 _MLP: tuple[tuple[str, tuple[str, ...], Kind], ...] = (
     ("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), "glu"),
@@ -91,38 +93,37 @@ _QK_NORM: tuple[tuple[str, tuple[str, ...], Kind], ...] = (
     ("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), "replicated"),
     ("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), "replicated"),
 )
-_NORM_NAMES = {
-    False: {"input_norm": "input_layernorm.weight", "mlp_norm": "pre_mlp_layernorm.weight"},
-    True: {
-        "input_norm": "self_attention.linear_qkv.layer_norm_weight",
-        "mlp_norm": "mlp.linear_fc1.layer_norm_weight",
-    },
+_ALIASES = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
+"""Within a layer: Transformer Engine fuses a norm into the linear layer behind it."""
 
 
-def model_parameters(
-    arch: ArchitectureConfig, *, transformer_engine: bool = False, experts: Iterable[int] | None = None
-) -> Iterator[Parameter]:
+def canonical_name(in_layer: str) -> str:
+    """The one name that the map, checkpoints, streams and exports know a layer's parameter by."""
+    return _ALIASES.get(in_layer, in_layer)
+
+
+def model_parameters(arch: ArchitectureConfig, *, experts: Iterable[int] | None = None) -> Iterator[Parameter]:
     """Every parameter of a causal language model of this architecture, in Hugging Face's order.
 
     With tied embeddings the output layer is not listed: it is the embedding. `experts`: only these of each layer.
     """
     chosen = tuple(experts) if experts is not None else range(arch.experts)
     yield Parameter("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab")
-    # Transformer Engine fuses the norm into the MLP's first matrix, of which experts have many.
-    names = _NORM_NAMES[transformer_engine] | ({"mlp_norm": _NORM_NAMES[False]["mlp_norm"]} if arch.experts else {})
     rows = _LAYER + (_ROUTER if arch.experts else _MLP)
     rows += (_QKV_BIAS if arch.qkv_bias else ()) + (_QK_NORM if arch.qk_norm else ())
     for layer in range(arch.layers):
         for megatron, hf, kind in rows:
-            yield _in_layer(layer, megatron.format(**names), hf, kind)
+            yield _in_layer(layer, megatron, hf, kind)
         for expert in chosen:
             for megatron, hf, kind in _EXPERT:
                 its = tuple(h.format(expert=expert) for h in hf)
                 yield _in_layer(layer, megatron.format(expert=expert), its, kind, expert)
     yield Parameter("decoder.final_layernorm.weight", ("model.norm.weight",), "replicated")
     if not arch.tied_embeddings:
-        yield Parameter("output_layer.weight", ("lm_head.weight",), "vocab")
+        yield Parameter(OUTPUT_LAYER, ("lm_head.weight",), "vocab")
 
 
 def _in_layer(layer: int, megatron: str, hf: tuple[str, ...], kind: Kind, expert: int | None = None) -> Parameter:

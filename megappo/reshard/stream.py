@@ -16,9 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megappo.architecture import ArchitectureConfig
+from megappo.errors import RunError
 from megappo.models.build import RoleModel
 from megappo.models.layout import Grid
 from megappo.reshard.hf_map import (
+    OUTPUT_LAYER,
     Parameter,
     expert_share,
     hf_shape,
@@ -88,14 +90,19 @@ class WeightStream:
         device: torch.device,
         bucket_bytes: int,
     ) -> None:
-        """A collective of the world: ranks tell each other which parameters they hold."""
+        """A collective of the world: ranks tell each other which parameters they hold.
+
+        Raises RunError where there are parameters that none of them holds.
+        """
         self.arch = arch
         self._grid, self._padded_vocab = grid, padded_vocab
         self._dtype, self._device = dtype, device
         self._here = {p.megatron: t for p, t in model.parameters_here()} if model is not None else {}
-        held: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(held, list(self._here))
-        stage_of = {name: s for s in range(grid.pp) for r in grid.stage_ranks(s) for name in held[r]}
+        is_critic = model is not None and model.is_critic
+        held: list[tuple[bool, list[str]]] = [(False, []) for _ in range(dist.get_world_size())]
+        dist.all_gather_object(held, (is_critic, list(self._here)))
+        stage_of = {name: s for s in range(grid.pp) for r in grid.stage_ranks(s) for name in held[r][1]}
+        self._check_whole(stage_of, is_critic=any(critic for critic, _ in held))
         self.buckets = tuple(self._plan(stage_of, bucket_bytes))
         self.total_bytes = sum(_tensor_bytes(arch, p, dtype) for b in self.buckets for p in b.parameters)
 
@@ -104,10 +111,18 @@ class WeightStream:
         """What a buffer must hold."""
         return max(bucket.n_bytes for bucket in self.buckets)
 
+    def _check_whole(self, stage_of: dict[str, int], *, is_critic: bool) -> None:
+        missing = [p.megatron for p in model_parameters(self.arch) if p.megatron not in stage_of]
+        if missing and not (is_critic and missing == [OUTPUT_LAYER]):
+            raise RunError(
+                f"no rank holds {', '.join(missing[:3])}{' and others' if missing[3:] else ''} of the model; "
+                "install the versions that setup.py asks for"
+            )
+
     def _plan(self, stage_of: dict[str, int], bucket_bytes: int) -> Iterator[Bucket]:
         current: list[Parameter] = []
         size, stage = 0, -1
-        held = [p for p in model_parameters(self.arch) if p.megatron in stage_of]  # a critic has no LM head
+        held = [p for p in model_parameters(self.arch) if p.megatron in stage_of]  # all but a critic's LM head
         for parameter in held:
             n_bytes = _tensor_bytes(self.arch, parameter, self._dtype)
             if current and (stage_of[parameter.megatron] != stage or size + n_bytes > bucket_bytes):

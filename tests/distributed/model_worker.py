@@ -10,16 +10,21 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.identity_op import IdentityOp
 from safetensors import safe_open
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from distributed.harness import own_groups
 from megappo.architecture import architecture, padded_vocab_size
 from megappo.config.schema import RuntimeSettings
+from megappo.models import build
 from megappo.models.build import BuildOptions, RoleModel, build_model
 from megappo.models.layout import Grid, Layout, make_layout
 from megappo.models.schedule import PackedBatch, pack_rows, run_schedule
@@ -27,6 +32,8 @@ from megappo.reshard.sources import SafetensorsSource
 from megappo.reshard.stream import WeightStream
 from megappo.runtime import Runtime, start_runtime
 from megappo.runtime.exchange import Row
+
+local_layers = build._layer_spec
 
 
 def sequences(vocab: int) -> list[torch.Tensor]:
@@ -50,6 +57,28 @@ def stored_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """What the folder holds, by the names it has there."""
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         yield from ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+
+
+class NormAndLinear(ColumnParallelLinear):  # type: ignore[misc]
+    """A norm inside the linear layer behind it, under the name that Transformer Engine gives its weight."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **settings: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **settings)
+        self.layer_norm_weight = nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
+        self.eps = config.layernorm_epsilon
+
+    def forward(self, input_: torch.Tensor, *rest: Any, **settings: Any) -> Any:
+        normed = nn.functional.rms_norm(input_, (input_.shape[-1],), self.layer_norm_weight, self.eps)
+        return super().forward(normed, *rest, **settings)
+
+
+def fused_layers(*arguments: Any) -> Any:
+    """The layers that are built here, their parameters named and placed as Transformer Engine's."""
+    block = local_layers(*arguments)
+    layer = block.layer_specs[0].submodules  # all are one
+    layer.self_attention.submodules.linear_qkv = layer.mlp.submodules.linear_fc1 = NormAndLinear
+    layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
+    return block
 
 
 class Outputs:
@@ -83,7 +112,8 @@ def check(case: dict[str, Any], runtime: Runtime) -> dict[str, float] | None:
     tokens = sequences(arch.vocab_size)
     if layout is not None:
         options = BuildOptions(torch.float32, runtime.device, vocab, recompute=case.get("recompute", "none"))
-        with runtime.megatron():
+        layers = fused_layers if case.get("fused") else local_layers
+        with runtime.megatron(), patch.object(build, "_layer_spec", layers):
             model = build_model(arch, layout, options, SafetensorsSource(folder, arch))
             output = forward(model, layout, tokens, case.get("train", False))
             if case.get("train"):

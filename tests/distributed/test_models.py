@@ -34,6 +34,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "recompute": {"tp": 2, "pp": 1, "train": True, "recompute": "full"},
     "selective": {"tp": 1, "pp": 2, "train": True, "recompute": "selective"},
     "one_bucket": {"tp": 2, "pp": 1, "bucket_bytes": 1 << 30},
+    "transformer_engine_names": {"tp": 2, "pp": 1, "fused": True, "train": True},
 }
 EXPERTS: dict[str, dict[str, Any]] = {
     "one": {"tp": 1, "pp": 1},

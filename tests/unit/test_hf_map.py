@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from distributed.models import VOCAB, stored_parameters, write_model
-from megappo.architecture import architecture, padded_vocab_size
+from megappo.architecture import ArchitectureConfig, architecture, padded_vocab_size
+from megappo.errors import RunError
+from megappo.models.build import BuildOptions, RoleModel
+from megappo.models.layout import Grid
 from megappo.reshard.hf_map import (
     expert_share,
     hf_shape,
@@ -21,6 +28,7 @@ from megappo.reshard.hf_map import (
     shard_shape,
 )
 from megappo.reshard.sources import RandomSource, SafetensorsSource, read_shard
+from megappo.reshard.stream import WeightStream
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "qwen3_moe"])
@@ -86,6 +94,78 @@ def test_experts_that_are_not_covered_are_refused(tmp_path: Path, changes: dict[
         setattr(config, name, value)
     with pytest.raises(ValueError, match=words.replace("[", "\\[")):
         architecture(config)
+
+
+FUSED = {"input_layernorm": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm": "mlp.linear_fc1.layer_norm_"}
+
+
+def held_model(arch: ArchitectureConfig, names: Iterable[str]) -> RoleModel:
+    """A model of one chunk that holds parameters of these names, of no size."""
+    chunk = nn.Module()
+    for name in names:
+        *path, last = name.split(".")
+        place = chunk
+        for part in path:
+            if part not in place._modules:
+                place.add_module(part, nn.Module())
+            place = place.get_submodule(part)
+        place.register_parameter(last, nn.Parameter(torch.empty(0)))
+    layers = nn.ModuleList(chunk.decoder.layers.children())
+    for number, layer in enumerate(layers):
+        layer.layer_number = number + 1
+    chunk.decoder.layers = layers
+    chunk.pre_process = chunk.post_process = True
+    layout: Any = None
+    options = BuildOptions(torch.float32, torch.device("cpu"), VOCAB)
+    return RoleModel(arch, layout, options, layout, cast("list[Any]", [chunk]))
+
+
+def transformer_engine_names(arch: ArchitectureConfig) -> list[str]:
+    """What the parameters are called in layers whose norms are part of the linear layers behind them."""
+    names = [p.megatron for p in model_parameters(arch)]
+    for norm, fused in FUSED.items():
+        names = [name.replace(f"{norm}.", fused) for name in names]
+    return names
+
+
+@pytest.fixture(scope="module")
+def llama_8b(tmp_path_factory: pytest.TempPathFactory) -> ArchitectureConfig:
+    """The names of Llama 3 8B's 291 tensors, with small shapes."""
+    folder = write_model(tmp_path_factory.mktemp("8b"), "llama", 1)
+    return dataclasses.replace(architecture(AutoConfig.from_pretrained(folder)), layers=32)
+
+
+def test_transformer_engine_names_are_the_parameters_of_the_map(llama_8b: ArchitectureConfig) -> None:
+    names = transformer_engine_names(llama_8b)
+    assert len(set(names) - {p.megatron for p in model_parameters(llama_8b)}) == 64
+    model = held_model(llama_8b, names)
+    model.check_names()
+    here = [p for p, _ in model.parameters_here()]
+    assert here == list(model_parameters(llama_8b))
+    assert sum(len(p.hf) for p in here) == 291
+
+
+def test_a_parameter_that_the_map_does_not_know_is_an_error(llama_8b: ArchitectureConfig) -> None:
+    names = [*transformer_engine_names(llama_8b), "decoder.layers.3.mlp.linear_fc1.layer_norm_bias"]
+    with pytest.raises(RunError, match=r"parameters that the map does not know, such as decoder.layers.3.*norm_bias"):
+        held_model(llama_8b, names).check_names()
+
+
+def test_an_entry_of_the_map_that_nobody_holds_is_an_error(llama_8b: ArchitectureConfig, world_of_one: None) -> None:
+    names = [name for name in transformer_engine_names(llama_8b) if "layers.7.mlp.linear_fc1.layer" not in name]
+    model = held_model(llama_8b, names)
+    with pytest.raises(RunError, match=r"too few for the map, such as decoder.layers.7.pre_mlp_layernorm.weight"):
+        model.check_names()
+    numbers: dict[str, Any] = {"padded_vocab": VOCAB, "dtype": torch.float32, "bucket_bytes": 1 << 30}
+    with pytest.raises(RunError, match=r"no rank holds decoder.layers.7.pre_mlp_layernorm.weight of the model"):
+        WeightStream(Grid((0,), 1, 1), llama_8b, model, device=torch.device("cpu"), **numbers)
+
+
+@pytest.fixture
+def world_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def test_padding_rows_are_zero(tmp_path: Path) -> None:
