@@ -142,7 +142,8 @@ def _reward(config: Config) -> Rows:
         yield "reward", f"the model in {config.reward.model_path}, {size / 1e9:.3g} GB, which the run loads"
         return
     limited = config.data.train.model_copy(update={"limit": _SCORED_SAMPLES})
-    best, empty = _scores(config, read_records(limited))
+    stop = load_tokenizer(config.model).eos_token or ""
+    best, empty = _scores(config, read_records(limited), stop)
     yield (
         "reward",
         f"{config.reward.function} gives the answers {best:.3g} and empty responses {empty:.3g}, in the mean",
@@ -151,14 +152,15 @@ def _reward(config: Config) -> Rows:
         yield "reward", "no written form of the answers scores above an empty response: look at one by hand"
 
 
-def _scores(config: Config, records: Sequence[Record]) -> tuple[float, float]:
-    """Mean score of the answers, in the form that scores best, and of empty responses."""
+def _scores(config: Config, records: Sequence[Record], stop: str) -> tuple[float, float]:
+    """Mean score of the answers, in the form that scores best, and of empty responses; `stop` ends all."""
     with RewardPool(config.reward.model_copy(update={"workers": 1})) as pool:
 
         def mean(form: str) -> float:
+            answers = [form.format(record.answer) for record in records]
             requests = [
-                RewardRequest(_prompt_text(record), form.format(record.answer), record.answer, record.metadata)
-                for record in records
+                RewardRequest(_prompt_text(record), answer, answer + stop, record.answer, record.metadata)
+                for record, answer in zip(records, answers, strict=True)
             ]
             return float(pool.score(requests).scores.mean())
 

@@ -28,6 +28,7 @@ def rollout_metrics(rollouts: Rollouts, runtime: Runtime, newest_version: int) -
     tally.mean("response/length", responses)
     tally.maximum("response/length_max", responses)
     tally.mean("response/truncated", rollouts.truncated_B)
+    tally.mean("response/special_tokens", rollouts.special_tokens_B)
     tally.mean("prompt/length", rollouts.lengths_B - responses)
     tally.mean("rollout/lag", newest_version - rollouts.weight_versions_B)
     tally.total("step_tokens", float(rollouts.lengths_B.sum()))

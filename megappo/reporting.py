@@ -98,6 +98,7 @@ class Reporter:
                 {
                     "prompt": rollouts.prompts[b].text,
                     "response": rollouts.responses[b],
+                    "raw_response": rollouts.raw_responses[b],
                     "answer": rollouts.prompts[b].answer,
                     "score": float(scores_B[b]),
                     "tokens": int(rollouts.response_lengths_B[b]),

@@ -64,6 +64,10 @@ class Rollouts:
     """int64: version of the weights that generated each sample."""
     responses: tuple[str, ...]
     """B decoded responses without special tokens, for the reward and the log."""
+    raw_responses: tuple[str, ...]
+    """The same with special tokens shown, the stop token included."""
+    special_tokens_B: Tensor
+    """int64: special tokens inside each response, the stop token that ended it aside."""
 
     @property
     def lengths_B(self) -> Tensor:

@@ -72,6 +72,7 @@ def describe_samples(experience: Experience, chosen: Sequence[int]) -> tuple[dic
             "sample_id": int(rollouts.sample_ids_B[b]),
             "prompt": rollouts.prompts[b].text,
             "response": rollouts.responses[b],
+            "raw_response": rollouts.raw_responses[b],
             "score": float(scored.scores_B[b]),
             "tokens": int(rollouts.response_lengths_B[b]),
             "sum_abs_advantage": float(push_B[b]),

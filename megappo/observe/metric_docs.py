@@ -72,6 +72,9 @@ METRICS: dict[str, MetricDoc] = {
     "response/length": MetricDoc("tokens", "Mean length of a response.", "well below `rollout.max_response_tokens`"),
     "response/length_max": MetricDoc("tokens", "Longest response.", "at most `rollout.max_response_tokens`"),
     "response/truncated": MetricDoc("fraction", "Responses cut at the length limit.", "below 0.1; advice above 0.5"),
+    "response/special_tokens": MetricDoc(
+        "tokens", "Special tokens inside a response, in the mean; decoding hides them.", "0, unless the task has some"
+    ),
     "prompt/length": MetricDoc("tokens", "Mean length of a prompt.", "as the data"),
     "prompt/dropped": MetricDoc(
         "prompts", "Training prompts left out as longer than `data.max_prompt_tokens`.", "few of the data set"

@@ -12,6 +12,8 @@ from megappo.rewards.rules import RULES, warm_up
 
 _PER_SAMPLE = ("prompt", "response", "answer", "metadata")
 _PER_BATCH = ("prompts", "responses", "answers", "metadata")
+_RAW = {False: "raw_response", True: "raw_responses"}
+"""By whether the function takes a batch."""
 
 
 class ChosenReward(Protocol):
@@ -69,11 +71,25 @@ def resolve(settings: ChosenReward) -> Callable[..., Any]:
     return function
 
 
-def _check_call(function: Callable[..., Any], settings: ChosenReward) -> None:
-    names = _PER_BATCH if settings.batch else _PER_SAMPLE
+def argument_names(function: Callable[..., Any], *, batch: bool) -> tuple[str, ...]:
+    """What a reward function is called with: the response with its special tokens only where it has a parameter for it.
+
+    A function of `**anything` may hand all on to one that does not expect it, so that it is not asked for there.
+    """
+    names, signature = _PER_BATCH if batch else _PER_SAMPLE, _signature(function)
+    return (*names, _RAW[batch]) if signature is not None and _RAW[batch] in signature.parameters else names
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
     try:
-        signature = inspect.signature(function)
+        return inspect.signature(function)
     except ValueError:  # some functions written in C have none
+        return None
+
+
+def _check_call(function: Callable[..., Any], settings: ChosenReward) -> None:
+    names, signature = argument_names(function, batch=settings.batch), _signature(function)
+    if signature is None:
         return
     try:
         signature.bind(**dict.fromkeys(names), **settings.options)

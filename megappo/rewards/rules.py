@@ -1,7 +1,8 @@
 """Built-in reward functions.
 
 A reward function is called as `function(prompt=, response=, answer=, metadata=, **options)` with the prompt's text, the
-decoded response, the reference answer (or None) and the record's metadata, and returns a finite number.
+decoded response, the reference answer (or None) and the record's metadata, and returns a finite number. One that has a
+parameter `raw_response` also gets the response with its special tokens, the one that ended it included.
 """
 
 from __future__ import annotations

@@ -75,6 +75,8 @@ class RewardScorer:
 
 def _requests(rollouts: Rollouts) -> list[RewardRequest]:
     return [
-        RewardRequest(prompt.text, response, prompt.answer, prompt.metadata)
-        for prompt, response in zip(rollouts.prompts, rollouts.responses, strict=True)
+        RewardRequest(prompt.text, response, raw_response, prompt.answer, prompt.metadata)
+        for prompt, response, raw_response in zip(
+            rollouts.prompts, rollouts.responses, rollouts.raw_responses, strict=True
+        )
     ]

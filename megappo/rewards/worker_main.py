@@ -1,29 +1,34 @@
-"""A reward worker: `python -m megappo.rewards.worker_main FD`, started by `workers.RewardPool`.
+"""A reward worker: `python -m megappo.rewards.worker_main REQUESTS ANSWERS`, started by `workers.RewardPool`.
 
-Receives a RewardChoice once and answers ("ready", None) or ("broken", reason). Then receives lists of pickled requests
-(prompt, response, answer, metadata). A per-sample function answers each request in order with (score, None) or
-(None, reason), a batch function the whole list at once. Ends with its parent.
+Two processes. The supervisor is what the pool starts: it forks the worker, adopts whatever the worker leaves behind,
+and when the worker ends, the pool hangs up or the trainer is gone, ends all that stems from the worker and then itself.
+
+The worker receives a RewardChoice once and answers ("ready", its process id) or ("broken", reason). Then it receives
+lists of pickled requests (prompt, response, answer, metadata, raw response) and answers each of them in order with
+(score, None) or (None, reason).
 
 Must import nothing heavy: a killed worker is replaced in the time this takes.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import pickle
+import select
 import signal
+import socket
 import sys
-from collections.abc import Callable, Iterable, Mapping, Set
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from megappo.rewards.registry import RewardChoice, resolve
+from megappo.rewards.channel import WorkerEnd
+from megappo.rewards.descendants import adopt_orphans, die_with_parent, end_descendants, reap
+from megappo.rewards.registry import RewardChoice, argument_names, resolve
 
-_PR_SET_PDEATHSIG = 1
 _LARGEST_FLOAT32 = 3.4028234663852886e38
 _REASON_CHARACTERS = 300
+_BROKEN_CHARACTERS = 4000
 
 Answer = tuple[float | None, str | None]
 
@@ -42,19 +47,22 @@ def _failure(error: BaseException) -> Answer:
     return None, f"{type(error).__name__}: {error}"[:_REASON_CHARACTERS]
 
 
-def _score(function: Callable[..., Any], pickled: bytes, options: dict[str, Any]) -> Answer:
+def _score(function: Callable[..., Any], names: Sequence[str], pickled: bytes, options: dict[str, Any]) -> Answer:
     try:
-        prompt, response, answer, metadata = pickle.loads(pickled)
-        return _number(function(prompt=prompt, response=response, answer=answer, metadata=metadata, **options))
+        given = dict(zip(names, pickle.loads(pickled), strict=False))
+        return _number(function(**given, **options))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - what a user's function raises is a failed sample
         return _failure(error)
 
 
-def _score_batch(function: Callable[..., Any], pickled: list[bytes], options: dict[str, Any]) -> list[Answer]:
+def _score_batch(
+    function: Callable[..., Any], names: Sequence[str], pickled: list[bytes], options: dict[str, Any]
+) -> list[Answer]:
     try:
-        prompts, responses, answers, metadata = (list(c) for c in zip(*map(pickle.loads, pickled), strict=True))
-        found = function(prompts=prompts, responses=responses, answers=answers, metadata=metadata, **options)
-        if isinstance(found, Mapping | Set):  # a list of them would hold keys, or any order
+        columns = (list(column) for column in zip(*map(pickle.loads, pickled), strict=True))
+        found = function(**dict(zip(names, columns, strict=False)), **options)
+        # A list of them would hold characters, bytes or keys, or be in any order.
+        if isinstance(found, str | bytes | bytearray | memoryview | Mapping | Set):
             return [(None, f"returned a {type(found).__name__}, must be a list of numbers")] * len(pickled)
         values = list(found)
         if len(values) != len(pickled):
@@ -64,32 +72,37 @@ def _score_batch(function: Callable[..., Any], pickled: list[bytes], options: di
         return [_failure(error)] * len(pickled)
 
 
-def _load(choice: RewardChoice) -> tuple[Callable[..., Any] | None, str | None]:
+def _load(choice: RewardChoice) -> tuple[Callable[..., Any] | None, str]:
     try:
-        return resolve(choice), None
+        return resolve(choice), ""
     except ValueError as error:
-        return None, str(error)
+        return None, str(error)[:_BROKEN_CHARACTERS]
 
 
-def _serve(connection: Connection) -> None:
-    choice: RewardChoice = connection.recv()
-    function, reason = _load(choice)
-    connection.send(("ready" if function is not None else "broken", reason))
+def _serve(pool: WorkerEnd) -> None:
+    """Answer until the pool is gone, which raises EOFError or ConnectionError."""
+    choice: RewardChoice = pool.first
     process = os.getpid()
-    while function is not None:
-        pickled: list[bytes] = connection.recv()
-        answers: Iterable[Answer | list[Answer]] = (
-            [_score_batch(function, pickled, choice.options)]
+    function, reason = _load(choice)
+    if function is None:
+        pool.send(("broken", reason))
+        return
+    pool.send(("ready", process))
+    names = argument_names(function, batch=choice.batch)
+    while True:
+        pickled: list[bytes] = pool.receive()
+        answers: Iterable[Answer] = (
+            _score_batch(function, names, pickled, choice.options)
             if choice.batch
-            else (_score(function, request, choice.options) for request in pickled)
+            else (_score(function, names, request, choice.options) for request in pickled)
         )
         for answer in answers:
             if os.getpid() != process:  # the function forked: a second answer would become the next sample's score
                 os._exit(0)
-            connection.send(answer)
+            pool.send(answer)
 
 
-def _leave_stopping_to_the_parent() -> None:
+def _leave_stopping_to_the_pool() -> None:
     """A scheduler and a terminal send their signals to every process of a job; a worker that ended at once would turn
     the samples it has into failures. What the function itself starts can be stopped as usual.
     """
@@ -100,19 +113,64 @@ def _leave_stopping_to_the_parent() -> None:
     os.register_at_fork(after_in_child=lambda: [signal.signal(number, signal.SIG_DFL) for number in stopping] and None)
 
 
-def main() -> None:
-    """Serve until the parent closes the pipe."""
-    if sys.platform == "linux":
-        # A function that hangs would never notice the closed pipe.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    _leave_stopping_to_the_parent()
-    descriptor = int(sys.argv[1])
-    os.set_inheritable(descriptor, False)  # a function's own children would keep the pipe open
-    os.dup2(2, 1)  # what a function prints must not end up in the parent's output
+def _work(requests: int, answers: int, supervisor: int) -> None:
+    """The worker's life, in a session of its own: a function may signal its whole process group."""
+    die_with_parent(signal.SIGKILL)  # a function that hangs would never notice that the pool is gone
+    if os.getppid() != supervisor:
+        return
+    os.setsid()
+    _leave_stopping_to_the_pool()
+    for descriptor in (requests, answers):
+        os.set_inheritable(descriptor, False)  # a function's own children would keep the sockets open
     try:
-        _serve(Connection(descriptor))
+        _serve(WorkerEnd(requests, answers))
     except (EOFError, ConnectionError):
-        return  # the parent is gone, or has closed the pool
+        return
+
+
+def _supervise(worker: int, requests: int, trainer: int) -> None:
+    """Wait until the worker, the pool or the trainer is gone, then leave nothing that stems from the worker.
+
+    The pool hangs up by shutting its end of `requests` down. A killed trainer's end can stay open in a process that it
+    forked: then the signal for its end tells.
+    """
+    awake, bell = socket.socketpair()
+    for end in (awake, bell):
+        end.setblocking(False)
+    signal.set_wakeup_fd(bell.fileno(), warn_on_full_buffer=False)
+    # Whoever sends them, only what is true of worker and trainer counts.
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda *_: None)
+    die_with_parent(signal.SIGTERM)
+    events = select.poll()
+    events.register(requests, select.POLLRDHUP)
+    events.register(awake, select.POLLIN)
+    hung_up = False
+    while not hung_up and os.getppid() == trainer and _runs(worker):
+        ready = dict(events.poll())
+        hung_up = requests in ready
+        if awake.fileno() in ready:
+            awake.recv(4096)
+    end_descendants()
+
+
+def _runs(worker: int) -> bool:
+    ended = reap()
+    return ended is not None and worker not in ended
+
+
+def main() -> None:
+    """Serve until the pool hangs up."""
+    requests, answers = int(sys.argv[1]), int(sys.argv[2])
+    trainer, supervisor = os.getppid(), os.getpid()
+    os.dup2(2, 1)  # what a function prints must not end up in the parent's output
+    adopt_orphans()
+    worker = os.fork()
+    if worker == 0:
+        _work(requests, answers, supervisor)
+        return
+    os.close(answers)  # its end must be seen when the worker ends
+    _supervise(worker, requests, trainer)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import secrets
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import wait
 from typing import Any
 
 import psutil
@@ -23,13 +22,17 @@ from torch import Tensor
 
 from megappo.config.schema import RewardSettings
 from megappo.errors import RunError
+from megappo.rewards.channel import ForeignMessageError, PoolEnd
+from megappo.rewards.descendants import end_marked
 from megappo.rewards.registry import RewardChoice
 
 _START_SECONDS = 120.0
-_TRANSFER_SECONDS = 10
+_END_SECONDS = 15.0
 _LARGEST_CHUNK = 64
+_MARK = "MEGAPPO_REWARD_WORKER"
 _TIMED_OUT = "ran out of time"
 _DIED = "ended its worker process"
+_WROTE = "wrote into file descriptors that are not its own"
 
 
 class RewardError(RunError):
@@ -42,6 +45,8 @@ class RewardRequest:
 
     prompt: str
     response: str
+    raw_response: str
+    """With special tokens."""
     answer: str | None
     metadata: dict[str, Any]
 
@@ -60,50 +65,59 @@ class RewardResult:
 
 
 class _Worker:
-    """One process, from its start to its end."""
+    """One worker process and its supervisor, from their start to their end."""
 
     def __init__(self, choice: RewardChoice) -> None:
         self.ready = False
         self.pending: deque[int] = deque()
         """Indices of the requests it works on, in order."""
         self.deadline = time.monotonic() + _START_SECONDS
-        self.connection, theirs = Pipe()
-        _limit_transfers(self.connection)
-        command = [sys.executable, "-m", "megappo.rewards.worker_main", str(theirs.fileno())]
+        self.channel = PoolEnd()
+        self.pid: int | None = None
+        """Of the process that calls the function, once it has imported it."""
+        self._mark = secrets.token_hex(16)
+        descriptors = self.channel.their_descriptors
+        command = [sys.executable, "-m", "megappo.rewards.worker_main", *map(str, descriptors)]
         # The parent's import path, so that a function found here is found there.
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)
-        self.process = subprocess.Popen(
+        self.supervisor = subprocess.Popen(
             command,
-            pass_fds=[theirs.fileno()],
+            pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-            process_group=0,  # what a function starts is killed with it
+            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", _MARK: self._mark},
+            process_group=0,  # the terminal's Ctrl-C is for the trainer
         )
-        theirs.close()
         with suppress(OSError):  # that it has ended already is noticed where its answer is read
-            self.connection.send(choice)
+            self.channel.started(choice)
+
+    def welcome(self, pid: int) -> None:
+        """It has imported the function."""
+        self.pid, self.ready = pid, True
+
+    @property
+    def speaks(self) -> bool:
+        """Whether something came that was not read yet; its end counts."""
+        return bool(wait([self.channel.answers], timeout=0))
 
     @property
     def resident_gigabytes(self) -> float:
         """Memory that its process holds, in 1e9 bytes; 0 where it has ended."""
         try:
-            return float(psutil.Process(self.process.pid).memory_info().rss) / 1e9
+            return float(psutil.Process(self.pid).memory_info().rss) / 1e9
         except psutil.Error:
             return 0.0
 
     def kill(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.connection.close()
-
-
-def _limit_transfers(connection: Connection) -> None:
-    """A stopped process must not block a send or receive for ever: both end with OSError after a while."""
-    limit = struct.pack("ll", _TRANSFER_SECONDS, 0)
-    with socket.socket(fileno=os.dup(connection.fileno())) as end:
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        """End it with everything that stems from it, sessions of their own included."""
+        self.channel.close()
+        self.supervisor.send_signal(signal.SIGCONT)  # a stopped one would not see that its pool hung up
+        try:
+            self.supervisor.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.supervisor.kill()
+            self.supervisor.wait()
+        if self.supervisor.returncode != 0:  # it was killed, and what it had adopted is nobody's
+            end_marked(_MARK, self._mark)
 
 
 @dataclass
@@ -121,8 +135,7 @@ class _Job:
     def done(self) -> bool:
         return len(self.scores) + len(self.failures) == len(self.pickled) or len(self.failures) > self.most_failures
 
-    def record(self, index: int, answer: tuple[float | None, str | None]) -> None:
-        score, reason = answer
+    def record(self, index: int, score: float | None, reason: str | None) -> None:
         if score is None:
             self.failures[index] = str(reason)
         else:
@@ -179,7 +192,7 @@ class RewardPool:
         assert self._workers, "the pool is closed"
         pickled = [_pickled(index, request) for index, request in enumerate(requests)]
         job = _Job(pickled, most_failures, deque(range(len(pickled))))
-        for worker in [w for w in self._workers if w.ready and w.process.poll() is not None]:
+        for worker in [w for w in self._workers if w.ready and (w.speaks or w.supervisor.poll() is not None)]:
             self._replace(worker)  # ended between two calls, by whatever: no sample's fault
         try:
             while not job.done:
@@ -205,7 +218,7 @@ class RewardPool:
             count = len(job.waiting) if self._settings.batch else min(fair, _LARGEST_CHUNK)
             worker.pending = deque(job.waiting.popleft() for _ in range(count))
             try:
-                worker.connection.send([job.pickled[index] for index in worker.pending])
+                worker.channel.send([job.pickled[index] for index in worker.pending])
             except OSError:
                 self._lose(worker, job, _DIED)
                 continue
@@ -216,37 +229,31 @@ class RewardPool:
         busy = [worker for worker in self._workers if worker.pending or not worker.ready]
         assert busy, "unanswered requests, but no worker has them"
         patience = max(0.0, min(worker.deadline for worker in busy) - time.monotonic())
-        ready = wait([worker.connection for worker in busy], timeout=patience)
+        ready = wait([worker.channel.answers for worker in busy], timeout=patience)
         for worker in busy:
-            if worker.connection in ready:
+            if worker.channel.answers in ready:
                 self._receive(worker, job)
-            elif time.monotonic() >= worker.deadline and not worker.connection.poll():
+            elif time.monotonic() >= worker.deadline and not worker.speaks:
                 self._lose(worker, job, _TIMED_OUT)
 
     def _receive(self, worker: _Worker, job: _Job) -> None:
         try:
-            message = worker.connection.recv()
-            if not worker.ready:
-                self._welcome(worker, message)
-                return
-            if self._settings.batch:
-                while worker.pending:
-                    job.record(worker.pending.popleft(), message.pop(0))
-                return
-            job.record(worker.pending.popleft(), message)
-            while worker.pending and worker.connection.poll():
-                message = worker.connection.recv()
-                job.record(worker.pending.popleft(), message)
-        except (EOFError, OSError, pickle.UnpicklingError):  # the last: a function that writes into every descriptor
+            while (worker.pending or not worker.ready) and (answer := worker.channel.receive()) is not None:
+                if not worker.ready:
+                    self._welcome(worker, *answer)
+                else:
+                    job.record(worker.pending.popleft(), *answer)
+        except (EOFError, OSError):
             self._lose(worker, job, _DIED)
-            return
-        worker.deadline = time.monotonic() + self._settings.timeout_seconds
+        except ForeignMessageError:
+            self._lose(worker, job, _WROTE)
+        else:
+            worker.deadline = time.monotonic() + self._settings.timeout_seconds
 
-    def _welcome(self, worker: _Worker, message: tuple[str, str | None]) -> None:
-        state, reason = message
+    def _welcome(self, worker: _Worker, state: str, found: int | str) -> None:
         if state == "broken":
-            raise ValueError(reason)
-        worker.ready = True
+            raise ValueError(found)
+        worker.welcome(int(found))
 
     def _lose(self, worker: _Worker, job: _Job, reason: str) -> None:
         """Replace a worker; the sample it was at fails, the others wait for another worker."""
@@ -278,7 +285,7 @@ def too_many_failures(
 
 def _pickled(index: int, request: RewardRequest) -> bytes:
     try:
-        return pickle.dumps((request.prompt, request.response, request.answer, request.metadata))
+        return pickle.dumps((request.prompt, request.response, request.answer, request.metadata, request.raw_response))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(
             f"the metadata of sample {index} cannot be sent to a reward worker ({error}); keep plain values in them"

@@ -66,12 +66,21 @@ def plan_rollout(prompts: Prompts, *, samples_per_prompt: int, seed_of: Callable
     return RolloutPlan(repeated, sample_ids, samples_per_prompt, requests)
 
 
+def _special_token_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """What decoding leaves out: the named special tokens, and added ones that are only marked as such."""
+    marked = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return marked | set(tokenizer.all_special_ids)
+
+
 def finish_rollout(
     plan: RolloutPlan, completions: Sequence[Completion], tokenizer: PreTrainedTokenizerBase
 ) -> Rollouts:
     """The engine's answers, of which there is at least one, as padded tensors."""
     sample_ids = torch.tensor(plan.sample_ids)
-    lengths = torch.tensor([len(c.token_ids) for c in completions])
+    token_ids = [list(c.token_ids) for c in completions]
+    inside = [ids if c.truncated else ids[:-1] for ids, c in zip(token_ids, completions, strict=True)]
+    special = _special_token_ids(tokenizer)
+    lengths = torch.tensor([len(ids) for ids in token_ids])
     mask_BR = torch.arange(int(lengths.max()))[None] < lengths[:, None]
     logprob_BR = torch.zeros(mask_BR.shape)
     logprob_BR[mask_BR] = torch.tensor([x for c in completions for x in c.logprobs])
@@ -87,5 +96,7 @@ def finish_rollout(
         response_mask_BR=mask_BR,
         truncated_B=torch.tensor([c.truncated for c in completions]),
         weight_versions_B=torch.tensor([c.weight_version for c in completions]),
-        responses=tuple(tokenizer.batch_decode([list(c.token_ids) for c in completions], skip_special_tokens=True)),
+        responses=tuple(tokenizer.batch_decode(token_ids, skip_special_tokens=True)),
+        raw_responses=tuple(tokenizer.batch_decode(token_ids, skip_special_tokens=False)),
+        special_tokens_B=torch.tensor([sum(i in special for i in ids) for ids in inside]),
     )

@@ -45,6 +45,8 @@ def rollouts_of_rank(samples: list[dict[str, Any]], rank: int, world: int) -> Ro
         truncated_B=torch.zeros(len(mine), dtype=torch.bool),
         weight_versions_B=torch.ones(len(mine), dtype=torch.int64),
         responses=("",) * len(mine),
+        raw_responses=("",) * len(mine),
+        special_tokens_B=torch.zeros(len(mine), dtype=torch.int64),
     )
 
 

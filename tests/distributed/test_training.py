@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -56,6 +57,7 @@ def test_every_logged_metric_is_documented_and_finite(short_run: Path) -> None:
     names = {name for line in lines for name in line} - {"step"}
     assert names <= set(METRICS), names - set(METRICS)
     assert {"reward/mean", "actor/grad_norm", "critic/explained_variance", "sync/version", "eval/reward_mean"} <= names
+    assert "response/special_tokens" in names
     assert all(math.isfinite(value) for line in lines for value in line.values())
 
 
@@ -70,7 +72,9 @@ def test_the_run_leaves_what_a_user_looks_for(short_run: Path) -> None:
     assert (short_run / "config.yaml").exists()
     assert list((short_run / "tensorboard").glob("events*"))
     samples = [json.loads(line) for line in (short_run / "samples.jsonl").read_text().splitlines()]
-    assert {"step", "prompt", "response", "answer", "score", "tokens"} <= samples[0].keys()
+    assert {"step", "prompt", "response", "raw_response", "answer", "score", "tokens"} <= samples[0].keys()
+    assert any(sample["raw_response"].endswith("<eos>") for sample in samples)
+    assert all("<" not in sample["response"] for sample in samples)
     done = megappo("report", short_run)
     assert done.returncode == 0
     assert "reward/mean" in done.stdout
@@ -161,11 +165,20 @@ def test_the_same_seed_gives_the_same_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_quickstart_learns(tmp_path: Path) -> None:
+def test_the_quickstart_learns_to_answer_and_to_stop(tmp_path: Path) -> None:
+    """Judged by transformers, special tokens shown: the sum, then the end token."""
     lines = quickstart(tmp_path / "run", timeout=590)
     rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
     assert rewards[0] < 0.3
     assert sum(rewards[-5:]) / 5 > 0.8
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "final")
+    right = []
+    for a, b in itertools.product(range(5), repeat=2):
+        ids = tokenizer(f"{a}+{b}=", return_tensors="pt").input_ids
+        answer = model.generate(ids, max_new_tokens=3, do_sample=False)[0, ids.shape[1] :]
+        right.append(tokenizer.decode(answer, skip_special_tokens=False) == f"{a + b}<eos>")
+    assert sum(right) >= 0.95 * len(right)
 
 
 def test_the_step_benchmark(tmp_path: Path) -> None:

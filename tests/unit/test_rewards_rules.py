@@ -12,6 +12,7 @@ import pytest
 from megappo.config.schema import DataSourceSettings, RewardSettings
 from megappo.data.sources import read_records
 from megappo.rewards import check_reward
+from megappo.rewards.arithmetic import answer_then_end
 from megappo.rewards.registry import resolve
 from megappo.rewards.rules import RULES
 
@@ -50,6 +51,17 @@ def score(
 )
 def test_rule(rule: str, response: str, answer: str, options: dict[str, Any], expected: float) -> None:
     assert score(rule, response, answer, **options) == expected
+
+
+@pytest.mark.parametrize(
+    ("raw_response", "expected"),
+    [("12<eos>", 1), ("12", 0), ("<pad>12<eos>", 0), ("12<pad><eos>", 0), ("12<eos><pad>", 0), ("<eos>", 0)],
+)
+def test_the_quickstarts_reward_wants_answer_and_end(raw_response: str, expected: float) -> None:
+    """Without special tokens most of them are the answer."""
+    sample: dict[str, Any] = {"prompt": "5+7=", "response": "12", "answer": "12", "metadata": {}}
+    assert answer_then_end(**sample, raw_response=raw_response) == expected
+    assert answer_then_end(**sample, raw_response=raw_response, end_token="<pad>") == 0
 
 
 @pytest.mark.parametrize("rule", ["exact", "number", "gsm8k", "math_verify"])

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distributed.models import VOCAB, write_model
-from megappo.rollout.engine import GenerateRequest, SamplingParams
-from megappo.rollout.sampling import sample_seed
+from megappo.rollout.engine import Completion, GenerateRequest, SamplingParams
+from megappo.rollout.sampling import finish_rollout, plan_rollout, sample_seed
 from megappo.rollout.transformers_engine import TransformersEngine
+from megappo.types import Prompt, Prompts
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +40,20 @@ def requests(n: int = 12) -> list[GenerateRequest]:
     g = torch.Generator().manual_seed(0)
     prompts = [torch.randint(2, VOCAB, (1 + i % 5,), generator=g).tolist() for i in range(n)]
     return [GenerateRequest(tuple(p), seed=i, prompt_id=i) for i, p in enumerate(prompts)]
+
+
+def test_special_tokens_are_shown_and_counted() -> None:
+    """The clean text is the same for all of them; the stop token that ended a response is not counted."""
+    tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[2] / "configs/models/tiny_arithmetic")
+    pad, eos, three = tokenizer.convert_tokens_to_ids(["<pad>", "<eos>", "3"])
+    answers = [(three, eos), (pad, three), (pad, pad, three, eos), (three, eos, pad)]
+    completions = [Completion(ids, (-1.0,) * len(ids), ids[-1] != eos, 0) for ids in answers]
+    prompts = Prompts(tuple(Prompt(i, (three,), "3", None, {}) for i in range(len(answers))), 0)
+    plan = plan_rollout(prompts, samples_per_prompt=1, seed_of=lambda sample_id: sample_id)
+    rollouts = finish_rollout(plan, completions, tokenizer)
+    assert rollouts.responses == ("3",) * 4
+    assert rollouts.raw_responses == ("3<eos>", "<pad>3", "<pad><pad>3<eos>", "3<eos><pad>")
+    assert rollouts.special_tokens_B.tolist() == [0, 1, 2, 2]
 
 
 PARAMS = SamplingParams(temperature=0.7, max_new_tokens=9, stop_token_ids=(1, 17))

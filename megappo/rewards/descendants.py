@@ -1,0 +1,68 @@
+"""Everything that stems from a process, also what made a session of its own, and how it is ended.
+
+A process whose parent ends becomes a child of its nearest ancestor that is a subreaper, so that nothing which a reward
+function starts can leave its worker's supervisor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from contextlib import suppress
+
+import psutil
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_KILL_SECONDS = 10.0
+_POLL_SECONDS = 0.01
+
+
+def die_with_parent(number: int) -> None:
+    """Have the kernel send this process a signal when the thread that made it ends."""
+    _prctl(_PR_SET_PDEATHSIG, number)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every descendant whose own has ended."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed: {os.strerror(ctypes.get_errno())}")
+
+
+def reap() -> set[int] | None:
+    """Process ids of the children that have ended since; None where no child is left."""
+    ended: set[int] = set()
+    while True:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return None
+        if pid == 0:
+            return ended
+        ended.add(pid)
+
+
+def end_descendants() -> None:
+    """SIGKILL all that stems from this process, which has adopted its orphans, until it has no child.
+
+    What cannot be killed, such as another user's process, is left after a while.
+    """
+    deadline = time.monotonic() + _KILL_SECONDS
+    while reap() is not None and time.monotonic() < deadline:
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                process.kill()
+        time.sleep(_POLL_SECONDS)
+
+
+def end_marked(variable: str, value: str) -> None:
+    """SIGKILL every process with this environment variable: the way to orphans of a supervisor that was killed."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(variable) == value:
+                process.kill()
