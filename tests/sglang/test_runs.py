@@ -72,7 +72,8 @@ def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]
     while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
         assert run.poll() is None and time.monotonic() < deadline, run.communicate(timeout=10)[0][-3000:]
         time.sleep(0.2)
-    sessions = [pid for guard in children(run.pid, "guard.py") for pid in children(guard, "launch_server")]
+    keepers = [keeper for guard in children(run.pid, "guard.py") for keeper in children(guard, "guard.py")]
+    sessions = [pid for keeper in keepers for pid in children(keeper, "launch_server")]
     yield run, sessions
     if run.poll() is None:
         os.killpg(run.pid, signal.SIGKILL)

@@ -5,11 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,12 +22,10 @@ from megappo.config.rules import server_rules
 from megappo.errors import RunError
 from megappo.reshard.fingerprint import EngineShape, Fingerprints, differing
 from megappo.reshard.hf_map import hf_shape, model_parameters
-from megappo.rollout.sglang.guard import session_pids
 from megappo.rollout.sglang.server import ServerSpec
 from megappo.runtime import sglang_cpu
 
 ROOT = Path(__file__).parents[2]
-GUARD = ROOT / "megappo" / "rollout" / "sglang" / "guard.py"
 
 
 def arch(**changes: Any) -> ArchitectureConfig:
@@ -163,45 +156,6 @@ def test_without_sglang_a_run_says_what_to_install(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RunError, match="SGLang 0.6.0 is installed, on a CPU only 0.5.23 runs"):
         sglang_cpu.require_sglang()
-
-
-def guarded(tmp_path: Path, command: str) -> tuple[subprocess.Popen[bytes], int]:
-    """A shell command under a guard; returns the guard and the command's session."""
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    line = [sys.executable, "-I", "-S", str(GUARD), str(scratch), str(tmp_path / "log"), "--", "bash", "-c", command]
-    guard = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-    assert guard.stdout is not None
-    return guard, int(guard.stdout.readline())
-
-
-def test_a_guard_ends_everything_when_its_owner_goes(tmp_path: Path) -> None:
-    """Also what ignores SIGTERM, what is stopped, and what is not a child any more."""
-    guard, session = guarded(
-        tmp_path, "trap '' TERM; (sleep 1000 &) ; sleep 1001 & kill -STOP $!; sleep 1002; sleep 1003"
-    )
-    deadline = time.monotonic() + 10
-    while len(session_pids(session)) < 4 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert len(session_pids(session)) == 4
-    os.kill(guard.pid, signal.SIGINT)  # Ctrl-C is the owner's business
-    assert guard.stdin is not None
-    guard.stdin.close()
-    assert guard.wait(15) == 0
-    assert session_pids(session) == []
-    assert not (tmp_path / "scratch").exists()
-
-
-def test_a_guard_follows_its_command(tmp_path: Path) -> None:
-    name = f"/dev/shm/sgl_shm_test_{os.getpid()}"
-    guard, session = guarded(tmp_path, f"echo started; exec 7<>{name}; sleep 6; exit 3")
-    try:
-        assert guard.wait(30) == 0
-        assert session_pids(session) == []
-        assert (tmp_path / "log").read_text() == "started\n"
-        assert not Path(name).exists()  # seen open while the command lived
-    finally:
-        Path(name).unlink(missing_ok=True)
 
 
 def test_a_server_gets_no_variables_of_torchrun_and_no_key_on_its_command_line(

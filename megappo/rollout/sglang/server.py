@@ -7,7 +7,6 @@ import json
 import os
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from megappo.config import Config
 from megappo.config.engine import SGLangSettings
 from megappo.errors import RunError
 from megappo.rollout.sglang.client import Endpoint, EngineFailure, call
+from megappo.rollout.sglang.guard import Family, clean_up
 from megappo.runtime.sglang_cpu import ENTRY_POINTS, PLATFORM_NAME
 
 _STOP_SECONDS = 20.0
@@ -157,6 +157,8 @@ class Server:
     guard: subprocess.Popen[bytes]
     session: int
     """Process id of the server, which leads a session of its own."""
+    scratch: Path
+    """Its sockets and its key; removed by the guard, last of all."""
     log: Path
     deadline: float
     settings: SGLangSettings
@@ -201,13 +203,19 @@ class Server:
         assert self.guard.stdin is not None
         with suppress(OSError):
             self.guard.stdin.close()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self.guard.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            with suppress(ProcessLookupError):
-                os.killpg(self.session, signal.SIGKILL)
-            self.guard.kill()
-            self.guard.wait()
+        if self.guard.poll() != 0:
+            self._end_without_guard()
+
+    def _end_without_guard(self) -> None:
+        """The guard hangs, or it was killed: its keeper ends the server then, unless that is gone too."""
+        self.guard.kill()
+        self.guard.wait()
+        deadline = time.monotonic() + _STOP_SECONDS
+        while self.scratch.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        clean_up(Family(self.session, str(self.scratch)), set(), str(self.scratch), 0.0)
 
 
 def _own_name(host: str) -> str:
@@ -247,4 +255,4 @@ def start_server(
     session = int(guard.stdout.readline())
     endpoint = Endpoint(index, f"http://{_own_name(spec.settings.host)}:{port}", key, sender, starts)
     deadline = time.monotonic() + spec.settings.start_timeout_seconds
-    return Server(endpoint, guard, session, log.absolute(), deadline, spec.settings)
+    return Server(endpoint, guard, session, scratch, log.absolute(), deadline, spec.settings)
