@@ -16,7 +16,7 @@ from megappo import __version__
 from megappo.config import Config, ConfigError, derive_run, load_config, print_table
 from megappo.config.errors import raised_by_megappo
 from megappo.errors import RUN_ERROR, STOPPED_BY_USER, USER_ERROR, Interrupted, RunError
-from megappo.launchers import adopt_launcher
+from megappo.launchers import adopt_launcher, read_world_size
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 _ON_RANKS = ("train", "eval", "doctor")
@@ -139,7 +139,7 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.command == "train" and arguments.replay is not None:
         from megappo.replay import replay
 
-        replay(arguments.replay, _environment_number("WORLD_SIZE", 1))
+        replay(arguments.replay, read_world_size(os.environ))
         return
     config = load_config(arguments.config, arguments.overrides)
     if arguments.command == "serve":
@@ -166,8 +166,7 @@ def _run(arguments: argparse.Namespace) -> None:
         from megappo.assembly import training_prompts
 
         prompts = training_prompts(config)
-    world_size = _environment_number("WORLD_SIZE", 1)
-    derived = derive_run(config, world_size, None if prompts is None else len(prompts))
+    derived = derive_run(config, read_world_size(os.environ), None if prompts is None else len(prompts))
     if _is_main() and config.logging.console != "quiet":
         print_table(config, derived)
     if arguments.command == "train":
@@ -203,13 +202,6 @@ def _for_evaluation(config: Config, weights: str | None) -> Config:
     tokenizer = config.model.tokenizer or config.model.path
     model = config.model.model_copy(update={"path": weights, "init": "pretrained", "tokenizer": tokenizer})
     return config.model_copy(update={"model": model})
-
-
-def _environment_number(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
-    if not text.isdigit():
-        raise ConfigError(f"the environment variable {name} is '{text}', must be a whole number; start with torchrun")
-    return int(text)
 
 
 def _refuse_lost_run(config: Config) -> None:

@@ -15,7 +15,8 @@ import zlib
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
-from megappo.config.errors import ConfigError
+from megappo.config.base import LARGEST_WORLD
+from megappo.config.errors import ConfigError, shortened, whole_number
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _PORTS = range(10000, 30000)  # below what Linux hands out by itself
@@ -91,9 +92,17 @@ def find_place(environment: Mapping[str, str]) -> Place | None:
     return None
 
 
+def read_world_size(environment: Mapping[str, str]) -> int:
+    """Ranks of the run; 1 where nothing says it. Raises ConfigError for what no run has."""
+    size = _number(environment, "WORLD_SIZE", 1)
+    if not 1 <= size <= LARGEST_WORLD:
+        raise ConfigError(f"WORLD_SIZE is {size}, must be from 1 to {LARGEST_WORLD}; start fewer processes")
+    return size
+
+
 def read_ranks(environment: Mapping[str, str]) -> Ranks:
     """The numbers in torchrun's variables; one process without them. Raises ConfigError where they cannot be."""
-    world_size = _number(environment, "WORLD_SIZE", 1)
+    world_size = read_world_size(environment)
     if world_size > 1 and "RANK" not in environment:
         raise ConfigError(f"WORLD_SIZE is {world_size}, but RANK is not set; start with torchrun, srun or mpirun")
     rank = _number(environment, "RANK", 0)
@@ -137,11 +146,13 @@ def _mpi_place(environment: Mapping[str, str]) -> Place:
 
 def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = environment.get(name, "" if default is None else str(default))
-    if not (text.isascii() and text.isdigit()):
+    number = whole_number(text)
+    if number is None:
         raise ConfigError(
-            f"the environment variable {name} is '{text}', must be a whole number; start with torchrun, srun or mpirun"
+            f"the environment variable {name} is '{shortened(text)}', must be a whole number; start with torchrun, "
+            "srun or mpirun"
         )
-    return int(text)
+    return number
 
 
 def tasks_per_node(text: str) -> list[int]:
@@ -150,8 +161,15 @@ def tasks_per_node(text: str) -> list[int]:
     for part in text.split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if found is None:
-            raise ConfigError(f"SLURM's tasks per node are '{text}', must look like 8(x2),4; start with srun")
-        counts += [int(found[1])] * int(found[2] or 1)
+            raise ConfigError(
+                f"SLURM's tasks per node are '{shortened(text)}', must look like 8(x2),4; start with srun"
+            )
+        ranks, nodes = whole_number(found[1]), whole_number(found[2] or "1")
+        if ranks is None or nodes is None or ranks > LARGEST_WORLD or nodes > LARGEST_WORLD:
+            raise ConfigError(
+                f"SLURM's tasks per node are '{shortened(text)}', more than {LARGEST_WORLD}; start with srun"
+            )
+        counts += [ranks] * nodes
     return counts
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
-from megappo.config.base import Fraction, Settings
+from megappo.config.base import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Settings, Text
 
 KLKind = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
 
@@ -54,14 +54,14 @@ class CorrectionSettings(Settings):
 
 
 class JumpSettings(Settings):
-    grad_norm_ratio: Annotated[float, Field(gt=1)] | None = 10.0
+    grad_norm_ratio: Annotated[float, Field(gt=1, le=1e9)] | None = 10.0
     """An update whose gradient norm is so many times the median of the role's last 50; null: off."""
     kl_nats: PositiveFloat | None = 0.5
     """An actor update whose minibatch has a KL(old || new) above this, in nats per token; null: off."""
 
 
 class AlgorithmSettings(Settings):
-    estimator: str = "gae"
+    estimator: Text = "gae"
     """`gae` (with critic), `grpo`, `rloo` or `reinforce_plus_plus` (without)."""
     gamma: Fraction = 1.0
     """Discount per token."""
@@ -75,7 +75,7 @@ class AlgorithmSettings(Settings):
     """Ratios are clipped below at 1 - clip_low."""
     clip_high: PositiveFloat = 0.2
     """Ratios are clipped above at 1 + clip_high."""
-    dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
+    dual_clip: Annotated[float, Field(gt=1, le=1e9)] | None = 3.0
     """Lower bound c*A of the objective where A < 0 (Ye et al. 2020); null: off."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""

@@ -5,12 +5,43 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+LARGEST_WORLD = 1 << 14
+"""Most ranks of a run."""
+_LONGEST_PATH_BYTES, _LONGEST_NAME_BYTES = 4095, 255  # what Linux takes
+
+
+def _fits_a_file_system(path: str | Path) -> str | Path:
+    text = str(path).encode(errors="surrogateescape")
+    longest = max(len(part) for part in text.split(b"/"))
+    if len(text) > _LONGEST_PATH_BYTES or longest > _LONGEST_NAME_BYTES:
+        raise ValueError(
+            f"a path of {len(text)} bytes whose longest part has {longest}; file systems take {_LONGEST_PATH_BYTES} "
+            f"and {_LONGEST_NAME_BYTES}, so shorten it"
+        )
+    return path
+
+
+# Every number has an upper bound: far above what a run can use, far below what costs minutes or all memory before
+# anything says so. Positions of tokens are 32-bit numbers in attention kernels and in SGLang.
+PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]
+NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
+PositiveFloat = Annotated[float, Field(gt=0.0, le=1e9)]
+NonNegativeFloat = Annotated[float, Field(ge=0.0, le=1e9)]
+Seconds = Annotated[float, Field(gt=0.0, le=1e6)]  # waiting for more milliseconds than 2^31 is an error of the system
+WholeSeconds = Annotated[int, Field(gt=0, le=10**6)]
+Ranks = Annotated[int, Field(gt=0, le=LARGEST_WORLD)]
+Processes = Annotated[int, Field(gt=0, le=4096)]
+"""Threads or processes on one machine."""
+Bytes = Annotated[int, Field(gt=0, le=2**40)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 TokenIds = Annotated[tuple[NonNegativeInt, ...], Field(strict=False)]  # YAML has lists, strict mode wants tuples
-PathFromText = Annotated[Path, Field(strict=False)]
+Text = Annotated[str, Field(min_length=1, max_length=1000)]
+PathText = Annotated[str, Field(min_length=1), AfterValidator(_fits_a_file_system)]
+"""A file, a folder, or a name of something that is no file."""
+PathFromText = Annotated[Path, Field(strict=False), AfterValidator(_fits_a_file_system)]
 
 
 class Settings(BaseModel):

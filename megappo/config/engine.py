@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
-from megappo.config.base import Settings
+from megappo.config.base import NonNegativeInt, PositiveFloat, PositiveInt, Processes, Ranks, Seconds, Settings, Text
 
 CPU_TOKENS = 65536
 """Tokens whose keys and values a server on a CPU holds where no number is set."""
-Urls = Annotated[tuple[str, ...], Field(strict=False)]
+Urls = Annotated[tuple[Text, ...], Field(strict=False)]
 
 
 class SGLangSettings(Settings):
     placement: Literal["colocated", "disaggregated"] = "colocated"
     """`colocated`: on the trainers' devices, weights by shared memory or CUDA IPC. `disaggregated`: on devices or
     machines of their own, weights by a broadcast group (NCCL or gloo)."""
-    engines: PositiveInt | None = None
+    engines: Ranks | None = None
     """Servers to start; default: colocated on GPUs as many as the ranks hold, else 1."""
-    tensor_parallel: PositiveInt = 1
+    tensor_parallel: Ranks = 1
     """Ranks of each server (TP)."""
     urls: Urls = ()
     """Servers that run already, such as http://10.0.0.5:30000, instead of own ones (disaggregated). Their key, if they
@@ -30,11 +30,11 @@ class SGLangSettings(Settings):
     """Share of a GPU's memory for weights, keys and values of a server (SGLang's mem_fraction_static)."""
     max_total_tokens: PositiveInt | None = None
     """Tokens whose keys and values a server holds; default: what memory_fraction allows, on a CPU 65536."""
-    threads: PositiveInt | None = None
+    threads: Processes | None = None
     """CPU threads of each server rank, without CUDA; default: the machine's cores over all of them."""
-    host: str = Field(default="127.0.0.1", min_length=1)
+    host: Text = "127.0.0.1"
     """Interface that own servers listen on; every request needs the key of the run."""
-    sync_address: Annotated[str, Field(min_length=1)] | None = None
+    sync_address: Text | None = None
     """Address of the first machine at which servers reach the broadcast group; default: on every machine the one that
     its packets to a server bear."""
     deterministic: bool = True
@@ -53,15 +53,15 @@ class SGLangSettings(Settings):
     """Restarts of one server, over the whole run, after which the run stops."""
     sync_attempts: PositiveInt = 3
     """Times a weight sync of a server is tried before the run stops."""
-    start_timeout_seconds: PositiveFloat = 600.0
+    start_timeout_seconds: Seconds = 600.0
     """Longest time from a server's start to its first answer."""
-    request_timeout_seconds: PositiveFloat = 1800.0
+    request_timeout_seconds: Seconds = 1800.0
     """Longest time for one response; a server that exceeds it is restarted."""
-    stall_timeout_seconds: PositiveFloat = 60.0
+    stall_timeout_seconds: Seconds = 60.0
     """A server that owes answers and gives none for so long is asked for its health, and restarted without it."""
-    health_timeout_seconds: PositiveFloat = 60.0
+    health_timeout_seconds: Seconds = 60.0
     """How long it may take to answer that."""
-    sync_timeout_seconds: PositiveFloat = 300.0
+    sync_timeout_seconds: Seconds = 300.0
     """Longest time for one request of a weight sync."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """More arguments for own servers, by SGLang's names: `{chunked-prefill-size: 4096}`."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Sequence
 
 _LONGEST_SHOWN_VALUE = 60
+_MOST_DIGITS = 19
 
 
 class ConfigError(ValueError):
@@ -17,14 +19,19 @@ class ConfigError(ValueError):
         super().__init__("\n".join(self.problems))
 
 
+def shortened(text: str, characters: int = _LONGEST_SHOWN_VALUE) -> str:
+    """At most so many characters of a text, with escapes in place of what a terminal would obey."""
+    start = text if len(text) <= characters else text[: characters - 3] + "..."
+    return start if start.isprintable() else repr(start)[1:-1]
+
+
 def show(value: object) -> str:
     """A value as the user would write it in YAML, shortened."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    text = repr(value)
-    return text if len(text) <= _LONGEST_SHOWN_VALUE else text[: _LONGEST_SHOWN_VALUE - 3] + "..."
+    return shortened(repr(value))
 
 
 def either(choices: Iterable[object]) -> str:
@@ -43,13 +50,19 @@ def nearest_numbers(value: int, choices: Iterable[int]) -> str:
 
 def nearest_word(word: str, choices: Sequence[str], cutoff: float = 0.0) -> str | None:
     """The choice most like `word`; None if all are less alike than `cutoff` (0 to 1)."""
-    found = difflib.get_close_matches(word.lower(), choices, n=1, cutoff=cutoff)
+    found = difflib.get_close_matches(word[:_LONGEST_SHOWN_VALUE].lower(), choices, n=1, cutoff=cutoff)
     return found[0] if found else None
 
 
+def whole_number(text: str) -> int | None:
+    """The number of plain digits that a program or user wrote; None for anything else, and for absurdly many digits."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS else None
+
+
 def divisors(number: int) -> list[int]:
-    """All divisors of a positive number, ascending."""
-    return [d for d in range(1, number + 1) if number % d == 0]
+    """All divisors of a positive number, ascending; takes its square root in steps."""
+    low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*low, *(number // d for d in low)})
 
 
 def raised_by_megappo(error: ValueError) -> bool:

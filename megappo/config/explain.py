@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from megappo.config.base import Settings
-from megappo.config.errors import either, nearest_word, show
+from megappo.config.errors import either, nearest_word, shortened, show
 from megappo.config.schema import Config
 
 Key = tuple[str, ...]
@@ -67,6 +67,9 @@ _TYPE_RULES = {
     "path_type": "must be a path",
 }
 
+_MOST_SENTENCES = 20
+_LARGEST_EXACT_FLOAT = 2**53
+
 _BOUNDS = {
     "greater_than": ("gt", "above"),
     "greater_than_equal": ("ge", "at least"),
@@ -77,7 +80,7 @@ _BOUNDS = {
 
 def dotted(key: Key) -> str:
     """`actor.optimizer.learning_rate`."""
-    return ".".join(key)
+    return ".".join(shortened(part) for part in key)
 
 
 def section_of(field: FieldInfo) -> type[Settings] | None:
@@ -154,11 +157,17 @@ def unknown_key(section: Key, name: str) -> str:
 
 
 def explain(error: ValidationError) -> tuple[str, ...]:
-    """One sentence per problem; a missing key that a misspelt one stands for is not told twice."""
-    details: list[Mapping[str, Any]] = list(error.errors())
-    unknown = [_key(d["loc"]) for d in details if d["type"] == "extra_forbidden"]
+    """One sentence per problem; a missing key that a misspelt one stands for is not told twice. Of very many problems
+    only the first have theirs, those other than unknown keys before them."""
+    details: list[Mapping[str, Any]] = list(error.errors(include_url=False))
+    details.sort(key=lambda detail: detail["type"] == "extra_forbidden")
+    unknown = [_key(d["loc"]) for d in details if d["type"] == "extra_forbidden"][:_MOST_SENTENCES]
     misspelt = {key for name in unknown for key in likely_keys(name[:-1], name[-1])}
-    return tuple(_sentence(d) for d in details if not (d["type"] == "missing" and _key(d["loc"]) in misspelt))
+    told = [d for d in details if not (d["type"] == "missing" and _key(d["loc"]) in misspelt)]
+    sentences = [_sentence(detail) for detail in told[:_MOST_SENTENCES]]
+    if len(told) > _MOST_SENTENCES:
+        sentences.append(f"{len(told) - _MOST_SENTENCES} more settings are wrong; correct these first")
+    return tuple(sentences)
 
 
 def _key(loc: tuple[int | str, ...]) -> Key:
@@ -187,6 +196,8 @@ def _sentence(detail: Mapping[str, Any]) -> str:
         return f"{name}: {detail['ctx']['error']}"
     if kind in _BOUNDS:
         return f"{name} is {show(value)}, {_bound(key, kind, detail['ctx'])}"
+    if kind == "string_too_long":
+        return f"{name} is {show(value)}, must have at most {detail['ctx']['max_length']} characters"
     if kind in _TYPE_RULES:
         return f"{name} is {show(value)}, {_TYPE_RULES[kind]}{_type_remedy(kind, value)}"
     return f"{name} is {show(value)}: {detail['msg']}"
@@ -225,13 +236,15 @@ def _type_remedy(kind: str, value: object) -> str:
     if kind == "string_type" and isinstance(value, (bool, int, float)):
         return f"; put it in quotes: '{show(value)}'"
     if kind == "int_from_float" or (kind == "int_type" and isinstance(value, float)):
-        return f"; the nearest is {round(typing.cast(float, value))}"
+        close = typing.cast(float, value)
+        return f"; the nearest is {round(close)}" if abs(close) < _LARGEST_EXACT_FLOAT else ""
     if kind in ("int_type", "float_type") and isinstance(value, str):
         number = _number_in(value)
-        return f"; write {number}" if number else "; give a number without quotes or units"
+        return f"; write {shortened(number)}" if number else "; give a number without quotes or units"
     if kind == "bool_type":
         meant = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
-        answer = meant.get(str(value).lower(), str(value).lower())
+        word = show(value).strip("'").lower()
+        answer = meant.get(word, word)
         return f"; write {answer}" if answer in ("true", "false") else ""
     return ""
 

@@ -14,11 +14,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from megappo import __version__
-from megappo.config.errors import ConfigError, show
+from megappo.config.errors import ConfigError, shortened, show
 from megappo.config.explain import Key, dotted, explain, find_field, names_in, section_of, unknown_key
 from megappo.config.rules import estimator_rules
 from megappo.config.schema import Config
-from megappo.config.yaml_core import dump_yaml, parse_yaml
+from megappo.config.yaml_core import DEEPEST_NESTING, LONGEST_TEXT_CHARACTERS, dump_yaml, parse_yaml
 
 _LENGTHS = (("run", "steps"), ("run", "epochs"))
 
@@ -64,7 +64,8 @@ def save_config(config: Config, path: str | os.PathLike[str]) -> None:
 def read_text(path: Path) -> str:
     """The text of a YAML file; raises ConfigError where there is none."""
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            return file.read(LONGEST_TEXT_CHARACTERS + 1)  # of which the parser refuses the last
     except FileNotFoundError:
         raise ConfigError(f"there is no file {path} (from {Path.cwd()}); give the path of a YAML file") from None
     except UnicodeDecodeError as error:
@@ -80,18 +81,20 @@ def _required_sections() -> list[str]:
 def _parse_override(override: str) -> tuple[Key, Any]:
     """`a.b=1` -> (("a", "b"), 1); the key must exist."""
     name, equals, text = override.partition("=")
-    key = tuple(name.strip().split("."))
+    key, shown = tuple(name.strip().split(".")), f"override '{shortened(override)}'"
     if not equals or not all(key):
-        raise ConfigError(f"override '{override}' must have the form section.key=value, such as run.steps=10")
+        raise ConfigError(f"{shown} must have the form section.key=value, such as run.steps=10")
+    if len(key) > DEEPEST_NESTING:
+        raise ConfigError(f"{shown} has {len(key)} keys inside each other, must have at most {DEEPEST_NESTING}")
     for depth in range(1, len(key) + 1):
         field = find_field(key[:depth])
         if field is None:
-            raise ConfigError(f"override '{override}': {unknown_key(key[: depth - 1], key[depth - 1])}")
+            raise ConfigError(f"{shown}: {unknown_key(key[: depth - 1], key[depth - 1])}")
         if section_of(field) is None:
             if depth < len(key) and "dict" not in str(field.annotation):
-                raise ConfigError(f"override '{override}': {dotted(key[:depth])} is a value; set it without more keys")
+                raise ConfigError(f"{shown}: {dotted(key[:depth])} is a value; set it without more keys")
             break
-    return key, parse_yaml(text, f"override '{override}'")
+    return key, parse_yaml(text, shown)
 
 
 def _replace_length(data: dict[str, Any], given: Sequence[tuple[Key, Any]]) -> None:

@@ -4,27 +4,37 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
-from megappo.config.base import Decay, Settings
+from megappo.config.base import (
+    LARGEST_WORLD,
+    Decay,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PathText,
+    PositiveFloat,
+    PositiveInt,
+    Ranks,
+    Settings,
+)
 
 
 class LayoutSettings(Settings):
     """How a role is spread over ranks; data parallelism is what is left."""
 
-    tensor_parallel: PositiveInt = 1
+    tensor_parallel: Ranks = 1
     """Ranks that share each layer (TP)."""
-    pipeline_parallel: PositiveInt = 1
+    pipeline_parallel: Ranks = 1
     """Stages the layers are cut into (PP)."""
-    virtual_pipeline_chunks: PositiveInt = 1
+    virtual_pipeline_chunks: Ranks = 1
     """Chunks of layers per stage for the interleaved schedule (VPP); 1: no interleaving."""
-    expert_parallel: PositiveInt = 1
+    expert_parallel: Ranks = 1
     """Ranks that share out the experts of each layer (EP), among those of a pipeline stage."""
     sequence_parallel: bool = False
     """Shard the activations between tensor parallel regions along the sequence (SP)."""
-    first_rank: NonNegativeInt = 0
+    first_rank: int = Field(default=0, ge=0, lt=LARGEST_WORLD)
     """First global rank of this role."""
-    ranks: PositiveInt | None = None
+    ranks: Ranks | None = None
     """How many ranks the role stands on; default: all from `first_rank`."""
 
 
@@ -83,7 +93,7 @@ class ActorSettings(TrainedRoleSettings):
 class CriticSettings(TrainedRoleSettings):
     """The value model: a trunk like the actor's, its output layer a scalar head."""
 
-    path: str | None = None
+    path: PathText | None = None
     """Hugging Face folder of the trunk; default: the actor's model."""
     value_head_std: NonNegativeFloat = 0.0
     """Standard deviation of the new value head; 0 makes every first value 0."""
@@ -96,5 +106,5 @@ class CriticSettings(TrainedRoleSettings):
 class ReferenceSettings(Settings):
     """The frozen policy of the KL terms; stands on the actor's layout."""
 
-    path: str | None = None
+    path: PathText | None = None
     """Hugging Face folder; default: the actor's starting weights."""

@@ -10,17 +10,26 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import (
-    Field,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import Field, field_validator, model_validator
 
 from megappo.config.algorithm import AlgorithmSettings
-from megappo.config.base import Fraction, PathFromText, Settings, TokenIds
+from megappo.config.base import (
+    Bytes,
+    Fraction,
+    NonNegativeInt,
+    PathFromText,
+    PathText,
+    PositiveFloat,
+    PositiveInt,
+    Processes,
+    Seconds,
+    Settings,
+    Text,
+    TokenIds,
+    WholeSeconds,
+)
 from megappo.config.engine import SGLangSettings
+from megappo.config.errors import show
 from megappo.config.roles import ActorSettings, CriticSettings, ReferenceSettings
 
 PHASES = (
@@ -31,20 +40,30 @@ PHASES = (
 
 
 class RunSettings(Settings):
-    name: str = Field(min_length=1)
-    """Name of the experiment; the default run directory is `runs/<name>`."""
+    name: PathText
+    """Name of the experiment; the default run directory is `runs/<name>`, which it cannot leave."""
     directory: PathFromText | None = None
     """Where everything the run writes goes."""
     steps: PositiveInt | None = None
     """PPO steps: each is one rollout and its updates. Either this or `epochs` is given."""
     epochs: PositiveFloat | None = None
     """Passes over `data.train` in place of `steps`; the last step is filled up from the next pass."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of initialisation, shuffling and sampling."""
     export_final_model: bool = True
     """Write the actor as a Hugging Face folder (`<directory>/final`) at the end."""
     force_resume: bool = False
     """Continue from a checkpoint although settings changed that make it another run."""
+
+    @field_validator("name")
+    @classmethod
+    def _stays_in_runs(cls, name: str) -> str:
+        if not {"", ".", ".."}.isdisjoint(name.split("/")):
+            raise ValueError(
+                f"{show(name)} is no folder below runs/; give a name without . and .. between its slashes, and set "
+                "run.directory for a folder elsewhere"
+            )
+        return name
 
     @model_validator(mode="after")
     def _has_one_length(self) -> RunSettings:
@@ -63,13 +82,13 @@ class RunSettings(Settings):
 class RuntimeSettings(Settings):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes CUDA where there is one."""
-    threads_per_rank: PositiveInt | None = None
+    threads_per_rank: Processes | None = None
     """CPU threads of each rank; default: the machine's cores divided by the ranks on it."""
-    collective_timeout_seconds: PositiveInt = 1800
+    collective_timeout_seconds: WholeSeconds = 1800
     """A collective that waits longer than this fails."""
-    phase_timeout_seconds: PositiveFloat | None = 1500.0
+    phase_timeout_seconds: Seconds | None = 1500.0
     """A phase of a step that lasts longer ends the run with the stacks of all ranks; null: no watchdog."""
-    phase_timeouts_seconds: dict[str, PositiveFloat] = Field(default_factory=dict)
+    phase_timeouts_seconds: dict[str, Seconds] = Field(default_factory=dict)
     """The same for single phases, such as {rollout: 3600}."""
 
     @model_validator(mode="after")
@@ -83,28 +102,28 @@ class RuntimeSettings(Settings):
 
 
 class ModelSettings(Settings):
-    path: str = Field(min_length=1)
+    path: PathText
     """Hugging Face folder or hub name: config.json, tokenizer and (with `init: pretrained`) safetensors."""
     init: Literal["pretrained", "random"] = "pretrained"
     """`random` draws the weights from the configuration's `initializer_range` and the run's seed."""
-    tokenizer: str | None = None
+    tokenizer: PathText | None = None
     """Folder or hub name of the tokenizer; default: `path`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of weights and activations; bfloat16 keeps float32 main weights in the optimizer."""
-    pad_vocab_to_multiple_of: PositiveInt = 1
+    pad_vocab_to_multiple_of: int = Field(default=1, gt=0, le=2**20)
     """The vocabulary is padded to this multiple (at least to a multiple of the tensor parallel size when 1)."""
     trust_remote_code: bool = False
     """Allow Python code from the model folder to run."""
 
 
 class DataSourceSettings(Settings):
-    source: str = Field(min_length=1)
+    source: PathText
     """`FILE.jsonl`, `FILE.parquet` (verl's schema), `reasoning_gym:TASK`, or `python:package.module:function`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the reasoning-gym task or the Python function."""
-    prompt_key: str = "prompt"
+    prompt_key: Text = "prompt"
     """jsonl field with the prompt: a string or a list of chat messages."""
-    answer_key: str = "answer"
+    answer_key: Text = "answer"
     """jsonl field with the reference answer handed to the reward."""
     limit: PositiveInt | None = None
     """Use only the first so many records."""
@@ -132,9 +151,9 @@ class RolloutSettings(Settings):
     """`transformers`: embedded in every rank. `sglang`: servers that every rank sends its prompts to."""
     ahead: Literal[0, 1] = 0
     """1: generate the next step's responses during a step's updates, one update behind (SGLang only)."""
-    prompts_per_step: PositiveInt
+    prompts_per_step: int = Field(gt=0, le=2**24)
     """Prompts in one PPO step over all ranks."""
-    samples_per_prompt: PositiveInt = 1
+    samples_per_prompt: int = Field(default=1, gt=0, le=2**16)
     """Responses drawn for each prompt."""
     max_response_tokens: PositiveInt
     """Longest response."""
@@ -150,7 +169,7 @@ class RolloutSettings(Settings):
     """Type of the engine's weights; default: the model's."""
     generate_batch_sequences: PositiveInt = 64
     """Sequences the embedded engine generates together."""
-    sync_bucket_bytes: PositiveInt = 256 * 2**20
+    sync_bucket_bytes: Bytes = 256 * 2**20
     """Size of a bucket of the weight stream."""
     sglang: SGLangSettings | None = None
     """Servers of `engine: sglang`; default: one that lives beside the trainers, on GPUs one per rank."""
@@ -176,23 +195,23 @@ class RolloutSettings(Settings):
 
 
 class RewardSettings(Settings):
-    function: str = Field(min_length=1)
+    function: Text
     """`exact`, `number`, `gsm8k`, `math_verify`, `reasoning_gym`, `model`, or `package.module:function`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
     batch: bool = False
     """The Python function takes lists and returns a list, one score per sample."""
-    workers: PositiveInt = 1
+    workers: Processes = 1
     """Worker processes per rank."""
-    timeout_seconds: PositiveFloat = 10.0
+    timeout_seconds: Seconds = 10.0
     """Time limit per sample; a worker that exceeds it is killed and replaced."""
     worker_memory_gigabytes: PositiveFloat = 8.0
     """A worker that holds more (GB, 1e9 bytes) after its samples is replaced: a function that leaks costs no run."""
-    failure_score: float = 0.0
+    failure_score: float = Field(default=0.0, ge=-1e9, le=1e9)
     """Score of a sample whose reward failed or ran out of time."""
     max_failure_fraction: Fraction = 0.5
     """The run stops when more than this fraction of a step's rewards failed."""
-    model_path: str | None = None
+    model_path: PathText | None = None
     """Folder of the reward model (AutoModelForSequenceClassification) for `function: model`."""
 
     @model_validator(mode="after")
@@ -216,7 +235,7 @@ class CheckpointSettings(Settings):
     """Write one after every so many steps; one is always written at the end and when the run is told to stop."""
     keep_last: PositiveInt = 2
     """Newest checkpoints to keep; with 1 there is none to fall back to where the newest is damaged."""
-    keep_best: str | None = None
+    keep_best: Text | None = None
     """Also keep the one with the highest value of this metric (a `-` in front: the lowest), such as reward/mean."""
     asynchronous: bool = True
     """Write in the background from a copy in the host's memory while training goes on."""
@@ -225,7 +244,7 @@ class CheckpointSettings(Settings):
 class LoggingSettings(Settings):
     tensorboard: bool = True
     """Write TensorBoard events to `<directory>/tensorboard`."""
-    wandb_project: str | None = None
+    wandb_project: Text | None = None
     """Log to this Weights & Biases project too."""
     console: Literal["auto", "live", "plain", "quiet"] = "auto"
     """`live`: a progress view that is redrawn; `plain`: a line per step; `auto`: live on a terminal."""

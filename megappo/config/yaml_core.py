@@ -3,7 +3,8 @@
 PyYAML follows YAML 1.1, where `1e-5` is text (its floats need a dot and a signed exponent), `010` is 8, `1:30` is 90,
 `no` is false and `2026-01-02` is a date. Each of those is a trap in a settings file, the first one in every learning
 rate. The loader here knows the core schema only: null, true/false, whole numbers (decimal, 0o, 0x), numbers, text,
-lists and mappings. It also refuses a key that stands twice in a mapping, of which PyYAML silently keeps the last.
+lists and mappings. It also refuses a key that stands twice in a mapping, of which PyYAML silently keeps the last, and
+what is too large or too deep to be settings, before it costs time or memory.
 """
 
 from __future__ import annotations
@@ -13,7 +14,15 @@ from typing import Any, ClassVar
 
 import yaml  # type: ignore[import-untyped]
 
-from megappo.config.errors import ConfigError
+from megappo.config.errors import ConfigError, shortened
+
+LONGEST_TEXT_CHARACTERS = 100_000
+DEEPEST_NESTING = 50
+"""Sections and lists inside each other."""
+_MOST_VALUES = 10_000
+_LONGEST_INT_CHARACTERS = 40
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
+"""File names cannot hold the one, nor UTF-8 the others."""
 
 _TAG = "tag:yaml.org,2002:"
 _CORE_SCALARS = (
@@ -29,15 +38,58 @@ _CORE_SCALARS = (
 )
 
 
+class _Refused(yaml.MarkedYAMLError):  # type: ignore[misc]
+    """Valid YAML, but no settings."""
+
+    def __init__(self, problem: str, mark: Any) -> None:
+        super().__init__(problem=problem, problem_mark=mark)
+
+
 class _CoreLoader(yaml.SafeLoader):
-    """SafeLoader with the core schema's scalars and without duplicate keys."""
+    """SafeLoader with the core schema's scalars, without duplicate keys, and with bounds."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
     yaml_constructors: ClassVar[dict[str | None, Any]] = {
         tag: constructor
         for tag, constructor in yaml.SafeLoader.yaml_constructors.items()
-        if tag is None or tag.removeprefix(_TAG) in ("null", "bool", "int", "float", "str", "seq", "map")
+        if tag is None or tag.removeprefix(_TAG) in ("seq", "map")
     }
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._begun = self._inside = 0
+        self._sizes: dict[int, tuple[int, int]] = {}
+        """(values, levels) of every finished node by its id, each anchor's counted wherever it is used."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Compose a node, unless it would be too deep or hold too much once its anchors are written out."""
+        mark, is_alias = self.peek_event().start_mark, self.check_event(yaml.AliasEvent)
+        self._inside += 1
+        self._begun += 1
+        self._check_size(self._begun, self._inside, mark)
+        node = super().compose_node(parent, index)
+        self._inside -= 1
+        if is_alias:
+            if id(node) not in self._sizes:
+                raise _Refused("an anchor contains itself; write the value out", mark)
+            return node
+        if isinstance(node, yaml.ScalarNode):
+            inner = []
+        else:
+            inner = [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
+        values = 1 + sum(self._sizes[id(part)][0] for part in inner)
+        levels = 1 + max((self._sizes[id(part)][1] for part in inner), default=0)
+        self._check_size(values, levels, mark)
+        self._sizes[id(node)] = (values, levels)
+        return node
+
+    def _check_size(self, values: int, levels: int, mark: Any) -> None:
+        if values > _MOST_VALUES or levels > DEEPEST_NESTING:
+            raise _Refused(
+                f"there are more than {_MOST_VALUES} values or {DEEPEST_NESTING} levels, anchors written out, which no "
+                "settings need; remove some, or put data into a file of their own",
+                mark,
+            )
 
     def compose_mapping_node(self, anchor: str | None) -> Any:
         """Compose a mapping; a key that stands in it twice is an error."""
@@ -46,18 +98,30 @@ class _CoreLoader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if (key.tag, key.value) in seen:
-                    raise yaml.composer.ComposerError(
-                        None,
-                        None,
-                        f"the key '{key.value}' stands twice in this section; remove one",
-                        key.start_mark,
+                    raise _Refused(
+                        f"the key '{shortened(key.value)}' stands twice in this section; remove one", key.start_mark
                     )
                 seen.add((key.tag, key.value))
         return node
 
-    def construct_core_int(self, node: Any) -> int:
-        """A whole number: decimal (leading zeros mean nothing), 0o17 or 0xff."""
-        text = self.construct_scalar(node)
+    def construct_core_scalar(self, node: Any) -> bool | int | float | str | None:
+        """The value of a scalar, whose tag was resolved from its form or stands before it."""
+        text, kind = str(self.construct_scalar(node)), node.tag.removeprefix(_TAG)
+        if kind == "str":
+            if _NO_TEXT.search(text):
+                raise _Refused("text must not hold a NUL or half a surrogate pair; remove it", node.start_mark)
+            return text
+        if not _FORMS[kind].fullmatch(text):
+            raise _Refused(f"'{shortened(text)}' is no {kind}; remove the tag !!{kind}", node.start_mark)
+        if kind == "null":
+            return None
+        if kind == "bool":
+            return text.lower() == "true"
+        if kind == "float":
+            return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+        if len(text) > _LONGEST_INT_CHARACTERS:
+            words = f"no setting takes a whole number of {len(text)} characters; write a smaller one"
+            raise _Refused(words, node.start_mark)
         return int(text, 0 if text[:2] in ("0o", "0x") else 10)
 
 
@@ -69,30 +133,44 @@ class _CoreDumper(yaml.SafeDumper):
         return True
 
 
-_CoreLoader.add_constructor(_TAG + "int", _CoreLoader.construct_core_int)
-for _name, _pattern, _first in _CORE_SCALARS:
+_FORMS = {name: re.compile(f"^(?:{pattern})$") for name, pattern, _ in _CORE_SCALARS}
+for _kind in ("null", "bool", "int", "float", "str"):
+    _CoreLoader.add_constructor(_TAG + _kind, _CoreLoader.construct_core_scalar)
+for _name, _, _first in _CORE_SCALARS:
     for _yaml_class in (_CoreLoader, _CoreDumper):
-        _yaml_class.add_implicit_resolver(
-            _TAG + _name, re.compile(f"^(?:{_pattern})$"), ["" if c == "\0" else c for c in _first]
-        )
+        _yaml_class.add_implicit_resolver(_TAG + _name, _FORMS[_name], ["" if c == "\0" else c for c in _first])
 
 
 def parse_yaml(text: str, where: str) -> Any:
     """The value of one YAML document; nothing in it is shared, even where the text uses anchors.
 
-    `where` names the text in errors. Raises ConfigError with the line of a syntax error.
+    `where` names the text in errors. Raises ConfigError with the line of a syntax error, and for text that is too
+    large to be settings.
     """
+    if len(text) > LONGEST_TEXT_CHARACTERS:
+        raise ConfigError(
+            f"{where} has more than {LONGEST_TEXT_CHARACTERS} characters, which no settings need; give the YAML file "
+            "of a run, and put data into a file of their own"
+        )
+    loader = None
     try:
-        return _unshared(yaml.load(text, Loader=_CoreLoader), (), where)
+        loader = _CoreLoader(text)
+        return _unshared(loader.get_single_data())
+    except _Refused as error:
+        raise ConfigError(f"{where}{_place(error.problem_mark)}: {error.problem}") from error
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        place = f"{where}, line {mark.line + 1}, column {mark.column + 1}" if mark else where
-        context = f" {error.context}," if error.context else ""
-        raise ConfigError(f"{place}: this is not valid YAML:{context} {error.problem}") from error
-    except (yaml.YAMLError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
+        context = f" {shortened(error.context)}," if error.context else ""
+        place = f"{where}{_place(error.problem_mark or error.context_mark)}"
+        raise ConfigError(f"{place}: this is not valid YAML:{context} {shortened(error.problem, 200)}") from error
+    except yaml.YAMLError as error:
         raise ConfigError(f"{where}: this is not valid YAML: {error}") from error
+    except (ValueError, OverflowError) as error:  # of an escape or a directive, whose number PyYAML does not check
+        place = f"{where}{_place(loader.get_mark() if loader is not None else None)}"
+        raise ConfigError(f"{place}: this is not valid YAML: a number that is too large ({error})") from error
+
+
+def _place(mark: Any) -> str:
+    return f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
 
 
 def dump_yaml(value: Any) -> str:
@@ -100,13 +178,10 @@ def dump_yaml(value: Any) -> str:
     return str(yaml.dump(value, Dumper=_CoreDumper, sort_keys=False, allow_unicode=True, width=110))
 
 
-def _unshared(value: Any, ancestors: tuple[int, ...], where: str) -> Any:
+def _unshared(value: Any) -> Any:
     """A copy in which an anchor's value stands separately in each place, so that an override changes only one."""
-    if not isinstance(value, (dict, list)):
-        return value
-    if id(value) in ancestors:
-        raise ConfigError(f"{where}: an anchor contains itself; write the value out")
-    inside = (*ancestors, id(value))
     if isinstance(value, list):
-        return [_unshared(item, inside, where) for item in value]
-    return {key: _unshared(item, inside, where) for key, item in value.items()}
+        return [_unshared(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _unshared(item) for key, item in value.items()}
+    return value

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megappo.config import Config, ConfigError, derive
+from megappo.config.base import LARGEST_WORLD
+from megappo.config.errors import shortened, whole_number
 from megappo.config.rules import format_ranks
 from megappo.config.shape import model_shape
 from megappo.plan.costs import StageCost, step_costs, step_seconds
@@ -14,7 +16,6 @@ from megappo.plan.machines import ASSUMED, MACHINES, Machine
 from megappo.plan.memory import RankMemory, rank_memory
 from megappo.plan.servers import cache_tokens, server_weights, token_bytes
 
-_LARGEST_WORLD = 1 << 14
 _BOUND_WORDS = {
     "compute": "arithmetic",
     "memory": "memory bandwidth",
@@ -107,10 +108,10 @@ def fewest_ranks(config: Config) -> int:
         ends.append(layout.first_rank + (layout.ranks or size))
         if layout.ranks is None:
             open_sizes.append((layout.first_rank, size))
-    for world in range(max(ends), _LARGEST_WORLD):
+    for world in range(max(ends), LARGEST_WORLD):
         if all((world - first) % size == 0 for first, size in open_sizes):
             return world
-    return max(ends)
+    return min(max(ends), LARGEST_WORLD)  # the rules say what does not stand on it
 
 
 def make_plan(config: Config, models: Models, machine: Machine, gpus: int) -> Plan:
@@ -166,9 +167,10 @@ def _check_servers(setup: Setup, memory_fraction: float) -> None:
 
 def check_gpus(text: str) -> int:
     """A number of devices; raises ConfigError for anything but a whole number from 1."""
-    if not (text.isascii() and text.isdigit()) or not 1 <= int(text) < _LARGEST_WORLD:
-        raise ConfigError(f"--gpus is '{text}', must be a whole number from 1 to {_LARGEST_WORLD - 1}")
-    return int(text)
+    number = whole_number(text)
+    if number is None or not 1 <= number <= LARGEST_WORLD:
+        raise ConfigError(f"--gpus is '{shortened(text)}', must be a whole number from 1 to {LARGEST_WORLD}")
+    return number
 
 
 def _verdict(fullest: RankMemory, usable_bytes: float, fits: bool) -> str:

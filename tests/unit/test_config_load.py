@@ -150,7 +150,7 @@ TEXTS: list[tuple[str, list[str]]] = [
     ("a: 1\n---\nb: 2\n", ["line 2", "single document"]),
     ("run: &x\n  inner: *x\n", ["an anchor contains itself"]),
     ("run: *nowhere\n", ["line 1", "undefined alias"]),
-    ("run: !!int x\n", ["not valid YAML"]),
+    ("run: !!int x\n", ["line 1, column 6", "'x' is no int; remove the tag !!int"]),
     ("7: 3\n", ["7 is a key that is not text"]),
     ("run: \x07\n", ["not valid YAML"]),
 ]
