@@ -30,10 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command in _ON_RANKS:
             adopt_launcher(os.environ)
         if arguments.command == "doctor":
-            from megappo.doctor import doctor_command
-
-            healthy = doctor_command(arguments.config, arguments.overrides, as_json_text=arguments.json)
-            return 0 if healthy else RUN_ERROR
+            return 0 if _examine(arguments) else RUN_ERROR
         if arguments.command == "plan":
             return 0 if _plan(arguments) else RUN_ERROR
         _run(arguments)
@@ -179,13 +176,22 @@ def _run(arguments: argparse.Namespace) -> None:
         evaluate(config, derived, prompts)
 
 
+def _examine(arguments: argparse.Namespace) -> bool:
+    """`megappo doctor`; returns whether nothing is broken."""
+    config = load_config(arguments.config, arguments.overrides) if arguments.config is not None else None
+    from megappo.doctor import doctor_command
+
+    return doctor_command(config, arguments.config, as_json_text=arguments.json)
+
+
 def _plan(arguments: argparse.Namespace) -> bool:
     """Print the plan; whether the run fits."""
+    config = load_config(arguments.config, arguments.overrides)
     from megappo.plan import plan_command
 
     return plan_command(
+        config,
         arguments.config,
-        arguments.overrides,
         machine_name=arguments.machine,
         gpus_text=arguments.gpus,
         as_json=arguments.json,

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megappo.config import Derived, derive, load_config
+from megappo.config import Config, Derived, derive
 from megappo.doctor.devices import device_findings
 from megappo.doctor.engines import engine_findings
 from megappo.doctor.findings import Finding, any_broken, as_json, as_text, fine, merge, slow
@@ -26,13 +26,12 @@ from megappo.runtime.process import device_index
 Local = tuple[str, list[Finding]]
 
 
-def doctor_command(config_path: str | None, overrides: Sequence[str], *, as_json_text: bool = False) -> bool:
+def doctor_command(config: Config | None, config_path: str | None, *, as_json_text: bool = False) -> bool:
     """Check and print; every rank calls this, rank 0 prints. Returns whether nothing is broken.
 
     Raises ConfigError for settings that cannot run on so many ranks.
     """
     ranks = read_ranks(os.environ)
-    config = load_config(config_path, overrides) if config_path is not None else None
     derived = None
     machine = socket.gethostname()
     own: list[Finding] = []

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from megappo.config import ConfigError, load_config
+from megappo.config import Config, ConfigError
 from megappo.plan.machine_file import find_machine
 from megappo.plan.planner import check_gpus, default_machine, fewest_ranks, make_plan, read_models
 from megappo.plan.search import best_layouts, remedy
@@ -15,20 +14,19 @@ from megappo.plan.tables import plan_view, search_view, to_json
 
 
 def plan_command(
+    config: Config,
     config_path: str,
-    overrides: Sequence[str],
     *,
     machine_name: str | None = None,
     gpus_text: str | None = None,
     as_json: bool = False,
     search: bool = False,
 ) -> bool:
-    """Print the plan of a configuration, or with `search` the fastest layouts for it; whether it fits.
+    """Print the plan of a configuration from a file, or with `search` the fastest layouts for it; whether it fits.
 
     Raises ConfigError for settings that cannot run, an unknown machine or number of devices, and a search that finds
     nothing.
     """
-    config = load_config(config_path, overrides)
     machine = default_machine(config) if machine_name is None else find_machine(machine_name)
     gpus = fewest_ranks(config) if gpus_text is None else check_gpus(gpus_text)
     found = read_models(config, Path(config_path).parent / "models")
