@@ -75,7 +75,7 @@ def assemble(
     """
     tokenizer = load_tokenizer(config.model)
     train_prompts = prompts if prompts is not None else PromptDataset(config.data.train, config.data, tokenizer)
-    validation = config.data.validation
+    validation = config.data.validation if config.evaluation is not None or not training else None
     validation_prompts = PromptDataset(validation, config.data, tokenizer) if validation is not None else None
     reward = RewardScorer(config.reward, runtime.device)
     folder = model_folder(config.model.path)

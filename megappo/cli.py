@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from megappo import __version__
 from megappo.config import Config, ConfigError, derive_run, load_config, print_table
-from megappo.config.errors import raised_by_megappo
+from megappo.config.errors import one_line, raised_by_megappo
 from megappo.errors import RUN_ERROR, STOPPED_BY_USER, USER_ERROR, Interrupted, RunError
 from megappo.launchers import adopt_launcher, read_world_size
 
@@ -202,7 +202,7 @@ def _plan(arguments: argparse.Namespace) -> bool:
 def _for_evaluation(config: Config, weights: str | None) -> Config:
     """The settings with `weights` in the model's place; the tokenizer stays the model's."""
     if config.data.validation is None:
-        raise ConfigError("eval needs prompts; add data.validation (and evaluation.every_steps)")
+        raise ConfigError("eval needs prompts; add data.validation")
     if weights is None:
         return config
     tokenizer = config.model.tokenizer or config.model.path
@@ -226,6 +226,6 @@ def _is_main() -> bool:
 def _report(error: ValueError | RunError) -> None:
     if not _is_main() and not isinstance(error, RunError):
         return  # every rank finds what is wrong with the settings; one says it
-    problems = error.problems if isinstance(error, ConfigError) else (" ".join(str(error).split()),)
+    problems = error.problems if isinstance(error, ConfigError) else (one_line(str(error)),)
     for problem in problems:
         print(f"megappo: error: {problem}", file=sys.stderr)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megappo.config import Config, ConfigError, Derived, derive, print_table
-from megappo.config.errors import raised_by_megappo
+from megappo.config.errors import one_line, raised_by_megappo
 from megappo.config.schema import DataSourceSettings
 from megappo.data import PromptDataset
 from megappo.data.sources import Record, read_records
@@ -89,7 +89,7 @@ def _print_part(part: Rows) -> tuple[str, ...]:
     except ValueError as error:
         if not raised_by_megappo(error):
             raise
-        return (" ".join(str(error).split()),)
+        return (one_line(str(error)),)
     return ()
 
 

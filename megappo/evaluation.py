@@ -12,11 +12,12 @@ from megappo.runtime.tally import Tally
 def evaluate_policy(parts: Parts) -> dict[str, float]:
     """Mean reward and length over `data.validation` with the engine's weights; a collective of the whole world."""
     config, dataset = parts.config, parts.validation_prompts
-    assert config.evaluation is not None and dataset is not None
+    assert dataset is not None
+    own_limit = config.evaluation.max_response_tokens if config.evaluation is not None else None
     prompts = prompts_of_rank(dataset, range(len(dataset)), parts.runtime)
     params = SamplingParams(
         temperature=config.rollout.temperature,
-        max_new_tokens=config.evaluation.max_response_tokens or config.rollout.max_response_tokens,
+        max_new_tokens=own_limit or config.rollout.max_response_tokens,
         stop_token_ids=parts.stop_token_ids,
         greedy=True,
     )

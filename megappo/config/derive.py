@@ -119,7 +119,7 @@ def derive(
         batch_sequences=_batch_sequences(config),
         max_sequence_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
         engine_ranks=tuple(range(world_size)),
-        notes=tuple(_notes(roles)),
+        notes=tuple(_notes(config, roles)),
         known_steps=steps,
         prompts=prompts,
     )
@@ -212,7 +212,9 @@ def role_numbers(config: Config, role: Role, world_size: int, steps: int) -> Rol
     )
 
 
-def _notes(roles: list[Role]) -> Iterator[str]:
+def _notes(config: Config, roles: list[Role]) -> Iterator[str]:
+    if config.data.validation is not None and config.evaluation is None:
+        yield "data.validation is for `megappo eval` only, since there is no section evaluation"
     for role in roles:
         pp, vpp = role.layout.pipeline_parallel, role.layout.virtual_pipeline_chunks
         if vpp > 1:

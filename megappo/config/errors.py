@@ -15,14 +15,18 @@ class ConfigError(ValueError):
 
     def __init__(self, problems: str | Iterable[str]) -> None:
         found = (problems,) if isinstance(problems, str) else tuple(problems)
-        self.problems: tuple[str, ...] = tuple(" ".join(problem.split()) for problem in found)
+        self.problems: tuple[str, ...] = tuple(one_line(problem) for problem in found)
         super().__init__("\n".join(self.problems))
 
 
+def one_line(text: str) -> str:
+    """A text on one line, with escapes in place of what a terminal would obey."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(text.split()))
+
+
 def shortened(text: str, characters: int = _LONGEST_SHOWN_VALUE) -> str:
-    """At most so many characters of a text, with escapes in place of what a terminal would obey."""
-    start = text if len(text) <= characters else text[: characters - 3] + "..."
-    return start if start.isprintable() else repr(start)[1:-1]
+    """At most so many characters of a text."""
+    return text if len(text) <= characters else text[: characters - 3] + "..."
 
 
 def show(value: object) -> str:

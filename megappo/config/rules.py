@@ -90,8 +90,6 @@ def section_rules(config: Config, steps: int | None) -> Iterator[str]:
     """What sections need of each other besides the algorithm; `steps` of the run, None where not known."""
     if config.evaluation is not None and config.data.validation is None:
         yield "evaluation is given but there is nothing to evaluate on; add data.validation or set evaluation to null"
-    if config.data.validation is not None and config.evaluation is None:
-        yield "data.validation is given but never used; add evaluation with every_steps, or set data.validation to null"
     if config.critic is not None and steps is not None and config.critic.warmup_steps >= steps:
         which = f"run.steps {steps}" if config.run.epochs is None else f"the {steps} steps of run.epochs"
         yield (

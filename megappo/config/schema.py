@@ -133,7 +133,7 @@ class DataSettings(Settings):
     train: DataSourceSettings
     """Prompts to train on."""
     validation: DataSourceSettings | None = None
-    """Prompts of the periodic evaluation."""
+    """Prompts of the periodic evaluation and of `megappo eval`."""
     apply_chat_template: bool = True
     """Render prompts with the tokenizer's chat template; false: prompts are plain text."""
     system_prompt: str | None = None

@@ -19,7 +19,7 @@ from megappo.config.errors import ConfigError, shortened
 LONGEST_TEXT_CHARACTERS = 100_000
 DEEPEST_NESTING = 50
 """Sections and lists inside each other."""
-_MOST_VALUES = 10_000
+_MOST_VALUES = 5_000
 _LONGEST_INT_CHARACTERS = 40
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 """File names cannot hold the one, nor UTF-8 the others."""

@@ -25,7 +25,7 @@ def test_a_run_with_experts_continues_and_changes_places(tmp_path: Path) -> None
     """Experts over data replicas and over tensor parallel ranks, a distributed optimizer on each; see `layouts`."""
     model = write_model(tmp_path / "model", "qwen3_moe", 3, vocab_size=16, num_hidden_layers=2)
     settings = (
-        "run.steps=3", "checkpoint.every_steps=1", "evaluation=null", "data.validation=null", f"model.path={model}",
+        "run.steps=3", "checkpoint.every_steps=1", "evaluation=null", f"model.path={model}",
         "model.init=pretrained", "model.tokenizer=configs/models/tiny_arithmetic", "model.dtype=float32",
         "actor.layout={expert_parallel: 2}", "actor.optimizer.distributed=true",
         "critic.layout={tensor_parallel: 2, expert_parallel: 2, sequence_parallel: true}",

@@ -105,6 +105,7 @@ def test_export_names_what_is_missing(short_run: Path, tmp_path: Path) -> None:
 
 def test_evaluation_of_exported_weights(short_run: Path) -> None:
     arguments = ("eval", "configs/quickstart.yaml", "--weights", short_run / "final", "actor.layout.tensor_parallel=1")
+    arguments += ("evaluation=null",)  # which is about training
     done = megappo(*arguments, "critic.layout.pipeline_parallel=1")
     assert done.returncode == 0, done.stderr
     last = read_metrics(short_run / "metrics.jsonl")[-1]
@@ -223,7 +224,7 @@ def test_failing_rewards_stop_the_run_on_every_rank(tmp_path: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{tmp_path}"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megappo"]
     command += ["train", "configs/quickstart.yaml", f"run.directory={tmp_path / 'run'}", *SHORT, "evaluation=null"]
-    command += ["data.validation=null", "reward.function=broken_reward:score"]
+    command += ["reward.function=broken_reward:score"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     assert "KeyError: 'no such column'" in done.stderr

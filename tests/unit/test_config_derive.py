@@ -79,7 +79,6 @@ BROKEN: list[tuple[int, tuple[str, ...], list[str]]] = [
     (1, ("reference=null", "algorithm.kl_in_reward=null", "algorithm.kl_in_loss.coef=1"), ["kl_in_loss needs a ref"]),
     (1, ("algorithm.kl_in_reward=null",), ["reference is given but no KL term", "reference=null"]),
     (1, ("data.validation=null",), ["nothing to evaluate on", "add data.validation"]),
-    (1, ("evaluation=null",), ["data.validation is given but never used", "add evaluation"]),
     (1, ("critic.warmup_steps=10",), ["critic.warmup_steps 10", "below run.steps 10", "set at most 9"]),
     (1, ("reward={function: model, model_path: nowhere}",), ["reward.model_path 'nowhere' is not a folder"]),
     (2, ("actor.layout.first_rank=2",), ["first_rank 2 is outside the world of 2 ranks", "set at most 1"]),
@@ -177,7 +176,7 @@ def test_reference_stands_on_the_actors_layout() -> None:
 
 def test_all_problems_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        derive(config_with("reference=null", "evaluation=null", "actor.minibatch_sequences=5"), 1, SHAPE)
+        derive(config_with("reference=null", "data.validation=null", "actor.minibatch_sequences=5"), 1, SHAPE)
     assert len(caught.value.problems) == 3
 
 
@@ -231,6 +230,13 @@ def test_numbers_of_disjoint_roles() -> None:
     )
     with pytest.raises(dataclasses.FrozenInstanceError):
         derived.world_size = 2  # type: ignore[misc]
+
+
+def test_one_override_turns_evaluation_off() -> None:
+    config = config_with("evaluation=null")
+    assert config.data.validation is not None
+    notes = derive(config, 1, SHAPE).notes
+    assert notes == ("data.validation is for `megappo eval` only, since there is no section evaluation",)
 
 
 def test_padded_vocabulary() -> None:

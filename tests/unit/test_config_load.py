@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from megappo.config import Config, ConfigError, load_config, save_config
 from megappo.config.base import Settings
+from megappo.config.errors import divisors
 from megappo.config.explain import all_keys, find_field, section_of
 from megappo.config.yaml_core import dump_yaml, parse_yaml
 
@@ -276,6 +278,86 @@ def test_round_trip(tmp_path: Path, overrides: list[str]) -> None:
     assert "virtual_pipeline_chunks: 1" in saved.read_text()
     save_config(load_config(saved), tmp_path / "again.yaml")
     assert (tmp_path / "again.yaml").read_text() == saved.read_text()
+
+
+BOMB = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
+    f"{b}: &{b} [{','.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+)
+ABSURD = {
+    "infinite steps": ("run: {steps: .inf}", "run.steps is inf, must be a whole number"),
+    "steps beyond any float": ("run: {steps: 1e999}", "run.steps is inf, must be a whole number"),
+    "steps that are no number": ("run: {steps: .nan}", "run.steps is nan, must be a whole number"),
+    "deep nesting": ("run: " + "[" * 1001 + "]" * 1001, "more than 5000 values or 50 levels"),
+    "deep sections": ("- " * 5000, "more than 5000 values or 50 levels"),
+    "a tag that lies": ("run: {steps: !!bool maybe}", "line 1, column 14: 'maybe' is no bool; remove the tag"),
+    "a tag before nothing": ('run: {steps: !!float ""}', "'' is no float; remove the tag"),
+    "a character that is none": ('run: {name: "\\UFFFFFFFF"}', "line 1, column 16: this is not valid YAML"),
+    "half a character": ('run: {name: "\\ud800"}', "must not hold a NUL or half a surrogate pair"),
+    "first rank": ("actor: {layout: {first_rank: 100000000000}}", "first_rank is 100000000000, must be below 16384"),
+    "ranks": ("actor: {layout: {ranks: 100000000000}}", "ranks is 100000000000, must be at most 16384"),
+    "tensor parallel": ("actor: {layout: {tensor_parallel: 100000000000}}", "tensor_parallel is 100000000000, must be"),
+    "token ids": (
+        "rollout: {stop_token_ids: [18446744073709551616]}",
+        "stop_token_ids.0 is 18446744073709551616",
+    ),
+    "a long name": (f"run: {{name: {'x' * 5000}}}", "run.name: a path of 5000 bytes whose longest part has 5000"),
+    "a long path": (f"model: {{path: {'x/' * 4000}y}}", "model.path: a path of 8001 bytes"),
+    "prompts": (
+        "rollout: {prompts_per_step: 1000000000000}",
+        "prompts_per_step is 1000000000000, must be at most",
+    ),
+    "digits": ("run: {seed: " + "9" * 4300 + "}", "no setting takes a whole number of 4300 characters"),
+    "hexadecimal digits": ("run: {seed: 0x" + "f" * 9000 + "}", "no setting takes a whole number of 9002 characters"),
+    "unknown keys": ("\n".join(f"k{i}: 1" for i in range(2400)), "2386 more settings are wrong; correct these first"),
+    "an alias bomb": (BOMB, "more than 5000 values or 50 levels, anchors written out"),
+    "too much text": ("# " + "x" * 100_000, "has more than 100000 characters"),
+}
+
+
+@pytest.mark.parametrize("case", ABSURD)
+def test_absurd_settings_are_refused_at_once(tmp_path: Path, case: str) -> None:
+    text, words = ABSURD[case]
+    path = tmp_path / "absurd.yaml"
+    path.write_text(text)
+    before = time.process_time()
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert time.process_time() - before < 2
+    assert any(words in problem for problem in caught.value.problems), caught.value.problems[:3]
+    assert len(str(caught.value)) < 10_000
+
+
+def test_every_number_of_the_settings_has_an_upper_bound() -> None:
+    """Take the types of megappo.config.base in place of pydantic's: what has no bound is a hang or a traceback."""
+
+    def walk(schema: dict[str, Any], where: str) -> None:
+        if schema.get("type") in ("integer", "number"):
+            assert {"maximum", "exclusiveMaximum", "const", "enum"} & set(schema), where
+        for name, inner in schema.items():
+            for part in inner if isinstance(inner, list) else [inner]:
+                if isinstance(part, dict):
+                    walk(part, f"{where}/{name}")
+
+    walk(Config.model_json_schema(), "")
+
+
+def test_divisors_take_the_square_root_in_steps() -> None:
+    before = time.process_time()
+    found = divisors(2**24 * 65535)
+    assert time.process_time() - before < 1
+    assert (found[:4], found[-1], len(found)) == ([1, 2, 3, 4], 2**24 * 65535, 25 * 16)
+    assert [divisors(n) for n in (1, 7, 12, 36)] == [[1], [1, 7], [1, 2, 3, 4, 6, 12], [1, 2, 3, 4, 6, 9, 12, 18, 36]]
+
+
+@pytest.mark.parametrize("name", ["../../x", "..", ".", "/tmp/x", "a/../b", "a//b", "a/"])
+def test_a_run_stays_in_runs(tmp_path: Path, name: str) -> None:
+    assert f"run.name: '{name}' is no folder below runs/" in str(refusal(tmp_path, {"run.name": name}))
+    assert load_config(written(tmp_path, {"run.name": "group/x..y"})).run.path == Path("runs/group/x..y")
+
+
+def test_what_a_terminal_would_obey_is_escaped(tmp_path: Path) -> None:
+    problems = refusal(tmp_path, {"algorithm.estimator": "\x1b[2J"}).problems
+    assert "algorithm.estimator is '\\x1b[2J'" in problems[0]
 
 
 def test_frozen() -> None:
