@@ -15,9 +15,11 @@ setup(
     packages=[*find_packages(include=["megappo", "megappo.*"]), "megappo_kernels", "megappo_kernels.gpu"],
     package_dir={"megappo_kernels": "kernels/megappo_kernels"},
     install_requires=[
-        "torch>=2.11",
-        "megatron-core>=0.16,<0.20",
-        "transformers>=5,<6",
+        # What the tests have run with; a newer one may write checkpoints that this one cannot read.
+        "torch>=2.11,<2.15",
+        "megatron-core>=0.16.1,<0.17; python_version<'3.12'",
+        "megatron-core>=0.19.2,<0.20; python_version>='3.12'",
+        "transformers>=5.17,<5.20",
         "accelerate",
         "einops",
         "jinja2",

@@ -122,6 +122,20 @@ def assemble(
     )
 
 
+def trained_roles(config: Config, derived: Derived, runtime: Runtime) -> list[TrainedRole]:
+    """Actor and critic alone, for whoever neither generates nor scores; a collective of the whole world.
+
+    No function or code that the settings name is imported, so they may be those of somebody else.
+    """
+    folder = model_folder(config.model.path)
+    builder = _RoleBuilder(config, runtime)
+    place, model = builder.policy(folder, load_architecture(folder, False), config.actor, derived.actor)
+    roles = [builder.trained(place, model, config.actor, derived.actor)]
+    if config.critic is not None and derived.critic is not None:
+        roles.append(builder.critic(model_folder(config.critic.path or config.model.path), derived.critic))
+    return roles
+
+
 def _engine(config: Config, runtime: Runtime, folder: Path, stop_token_ids: tuple[int, ...]) -> Engine:
     if config.rollout.engine == "sglang":
         return _servers(config, runtime, folder, stop_token_ids)

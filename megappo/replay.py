@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megappo.assembly import Parts, assemble
-from megappo.checkpoint import DamagedError, Marker, load_shards, read_marker, shared_problems
+from megappo.assembly import trained_roles
+from megappo.checkpoint import (
+    DamagedError,
+    Marker,
+    load_shards,
+    load_values,
+    read_marker,
+    require_readable,
+    shared_problems,
+)
 from megappo.config import Config, derive_run
 from megappo.errors import RunError
 from megappo.models.roles import TrainedRole, Update
 from megappo.models.updates import task_again
 from megappo.resume import outcome_text, run_steps
-from megappo.runtime import start_runtime
+from megappo.runtime import Runtime, start_runtime
 from megappo.runtime.exchange import Row
 
 _SHOWN = 8
@@ -30,7 +39,7 @@ def replay(path: str, world_size: int) -> None:
     and print what came of it, which samples and which gradients are not finite; every rank calls this.
 
     Raises ValueError where the folder is damaged or was written by another number of ranks, ReplayError where the
-    update came out differently.
+    update came out differently. No code that the folder holds or names is run.
     """
     folder = Path(path)
     try:
@@ -44,29 +53,28 @@ def replay(path: str, world_size: int) -> None:
         raise ValueError(
             f"{folder} was written by {marker.content['world_size']} ranks, there are {world_size}; start as many"
         )
+    require_readable(folder, marker)
     settings = marker.content["settings"]
     settings["run"] |= {"steps": run_steps(marker), "epochs": None}
     settings["rollout"] |= {"engine": "transformers", "sglang": None, "ahead": 0}  # nothing is generated
+    settings["model"]["trust_remote_code"] = False  # the folder may be somebody else's, and no family needs it
     config = Config.model_validate(settings)
     with start_runtime(config.runtime) as runtime:
         found = shared_problems(folder, marker, runtime)
         if found:
             raise ValueError(f"{folder} is damaged: {'; '.join(found[:3])}; it cannot be replayed")
-        parts = assemble(config, derive_run(config, world_size), runtime)
-        try:
-            lines = _repeat(parts, folder, marker)
-        finally:
-            parts.close()
+        roles = trained_roles(config, derive_run(config, world_size), runtime)
+        lines = _repeat(config, roles, runtime, folder, marker)
         if runtime.is_main:
             print("\n".join(lines))
 
 
-def _repeat(parts: Parts, folder: Path, marker: Marker) -> list[str]:
+def _repeat(config: Config, roles: Sequence[TrainedRole], runtime: Runtime, folder: Path, marker: Marker) -> list[str]:
     """The update again, and what to print of it."""
-    kept, config = marker.content["refused"], parts.config
-    load_shards(folder, parts.trained, marker.content["updates"], parts.runtime)
-    role = next(role for role in parts.trained if role.placement.name == kept["role"])
-    rows = _rows(folder / f"batch-{parts.runtime.rank:05d}.pt")
+    kept = marker.content["refused"]
+    load_shards(folder, roles, marker.content["updates"], runtime)
+    role = next(role for role in roles if role.placement.name == kept["role"])
+    rows = _rows(folder / f"batch-{runtime.rank:05d}.pt")
     task = task_again(kept["role"], kept["names"], kept["penalty_coef"], config.algorithm, config.critic)
     outcome: list[Update | None] = [role.update_minibatch(rows, task)]
     gradients = _everywhere(_nonfinite_gradients(role))
@@ -89,7 +97,7 @@ def _repeat(parts: Parts, folder: Path, marker: Marker) -> list[str]:
 
 
 def _rows(path: Path) -> list[Row]:
-    batch = torch.load(path, weights_only=True)
+    batch = load_values(path)
     return [Row(*parts) for parts in zip(batch["sample_ids"], batch["integers"], batch["floats"], strict=True)]
 
 

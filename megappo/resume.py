@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megappo import __version__
@@ -21,6 +20,7 @@ from megappo.checkpoint import (
     Snapshot,
     compare_settings,
     load_shards,
+    load_values,
     random_states,
     restore_random_states,
     role_shards,
@@ -306,7 +306,7 @@ class Checkpoints:
         assert folder is not None and marker is not None
         runtime = self._parts.runtime
         if marker.content["world_size"] == runtime.world_size:
-            restore_random_states(torch.load(folder / f"random-{runtime.rank:05d}.pt", weights_only=True))
+            restore_random_states(load_values(folder / f"random-{runtime.rank:05d}.pt"))
 
     def kept_responses(self) -> list[Kept]:
         """What every rank had generated one step ahead; nothing where the run goes on with other data."""
@@ -315,7 +315,7 @@ class Checkpoints:
         if self._has_other_data(marker):
             return []
         names = sorted(name for name in marker.files if name.startswith(f"{_RESPONSES}-"))
-        return [torch.load(folder / name, weights_only=True) for name in names]
+        return [load_values(folder / name) for name in names]
 
     def finish(self) -> None:
         """Wait until everything is on disk."""

@@ -1,16 +1,19 @@
 """Checkpoints: a run that was killed at any point and continued is the run that was not.
 
 A checkpoint is a folder `checkpoints/step-000010` with the shards of actor and critic in the format of
-`megatron.core.dist_checkpointing`, a file of random states per rank, and the marker `checkpoint.json`, which is written
+`torch.distributed.checkpoint`, a file of random states per rank, and the marker `checkpoint.json`, which is written
 last: it holds the trainer's state, the settings, versions, and size and checksum of every other file. A folder without
-a marker was never finished; a folder whose files differ from its marker is damaged.
+a marker was never finished; a folder whose files differ from its marker is damaged. Whoever wrote it, reading it runs
+no code: see `reader`.
 """
 
 from megappo.checkpoint.changes import Changes, compare_settings
 from megappo.checkpoint.files import CheckpointError, DamagedError, Marker, read_marker, step_folder
 from megappo.checkpoint.randomness import random_states, restore_random_states, seed_generators
+from megappo.checkpoint.reader import load_values
 from megappo.checkpoint.select import NoCheckpointError, select_checkpoint, shared_problems
 from megappo.checkpoint.shards import load_shards, role_shards, role_updates
+from megappo.checkpoint.versions import require_readable
 from megappo.checkpoint.writer import CheckpointWriter, Snapshot
 
 __all__ = [
@@ -23,8 +26,10 @@ __all__ = [
     "Snapshot",
     "compare_settings",
     "load_shards",
+    "load_values",
     "random_states",
     "read_marker",
+    "require_readable",
     "restore_random_states",
     "role_shards",
     "role_updates",

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megappo.checkpoint import files
 from megappo.checkpoint.files import DamagedError, Marker
+from megappo.checkpoint.versions import require_readable
 from megappo.runtime import Runtime
 
 
@@ -19,7 +20,7 @@ def select_checkpoint(directory: Path, runtime: Runtime) -> tuple[Path, Marker, 
     """The newest whole checkpoint of a folder, and a sentence for each newer one that is not; None: there is none.
 
     A collective of the world: every rank reads a part of the files. Raises NoCheckpointError where all that were
-    finished are damaged.
+    finished are damaged, ValueError where the newest whole one is of a torch that this one cannot read.
     """
     sentences: list[str] = []
     damaged = 0
@@ -29,6 +30,7 @@ def select_checkpoint(directory: Path, runtime: Runtime) -> tuple[Path, Marker, 
             continue
         marker, found = _check(folder, runtime)
         if marker is not None and not found:
+            require_readable(folder, marker)
             return folder, marker, sentences
         damaged += 1
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""

@@ -7,19 +7,20 @@ which the shards of tensor ranks follow each other.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
+import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner, mcore_to_pyt_state_dict
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megappo.checkpoint.files import DamagedError
+from megappo.checkpoint.reader import ShardReader, read_metadata
 from megappo.models.build import RoleModel
 from megappo.models.optimizer_state import MOMENTS
 from megappo.models.roles import TrainedRole
@@ -128,23 +129,56 @@ def load_shards(folder: Path, roles: Sequence[TrainedRole], updates: Mapping[str
             for kind in ("weight", *(MOMENTS if updates[role.placement.name] else ())):
                 zeros = torch.zeros(entry.parameter.shape, dtype=torch.float32)
                 wanted |= _sharded(role, entry, kind, zeros)
-    try:
-        with runtime.megatron(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Megatron calls torch's loader by older names
-            loaded = dist_checkpointing.load(wanted, str(folder), validate_access_integrity=False)
-    except (CheckpointingException, CheckpointException, KeyError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"{folder} does not hold what this model and layout need: {reason}") from error
+    read_tensors(folder, wanted, runtime)
     for role in roles:
         if role.model is not None:
-            _restore(role, loaded, updates[role.placement.name])
+            _restore(role, wanted, updates[role.placement.name])
 
 
-def _restore(role: TrainedRole, loaded: Mapping[str, Tensor], updates: int) -> None:
+def read_tensors(folder: Path, wanted: Mapping[str, ShardedTensor], runtime: Runtime) -> None:
+    """Fill the tensors of shards from a checkpoint; a collective of the world.
+
+    Raises ValueError on every rank where the checkpoint is not what was written, or does not hold what they ask for.
+    """
+    reader = _open(folder)
+    padded = {key: shard for key, shard in wanted.items() if shard.allow_shape_mismatch}
+    planner = MCoreLoadPlanner(
+        shapes_validation_sharded_tensors=[shard for key, shard in wanted.items() if key not in padded],
+        allow_shape_mismatch_sharded_tensors=padded,
+        flatten_state_dict=False,
+        flatten_sharded_tensors=False,
+    )
+    try:
+        with runtime.megatron():
+            state = mcore_to_pyt_state_dict({key: [shard] for key, shard in wanted.items()}, is_loading=True)
+            dcp.load(state, storage_reader=reader, planner=planner)
+    except CheckpointException as error:  # raised on every rank, whichever of them failed
+        first = next(iter(error.failures.values()))[0]
+        reason = " ".join(str(first).split())[:300]
+        raise ValueError(f"{folder} does not hold what this model and layout need: {reason}") from error
+
+
+def _open(folder: Path) -> ShardReader:
+    """Raises ValueError on every rank where one of them reads metadata that no checkpoint holds."""
+    reader, problem = None, None
+    try:
+        reader = ShardReader(folder, read_metadata(folder))
+    except DamagedError as error:
+        problem = str(error)
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    for found in problems:
+        if found is not None:
+            raise ValueError(f"{folder} is damaged: {found}")
+    assert reader is not None
+    return reader
+
+
+def _restore(role: TrainedRole, loaded: Mapping[str, ShardedTensor], updates: int) -> None:
     assert role.model is not None
     for entry in _entries(role.model):
         tensors = {
-            kind: torch.cat([loaded[key] for key in _keys(role, entry, kind)])
+            kind: torch.cat([loaded[key].data for key in _keys(role, entry, kind)])
             for kind in ("weight", *(MOMENTS if updates else ()))
         }
         role.optimizer.state.restore(entry.parameter, tensors, updates)

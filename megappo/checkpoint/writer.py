@@ -1,8 +1,8 @@
 """Writes checkpoints, in the background where that is asked for.
 
 Megatron's own writer leaves its work to forked processes, which outlive a trainer that is killed and go on writing into
-the run directory. This one writes the same format with torch's writer, from a copy, in a thread of this process, whose
-collectives have a process group of their own.
+the run directory. This one writes Megatron's shards with torch's writer, from a copy, in a thread of this process,
+whose collectives have a process group of their own.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies.torch import mcore_to_pyt_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from megappo.checkpoint import files
 from megappo.checkpoint.files import CheckpointError, Marker, Stamp
+from megappo.checkpoint.reader import METADATA
 from megappo.config.schema import CheckpointSettings
 from megappo.runtime import Runtime
 
@@ -125,10 +125,7 @@ class CheckpointWriter:
             _save_synced(value, folder / own[-1])
         own += [path.name for path in folder.glob(f"__{rank}_*.distcp")]
         if self._runtime.is_main:
-            # Megatron's loader wants its own two files beside torch's.
-            save_config(CheckpointingConfig("torch_dist", 1), str(folder))
-            _save_synced({}, folder / "common.pt")
-            own += ["metadata.json", "common.pt", ".metadata"]
+            own.append(METADATA)
         return {name: files.stamp(folder / name) for name in own}
 
     def _commit(self, folder: Path, marker: Marker) -> None:

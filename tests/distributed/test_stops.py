@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import fcntl
 import os
+import pickle
 import re
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from distributed.attempts import ROOT, assert_same_run, attempts, timeless, train
+from megappo.checkpoint.files import read_marker, stamp, write_marker
 from megappo.config.schema import PHASES
 
 
@@ -109,6 +113,37 @@ def test_a_refused_update_is_kept_and_repeats(tmp_path: Path) -> None:
     assert "parameters with gradients that are not finite: decoder.final_layernorm.weight" in output
     assert "was written by 2 ranks, there are 1; start as many" in output
     assert "Traceback" not in output
+
+
+def test_a_crafted_replay_runs_no_code(tmp_path: Path) -> None:
+    """Whoever hands over a folder hands over its settings too, and these name functions."""
+    run, trace = tmp_path / "run", tmp_path / "trace"
+    attempts(tmp_path, train(run, *NOT_FINITE, expect="1"))
+    folder = run / "replay/step-000001"
+    marker = read_marker(folder)
+    call = {"source": "python:pathlib:Path.touch", "options": {"self": str(trace)}}
+    marker.content["settings"]["data"] |= {"train": call, "validation": call}
+    marker.content["settings"]["reward"] |= {"function": "pathlib:Path.touch"}
+    marker.content["settings"]["model"]["trust_remote_code"] = True
+    replay = {"arguments": ["train", "--replay", str(folder)], "processes": 2}
+    write_marker(folder, marker)
+    output = attempts(tmp_path, {**replay, "expect": "0"})
+    assert "step 1, actor, minibatch 2: refused again, all numbers as in the run" in output
+    (folder / ".metadata").write_bytes(pickle.dumps(Touch(str(trace))))
+    write_marker(folder, replace(marker, files=marker.files | {".metadata": stamp(folder / ".metadata")}))
+    output = attempts(tmp_path, {**replay, "expect": "2"})
+    assert "step-000001 is damaged: .metadata names pathlib.Path.touch, which no checkpoint does" in output
+    assert "Traceback" not in output and not trace.exists()
+
+
+class Touch:
+    """Pickled, it is a call that makes a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path(self.path),)
 
 
 def test_replays_are_few_where_the_run_goes_on(tmp_path: Path) -> None:

@@ -7,18 +7,15 @@ import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from unit.helpers_checkpoints import write
 
-import megappo.models  # noqa: F401 - prepares Megatron-Core for this machine
 from megappo.checkpoint import (
     CheckpointError,
-    CheckpointWriter,
     NoCheckpointError,
-    Snapshot,
     files,
     random_states,
     restore_random_states,
@@ -26,7 +23,6 @@ from megappo.checkpoint import (
 )
 from megappo.checkpoint.changes import compare_settings
 from megappo.checkpoint.files import MARKER, folders, prune, read_marker
-from megappo.config.schema import CheckpointSettings
 from megappo.runtime import Runtime
 
 CORRUPTIONS = 200
@@ -38,22 +34,6 @@ def runtime() -> Iterator[Runtime]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield Runtime(0, 1, 0, torch.device("cpu"))
     dist.destroy_process_group()
-
-
-def snapshot(step: int, reward: float = 0.0) -> Snapshot:
-    from megatron.core.dist_checkpointing import ShardedTensor
-
-    tensors = {name: torch.full((64, 8), float(step)) for name in ("actor.weight.a", "critic.weight.b")}
-    shards = {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()}
-    content = {"trainer": {"step": step}, "metrics": {"reward/mean": reward, "x": "nan"}}
-    return Snapshot(step, shards, {"random": random_states()}, content)
-
-
-def write(directory: Path, runtime: Runtime, *steps: int, **settings: Any) -> None:
-    writer = CheckpointWriter(directory, CheckpointSettings(**settings), runtime, 60)
-    for step in steps:
-        writer.save(snapshot(step, reward=-abs(step - 2)), wait=False)
-    writer.wait()
 
 
 def kept(directory: Path) -> list[int]:

@@ -1,0 +1,35 @@
+"""Between which versions of torch checkpoints are exchanged."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+from megappo.checkpoint.files import Marker
+
+TORCH_VERSIONS = ((2, 11), (2, 14))
+"""The first and the last that the tests load checkpoints of; `setup.py` allows the same."""
+
+
+def require_readable(folder: Path, marker: Marker) -> None:
+    """Raise ValueError for a checkpoint of a torch whose checkpoints this one was never tried on."""
+    written, here = str(marker.content["versions"]["torch"]), str(torch.__version__)
+    first, last = TORCH_VERSIONS
+    if _release(written) == _release(here) or all(first <= _release(v) <= last for v in (written, here)):
+        return
+    raise ValueError(
+        f"{folder} was written with torch {written}, this is torch {here}; checkpoints go from one version to another "
+        f"between torch {_text(first)} and {_text(last)}: continue with torch {written}, or begin a new run"
+    )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Major and minor number; none where a version has no such thing."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return tuple(map(int, found.groups())) if found else ()
+
+
+def _text(release: tuple[int, ...]) -> str:
+    return ".".join(map(str, release))
