@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import math
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -177,7 +177,9 @@ class Boundary:
 class Checkpoints:
     """Writes a run's checkpoints and loads the one it starts from; every rank calls every method."""
 
-    def __init__(self, parts: Parts, start: Start) -> None:
+    def __init__(self, parts: Parts, start: Start, tell: Callable[[str], None] = print) -> None:
+        """`tell` is given what a user should know, on the main rank."""
+        self._tell = tell
         self._parts, self._start, self._settings = parts, start, parts.config.checkpoint
         self._roles = parts.trained
         self._saved_step = start.step
@@ -211,6 +213,7 @@ class Checkpoints:
             self._writer.save(self._snapshot(boundary), wait=wait)
         elif wait:
             self._writer.wait()
+        self._tell_warnings(self._writer)
 
     def save_interrupted(self, boundary: Boundary) -> str:
         """Write a checkpoint of a run that was asked to stop; returns what to tell its user.
@@ -256,6 +259,7 @@ class Checkpoints:
         writer = CheckpointWriter(directory, settings, runtime, config.runtime.collective_timeout_seconds)
         content = {**snapshot.content, "refused": kept}
         writer.save(replace(snapshot, step=step, content=content, per_rank={"batch": batch}), wait=True)
+        self._tell_warnings(writer)
         return f"The batch is in {folder}; `megappo train --replay {folder}` repeats the update"
 
     def _snapshot(self, boundary: Boundary) -> Snapshot:
@@ -321,11 +325,16 @@ class Checkpoints:
         """Wait until everything is on disk."""
         if self._writer is not None:
             self._writer.wait()
+            self._tell_warnings(self._writer)
 
     def close(self) -> None:
         """Let a checkpoint under way be finished where the run ends early."""
         if self._writer is not None:
             self._writer.abandon(_CLOSE_SECONDS)
+
+    def _tell_warnings(self, writer: CheckpointWriter) -> None:
+        for sentence in writer.warnings():
+            self._tell(sentence)
 
     def _check_identity(self, marker: Marker) -> None:
         before = marker.content["identity"]

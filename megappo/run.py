@@ -41,7 +41,7 @@ def train(config: Config, derived: Derived, prompts: PromptDataset | None = None
 
 
 def _train(parts: Parts, start: Start, reporter: Reporter, interrupts: Interrupts) -> None:
-    checkpoints = Checkpoints(parts, start)
+    checkpoints = Checkpoints(parts, start, reporter.message)
     try:
         for sentence in (_data_line(parts), *start.sentences):
             reporter.message(sentence)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -17,6 +18,8 @@ from megappo.errors import RunError
 
 FORMAT = 2
 MARKER = "checkpoint.json"
+_ASIDE = "deleted-"
+"""Before the name of a folder that is to be deleted."""
 _STEP = re.compile(r"step-(\d{6,})")
 _NEEDED = frozenset({"format", "step", "files", "content"})
 
@@ -139,15 +142,37 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def remove(folder: Path) -> None:
-    """Delete a checkpoint; one that is half deleted has no marker."""
-    (folder / MARKER).unlink(missing_ok=True)
-    sync_folder(folder)
-    shutil.rmtree(folder)
+def set_aside(folder: Path) -> None:
+    """Take a folder out of the way at once, under a name that is no checkpoint's; `clear` deletes it."""
+    aside = folder.with_name(_ASIDE + folder.name)
+    for number in itertools.count(2):
+        if not aside.exists():
+            break
+        aside = folder.with_name(f"{_ASIDE}{folder.name}.{number}")
+    folder.rename(aside)
+    sync_folder(folder.parent)
 
 
-def prune(directory: Path, keep_last: int, keep_best: str | None) -> None:
-    """Delete all finished checkpoints but the newest and the best.
+def clear(directory: Path) -> list[str]:
+    """Delete what was set aside, now or by an earlier attempt; a sentence for each folder that cannot be deleted."""
+    sentences = []
+    for folder in sorted(directory.glob(f"{_ASIDE}step-*")):
+        shutil.rmtree(folder, ignore_errors=True)  # as much as can be
+        try:
+            shutil.rmtree(folder)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            sentences.append(_kept(folder, error))
+    return sentences
+
+
+def _kept(folder: Path, error: OSError) -> str:
+    return f"{folder} cannot be deleted ({error.strerror}); it is tried again with the next checkpoint"
+
+
+def prune(directory: Path, keep_last: int, keep_best: str | None) -> list[str]:
+    """Delete all finished checkpoints but the newest and the best; a sentence for each that cannot be deleted.
 
     `keep_best` is the name of a metric, with a `-` in front where the lowest is best. Damaged ones are left to be
     looked at; unfinished ones are overwritten when their step comes again.
@@ -162,8 +187,13 @@ def prune(directory: Path, keep_last: int, keep_best: str | None) -> None:
     kept: set[Path | None] = set(list(markers)[:keep_last])
     if keep_best is not None:
         kept.add(_best(markers, keep_best))
-    for folder in markers.keys() - kept:
-        remove(folder)
+    sentences = []
+    for folder in sorted(markers.keys() - kept):
+        try:
+            set_aside(folder)
+        except OSError as error:
+            sentences.append(_kept(folder, error))
+    return sentences + clear(directory)
 
 
 def _best(markers: Mapping[Path, Marker], keep_best: str) -> Path | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -58,6 +57,7 @@ class CheckpointWriter:
         self._group = group
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self._warnings: list[str] = []
 
     def save(self, snapshot: Snapshot, *, wait: bool) -> None:
         """Write a checkpoint; returns at once in asynchronous mode, unless `wait`.
@@ -70,6 +70,11 @@ class CheckpointWriter:
         self._thread.start()
         if wait or not self._settings.asynchronous:
             self.wait()
+
+    def warnings(self) -> list[str]:
+        """Sentences on what went wrong without harm since the last call; on the main rank."""
+        said, self._warnings = self._warnings, []
+        return said
 
     def abandon(self, seconds: float) -> None:
         """Give the checkpoint being written so long; for a run that ends with another error, which is told instead."""
@@ -110,10 +115,10 @@ class CheckpointWriter:
         self._together(snapshot.step, lambda: self._commit(folder, Marker(snapshot.step, written, snapshot.content)))
 
     def _prepare(self, folder: Path) -> None:
-        """Make the folder, or empty one that was never finished."""
+        """Make the folder, in the place of one that was never finished."""
         if self._runtime.is_main:
             if folder.exists():
-                shutil.rmtree(folder)
+                files.set_aside(folder)
             folder.mkdir(parents=True)
 
     def _finish_rank(self, folder: Path, snapshot: Snapshot) -> dict[str, Stamp]:
@@ -132,7 +137,8 @@ class CheckpointWriter:
         if self._runtime.is_main:
             _wait_for(folder, marker)
             files.write_marker(folder, marker)
-            files.prune(self._directory, self._settings.keep_last, self._settings.keep_best)
+            # The checkpoint is written, whatever an old one does, such as a file that is busy on NFS.
+            self._warnings += files.prune(self._directory, self._settings.keep_last, self._settings.keep_best)
 
     def _together(self, step: int, work: Callable[[], Any]) -> list[Any]:
         """Do a rank's part and wait for all others; raises CheckpointError on every rank where one failed."""

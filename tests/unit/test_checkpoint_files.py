@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from unit.helpers_checkpoints import write
+from unit.helpers_checkpoints import snapshot, write
 
 from megappo.checkpoint import (
     CheckpointError,
+    CheckpointWriter,
     NoCheckpointError,
     files,
     random_states,
@@ -23,6 +26,7 @@ from megappo.checkpoint import (
 )
 from megappo.checkpoint.changes import compare_settings
 from megappo.checkpoint.files import MARKER, folders, prune, read_marker
+from megappo.config.schema import CheckpointSettings
 from megappo.runtime import Runtime
 
 CORRUPTIONS = 200
@@ -48,6 +52,47 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path, runtime: Runtime, asyn
     assert kept(tmp_path) == [6]
     prune(tmp_path, keep_last=1, keep_best="x")  # was never a number
     assert kept(tmp_path) == [6]
+
+
+def test_an_old_one_that_cannot_be_deleted_is_a_warning_and_tried_again(
+    tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS, where a folder stays as long as a file in it is open elsewhere."""
+    really = os.rmdir
+
+    def busy(path: Any, **more: Any) -> None:
+        if "step-000001" in str(path):
+            raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+        really(path, **more)
+
+    writer = CheckpointWriter(tmp_path, CheckpointSettings(keep_last=1, keep_best=None), runtime, 60)
+    with monkeypatch.context() as on_nfs:
+        on_nfs.setattr(os, "rmdir", busy)
+        for step in (1, 2, 3):
+            writer.save(snapshot(step), wait=True)
+    aside = tmp_path / "deleted-step-000001"
+    sentence = f"{aside} cannot be deleted (Device or resource busy); it is tried again with the next checkpoint"
+    assert writer.warnings() == [sentence] * 2 and writer.warnings() == []
+    assert kept(tmp_path) == [3] and not any(aside.iterdir())
+    writer.save(snapshot(4), wait=True)
+    assert writer.warnings() == [] and os.listdir(tmp_path) == ["step-000004"]
+
+
+def test_one_that_cannot_be_moved_stays_whole(
+    tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(path: Path, target: Path) -> None:
+        raise OSError(errno.EACCES, "Permission denied", str(path))
+
+    write(tmp_path, runtime, 1, 2, keep_last=2, keep_best=None)
+    with monkeypatch.context() as read_only:
+        read_only.setattr(Path, "rename", denied)
+        assert prune(tmp_path, 1, None) == [
+            f"{tmp_path / 'step-000001'} cannot be deleted (Permission denied); it is tried again with the next "
+            "checkpoint"
+        ]
+    assert kept(tmp_path) == [2, 1] and read_marker(tmp_path / "step-000001").step == 1
+    assert prune(tmp_path, 1, None) == [] and kept(tmp_path) == [2]
 
 
 def test_an_unfinished_one_is_written_again(tmp_path: Path, runtime: Runtime) -> None:
