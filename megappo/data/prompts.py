@@ -6,12 +6,17 @@ import hashlib
 import json
 from collections.abc import Sequence
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from megappo.config.schema import DataSettings, DataSourceSettings
-from megappo.data.sources import Chat, Record, read_records
+from megappo.data.sources import Chat, Record, checked_text, read_records
+from megappo.rewards.registry import on_one_line
 from megappo.types import Prompt
+
+_WHOLE_CHARACTERS = 1_000_000
+"""Prompts up to here are always tokenised whole."""
+_END_CHARACTERS, _END_CHARACTERS_PER_TOKEN = 100_000, 16
+"""Of a longer prompt's end, at first: the larger of both, the second for each token of the limit."""
 
 CHAT_MESSAGES = "chat_messages"
 """Metadata key of the messages a prompt was rendered from, for reward models with a template of their own."""
@@ -50,9 +55,7 @@ class PromptDataset:
             str(record.prompt) if chat is None else self._render(index, chat)
             for index, (record, chat) in enumerate(zip(records, chats, strict=True))
         ]
-        # A rendered template holds its special tokens already.
-        add_special_tokens = not self._settings.apply_chat_template
-        ids_of_all = self._tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]
+        ids_of_all = self._token_ids(texts)
         prompts = []
         for index, record in enumerate(records):
             metadata = record.metadata
@@ -62,6 +65,29 @@ class PromptDataset:
             if fitted is not None:
                 prompts.append(fitted)
         return prompts
+
+    def _token_ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """Of each text; of a very long one that is over the limit only those of its end, which are over it too."""
+        whole = [text if len(text) <= _WHOLE_CHARACTERS else self._end_over_limit(text) for text in texts]
+        # A rendered template holds its special tokens already.
+        add_special_tokens = not self._settings.apply_chat_template
+        ids: list[list[int]] = self._tokenizer(whole, add_special_tokens=add_special_tokens)["input_ids"]
+        return ids
+
+    def _end_over_limit(self, text: str) -> str:
+        """The end of a text, long enough that it has twice the tokens allowed; the whole text where it has fewer.
+
+        Twice, because the tokens next to the cut may be others than in the whole text: those that `truncate` keeps are
+        far from it. A hundred megabytes would be tokenised for minutes.
+        """
+        limit = self._settings.max_prompt_tokens
+        characters = max(_END_CHARACTERS, _END_CHARACTERS_PER_TOKEN * limit)
+        while characters < len(text):
+            end = text[-characters:]
+            if len(self._tokenizer(end, add_special_tokens=False)["input_ids"]) > 2 * limit:
+                return end
+            characters *= 4
+        return text
 
     def _messages(self, index: int, record: Record) -> Chat | None:
         """The chat of a record with the system prompt; None where prompts are plain text."""
@@ -81,12 +107,13 @@ class PromptDataset:
 
     def _render(self, index: int, messages: Chat) -> str:
         try:
-            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        except TemplateError as error:
+            text = str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        except Exception as error:  # a template is a program of its author's, which objects or fails with anything
             raise ValueError(
-                f"the chat template refuses prompt {index} of '{self._source}' ({error}); "
-                "mend its messages or data.system_prompt"
+                f"the chat template refuses prompt {index} of '{self._source}' ({type(error).__name__}: "
+                f"{on_one_line(error)}); fix its messages, data.system_prompt or the template"
             ) from error
+        return checked_text(text, f"prompt {index} of '{self._source}'", "rendered chat")
 
     def _fit(self, prompt: Prompt) -> Prompt | None:
         """The prompt within `max_prompt_tokens`; None where it is dropped."""
@@ -98,8 +125,9 @@ class PromptDataset:
             return prompt
         match self._settings.overlong_prompts:
             case "error":
+                least = "at least " if len(prompt.text) > _WHOLE_CHARACTERS else ""
                 raise ValueError(
-                    f"{where} has {length} tokens, more than data.max_prompt_tokens {limit}; "
+                    f"{where} has {least}{length} tokens, more than data.max_prompt_tokens {limit}; "
                     "raise it, or set data.overlong_prompts: drop"
                 )
             case "drop":

@@ -10,6 +10,7 @@ import numbers
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,7 @@ def read_records(settings: DataSourceSettings) -> list[Record]:
     found: list[Record] = []
     places: list[str] = []
     for place, record in _open(settings):
+        _check_sendable(record.metadata, place)
         found.append(record)
         places.append(place)
         if len(found) == settings.limit:
@@ -82,8 +84,33 @@ def _open(settings: DataSourceSettings) -> Located:
 
 
 def _show(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception as error:  # noqa: BLE001 - a user's class, or a number with more digits than Python writes
+        text = f"a {type(value).__name__} whose repr raises {type(error).__name__}"
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
+
+
+@contextmanager
+def _users_objects(problem: str) -> Iterator[None]:
+    """Errors of objects that a user's code made, as the sentence that begins with `problem`."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:  # a mapping may compute what it holds, a class how it is pickled
+        raise ValueError(
+            f"{problem} ({type(error).__name__}: {on_one_line(error)}); keep plain values in the record"
+        ) from error
+
+
+def _plain(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """By its own way to give values, which `dict` passes over for a subclass of dict."""
+    return {name: mapping[name] for name in mapping}
+
+
+def _check_sendable(metadata: dict[str, Any], where: str) -> None:
+    """Raises ValueError for metadata that no reward worker can be sent: at once, not in the first step."""
+    with _users_objects(f"{where}: the metadata cannot be sent to a reward worker"):
+        pickle.dumps(metadata)
 
 
 def _checked_prompt(prompt: Any, where: str) -> str | Chat:
@@ -91,28 +118,30 @@ def _checked_prompt(prompt: Any, where: str) -> str | Chat:
     if isinstance(prompt, str):
         if not prompt:
             raise ValueError(f"{where}: the prompt is empty; remove the record")
-        return _checked_text(prompt, where, "prompt")
+        return checked_text(prompt, where, "prompt")
     if not isinstance(prompt, list) or not prompt:
         raise ValueError(f"{where}: the prompt is {_show(prompt)}, must be a text or a list of chat messages; mend it")
-    messages = [_checked_message(message, where) for message in prompt]
+    with _users_objects(f"{where}: a chat message cannot be read"):
+        plain = [_plain(message) if isinstance(message, Mapping) else message for message in prompt]
+    messages = [_checked_message(message, where) for message in plain]
     if messages[-1]["role"] == "assistant":
         raise ValueError(f"{where}: the last chat message is the assistant's, which the model is to write; remove it")
     return messages
 
 
 def _checked_message(message: Any, where: str) -> dict[str, Any]:
-    if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+    if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
         raise ValueError(f"{where}: chat message {_show(message)} must be an object with role and content; mend it")
     if message["role"] not in _ROLES:
         raise ValueError(f"{where}: chat role {_show(message['role'])} must be one of {', '.join(_ROLES)}; change it")
     if not isinstance(message["content"], str):
         raise ValueError(f"{where}: chat content {_show(message['content'])} must be a text; mend it")
-    _checked_text(message["content"], where, "prompt")
+    checked_text(message["content"], where, "prompt")
     # parquet fills the fields that only other messages have with None
     return {key: value for key, value in message.items() if value is not None}
 
 
-def _checked_text(text: str, where: str, name: str) -> str:
+def checked_text(text: str, where: str, name: str) -> str:
     """JSON can escape half of a surrogate pair, which is no character and breaks tokenizers and logs."""
     try:
         text.encode("utf-8")
@@ -125,10 +154,11 @@ def _checked_answer(answer: Any, where: str) -> str | None:
     if answer is None:
         return None
     if isinstance(answer, str):
-        return _checked_text(answer, where, "answer")
+        return checked_text(answer, where, "answer")
     is_number = isinstance(answer, numbers.Real) and not isinstance(answer, bool)  # numpy's numbers too
-    if is_number and (isinstance(answer, numbers.Rational) or math.isfinite(answer)):
-        return str(answer)
+    with _users_objects(f"{where}: the answer cannot be written as a text"):
+        if is_number and (isinstance(answer, numbers.Rational) or math.isfinite(answer)):
+            return str(answer)
     raise ValueError(f"{where}: the answer is {_show(answer)}, must be a text or a finite number; mend it")
 
 
@@ -261,22 +291,25 @@ def _python(path: str, options: dict[str, Any]) -> Located:
         ) from error
     for number, fields in enumerate(_produced(function, path, options)):
         where = f"python:{path} record {number}"
-        if not isinstance(fields, Mapping) or "prompt" not in fields:
-            raise ValueError(
-                f"{where} is {_show(fields)}, must be a mapping with prompt, answer and perhaps metadata; mend it"
-            )
-        metadata = fields.get("metadata") or {}
-        if not isinstance(metadata, Mapping):
-            raise ValueError(f"{where}: the metadata are {_show(metadata)}, must be a mapping; mend them")
-        try:
-            pickle.dumps(metadata)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise ValueError(
-                f"{where}: the metadata cannot be sent to a reward worker ({on_one_line(error)}); "
-                "keep plain values in them"
-            ) from error
-        prompt, answer = _checked_prompt(fields["prompt"], where), _checked_answer(fields.get("answer"), where)
-        yield where, Record(prompt, answer, dict(metadata))
+        yield where, _python_record(fields, where)
+
+
+def _python_record(fields: Any, where: str) -> Record:
+    """A record in plain types; only the fields that mean something here are read."""
+    given: dict[str, Any] = {}
+    if isinstance(fields, Mapping):
+        with _users_objects(f"{where} cannot be read"):
+            given = {name: fields[name] for name in ("prompt", "answer", "metadata") if name in fields}
+    if "prompt" not in given:
+        raise ValueError(
+            f"{where} is {_show(fields)}, must be a mapping with prompt, answer and perhaps metadata; mend it"
+        )
+    metadata = given.get("metadata")
+    with _users_objects(f"{where}: the metadata cannot be read"):
+        metadata = _plain(metadata) if isinstance(metadata, Mapping) else metadata or {}
+    if not isinstance(metadata, dict):
+        raise ValueError(f"{where}: the metadata are {_show(metadata)}, must be a mapping; mend them")
+    return Record(_checked_prompt(given["prompt"], where), _checked_answer(given.get("answer"), where), metadata)
 
 
 def _produced(function: Callable[..., Any], path: str, options: dict[str, Any]) -> Iterator[Any]:

@@ -12,6 +12,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
+from megappo.rewards.registry import on_one_line
+
 # What transformers raises over a folder, by what is wrong: files, weights, shapes, values of the configuration.
 _FOLDER_ERRORS = (OSError, ValueError, SafetensorError, RuntimeError, KeyError, TypeError, StrictDataclassError)
 
@@ -116,7 +118,13 @@ class RewardModel:
             if not self.has_chat_template:
                 raise ValueError("the reward model's tokenizer has no chat template; give it prompts as text")
             chat = [*prompt, {"role": "assistant", "content": response}]
-            text = self._tokenizer.apply_chat_template(chat, tokenize=False)
+            try:
+                text = self._tokenizer.apply_chat_template(chat, tokenize=False)
+            except Exception as error:  # a template is a program of its author's, which objects or fails with anything
+                raise ValueError(
+                    f"the reward model's chat template fails on a prompt and its response ({type(error).__name__}: "
+                    f"{on_one_line(error)}); fix the template or the messages"
+                ) from error
             ids = self._tokenizer(text, add_special_tokens=False).input_ids
         if not ids:
             raise ValueError("a prompt and its response become no token of the reward model; use another reward model")

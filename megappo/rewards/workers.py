@@ -24,7 +24,7 @@ from megappo.config.schema import RewardSettings
 from megappo.errors import RunError
 from megappo.rewards.channel import ForeignMessageError, PoolEnd
 from megappo.rewards.descendants import end_marked
-from megappo.rewards.registry import RewardChoice
+from megappo.rewards.registry import RewardChoice, on_one_line
 
 _START_SECONDS = 120.0
 _END_SECONDS = 15.0
@@ -286,7 +286,8 @@ def too_many_failures(
 def _pickled(index: int, request: RewardRequest) -> bytes:
     try:
         return pickle.dumps((request.prompt, request.response, request.answer, request.metadata, request.raw_response))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
+    except Exception as error:  # the metadata's classes say how they are pickled, and may raise anything
         raise ValueError(
-            f"the metadata of sample {index} cannot be sent to a reward worker ({error}); keep plain values in them"
+            f"the metadata of sample {index} cannot be sent to a reward worker ({type(error).__name__}: "
+            f"{on_one_line(error)}); keep plain values in them"
         ) from error

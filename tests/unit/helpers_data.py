@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -12,3 +14,11 @@ def character_tokenizer(template: str | None = None, alphabet: str = ALPHABET) -
     """One token per character of `alphabet`, no unknown token."""
     tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template)
+
+
+TEXTS: list[str] = []
+
+
+def texts() -> Iterator[dict[str, str]]:
+    """A data source of `TEXTS`."""
+    yield from ({"prompt": text} for text in TEXTS)

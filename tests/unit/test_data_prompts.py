@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
+import helpers_data
 import pytest
 from helpers_data import ALPHABET, character_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
 
 from megappo.config.schema import DataSettings, DataSourceSettings
-from megappo.data import PromptDataset
+from megappo.data import PromptDataset, prompts
 from megappo.data.prompts import CHAT_MESSAGES
 
 TEMPLATE = (
@@ -61,6 +65,72 @@ def test_overlong_prompts(tmp_path: Path) -> None:
         dataset(tmp_path, records, overlong_prompts="error", **plain)
 
 
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE as most models have, with tokens of several characters, a beginning and an end."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    words = ["the sum of twelve and thirty", "the difference of seven and eleven", "of the thirteen"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trained = trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, special_tokens=["<b>", "<e>"])
+    tokenizer.train_from_iterator(words, trained)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<b> $A <e>",
+        special_tokens=[("<b>", tokenizer.token_to_id("<b>")), ("<e>", tokenizer.token_to_id("<e>"))],
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def test_a_hundred_megabytes_meet_the_limit_before_the_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = byte_tokenizer()
+    seen: list[int] = []
+    tokenise = PreTrainedTokenizerFast.__call__
+
+    def counting(self: PreTrainedTokenizerFast, text: str | list[str], **options: Any) -> Any:
+        seen.extend(len(t) for t in ([text] if isinstance(text, str) else text))
+        return tokenise(self, text, **options)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", counting)
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"prompt": "the sum of " * 9_500_000 + "seven"}) + '\n{"prompt": "twelve"}\n')
+    source = DataSourceSettings(source=str(path))
+
+    def made(overlong: str) -> PromptDataset:
+        settings = DataSettings(
+            train=source, max_prompt_tokens=20, apply_chat_template=False, overlong_prompts=overlong
+        )
+        return PromptDataset(source, settings, tokenizer)
+
+    dropped, cut = made("drop"), made("truncate")
+    with pytest.raises(ValueError, match=r"prompt 0 .* has at least \d+ tokens, more than data.max_prompt_tokens 20"):
+        made("error")
+    path.unlink()
+    assert (len(dropped), dropped.dropped, dropped[0].text) == (1, 1, "twelve")
+    assert (len(cut), cut.truncated, len(cut[0].token_ids)) == (2, 1, 20)
+    assert cut[0].text.endswith(" sum of the sum of seven<e>")
+    assert sum(seen) < 10_000_000
+
+
+@pytest.mark.parametrize("overlong", ["drop", "truncate"])
+def test_the_end_of_a_long_prompt_gives_what_the_whole_gives(overlong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the text: also where the end alone is within the limit at first, and where all of it is."""
+    draw = random.Random(5)
+    words = ["the", "sum", "of", "twelve", " ", "\n", "ß", "数", "7", "aaaaaaaaaaaaaaaaaaaaaaaaaa", ", "]
+    texts = [" ".join(draw.choices(words, k=draw.randint(1, 120))) for _ in range(60)]
+    monkeypatch.setattr(helpers_data, "TEXTS", texts, raising=False)
+    source = DataSourceSettings(source="python:helpers_data:texts")
+    settings = DataSettings(train=source, max_prompt_tokens=60, apply_chat_template=False, overlong_prompts=overlong)
+    whole = PromptDataset(source, settings, byte_tokenizer())
+    monkeypatch.setattr(prompts, "_WHOLE_CHARACTERS", 40)
+    monkeypatch.setattr(prompts, "_END_CHARACTERS", 50)
+    monkeypatch.setattr(prompts, "_END_CHARACTERS_PER_TOKEN", 1)
+    by_end = PromptDataset(source, settings, byte_tokenizer())
+    assert len([t for t in texts if len(t) > 40]) > 5 and whole.dropped + whole.truncated > 5
+    assert (by_end.dropped, by_end.truncated, by_end.fingerprint) == (whole.dropped, whole.truncated, whole.fingerprint)
+
+
 def test_fingerprint_knows_prompts_and_answers(tmp_path: Path) -> None:
     def fingerprint(prompt: str, answer: str) -> str:
         return dataset(tmp_path, [{"prompt": prompt, "answer": answer}]).fingerprint
@@ -78,6 +148,15 @@ def test_fingerprint_knows_prompts_and_answers(tmp_path: Path) -> None:
         ([{"role": "user", "content": "a"}], {"apply_chat_template": False}, "prompt 0 of .* is a list of chat"),
         ("a", {"apply_chat_template": False, "system_prompt": "s"}, "data.system_prompt is set, but"),
         ([{"role": "tool", "content": "a"}], {}, "the chat template refuses prompt 0 .*no tools here"),
+        ("a", {"template": "{{ 1 + 'a' }}"}, r"the chat template refuses prompt 0 .*\(TypeError: unsupported operand"),
+        ("a", {"template": "{{ messages[0]['content'].index('b') }}"}, r"refuses prompt 0 .*\(ValueError: substring"),
+        ("a", {"template": "{{ 1 // 0 }}"}, r"refuses prompt 0 .*\(ZeroDivisionError: "),
+        (
+            "a",
+            {"template": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"},
+            r"refuses prompt 0 .*\(RecursionError: ",
+        ),
+        ("a", {"template": "{{ '\\ud800' }}"}, "prompt 0 of .*: the rendered chat holds half a surrogate pair"),
         ("ÄÖÜ", {"apply_chat_template": False}, "prompt 0 of .* becomes no token at all"),
     ],
 )

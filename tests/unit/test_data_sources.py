@@ -201,6 +201,29 @@ def numpy_answers():
     yield {"prompt": "a", "answer": numpy.int64(4)}
     yield {"prompt": "a", "answer": numpy.float32(0.5)}
 def bad_metadata(): yield {"prompt": "a", "metadata": "m"}
+class Pickled:
+    def __init__(self, error): self.error = error
+    def __reduce__(self): raise self.error
+def pickles_badly(): yield {"prompt": "a", "metadata": {"x": Pickled(ValueError("closed file"))}}
+def pickles_deeply():
+    nested = []
+    for _ in range(100_000): nested = [nested]
+    yield {"prompt": "a", "metadata": {"x": nested}}
+class Computed(dict):
+    # its values are computed, and some cannot be
+    def __init__(self, bad, **fields):
+        super().__init__(fields | dict.fromkeys(bad))
+        self.bad = bad
+    def __getitem__(self, name):
+        if name in self.bad: raise OSError(f"no column {name}")
+        return super().__getitem__(name)
+    def __repr__(self): raise OSError("no repr")
+def computed_prompt(): yield Computed(["prompt"])
+def computed_other(): yield Computed(["image"], prompt="a", answer="b")
+def computed_metadata(): yield {"prompt": "a", "metadata": Computed(["x"])}
+def computed_message(): yield {"prompt": [Computed(["content"], role="user")]}
+def unshown(): yield Computed([])
+def long_answer(): yield {"prompt": "a", "answer": 10**5000}
 def endless():
     while True: yield {"prompt": "a"}
 """
@@ -232,6 +255,13 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("python:user_prompts:leaves", {}, "failed with SystemExit: 3; mend the function"),
         ("python:user_prompts:says_much", {}, "failed with RuntimeError: one two; mend"),
         ("python:user_prompts:unsendable", {}, "record 0: the metadata cannot be sent to a reward worker"),
+        ("python:user_prompts:pickles_badly", {}, r"record 0: the metadata cannot be sent .*\(ValueError: closed file"),
+        ("python:user_prompts:pickles_deeply", {}, r"record 0: the metadata cannot be sent .*\(RecursionError: "),
+        ("python:user_prompts:computed_prompt", {}, r"record 0 cannot be read \(OSError: no column prompt\); keep"),
+        ("python:user_prompts:computed_metadata", {}, r"record 0: the metadata cannot be read \(OSError: no column x"),
+        ("python:user_prompts:computed_message", {}, r"0: a chat message cannot be read \(OSError: no column content"),
+        ("python:user_prompts:unshown", {}, "record 0 is a Computed whose repr raises OSError, must be a mapping with"),
+        ("python:user_prompts:long_answer", {}, r"record 0: the answer cannot be written as a text \(ValueError: "),
         (SUMS, {"max_operand": -1}, "max_operand is -1, must be a whole number of at least 0"),
         (SUMS, {"max_operand": "3"}, "max_operand is '3', must be a whole number"),
         (SUMS, {"max_operand": 1, "modulus": 0}, "modulus is 0, must be a whole number of at least 1"),
@@ -251,6 +281,11 @@ def test_unusable_source(user_module: str, source: str, options: dict[str, Any],
     with pytest.raises(ValueError, match=sentence) as caught:
         read(source, options=options)
     assert "\n" not in str(caught.value)
+
+
+def test_only_fields_that_mean_something_are_read(user_module: str) -> None:
+    [record] = read(f"python:{user_module}:computed_other")
+    assert (record.prompt, record.answer, record.metadata) == ("a", "b", {})
 
 
 def test_limit_ends_an_endless_source(user_module: str) -> None:

@@ -67,6 +67,12 @@ def test_scores_do_not_depend_on_the_batch(
     torch.testing.assert_close(together[2], llama.score(hidden).squeeze().detach(), atol=1e-5, rtol=1e-5)
 
 
+def test_a_template_that_fails_is_one_sentence(tmp_path: Path, llama: Any) -> None:
+    model = load(save(tmp_path, llama, "{{ 1 + messages[1]['content'] }}"))
+    with pytest.raises(ValueError, match=r"the reward model's chat template fails on .* \(TypeError: .*; fix the"):
+        model.score([[{"role": "user", "content": "a"}]], ["b"])
+
+
 def test_chat_messages_are_rendered_by_its_own_template(tmp_path: Path, llama: Any) -> None:
     model = load(save(tmp_path, llama, TEMPLATE))
     assert model.has_chat_template

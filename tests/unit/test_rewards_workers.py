@@ -233,9 +233,22 @@ def test_no_samples() -> None:
         assert pool.score([]).scores.shape == (0,)
 
 
+class Unpicklable:
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __reduce__(self) -> str:
+        raise self.error
+
+
 def test_metadata_that_cannot_be_sent() -> None:
-    with RewardPool(settings()) as pool, pytest.raises(ValueError, match="metadata of sample 0 cannot be sent"):
-        pool.score([RewardRequest("p", "r", "r", "a", {"f": lambda: 0})])
+    with RewardPool(settings()) as pool:
+        for value, reason in [
+            (lambda: 0, ""),
+            *((Unpicklable(e("x")), e.__name__) for e in (ValueError, RecursionError)),
+        ]:
+            with pytest.raises(ValueError, match=rf"metadata of sample 0 cannot be sent .*\({reason}"):
+                pool.score([RewardRequest("p", "r", "r", "a", {"f": value})])
 
 
 def test_batch_function() -> None:
