@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megappo.families import expert_settings, family_of, window_tokens
+from megappo.families import expert_settings, family_of, stored_blocks, window_tokens
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -44,10 +45,13 @@ class ArchitectureConfig(ModelShape):
     """Tokens each token sees, itself included; None: all before it."""
     initializer_range: float
     hf_config: PretrainedConfig = field(repr=False, compare=False)
+    """Of the plain model: without `quantization_config`, which says how the files were stored."""
     experts_per_token: int = 0
     """Experts that each token is sent to; 0: a dense model."""
     normalized_experts: bool = True
     """The weights of a token's experts sum to 1 (`norm_topk_prob`)."""
+    stored_blocks: tuple[int, int] | None = field(default=None, compare=False)
+    """Rows and columns of the blocks that share a scale where the files hold float8 weights; None: plain weights."""
 
     @property
     def expert_parameters(self) -> int:
@@ -60,9 +64,12 @@ def architecture(hf_config: PretrainedConfig) -> ArchitectureConfig:
 
     Raises ValueError for a family or a variant that the map to Megatron does not cover.
     """
-    c: Any = hf_config
+    c: Any = copy.deepcopy(hf_config)
     family = family_of(c)
     experts = expert_settings(c) if family.has_experts else {}
+    blocks = stored_blocks(c)
+    if hasattr(c, "quantization_config"):
+        del c.quantization_config
     return ArchitectureConfig(
         family=c.model_type,
         hidden_size=c.hidden_size,
@@ -79,7 +86,8 @@ def architecture(hf_config: PretrainedConfig) -> ArchitectureConfig:
         qk_norm=family.qk_norm,
         sliding_window=window_tokens(family, c),
         initializer_range=c.initializer_range,
-        hf_config=hf_config,
+        hf_config=c,
+        stored_blocks=blocks,
         **experts,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from megappo.architecture import ArchitectureConfig
 from megappo.config import Config, Derived, RoleNumbers
 from megappo.config.roles import TrainedRoleSettings
 from megappo.data import Cursor, PromptDataset
-from megappo.model_files import load_architecture, load_tokenizer, model_folder
+from megappo.model_files import load_architecture, load_tokenizer, model_folder, model_paths
 from megappo.models.build import DTYPES, BuildOptions, RoleModel, build_model
 from megappo.models.layout import Grid, make_layout
 from megappo.models.optimization import make_optimizer
@@ -22,6 +23,8 @@ from megappo.rewards.scorer import RewardScorer
 from megappo.rollout import Engine, TransformersEngine, resolve_stop_token_ids
 from megappo.runtime import Runtime
 from megappo.runtime.sglang_cpu import require_sglang
+
+ROLES = ("actor", "critic", "reference")
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ def assemble(
     reward = RewardScorer(config.reward, runtime.device)
     folder = model_folder(config.model.path)
     arch = load_architecture(folder, config.model.trust_remote_code)
-    builder = _RoleBuilder(config, runtime)
+    builder = _RoleBuilder(config, runtime, weight_sources(config, ROLES if training else ("actor",)))
     actor_place, actor_model = builder.policy(folder, arch, config.actor, derived.actor)
     reference = None
     if config.reference is not None and training:
@@ -128,7 +131,7 @@ def trained_roles(config: Config, derived: Derived, runtime: Runtime) -> list[Tr
     No function or code that the settings name is imported, so they may be those of somebody else.
     """
     folder = model_folder(config.model.path)
-    builder = _RoleBuilder(config, runtime)
+    builder = _RoleBuilder(config, runtime, weight_sources(config, ("actor", "critic")))
     place, model = builder.policy(folder, load_architecture(folder, False), config.actor, derived.actor)
     roles = [builder.trained(place, model, config.actor, derived.actor)]
     if config.critic is not None and derived.critic is not None:
@@ -158,9 +161,26 @@ def _servers(config: Config, runtime: Runtime, folder: Path, stop_token_ids: tup
     return SGLangEngine(Fleet(spec, runtime), config.rollout.servers, runtime)
 
 
+def weight_sources(config: Config, roles: Sequence[str]) -> dict[Path, WeightSource]:
+    """The weights in each of these roles' folders, none with random weights.
+
+    Every rank looks through the headers of all files before any model is built, so that all find the same mistake.
+    """
+    sources: dict[Path, WeightSource] = {}
+    if config.model.init == "random":
+        return sources
+    for role, path in model_paths(config).items():
+        if role in roles:
+            folder = model_folder(path)
+            source = SafetensorsSource(folder, load_architecture(folder, config.model.trust_remote_code))
+            source.check(with_output_layer=role != "critic")
+            sources[folder] = source
+    return sources
+
+
 class _RoleBuilder:
-    def __init__(self, config: Config, runtime: Runtime) -> None:
-        self._config, self._runtime = config, runtime
+    def __init__(self, config: Config, runtime: Runtime, sources: dict[Path, WeightSource]) -> None:
+        self._config, self._runtime, self._sources = config, runtime, sources
 
     def policy(
         self, folder: Path, arch: ArchitectureConfig, settings: TrainedRoleSettings, numbers: RoleNumbers
@@ -219,4 +239,4 @@ class _RoleBuilder:
     def _source(self, folder: Path, arch: ArchitectureConfig) -> WeightSource:
         if self._config.model.init == "random":
             return RandomSource(arch, self._config.run.seed)
-        return SafetensorsSource(folder, arch)
+        return self._sources[folder]

@@ -17,7 +17,7 @@ from megappo.doctor.machine import disk
 from megappo.doctor.software import generation_finding, reward_findings
 from megappo.errors import RunError
 from megappo.launchers import read_ranks
-from megappo.model_files import load_architecture, load_tokenizer, model_folder
+from megappo.model_files import load_architecture, load_tokenizer, model_folder, model_paths
 from megappo.plan import Models, find_machine, make_plan, read_models, remedy
 from megappo.plan.planner import check_gpus, default_machine, fewest_ranks
 from megappo.reshard.sources import SafetensorsSource
@@ -173,12 +173,7 @@ def _prompt_text(record: Record) -> str:
 
 def _weights(config: Config) -> Rows:
     """Every tensor of every model, by the headers of the files."""
-    paths = {"actor": config.model.path}
-    if config.critic is not None and config.critic.path is not None:
-        paths["critic"] = config.critic.path
-    if config.reference is not None and config.reference.path is not None:
-        paths["reference"] = config.reference.path
-    for role, path in paths.items():
+    for role, path in model_paths(config).items():
         if config.model.init == "random":
             yield "weights", f"{role}: drawn from the seed; model.init is random"
             continue
@@ -188,7 +183,8 @@ def _weights(config: Config) -> Rows:
         folder = Path(path)
         arch = load_architecture(folder, config.model.trust_remote_code)
         count = SafetensorsSource(folder, arch).check(with_output_layer=role != "critic")
-        yield "weights", f"{role}: all {count} tensors are in {folder}, in the shapes of its config.json"
+        stored = " and float8 weights have their scales" if arch.stored_blocks else ""
+        yield "weights", f"{role}: all {count} tensors are in {folder}, in the shapes of its config.json{stored}"
 
 
 def _machine(config: Config) -> Rows:

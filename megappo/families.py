@@ -6,7 +6,7 @@ weights of another model would come out of it without a word.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -124,3 +124,27 @@ def expert_settings(c: Any) -> dict[str, Any]:
         "experts_per_token": c.num_experts_per_tok,
         "normalized_experts": c.norm_topk_prob,
     }
+
+
+def stored_blocks(c: Any) -> tuple[int, int] | None:
+    """Rows and columns of the blocks of float8 weights that share a scale, by `quantization_config`; None without one.
+
+    Raises ValueError for every other way in which weights may be quantised.
+    """
+    for name in ("compression_config", "quantization_config"):
+        said = getattr(c, name, None)
+        if said is None:
+            continue
+        content = {"quant_method": None, **(said if isinstance(said, Mapping) else {})}
+        blocks: Any = content.get("weight_block_size")
+        is_pair = isinstance(blocks, Sequence) and len(blocks) == 2 and all(type(n) is int and n > 0 for n in blocks)
+        usual = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+        other = {key: content[key] for key, value in usual.items() if content.get(key, value) != value}
+        if name == "quantization_config" and is_pair and not other:
+            return blocks[0], blocks[1]
+        words = ", ".join(f"{key} {value}" for key, value in (other or {"weight_block_size": blocks}).items())
+        raise ValueError(
+            f"{name} with {words} is not supported; use the model's plain weights, or float8 weights scaled in blocks "
+            "(quant_method fp8 with two numbers as weight_block_size)"
+        )
+    return None

@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from megappo.architecture import ArchitectureConfig, architecture
-from megappo.config import ConfigError
+from megappo.config import Config, ConfigError
 from megappo.config.schema import ModelSettings
 
 _TEXTS = ("*.json", "*.model", "*.jinja", "*.txt")
@@ -48,3 +48,13 @@ def load_tokenizer(model: ModelSettings) -> PreTrainedTokenizerBase:
 def load_architecture(folder: Path, trust_remote_code: bool) -> ArchitectureConfig:
     """The architecture of a model folder."""
     return architecture(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code))
+
+
+def model_paths(config: Config) -> dict[str, str]:
+    """The folder or hub name of each role's model, by role; a role without one of its own has the actor's."""
+    paths = {"actor": config.model.path}
+    if config.critic is not None and config.critic.path is not None:
+        paths["critic"] = config.critic.path
+    if config.reference is not None and config.reference.path is not None:
+        paths["reference"] = config.reference.path
+    return paths

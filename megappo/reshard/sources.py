@@ -13,7 +13,21 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megappo.architecture import ArchitectureConfig
-from megappo.reshard.hf_map import Parameter, Piece, assemble_shard, hf_shape, model_parameters, pieces
+from megappo.families import FAMILIES
+from megappo.reshard.float8 import SCALE_SUFFIX, SCALE_TYPES, WEIGHT_TYPE, dequantised, scale_shape
+from megappo.reshard.hf_map import (
+    VALUE_HEAD_TENSORS,
+    Parameter,
+    Piece,
+    assemble_shard,
+    hf_shape,
+    model_parameters,
+    pieces,
+)
+
+_SINGLE = "model.safetensors"
+_PLAIN_TYPES = ("F64", "F32", "F16", "BF16")
+_COMPARED_ROWS = 8192
 
 
 class WeightSource(Protocol):
@@ -27,67 +41,142 @@ class WeightSource(Protocol):
 class SafetensorsSource:
     """The safetensors of a Hugging Face folder; tensors of other ranks are never read.
 
-    Raises ValueError where the folder holds no safetensors or damaged ones, or a tensor is missing or has another
-    shape.
+    Blocks of float8 weights are multiplied by their scales as they are read. Raises ValueError where the folder holds
+    no safetensors or damaged ones, or tensors that a model of its config.json does not have in any role.
     """
 
     def __init__(self, folder: Path, arch: ArchitectureConfig) -> None:
         self._folder, self._arch = folder, arch
-        self._open: dict[str, Any] = {}
-        index = folder / "model.safetensors.index.json"
-        single = folder / "model.safetensors"
-        if index.exists():
-            self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        elif single.exists():
-            self._file_of = dict.fromkeys(self._opened(single.name).keys(), single.name)
-        else:
+        index = self._index()
+        self._file_of: dict[str, Any] = {}
+        for file in sorted(set(index.values())) or [_SINGLE]:
+            opened = self._opened(file)
+            self._file_of |= {name: opened for name in opened.keys() if index.get(name, file) == file}  # noqa: SIM118
+        self._stored = self._names()
+
+    def _index(self) -> dict[str, str]:
+        """The file of each tensor; empty where there is one file."""
+        path = self._folder / "model.safetensors.index.json"
+        if path.exists():
+            try:
+                return dict(json.loads(path.read_text())["weight_map"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{path} is no index of safetensors ({error!r}); fetch or save it again") from error
+        if not (self._folder / _SINGLE).exists():
             raise ValueError(
-                f"{folder} holds no model.safetensors; save the model as safetensors, or use model.init: random"
+                f"{self._folder} holds no {_SINGLE}; save the model as safetensors, or use model.init: random"
             )
+        return {}
 
     def _opened(self, file: str) -> Any:
-        if file not in self._open:
-            try:
-                self._open[file] = safe_open(self._folder / file, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise ValueError(
-                    f"{self._folder / file} cannot be read ({error}); it may be cut short: fetch or save it again"
-                ) from error
-        return self._open[file]
+        try:
+            return safe_open(self._folder / file, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise ValueError(
+                f"{self._folder / file} cannot be read ({error}); it may be cut short: fetch or save it again"
+            ) from error
 
-    def _find(self, name: str) -> str:
-        # A token classifier or bare trunk stores the same tensors without the "model." in front.
-        for candidate in (name, name.removeprefix("model.")):
-            if candidate in self._file_of:
-                return candidate
-        raise ValueError(f"{self._folder} has no tensor '{name}'; the weights do not fit its config.json")
+    def _names(self) -> dict[str, str]:
+        """What the model's tensors, and the scales beside them, are called in the files."""
+        known = {name for parameter in model_parameters(self._arch) for name in parameter.hf}
+        known |= {"lm_head.weight", *VALUE_HEAD_TENSORS}
+        if self._arch.stored_blocks is not None:
+            known |= {name + SCALE_SUFFIX for name in known if len(hf_shape(self._arch, name)) == 2}
+        ignored = FAMILIES[self._arch.family].ignored_tensors
+        found: dict[str, str] = {}
+        unknown: list[str] = []
+        for stored in self._file_of:
+            # A token classifier or bare trunk stores the same tensors without the "model." in front.
+            name = next((n for n in (stored, f"model.{stored}") if n in known), None)
+            if name is not None and name not in found:
+                found[name] = stored
+            elif not stored.endswith(ignored):
+                unknown.append(stored)
+        if unknown:
+            shown = f"{', '.join(sorted(unknown)[:3])}{' and others' if unknown[3:] else ''}"
+            raise ValueError(
+                f"{self._folder} holds {shown}, which a {self._arch.family} of its config.json does not have; "
+                "the weights do not fit the configuration (model_type, num_hidden_layers, biases, quantization_config)"
+            )
+        return found
 
-    def _slice(self, tensor_name: str) -> Any:
+    def _slice(self, name: str) -> Any:
         """A tensor that is there in the shape that config.json gives it; nothing of it is read yet."""
-        name = self._find(tensor_name)
-        tensor = self._opened(self._file_of[name]).get_slice(name)
-        expected = hf_shape(self._arch, tensor_name)
+        if name not in self._stored:
+            raise ValueError(f"{self._folder} has no tensor '{name}'; the weights do not fit its config.json")
+        tensor = self._unread(name, hf_shape(self._arch, name))
+        kind = tensor.get_dtype()
+        scaled, is_float8 = name + SCALE_SUFFIX in self._stored, kind == WEIGHT_TYPE
+        if kind not in _PLAIN_TYPES and not (is_float8 and scaled):
+            alone = "" if scaled else " without scales"
+            raise ValueError(
+                f"tensor '{self._stored[name]}' in {self._folder} is of type {kind}{alone}, which cannot be read; use "
+                f"weights of type {', '.join(_PLAIN_TYPES)}, or float8 scaled in blocks"
+            )
+        if scaled and not is_float8:
+            raise ValueError(f"tensor '{self._stored[name]}' in {self._folder} has scales, but is of type {kind}")
+        return tensor
+
+    def _unread(self, name: str, expected: tuple[int, ...]) -> Any:
+        stored = self._stored[name]
+        tensor = self._file_of[stored].get_slice(stored)
         if tuple(tensor.get_shape()) != expected:
             raise ValueError(
-                f"tensor '{name}' in {self._folder} has shape {tuple(tensor.get_shape())}, its config.json says "
+                f"tensor '{stored}' in {self._folder} has shape {tuple(tensor.get_shape())}, its config.json says "
                 f"{expected}; the weights do not fit the configuration"
             )
         return tensor
 
+    def _scales(self, name: str) -> Tensor | None:
+        """The scales of a whole float8 matrix; None for a plain tensor."""
+        blocks = self._arch.stored_blocks
+        if blocks is None or name + SCALE_SUFFIX not in self._stored:
+            return None
+        scales = self._unread(name + SCALE_SUFFIX, scale_shape(hf_shape(self._arch, name), blocks))
+        if scales.get_dtype() not in SCALE_TYPES:
+            raise ValueError(
+                f"the scales of '{name}' in {self._folder} are of type {scales.get_dtype()}, must be of "
+                f"{', '.join(SCALE_TYPES)}"
+            )
+        return scales[:]  # type: ignore[no-any-return]
+
     def check(self, *, with_output_layer: bool) -> int:
-        """Look for every tensor of the model, by the files' headers; returns their number."""
+        """Look for every tensor of the model by the files' headers; returns their number.
+
+        What is read are scales and, in a model with tied embeddings, an output matrix that the files hold besides.
+        """
         names = [name for parameter in model_parameters(self._arch) for name in parameter.hf]
         wanted = [name for name in names if with_output_layer or name != "lm_head.weight"]
         for name in wanted:
             self._slice(name)
+            self._scales(name)
+        if self._arch.tied_embeddings and "lm_head.weight" in self._stored:
+            self._check_tied()
         return len(wanted)
 
+    def _check_tied(self) -> None:
+        for start in range(0, self._arch.vocab_size, _COMPARED_ROWS):
+            stop = min(start + _COMPARED_ROWS, self._arch.vocab_size)
+            pieces = (Piece(name, 0, start, stop) for name in ("model.embed_tokens.weight", "lm_head.weight"))
+            embedding, head = map(self.read, pieces)
+            common = torch.promote_types(embedding.dtype, head.dtype)
+            if not torch.equal(embedding.to(common), head.to(common)):
+                raise ValueError(
+                    f"{self._folder} holds an lm_head.weight that is not its embedding, but its config.json says "
+                    "tie_word_embeddings: true; set it to false to train the head, or take the head out of the files"
+                )
+
     def read(self, piece: Piece) -> Tensor:
-        """The slice, on the CPU, in the type it is stored in."""
-        tensor = self._slice(piece.name)
-        if piece.dim == 0:
-            return tensor[piece.start : piece.stop]
-        return tensor[:, piece.start : piece.stop]
+        """The slice, on the CPU, in the type it is stored in; float8 as float32."""
+        tensor, scales = self._slice(piece.name), self._scales(piece.name)
+        rows = piece.dim == 0
+        part: Tensor = tensor[piece.start : piece.stop] if rows else tensor[:, piece.start : piece.stop]
+        if scales is None:
+            return part
+        blocks = self._arch.stored_blocks
+        assert blocks is not None
+        first_row, first_column = (piece.start, 0) if rows else (0, piece.start)
+        return dequantised(part, scales, blocks, first_row=first_row, first_column=first_column)
 
 
 class RandomSource:

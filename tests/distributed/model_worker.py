@@ -131,8 +131,9 @@ def check(case: dict[str, Any], runtime: Runtime) -> dict[str, float] | None:
     if layout is None or not layout.hands_out_results:
         return None
     assert output is not None
-    truth = expected(folder, tokens)
-    source = dict(stored_tensors(folder))
+    plain = Path(case.get("plain", folder))
+    truth = expected(plain, tokens)
+    source = dict(stored_tensors(plain))
     assert streamed.keys() == source.keys(), streamed.keys() ^ source.keys()
     return {
         "error": float((output - truth).abs().max()),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -57,3 +59,36 @@ def stored_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             parts = {"gate_proj": matrix[: len(matrix) // 2], "up_proj": matrix[len(matrix) // 2 :]}
             for part, tensor in parts.items() if last == "gate_up_proj" else [(last, matrix)]:
                 yield f"{prefix}.{expert}.{part}.weight", tensor
+
+
+def quantise(folder: Path, out: Path, blocks: tuple[int, int], **config: Any) -> dict[str, Tensor]:
+    """Write a model's folder as Qwen's and DeepSeek's float8 folders are: matrices of the layers in float8 e4m3 with a
+    scale for each block, in files of their own, everything else as it was. Returns the plain tensors, in float64."""
+    out.mkdir()
+    content = json.loads((folder / "config.json").read_text())
+    said = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(blocks)}
+    content["quantization_config"] = said | config
+    (out / "config.json").write_text(json.dumps(content))
+    files: dict[str, dict[str, Tensor]] = {
+        "model-00001-of-00002.safetensors": {},
+        "model-00002-of-00002.safetensors": {},
+    }
+    weights, scales = files.values()
+    plain: dict[str, Tensor] = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if tensor.dim() != 2 or "layers" not in name or name.endswith("mlp.gate.weight"):
+            weights[name], plain[name] = tensor, tensor.double()
+            continue
+        rows, columns = tensor.shape
+        largest = torch.tensor(
+            [[float(part.abs().max()) for part in band.split(blocks[1], 1)] for band in tensor.split(blocks[0])]
+        )
+        scales[f"{name}_scale_inv"] = scale = largest / 448
+        spread = scale.double().repeat_interleave(blocks[0], 0)[:rows].repeat_interleave(blocks[1], 1)[:, :columns]
+        weights[name] = (tensor / spread).to(torch.float8_e4m3fn)
+        plain[name] = weights[name].double() * spread
+    for file, tensors in files.items():
+        save_file(tensors, out / file, metadata={"format": "pt"})
+    weight_map = {name: file for file, tensors in files.items() for name in tensors}
+    (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return plain

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import save_file
 
 from distributed.harness import launch
-from distributed.models import write_model
+from distributed.models import quantise, write_model
 
 ROPES = {
     "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
@@ -71,6 +73,12 @@ def _cases(root: Path) -> list[dict[str, Any]]:
     for name, (family, changes) in SETTINGS.items():
         folder = write_model(root / name, family, 3, **changes)
         cases.append({"name": f"{family}-{name}", "folder": str(folder), **LAYOUTS["one"], "train": True})
+    plain = quantise(root / "qwen3-False", root / "float8", (16, 9))
+    shutil.copytree(root / "qwen3-False", root / "plain")
+    tensors = {name: tensor.float() for name, tensor in plain.items()}
+    save_file(tensors, root / "plain" / "model.safetensors", metadata={"format": "pt"})
+    folders = {"folder": str(root / "float8"), "plain": str(root / "plain")}
+    cases.append({"name": "qwen3-float8", **folders, **LAYOUTS["tp2"]})
     for rope, parameters in ROPES.items():
         folder = write_model(root / rope, "llama", 3, rope_parameters=parameters)
         cases.append({"name": f"rope-{rope}", "folder": str(folder), **LAYOUTS["tp2"]})
@@ -85,6 +93,7 @@ NAMES = [
     *(f"qwen3-{n}" for n in EXTRAS),
     *(f"qwen3_moe-{n}" for n in EXPERTS),
     *(f"{family}-{name}" for name, (family, _) in SETTINGS.items()),
+    "qwen3-float8",
     *(f"rope-{r}" for r in ROPES),
     "nine-heads-tp3",
 ]

@@ -170,7 +170,7 @@ def test_a_server_gets_no_variables_of_torchrun_and_no_key_on_its_command_line(
     assert environment["SGLANG_CPU_OMP_THREADS_BIND"] == "0,1|2,3"
     arguments = spec.arguments(1234, "secret")
     assert arguments["api-key"] == "secret" and arguments["chunked-prefill-size"] == 64
-    assert arguments["json-model-override-args"] == '{"eos_token_id": [1, 5]}'
+    assert arguments["json-model-override-args"] == '{"eos_token_id": [1, 5], "quantization_config": null}'
     on_gpu = ServerSpec(tmp_path, "bfloat16", settings, (1,), False, tmp_path, devices=(2, 3), memory_saver=True)
     assert on_gpu.environment(tmp_path)["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert on_gpu.arguments(1, "k")["enable-memory-saver"] is True

@@ -81,7 +81,10 @@ class ServerSpec:
             "skip-server-warmup": True,
             "sampling-backend": "pytorch",
             "log-level": "warning",
-            "json-model-override-args": json.dumps({"eos_token_id": list(self.stop_token_ids) or None}),
+            # The actor's weights are plain, however those of its folder are stored.
+            "json-model-override-args": json.dumps(
+                {"eos_token_id": list(self.stop_token_ids) or None, "quantization_config": None}
+            ),
         }
         if self.settings.deterministic:
             found["enable-deterministic-inference"] = True

@@ -1,0 +1,43 @@
+"""Block-scaled float8 weights, as DeepSeek-V3, Kimi-K2 and Qwen's FP8 folders are published.
+
+A matrix is stored in float8 (e4m3) beside `NAME_scale_inv`, one number per block of so many rows and columns (128 x
+128 in those folders); blocks at the lower and right edge are smaller. A weight is its float8 value times its block's
+number.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SCALE_SUFFIX = "_scale_inv"
+WEIGHT_TYPE = "F8_E4M3"
+SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0")
+"""Of safetensors; all of them are exact in float32."""
+
+
+def scale_shape(shape: tuple[int, ...], blocks: tuple[int, int]) -> tuple[int, ...]:
+    """Numbers that belong to a matrix of this shape, by rows and columns of blocks."""
+    return tuple(-(-size // block) for size, block in zip(shape, blocks, strict=True))
+
+
+def dequantised(
+    stored_RC: Tensor, scales: Tensor, blocks: tuple[int, int], *, first_row: int = 0, first_column: int = 0
+) -> Tensor:
+    """Rows and columns of a matrix, from `first_row` and `first_column` on, in float32.
+
+    `scales`: those of the whole matrix. Each product of an e4m3 number and a float32 is rounded once.
+    """
+    rows, columns = stored_RC.shape
+    block_rows, block_columns = blocks
+    row_blocks = torch.arange(first_row, first_row + rows) // block_rows
+    scales_RB = scales.to(torch.float32)[row_blocks]
+    values_RC = stored_RC.to(torch.float32)
+    # A block of columns at a time: a second matrix of the size of the first is never made.
+    start = 0
+    while start < columns:
+        number = (first_column + start) // block_columns
+        stop = min((number + 1) * block_columns - first_column, columns)
+        values_RC[:, start:stop] *= scales_RB[:, number, None]
+        start = stop
+    return values_RC

@@ -1,0 +1,245 @@
+"""The files of a model folder: float8 weights become plain ones, and what the model does not have is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers_data import character_tokenizer
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from distributed.models import VOCAB, quantise, stored_parameters, write_model
+from megappo.architecture import ArchitectureConfig, architecture
+from megappo.assembly import ROLES, weight_sources
+from megappo.config import ConfigError, load_config, model_shape
+from megappo.dry_run import dry_run
+from megappo.export import write_hf_folder
+from megappo.plan.sizes import model_sizes
+from megappo.reshard.hf_map import hf_shape, model_parameters, pieces, scatter_shard, shard_shape
+from megappo.reshard.sources import SafetensorsSource, read_shard
+
+BASE = Path(__file__).parent / "config_base.yaml"
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+SIZES = {"hidden_size": 40, "head_dim": 12, "intermediate_size": 56}
+"""No multiples of blocks of 16, and tensor parallel shares that end within blocks."""
+
+
+def read(folder: Path) -> ArchitectureConfig:
+    return architecture(AutoConfig.from_pretrained(folder))
+
+
+def whole_tensors(folder: Path, dtype: torch.dtype, tp: int) -> dict[str, Tensor]:
+    """Everything in a folder, read shard by shard as the ranks of a layout do."""
+    arch = read(folder)
+    source = SafetensorsSource(folder, arch)
+    source.check(with_output_layer=True)
+    joined: dict[str, Tensor] = {}
+    for entry in model_parameters(arch):
+        whole = {n: torch.full(hf_shape(arch, n), float("nan"), dtype=dtype) for n in entry.hf}
+        for rank in range(tp):
+            like = torch.empty(shard_shape(arch, entry, tp, VOCAB + 1), dtype=dtype)
+            shard = read_shard(source, arch, entry, like, rank, tp, VOCAB + 1)
+            scatter_shard(shard, pieces(arch, entry, rank, tp, VOCAB + 1), whole)
+        joined |= whole
+    return joined
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("family", "blocks", "tp"), [("qwen3", (16, 16), 1), ("qwen2", (16, 9), 2), ("qwen3_moe", (7, 16), 2)]
+)
+def test_float8_weights_are_dequantised_exactly(
+    tmp_path: Path, family: str, blocks: tuple[int, int], tp: int, dtype: torch.dtype
+) -> None:
+    plain = quantise(write_model(tmp_path / "m", family, 1, **SIZES), tmp_path / "float8", blocks)
+    joined = whole_tensors(tmp_path / "float8", dtype, tp)
+    assert joined.keys() == plain.keys()
+    for name, tensor in plain.items():
+        # A product of 4 and 24 significant bits is exact in float64.
+        assert torch.equal(joined[name], tensor.float().to(dtype)), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_float8_weights_are_those_of_transformers(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Where blocks divide the matrices: transformers takes the size of blocks from the number of scales."""
+    quantise(write_model(tmp_path / "m", "qwen3", 1), tmp_path / "float8", (16, 8))
+    theirs = dict(stored_parameters(AutoModelForCausalLM.from_pretrained(tmp_path / "float8", dtype=dtype)))
+    ours = whole_tensors(tmp_path / "float8", dtype, 2)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float8_e8m0fnu])
+def test_scales_may_be_of_other_types(tmp_path: Path, kind: torch.dtype) -> None:
+    quantise(write_model(tmp_path / "m", "llama", 1), tmp_path / "float8", (16, 16), scale_fmt="ue8m0")
+    file = tmp_path / "float8" / "model-00002-of-00002.safetensors"
+    scales = {name: tensor.to(kind) for name, tensor in load_file(file).items()}
+    save_file(scales, file, metadata={"format": "pt"})
+    name = "model.layers.1.mlp.up_proj.weight"
+    weight = load_file(file.with_name("model-00001-of-00002.safetensors"))[name].double()
+    spread = scales[f"{name}_scale_inv"].double().repeat_interleave(16, 0).repeat_interleave(16, 1)
+    assert torch.equal(whole_tensors(tmp_path / "float8", torch.float32, 1)[name].double(), weight * spread)
+
+
+def test_a_float8_folder_is_planned_and_exported_as_a_plain_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_model(tmp_path / "m", "qwen3", 1, max_position_embeddings=512)
+    quantise(tmp_path / "m", tmp_path / "float8", (16, 16))
+    arch, plain = read(tmp_path / "float8"), read(tmp_path / "m")
+    assert (arch, model_sizes(arch)) == (plain, model_sizes(plain))
+    character_tokenizer().save_pretrained(tmp_path / "tokens")
+    write_hf_folder(
+        tmp_path / "out", arch, whole_tensors(tmp_path / "float8", torch.float32, 1).items(), tmp_path / "tokens"
+    )
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    left = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "float8", dtype=torch.float32).state_dict()
+    assert all(torch.equal(left[name], tensor) for name, tensor in theirs.items())
+    settings = [f"model.path={tmp_path / 'float8'}", "model.init=pretrained", f"run.directory={tmp_path}/runs"]
+    tokens = f"model.tokenizer={QUICKSTART.parent / 'models' / 'tiny_arithmetic'}"
+    dry_run(load_config(QUICKSTART, [*settings, tokens]), str(QUICKSTART), [])
+    count = len(whole_tensors(tmp_path / "m", torch.float32, 1))
+    assert f"actor: all {count} tensors are in" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "quant_method gptq"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method bitsandbytes"),
+        ({"quant_method": "compressed-tensors"}, "quant_method compressed-tensors"),
+        ({"quant_method": "fp8"}, "weight_block_size None"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size [128]"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size [0, 128]"),
+        (
+            {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "static"},
+            "activation_scheme static",
+        ),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e5m2"}, "fmt e5m2"),
+        ({"weight_block_size": [128, 128]}, "quant_method None"),
+    ],
+)
+def test_other_quantisations_are_refused(tmp_path: Path, said: dict[str, Any], words: str) -> None:
+    folder = write_model(tmp_path / "m", "llama", 1)
+    content = json.loads((folder / "config.json").read_text()) | {"quantization_config": said}
+    (folder / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError) as caught:
+        model_shape(str(folder), key="reference.path")
+    assert len(caught.value.problems) == 1
+    for part in ("reference.path", "quantization_config", words, "use the model's plain weights, or float8 weights"):
+        assert part in caught.value.problems[0]
+
+
+def changed(folder: Path, file: str, **tensors: Tensor | None) -> None:
+    """Put tensors into a file, or take them out; `__` stands for a dot."""
+    held = load_file(folder / file)
+    for key, tensor in tensors.items():
+        name = key.replace("__", ".")
+        held.pop(name, None)
+        if tensor is not None:
+            held[name] = tensor
+    save_file(held, folder / file, metadata={"format": "pt"})
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        content = json.loads(index.read_text())
+        content["weight_map"] |= {key.replace("__", "."): file for key in tensors}
+        index.write_text(json.dumps(content))
+
+
+UP = "model__layers__0__mlp__up_proj__weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({UP: torch.zeros(48, 32, dtype=torch.int8)}, "is of type I8, which cannot be read"),
+        ({UP: torch.zeros(48, 32, dtype=torch.float8_e5m2)}, "is of type F8_E5M2, which cannot be read"),
+        ({UP: torch.zeros(48, 32)}, "has scales, but is of type F32"),
+        ({"model__norm__weight": torch.zeros(32).to(torch.float8_e4m3fn)}, "is of type F8_E4M3 without scales"),
+        ({f"{UP}_scale_inv": torch.ones(4, 2)}, "has shape (4, 2), its config.json says (3, 2)"),
+        ({f"{UP}_scale_inv": torch.ones(3, 2, dtype=torch.int32)}, "are of type I32, must be of F32"),
+        ({f"{UP}_scale": torch.ones(1)}, f"holds {UP.replace('__', '.')}_scale, which a llama"),
+    ],
+)
+def test_other_types_of_tensors_are_refused(tmp_path: Path, change: dict[str, Tensor], words: str) -> None:
+    quantise(write_model(tmp_path / "m", "llama", 1), tmp_path / "float8", (16, 16))
+    file = "model-00002-of-00002.safetensors" if "_scale" in next(iter(change)) else "model-00001-of-00002.safetensors"
+    changed(tmp_path / "float8", file, **change)
+    with pytest.raises(ValueError) as caught:
+        SafetensorsSource(tmp_path / "float8", read(tmp_path / "float8")).check(with_output_layer=True)
+    assert words in str(caught.value)
+
+
+def test_float8_weights_need_their_configuration(tmp_path: Path) -> None:
+    quantise(write_model(tmp_path / "m", "llama", 1), tmp_path / "float8", (16, 16))
+    content = json.loads((tmp_path / "float8" / "config.json").read_text())
+    del content["quantization_config"]
+    (tmp_path / "float8" / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"_scale_inv, .* and others, which a llama .* quantization_config"):
+        SafetensorsSource(tmp_path / "float8", read(tmp_path / "float8"))
+
+
+@pytest.mark.parametrize(
+    ("written", "changes", "words"),
+    [
+        ("qwen3", {"model_type": "llama"}, r"self_attn.k_norm.weight, .* which a llama of its config.json does not"),
+        ("qwen2", {"model_type": "llama"}, r"self_attn.k_proj.bias, .* which a llama of its config.json does not"),
+        ("llama", {"num_hidden_layers": 3}, r"holds model.layers.3.* the weights do not fit .*num_hidden_layers"),
+    ],
+)
+def test_tensors_that_the_model_does_not_have_are_refused(
+    tmp_path: Path, written: str, changes: dict[str, Any], words: str
+) -> None:
+    folder = write_model(tmp_path / "m", written, 1)
+    content = json.loads((folder / "config.json").read_text()) | changes
+    content.pop("layer_types", None)
+    (folder / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=words):
+        SafetensorsSource(folder, read(folder))
+
+
+def test_names_that_carry_no_weights_are_ignored(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m", "llama", 1)
+    others = {"model__layers__0__self_attn__rotary_emb__inv_freq": torch.ones(4), "score__weight": torch.ones(1, 32)}
+    changed(folder, "model.safetensors", **others)
+    assert SafetensorsSource(folder, read(folder)).check(with_output_layer=True) == 39
+
+
+@pytest.mark.parametrize("role", ["actor", "critic", "reference"])
+def test_the_files_of_every_role_are_looked_through(tmp_path: Path, role: str) -> None:
+    folders = {name: write_model(tmp_path / name, "llama", 1) for name in ("actor", "critic", "reference")}
+    paths = [f"model.path={folders['actor']}", *(f"{r}.path={folders[r]}" for r in ("critic", "reference"))]
+    config = load_config(BASE, [*paths, "model.init=pretrained"])
+    assert set(weight_sources(config, ROLES)) == set(folders.values())
+    changed(folders[role], "model.safetensors", model__extra=torch.ones(1))
+    with pytest.raises(ValueError, match=f"{folders[role]} holds model.extra, which"):
+        weight_sources(config, ROLES)
+
+
+def test_a_tied_model_with_another_head_is_refused(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m", "llama", 1, tie_word_embeddings=True)
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    changed(folder, "model.safetensors", lm_head__weight=embedding.clone())
+    source = SafetensorsSource(folder, read(folder))
+    assert source.check(with_output_layer=True) == 38
+    other = embedding.clone()
+    other[VOCAB - 1, 3] += 1e-3
+    changed(folder, "model.safetensors", lm_head__weight=other)
+    with pytest.raises(ValueError, match=r"an lm_head.weight that is not its embedding, .* tie_word_embeddings: true"):
+        SafetensorsSource(folder, read(folder)).check(with_output_layer=True)
+    content = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(content))
+    assert torch.equal(whole_tensors(folder, torch.float32, 1)["lm_head.weight"], other)
+
+
+def test_a_broken_index_is_named(tmp_path: Path) -> None:
+    quantise(write_model(tmp_path / "m", "llama", 1), tmp_path / "float8", (16, 16))
+    (tmp_path / "float8" / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"is no index of safetensors .* fetch or save it again"):
+        SafetensorsSource(tmp_path / "float8", read(tmp_path / "float8"))
