@@ -3,10 +3,9 @@
 # on two processes of this machine. Usage: launch/quickstart.sh [key=value ...]
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-ensure_environment
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+ensure_environment "$(environment_for "$@")"
+export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} # nothing here is another machine's business
 cd "$ROOT"
 run=runs/quickstart-$(date +%Y%m%d-%H%M%S)
-python -m torch.distributed.run --standalone --nproc-per-node 2 -m megappo \
-    train configs/quickstart.yaml "run.directory=$run" "$@"
+launch/torchrun.sh 2 train configs/quickstart.yaml "run.directory=$run" "$@"
 python -m megappo report "$run"

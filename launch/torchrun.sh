@@ -23,7 +23,10 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 ensure_environment "$(environment_for "$@")"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 if [ "$nodes" = 1 ]; then
-    rendezvous=(--standalone)
+    # As --standalone, but without torchrun's stores, which listen on every interface: it meets itself at a file, and
+    # megappo's rank 0 serves the ranks on the loopback interface.
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+    rendezvous=(--rdzv-backend c10d --rdzv-conf store_type=file --rdzv-id "megappo-$$" --local-addr 127.0.0.1)
 else
     rendezvous=(--nnodes "$nodes" --rdzv-backend c10d --rdzv-endpoint "$head" --rdzv-id megappo)
 fi

@@ -7,16 +7,18 @@ after `linger_seconds`, in which the trainers may still need answers. SIGUSR1 an
 
 from __future__ import annotations
 
-import ipaddress
 import math
 import os
+import secrets
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import FrameType
 
 from megappo.config import Config, ConfigError
@@ -27,8 +29,9 @@ from megappo.model_files import load_tokenizer, model_folder
 from megappo.rollout import resolve_stop_token_ids
 from megappo.rollout.sglang.client import EngineFailure, is_alive
 from megappo.rollout.sglang.fleet import KEY_VARIABLE
-from megappo.rollout.sglang.server import Server, ServerSpec, free_port, start_server
+from megappo.rollout.sglang.server import Server, ServerSpec, start_server
 from megappo.runtime.sglang_cpu import require_sglang
+from megappo.runtime.store import free_port
 
 _POLL_SECONDS = 0.2
 _HEALTH_SECONDS = 10.0
@@ -100,23 +103,38 @@ def make_service(config: Config, *, host: str | None, port: int, index: int, lin
     problems = list(server_rules(config, model_shape(config.model.path, config.model.trust_remote_code)))
     if problems:
         raise ConfigError(problems)
-    key = os.environ.get(KEY_VARIABLE, "")
     host = host or config.rollout.servers.host
-    check_address(host, port, key)
+    check_address(host, port)
     folder = model_folder(config.model.path, weights=False)
     stops = resolve_stop_token_ids(folder, load_tokenizer(config.model), config.rollout.stop_token_ids)
     spec = ServerSpec.of(config, folder, stops, memory_saver=False)
     spec = replace(spec, settings=spec.settings.model_copy(update={"host": host}), seed=index)
+    key = os.environ.get(KEY_VARIABLE, "") or kept_key(spec.log_directory)
     return Service(_placed(spec), port or free_port(host), key, index, linger_seconds)
 
 
-def check_address(host: str, port: int, key: str) -> None:
-    """Raises ConfigError where others could use the server without a key, and where nothing can listen there."""
-    if not key and not _is_loopback(host):
-        raise ConfigError(
-            f"--host is '{host}', which other machines reach, but the environment variable {KEY_VARIABLE} is empty; "
-            "export a key, or listen on 127.0.0.1"
-        )
+def kept_key(folder: Path) -> str:
+    """The key of the servers of a run that were given none, in a file that only its owner reads; made by the first.
+
+    Raises ConfigError for a file that others read too.
+    """
+    path = folder / "key"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        descriptor, made = tempfile.mkstemp(dir=folder)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(16))
+        with suppress(FileExistsError):  # a server beside this one was sooner
+            os.link(made, path)
+        os.unlink(made)
+    if path.stat().st_mode & 0o077:
+        raise ConfigError(f"others can read {path}, which holds the servers' key; remove it, and a new one is made")
+    _say(f"{KEY_VARIABLE} is empty, so the key is the one in {path}; export {KEY_VARIABLE}=$(cat {path})")
+    return path.read_text()
+
+
+def check_address(host: str, port: int) -> None:
+    """Raises ConfigError where nothing can listen."""
     if not 0 <= port < 1 << 16:
         raise ConfigError(f"--port is {port}, must be from 0 (a free one) to 65535")
     try:
@@ -129,13 +147,6 @@ def check_address(host: str, port: int, key: str) -> None:
             f"nothing can listen on --host {host} --port {port} ({error.strerror}); choose another port, or an address "
             "of this machine"
         ) from None
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _placed(spec: ServerSpec) -> ServerSpec:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megappo.config.schema import RuntimeSettings
 from megappo.errors import RunError
 from megappo.launchers import Ranks, adopt_launcher, binds_one_device, read_ranks
+from megappo.runtime.store import listening_store
 
 
 @dataclass(frozen=True)
@@ -68,30 +69,33 @@ def device_index(ranks: Ranks, visible: int) -> int:
     return ranks.local_rank
 
 
-def _join(settings: RuntimeSettings, backend: str, rank: int, world_size: int) -> None:
+def _join(settings: RuntimeSettings, backend: str, ranks: Ranks) -> None:
     """Meet the other ranks. Raises RunError where they cannot be met."""
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    timeout = datetime.timedelta(seconds=settings.collective_timeout_seconds)
     try:
-        dist.init_process_group(
-            backend,
-            rank=rank,
-            world_size=world_size,
-            timeout=datetime.timedelta(seconds=settings.collective_timeout_seconds),
-        )
-    except dist.DistError as error:
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        store = None if _torchrun_has_a_store() else _own_store(address, int(port), ranks, timeout)
+        dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
+    except (dist.DistError, OSError) as error:
         reason = " ".join(str(error).split())[:200]
         raise RunError(
-            f"rank {rank} of {world_size} could not meet the others at {address} ({reason}); set MASTER_ADDR and "
-            "MASTER_PORT to rank 0's machine and a free port of it, and ask `megappo doctor`"
+            f"rank {ranks.rank} of {ranks.world_size} could not meet the others at {address}:{port} ({reason}); set "
+            "MASTER_ADDR and MASTER_PORT to rank 0's machine and a free port of it, and ask `megappo doctor`"
         ) from error
 
 
-def _free_port() -> int:
-    import socket
+def _torchrun_has_a_store() -> bool:
+    """Whether torchrun's agent serves the store; otherwise rank 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+
+def _own_store(address: str, port: int, ranks: Ranks, timeout: datetime.timedelta) -> dist.Store:
+    if ranks.rank == 0:
+        on_one_machine = ranks.local_world_size == ranks.world_size
+        store = listening_store(address, port, ranks.world_size, timeout, on_one_machine=on_one_machine)
+    else:
+        store = dist.TCPStore(address, port, ranks.world_size, is_master=False, timeout=timeout)
+    return dist.PrefixStore("default_pg", store)
 
 
 @contextlib.contextmanager
@@ -126,8 +130,8 @@ def start_runtime(settings: RuntimeSettings) -> Iterator[Runtime]:
 
         install()
     if "MASTER_ADDR" not in os.environ:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
-    _join(settings, "nccl" if has_cuda else "gloo", ranks.rank, ranks.world_size)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # alone, so that nobody has to know the port
+    _join(settings, "nccl" if has_cuda else "gloo", ranks)
     _prepare_megatron()
     try:
         yield Runtime(ranks.rank, ranks.world_size, ranks.local_rank, device)

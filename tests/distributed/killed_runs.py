@@ -29,7 +29,7 @@ from megappo.models.roles import TrainedRole
 from megappo.reporting import Reporter
 from megappo.resume import Boundary, Checkpoints, choose_start
 from megappo.runtime import start_runtime
-from megappo.runtime.process import _free_port
+from megappo.runtime.store import free_port
 
 
 def arm(step: int, at: str, name: str | None) -> None:
@@ -126,7 +126,7 @@ def press_ctrl_c_twice(ranks: list[Any], arguments: list[str]) -> None:
 def run(attempt: dict[str, Any]) -> str:
     """All ranks of an attempt; returns "killed" or the exit code of the first that ended otherwise than with 0."""
     context = multiprocessing.get_context("fork")
-    port, n = _free_port(), attempt["processes"]
+    port, n = free_port("127.0.0.1"), attempt["processes"]
     ranks = [context.Process(target=rank_main, args=(r, n, port, attempt)) for r in range(n)]
     for process in ranks:
         process.start()

@@ -21,7 +21,7 @@ import transformers.generation  # noqa: F401
 from transformers.models.llama import modeling_llama  # noqa: F401
 
 import megappo.run  # noqa: F401
-from megappo.runtime.process import _free_port
+from megappo.runtime.store import free_port
 
 _GRACE_SECONDS = 20.0
 _FORK = multiprocessing.get_context("fork")
@@ -62,7 +62,7 @@ def run_job(job: Job) -> None:
         os.close(opened)
     if not job.processes:
         return run_program(job, 0, 0)
-    port = _free_port()
+    port = free_port("127.0.0.1")
     ranks = [_FORK.Process(target=run_program, args=(job, r, port)) for r in range(job.processes)]
     for process in ranks:
         process.start()

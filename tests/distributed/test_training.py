@@ -198,12 +198,27 @@ def test_the_step_benchmark(tmp_path: Path) -> None:
     assert "update_actor" in done.stdout
 
 
-def test_the_launch_script(short_run: Path) -> None:
-    environment = os.environ | {"MEGAPPO_PYTHON": sys.executable}
+LISTENERS = """
+import atexit, os, psutil
+def write():
+    parent = psutil.Process(os.getppid())
+    if parent.cmdline()[1:3] == ["-m", "torch.distributed.run"]:
+        found = [s.laddr.ip for s in parent.net_connections() if s.status == psutil.CONN_LISTEN]
+        open(os.environ["LISTENERS"], "a").write(f"{found}\\n")
+atexit.register(write)
+"""
+
+
+def test_the_launch_script(short_run: Path, tmp_path: Path) -> None:
+    """On one machine nothing of it, torchrun included, listens to other machines."""
+    (tmp_path / "sitecustomize.py").write_text(LISTENERS)
+    environment = os.environ | {"MEGAPPO_PYTHON": sys.executable, "LISTENERS": str(tmp_path / "listeners")}
+    environment["PYTHONPATH"] = str(tmp_path)
     command = ["bash", "launch/torchrun.sh", "2", "report", str(short_run), "--metric", "actor/entropy"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "actor/entropy over 2 steps" in done.stdout
+    assert (tmp_path / "listeners").read_text() == "[]\n[]\n"
 
 
 def test_a_mismatch_beyond_the_limit_stops_the_run(tmp_path: Path) -> None:

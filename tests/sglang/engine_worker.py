@@ -18,6 +18,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch.distributed as dist
 
 import megappo.assembly
@@ -306,6 +307,12 @@ def relatives(session: int) -> int:
     return sum(place(pid) == place(session) != "" for pid in session_pids(session))
 
 
+def listening(pids: list[int]) -> list[str]:
+    """Addresses that these processes listen on."""
+    sockets = [s for pid in pids for s in psutil.Process(pid).net_connections() if s.status == psutil.CONN_LISTEN]
+    return sorted({s.laddr.ip for s in sockets})
+
+
 def leave(bench: Bench) -> dict[str, Any]:
     """What this rank's servers had made, then their end."""
     sessions = bench.sessions()
@@ -313,10 +320,12 @@ def leave(bench: Bench) -> dict[str, Any]:
     files = sorted(shared_files([pid for s in sessions for pid in session_pids(s)]))
     assert bench.engine is not None
     urls = [e.url for e in bench.engine.endpoints]
+    addresses = listening([pid for s in sessions for pid in session_pids(s)])
     folders = [server.guard.args[4] for server in bench.engine._fleet._servers.values()]  # type: ignore[index]
     assert all(Path(folder).is_dir() for folder in folders)
     bench.engine.close()
-    return {"sessions": sessions, "forked": forked, "files": files, "urls": urls, "folders": folders}
+    places = {"urls": urls, "folders": folders, "files": files, "addresses": addresses}
+    return {"sessions": sessions, "forked": forked, "trainer_addresses": listening([os.getpid()])} | places
 
 
 def main() -> None:

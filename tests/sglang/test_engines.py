@@ -113,6 +113,13 @@ def test_the_processes_of_a_server_are_forked(scenario: Callable[[str], Found]) 
 
 
 @pytest.mark.parametrize("name", [TWO, SHARDED, BROADCAST])
+def test_servers_listen_on_their_interface_only(scenario: Callable[[str], Found], name: str) -> None:
+    """SGLang's own ranks and the broadcast group too, whose stores take anybody at their word."""
+    assert {address for found in scenario(name) for address in found["addresses"]} == {"127.0.0.1"}
+    assert {address for found in scenario(name) for address in found["trainer_addresses"]} <= {"127.0.0.1"}
+
+
+@pytest.mark.parametrize("name", [TWO, SHARDED, BROADCAST])
 def test_nothing_is_left_behind(scenario: Callable[[str], Found], name: str) -> None:
     for found in scenario(name):
         for session in found["sessions"]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import datetime
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
+import torch.distributed as dist
 
 from megappo.config import ConfigError
 from megappo.errors import RunError
@@ -20,6 +24,7 @@ from megappo.launchers import (
     tasks_per_node,
 )
 from megappo.runtime.process import device_index
+from megappo.runtime.store import listening_store
 
 ROOT = Path(__file__).parents[2]
 SLURM = {
@@ -135,17 +140,19 @@ def test_devices_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two_processes_of_mpi_meet() -> None:
-    """As mpirun starts them, through the collectives."""
+    """As mpirun starts them, through the collectives, without listening to other machines."""
     code = (
-        "import os, torch, torch.distributed as dist\n"
+        "import os, psutil, torch, torch.distributed as dist\n"
         "from megappo.config.schema import RuntimeSettings\n"
         "from megappo.runtime import start_runtime\n"
         "with start_runtime(RuntimeSettings(threads_per_rank=1)) as runtime:\n"
         "    total = torch.tensor(float(runtime.rank + 1)); dist.all_reduce(total)\n"
-        "    print(runtime.rank, runtime.world_size, runtime.local_rank, int(total))\n"
+        "    sockets = [s for s in psutil.Process().net_connections() if s.status == psutil.CONN_LISTEN]\n"
+        "    print(runtime.rank, runtime.world_size, runtime.local_rank, int(total), *{s.laddr.ip for s in sockets})\n"
     )
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     kept |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    kept["GLOO_SOCKET_IFNAME"] = "lo"
     job = {"PMIX_NAMESPACE": f"test-{os.getpid()}"}
     processes = [
         subprocess.Popen(
@@ -157,4 +164,35 @@ def test_two_processes_of_mpi_meet() -> None:
         for r in (0, 1)
     ]
     outputs = [process.communicate(timeout=120)[0].strip() for process in processes]
-    assert outputs == ["0 2 0 3", "1 2 1 3"]
+    assert outputs == ["0 2 0 3 127.0.0.1", "1 2 1 3 127.0.0.1"]
+
+
+@pytest.mark.parametrize(
+    ("address", "on_one_machine", "interface"),
+    [
+        ("127.0.0.1", False, "127.0.0.1"),
+        ("localhost", False, "127.0.0.1"),
+        ("this-machine", True, "127.0.0.1"),
+        ("this-machine", False, "::"),  # other machines know that name by another address
+        ("192.0.2.1", False, "::"),  # none of this machine's addresses
+    ],
+)
+def test_where_a_store_listens(
+    monkeypatch: pytest.MonkeyPatch, address: str, on_one_machine: bool, interface: str
+) -> None:
+    known = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda host, *words, **more: known({"this-machine": "127.0.0.1"}.get(host, host), *words, **more),
+    )
+    seconds = datetime.timedelta(seconds=5)
+    reached = {"this-machine": "127.0.0.1", "192.0.2.1": "127.0.0.1"}
+    served = dist.TCPStore
+    monkeypatch.setattr(dist, "TCPStore", lambda host, *words, **more: served(reached.get(host, host), *words, **more))
+    store = listening_store(address, 0, 2, seconds, on_one_machine=on_one_machine, wait_for_workers=False)
+    sockets = [s for s in psutil.Process().net_connections() if s.status == psutil.CONN_LISTEN]
+    assert [s.laddr.ip for s in sockets if s.laddr.port == store.port] == [interface]
+    other = served("127.0.0.1", store.port, 2, False, seconds)
+    other.set("met", "here")
+    assert store.get("met") == b"here"

@@ -9,16 +9,18 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import helpers_broken as worlds
 import pytest
 
 from megappo.cli import main
+from megappo.config import ConfigError
 from megappo.rollout.sglang.fleet import KEY_VARIABLE
 from megappo.rollout.sglang.guard import session_pids
-from megappo.serve import StopRequest
+from megappo.serve import StopRequest, kept_key
 
 CONFIG = "configs/sglang_disaggregated.yaml"
 FAKE = """
@@ -64,10 +66,10 @@ class Site:
         found = sorted((self.folder / "starts").glob("*.json"), key=lambda p: p.stat().st_mtime)
         return [int(path.stem) for path in found]
 
-    def await_servers(self, count: int) -> list[int]:
+    def await_servers(self, count: int, answers: Callable[[], bool] | None = None) -> list[int]:
         """Wait until so many were started and the last one answers."""
         deadline = time.monotonic() + 60
-        while len(found := self.started()) < count or not self.answers():
+        while len(found := self.started()) < count or not (answers or self.answers)():
             assert time.monotonic() < deadline, found
             time.sleep(0.1)
         return found
@@ -136,6 +138,32 @@ def test_a_server_that_never_gets_ready_is_given_up(site: Site) -> None:
     assert len(site.started()) == 2
 
 
+def test_servers_without_a_key_share_one_that_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Several may start at the same moment; nobody else may read it."""
+    folder = tmp_path / "run" / "engines"
+    with ThreadPoolExecutor(8) as pool:
+        keys = set(pool.map(kept_key, [folder] * 8))
+    (key,) = keys
+    assert len(key) == 32 and key == kept_key(folder) != kept_key(tmp_path / "other")
+    assert [path.name for path in folder.iterdir()] == ["key"]
+    assert (folder / "key").stat().st_mode & 0o777 == 0o600
+    said = capsys.readouterr().err
+    assert f"the key is the one in {folder / 'key'}; export {KEY_VARIABLE}=$(cat {folder / 'key'})" in said
+    assert key not in said
+    (folder / "key").chmod(0o640)
+    with pytest.raises(ConfigError, match="others can read .*, which holds the servers' key; remove it"):
+        kept_key(folder)
+
+
+def test_a_server_without_a_key_makes_one(site: Site) -> None:
+    serving = site.serve(**{KEY_VARIABLE: ""})
+    site.await_servers(1, lambda: site.answers((site.folder / "run" / "engines" / "key").read_text()))
+    assert not site.answers("")
+    serving.send_signal(signal.SIGINT)
+    _, said = serving.communicate(timeout=30)
+    assert serving.returncode == 0 and f"{KEY_VARIABLE} is empty" in said
+
+
 def test_stopping() -> None:
     stop = StopRequest(30)
     assert not stop.due
@@ -159,10 +187,7 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     worlds.fake_package(tmp_path, "sglang", "0.5.23")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(worlds.ROOT)
-    monkeypatch.delenv(KEY_VARIABLE, raising=False)
     assert "serve needs sglang; set rollout.engine=sglang" in refused(capsys, worlds.QUICKSTART)
-    said = refused(capsys, CONFIG, "--host", "0.0.0.0")
-    assert f"--host is '0.0.0.0', which other machines reach, but the environment variable {KEY_VARIABLE}" in said
     assert "tensor_parallel 3 does not divide" in refused(capsys, CONFIG, "rollout.sglang.tensor_parallel=3")
     assert "--port is 70000, must be from 0" in refused(capsys, CONFIG, "--port", "70000")
     with worlds.listening() as taken:

@@ -7,7 +7,6 @@ import json
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from megappo.errors import RunError
 from megappo.rollout.sglang.client import Endpoint, EngineFailure, call
 from megappo.rollout.sglang.guard import Family, clean_up
 from megappo.runtime.sglang_cpu import ENTRY_POINTS, PLATFORM_NAME
+from megappo.runtime.store import free_port
 
 _STOP_SECONDS = 20.0
 _FREEZE_SECONDS = 30.0
@@ -109,6 +109,8 @@ class ServerSpec:
         }
         path = [str(Path(megappo.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         kept["TMPDIR"] = str(scratch)  # SGLang leaves its sockets there
+        # Its ranks, all on this machine, meet at a file: torch's store would listen on every interface.
+        kept["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch}/ranks"
         kept["SGLANG_HEALTH_CHECK_TIMEOUT"] = str(max(1, int(self.settings.health_timeout_seconds)))
         if self.devices:
             kept["CUDA_VISIBLE_DEVICES"] = _visible(self.devices, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
@@ -143,13 +145,6 @@ def _advertise_platform(scratch: Path) -> Path:
         lines = "\n".join(f"[{group}]\n{point}" for group, point in ENTRY_POINTS.items())
         (info / "entry_points.txt").write_text(lines)
     return site
-
-
-def free_port(host: str) -> int:
-    """A port of the interface that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass

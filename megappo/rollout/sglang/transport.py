@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megappo.reshard.stream import Bucket, Slot
 from megappo.rollout.sglang.client import Endpoint, EngineFailure, call
-from megappo.rollout.sglang.server import free_port
+from megappo.runtime.store import listening_store
 
 _POLL_SECONDS = 0.002
 
@@ -168,18 +168,18 @@ class BroadcastTransport:
     def _join(self) -> dist.ProcessGroup:
         """Meet the engine's ranks at a store of our own; torchrun's belongs to the trainers."""
         world, timeout = 1 + self._tp, datetime.timedelta(seconds=self._timeout)
-        address, port = self._address or address_towards(self._endpoint.url), free_port("0.0.0.0")
+        address = self._address or address_towards(self._endpoint.url)
         try:
-            store = dist.TCPStore(address, port, world, is_master=True, timeout=timeout, wait_for_workers=False)
-        except RuntimeError as error:
+            store = listening_store(address, 0, world, timeout, wait_for_workers=False)
+        except (RuntimeError, OSError) as error:
             raise EngineFailure(
-                f"no broadcast group can be made at rollout.sglang.sync_address {address}:{port} ({error})"
+                f"no broadcast group can be made at rollout.sglang.sync_address {address} ({error})"
             ) from None
         answer = self._post(
             "/init_weights_update_group",
             {
                 "master_address": address,
-                "master_port": port,
+                "master_port": store.port,
                 "rank_offset": 1,
                 "world_size": world,
                 "group_name": self._name,

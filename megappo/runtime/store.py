@@ -1,0 +1,55 @@
+"""The key-value store at which processes meet, on the interface that they meet at."""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import socket
+
+import torch.distributed as dist
+
+
+def listening_store(
+    address: str,
+    port: int,
+    world_size: int,
+    timeout: datetime.timedelta,
+    *,
+    on_one_machine: bool = False,
+    wait_for_workers: bool = True,
+) -> dist.TCPStore:
+    """torch's store for `world_size` processes to meet at `address`:`port` (0: a free one), served by this process.
+
+    torch's own listens on every interface, to anybody and without a key. This one listens on that of `address` alone,
+    save where the others may know it by another: when `address` is none of this machine's (it stands behind a
+    translation), or is a name that means the loopback interface here although some are on other machines
+    (`on_one_machine` false), as /etc/hosts of many distributions has it. Raises OSError where nothing can listen there.
+    """
+    family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    found = str(place[0])
+    if _is_loopback(found) and found != address and address != "localhost" and not on_one_machine:
+        return dist.TCPStore(address, port, world_size, True, timeout, wait_for_workers)
+    with socket.socket(family, kind) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(place)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            return dist.TCPStore(address, port, world_size, True, timeout, wait_for_workers)
+        listener.listen(max(128, world_size))
+        port = listener.getsockname()[1]
+        return dist.TCPStore(
+            address, port, world_size, True, timeout, wait_for_workers, master_listen_fd=listener.detach()
+        )
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+def free_port(host: str) -> int:
+    """A port of the interface that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
