@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from unit.helpers_kernels import Head, head, logprob_gate, policy_inputs, relative
+from unit.helpers_kernels import Head, Rounding, head, policy_inputs, relative
 
 from megappo_kernels import PolicyObjective, linear_logprob, logits_logprob, ppo_head_loss, reference, use_backend
 
@@ -61,10 +61,10 @@ def errors(got: list[Tensor], wanted: list[Tensor]) -> float:
     return max(relative(g, w) if w.norm() > 0 else float(g.abs().max()) for g, w in zip(got, wanted, strict=True))
 
 
-def gates(case: Head, true_logprob: Tensor, given: dict[str, Any]) -> tuple[float, float]:
+def gates(case: Head, given: dict[str, Any]) -> tuple[float, float]:
     """(of log-probabilities, of gradients) for these inputs."""
-    gate = logprob_gate(case, true_logprob, **given)
-    return gate, 4e-3 if case.hidden.dtype == torch.bfloat16 else gate
+    gate = Rounding.of(case, **given).worst
+    return gate, 2.0**-8 if case.hidden.dtype == torch.bfloat16 else max(1e-5, gate)
 
 
 def check_linear(case: Head, exact: Head, given: dict[str, Any], *, sequence_parallel: bool) -> dict[str, float]:
@@ -81,7 +81,7 @@ def check_linear(case: Head, exact: Head, given: dict[str, Any], *, sequence_par
     if sequence_parallel:
         grads[0] = partial_gradient(exact, up, given, mine)
     assert (logprob <= 0).all()
-    gate, gradient_gate = gates(case, true_logprob, given)
+    gate, gradient_gate = gates(case, given)
     return {
         "logprob": float((logprob - true_logprob).detach().abs().max()) / gate,
         "entropy": float((entropy - true_entropy).detach().abs().max()) / gate,
@@ -107,7 +107,7 @@ def check_logits(case: Head, exact: Head, given: dict[str, Any]) -> dict[str, fl
     true_logprob, true_entropy = reference.logits_logprob(whole, exact.labels, **given)
     (true_logprob.sum() + 0.3 * true_entropy.sum()).backward()
     assert logits.grad is not None and whole.grad is not None
-    gate = logprob_gate(case, true_logprob, **given)
+    gate = Rounding.of(case, **given).worst
     return {
         "logprob": float((logprob - true_logprob).detach().abs().max()) / gate,
         "gradient": errors([logits.grad], [whole.grad[:, mine]]) / gate,
@@ -131,7 +131,7 @@ def check_loss(case: Head, exact: Head, given: dict[str, Any]) -> dict[str, floa
     grads = torch.autograd.grad(truth, (exact.hidden, exact.weight))
     assert part.hidden.grad is not None
     got = [part.hidden.grad, part.weight.main_grad]  # type: ignore[attr-defined]
-    gate, gradient_gate = gates(case, true_logprob, given)
+    gate, gradient_gate = gates(case, given)
     return {
         "loss": float((out.loss - truth).detach().abs()) / gate,
         "gradient": errors(got, [grads[0], grads[1][mine]]) / gradient_gate,

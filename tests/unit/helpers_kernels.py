@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,11 +52,50 @@ def relative(mine: Tensor, truth: Tensor) -> float:
     return float((mine.double() - truth.double()).norm() / truth.double().norm())
 
 
-def logprob_gate(case: Head, exact_logprob: Tensor, **options: object) -> float:
-    """1e-5, or what plain float32 arithmetic loses on the same inputs: logits near 500 are 3e-5 apart in float32."""
-    plain = Head(case.hidden.detach().float(), case.weight.detach().float(), case.labels)
-    logprob, _ = reference.linear_logprob(plain.hidden, plain.weight, plain.labels, **options)  # type: ignore[arg-type]
-    return 1e-5 + 2 * float((logprob - exact_logprob.detach()).abs().max())
+UNIT = 2.0**-24
+"""Largest relative error of one rounding to float32."""
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What float32 may lose on given logits, per row, whatever the processor, its instructions and its order of sums.
+
+    n roundings that go either way add up like sqrt(n) steps, each at most UNIT times what is summed (Higham and Mary
+    2019, "A New Approach to Probabilistic Rounding Error Analysis").
+    """
+
+    logprob_T: Tensor
+    entropy_T: Tensor
+
+    @property
+    def worst(self) -> float:
+        """Of all rows; also the relative error of a probability, which is what gradients of logits are made of."""
+        return float(torch.maximum(self.logprob_T, self.entropy_T).max())
+
+    @staticmethod
+    def of_logits(logits_TV: Tensor, labels_T: Tensor, inherited_TV: Tensor | float = 0.0) -> Rounding:
+        """From scaled logits in float64 and the errors that they came with."""
+        logp_TV = logits_TV.log_softmax(-1)
+        p_TV = logp_TV.exp()
+        # Soft cap, temperature and the shift by the maximum round at the size of the logits.
+        error_TV = inherited_TV + 4 * UNIT * logits_TV.abs()
+        # The sum over the vocabulary; the maximum and the logarithm, which are added to it.
+        total_T = UNIT * (logits_TV.shape[1] ** 0.5 + 2 * logits_TV.abs().amax(-1))
+        label_T = error_TV.gather(1, labels_T[:, None]).squeeze(1)
+        slope_TV = p_TV * (logp_TV - (p_TV * logp_TV).sum(-1, keepdim=True)).abs()  # of the entropy in the logits
+        weighted_TV = slope_TV * (error_TV + UNIT * logits_TV.shape[1] ** 0.5)
+        return Rounding(label_T + (p_TV * error_TV).sum(-1) + total_T, weighted_TV.sum(-1) + total_T)
+
+    @staticmethod
+    def of(case: Head, *, valid_vocab: int | None = None, **scaling: Any) -> Rounding:
+        """From the factors of the logits: each is a sum of as many products as there are features."""
+        hidden, weight = case.hidden.detach().double(), case.weight.detach().double()[:valid_vocab]
+        logits = reference.scaled_logits(hidden @ weight.T, **scaling)
+        temperature = scaling.get("temperature", 1.0)
+        products = (
+            hidden.abs() @ weight.abs().T / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
+        )
+        return Rounding.of_logits(logits, case.labels, UNIT * hidden.shape[1] ** 0.5 * products)
 
 
 def policy_inputs(logprob: Tensor, seed: int, *, wide: bool = False) -> PolicyInputs:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from unit.helpers_kernels import KINDS, Head, head, logprob_gate, policy_inputs, relative
+from unit.helpers_kernels import KINDS, Head, Rounding, head, policy_inputs, relative
 
 from megappo_kernels import (
     PolicyInputs,
@@ -21,9 +25,9 @@ from megappo_kernels import (
 from megappo_kernels.ppo_head import CHUNK_BYTES
 
 BACKENDS = ("torch", "triton")
-# Triton's interpreter cuts float32 to bfloat16 where hardware rounds, which doubles the error: its gradients are tested
-# in float32, its log-probabilities in both.
-GRADIENT_GATE = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
+# Gradients are handed out in their own type, and bfloat16 has 8 bits. Triton's interpreter cuts float32 to bfloat16
+# where hardware rounds, which doubles the error: its gradients are tested in float32, its log-probabilities in both.
+GRADIENT_GATE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8}
 
 
 def upstream(rows: int) -> Tensor:
@@ -37,14 +41,14 @@ def compare(case: Head, exact: Head, **options: object) -> None:
     (logprob * up[0] + entropy * up[1]).sum().backward()
     true_logprob, true_entropy = reference.linear_logprob(exact.hidden, exact.weight, exact.labels, **options)  # type: ignore[arg-type]
     (true_logprob * up[0] + true_entropy * up[1]).sum().backward()
-    gate = logprob_gate(case, true_logprob, **options)
+    rounding = Rounding.of(case, **options)
     assert logprob.dtype == entropy.dtype == torch.float32
     assert (logprob <= 0).all() and (entropy >= 0).all()
-    assert (logprob - true_logprob).abs().max() <= gate
-    assert (entropy - true_entropy).abs().max() <= gate
+    assert ((logprob - true_logprob).abs() <= rounding.logprob_T).all()
+    assert ((entropy - true_entropy).abs() <= rounding.entropy_T).all()
     for mine, truth in zip(case.gradients(), exact.gradients(), strict=True):
         assert mine.dtype == dtype
-        assert relative(mine, truth) <= max(GRADIENT_GATE[dtype], gate)
+        assert relative(mine, truth) <= max(GRADIENT_GATE[dtype], rounding.worst)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -73,9 +77,18 @@ def test_fused_triton_is_exact(kind: str, entropy: bool, rows: int, features: in
     with use_backend("triton"), torch.no_grad():
         logprob, measured = linear_logprob(case.hidden, case.weight, case.labels, entropy=entropy, **options)  # type: ignore[arg-type]
     true_logprob, true_entropy = reference.linear_logprob(exact.hidden, exact.weight, exact.labels, **options)  # type: ignore[arg-type]
-    gate = logprob_gate(case, true_logprob, **options)
-    assert (logprob <= 0).all() and (logprob - true_logprob).abs().max() <= gate
-    assert (measured - (true_entropy if entropy else 0)).abs().max() <= gate
+    rounding = Rounding.of(case, **options)
+    assert (logprob <= 0).all() and ((logprob - true_logprob).abs() <= rounding.logprob_T).all()
+    assert ((measured - (true_entropy if entropy else 0)).abs() <= rounding.entropy_T).all()
+
+
+def test_the_gates_hold_without_this_processors_instructions() -> None:
+    """Sums in another order, other exponentials, other matrix products: as an older or another maker's machine has."""
+    chosen = "head_loss_is_the_loss or (fused_triton and 4999) or (torch_is_exact and 1100)"
+    other = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-k", chosen, __file__]
+    done = subprocess.run(command, env=os.environ | other, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -160,12 +173,15 @@ def test_head_loss_is_the_loss_of_the_logprobs(backend: str, kind: str, objectiv
         )
     (3 * mine.loss).backward()
     truth = reference.policy_loss(logprob=true_logprob, entropy=true_entropy, **inputs.tensors(), **settings)  # type: ignore[arg-type]
+    slopes = torch.autograd.grad(3 * truth, (true_logprob, true_entropy), retain_graph=True, allow_unused=True)
     (3 * truth).backward()
-    assert abs(mine.loss - truth) <= 1e-5 * (1 + abs(truth))
+    rounding = Rounding.of(case, **options)  # type: ignore[arg-type]
+    lost = zip(slopes, (rounding.logprob_T, rounding.entropy_T), strict=True)
+    assert abs(3 * (mine.loss - truth)) <= sum((s.abs() * e).sum() for s, e in lost if s is not None) + 1e-6
     for got, wanted in zip(case.gradients(), exact.gradients(), strict=True):
-        assert relative(got, wanted) <= 1e-5
+        assert relative(got, wanted) <= max(1e-5, rounding.worst)
     assert (case.gradients()[0][~inputs.mask] == 0).all()
-    assert (mine.logprob_T[inputs.mask] - true_logprob[inputs.mask]).abs().max() <= 1e-5
+    assert ((mine.logprob_T - true_logprob).abs() <= rounding.logprob_T)[inputs.mask].all()
     assert (mine.logprob_T[~inputs.mask] == 0).all()
     parts = policy_loss(
         logprob=true_logprob, entropy=true_entropy, inputs=inputs, objective=PolicyObjective(**settings)
@@ -193,11 +209,11 @@ def test_head_loss_in_bf16_adds_up_in_main_grad(kind: str, chunk_bytes: int, mon
             0.5 * reference.policy_loss(logprob=true_logprob, entropy=true_entropy, **inputs.tensors(), kl_coef=0.0)
         ).backward()  # type: ignore[arg-type]
         assert case.hidden.grad is not None and exact.grad is not None
-        assert relative(case.hidden.grad, exact.grad) <= 4e-3
+        assert relative(case.hidden.grad, exact.grad) <= GRADIENT_GATE[torch.bfloat16]
         assert weight.grad_added_to_main_grad is True  # type: ignore[attr-defined]
         weight.grad = None  # Megatron's hook drops the placeholder
     assert exact_weight.grad is not None
-    assert relative(weight.main_grad, exact_weight.grad) <= 4e-3  # type: ignore[attr-defined]
+    assert relative(weight.main_grad, exact_weight.grad) <= GRADIENT_GATE[torch.bfloat16]  # type: ignore[attr-defined]
 
 
 def test_main_grad_wants_the_gradient_that_was_declared() -> None:
@@ -292,9 +308,11 @@ def test_from_logits(backend: str, inplace: bool, dtype: torch.dtype) -> None:
     exact = leaf.detach().double().requires_grad_()
     true_logprob, true_entropy = reference.logits_logprob(exact, labels, **options)  # type: ignore[arg-type]
     (true_logprob * up[0] + true_entropy * up[1]).sum().backward()
-    assert (logprob - true_logprob).abs().max() <= 1e-5 and (entropy - true_entropy).abs().max() <= 1e-5
+    rounding = Rounding.of_logits(reference.scaled_logits(exact.detach(), **options)[:, :1090], labels)  # type: ignore[arg-type]
+    assert ((logprob - true_logprob).abs() <= rounding.logprob_T).all()
+    assert ((entropy - true_entropy).abs() <= rounding.entropy_T).all()
     assert leaf.grad is not None and exact.grad is not None
-    assert relative(leaf.grad, exact.grad) <= (1e-5 if dtype == torch.float32 else 4e-3)
+    assert relative(leaf.grad, exact.grad) <= GRADIENT_GATE[dtype]
     assert (leaf.grad[:, 1090:] == 0).all()
 
 
@@ -326,7 +344,8 @@ def test_columns_beyond_the_vocabulary_take_no_part(backend: str) -> None:
         wanted = reference.linear_logprob(*(x.double() for x in inputs), labels)
         with use_backend(backend):  # type: ignore[arg-type]
             found = linear_logprob(*inputs, labels)
-        torch.testing.assert_close(tuple(x.double() for x in found), wanted, rtol=0, atol=1e-5)
+        gate = Rounding.of(Head(*inputs, labels)).worst
+        torch.testing.assert_close(tuple(x.double() for x in found), wanted, rtol=0, atol=gate)
 
 
 class Largest(TorchDispatchMode):
