@@ -205,13 +205,29 @@ def _gae(
     return gae(rewards=rewards, values=values, mask=mask, gamma=gamma, lam=lam)
 
 
-def _group_sums(numbers_B: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """For each sample the sum over its group and the group's size."""
-    _, index_B = torch.unique(group_ids, return_inverse=True)
-    n = int(index_B.max()) + 1
-    sums = numbers_B.new_zeros(n).index_add(0, index_B, numbers_B)
-    sizes = numbers_B.new_zeros(n).index_add(0, index_B, torch.ones_like(numbers_B))
-    return sums[index_B], sizes[index_B]
+@dataclass(frozen=True)
+class _Groups:
+    """Scores of the samples of each prompt: (B,) tensors, of a sample and its group."""
+
+    deviations_B: Tensor
+    """Score minus the group's mean."""
+    squares_B: Tensor
+    """Sum of the group's squared deviations."""
+    sizes_B: Tensor
+
+    @staticmethod
+    def of(scores_B: Tensor, group_ids: Tensor) -> _Groups:
+        """Means are taken above the group's lowest score, so that equal scores deviate by exactly 0: what rounding
+        leaves of a mean of 3.3 would be divided by a standard deviation that is rounding too."""
+        groups, index_B = torch.unique(group_ids, return_inverse=True)
+
+        def sums_B(numbers_B: Tensor) -> Tensor:
+            return numbers_B.new_zeros(len(groups)).index_add(0, index_B, numbers_B)[index_B]
+
+        lowest = scores_B.new_full((len(groups),), torch.inf).scatter_reduce(0, index_B, scores_B, "amin")
+        above_B, sizes_B = scores_B - lowest[index_B], sums_B(torch.ones_like(scores_B))
+        deviations_B = above_B - sums_B(above_B) / sizes_B
+        return _Groups(deviations_B, sums_B(deviations_B.square()), sizes_B)
 
 
 def _spread(scores_B: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -229,11 +245,9 @@ def _grpo(
     Shao et al. 2024, "DeepSeekMath", section 4.1.
     """
     scores_B = clean(rewards, mask).sum(-1)
-    sums_B, sizes_B = _group_sums(scores_B, group_ids)
-    mean_B = torch.where(sizes_B > 1, sums_B / sizes_B, 0.0)
-    squares_B, _ = _group_sums((scores_B - mean_B).square(), group_ids)
-    std_B = (squares_B / (sizes_B - 1).clamp(min=1)).sqrt()
-    return _spread(torch.where(sizes_B > 1, (scores_B - mean_B) / (std_B + 1e-6), scores_B), mask)
+    groups = _Groups.of(scores_B, group_ids)
+    std_B = (groups.squares_B / (groups.sizes_B - 1).clamp(min=1)).sqrt()
+    return _spread(torch.where(groups.sizes_B > 1, groups.deviations_B / (std_B + 1e-6), scores_B), mask)
 
 
 @register_estimator("rloo", needs_critic=False, whiten=False)
@@ -245,8 +259,10 @@ def _rloo(
     Ahmadian et al. 2024, "Back to Basics", eq. 3.
     """
     scores_B = clean(rewards, mask).sum(-1)
-    sums_B, sizes_B = _group_sums(scores_B, group_ids)
-    return _spread(scores_B - (sums_B - scores_B) / (sizes_B - 1).clamp(min=1), mask)
+    groups = _Groups.of(scores_B, group_ids)
+    # Of n samples, the others' mean lies n / (n - 1) times as far away as the mean of all.
+    others_B = groups.deviations_B * groups.sizes_B / (groups.sizes_B - 1).clamp(min=1)
+    return _spread(torch.where(groups.sizes_B > 1, others_B, scores_B), mask)
 
 
 @register_estimator("reinforce_plus_plus", needs_critic=False, whiten=True)

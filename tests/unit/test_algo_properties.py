@@ -182,3 +182,46 @@ def test_kl_penalty_is_finite_for_wild_tokens(kind: str) -> None:
     assert lp.grad is not None
     assert torch.isfinite(lp.grad).all()
     assert kl[2] == 0
+
+
+def by_groups(estimator: str, scores: Tensor, group_ids: Tensor) -> Tensor:
+    """(B,) advantages of samples of two tokens, of which the second has the score."""
+    rewards = torch.stack([torch.zeros_like(scores), scores], dim=1)
+    mask = torch.ones(rewards.shape, dtype=torch.bool)
+    advantages, returns = algo.get_estimator(estimator)(
+        rewards=rewards, values=None, mask=mask, group_ids=group_ids, gamma=1.0, lam=1.0
+    )
+    assert torch.equal(advantages, returns) and torch.equal(advantages[:, 0], advantages[:, 1])
+    return advantages[:, 0]
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("score", [3.3, 0.1, -0.7, 1e6 + 0.1, 0.0])
+def test_equal_scores_have_advantages_of_exactly_zero(estimator: str, dtype: torch.dtype, score: float) -> None:
+    for samples in (2, 3, 5, 7, 16, 64, 1000):
+        group_ids = torch.arange(samples).repeat_interleave(2) % 2  # beside a group that differs
+        scores = torch.where(group_ids == 0, score, torch.linspace(0, 1, 2 * samples)).to(dtype)
+        found = by_groups(estimator, scores, group_ids)
+        assert (found[group_ids == 0] == 0).all()
+        assert (found[group_ids == 1] != 0).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(SEEDS, st.sampled_from([0.0, 1000.0]))
+def test_grpo_and_rloo_by_their_formulas(seed: int, offset: float) -> None:
+    """Groups of one to five samples in any order, scores far from zero too."""
+    g = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(1, 6, (4,), generator=g).tolist()
+    group_ids = torch.tensor([10 * i for i, n in enumerate(sizes) for _ in range(n)])
+    group_ids = group_ids[torch.randperm(len(group_ids), generator=g)]
+    scores = offset + torch.randn(len(group_ids), generator=g, dtype=torch.float64)
+    grpo, rloo = (by_groups(name, scores, group_ids) for name in ("grpo", "rloo"))
+    for b, group in enumerate(group_ids.tolist()):
+        own = scores[group_ids == group]
+        if len(own) == 1:
+            assert grpo[b] == rloo[b] == scores[b]
+            continue
+        assert grpo[b].item() == pytest.approx(((scores[b] - own.mean()) / (own.std() + 1e-6)).item(), abs=1e-8)
+        others = (own.sum() - scores[b]) / (len(own) - 1)
+        assert rloo[b].item() == pytest.approx((scores[b] - others).item(), abs=1e-8)
