@@ -337,7 +337,7 @@ def test_table() -> None:
     assert "critic updates" in text.getvalue()
 
 
-def test_estimators_are_those_of_algo() -> None:
-    algo = pytest.importorskip("megappo.algo")
-    for name in ESTIMATOR_NEEDS_CRITIC:
-        algo.get_estimator(name)
+def test_estimators_are_those_of_algo_and_need_a_critic_as_they_do() -> None:
+    from megappo import algo
+
+    assert {name: e.needs_critic for name, e in algo.ESTIMATORS.items()} == ESTIMATOR_NEEDS_CRITIC
