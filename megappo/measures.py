@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from megappo import algo
 from megappo.assembly import Parts
 from megappo.config.algorithm import AlgorithmSettings
 from megappo.errors import RunError
@@ -44,13 +46,14 @@ def check_mismatch(
     Raises MismatchError above `algorithm.mismatch_stop_nats`.
     """
     mask_BR = rollouts.response_mask_BR
-    gap = torch.where(mask_BR, trainer_logprob_BR - rollouts.engine_logprob_BR, 0.0)
+    trainer, engine = (x.masked_fill(~mask_BR, 0.0) for x in (trainer_logprob_BR, rollouts.engine_logprob_BR))
+    gap = trainer - engine
     tally = Tally()
     tally.mean("mismatch/mean", gap.abs(), mask_BR)
     tally.maximum("mismatch/max", gap.abs(), mask_BR)
-    # k3 of KL(engine || trainer), whose samples the responses are.
-    tally.mean("mismatch/k3", gap.clamp(-20, 20).exp() - 1 - gap, mask_BR)
-    tally.mean("mismatch/truncated", (gap.clamp(-20, 20).exp() > algorithm.correction.cap).float(), mask_BR)
+    # Of KL(engine || trainer): the responses are samples of the engine.
+    tally.mean("mismatch/k3", algo.kl_penalty(logprob=engine, ref_logprob=trainer, kind="k3"), mask_BR)
+    tally.mean("mismatch/truncated", (gap > math.log(algorithm.correction.cap)).float(), mask_BR)
     numbers = tally.reduce(None, runtime.device)
     mean = numbers["mismatch/mean"]
     if not mean <= algorithm.mismatch_stop_nats:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megappo_kernels.backend import runs_triton
+from megappo_kernels.whiten import masked_whiten_stats
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to +- this before exp; outside, the gradient is 0."""
@@ -39,7 +40,9 @@ POLICY_METRICS = (
     "count",
     "ratio_max",
 )
-VALUE_METRICS = ("clipfrac", "value", "return", "return_square", "error", "error_square", "count")
+VALUE_METRICS = ("clipfrac", "value", "count", "return_mean", "return_m2", "error_mean", "error_m2")
+"""Sums, and of returns and errors (value - return) mean and sum of squared deviations over `count` tokens, which
+`merge_whiten_stats` merges: moments that are not centred lose a spread that is small beside the mean."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,8 @@ class Loss:
 
     loss: Tensor
     metrics: Mapping[str, Tensor]
-    """Detached scalars: sums over valid tokens, or weighted terms of the loss; names ending in `_max` are maxima."""
+    """Detached scalars: sums over valid tokens, or weighted terms of the loss; names ending in `_max` are maxima, those
+    in `_mean` and `_m2` statistics over `count` tokens."""
 
 
 @dataclass(frozen=True)
@@ -303,8 +307,9 @@ def _value_terms(
         # Within the clip the two squares differ by rounding only.
         is_clipped = (step.abs() > clip) & (clipped_square > square)
         worst = torch.where(is_clipped, clipped_square, square)
-    sums = [0.5 * weights * worst, is_clipped, values, returns, returns.square(), error, square, mask]
-    return (weights * error).masked_fill_(is_clipped, 0.0), torch.stack([x.sum().double() for x in sums])
+    sums = torch.stack([x.sum().double() for x in (0.5 * weights * worst, is_clipped, values, mask)])
+    spreads = [masked_whiten_stats(x, mask)[1:] for x in (returns, error)]
+    return (weights * error).masked_fill_(is_clipped, 0.0), torch.cat([sums, *spreads])
 
 
 def _check(first: Tensor, others: Mapping[str, Tensor]) -> None:

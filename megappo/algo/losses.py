@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megappo.algo.advantages import whiten_stats
 from megappo.algo.kl import LOG_RATIO_LIMIT, kl_penalty
 from megappo.algo.masks import check_mask, clean
 
@@ -206,8 +207,9 @@ def value_loss(
 ) -> ValueLoss:
     """Value loss: sum of weights * max((v - R)^2, (v_clipped - R)^2) / 2, v_clipped within +-clip of the old value.
 
-    `metrics`: sums over valid positions of clipfrac, value, return, return_square, error, error_square and count,
-    from which explained variance follows over any union of batches. Schulman et al. 2017's reference code (baselines).
+    `metrics`: sums over valid positions of clipfrac, value and count; mean and m2 (`WhitenStats`) of returns and of
+    errors (value - return), from which explained variance follows over any union of batches. Schulman et al. 2017's
+    reference code (baselines).
     """
     check_mask(mask, values=values, old_values=old_values, returns=returns, weights=weights)
     values, returns = clean(values, mask), clean(returns, mask)
@@ -222,13 +224,8 @@ def value_loss(
         is_clipped = ((values - old).abs() > clip) & (clipped_square > square)
         worst = torch.maximum(square, clipped_square)
     loss = 0.5 * (clean(weights, mask) * worst).sum()
-    sums = {
-        "clipfrac": is_clipped,
-        "value": values,
-        "return": returns,
-        "return_square": returns.square(),
-        "error": error,
-        "error_square": square,
-        "count": mask,
-    }
-    return ValueLoss(loss, _detached_sums(sums))
+    metrics = _detached_sums({"clipfrac": is_clipped, "value": values, "count": mask})
+    for name, numbers in (("return", returns), ("error", error)):
+        stats = whiten_stats(values=numbers.detach(), mask=mask)
+        metrics |= {f"{name}_mean": stats.mean, f"{name}_m2": stats.m2}
+    return ValueLoss(loss, metrics)

@@ -7,7 +7,7 @@ the role has no model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from megappo.models.packing import Plan, plan_microbatches
 from megappo.models.schedule import PackedBatch, Task, pack_rows, run_schedule
 from megappo.runtime import Runtime
 from megappo.runtime.exchange import Row, all_gather_varying, exchange_rows
+from megappo_kernels import merge_whiten_stats
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,25 @@ def _rows_of(batch: PackedBatch, output_NC: Tensor) -> list[Row]:
     ]
 
 
+def combine_metrics(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """One report of (R,) reports of parts of a batch.
+
+    Sums, but maxima of names ending in `_max`, and of pairs ending in `_mean` and `_m2` the statistics of the union of
+    `count` tokens each.
+    """
+    combined = {}
+    for name, values_R in parts.items():
+        if name.endswith("_max"):
+            combined[name] = values_R.amax()
+        elif name.endswith("_mean"):
+            m2 = f"{name.removesuffix('_mean')}_m2"
+            _, mean, squares = merge_whiten_stats(torch.stack([parts["count"], values_R, parts[m2]], dim=1)).unbind()
+            combined |= {name: mean, m2: squares}
+        elif not name.endswith("_m2"):
+            combined[name] = values_R.sum()
+    return {name: combined[name] for name in parts}
+
+
 class NonFiniteUpdateError(RunError):
     """A loss or gradient was not finite; the weights were left alone."""
 
@@ -133,7 +153,7 @@ class Update:
     applied: bool
     finite: bool
     sums: dict[str, float]
-    """Metrics summed over the minibatch (names ending in `_max`: their maximum)."""
+    """Metrics of the minibatch, as `combine_metrics` makes one of many."""
     grad_norm: float
     """Global L2 norm before clipping; NaN where the update was refused before gradients were reduced."""
     learning_rate: float
@@ -183,23 +203,21 @@ class TrainedRole(Role):
         return Update(applied, applied, sums, grad_norm, rate)
 
     def _reduce(self, layout: Layout, batches: Sequence[PackedBatch], reports: list[Any]) -> dict[str, float]:
-        """Sum the reports of all microbatches and replicas; every rank of the role gets the result."""
+        """Combine the reports of all microbatches and replicas; every rank of the role gets the result."""
         names: list[str] | None = None
-        total = maximum = None
+        local: dict[str, Tensor] = {}
         if layout.hands_out_results:
             real = [r for b, r in zip(batches, reports, strict=True) if not b.is_filler] or [
                 {k: torch.zeros_like(v) for k, v in reports[0].items()}
             ]
             names = sorted(real[0])
-            stacked = torch.stack([torch.stack([r[k].double() for k in names]) for r in real])
-            total, maximum = stacked.sum(0), stacked.amax(0)
+            local = combine_metrics({k: torch.stack([r[k].double() for r in real]) for k in names})
         shared = [names]
         dist.broadcast_object_list(shared, src=layout.grid.output_rank(0), group=layout.role_group)
         names = shared[0]
         assert names is not None
-        if total is None or maximum is None:
-            total = torch.zeros(len(names), dtype=torch.float64, device=self.runtime.device)
-            maximum = torch.full_like(total, -torch.inf)
-        dist.all_reduce(total, group=layout.role_group)
-        dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=layout.role_group)
-        return {name: float(maximum[i] if name.endswith("_max") else total[i]) for i, name in enumerate(names)}
+        nothing = torch.empty(0, len(names), dtype=torch.float64, device=self.runtime.device)
+        row = torch.stack([local[name] for name in names])[None] if local else nothing
+        rows_RN = torch.cat(all_gather_varying(row, group=layout.role_group)).cpu()
+        combined = combine_metrics(dict(zip(names, rows_RN.unbind(1), strict=True)))
+        return {name: float(value) for name, value in combined.items()}

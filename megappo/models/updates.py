@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from megappo.config.algorithm import AlgorithmSettings
 from megappo.config.roles import CriticSettings, TrainedRoleSettings
 from megappo.models.heads import PolicyTarget
 from megappo.models.jumps import Jump, describe_samples
-from megappo.models.roles import NonFiniteUpdateError, TrainedRole, Update
+from megappo.models.roles import NonFiniteUpdateError, TrainedRole, Update, combine_metrics
 from megappo.models.schedule import PackedBatch, Task
 from megappo.models.scoring import response_rows
 from megappo.runtime.exchange import Row, all_gather_varying
@@ -25,6 +25,8 @@ from megappo_kernels import POLICY_METRICS, PolicyInputs, PolicyObjective, value
 _VALUE_FIELDS = ("old_values", "returns", "weights", "mask")
 # Already weighted by the global minibatch: their sum over microbatches is the number to show.
 _WEIGHTED = frozenset({"loss", "pg_loss", "kl_loss", "entropy_loss"})
+_EQUAL_RETURNS = 1e-6
+"""Returns whose spread is below this share of their size differ by rounding only."""
 
 
 @dataclass
@@ -46,25 +48,29 @@ class UpdateSummary:
         numbers["learning_rate"] = self.updates[-1].learning_rate
         if applied:
             numbers["grad_norm"] = sum(u.grad_norm for u in applied) / len(applied)
-        for name in self.updates[0].sums:
-            values = [u.sums[name] for u in self.updates]
+        names = self.updates[0].sums
+        parts = {name: torch.tensor([u.sums[name] for u in self.updates], dtype=torch.float64) for name in names}
+        combined = {name: float(value) for name, value in combine_metrics(parts).items()}
+        spreads = {name: combined.pop(name) for name in names if name.endswith(("_mean", "_m2"))}
+        for name, value in combined.items():
             if name.endswith("_max"):
-                numbers[name] = max(values)
+                numbers[name] = value
             elif name in _WEIGHTED:
-                numbers[name] = sum(values) / len(values)
+                numbers[name] = value / len(self.updates)
             elif name != "count" and count:
-                numbers[name] = sum(values) / count
-        return _value_statistics(numbers) if "return_square" in numbers else numbers
+                numbers[name] = value / count
+        if spreads and count:
+            numbers["value_mean"] = numbers.pop("value")
+            numbers["explained_variance"] = _explained_variance(spreads, count)
+        return numbers
 
 
-def _value_statistics(means: dict[str, float]) -> dict[str, float]:
-    """Mean value and explained variance 1 - Var(R - v) / Var(R) in place of the moments they are made of."""
-    moments = {name: means.pop(name) for name in ("value", "return", "return_square", "error", "error_square")}
-    variance = moments["return_square"] - moments["return"] ** 2
-    unexplained = moments["error_square"] - moments["error"] ** 2
-    means["value_mean"] = moments["value"]
-    means["explained_variance"] = 1 - unexplained / variance if variance > 1e-12 else float("nan")
-    return means
+def _explained_variance(spreads: Mapping[str, float], count: float) -> float:
+    """1 - Var(R - v) / Var(R); NaN where all returns are equal, up to the last bits of float32."""
+    variance = spreads["return_m2"] / count
+    if variance <= _EQUAL_RETURNS**2 * max(1.0, spreads["return_mean"] ** 2):
+        return float("nan")
+    return 1 - spreads["error_m2"] / spreads["return_m2"]
 
 
 @dataclass(frozen=True)

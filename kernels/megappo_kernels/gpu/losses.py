@@ -17,6 +17,7 @@ from megappo_kernels.losses import (
     VALUE_METRICS,
     PolicyTerms,
 )
+from megappo_kernels.whiten import merge_whiten_stats
 
 if TYPE_CHECKING:
     from megappo_kernels.losses import PolicyInputs, PolicyObjective
@@ -163,6 +164,15 @@ def policy_kernel(
 
 
 @triton.jit
+def store_spread(base, x, valid, count):
+    """Mean and sum of squared deviations of the valid x; 0 without any."""
+    mean = tl.sum(x, 0) / tl.maximum(count, 1.0)
+    deviation = tl.where(valid, x - mean, 0.0)
+    tl.store(base, mean)
+    tl.store(base + 1, tl.sum(deviation * deviation, 0))
+
+
+@triton.jit
 def value_kernel(
     values,
     old_values,
@@ -176,7 +186,7 @@ def value_kernel(
     CLIPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """partials[program, 8]: the loss, then `losses.VALUE_METRICS`."""
+    """partials[program, 8]: the loss, then `losses.VALUE_METRICS`, statistics those of the program's tokens."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
     valid = tl.load(mask + offsets, mask=inside, other=0) != 0
@@ -200,11 +210,10 @@ def value_kernel(
     tl.store(partials, tl.sum(0.5 * weight * worst, 0))
     tl.store(partials + 1, tl.sum(clipped, 0))
     tl.store(partials + 2, tl.sum(value, 0))
-    tl.store(partials + 3, tl.sum(target, 0))
-    tl.store(partials + 4, tl.sum(target * target, 0))
-    tl.store(partials + 5, tl.sum(error, 0))
-    tl.store(partials + 6, tl.sum(square, 0))
-    tl.store(partials + 7, tl.sum(valid.to(tl.float32), 0))
+    count = tl.sum(valid.to(tl.float32), 0)
+    tl.store(partials + 3, count)
+    store_spread(partials + 4, target, valid, count)
+    store_spread(partials + 6, error, valid, count)
 
 
 def launch_policy(logprob: Tensor, entropy: Tensor, inputs: PolicyInputs, objective: PolicyObjective) -> PolicyTerms:
@@ -271,4 +280,6 @@ def launch_value(
         BLOCK=BLOCK,
         num_warps=WARPS,
     )
-    return grad, partials.sum(0, dtype=torch.float64)
+    parts = partials.double()
+    spreads = [merge_whiten_stats(parts[:, [3, mean, mean + 1]])[1:] for mean in (4, 6)]
+    return grad, torch.cat([parts[:, :4].sum(0), *spreads])
