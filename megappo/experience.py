@@ -25,7 +25,7 @@ class ExperienceMaker:
         kl = algorithm.kl_in_reward
         self.kl_controller: algo.FixedKLController | algo.AdaptiveKLController
         if kl is not None and kl.controller == "adaptive":
-            self.kl_controller = algo.AdaptiveKLController(kl.coef, kl.target, kl.horizon)
+            self.kl_controller = algo.AdaptiveKLController(kl.coef, kl.target_nats, kl.horizon)
         else:
             self.kl_controller = algo.FixedKLController(kl.coef if kl is not None else 0.0)
 
@@ -58,7 +58,9 @@ class ExperienceMaker:
         numbers = tally.reduce(None, self._device)
         if "kl/per_response" in numbers:
             numbers["kl/coef"] = self.kl_controller.value
-            self.kl_controller.update(numbers["kl/per_response"], step_sequences)
+            settings = self._algorithm.kl_in_reward
+            per_response = settings is not None and settings.per == "response"
+            self.kl_controller.update(numbers["kl/per_response" if per_response else "kl/mean"], step_sequences)
         return Experience(scored, advantages_BR, returns_BR, weights_BR, loss_mask_BR), numbers
 
     def _rewards(self, scored: Scored, tally: Tally) -> Tensor:

@@ -19,6 +19,7 @@ from megappo.checkpoint import (
     Marker,
     Snapshot,
     compare_settings,
+    keep_kl_unit,
     load_shards,
     load_values,
     random_states,
@@ -56,6 +57,8 @@ def checkpoints_directory(config: Config) -> Path:
 class Start:
     """Where a run begins."""
 
+    config: Config
+    """Its settings: those that were given, with what stays as the checkpoint has it."""
     folder: Path | None
     """The checkpoint it continues from; None: from nothing."""
     marker: Marker | None
@@ -78,7 +81,8 @@ def choose_start(config: Config, derived: Derived, runtime: Runtime) -> Start:
         return _begin(config, runtime)
     folder, marker, sentences = chosen
     steps = (run_steps(marker), derived.steps)
-    changes = compare_settings(marker.content["settings"], config.model_dump(mode="json"), steps)
+    given, (then, config) = config, keep_kl_unit(marker.content["settings"], config)
+    changes = compare_settings(then, config.model_dump(mode="json"), steps)
     if changes.dangerous and not config.run.force_resume:
         raise ConfigError(
             f"run.directory '{config.run.path}' holds a run with other settings ({'; '.join(changes.dangerous)}); set "
@@ -86,11 +90,23 @@ def choose_start(config: Config, derived: Derived, runtime: Runtime) -> Start:
         )
     sentences.append(f"continuing after step {marker.step} from {folder}")
     sentences += [f"changed since then: {change}" for change in (*changes.dangerous, *changes.harmless)]
+    sentences += _kl_sentences(given, config)
     before = marker.content["versions"]
     for name, version in software_versions().items():
         if before.get(name) != version:
             sentences.append(f"changed since then: {name} {before.get(name)} -> {version}")
-    return Start(folder, marker, tuple(sentences))
+    return Start(config, folder, marker, tuple(sentences))
+
+
+def _kl_sentences(given: Config, kept: Config) -> list[str]:
+    """What the adaptive KL goes on with, where a new run of the same settings would do otherwise."""
+    asked, kl = given.algorithm.kl_in_reward, kept.algorithm.kl_in_reward
+    if asked is None or kl is None or asked.per == kl.per or kl.controller != "adaptive":
+        return []
+    return [
+        f"the adaptive KL goes on towards {kl.target_nats:g} nats per {kl.per}, as it began; set "
+        f"algorithm.kl_in_reward.per for another unit"
+    ]
 
 
 def run_steps(marker: Marker) -> int:
@@ -109,7 +125,7 @@ def _begin(config: Config, runtime: Runtime) -> Start:
     if problem is not None:
         raise ConfigError(problem)
     sentence = f"the run in {config.run.path} was stopped before its first checkpoint and begins again"
-    return Start(None, None, (sentence,) if lost else ())
+    return Start(config, None, None, (sentence,) if lost else ())
 
 
 def lost_steps(config: Config) -> tuple[str | None, int]:

@@ -29,6 +29,7 @@ def train(config: Config, derived: Derived, prompts: PromptDataset | None = None
     with start_runtime(config.runtime) as runtime, locked_directory(config.run.path, runtime):
         seed_generators(config.run.seed, runtime.rank)
         start = choose_start(config, derived, runtime)
+        config = start.config
         watchdog = _watchdog(config, runtime)
         on_stage = watchdog.enter if watchdog is not None else None
         with (

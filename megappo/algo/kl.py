@@ -100,8 +100,8 @@ class FixedKLController:
 class AdaptiveKLController(FixedKLController):
     """A weight that moves towards a target KL: value *= 1 + clip(kl/target - 1, -.2, .2) * n_steps / horizon.
 
-    Ziegler et al. 2019, section 2.2. `target` and `current_kl` are in nats per response, `horizon` and `n_steps` in
-    samples.
+    Ziegler et al. 2019, section 2.2. `target` and `current_kl` are in nats, both per token or both per response;
+    `horizon` and `n_steps` in samples.
     """
 
     def __init__(self, value: float, target: float, horizon: int) -> None:

@@ -7,7 +7,7 @@ a marker was never finished; a folder whose files differ from its marker is dama
 no code: see `reader`.
 """
 
-from megappo.checkpoint.changes import Changes, compare_settings
+from megappo.checkpoint.changes import Changes, compare_settings, keep_kl_unit
 from megappo.checkpoint.files import CheckpointError, DamagedError, Marker, read_marker, step_folder
 from megappo.checkpoint.randomness import random_states, restore_random_states, seed_generators
 from megappo.checkpoint.reader import load_values
@@ -25,6 +25,7 @@ __all__ = [
     "NoCheckpointError",
     "Snapshot",
     "compare_settings",
+    "keep_kl_unit",
     "load_shards",
     "load_values",
     "random_states",

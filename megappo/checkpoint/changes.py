@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megappo.config import Config
 from megappo.config.errors import show
 
 _UNMENTIONED = ("run.name", "run.directory", "run.force_resume", "run.export_final_model", "runtime", "logging")
@@ -44,6 +45,26 @@ def compare_settings(before: Mapping[str, Any], now: Mapping[str, Any], steps: t
         else:
             harmless.append(sentence)
     return Changes(tuple(harmless), tuple(dangerous))
+
+
+def keep_kl_unit(before: Mapping[str, Any], config: Config) -> tuple[Mapping[str, Any], Config]:
+    """The unit of an adaptive KL, and its target, stay those of the run where the new settings do not name them.
+
+    Returns the checkpoint's settings with their unit, which is the response where they are from before there was a
+    choice, and the settings to go on with.
+    """
+    old, kl = before["algorithm"].get("kl_in_reward"), config.algorithm.kl_in_reward
+    if old is None or kl is None:
+        return before, config
+    old = {"per": "response", **old}
+    kept = {} if "per" in kl.model_fields_set else {"per": old["per"]}
+    if "target" not in kl.model_fields_set and kept.get("per", kl.per) == old["per"]:
+        kept["target"] = old["target"]
+    algorithm = config.algorithm.model_copy(update={"kl_in_reward": kl.model_copy(update=kept)})
+    return (
+        {**before, "algorithm": {**before["algorithm"], "kl_in_reward": old}},
+        config.model_copy(update={"algorithm": algorithm}),
+    )
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

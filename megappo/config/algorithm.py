@@ -11,6 +11,9 @@ from megappo.config.base import Fraction, NonNegativeFloat, PositiveFloat, Posit
 KLKind = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
 
 
+_DEFAULT_TARGET_NATS = {"token": 0.01, "response": 6.0}
+
+
 class KLInRewardSettings(Settings):
     kind: KLKind = "kl"
     """Estimator of KL(actor || reference) per token."""
@@ -18,10 +21,18 @@ class KLInRewardSettings(Settings):
     """Weight; the starting weight with an adaptive controller."""
     controller: Literal["fixed", "adaptive"] = "fixed"
     """`adaptive` moves the weight towards `target` (Ziegler et al. 2019)."""
-    target: PositiveFloat = 6.0
-    """KL per response in nats the adaptive controller aims at."""
+    per: Literal["token", "response"] = "token"
+    """What the adaptive controller measures: the mean KL per token, or of the sum over a response."""
+    target: PositiveFloat | None = None
+    """KL in nats the adaptive controller aims at, per token or response as `per` says; null: 0.01 per token, 6 per
+    response."""
     horizon: PositiveInt = 10000
     """Samples over which the adaptive controller moves."""
+
+    @property
+    def target_nats(self) -> float:
+        """`target`, or the default of the unit."""
+        return self.target if self.target is not None else _DEFAULT_TARGET_NATS[self.per]
 
     @model_validator(mode="after")
     def _adaptive_can_move(self) -> KLInRewardSettings:

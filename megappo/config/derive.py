@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from megappo.architecture import ModelShape, padded_vocab_size
 from megappo.config import rules
 from megappo.config.errors import ConfigError
-from megappo.config.rules import Role, format_ranks
+from megappo.config.rules import Role, format_ranks, kl_target_notes
 from megappo.config.schema import Config
 from megappo.config.shape import model_shape
 
@@ -119,7 +119,7 @@ def derive(
         batch_sequences=_batch_sequences(config),
         max_sequence_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
         engine_ranks=tuple(range(world_size)),
-        notes=tuple(_notes(config, roles)),
+        notes=(*_notes(config, roles), *kl_target_notes(config)),
         known_steps=steps,
         prompts=prompts,
     )
@@ -316,7 +316,8 @@ def _algorithm_words(config: Config) -> str:
         words.append(f"adaptive penalty towards {algorithm.penalty.target:g} nats per token")
     if algorithm.kl_in_reward is not None:
         kl = algorithm.kl_in_reward
-        words.append(f"KL in reward {kl.coef:g} ({kl.kind}, {kl.controller})")
+        aim = f" towards {kl.target_nats:g} nats per {kl.per}" if kl.controller == "adaptive" else ""
+        words.append(f"KL in reward {kl.coef:g} ({kl.kind}, {kl.controller}{aim})")
     if algorithm.kl_in_loss is not None:
         words.append(f"KL in loss {algorithm.kl_in_loss.coef:g} ({algorithm.kl_in_loss.kind})")
     words.append(f"old logprobs {algorithm.old_logprob}")

@@ -86,6 +86,28 @@ def algorithm_rules(config: Config) -> Iterator[str]:
         )
 
 
+_MOST_NATS_PER_TOKEN, _LEAST_NATS_PER_RESPONSE = 1.0, 0.1
+"""A policy that differs by more per token has left its reference; one held to less per response cannot move."""
+
+
+def kl_target_notes(config: Config) -> Iterator[str]:
+    """A target of the adaptive KL that can only be meant for the other unit."""
+    kl = config.algorithm.kl_in_reward
+    if kl is None or kl.controller != "adaptive":
+        return
+    target, key = kl.target_nats, "algorithm.kl_in_reward"
+    if kl.per == "token" and target > _MOST_NATS_PER_TOKEN:
+        yield (
+            f"{key}.target {target:g} is in nats per token, where a policy near its reference stays below "
+            f"{_MOST_NATS_PER_TOKEN:g}; set {key}.per: response if it is meant per response, or leave the target out"
+        )
+    if kl.per == "response" and target < _LEAST_NATS_PER_RESPONSE:
+        yield (
+            f"{key}.target {target:g} is in nats per response, which below {_LEAST_NATS_PER_RESPONSE:g} holds the "
+            f"policy still; set {key}.per: token if it is meant per token, or leave the target out"
+        )
+
+
 def section_rules(config: Config, steps: int | None) -> Iterator[str]:
     """What sections need of each other besides the algorithm; `steps` of the run, None where not known."""
     if config.evaluation is not None and config.data.validation is None:

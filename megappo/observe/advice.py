@@ -42,7 +42,8 @@ class Advisor:
 
     def __init__(self, algorithm: AlgorithmSettings) -> None:
         kl = algorithm.kl_in_reward
-        self._kl_target = kl.target if kl is not None and kl.controller == "adaptive" else None
+        self._kl_target = kl.target_nats if kl is not None and kl.controller == "adaptive" else None
+        self._kl_name = "kl/per_response" if kl is not None and kl.per == "response" else "kl/mean"
         self._mismatch_warn_nats = algorithm.mismatch_warn_nats
         self._streaks: dict[str, int] = defaultdict(int)
         self._last_said: dict[str, int] = {}
@@ -75,7 +76,7 @@ class Advisor:
                 "same_reward", value("reward/std") <= _EQUAL * max(1.0, abs(metrics.get("reward/mean", 0.0)))
             ),
             "kl_target": self._kl_target is not None
-            and self._lasting("kl_target", value("kl/per_response") > self._kl_target),
+            and self._lasting("kl_target", value(self._kl_name) > self._kl_target),
             "entropy": self._entropy_fell(value("actor/entropy")),
         }
         return [name for name, holds in found.items() if holds]

@@ -64,9 +64,13 @@ METRICS: dict[str, MetricDoc] = {
     ),
     "actor/skipped_updates": MetricDoc("updates", "Actor updates refused as not finite.", "0"),
     "actor/penalty_coef": MetricDoc("1", "Weight of KL(old || new) with `policy_loss: penalty`.", "settles"),
-    "kl/mean": MetricDoc("nats per token", "KL to the reference before the updates.", "rises slowly"),
+    "kl/mean": MetricDoc(
+        "nats per token",
+        "KL to the reference before the updates.",
+        "rises slowly; near `algorithm.kl_in_reward.target` where adaptive",
+    ),
     "kl/per_response": MetricDoc(
-        "nats per response", "The same summed over a response.", "near `algorithm.kl_in_reward.target` where adaptive"
+        "nats per response", "The same summed over a response.", "near that target with `per: response`"
     ),
     "kl/coef": MetricDoc("1", "Weight of the KL in the reward.", "settles where adaptive"),
     "response/length": MetricDoc("tokens", "Mean length of a response.", "well below `rollout.max_response_tokens`"),

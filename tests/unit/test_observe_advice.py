@@ -12,7 +12,7 @@ from megappo.config.base import Settings
 from megappo.config.schema import Config
 from megappo.observe import ADVICE, Advisor
 
-ADAPTIVE = AlgorithmSettings(kl_in_reward=KLInRewardSettings(coef=0.1, controller="adaptive", target=6.0))
+ADAPTIVE = AlgorithmSettings(kl_in_reward=KLInRewardSettings(coef=0.1, controller="adaptive", per="response"))
 
 
 def said(algorithm: AlgorithmSettings, steps: list[dict[str, float]]) -> list[tuple[int, str]]:

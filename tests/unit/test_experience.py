@@ -1,0 +1,240 @@
+"""From scores to experience and its metrics, in a world of one process."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megappo import algo, resume
+from megappo.architecture import ModelShape
+from megappo.checkpoint import Marker
+from megappo.config import Config, derive, load_config
+from megappo.config.algorithm import AlgorithmSettings, KLInRewardSettings
+from megappo.config.derive import describe
+from megappo.experience import ExperienceMaker
+from megappo.measures import check_mismatch
+from megappo.models.roles import Update, combine_metrics
+from megappo.models.updates import UpdateSummary
+from megappo.observe import Advisor
+from megappo.types import Rollouts, Scored
+from megappo_kernels import use_backend, value_loss
+
+CPU = torch.device("cpu")
+BASE = Path(__file__).parent / "config_base.yaml"
+SHAPE = ModelShape(
+    family="qwen2",
+    hidden_size=64,
+    layers=4,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    ffn_hidden_size=96,
+    vocab_size=97,
+    max_position_embeddings=256,
+    tied_embeddings=False,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    meeting = tmp_path_factory.mktemp("world") / "meeting"
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def rollouts(engine_logprob_BR: Tensor, mask_BR: Tensor) -> Rollouts:
+    """Samples of one prompt with prompts of one token."""
+    B = len(mask_BR)
+    lengths = mask_BR.sum(-1)
+    return Rollouts(
+        prompts=(),
+        sample_ids_B=torch.arange(B),
+        group_ids_B=torch.zeros(B, dtype=torch.int64),
+        sequences=tuple(torch.zeros(int(n) + 1, dtype=torch.int64) for n in lengths),
+        response_lengths_B=lengths,
+        engine_logprob_BR=engine_logprob_BR,
+        response_mask_BR=mask_BR,
+        truncated_B=torch.zeros(B, dtype=torch.bool),
+        weight_versions_B=torch.zeros(B, dtype=torch.int64),
+        responses=("",) * B,
+        raw_responses=("",) * B,
+        special_tokens_B=torch.zeros(B, dtype=torch.int64),
+    )
+
+
+MASK = torch.tensor([[True, True, False, False], [True, True, True, True]])
+
+
+def kl_step(maker: ExperienceMaker, nats_per_token: float) -> dict[str, float]:
+    """A step of 100 samples whose policy is so far from the reference at every token."""
+    logprob = torch.full(MASK.shape, -1.0)
+    scored = Scored(rollouts(logprob, MASK), torch.ones(2), logprob, logprob - nats_per_token, None)
+    return maker.make(scored, 100)[1]
+
+
+def maker(**kl: Any) -> ExperienceMaker:
+    settings = KLInRewardSettings(**{"coef": 0.1, "controller": "adaptive", "horizon": 1000, **kl})
+    return ExperienceMaker(AlgorithmSettings(estimator="grpo", kl_in_reward=settings), CPU)
+
+
+@pytest.mark.parametrize(
+    ("kl", "nats_per_token", "factor"),
+    [
+        ({}, 0.011, 1 + 0.1 * 0.1),  # 0.01 per token
+        ({}, 0.009, 1 - 0.1 * 0.1),
+        ({"target": 0.02}, 0.02, 1.0),
+        ({"per": "response"}, 2.2, 1 + 0.1 * 0.1),  # 6 per response; responses have 3 tokens on average
+        ({"per": "response", "target": 0.03}, 0.01, 1.0),
+    ],
+)
+def test_the_adaptive_kl_aims_at_nats_of_its_unit(kl: dict[str, Any], nats_per_token: float, factor: float) -> None:
+    made = maker(**kl)
+    numbers = kl_step(made, nats_per_token)
+    assert numbers["kl/mean"] == pytest.approx(nats_per_token, rel=1e-4)
+    assert numbers["kl/per_response"] == pytest.approx(3 * nats_per_token, rel=1e-4)
+    assert numbers["kl/coef"] == 0.1, "the weight that was used, not the next one"
+    assert made.kl_controller.value == pytest.approx(0.1 * factor, rel=1e-5)
+
+
+def test_the_adaptive_kl_at_conventional_settings_stays_where_it_is_on_target() -> None:
+    """Coefficient 0.001, target 0.01, horizon 10,000: what others mean by it is 0.01 nats per token."""
+    made = maker(coef=0.001, target=0.01, horizon=10_000)
+    for _ in range(100):
+        kl_step(made, 0.01)
+    assert made.kl_controller.value == pytest.approx(0.001, rel=1e-2)
+
+
+def test_advice_compares_the_kl_with_the_target_of_its_unit() -> None:
+    for kl, name in (({}, "kl/mean"), ({"per": "response", "target": 0.2}, "kl/per_response")):
+        settings = KLInRewardSettings(coef=0.1, controller="adaptive", **kl)
+        for metrics, says in (({name: settings.target_nats * 1.1}, True), ({name: settings.target_nats * 0.9}, False)):
+            advisor = Advisor(AlgorithmSettings(kl_in_reward=settings))
+            assert any("above its target" in s for k in range(12) for s in advisor.observe(k, metrics)) == says
+
+
+ADAPTIVE = "{coef: 0.1, controller: adaptive%s}"
+
+
+def with_kl(more: str = "") -> Config:
+    return load_config(BASE, [f"algorithm.kl_in_reward={ADAPTIVE % more}"])
+
+
+@pytest.mark.parametrize(
+    ("more", "words", "warned"),
+    [
+        ("", "towards 0.01 nats per token", ""),
+        (", per: response", "towards 6 nats per response", ""),
+        (", target: 6.0", "towards 6 nats per token", "set algorithm.kl_in_reward.per: response"),
+        (", target: 0.01, per: response", "0.01 nats per response", "set algorithm.kl_in_reward.per: token"),
+        (", target: 0.2", "towards 0.2 nats per token", ""),
+    ],
+)
+def test_a_target_that_is_meant_for_the_other_unit_is_warned_about(more: str, words: str, warned: str) -> None:
+    config = with_kl(more)
+    rows = describe(config, derive(config, 1, SHAPE))
+    assert words in dict(rows)["algorithm"]
+    notes = [note for name, note in rows if name == "note"]
+    assert [warned in note for note in notes] == ([True] if warned else [])
+
+
+def resumed(before: Config, now: Config, monkeypatch: pytest.MonkeyPatch, *, drop: bool = False) -> resume.Start:
+    """Where a run goes on whose checkpoint was written with `before`; `drop`: by a version without the unit."""
+    settings = json.loads(json.dumps(before.model_dump(mode="json")))
+    if drop:
+        del settings["algorithm"]["kl_in_reward"]["per"]
+        settings["algorithm"]["kl_in_reward"]["target"] = settings["algorithm"]["kl_in_reward"]["target"] or 6.0
+    content = {"settings": settings, "steps": 10, "versions": resume.software_versions()}
+    chosen = Path("step"), Marker(3, {}, content), []
+    monkeypatch.setattr(resume, "select_checkpoint", lambda *_: chosen)
+    return resume.choose_start(now, derive(now, 1, SHAPE), SimpleNamespace(is_main=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "kept", "said"),
+    [
+        ("", "", ("response", 6.0), True),
+        (", target: 3.0", ", target: 3.0", ("response", 3.0), True),
+        (", target: 3.0", ", target: 4.0", ("response", 4.0), True),
+        ("", ", per: token", ("token", 0.01), False),
+        ("", ", per: response", ("response", 6.0), False),
+    ],
+)
+def test_a_checkpoint_without_the_unit_keeps_nats_per_response(
+    before: str, now: str, kept: tuple[str, float], said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = resumed(with_kl(before), with_kl(now), monkeypatch, drop=True)
+    kl = start.config.algorithm.kl_in_reward
+    assert kl is not None and (kl.per, kl.target_nats) == kept
+    assert any(f"towards {kept[1]:g} nats per response, as it began" in s for s in start.sentences) == said
+    again = resumed(start.config, with_kl(now), monkeypatch)  # from a checkpoint of the run that went on
+    kl = again.config.algorithm.kl_in_reward
+    assert kl is not None and (kl.per, kl.target_nats) == kept
+    assert not [s for s in again.sentences if "changed since then: algorithm.kl" in s]
+
+
+def test_a_fixed_kl_goes_on_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = load_config(BASE)
+    start = resumed(plain, plain, monkeypatch, drop=True)
+    assert not [s for s in start.sentences if "kl" in s.lower()]
+
+
+def test_mismatch_k3_is_the_k3_of_everything_else() -> None:
+    """A token that the trainer finds e^12 times as probable counts 10, as everywhere."""
+    engine = torch.tensor([[-12.5, -1.0, math.nan, math.nan], [-1.0, -2.0, -3.0, -1.5]])
+    trainer = torch.tensor([[-0.5, -1.2, 0.0, math.inf], [-1.0, -2.0, -3.0, -1.0]])
+    algorithm = AlgorithmSettings(mismatch_stop_nats=100.0)
+    runtime: Any = SimpleNamespace(device=CPU)
+    numbers = check_mismatch(trainer, rollouts(engine, MASK), algorithm, runtime)
+    gaps = torch.tensor([12.0, -0.2, 0.0, 0.0, 0.0, 0.5])
+    k3 = algo.kl_penalty(logprob=-gaps, ref_logprob=torch.zeros(6), kind="k3")
+    assert k3[0] == 10 and numbers["mismatch/k3"] == pytest.approx(float(k3.mean()), rel=1e-6)
+    assert numbers["mismatch/mean"] == pytest.approx(12.7 / 6, rel=1e-6)
+    assert numbers["mismatch/max"] == pytest.approx(12.0)
+    assert numbers["mismatch/truncated"] == pytest.approx(1 / 6)  # only e^12 is above the cap of 2
+
+
+def explained_variance(returns: Tensor, values: Tensor, backend: str) -> float:
+    """As a step reports it: three minibatches of two microbatches, some tokens of which do not count."""
+    pieces: list[dict[str, Tensor]] = []
+    for r, v in zip(returns.chunk(6), values.chunk(6), strict=True):
+        mask = torch.arange(len(r)) % 7 != 0
+        r, v = r.masked_fill(~mask, math.nan), v.masked_fill(~mask, math.inf)
+        with use_backend(backend):  # type: ignore[arg-type]
+            loss = value_loss(values=v, old_values=v, returns=r, weights=torch.ones_like(v), mask=mask)
+        pieces.append({**loss.metrics, "loss": loss.loss})
+    updates = []
+    for first in range(0, 6, 2):
+        microbatches, names = pieces[first : first + 2], pieces[first]
+        sums = combine_metrics({n: torch.stack([m[n].double() for m in microbatches]) for n in names})
+        updates.append(Update(True, True, {n: float(x) for n, x in sums.items()}, 1.0, 1e-5))
+    return UpdateSummary(updates).metrics()["explained_variance"]
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize(("mean", "std"), [(0.0, 1.0), (1000.0, 0.5), (-3e4, 1.0)])
+def test_explained_variance_of_returns_far_from_zero(backend: str, mean: float, std: float) -> None:
+    g = torch.Generator().manual_seed(0)
+    returns = mean + std * torch.randn(5400, generator=g)
+    values = returns + std * torch.randn(5400, generator=g) / 2
+    counted = torch.cat([torch.arange(900) % 7 != 0] * 6)
+    r, v = returns.double()[counted], values.double()[counted]
+    truth = float(1 - (r - v).var() / r.var())
+    assert 0.7 < truth < 0.8
+    assert explained_variance(returns, values, backend) == pytest.approx(truth, abs=2e-3)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_explained_variance_of_equal_returns_is_unknown(backend: str) -> None:
+    values = torch.randn(540, generator=torch.Generator().manual_seed(0))
+    for value in (0.0, 3.3, 1000.1):
+        assert math.isnan(explained_variance(torch.full((540,), value), values, backend))
