@@ -31,6 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
 from step import versions  # noqa: E402
 
 from megappo.config import Config, ConfigError, derive_run, load_config  # noqa: E402
+from megappo.plan.here import resolve_here  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,7 @@ def main() -> int:
     place = [f"run.directory={folder}", "run.steps=1000000", "checkpoint={keep_last: 1, asynchronous: true}"]
     try:
         config = load_config(arguments.config, [*quiet, *arguments.overrides, *place])
+        config = resolve_here(config)
         rows = measure(config, arguments.repeat)
     except ConfigError as error:
         print(f"checkpoint.py: error: {error}", file=sys.stderr)

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 from megappo.config import Config, ConfigError, derive_run, load_config  # noqa: E402
+from megappo.plan.here import resolve_here  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ def main() -> int:
         place = [f"run.directory={directory}", "run.export_final_model=false"]
         try:
             config = load_config(arguments.config, [*quiet, *arguments.overrides, *place])
+            config = resolve_here(config)
             steps = run_steps(config, arguments.warmup, arguments.repeat)
         except ConfigError as error:
             print(f"step.py: error: {error}", file=sys.stderr)

@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 from megappo.config import Config, ConfigError, derive_run, load_config  # noqa: E402
+from megappo.plan.here import resolve_here  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         try:
             config = load_config(arguments.config, [f"run.directory={scratch}/run", *arguments.overrides])
+            config = resolve_here(config)
             if config.rollout.engine != "sglang":
                 raise ConfigError(f"rollout.engine is '{config.rollout.engine}', must be sglang for this benchmark")
             rows = measure(config, arguments.repeat)

@@ -50,7 +50,7 @@ take_environment_lock() { # flock's option: -s to use, -x to build
     }
 }
 
-environment_for() { # the words of a command line: is SGLang in them, or in a configuration that they name?
+environment_for() { # the words of a command line: is SGLang in them, in a configuration that they name, or the default?
     local word
     for word; do
         if [[ $word =~ engine=sglang ]] || { [ -f "$word" ] && grep -q 'engine: *sglang' "$word"; }; then
@@ -58,7 +58,17 @@ environment_for() { # the words of a command line: is SGLang in them, or in a co
             return
         fi
     done
-    echo light
+    for word; do
+        if [[ $word =~ engine=transformers ]] || { [ -f "$word" ] && grep -q 'engine: *transformers' "$word"; }; then
+            echo light
+            return
+        fi
+    done
+    if nvidia-smi -L >/dev/null 2>&1; then # runs on GPUs generate with SGLang where nothing else is said
+        echo full
+    else
+        echo light
+    fi
 }
 
 ensure_environment() {

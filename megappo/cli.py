@@ -143,10 +143,11 @@ def _run(arguments: argparse.Namespace) -> None:
         if arguments.ranks:
             print(config.rollout.servers.tensor_parallel)
             return
+        from megappo.plan.here import resolve_here
         from megappo.serve import serve
 
         place = {"host": arguments.host, "port": arguments.port, "index": arguments.index}
-        serve(config, **place, linger_seconds=arguments.linger)
+        serve(resolve_here(config), **place, linger_seconds=arguments.linger)
         return
     if arguments.command == "train" and arguments.dry_run:
         from megappo.dry_run import dry_run
@@ -158,15 +159,27 @@ def _run(arguments: argparse.Namespace) -> None:
         return
     if arguments.command == "eval":
         config = _for_evaluation(config, arguments.weights)
+    _start(arguments.command, config)
+
+
+def _start(command: str, config: Config) -> None:
+    """Fill in what follows from this machine, check against the ranks, show the run and begin it."""
+    from megappo.plan.here import outlook, resolve_here, this_machine
+
     prompts = None
     if config.run.epochs is not None:
         from megappo.assembly import training_prompts
 
         prompts = training_prompts(config)
-    derived = derive_run(config, read_world_size(os.environ), None if prompts is None else len(prompts))
+    world_size, count = read_world_size(os.environ), None if prompts is None else len(prompts)
+    derive_run(config, world_size, count)  # refuses most mistakes before torch is imported
+    config = resolve_here(config)
+    derived = derive_run(config, world_size, count)
+    found = outlook(config, world_size, this_machine())
+    config = found.config
     if _is_main() and config.logging.console != "quiet":
-        print_table(config, derived)
-    if arguments.command == "train":
+        print_table(config, derived, more=found.rows)
+    if command == "train":
         from megappo.run import train
 
         train(config, derived, prompts)

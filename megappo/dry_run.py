@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megappo.config import Config, ConfigError, Derived, derive, print_table
+from megappo.config import Config, ConfigError, Derived, derive, print_table, resolve
 from megappo.config.errors import one_line, raised_by_megappo
 from megappo.config.schema import DataSourceSettings
 from megappo.data import PromptDataset
@@ -18,7 +18,8 @@ from megappo.doctor.software import generation_finding, reward_findings
 from megappo.errors import RunError
 from megappo.launchers import read_ranks
 from megappo.model_files import load_architecture, load_tokenizer, model_folder, model_paths
-from megappo.plan import Models, find_machine, make_plan, read_models, remedy
+from megappo.plan import Machine, Models, find_machine, make_plan, read_models, remedy
+from megappo.plan.engines import other_engine
 from megappo.plan.planner import check_gpus, default_machine, fewest_ranks
 from megappo.reshard.sources import SafetensorsSource
 from megappo.rewards.registry import check_reward
@@ -46,6 +47,8 @@ def dry_run(
 
     Raises ConfigError with every problem, not only the first.
     """
+    machine = default_machine(config) if machine_name is None else find_machine(machine_name)
+    config = resolve(config, on_cuda=machine.is_cuda)
     ranks = _ranks(config, gpus_text)
     models = read_models(config, Path(config_path).parent / "models").models
     derived = derive(config, ranks, models.actor, models.critic, models.reference)
@@ -56,7 +59,7 @@ def dry_run(
         _reward(config),
         _weights(config),
         _machine(config),
-        _plan(config, models, ranks, machine_name),
+        _plan(config, models, ranks, machine, named=machine_name is not None),
     ):
         problems += _print_part(part)
     if problems:
@@ -199,14 +202,14 @@ def _refuse_broken(finding: Finding) -> None:
         raise ConfigError(f"{finding.words}; {finding.remedy}")
 
 
-def _plan(config: Config, models: Models, ranks: int, machine_name: str | None) -> Rows:
+def _plan(config: Config, models: Models, ranks: int, machine: Machine, *, named: bool) -> Rows:
     """Memory and time; what does not fit is refused on a machine that was named, and told on the default one."""
-    machine = default_machine(config) if machine_name is None else find_machine(machine_name)
     plan = make_plan(config, models, machine, ranks)
-    if not plan.fits and machine_name is not None:
+    if not plan.fits and named:
         raise ConfigError(f"{plan.verdict}; {remedy(config, models, machine, ranks)[0]}")
     yield "plan", f"{ranks} x {machine.words}: {plan.verdict}"
     yield "plan", plan.bottleneck
+    yield "plan", other_engine(config, models, machine, ranks).sentence
     if not plan.fits:
         yield "plan", f"{remedy(config, models, machine, ranks)[0]}; another machine is named with --machine"
 

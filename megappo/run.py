@@ -38,6 +38,8 @@ def train(config: Config, derived: Derived, prompts: PromptDataset | None = None
             reporting(config, derived, runtime, on_stage) as reporter,
         ):
             parts = assemble(config, derived, runtime, prompts=prompts)
+            if watchdog is not None:
+                parts.engine.on_tokens = watchdog.made_tokens
             _train(parts, start, reporter, interrupts)
 
 

@@ -9,6 +9,7 @@ from megappo.config.derive import (
     describe,
     model_shape,
     print_table,
+    resolve,
 )
 from megappo.config.errors import ConfigError
 from megappo.config.load import load_config, save_config
@@ -26,5 +27,6 @@ __all__ = [
     "load_config",
     "model_shape",
     "print_table",
+    "resolve",
     "save_config",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
@@ -27,6 +27,7 @@ __all__ = [
     "describe",
     "model_shape",
     "print_table",
+    "resolve",
     "role_numbers",
 ]
 
@@ -88,6 +89,12 @@ class Derived:
         """PPO steps of a run whose length is known."""
         assert self.known_steps is not None, "derive was not told the number of prompts"
         return self.known_steps
+
+
+def resolve(config: Config, *, on_cuda: bool) -> Config:
+    """The settings with what follows from the device filled in: the engine."""
+    engine = config.rollout.engine_on(on_cuda=on_cuda)
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})
 
 
 def derive(
@@ -273,8 +280,10 @@ def _engine_words(config: Config) -> str:
     return f"sglang, {where}" + (", one step ahead" if rollout.ahead else "")
 
 
-def print_table(config: Config, derived: Derived, console: Console | None = None) -> None:
-    """Print `describe` as a table; the console defaults to stdout."""
+def print_table(
+    config: Config, derived: Derived, console: Console | None = None, *, more: Iterable[tuple[str, str]] = ()
+) -> None:
+    """Print `describe` and `more` rows as a table; the console defaults to stdout."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -282,7 +291,7 @@ def print_table(config: Config, derived: Derived, console: Console | None = None
     table = Table(show_header=False, title="megappo", title_justify="left")
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, words in describe(config, derived):
+    for name, words in (*describe(config, derived), *more):
         table.add_row(name, Text(words))
     (console or Console()).print(table)
 

@@ -10,6 +10,8 @@ from megappo.config.base import NonNegativeInt, PositiveFloat, PositiveInt, Proc
 
 CPU_TOKENS = 65536
 """Tokens whose keys and values a server on a CPU holds where no number is set."""
+LEAST_REQUEST_SECONDS = 1800.0
+"""After which a server that owes an answer is asked for its work, where no longer time follows from the plan."""
 Urls = Annotated[tuple[Text, ...], Field(strict=False)]
 
 
@@ -55,8 +57,9 @@ class SGLangSettings(Settings):
     """Times a weight sync of a server is tried before the run stops."""
     start_timeout_seconds: Seconds = 600.0
     """Longest time from a server's start to its first answer."""
-    request_timeout_seconds: Seconds = 1800.0
-    """Longest time for one response; a server that exceeds it is restarted."""
+    request_timeout_seconds: Seconds | None = None
+    """A server that owes an answer for longer is asked whether it still makes tokens, and restarted where it makes
+    none; default: four times what the plan says that a rollout takes, at least 1800."""
     stall_timeout_seconds: Seconds = 60.0
     """A server that owes answers and gives none for so long is asked for its health, and restarted without it."""
     health_timeout_seconds: Seconds = 60.0

@@ -315,8 +315,10 @@ def engine_rules(config: Config, world_size: int) -> Iterator[str]:
 
 
 def server_rules(config: Config, shape: ModelShape) -> Iterator[str]:
-    """What SGLang servers need of the other settings and of the actor's model."""
+    """What SGLang servers need of the other settings and of the actor's model, once `resolve` has chosen the engine."""
     rollout = config.rollout
+    if rollout.engine is None:
+        return
     if rollout.engine != "sglang":
         if rollout.sglang is not None:
             yield f"rollout.sglang is given but rollout.engine is '{rollout.engine}'; set it to sglang, or remove it"

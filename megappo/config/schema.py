@@ -87,7 +87,9 @@ class RuntimeSettings(Settings):
     collective_timeout_seconds: WholeSeconds = 1800
     """A collective that waits longer than this fails."""
     phase_timeout_seconds: Seconds | None = 1500.0
-    """A phase of a step that lasts longer ends the run with the stacks of all ranks; null: no watchdog."""
+    """A phase of a step that lasts longer ends the run with the stacks of all ranks; null: no watchdog. Rollout and
+    evaluation count from the last tokens that any engine made, and last four times as long as planned at least, where
+    neither this nor a limit of their own is given."""
     phase_timeouts_seconds: dict[str, Seconds] = Field(default_factory=dict)
     """The same for single phases, such as {rollout: 3600}."""
 
@@ -147,8 +149,9 @@ class DataSettings(Settings):
 
 
 class RolloutSettings(Settings):
-    engine: Literal["transformers", "sglang"] = "transformers"
-    """`transformers`: embedded in every rank. `sglang`: servers that every rank sends its prompts to."""
+    engine: Literal["transformers", "sglang"] | None = None
+    """`sglang`: servers that every rank sends its prompts to. `transformers`: embedded in every rank. Default: sglang
+    on CUDA, transformers on a CPU."""
     ahead: Literal[0, 1] = 0
     """1: generate the next step's responses during a step's updates, one update behind (SGLang only)."""
     prompts_per_step: int = Field(gt=0, le=2**24)
@@ -173,6 +176,10 @@ class RolloutSettings(Settings):
     """Size of a bucket of the weight stream."""
     sglang: SGLangSettings | None = None
     """Servers of `engine: sglang`; default: one that lives beside the trainers, on GPUs one per rank."""
+
+    def engine_on(self, *, on_cuda: bool) -> Literal["transformers", "sglang"]:
+        """The engine, by default that of the device."""
+        return self.engine or ("sglang" if on_cuda else "transformers")
 
     @property
     def servers(self) -> SGLangSettings:

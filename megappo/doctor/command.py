@@ -20,6 +20,7 @@ from megappo.doctor.settings import settings_findings
 from megappo.doctor.software import software_findings
 from megappo.launchers import Ranks, read_ranks
 from megappo.plan import read_models
+from megappo.plan.here import resolve_here
 from megappo.plan.planner import fewest_ranks
 from megappo.runtime.process import device_index
 
@@ -32,6 +33,7 @@ def doctor_command(config: Config | None, config_path: str | None, *, as_json_te
     Raises ConfigError for settings that cannot run on so many ranks.
     """
     ranks = read_ranks(os.environ)
+    config = resolve_here(config) if config is not None else None
     derived = None
     machine = socket.gethostname()
     own: list[Finding] = []

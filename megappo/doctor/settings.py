@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-
-import torch
 
 from megappo.config import Config
 from megappo.doctor.findings import Finding, broken, fine, slow
-from megappo.plan import MACHINES, Machine, Models, make_plan, remedy
+from megappo.plan import Models, make_plan, remedy
+from megappo.plan.here import this_machine
 
 
 def settings_findings(config: Config, models: Models, world_size: int) -> Iterator[Finding]:
@@ -41,16 +39,3 @@ def _room(config: Config, models: Models, world_size: int) -> Finding:
     if plan.fits:
         return fine("room", f"{world_size} x {machine.words}: {plan.verdict}")
     return broken("room", plan.verdict, remedy(config, models, machine, world_size)[0])
-
-
-def this_machine() -> Machine:
-    """The machine of the planner's tables that is most like this one, with this one's memory."""
-    if not torch.cuda.is_available():
-        import psutil
-
-        total = float(psutil.virtual_memory().total)
-        return replace(MACHINES["cpu"], memory_bytes=total, words=f"a share of {total / 1e9:.0f} GB")
-    name = torch.cuda.get_device_name(0)
-    alike = next((m for m in MACHINES.values() if m.name.upper() in name.upper()), MACHINES["h100"])
-    total = float(torch.cuda.get_device_properties(0).total_memory)
-    return replace(alike, memory_bytes=total, words=f"{name}, {total / 1e9:.0f} GB")

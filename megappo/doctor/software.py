@@ -125,9 +125,8 @@ def generation_finding(config: Config | None) -> Finding:
     version = installed_version("sglang")
     if version is None:
         if wanted:
-            return broken(
-                "generation", "rollout.engine is sglang, which is not installed", "pip install megappo[sglang]"
-            )
+            remedy = "pip install megappo[sglang], or set rollout.engine to transformers"
+            return broken("generation", "rollout.engine is sglang, which is not installed", remedy)
         return fine("generation", "transformers, embedded in every rank; SGLang is not installed")
     if not holds(version, SGLANG.removeprefix("sglang")):
         return broken("generation", f"SGLang {version}, needed is {MENDED_VERSION}", f"pip install '{SGLANG}'")

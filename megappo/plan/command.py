@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megappo.config import Config, ConfigError
+from megappo.plan.engines import other_engine
 from megappo.plan.machine_file import find_machine
 from megappo.plan.planner import check_gpus, default_machine, fewest_ranks, make_plan, read_models
 from megappo.plan.search import best_layouts, remedy
@@ -41,12 +42,21 @@ def plan_command(
             console.print(search_view(layouts, gpus, machine.name))
         return True
     plan = make_plan(config, found.models, machine, gpus)
+    other = other_engine(config, found.models, machine, gpus)
     advice, proposal = (None, None) if plan.fits else remedy(config, found.models, machine, gpus)
     if as_json:
-        print(to_json(plan, [proposal] if proposal else [], [*found.notes, *([advice] if advice else [])]))
+        print(to_json(plan, [proposal] if proposal else [], [*found.notes, *([advice] if advice else [])], other))
     else:
         console.print(plan_view(plan))
         # Sentences go out unwrapped, so that overrides can be copied.
-        for line in (plan.verdict, *([advice] if advice else []), plan.bottleneck, *found.notes, plan.assumptions):
+        for line in (
+            plan.verdict,
+            *([advice] if advice else []),
+            plan.bottleneck,
+            other.sentence,
+            plan.stopping.sentence(config),
+        ):
+            print(line)
+        for line in (*found.notes, plan.assumptions):
             print(line)
     return plan.fits

@@ -74,6 +74,8 @@ class Assumptions:
     """Host time to start the kernels of one layer forward, without CUDA graphs."""
     small_all_reduce_seconds: float = 10e-6
     """Of a few hundred kilobytes within a node, between the kernels of a CUDA graph."""
+    checkpoint_bytes_per_second: float = 2e9
+    """Written by a node to a disk that all share."""
     memory_share: float = 0.95
     """Of the memory, before fragmentation gets in the way."""
     cuda_reserve_bytes: float = 3e9
@@ -87,7 +89,8 @@ class Assumptions:
             f"assumed: {self.compute_share:.0%} of peak FLOP/s, {self.bandwidth_share:.0%} of memory bandwidth, "
             f"{self.link_share:.0%} of link bandwidth, {1e3 * self.launch_seconds_per_layer:g} ms of host time per "
             "layer and forward pass (none when SGLang decodes on GPUs, where a small all-reduce takes "
-            f"{1e6 * self.small_all_reduce_seconds:g} us), {self.memory_share:.0%} of memory less "
+            f"{1e6 * self.small_all_reduce_seconds:g} us), {self.checkpoint_bytes_per_second / 1e9:g} GB/s of a "
+            f"checkpoint per node, {self.memory_share:.0%} of memory less "
             f"{self.cuda_reserve_bytes / 1e9:g} GB per GPU for CUDA and NCCL, "
             f"{self.process_reserve_bytes / 1e9:g} GB per rank on a CPU; every sample at its longest, rewards and data "
             "loading left out"
@@ -102,6 +105,9 @@ def _tensor_core_peak(device_name: str) -> float:
     assert peak is not None
     return peak
 
+
+CPU_CORES = 56
+"""Of the machine `cpu`."""
 
 MACHINES = {
     machine.name: machine
@@ -148,8 +154,8 @@ MACHINES = {
         Machine(
             "cpu",
             "one Xeon Platinum 8480+ of 56 cores, 512 GB, shared by the ranks",
-            56 * 2.0e9 * 2048,
-            56 * 2.0e9 * 64,
+            CPU_CORES * 2.0e9 * 2048,
+            CPU_CORES * 2.0e9 * 64,
             512e9,
             8 * 38.4e9,
             8 * 38.4e9,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from megappo.config import Config, ConfigError, derive
+from megappo.config import Config, ConfigError, derive, resolve
 from megappo.config.base import LARGEST_WORLD
 from megappo.config.errors import shortened, whole_number
 from megappo.config.rules import format_ranks
@@ -15,6 +15,7 @@ from megappo.plan.inputs import Models, Setup, make_setup
 from megappo.plan.machines import ASSUMED, MACHINES, Machine
 from megappo.plan.memory import RankMemory, rank_memory
 from megappo.plan.servers import cache_tokens, server_weights, token_bytes
+from megappo.plan.stopping import Stopping, stopping
 
 _BOUND_WORDS = {
     "compute": "arithmetic",
@@ -44,6 +45,8 @@ class Plan:
     step_seconds: float
     tokens_per_second: float
     """Prompt and response tokens of the step by its seconds, all ranks."""
+    stopping: Stopping
+    """Lead time for a scheduler, and how often to write a checkpoint."""
     verdict: str
     """Whether it fits, and where it is fullest."""
     bottleneck: str
@@ -68,15 +71,18 @@ class PlannedModels:
     notes: tuple[str, ...]
 
 
-def read_models(config: Config, beside: Path) -> PlannedModels:
+def read_models(config: Config, beside: Path | None) -> PlannedModels:
     """Architectures from the models' config.json: no weights, no tokenizer.
 
-    A folder that is not on this machine, or a hub name, is read from `beside`/NAME where that holds a config.json, NAME
-    being the last part of the path. Raises ConfigError for a model that is found nowhere or not supported.
+    With `beside`, a folder that is not on this machine, or a hub name, is read from `beside`/NAME where that holds a
+    config.json, NAME being the last part of the path. Raises ConfigError for a model that is found nowhere or not
+    supported.
     """
     notes: list[str] = []
 
     def where(path: str) -> str:
+        if beside is None:
+            return path
         local = beside / Path(path).name
         if Path(path).exists() or not (local / "config.json").is_file():
             return path
@@ -117,6 +123,7 @@ def fewest_ranks(config: Config) -> int:
 def make_plan(config: Config, models: Models, machine: Machine, gpus: int) -> Plan:
     """Plan a configuration on so many devices. Raises ConfigError where its rules do not hold on that world, and where
     an SGLang server has no room for the longest sequence."""
+    config = resolve(config, on_cuda=machine.is_cuda)
     derive(config, gpus, models.actor, models.critic, models.reference)
     share = machine.per_rank(gpus)
     setup = make_setup(config, models, gpus, on_cuda=machine.is_cuda, device_bytes=share.memory_bytes)
@@ -138,6 +145,7 @@ def make_plan(config: Config, models: Models, machine: Machine, gpus: int) -> Pl
         stages=stages,
         step_seconds=seconds,
         tokens_per_second=tokens / seconds,
+        stopping=stopping(setup, stages, share, seconds),
         verdict=_verdict(fullest, share.usable_bytes, fits),
         bottleneck=_bottleneck(stages, seconds),
         assumptions=ASSUMED.sentence(),

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megappo.config import Config, ConfigError, derive
+from megappo.config import Config, ConfigError, derive, resolve
 from megappo.config.errors import divisors, show
 from megappo.config.roles import LayoutSettings
 from megappo.config.rules import Role, batch_rules, engine_rules, parallel_rules, placement_rules, vocabulary_rules
@@ -93,6 +93,7 @@ def nearest_fit(
 
     `everywhere`: all roles on all devices, wherever the given ones stand.
     """
+    config = resolve(config, on_cuda=machine.is_cuda)
     start = _everywhere(config) if everywhere else config
     return next(_fits(_Task(config, start, models, machine, gpus, by_speed=False)), None)
 
@@ -103,6 +104,7 @@ def best_layouts(config: Config, models: Models, machine: Machine, gpus: int, co
 
     Raises ConfigError for what no layout mends.
     """
+    config = resolve(config, on_cuda=machine.is_cuda)
     _check_step(config, models, gpus)
     task = _Task(config, _everywhere(config), models, machine, gpus, by_speed=True)
     return list(itertools.islice(_fits(task), count))

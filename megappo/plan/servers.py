@@ -55,7 +55,7 @@ class Servers:
 
 def find_servers(config: Config, world_size: int, *, on_cuda: bool, device_bytes: float) -> Servers | None:
     """The servers of a configuration; None with the embedded engine."""
-    if config.rollout.engine != "sglang":
+    if config.rollout.engine_on(on_cuda=on_cuda) != "sglang":
         return None
     settings = config.rollout.servers
     return Servers(

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megappo.config.rules import format_ranks
+from megappo.plan.engines import OtherEngine
 from megappo.plan.memory import RankMemory
 from megappo.plan.planner import Plan
 from megappo.plan.search import Proposal
@@ -24,8 +25,11 @@ from megappo.plan.search import Proposal
 _GIGA = 1e9
 
 
-def to_json(plan: Plan | None, proposals: Sequence[Proposal], notes: Sequence[str]) -> str:
-    """Everything in bytes, FLOPs and seconds: `plan` (null in a search), `layouts` (what was proposed), `notes`.
+def to_json(
+    plan: Plan | None, proposals: Sequence[Proposal], notes: Sequence[str], other: OtherEngine | None = None
+) -> str:
+    """Everything in bytes, FLOPs and seconds: `plan` and `other_engine` (null in a search), `layouts` (what was
+    proposed), `notes`.
 
     Each entry of `plan.ranks` has `peak_stage` and `peak_bytes` besides its parts.
     """
@@ -34,6 +38,7 @@ def to_json(plan: Plan | None, proposals: Sequence[Proposal], notes: Sequence[st
         content["plan"] = dataclasses.asdict(plan)
         for entry, ranks in zip(content["plan"]["ranks"], plan.ranks, strict=True):
             entry |= {"peak_stage": ranks.peak_stage, "peak_bytes": ranks.peak}
+    content["other_engine"] = None if other is None else dataclasses.asdict(other)
     content |= {"layouts": [dataclasses.asdict(p) for p in proposals], "notes": list(notes)}
     return json.dumps(content, indent=2)
 

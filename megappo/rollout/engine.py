@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -49,6 +49,9 @@ class Completion:
 
 class Engine(Protocol):
     """Token ids in, token ids and log-probabilities out."""
+
+    on_tokens: Callable[[], None]
+    """Called, from any thread, whenever tokens are known to have been made; does nothing until it is set."""
 
     @property
     def version(self) -> int:

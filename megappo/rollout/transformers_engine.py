@@ -5,7 +5,7 @@ Shape legend: B sequences of a batch, V vocabulary, S new tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,14 @@ class _Sampler(LogitsProcessor):
     distribution: a response does not depend on its batch, and the log-probability is recorded where it is used.
     """
 
-    def __init__(self, requests: Sequence[GenerateRequest], params: SamplingParams, device: torch.device) -> None:
-        self._params = params
+    def __init__(
+        self,
+        requests: Sequence[GenerateRequest],
+        params: SamplingParams,
+        device: torch.device,
+        on_tokens: Callable[[], None],
+    ) -> None:
+        self._params, self._on_tokens = params, on_tokens
         self._uniforms_BS = torch.stack(
             [torch.rand(params.max_new_tokens, generator=torch.Generator().manual_seed(r.seed)) for r in requests]
         ).to(device)
@@ -32,6 +38,7 @@ class _Sampler(LogitsProcessor):
         self.logprobs: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self._on_tokens()
         # `generate` hands over a float32 copy of its own; every pass over (B, V) counts.
         shifted_BV = scores.float().div_(self._params.temperature)
         shifted_BV.sub_(shifted_BV.amax(-1, keepdim=True))
@@ -89,6 +96,7 @@ class TransformersEngine:
         # Everything about generation is said per call; the folder's defaults (top_k, penalties) must not interfere.
         self._model.generation_config = type(self._model.generation_config)()
         self._device, self._batch_sequences = device, generate_batch_sequences
+        self.on_tokens: Callable[[], None] = lambda: None
         self._version = 0
         self._complete = False
         self._asleep = False
@@ -143,7 +151,7 @@ class TransformersEngine:
         for row, request in enumerate(requests):
             ids[row, longest - len(request.token_ids) :] = torch.tensor(request.token_ids)
             attention[row, longest - len(request.token_ids) :] = 1
-        sampler = _Sampler(requests, params, self._device)
+        sampler = _Sampler(requests, params, self._device, self.on_tokens)
         self._model.generate(
             input_ids=ids.to(self._device),
             attention_mask=attention.to(self._device),

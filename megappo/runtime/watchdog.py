@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import math
 import os
 import socket
 import sys
@@ -21,6 +22,10 @@ _POLL_SECONDS = 0.5
 _OTHERS_SECONDS = 15.0
 _BLOCKED_SECONDS = 60.0
 _STDERR = 2
+_TELL_SECONDS = 1.0
+_COUNT = "megappo/tokens-made"
+GENERATING = ("rollout", "evaluate")
+"""Phases in which an engine makes tokens that are waited for."""
 
 
 class Watchdog:
@@ -29,6 +34,9 @@ class Watchdog:
     Where a phase lasts longer than its limit, the ranks write the phase, what they wait for and all Python stacks to
     `<directory>/hang-<time>/rank-00000.txt`, and exit with code 79. A rank that finds that folder joins in, so that
     the ranks that wait for the one that hangs are seen at the same moment.
+
+    A phase that generates does not last too long while any rank's engine makes tokens: its limit counts from the last
+    ones. Ranks tell each other by a count in the store by which they met.
     """
 
     def __init__(self, directory: Path, limits: Mapping[str, float], default_seconds: float, runtime: Runtime) -> None:
@@ -38,6 +46,9 @@ class Watchdog:
         dist.broadcast_object_list(shared, src=0)
         self._folder = directory / f"hang-{shared[0]}"
         self._phase, self._waits_for, self._since = "start", "", time.monotonic()
+        # A connection of its own: the one of the process group is held while that waits for something.
+        self._store: dist.Store = dist.distributed_c10d._get_default_store().clone()
+        self._told, self._seen = -math.inf, 0
         self._stopped = threading.Event()
 
     def start(self) -> None:
@@ -53,7 +64,28 @@ class Watchdog:
     def enter(self, phase: str, waits_for: str = "") -> None:
         """A phase begins, which lasts until the next does. `waits_for` says what is outstanding in it."""
         self._phase, self._waits_for, self._since = phase, waits_for, time.monotonic()
+        if phase in GENERATING:
+            self._others_made_tokens()
         self._arm()
+
+    def made_tokens(self) -> None:
+        """This rank's engine goes on; may be called from any thread, and as often as one likes."""
+        now = time.monotonic()
+        if self._phase not in GENERATING:
+            return
+        self._since = now
+        if now - self._told >= _TELL_SECONDS:
+            self._told = now
+            self._arm()
+            with contextlib.suppress(dist.DistError):  # who holds the store is gone, and the run with it
+                self._store.add(_COUNT, 1)
+
+    def _others_made_tokens(self) -> bool:
+        """Whether any rank's engine has gone on since this was asked last, or since the phase began."""
+        before = self._seen
+        with contextlib.suppress(dist.DistError):
+            self._seen = self._store.add(_COUNT, 0)
+        return self._seen != before
 
     @property
     def _limit(self) -> float:
@@ -67,7 +99,10 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._stopped.wait(_POLL_SECONDS):
             seconds = time.monotonic() - self._since
-            if seconds > self._limit or self._folder.exists():
+            if seconds > self._limit and self._phase in GENERATING and self._others_made_tokens():
+                self._since = time.monotonic()
+                self._arm()
+            elif seconds > self._limit or self._folder.exists():
                 self._report(seconds)
                 os._exit(HANG)
 

@@ -40,6 +40,8 @@ class StandIn:
         """Breaks the connection once so many samples were asked for."""
         self.hang_after: int | None = None
         self.bodies: list[dict[str, Any]] = []
+        self.running = 0
+        """Samples that it is making tokens for."""
         self._ready = threading.Event()
         threading.Thread(target=self._serve, daemon=True).start()
         assert self._ready.wait(10)
@@ -50,6 +52,7 @@ class StandIn:
         app = web.Application()
         app.router.add_post("/generate", self._generate)
         app.router.add_get("/health_generate", self._health)
+        app.router.add_get("/v1/loads", self._loads)
         runner = web.AppRunner(app)
         loop.run_until_complete(runner.setup())
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -62,6 +65,9 @@ class StandIn:
         await asyncio.sleep(self.health_seconds)
         return web.Response(status=200 if self.healthy else 503)
 
+    async def _loads(self, _request: web.Request) -> web.Response:
+        return web.json_response({"loads": [{"num_running_reqs": self.running, "num_waiting_reqs": 0}]})
+
     async def _generate(self, request: web.Request) -> web.Response:
         assert request.headers["Authorization"] == "Bearer key"
         body = await request.json()
@@ -72,7 +78,9 @@ class StandIn:
             request.transport.abort()
         if self.hang_after is not None and self.asked > self.hang_after:
             await asyncio.sleep(60)
+        self.running += len(body["input_ids"])
         await asyncio.sleep(self.seconds * len(body["input_ids"]))
+        self.running -= len(body["input_ids"])
         if self.status != 200:
             return web.Response(status=self.status, text="because")
         self.answered_at.append(time.monotonic())
@@ -162,12 +170,23 @@ def test_a_slow_engine_that_is_well_is_waited_for() -> None:
     assert complete(outcome, 20) and not outcome.failures
 
 
-def test_a_response_has_a_deadline() -> None:
-    slow = StandIn(0)
-    slow.hang_after = 0
-    outcome = spread([slow], 5, request_timeout_seconds=1.0)
+def test_a_request_that_nothing_comes_of_has_a_deadline() -> None:
+    """The server is well, but works on nothing."""
+    lost = StandIn(0)
+    lost.hang_after = 0
+    outcome = spread([lost], 5, request_timeout_seconds=1.0)
     assert outcome.completions == {}
-    assert "gave no response within 1 seconds" in outcome.failures[0]
+    assert "gave no response within 1 seconds and works on none" in outcome.failures[0]
+
+
+def test_no_deadline_ends_a_request_that_tokens_are_made_for() -> None:
+    slow = StandIn(0, 0.6)
+    told: list[float] = []
+    requests = {i: GenerateRequest((2, 100 + i), seed=i, prompt_id=i) for i in range(5)}
+    patient = settings(request_timeout_seconds=0.5, stall_timeout_seconds=60.0)
+    outcome = Round([slow.endpoint], requests, PARAMS, 7, patient, lambda: told.append(time.monotonic())).result()
+    assert complete(outcome, 5) and not outcome.failures
+    assert len(told) >= 3  # and whoever waits for the rollout was told that it goes on
 
 
 def test_without_engines_everything_is_left() -> None:

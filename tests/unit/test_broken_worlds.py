@@ -170,7 +170,7 @@ def test_an_address_of_another_machine(name: str, capsys: pytest.CaptureFixture[
 
 @pytest.mark.usefixtures("sglang")
 def test_no_room_in_a_server(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("plan", "configs/qwen3_8b_8gpu_math.yaml", "--gpus", "8", "rollout.engine=sglang")
+    words = ("plan", "configs/qwen3_8b_8gpu_math.yaml", "--gpus", "8")
     code, said = run(capsys, *words, "rollout.sglang={memory_fraction: 0.2}")
     assert (code, "memory_fraction 0.2 gives a server 16.0 GB of each device" in said) == (2, True), said
     code, said = run(capsys, *words, "rollout.sglang={max_total_tokens: 100}")

@@ -160,3 +160,34 @@ def test_prune_keeps_what_is_used(machine: Machine) -> None:
 
 def test_prune_wants_a_number_of_days(machine: Machine) -> None:
     assert "'all' is no number of days; usage:" in machine.prune(machine.clone("one"), "all")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "words", "kind"),
+    [
+        (True, ("train", "{}/said.yaml"), "light"),
+        (True, ("train", "{}/unsaid.yaml"), "full"),
+        (True, ("train", "{}/unsaid.yaml", "rollout.engine=transformers"), "light"),
+        (False, ("train", "{}/unsaid.yaml"), "light"),
+        (False, ("train", "{}/unsaid.yaml", "rollout.engine=sglang"), "full"),
+    ],
+)
+def test_sglang_is_there_where_it_generates_by_default(
+    gpus: bool, words: tuple[str, ...], kind: str, tmp_path: Path
+) -> None:
+    (tmp_path / "said.yaml").write_text("rollout: {engine: transformers}\n")
+    (tmp_path / "unsaid.yaml").write_text("rollout: {prompts_per_step: 8}\n")
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\nexit {0 if gpus else 9}\n")
+    program.chmod(0o755)
+    script = 'source launch/environment.sh; environment_for "$@"'
+    found = subprocess.run(
+        ["bash", "-c", script, "bash", *(word.format(tmp_path) for word in words)],
+        cwd=ROOT,
+        env={**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.strip() == kind

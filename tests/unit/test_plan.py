@@ -39,6 +39,11 @@ SMALL, MIDDLE, LARGE = (
     for name in ("qwen3_0.6b_1gpu_gsm8k", "qwen3_8b_8gpu_math", "qwen3_32b_2node_math")
 )
 ON = {SMALL: ("h100", 1), MIDDLE: ("h100", 8), LARGE: ("h200", 16)}
+EMBEDDED = {
+    path: ["rollout.engine=transformers", "rollout.sglang=null", f"rollout.generate_batch_sequences={batch}"]
+    for path, batch in {SMALL: 128, MIDDLE: 16, LARGE: 8}.items()
+}
+"""They are planned with the engine inside the trainer here; test_plan_servers.py has SGLang's servers."""
 # The weights of the published safetensors files.
 PUBLISHED = {"Qwen3-0.6B": 596_049_920, "Qwen3-8B": 8_190_735_360, "Qwen3-32B": 32_762_123_264}
 EXPERTS = {"Qwen3-30B-A3B": (30_532_122_624, 3e9), "Qwen3-235B-A22B": (235_093_634_560, 22e9)}
@@ -55,9 +60,13 @@ def models_of(path: Path) -> Models:
     return read_models(load_config(path), MODELS).models
 
 
+def load(path: Path, *overrides: str) -> Config:
+    return load_config(path, [*EMBEDDED[path], *overrides])
+
+
 def plan(path: Path, *overrides: str, machine: str | None = None, gpus: int | None = None) -> Plan:
     name, count = ON[path]
-    return make_plan(load_config(path, overrides), models_of(path), find_machine(machine or name), gpus or count)
+    return make_plan(load(path, *overrides), models_of(path), find_machine(machine or name), gpus or count)
 
 
 def resident(found: Plan, role: str) -> float:
@@ -125,7 +134,8 @@ def test_experts_on_more_ranks_take_less_memory_and_more_links() -> None:
 @pytest.mark.parametrize("path", ON, ids=lambda p: p.stem)
 def test_shipped_configurations_fit_their_machine(path: Path) -> None:
     start = time.perf_counter()
-    found = plan(path)
+    name, gpus = ON[path]
+    found = make_plan(load_config(path), models_of(path), find_machine(name), gpus)
     assert found.fits, found.verdict
     assert found.verdict.startswith("fits: rank")
     assert found.gpus == fewest_ranks(load_config(path))
@@ -260,7 +270,7 @@ def test_machines() -> None:
 
 
 def apply(path: Path, proposal: Proposal, *overrides: str) -> Plan:
-    config = load_config(path, [*overrides, *proposal.overrides])
+    config = load(path, *overrides, *proposal.overrides)
     return make_plan(config, models_of(path), find_machine(proposal.machine), proposal.gpus)
 
 
@@ -277,7 +287,7 @@ def apply(path: Path, proposal: Proposal, *overrides: str) -> Plan:
 )
 def test_what_does_not_fit_gets_a_layout_that_does(path: Path, overrides: list[str]) -> None:
     machine, gpus = find_machine(ON[path][0]), ON[path][1]
-    config = load_config(path, overrides)
+    config = load(path, *overrides)
     given_plan = make_plan(config, models_of(path), machine, gpus)
     assert not given_plan.fits and given_plan.verdict.startswith("does not fit: rank")
     words, proposal = remedy(config, models_of(path), machine, gpus)
@@ -289,16 +299,16 @@ def test_what_does_not_fit_gets_a_layout_that_does(path: Path, overrides: list[s
 
 
 def test_what_fits_is_its_own_nearest() -> None:
-    proposal = nearest_fit(load_config(MIDDLE), models_of(MIDDLE), MACHINES["h100"], 8)
+    proposal = nearest_fit(load(MIDDLE), models_of(MIDDLE), MACHINES["h100"], 8)
     assert proposal is not None and proposal.overrides == ()
 
 
 def test_where_no_layout_fits_a_larger_machine_is_named() -> None:
-    config, models = load_config(LARGE), models_of(LARGE)
+    config, models = load(LARGE), models_of(LARGE)
     words, proposal = remedy(config, models, MACHINES["h100"], 16)
     assert words == "no layout on 16 x h100 fits; 16 x h200 would do"
     assert proposal is not None and apply(LARGE, proposal).fits
-    words, proposal = remedy(load_config(LARGE, ["critic.path=null"]), models_of_own_critic(), MACHINES["b200"], 8)
+    words, proposal = remedy(load(LARGE, "critic.path=null"), models_of_own_critic(), MACHINES["b200"], 8)
     assert proposal is not None and proposal.gpus > 8 and words.startswith("no layout on 8 x b200 fits; ")
     tiny = dataclasses.replace(MACHINES["h100"], memory_bytes=5e9, is_cuda=False, shared_by_ranks=False)
     words, proposal = remedy(config, models, tiny, 16)
@@ -311,7 +321,7 @@ def models_of_own_critic() -> Models:
 
 @pytest.mark.parametrize(("path", "machine", "gpus"), [(MIDDLE, "h100", 8), (LARGE, "b200", 32), (SMALL, "cpu", 4)])
 def test_search_proposes_layouts_that_fit_the_fastest_first(path: Path, machine: str, gpus: int) -> None:
-    config = load_config(path, ["rollout.max_response_tokens=4096"])
+    config = load(path, "rollout.max_response_tokens=4096")
     proposals = best_layouts(config, models_of(path), find_machine(machine), gpus)
     assert 1 <= len(proposals) <= 5
     times = [p.step_seconds for p in proposals]
@@ -319,21 +329,21 @@ def test_search_proposes_layouts_that_fit_the_fastest_first(path: Path, machine:
     for proposal in proposals:
         found = apply(path, proposal, "rollout.max_response_tokens=4096")
         assert found.fits and found.step_seconds == proposal.step_seconds
-    given_layout = load_config(path, [*proposals[0].overrides, "rollout.max_response_tokens=4096"])
+    given_layout = load(path, *proposals[0].overrides, "rollout.max_response_tokens=4096")
     assert make_plan(given_layout, models_of(path), find_machine(machine), gpus).step_seconds == times[0]
 
 
 def test_search_makes_room_for_a_longer_context() -> None:
     long = ["rollout.max_response_tokens=32000"]
-    assert load_config(MIDDLE, long).actor.microbatch_budget_tokens < 33024
-    best = best_layouts(load_config(MIDDLE, long), models_of(MIDDLE), MACHINES["h200"], 8)[0]
+    assert load(MIDDLE, *long).actor.microbatch_budget_tokens < 33024
+    best = best_layouts(load(MIDDLE, *long), models_of(MIDDLE), MACHINES["h200"], 8)[0]
     assert apply(MIDDLE, best, *long).fits
-    assert load_config(MIDDLE, [*long, *best.overrides]).actor.microbatch_budget_tokens >= 33024
+    assert load(MIDDLE, *long, *best.overrides).actor.microbatch_budget_tokens >= 33024
 
 
 def test_search_beats_the_shipped_layouts() -> None:
     for path, (machine, gpus) in ON.items():
-        best = best_layouts(load_config(path), models_of(path), find_machine(machine), gpus)[0]
+        best = best_layouts(load(path), models_of(path), find_machine(machine), gpus)[0]
         assert best.step_seconds <= plan(path).step_seconds
 
 
@@ -344,7 +354,7 @@ def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
 
 
 def test_json_round_trip(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = command(capsys, str(MIDDLE), "--machine", "h100", "--json", "--gpus", "8")
+    code, out, err = command(capsys, str(MIDDLE), "--machine", "h100", "--json", "--gpus", "8", *EMBEDDED[MIDDLE])
     assert (code, err) == (0, "")
     content = json.loads(out)
     assert TypeAdapter(Plan).validate_python(content["plan"]) == plan(MIDDLE)
@@ -352,15 +362,15 @@ def test_json_round_trip(capsys: pytest.CaptureFixture[str]) -> None:
     assert content["notes"] == [f"Qwen/Qwen3-8B is planned from {MODELS / 'Qwen3-8B' / 'config.json'}"]
     ranks = content["plan"]["ranks"][0]
     assert ranks["peak_bytes"] == max(ranks["stages"].values()) == ranks["stages"][ranks["peak_stage"]]
-    code, out, _ = command(capsys, str(LARGE), "--machine", "h100", "--json")
+    code, out, _ = command(capsys, str(LARGE), "--machine", "h100", "--json", *EMBEDDED[LARGE])
     assert code == 1
     content = json.loads(out)
     assert not content["plan"]["fits"] and content["layouts"][0]["machine"] == "h200"
-    code, out, _ = command(capsys, str(MIDDLE), "--gpus", "8", "--search", "--json")
+    code, out, _ = command(capsys, str(MIDDLE), "--gpus", "8", "--search", "--json", *EMBEDDED[MIDDLE])
     content = json.loads(out)
     proposals = [TypeAdapter(Proposal).validate_python(p) for p in content["layouts"]]
     assert content["plan"] is None
-    assert proposals == best_layouts(load_config(MIDDLE), models_of(MIDDLE), MACHINES["h100"], 8)
+    assert proposals == best_layouts(load(MIDDLE), models_of(MIDDLE), MACHINES["h100"], 8)
 
 
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,11 +56,11 @@ def test_room_for_keys_and_values() -> None:
     arch = models().actor
     assert token_bytes(arch, 1, 2) == KV_BYTES and token_bytes(arch, 4, 2) == KV_BYTES / 4
     assert token_bytes(arch, 16, 2) == KV_BYTES / 8
-    config = load_config(MIDDLE, ["rollout.engine=sglang", "rollout.sglang={memory_fraction: 0.5}"])
+    config = load_config(MIDDLE, ["rollout.sglang={memory_fraction: 0.5}"])
     servers = find_servers(config, 8, on_cuda=True, device_bytes=80e9)
     assert servers is not None and servers.count == 8
     assert cache_tokens(arch, servers, 2) == pytest.approx((40e9 - 2 * model_sizes(arch)[0]) / KV_BYTES)
-    limited = load_config(MIDDLE, ["rollout.engine=sglang", "rollout.sglang={max_total_tokens: 9000}"])
+    limited = load_config(MIDDLE, ["rollout.sglang={max_total_tokens: 9000}"])
     found = find_servers(limited, 8, on_cuda=True, device_bytes=80e9)
     assert found is not None and cache_tokens(arch, found, 2) == 9000
     on_cpu = find_servers(config, 8, on_cuda=False, device_bytes=80e9)
@@ -104,7 +104,8 @@ def test_time_of_servers() -> None:
 
 
 def plan_embedded() -> Plan:
-    return make_plan(load_config(MIDDLE), models(), MACHINES["h200"], 8)
+    words = ["rollout.engine=transformers", "rollout.sglang=null"]
+    return make_plan(load_config(MIDDLE, words), models(), MACHINES["h200"], 8)
 
 
 def test_one_step_ahead_hides_the_shorter_half() -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from megappo.cli import main
-from megappo.config import load_config
+from megappo.config import Config, load_config
+from megappo.plan import Plan, find_machine, make_plan, read_models
+from megappo.plan.engines import other_engine
 from megappo.plan.planner import fewest_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -82,3 +84,42 @@ def test_sizes_that_people_start_from_are_there() -> None:
     assert ranks >= {1, 8, 16, 128, 320}
     names = " ".join(path.stem for path in CONFIGURATIONS)
     assert all(word in names for word in ("0.6b", "8b", "32b", "gsm8k", "math", "dapo"))
+
+
+GPU_CONFIGURATIONS = [path for path in CONFIGURATIONS if head_command(path, "megappo")[-3] != "cpu"]
+
+
+def planned(path: Path) -> tuple[Config, Plan]:
+    words = head_command(path, "megappo")
+    config = load_config(path)
+    models = read_models(config, ROOT / "configs" / "models").models
+    return config, make_plan(config, models, find_machine(words[-3]), int(words[-1]))
+
+
+@pytest.mark.parametrize("path", GPU_CONFIGURATIONS, ids=lambda p: p.stem)
+def test_on_gpus_sglang_generates_and_is_the_faster_engine(path: Path) -> None:
+    config, plan = planned(path)
+    assert config.rollout.engine == "sglang" and plan.fits
+    words = head_command(path, "megappo")
+    models = read_models(config, ROOT / "configs" / "models").models
+    other = other_engine(config, models, find_machine(words[-3]), int(words[-1]))
+    assert other.engine == "transformers"
+    assert other.rollout_seconds is None or other.rollout_seconds > 2 * plan.stages[0].seconds
+
+
+@pytest.mark.parametrize("path", GPU_CONFIGURATIONS, ids=lambda p: p.stem)
+def test_checkpoints_are_as_frequent_as_the_plan_recommends(path: Path) -> None:
+    config, plan = planned(path)
+    assert config.checkpoint is not None
+    assert config.checkpoint.every_steps == plan.stopping.every_steps
+    assert plan.stopping.checkpoint_seconds < plan.stopping.every_steps * plan.step_seconds <= 3600
+
+
+@pytest.mark.parametrize("script", ["ppo.sbatch", "ppo_disaggregated.sbatch"])
+def test_the_lead_time_of_a_batch_script_is_the_longest_of_its_configurations(script: str) -> None:
+    leads = []
+    for path in GPU_CONFIGURATIONS:
+        if f"launch/slurm/{script}" in head_command(path, "sbatch", "launch/torchrun.sh"):
+            leads.append(planned(path)[1].stopping.lead_seconds)
+    text = (ROOT / "launch" / "slurm" / script).read_text()
+    assert re.findall(r"^#SBATCH --signal=USR1@(\d+)$", text, re.MULTILINE) == [str(max(leads))]

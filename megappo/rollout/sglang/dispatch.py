@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 
-from megappo.config.engine import SGLangSettings
+from megappo.config.engine import LEAST_REQUEST_SECONDS, SGLangSettings
 from megappo.rollout.engine import Completion, GenerateRequest, SamplingParams
 from megappo.rollout.sglang.client import Endpoint, EngineFailure
 from megappo.rollout.sglang.dealing import Deal
@@ -67,7 +67,10 @@ class Round:
         params: SamplingParams,
         version: int,
         settings: SGLangSettings,
+        on_tokens: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_tokens` is called from the round's thread whenever an engine has shown that it makes tokens."""
+        self._on_tokens = on_tokens
         self._lanes = [_Lane(endpoint) for endpoint in endpoints]
         self._requests, self._params, self._version, self._settings = requests, params, version, settings
         # The longest first, so that none of them is left over at the end.
@@ -151,6 +154,7 @@ class Round:
             self._lose(lane, str(failure), group)
             return
         lane.last_answer = time.monotonic()
+        self._on_tokens()
         self._outcome.completions |= zip(group, completions, strict=True)
 
     def _lose(self, lane: _Lane, reason: str, owed: Sequence[int] = ()) -> None:
@@ -173,6 +177,7 @@ class Round:
             well, lane.check = lane.check.result(), None
             if well:
                 lane.last_answer = time.monotonic()
+                self._on_tokens()
             elif overdue:
                 self._lose(lane, f"{lane.endpoint.name} gave nothing for {silent:.0f} seconds and is not well")
 
@@ -185,24 +190,54 @@ class Round:
         except (aiohttp.ClientError, TimeoutError, OSError):
             return False
 
+    async def _works(self, session: aiohttp.ClientSession, endpoint: Endpoint) -> bool:
+        """Whether it makes tokens, and has requests to make them for."""
+        if not await self._is_well(session, endpoint):
+            return False
+        try:
+            async with asyncio.timeout(self._settings.health_timeout_seconds):
+                async with session.get(f"{endpoint.url}/v1/loads?include=core", headers=endpoint.headers) as answer:
+                    loads = (await answer.json())["loads"] if answer.status == 200 else []
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return False
+        return any(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
+
+    async def _has_lost(
+        self, session: aiohttp.ClientSession, endpoint: Endpoint, answer: asyncio.Task[list[Completion]]
+    ) -> bool:
+        """Whether it works on nothing, also a while later: what it says of itself may be some tokens old."""
+        for pause_seconds in (self._settings.stall_timeout_seconds, 0.0):
+            if await self._works(session, endpoint) or (await asyncio.wait([answer], timeout=pause_seconds))[0]:
+                return False
+        return True
+
     async def _ask(self, session: aiohttp.ClientSession, endpoint: Endpoint, group: list[int]) -> list[Completion]:
+        """Have a group answered, however long it takes, as long as the engine works on it. Raises as `_post`."""
+        limit = self._settings.request_timeout_seconds or LEAST_REQUEST_SECONDS
+        answer = asyncio.ensure_future(self._post(session, endpoint, group))
+        try:
+            while not (await asyncio.wait([answer], timeout=limit))[0]:
+                if await self._has_lost(session, endpoint, answer):
+                    raise EngineFailure(f"{endpoint.name} gave no response within {limit:g} seconds and works on none")
+                self._on_tokens()
+            return answer.result()
+        finally:
+            answer.cancel()
+
+    async def _post(self, session: aiohttp.ClientSession, endpoint: Endpoint, group: list[int]) -> list[Completion]:
         """One request for a group. Raises EngineFailure for a failed engine, EngineError for a refused request."""
         body = {
             "input_ids": [list(self._requests[i].token_ids) for i in group],
             "sampling_params": [_sampling(self._requests[i], self._params) for i in group],
             "return_logprob": True,
         }
-        limit = self._settings.request_timeout_seconds
         try:
-            async with asyncio.timeout(limit):
-                async with session.post(f"{endpoint.url}/generate", json=body, headers=endpoint.headers) as answer:
-                    if 400 <= answer.status < 500:
-                        raise EngineError(f"{endpoint.name} refused to generate: {(await answer.text())[:500]}")
-                    if answer.status != 200:
-                        raise EngineFailure(f"{endpoint.name} failed to generate: {(await answer.text())[:500]}")
-                    texts = await answer.json()
-        except TimeoutError:
-            raise EngineFailure(f"{endpoint.name} gave no response within {limit:g} seconds") from None
+            async with session.post(f"{endpoint.url}/generate", json=body, headers=endpoint.headers) as answer:
+                if 400 <= answer.status < 500:
+                    raise EngineError(f"{endpoint.name} refused to generate: {(await answer.text())[:500]}")
+                if answer.status != 200:
+                    raise EngineFailure(f"{endpoint.name} failed to generate: {(await answer.text())[:500]}")
+                texts = await answer.json()
         except (aiohttp.ClientError, OSError) as error:
             raise EngineFailure(f"{endpoint.name} broke off while it generated ({error!r})") from None
         return [_completion(text, endpoint, self._version) for text in texts]

@@ -7,7 +7,7 @@ starts it again where it died. Ranks agree on what failed, so that all of them r
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -75,6 +75,7 @@ class SGLangEngine:
         self._version = 0
         self._asleep = False
         self._pending: list[Pending] = []
+        self.on_tokens: Callable[[], None] = lambda: None
         self.restarts = 0
         """Servers that were started again, over the run."""
         self._sync_seconds = SyncSeconds()
@@ -141,7 +142,7 @@ class SGLangEngine:
     def _start_round(self, requests: dict[int, GenerateRequest], params: SamplingParams) -> Round:
         # In the same order on every rank, as dealing wants it.
         ready = [endpoint for endpoint in self._endpoints if endpoint.index in self._current]
-        return Round(ready, requests, params, self._version, self._settings)
+        return Round(ready, requests, params, self._version, self._settings, self.on_tokens)
 
     # Weights
 

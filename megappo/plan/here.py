@@ -1,0 +1,109 @@
+"""A run that is about to start: the machine it stands on, and what follows from it."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, replace
+
+from megappo.config import Config, resolve
+from megappo.config.engine import LEAST_REQUEST_SECONDS
+from megappo.plan.costs import step_costs, step_seconds
+from megappo.plan.engines import other_engine
+from megappo.plan.inputs import make_setup
+from megappo.plan.machines import CPU_CORES, MACHINES, Machine
+from megappo.plan.planner import read_models
+from megappo.plan.stopping import stopping
+
+PLANNED_TIMES = 4.0
+"""How many times as long as planned a rollout may take before somebody asks whether tokens are still made."""
+_MOST_SECONDS = 1e6
+"""That a setting of seconds may have."""
+_UNKNOWN = "h100"
+"""What a GPU that is not in the table is taken for."""
+
+
+def runs_on_cuda(config: Config) -> bool:
+    """Whether a run started here computes on GPUs."""
+    import torch
+
+    return config.runtime.device == "cuda" or (config.runtime.device == "auto" and torch.cuda.is_available())
+
+
+def resolve_here(config: Config) -> Config:
+    """The settings with what follows from this machine's device filled in."""
+    if config.rollout.engine is not None:
+        return config  # and torch, which takes seconds to import, is not asked
+    return resolve(config, on_cuda=runs_on_cuda(config))
+
+
+def machine_like(device_name: str, memory_bytes: float) -> Machine:
+    """The machine of the table that a device, as torch calls it, is most like, with the device's own memory."""
+    alike = [
+        machine
+        for machine in MACHINES.values()
+        if machine.is_cuda and re.search(rf"\b{machine.name.split('-')[0]}\b", device_name, re.IGNORECASE)
+    ]
+    nearest = min(alike or [MACHINES[_UNKNOWN]], key=lambda machine: abs(machine.memory_bytes - memory_bytes))
+    return replace(nearest, memory_bytes=memory_bytes, words=f"{device_name}, {memory_bytes / 1e9:.0f} GB")
+
+
+def this_machine() -> Machine:
+    """The machine of the planner's tables that is most like this one, with this one's memory and share of cores."""
+    import torch
+
+    if torch.cuda.is_available():
+        total = float(torch.cuda.get_device_properties(0).total_memory)
+        return machine_like(torch.cuda.get_device_name(0), total)
+    import psutil
+
+    total = float(psutil.virtual_memory().total)
+    cores = len(os.sched_getaffinity(0))
+    here = MACHINES["cpu"].scaled(min(1.0, cores / CPU_CORES))
+    return replace(here, memory_bytes=total, words=f"a share of {cores} cores and {total / 1e9:.0f} GB")
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What a run that is about to start can be told."""
+
+    config: Config
+    """Its settings, with the deadlines that follow from the plan."""
+    rows: tuple[tuple[str, str], ...]
+    """(name, what it is), for the start of the log."""
+
+
+def outlook(config: Config, world_size: int, machine: Machine) -> Outlook:
+    """The plan of a run whose settings break no rule on so many ranks of a machine."""
+    models = read_models(config, None).models
+    # A reward model's files are looked at by what loads them, and take no part in a rollout.
+    reward = config.reward.model_copy(update={"model_path": None})
+    planned = config.model_copy(update={"reward": reward})
+    share = machine.per_rank(world_size)
+    setup = make_setup(planned, models, world_size, on_cuda=machine.is_cuda, device_bytes=share.memory_bytes)
+    stages = step_costs(setup, share)
+    rollout = next(stage.seconds for stage in stages if stage.name == "rollout")
+    total = step_seconds(stages, setup.work.servers)
+    rows = (
+        (
+            "plan",
+            f"{machine.words}: a step of {total:.3g} seconds, {rollout:.3g} of them for the rollout, at full length",
+        ),
+        ("other engine", other_engine(planned, models, machine, world_size).sentence),
+        ("stopping", stopping(setup, stages, share, total).sentence(config)),
+    )
+    return Outlook(with_deadlines(config, rollout), rows)
+
+
+def with_deadlines(config: Config, rollout_seconds: float) -> Config:
+    """The settings with the deadlines of generation that were not given, by what the plan says that a rollout takes."""
+    slow = min(PLANNED_TIMES * rollout_seconds, _MOST_SECONDS)
+    runtime, rollout = config.runtime, config.rollout
+    limit = runtime.phase_timeout_seconds
+    if limit is not None and "phase_timeout_seconds" not in runtime.model_fields_set and slow > limit:
+        limits = {"rollout": slow, "evaluate": slow} | runtime.phase_timeouts_seconds
+        runtime = runtime.model_copy(update={"phase_timeouts_seconds": limits})
+    if rollout.engine == "sglang" and rollout.servers.request_timeout_seconds is None:
+        servers = rollout.servers.model_copy(update={"request_timeout_seconds": max(slow, LEAST_REQUEST_SECONDS)})
+        rollout = rollout.model_copy(update={"sglang": servers})
+    return config.model_copy(update={"runtime": runtime, "rollout": rollout})

@@ -1,0 +1,85 @@
+"""How long a run takes to stop, and how often it should write a checkpoint.
+
+A signal is obeyed while an engine generates, and between a step's stages; but once a step has begun its updates, it is
+finished: critic, actor, weight sync. Then a checkpoint that is still being written is waited for, and the last one is
+written. The scheduler's lead time has to cover all of that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megappo.config import Config
+from megappo.plan.costs import StageCost
+from megappo.plan.inputs import RoleSetup, Setup
+from megappo.plan.machines import ASSUMED, Machine
+from megappo.plan.sizes import model_sizes
+
+_SLACK = 1.5
+"""Seconds of a plan are off by so much (benchmarks/results has a comparison)."""
+_ROUND_SECONDS = 60
+"""A scheduler may be late by a minute, and so is the lead time rounded up."""
+_LOST_SECONDS = 1800.0
+"""Of work, at most, where a run is killed."""
+_INTERVALS = (1, 2, 5, 10, 20, 50)
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """What a scheduler and `checkpoint` should be told."""
+
+    uninterruptible_seconds: float
+    """The longest piece of a step that is finished before the run stops."""
+    checkpoint_bytes: float
+    checkpoint_seconds: float
+    """To write one, by the assumed bandwidth of a node."""
+    lead_seconds: int
+    """From the signal to the kill, of the scheduler."""
+    every_steps: int
+    """Recommended `checkpoint.every_steps`: at most half an hour is lost, and one is written before the
+    next is due."""
+
+    def sentence(self, config: Config) -> str:
+        """What to tell the scheduler, and what to change."""
+        words = (
+            f"stopping takes up to {self.lead_seconds} seconds: sbatch --signal=USR1@{self.lead_seconds}; a checkpoint "
+            f"of {_size(self.checkpoint_bytes)}"
+        )
+        given = config.checkpoint.every_steps if config.checkpoint is not None else None
+        if given is None:
+            return f"{words}, were there one: checkpoint is null, and a run that ends early is lost"
+        if given == self.every_steps:
+            return f"{words} every {given} steps loses at most half an hour"
+        return f"{words}, every {given} steps: checkpoint.every_steps={self.every_steps} would suit the time of a step"
+
+
+def _size(n_bytes: float) -> str:
+    return f"{n_bytes / 1e9:.3g} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.3g} MB"
+
+
+def stopping(setup: Setup, stages: Sequence[StageCost], machine: Machine, step_seconds: float) -> Stopping:
+    """`machine` and `stages` as a rank has them."""
+    seconds = {stage.name: stage.seconds for stage in stages}
+    finished = math.fsum(s for name, s in seconds.items() if name.startswith("update_") or name == "sync")
+    piece = max(seconds["score"], finished)
+    n_bytes = math.fsum(_state_bytes(role) for role in setup.trained)
+    nodes = 1 if machine.shared_by_ranks else math.ceil(setup.work.world_size / machine.devices_per_node)
+    write = n_bytes / (nodes * ASSUMED.checkpoint_bytes_per_second)
+    lead = _SLACK * (piece + 2 * write)
+    between = max(1.0, _LOST_SECONDS / step_seconds)
+    often = [n for n in _INTERVALS if n <= between and (n * step_seconds >= write or n == _INTERVALS[-1])]
+    return Stopping(
+        uninterruptible_seconds=piece,
+        checkpoint_bytes=n_bytes,
+        checkpoint_seconds=write,
+        lead_seconds=_ROUND_SECONDS * (1 + math.ceil(lead / _ROUND_SECONDS)),
+        every_steps=max(often, default=next((n for n in _INTERVALS if n * step_seconds >= write), _INTERVALS[-1])),
+    )
+
+
+def _state_bytes(role: RoleSetup) -> float:
+    """Weights, and of the optimizer main weights and moments in float32, or in float32 the moments alone."""
+    optimizer_bytes = 12 if role.dtype_bytes == 2 else 8
+    return float(model_sizes(role.arch)[0] * (role.dtype_bytes + optimizer_bytes))

@@ -1,0 +1,164 @@
+"""Which engine generates where nothing is said: decided once by the device, and told with what the other would take."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megappo.cli import main
+from megappo.config import load_config, resolve, save_config
+from megappo.config.derive import derive_run, describe
+from megappo.plan import MACHINES, find_machine, make_plan, read_models
+from megappo.plan.engines import other_engine
+from megappo.plan.here import machine_like, outlook, with_deadlines
+
+ROOT = Path(__file__).parents[2]
+SMALL = ROOT / "configs" / "qwen3_0.6b_1gpu_gsm8k.yaml"
+MIDDLE = ROOT / "configs" / "qwen3_8b_8gpu_math.yaml"
+EXPERTS = ROOT / "configs" / "qwen3_30b_a3b_4node_math.yaml"
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+UNSAID = ("rollout.engine=null", "rollout.sglang=null")
+
+
+@pytest.fixture(autouse=True)
+def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.parametrize(("machine", "engine"), [("h100", "sglang"), ("cpu", "transformers")])
+def test_the_plan_follows_the_machine_that_it_is_for(machine: str, engine: str) -> None:
+    models = read_models(load_config(SMALL), ROOT / "configs" / "models").models
+    unsaid, said = (
+        make_plan(load_config(SMALL, [*UNSAID[:1], f"rollout.engine={word}", "rollout.sglang=null"]), models, m, 1)
+        for m in [find_machine(machine)]
+        for word in ("null", engine)
+    )
+    assert unsaid == said
+
+
+@pytest.mark.parametrize(("on_cuda", "engine"), [(True, "sglang"), (False, "transformers")])
+def test_the_default_is_resolved_once_and_is_seen(on_cuda: bool, engine: str, tmp_path: Path) -> None:
+    config = resolve(load_config(QUICKSTART, UNSAID), on_cuda=on_cuda)
+    assert dict(describe(config, derive_run(config, 2)))["rollout"].startswith(engine)
+    save_config(config, tmp_path / "config.yaml")
+    saved = load_config(tmp_path / "config.yaml")
+    assert saved.rollout.engine == engine
+    assert resolve(saved, on_cuda=not on_cuda).rollout.engine == engine  # what was chosen stays
+    for given in ("sglang", "transformers"):
+        chosen = resolve(load_config(QUICKSTART, [f"rollout.engine={given}"]), on_cuda=on_cuda)
+        assert chosen.rollout.engine == given
+
+
+def test_settings_of_servers_need_servers(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("rollout.engine=null", "rollout.sglang={tensor_parallel: 1}")
+    assert main(["plan", str(QUICKSTART), "--machine", "cpu", *words]) == 2
+    assert "rollout.sglang is given but rollout.engine is 'transformers'" in capsys.readouterr().err
+    assert main(["plan", str(QUICKSTART), "--machine", "h100", *words]) == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "machine", "gpus", "given"),
+    [
+        (SMALL, "h100", 1, ()),
+        (SMALL, "h100", 1, ("rollout.engine=transformers", "rollout.sglang=null")),
+        (MIDDLE, "h100", 8, ("rollout.engine=transformers", "rollout.sglang=null", "rollout.dtype=float32")),
+        (QUICKSTART, "cpu", 2, ()),
+    ],
+)
+def test_the_other_engine_is_what_its_overrides_make(
+    path: Path, machine: str, gpus: int, given: tuple[str, ...]
+) -> None:
+    config, here = load_config(path, given), MACHINES[machine]
+    models = read_models(config, ROOT / "configs" / "models").models
+    other = other_engine(config, models, here, gpus)
+    changed = load_config(path, [*given, *other.overrides])
+    assert changed.rollout.engine == other.engine != config.rollout.engine
+    found = make_plan(changed, models, here, gpus)
+    assert found.fits
+    assert found.stages[0].seconds == other.rollout_seconds
+    assert all(word in other.sentence for word in other.overrides)
+
+
+def test_an_engine_that_does_not_fit_is_told() -> None:
+    config = load_config(EXPERTS)
+    models = read_models(config, ROOT / "configs" / "models").models
+    other = other_engine(config, models, MACHINES["h100"], 32)
+    assert (other.rollout_seconds, other.overrides) == (None, ())
+    assert other.sentence == "the embedded engine does not fit: it holds a whole model on every rank"
+
+
+def test_sglang_is_faster_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(SMALL), "--machine", "h100", "--gpus", "1", "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    rollout = content["plan"]["stages"][0]["seconds"]
+    assert content["other_engine"]["engine"] == "transformers"
+    assert content["other_engine"]["rollout_seconds"] > 2 * rollout
+    assert main(["plan", str(SMALL), "--machine", "h100", "--gpus", "1"]) == 0
+    assert "\nthe embedded engine instead would take " in capsys.readouterr().out
+
+
+def test_a_run_is_told_its_plan_and_gets_its_deadlines() -> None:
+    config = resolve(load_config(QUICKSTART, ["rollout.engine=sglang"]), on_cuda=False)
+    found = outlook(config, 2, MACHINES["cpu"])
+    rows = dict(found.rows)
+    assert "of them for the rollout" in rows["plan"] and rows["other engine"].startswith("the embedded engine instead")
+    assert found.config.rollout.servers.request_timeout_seconds == 1800.0
+
+
+def test_deadlines_follow_the_plan_where_none_are_given(tmp_path: Path) -> None:
+    config = resolve(load_config(SMALL), on_cuda=True)
+    slow = with_deadlines(config, 1000.0)
+    assert slow.rollout.servers.request_timeout_seconds == 4000.0
+    assert slow.runtime.phase_timeouts_seconds == {"rollout": 4000.0, "evaluate": 4000.0}
+    assert slow.runtime.phase_timeout_seconds == config.runtime.phase_timeout_seconds
+    save_config(slow, tmp_path / "config.yaml")
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["runtime"]["phase_timeouts_seconds"]["rollout"] == 4e3
+    assert with_deadlines(load_config(tmp_path / "config.yaml"), 9000.0) == slow  # a run that goes on keeps its own
+    fast = with_deadlines(config, 10.0)
+    assert (fast.rollout.servers.request_timeout_seconds, fast.runtime) == (1800.0, config.runtime)
+
+
+@pytest.mark.parametrize(
+    ("given", "phases", "request_seconds"),
+    [
+        ("runtime.phase_timeouts_seconds={rollout: 60}", {"rollout": 60.0, "evaluate": 4000.0}, 4000.0),
+        ("runtime.phase_timeout_seconds=70", {}, 4000.0),
+        ("runtime.phase_timeout_seconds=null", {}, 4000.0),
+        ("rollout.sglang.request_timeout_seconds=80", {"rollout": 4000.0, "evaluate": 4000.0}, 80.0),
+    ],
+)
+def test_deadlines_that_are_given_stay(given: str, phases: dict[str, float], request_seconds: float) -> None:
+    found = with_deadlines(load_config(SMALL, [given]), 1000.0)
+    assert found.runtime.phase_timeouts_seconds == phases
+    assert found.rollout.servers.request_timeout_seconds == request_seconds
+
+
+def test_a_longer_response_has_later_deadlines() -> None:
+    limits = []
+    for tokens in (1024, 32768):
+        words = [f"rollout.max_response_tokens={tokens}", "actor.microbatch_budget_tokens=65536"]
+        words += ["critic.microbatch_budget_tokens=65536", f"model.path={ROOT / 'configs/models/Qwen3-0.6B'}"]
+        config = resolve(load_config(SMALL, words), on_cuda=True)
+        found = outlook(config, 1, MACHINES["h100"]).config.rollout.servers
+        limits.append(found.request_timeout_seconds)
+    assert limits[0] == 1800.0 and limits[1] is not None and limits[1] > 5000.0
+
+
+@pytest.mark.parametrize(
+    ("device", "gigabytes", "name"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 42.3, "a100-40"),
+        ("NVIDIA A100-SXM4-80GB", 85.0, "a100-80"),
+        ("NVIDIA H100 80GB HBM3", 85.0, "h100"),
+        ("NVIDIA H200", 150.0, "h200"),
+        ("NVIDIA H20", 102.0, "h20"),
+        ("NVIDIA L40S", 47.7, "l40s"),
+        ("Some GPU", 12.0, "h100"),
+    ],
+)
+def test_a_device_is_found_in_the_table(device: str, gigabytes: float, name: str) -> None:
+    found = machine_like(device, gigabytes * 1e9)
+    assert (found.name, found.memory_bytes) == (name, gigabytes * 1e9)

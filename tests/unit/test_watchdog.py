@@ -1,0 +1,49 @@
+"""The watchdog's clock in a rollout: it counts from the last tokens of any rank."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megappo.errors import HANG
+from megappo.runtime.process import Runtime
+from megappo.runtime.watchdog import Watchdog
+
+GENERATES_SECONDS = 4.0
+LIMIT_SECONDS = 1.5
+
+
+def rank_of_two(rank: int, folder: Path, phase: str, lasted: Any) -> None:
+    """Rank 0 makes tokens for a while, rank 1 waits for it; then both hang. Notes how long it lasted."""
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    watchdog = Watchdog(folder, {}, LIMIT_SECONDS, Runtime(rank, 2, rank, torch.device("cpu")))
+    watchdog.start()
+    watchdog.enter(phase)
+    start = time.monotonic()
+    while True:
+        lasted[rank] = time.monotonic() - start
+        if rank == 0 and lasted[rank] < GENERATES_SECONDS:
+            watchdog.made_tokens()
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(("phase", "shortest", "longest"), [("rollout", 5.0, 40.0), ("update_actor", 1.0, 3.9)])
+def test_a_phase_that_makes_tokens_is_not_ended(phase: str, shortest: float, longest: float, tmp_path: Path) -> None:
+    """Neither on the rank that makes them nor on one that waits; without tokens both end. Updates make none."""
+    context = multiprocessing.get_context("fork")
+    lasted = context.Array("d", 2)
+    processes = [context.Process(target=rank_of_two, args=(rank, tmp_path, phase, lasted)) for rank in (0, 1)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == HANG
+    assert all(shortest <= seconds <= longest for seconds in lasted), list(lasted)
+    assert len(list(tmp_path.glob("hang-*/rank-*.txt"))) == 2
