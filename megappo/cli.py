@@ -16,7 +16,7 @@ from megappo import __version__
 from megappo.config import Config, ConfigError, derive_run, load_config, print_table
 from megappo.config.errors import one_line, raised_by_megappo
 from megappo.errors import RUN_ERROR, STOPPED_BY_USER, USER_ERROR, Interrupted, RunError
-from megappo.launchers import adopt_launcher, read_world_size
+from megappo.launchers import adopt_launcher, read_world_size, tell_torchrun
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 _ON_RANKS = ("train", "eval", "doctor")
@@ -237,8 +237,9 @@ def _is_main() -> bool:
 
 
 def _report(error: ValueError | RunError) -> None:
+    problems = error.problems if isinstance(error, ConfigError) else (one_line(str(error)),)
+    sentences = [f"megappo: error: {problem}" for problem in problems]
+    tell_torchrun(os.environ, sentences)
     if not _is_main() and not isinstance(error, RunError):
         return  # every rank finds what is wrong with the settings; one says it
-    problems = error.problems if isinstance(error, ConfigError) else (one_line(str(error)),)
-    for problem in problems:
-        print(f"megappo: error: {problem}", file=sys.stderr)
+    print("\n".join(sentences), file=sys.stderr)

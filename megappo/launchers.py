@@ -7,13 +7,17 @@ that are set already are never changed.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 import shutil
 import socket
 import subprocess
+import time
 import zlib
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from megappo.config.base import LARGEST_WORLD
 from megappo.config.errors import ConfigError, shortened, whole_number
@@ -110,6 +114,18 @@ def read_ranks(environment: Mapping[str, str]) -> Ranks:
         raise ConfigError(f"RANK is {rank}, must be below WORLD_SIZE {world_size}; start with torchrun, srun or mpirun")
     local = _number(environment, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environment else None
     return Ranks(rank, world_size, _number(environment, "LOCAL_RANK", 0), local)
+
+
+def tell_torchrun(environment: Mapping[str, str], sentences: Sequence[str]) -> None:
+    """Leave why this worker ends where torchrun looks for it: it shows that at the end, in place of a traceback."""
+    path = environment.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return
+    words = "\n".join(sentences)
+    now = time.time_ns() // 10**9  # torch shows when each worker failed; nothing here depends on it
+    message = {"message": words, "extraInfo": {"py_callstack": words, "timestamp": str(now)}}
+    with contextlib.suppress(OSError):  # the sentences are on stderr too
+        Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
 
 
 def binds_one_device(environment: Mapping[str, str]) -> bool:
