@@ -8,9 +8,8 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from megappo.architecture import ArchitectureConfig, architecture
 from megappo.config import Config, ConfigError
+from megappo.config.hub import hub_folder
 from megappo.config.schema import ModelSettings
-
-_TEXTS = ("*.json", "*.model", "*.jinja", "*.txt")
 
 
 def model_folder(path: str, *, weights: bool = True) -> Path:
@@ -18,23 +17,20 @@ def model_folder(path: str, *, weights: bool = True) -> Path:
 
     Fetches configuration and tokenizer, and safetensors with `weights`. Raises ConfigError where that fails.
     """
-    if Path(path).is_dir():
-        return Path(path)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
+    return Path(path) if Path(path).is_dir() else hub_folder(path, key="the model", weights=weights)
 
-    try:
-        return Path(snapshot_download(path, allow_patterns=[*_TEXTS, *(("*.safetensors",) if weights else ())]))
-    except (OSError, HfHubHTTPError) as error:
-        raise ConfigError(
-            f"the model '{path}' is neither a folder (from {Path.cwd()}) nor could it be fetched from the hub "
-            f"({str(error).strip().splitlines()[0]}); check name and network, or download it and give its folder"
-        ) from error
+
+def tokenizer_folder(model: ModelSettings) -> Path:
+    """The local folder of a model's tokenizer. Raises ConfigError where there is none."""
+    if model.tokenizer is None:
+        return model_folder(model.path, weights=False)
+    own = Path(model.tokenizer)
+    return own if own.is_dir() else hub_folder(model.tokenizer, key="model.tokenizer")
 
 
 def load_tokenizer(model: ModelSettings) -> PreTrainedTokenizerBase:
     """The tokenizer of a model. Raises ConfigError where there is none."""
-    place = model.tokenizer or str(model_folder(model.path, weights=False))
+    place = tokenizer_folder(model)
     try:
         return AutoTokenizer.from_pretrained(place, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:  # by what is missing or wrong in the folder

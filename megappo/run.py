@@ -9,7 +9,7 @@ from megappo.data import PromptDataset
 from megappo.errors import Interrupted
 from megappo.evaluation import evaluate_policy
 from megappo.export import save_shards, write_hf_folder
-from megappo.model_files import model_folder
+from megappo.model_files import tokenizer_folder
 from megappo.reporting import Reporter, reporting
 from megappo.resume import Checkpoints, Start, choose_start
 from megappo.runtime import Runtime, start_runtime
@@ -104,7 +104,7 @@ def _save(parts: Parts, reporter: Reporter) -> None:
             out,
             parts.architecture,
             parts.weights,
-            config.model.tokenizer or model_folder(config.model.path),
+            tokenizer_folder(config.model),
             trust_remote_code=config.model.trust_remote_code,
         )
         reporter.message(f"the trained actor is in {out}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from megappo.architecture import ArchitectureConfig, architecture
 from megappo.config.errors import ConfigError, either
+from megappo.config.hub import hub_folder
 from megappo.families import FAMILIES
 
 if TYPE_CHECKING:
@@ -21,7 +22,11 @@ def model_shape(path: str, trust_remote_code: bool = False, *, key: str = "model
     cannot be fetched and a model that is not supported.
     """
     _check_folder(path, key)
-    hf_config = _hf_config(path, trust_remote_code, key)
+    folder = path
+    if not Path(path).is_dir():
+        folder = str(hub_folder(path, key=key))
+        _check_model_type(Path(folder), key)
+    hf_config = _hf_config(folder, trust_remote_code, key)
     try:
         model = architecture(hf_config)
     except ValueError as error:
@@ -71,16 +76,6 @@ def _hf_config(path: str, trust_remote_code: bool, key: str) -> PretrainedConfig
 
     try:
         hf_config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except OSError as error:
-        raise ConfigError(
-            f"{key} '{path}' is neither a folder (from {Path.cwd()}) nor could it be fetched from the hub: "
-            f"{_first_line(error)}; check the name and the network, or download it and give its folder"
-        ) from error
-    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
         raise ConfigError(f"{key} '{path}': its config.json is refused: {error}") from error
     return hf_config
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__

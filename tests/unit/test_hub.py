@@ -1,0 +1,106 @@
+"""Hub names on machines without network: a sentence at once, or the cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "configs" / "models" / "tiny_arithmetic"
+
+EVERY_COMMAND = """
+import contextlib, io, json, sys, time
+import megappo.dry_run, megappo.serve
+from megappo.cli import main
+answers = []
+for words in json.loads(sys.argv[1]):
+    said = io.StringIO()
+    before = time.monotonic()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        code = main(words)
+    answers.append((code, said.getvalue(), time.monotonic() - before))
+print("answers", json.dumps(answers))
+"""
+
+
+def answers(tmp_path: Path, commands: list[list[str]], **environment: str) -> list[tuple[int, str]]:
+    """Exit code and stderr of each command, run one after the other without a hub."""
+    variables = {"HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": "http://127.0.0.1:9", "OMP_NUM_THREADS": "1"}
+    for name in ("HF_HUB_CACHE", "HF_HUB_OFFLINE", "http_proxy", "HTTP_PROXY", "ALL_PROXY", "RANK", "WORLD_SIZE"):
+        variables[name] = ""
+    variables = {**os.environ, **variables, **environment}
+    variables = {name: value for name, value in variables.items() if value}
+    done = subprocess.run(
+        [sys.executable, "-c", EVERY_COMMAND, json.dumps(commands)],
+        cwd=ROOT,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not re.search("retry|huggingface", done.stderr, re.IGNORECASE), "no raw lines of the hub's client"
+    found = json.loads(done.stdout.rpartition("answers")[2])
+    assert all(seconds < 20 for _, _, seconds in found)  # the hub's client alone would go on for longer
+    return [(code, said) for code, said, _ in found]
+
+
+def put_in_cache(tmp_path: Path, name: str) -> None:
+    """What `hf download` leaves."""
+    folder = tmp_path / "hf" / "hub" / f"models--{name.replace('/', '--')}"
+    shutil.copytree(MODEL, folder / "snapshots" / "0123abcd")
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("0123abcd")
+
+
+def test_a_hub_name_without_network_is_a_sentence_at_once(tmp_path: Path) -> None:
+    config, elsewhere = "configs/quickstart.yaml", "model.path=Nobody/Nothing"
+    commands = [
+        ["plan", config, elsewhere],
+        ["train", config, "critic.path=Nobody/Nothing"],
+        ["train", config, "actor.layout={}", "critic.layout={}", "reference={path: Nobody/Nothing}"],
+        ["train", config, "--dry-run", "model.tokenizer=Nobody/Nothing", f"run.directory={tmp_path / 'run'}"],
+        ["eval", config, "--weights", "Nobody/Nothing"],
+        ["doctor", config, elsewhere],
+        ["serve", config, "rollout.engine=sglang", elsewhere],
+    ]
+    keys = ["model.path", "critic.path", "reference.path", "model.tokenizer", "model.path", "model.path", "model.path"]
+    found = answers(tmp_path, commands)
+    for (code, said), key, words in zip(found, keys, commands, strict=True):
+        assert (code, said.count("\n")) == (2, 1), (words, said)
+        assert said.startswith(f"megappo: error: {key} 'Nobody/Nothing' is no folder"), (words, said)
+        assert "http://127.0.0.1:9 cannot be reached" in said
+        assert "run `hf download Nobody/Nothing` with the same HF_HOME and set HF_HUB_OFFLINE=1 here, or give" in said
+
+
+def test_a_hub_name_in_the_cache_needs_no_network(tmp_path: Path) -> None:
+    put_in_cache(tmp_path, "Some/Model")
+    commands = [
+        ["plan", "configs/quickstart.yaml", "model.path=Some/Model", "--gpus", "2"],
+        ["train", "configs/quickstart.yaml", "--dry-run", "model.path=Some/Model", f"run.directory={tmp_path / 'run'}"],
+        ["plan", "configs/quickstart.yaml", "model.path=Nobody/Nothing"],
+    ]
+    found = answers(tmp_path, commands, HF_HUB_OFFLINE="1")
+    assert found[:2] == [(0, ""), (0, "")]
+    assert (found[2][0], "HF_HUB_OFFLINE is set" in found[2][1]) == (2, True)
+
+
+def test_a_hub_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megappo.config import hub
+
+    monkeypatch.setattr(hub, "_PATIENCE_SECONDS", 0.3)
+    for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        said = hub._silence.__wrapped__(f"http://127.0.0.1:{listening.getsockname()[1]}")
+    assert said is not None
+    assert said.startswith("http://127.0.0.1:")
