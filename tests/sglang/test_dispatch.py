@@ -42,6 +42,8 @@ class StandIn:
         self.bodies: list[dict[str, Any]] = []
         self.running = 0
         """Samples that it is making tokens for."""
+        self.under_way = self.most_under_way = 0
+        """Requests at a time."""
         self._ready = threading.Event()
         threading.Thread(target=self._serve, daemon=True).start()
         assert self._ready.wait(10)
@@ -79,7 +81,10 @@ class StandIn:
         if self.hang_after is not None and self.asked > self.hang_after:
             await asyncio.sleep(60)
         self.running += len(body["input_ids"])
+        self.under_way += 1
+        self.most_under_way = max(self.most_under_way, self.under_way)
         await asyncio.sleep(self.seconds * len(body["input_ids"]))
+        self.under_way -= 1
         self.running -= len(body["input_ids"])
         if self.status != 200:
             return web.Response(status=self.status, text="because")
@@ -123,6 +128,18 @@ def test_work_follows_speed() -> None:
     assert outcome.completions[3].logprobs == (-0.5, -0.25)
     sampling = fast.bodies[0]["sampling_params"][0]
     assert sampling["temperature"] == 0.5 and sampling["stop_token_ids"] == [1] and "sampling_seed" in sampling
+
+
+def test_everything_is_under_way_at_once() -> None:
+    """In groups of at most 32 that shrink towards the end, and no more samples than an engine may have."""
+    server = StandIn(0, 0.05)
+    assert complete(spread([server], 200))
+    sizes = [len(body["input_ids"]) for body in server.bodies]
+    assert max(sizes) == 32 and sizes[-1] == 1
+    assert server.most_under_way == len(sizes)
+    limited = StandIn(0, 0.02)
+    assert complete(spread([limited], 40, max_inflight_sequences=3), 40)
+    assert max(len(body["input_ids"]) for body in limited.bodies) == 3
 
 
 def test_ranks_with_few_prompts_load_all_engines_alike() -> None:

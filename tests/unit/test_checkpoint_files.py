@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import shutil
@@ -25,7 +26,7 @@ from megappo.checkpoint import (
     select_checkpoint,
 )
 from megappo.checkpoint.changes import compare_settings
-from megappo.checkpoint.files import MARKER, folders, prune, read_marker
+from megappo.checkpoint.files import MARKER, DamagedError, folders, prune, read_marker
 from megappo.config.schema import CheckpointSettings
 from megappo.runtime import Runtime
 
@@ -170,6 +171,25 @@ def test_random_corruptions_are_found(tmp_path: Path, runtime: Runtime) -> None:
             assert "step-000003 is damaged" in sentences[0] or "step-000003 was not finished" in sentences[0]
         shutil.rmtree(directory)
     assert unharmed < CORRUPTIONS / 10  # such as zeros that were zeros before
+
+
+def test_a_marker_is_compared_with_its_own_checksum(tmp_path: Path, runtime: Runtime) -> None:
+    """A change that leaves it valid: another step's number in what the trainer continues with."""
+    write(tmp_path, runtime, 1)
+    path = tmp_path / "step-000001" / MARKER
+    written = json.loads(path.read_text())
+    assert read_marker(path.parent).step == 1
+    for part in (written["body"], written["body"]["content"]):
+        part["noted"] = "afterwards"
+        path.write_text(json.dumps(written))
+        with pytest.raises(DamagedError, match="differs from its own checksum"):
+            read_marker(path.parent)
+        del part["noted"]
+    path.write_text(json.dumps({**written, "sha256": written["sha256"][::-1]}))
+    with pytest.raises(DamagedError, match="differs from its own checksum"):
+        read_marker(path.parent)
+    path.write_text(json.dumps(written))
+    assert read_marker(path.parent).step == 1
 
 
 def test_swapped_and_renamed_checkpoints_are_found(tmp_path: Path, runtime: Runtime) -> None:

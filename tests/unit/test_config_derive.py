@@ -326,6 +326,26 @@ def test_table() -> None:
     assert "critic updates" in text.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["kl_in_reward=null", "clip_low=0.1", "clip_high=0.3"], "clip 0.1 low, 0.3 high, old logprobs decoupled"),
+        (
+            ["kl_in_reward=null", "policy_loss=penalty", "penalty.target=0.02"],
+            "adaptive penalty towards 0.02 nats per token, old logprobs decoupled",
+        ),
+        (
+            ["kl_in_reward={coef: 0.5, kind: mse}", "kl_in_loss={coef: 0.1}", "old_logprob=bypass"],
+            "clip 0.2 low, 0.2 high, KL in reward 0.5 (mse, fixed), KL in loss 0.1 (low_var_kl), old logprobs bypass",
+        ),
+    ],
+)
+def test_the_row_of_the_algorithm(overrides: list[str], words: str) -> None:
+    reference = ["reference=null"] if "kl_in_reward=null" in overrides else []
+    config = config_with(*(f"algorithm.{word}" for word in ["gamma=0.9", "lam=0.8", *overrides]), *reference)
+    assert dict(describe(config, derive(config, 1, SHAPE)))["algorithm"] == f"gae (gamma 0.9, lambda 0.8), {words}"
+
+
 def test_estimators_are_those_of_algo_and_need_a_critic_as_they_do() -> None:
     from megappo import algo
 

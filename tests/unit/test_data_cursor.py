@@ -7,6 +7,12 @@ import pytest
 from megappo.data import Cursor
 
 ORDER = {"seed": 1, "shuffle": True}
+LARGE_SEEDS = {
+    4097: [5, 3, 0, 2, 1, 4, 7, 6, 7, 0, 1, 5, 2, 3, 4, 6],
+    2**32 + 5: [3, 5, 7, 2, 6, 4, 1, 0, 5, 6, 3, 2, 4, 7, 0, 1],
+    2**62 + 1: [4, 0, 2, 1, 5, 7, 3, 6, 0, 2, 6, 1, 7, 4, 5, 3],
+}
+"""Two passes over eight prompts."""
 
 
 def cursor(size: int = 5, seed: int = 1, shuffle: bool = True, fingerprint: str = "f" * 64) -> Cursor:
@@ -46,6 +52,8 @@ def test_all_bits_of_a_seed_count() -> None:
 def test_the_order_stays_what_it_was() -> None:
     """Runs are resumed by later versions."""
     assert cursor(size=8, seed=1).take(16) == [6, 1, 3, 2, 4, 5, 0, 7, 3, 5, 6, 7, 4, 2, 0, 1]
+    for seed, order in LARGE_SEEDS.items():
+        assert cursor(size=8, seed=seed).take(16) == order
 
 
 @pytest.mark.parametrize("taken", [0, 3, 5, 17])

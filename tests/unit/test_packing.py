@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megappo.models.packing import balance, pack, plan_microbatches
+from megappo.models.packing import Microbatch, balance, pack, plan_microbatches
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 
@@ -16,6 +18,39 @@ def test_pack_is_complete_and_within_budget(lengths: list[int], budget: int) -> 
     bins = pack(lengths, budget)
     assert sorted(i for b in bins for i in b) == list(range(len(lengths)))
     assert all(0 < sum(lengths[i] for i in b) <= budget for b in bins)
+
+
+@given(LENGTHS, st.integers(50, 120))
+def test_pack_makes_no_more_bins_than_it_needs(lengths: list[int], budget: int) -> None:
+    """The tokens ask for so many, or one bin less would overflow."""
+    bins = pack(lengths, budget)
+    fewest = math.ceil(sum(lengths) / budget)
+    if len(bins) > fewest:
+        smaller = balance(lengths, len(bins) - 1)
+        assert max(sum(lengths[i] for i in b) for b in smaller) > budget
+    assert len(bins) >= fewest
+
+
+def test_pack_by_hand() -> None:
+    """Bins are full to the last token, equal lengths go to bins in turn, and nothing makes no bin."""
+    assert pack([8] * 6, 16) == [[0, 3], [1, 4], [2, 5]]
+    assert pack([16, 10, 6, 9, 7], 16) == [[0], [1, 2], [3, 4]]
+    assert pack([5], 5) == [[0]]
+    assert pack([], 5) == []
+
+
+def test_a_plan_by_hand() -> None:
+    """The longest samples go to different replicas; the shortest, the first of several, fills what is missing."""
+    plan = plan_microbatches({7: 50, 3: 40, 5: 30, 2: 10, 9: 10}, replicas=2, budget_tokens=60)
+    assert [[m.sample_ids for m in replica] for replica in plan.replicas] == [[(7,), (2, 9)], [(3,), (5,)]]
+    assert not any(m.is_filler for replica in plan.replicas for m in replica)
+    alone = plan_microbatches({4: 5, 1: 9}, replicas=3, budget_tokens=60, multiple_of=2)
+    assert alone.replicas == (
+        (Microbatch((1,)), Microbatch((4,), is_filler=True)),
+        (Microbatch((4,)), Microbatch((4,), is_filler=True)),
+        (Microbatch((4,), is_filler=True),) * 2,
+    )
+    assert alone.replicas_of() == {4: [0, 1, 2], 1: [0]}
 
 
 @given(LENGTHS, st.integers(1, 5))

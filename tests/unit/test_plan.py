@@ -27,7 +27,8 @@ from megappo.config import Config, ConfigError, load_config
 from megappo.observe.throughput import peak_flops, training_flops_per_token
 from megappo.plan import MACHINES, Models, Plan, best_layouts, find_machine, make_plan, nearest_fit, read_models, remedy
 from megappo.plan.activations import layers_in_flight
-from megappo.plan.inputs import RoleSetup, make_setup, stage_parameters
+from megappo.plan.inputs import RoleSetup, make_setup, stage_parameters, workload
+from megappo.plan.memory import bucket_bytes, engine_memory, sync_bytes
 from megappo.plan.planner import fewest_ranks
 from megappo.plan.search import Proposal
 from megappo.plan.sizes import model_sizes
@@ -190,6 +191,43 @@ def test_engine_memory_follows_batch_and_length() -> None:
     assert base.kv_cache == 2 * 36 * 8 * 128 * 2 * 16 * 4096
     assert plan(MIDDLE, "rollout.generate_batch_sequences=8").fullest.engine.kv_cache == base.kv_cache / 2
     assert plan(MIDDLE, "rollout.dtype=float32").fullest.engine.weights == 2 * base.weights
+
+
+def test_engine_memory_by_hand() -> None:
+    """Qwen3-8B in bfloat16, 16 sequences of 4,096 tokens, 1,024 of them prompt; no role but its weights and buckets."""
+    found = plan(MIDDLE, "rollout.engine=transformers", "rollout.generate_batch_sequences=16").fullest.engine
+    one_layer = 2 * 2 * 16 * 4096 * 8 * 128
+    repeated = 2 * 2 * 16 * 4096 * 32 * 128  # for every query head
+    widest = 2 * 16 * 1024 * (3 * 12288 + 2 * 4096)
+    logits = 16 * 151936 * (2 + 3 * 4)
+    assert widest > logits
+    assert found.workspace == one_layer + repeated + widest
+    assert found.total == found.weights + found.kv_cache + found.workspace
+    assert found.idle == found.syncing == found.weights
+    short = plan(
+        MIDDLE, "rollout.engine=transformers", "rollout.generate_batch_sequences=16", "data.max_prompt_tokens=16"
+    ).fullest.engine
+    assert short.workspace == (one_layer + repeated) * (16 + 3072) / 4096 + logits
+    heads = dataclasses.replace(models_of(MIDDLE).actor, kv_heads=32)  # nothing to repeat
+    work = workload(load_config(MIDDLE, ["rollout.generate_batch_sequences=16"]), 8, on_cuda=True)
+    assert engine_memory(heads, work).workspace == 2 * 2 * 16 * 4096 * 32 * 128 + widest
+
+
+def test_buckets_by_hand() -> None:
+    """Of the embedded engine a bucket twice; into SGLang two, a share of one, and a layer's experts for comparison."""
+    embedding = 2 * 151936 * 4096
+    embedded = ["rollout.engine=transformers"]
+    assert plan(MIDDLE, *embedded).fullest.sync == 2 * embedding
+    assert plan(MIDDLE, *embedded, f"rollout.sync_bucket_bytes={10**10}").fullest.sync == 2 * 10**10
+    assert plan(MIDDLE, *embedded, f"rollout.sync_bucket_bytes={10**12}").fullest.sync == 2 * 2 * PUBLISHED["Qwen3-8B"]
+    base = plan(MIDDLE, "rollout.engine=sglang", "actor.layout.tensor_parallel=4").fullest.sync
+    assert base == (2 + 1 / 4) * embedding
+    config = load_config(MIDDLE, ["rollout.engine=sglang"])
+    setup = make_setup(config, models_of(MIDDLE), 8, on_cuda=True, device_bytes=80e9)
+    arch = dataclasses.replace(setup.actor.arch, experts=4)
+    waiting = 2 * 4 * 3 * 12288 * 4096
+    with_experts = dataclasses.replace(setup, actor=dataclasses.replace(setup.actor, arch=arch))
+    assert sync_bytes(with_experts) == (2 + 1 / setup.actor.tp) * bucket_bytes(with_experts) + waiting
 
 
 def test_evaluation_and_reward_model_take_memory(tmp_path: Path) -> None:

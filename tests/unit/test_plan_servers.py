@@ -80,6 +80,17 @@ def test_colocated_servers_sleep() -> None:
     assert buckets == asleep.sync == pytest.approx((2 + 1 / 8) * 2 * 151936 * 4096)  # the embedding is above a bucket
 
 
+def test_servers_on_a_cpu_share_the_machine_with_all_ranks() -> None:
+    """Two servers of two ranks beside eight trainers: each of these counts for half a server rank."""
+    found = plan(engines=2, tensor_parallel=2, machine="cpu").fullest.engine
+    weights = 2 * server_weights(models().actor, 2)
+    cache = 65536 * KV_BYTES / 2
+    assert found.weights == pytest.approx(weights / 2)
+    assert found.kv_cache == pytest.approx(cache / 2)
+    assert found.idle == found.syncing == pytest.approx((weights + cache) / 2)
+    assert found.workspace == pytest.approx(found.total - (weights + cache) / 2) and found.workspace > 0
+
+
 def test_servers_elsewhere() -> None:
     found = plan(placement="disaggregated", engines=2, tensor_parallel=2)
     trainers, servers = found.ranks[0], found.ranks[-1]

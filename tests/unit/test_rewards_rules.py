@@ -47,6 +47,16 @@ def score(
         ("gsm8k", "so it is 12", "#### 12", {}, 1),
         ("gsm8k", "so it is 12", "#### 12", {"strict": True}, 0),
         ("gsm8k", "12 ####", "#### 12", {}, 0),
+        ("gsm8k", "first 7, then 12", "#### 12", {}, 1),
+        ("gsm8k", "first 12, then 7", "#### 12", {}, 0),
+        ("gsm8k", "#### 2, no: #### 3", "3", {}, 1),
+        ("gsm8k", "#### 3, no: #### 2", "3", {}, 0),
+        ("gsm8k", "#### 12 or 13", "#### 12", {}, 1),
+        ("gsm8k", "#### 13 or 12", "#### 12", {}, 0),
+        ("gsm8k", "12", "#### 2\n#### 12", {}, 1),
+        ("gsm8k", "12", "of 5 apples 12", {}, 1),
+        ("gsm8k", "5", "of 5 apples 12", {}, 0),
+        ("gsm8k", "none", "#### 12", {}, 0),
     ],
 )
 def test_rule(rule: str, response: str, answer: str, options: dict[str, Any], expected: float) -> None:
