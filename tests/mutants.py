@@ -2,26 +2,31 @@
 
 Usage: python tests/mutants.py AREA [--sample 40] [--seed 1] [--jobs 1]      (README.md beside this file says more)
 
-Cosmic Ray knows the changes and makes them; all of them would take days. So this picks places in the code at random,
-at each of them one change, and runs the area's tests on a copy of the repository for each.
+Cosmic Ray knows the changes and makes them; all of them, each in a Python that imports torch again, would take days. So
+this picks places in the code at random, at each of them one change, and runs the area's tests on a copy of the
+repository, in a process that is forked when torch is there.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import difflib
+import importlib
+import multiprocessing
 import os
 import random
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import time
+import tomllib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
@@ -45,8 +50,9 @@ class Span:
         return self.start <= position < self.end
 
 
-def never_evaluated(source: str) -> list[Span]:
-    """Annotations, which are text in files that import them from the future, and what only type checkers read."""
+def without_effect(source: str) -> list[Span]:
+    """Annotations, which are text in files that import them from the future, what only type checkers read, and whether
+    a dataclass is frozen, which changes nothing for those that do not try."""
     lines, spans = source.splitlines(), []
     for node in ast.walk(ast.parse(source)):
         parts: list[ast.AST | None] = []
@@ -56,6 +62,8 @@ def never_evaluated(source: str) -> list[Span]:
             parts = [node.annotation]
         elif isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             parts = [node]
+        elif isinstance(node, ast.ClassDef):
+            parts = [d for d in node.decorator_list if isinstance(d, ast.Call) and ast.unparse(d.func) == "dataclass"]
         spans += [_span(lines, part) for part in parts if part is not None]
     return spans
 
@@ -80,7 +88,7 @@ def drawn(items: Iterable[Any], sample: int, seed: str) -> list[Any]:
         if not kind.startswith(KINDS):
             continue
         if change.module_path not in spans:
-            spans[change.module_path] = never_evaluated(Path(change.module_path).read_text())
+            spans[change.module_path] = without_effect(Path(change.module_path).read_text())
         if not any(span.holds(change.start_pos) for span in spans[change.module_path]):
             key = str(change.module_path), tuple(change.start_pos), kind.split("_")[0]
             places.setdefault(key, []).append(item)
@@ -104,11 +112,6 @@ def copied_repository(target: Path) -> Path:
     return target
 
 
-def environment(copy: Path) -> dict[str, str]:
-    """That of the tests, with the copy's packages in front."""
-    return {**os.environ, "PYTHONPATH": f"{copy}:{copy / 'kernels'}", "OMP_NUM_THREADS": "1"}
-
-
 def sampled_mutants(copy: Path, config: Path, sample: int, seed: str) -> list[Any]:
     """The sample, as Cosmic Ray's work items."""
     from cosmic_ray.work_db import use_db
@@ -124,47 +127,75 @@ def sampled_mutants(copy: Path, config: Path, sample: int, seed: str) -> list[An
         os.chdir(here)
 
 
-def outcomes(copies: list[Path], config: Path, mutants: list[Any]) -> Iterator[tuple[Any, bool, str]]:
-    """Each mutant, whether the tests noticed it, and its diff; as many at a time as there are copies."""
-    free: SimpleQueue[Path] = SimpleQueue()
-    for copy in copies:
-        free.put(copy)
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a mutant."""
 
-    def judge(item: Any) -> tuple[Any, bool, str]:
-        copy = free.get()
-        change = item.mutations[0]
-        words = [sys.executable, __file__, "--one", config, change.module_path, change.operator_name]
-        done = subprocess.run(
-            [*map(str, words), str(change.occurrence)], cwd=copy, env=environment(copy), capture_output=True, text=True
-        )
-        free.put(copy)
-        verdict, _, diff = done.stdout.partition("\n")
-        if verdict not in ("killed", "survived"):
-            raise RuntimeError(f"no verdict on {words}: {done.stdout}{done.stderr}")
-        return item, verdict == "killed", diff
-
-    with ThreadPoolExecutor(len(copies)) as pool:
-        yield from pool.map(judge, mutants)
+    mutant: Any
+    noticed: bool
+    diff: str
 
 
-def judge_one(config: str, module: str, operator: str, occurrence: str) -> None:
-    """In a process of its own, in a copy: make one change, run the tests, take the change back, say what came of it."""
-    from cosmic_ray.config import load_config
-    from cosmic_ray.mutating import mutate_and_test
-    from cosmic_ray.work_item import MutationSpec
+_free_copies: Any = None
+"""In a process that judges: the copies that none of them works in."""
 
-    settings = load_config(config)
-    change = MutationSpec(module, operator, int(occurrence), (1, 0), (1, 1))
-    result = mutate_and_test([change], settings.test_command, settings.timeout)
-    if result.test_outcome is None or result.worker_outcome != "normal":
-        raise RuntimeError(f"{result.worker_outcome}: {result.output}")
-    print(result.test_outcome.value, result.diff, sep="\n")
+
+def _begin_judging(copies: Any) -> None:
+    global _free_copies
+    _free_copies = copies
+
+
+def judge(work: tuple[Any, Sequence[str], float]) -> Verdict:
+    """Make the change in a copy, run the tests, take the change back."""
+    from cosmic_ray.mutating import use_mutation
+    from cosmic_ray.plugins import get_operator
+
+    item, arguments, timeout_seconds = work
+    change, copy = item.mutations[0], _free_copies.get()
+    operator = get_operator(change.operator_name)(**change.operator_args)
+    with use_mutation(copy / change.module_path, operator, change.occurrence) as (before, after):
+        assert after is not None, change
+        noticed = not passes(copy, arguments, timeout_seconds)
+    _free_copies.put(copy)
+    name = str(change.module_path)
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), name, name, lineterm="")
+    return Verdict(item, noticed, "\n".join(lines))
+
+
+def passes(copy: Path, arguments: Sequence[str], timeout_seconds: float) -> bool:
+    """Whether the tests of a copy pass in time, in a child that finds torch imported already."""
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        os.chdir(copy)
+        os.environ["PYTHONPATH"] = f"{copy}:{copy / 'kernels'}"
+        silence = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(silence, stream)
+        import pytest
+
+        code = pytest.main(list(arguments))
+        os._exit(int(code))
+    deadline = time.monotonic() + timeout_seconds
+    done, status = os.waitpid(child, os.WNOHANG)
+    while not done and time.monotonic() < deadline:
+        time.sleep(0.05)
+        done, status = os.waitpid(child, os.WNOHANG)
+    if not done:
+        os.killpg(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    return bool(done) and status == 0
+
+
+def import_what_tests_import() -> None:
+    """Once for all, but nothing of the repository. One thread, as forked children have one."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+    sys.dont_write_bytecode = True
+    for name in ("torch", "pytest", "hypothesis", "pydantic"):
+        importlib.import_module(name)
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--one"]:
-        judge_one(*sys.argv[2:])
-        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("area", choices=AREAS)
     parser.add_argument("--sample", type=int, default=40)
@@ -172,21 +203,28 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time, each on a copy of its own")
     given = parser.parse_args()
     config = AREAS[given.area]
+    settings = tomllib.loads(config.read_text())["cosmic-ray"]
+    arguments = shlex.split(settings["test-command"])[3:]  # python -m pytest
+    import_what_tests_import()
     with tempfile.TemporaryDirectory(prefix="mutants-") as work:
         copies = [copied_repository(Path(work) / str(job)) for job in range(given.jobs)]
-        from cosmic_ray.config import load_config
-
-        unchanged = shlex.split(load_config(config).test_command)
-        subprocess.run(unchanged, cwd=copies[0], env=environment(copies[0]), check=True)
+        if not passes(copies[0], arguments, 10 * settings["timeout"]):
+            raise SystemExit(f"the tests fail without any change: {settings['test-command']}")
         mutants = sampled_mutants(copies[0], config, given.sample, f"{given.area}-{given.seed}")
+        fork = multiprocessing.get_context("fork")
+        free = fork.Queue()
+        for copy in copies:
+            free.put(copy)
         killed = 0
-        for number, (item, noticed, diff) in enumerate(outcomes(copies, config, mutants), 1):
-            killed += noticed
-            change = item.mutations[0]
-            where = f"{change.module_path}:{change.start_pos[0]} {change.operator_name}"
-            print(f"{number}/{len(mutants)} {'noticed ' if noticed else 'SURVIVED'} {where}", flush=True)
-            if not noticed:
-                print(diff, flush=True)
+        with fork.Pool(given.jobs, _begin_judging, (free,)) as pool:
+            todo = [(item, arguments, settings["timeout"]) for item in mutants]
+            for number, verdict in enumerate(pool.imap(judge, todo), 1):
+                killed += verdict.noticed
+                change = verdict.mutant.mutations[0]
+                where = f"{change.module_path}:{change.start_pos[0]} {change.operator_name}"
+                print(f"{number}/{len(mutants)} {'noticed ' if verdict.noticed else 'SURVIVED'} {where}", flush=True)
+                if not verdict.noticed:
+                    print(verdict.diff, flush=True)
     print(f"{given.area}, seed {given.seed}: {killed} of {len(mutants)} noticed ({killed / len(mutants):.0%})")
 
 
