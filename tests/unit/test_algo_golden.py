@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -196,3 +198,122 @@ def test_bad_arguments_get_a_sentence(call, words: str) -> None:  # type: ignore
 def test_masks_are_bool() -> None:
     with pytest.raises(TypeError, match="must be torch.bool"):
         algo.masked_mean(values=t([1.0]), mask=t([1]))
+
+
+@pytest.mark.parametrize(
+    ("names", "estimates"),
+    [
+        (("kl", "k1"), [0.5, -0.5, -2.4, 9.0, 30.0, -30.0]),
+        (("abs",), [0.5, 0.5, 2.4, 9.0, 30.0, 30.0]),
+        (("mse", "k2"), [0.125, 0.125, 2.88, 40.5, 450.0, 450.0]),
+        (("low_var_kl", "k3"), [0.106531, 0.148721, 7.623176, 8.000123, 10.0, 10.0]),
+    ],
+)
+def test_kl_estimates_far_and_near(names: tuple[str, ...], estimates: list[float]) -> None:
+    """The last two lie beyond every clamp."""
+    logprob = t([0.5, -0.5, -2.4, 9.0, 30.0, -30.0], dtype=torch.float64) - 1
+    for name in names:
+        found = algo.kl_penalty(logprob=logprob, ref_logprob=torch.full_like(logprob, -1.0), kind=name)
+        assert found.tolist() == [approx(x) for x in estimates]
+
+
+def test_weights_are_capped_and_rejected_above_and_not_at_their_limits() -> None:
+    old, engine = t([[-1.0, -1.0, 39.0, -50.0]]), t([[-1.0, -2.0, 0.0, 0.0]])  # ratios 1, e, beyond both clamps
+    everywhere = torch.ones(1, 4, dtype=torch.bool)
+    arguments = {"old_logprob": old, "engine_logprob": engine, "mask": everywhere}
+    weights, keep = algo.importance_weights(**arguments, cap=1e10, reject_above=1.0)
+    assert weights.tolist() == [[1, approx(2.718282), approx(math.exp(20)), approx(math.exp(-20), 1e-13)]]
+    assert keep.tolist() == [[True, False, False, True]]
+    weights, keep = algo.importance_weights(**arguments, cap=1.0)
+    assert weights.tolist() == [[1, 1, 1, approx(0, 1e-8)]] and keep.all()
+
+
+def test_what_the_estimators_need_and_what_follows_them() -> None:
+    found = {name: (e.name, e.needs_critic, e.whiten) for name, e in algo.ESTIMATORS.items()}
+    assert found == {
+        "gae": ("gae", True, True),
+        "grpo": ("grpo", False, False),
+        "rloo": ("rloo", False, False),
+        "reinforce_plus_plus": ("reinforce_plus_plus", False, True),
+    }
+    rewards, values, mask = t([[0.0, 0, 0, 1]]), t([[0.2, 0.3, 0.4, 0.5]]), t([[False, False, True, True]])
+    advantages, returns = algo.get_estimator("gae")(
+        rewards=rewards, values=values, mask=mask, group_ids=t([0]), gamma=0.99, lam=0.95
+    )
+    assert advantages.tolist() == [[0, 0, approx(0.56525), approx(0.5)]]
+    assert returns.tolist() == [[0, 0, approx(0.96525), approx(1.0)]]
+
+
+def test_scores_of_tokens_and_of_samples_meet_the_kl() -> None:
+    kl, mask = t([[0.1, 0.2, 0.3]]), t([[True, True, False]])
+    rewards = algo.apply_kl_to_rewards(scores=t([[1.0, 2.0, 9.0]]), kl=kl, mask=mask, coef=0.5)
+    assert rewards.tolist() == [[approx(0.95), approx(1.9), 0]]
+    with pytest.raises(ValueError, match=r"scores has shape \(2,\), must be \(B,\) or the mask's \(1, 3\)"):
+        algo.apply_kl_to_rewards(scores=t([1.0, 2.0]), kl=kl, mask=mask, coef=0.5)
+    empty = algo.apply_kl_to_rewards(scores=t([1.0]), kl=kl, mask=torch.zeros_like(mask), coef=0.5)
+    assert empty.tolist() == [[0, 0, 0]]
+
+
+def test_means_whitening_and_aggregation_of_nothing() -> None:
+    values, mask = t([[1.0, 3.0], [5.0, 7.0]]), t([[True, True], [False, False]])
+    nothing = torch.zeros_like(mask)
+    assert algo.masked_mean(values=values, mask=mask).item() == 2
+    assert algo.masked_mean(values=values, mask=mask, dim=1).tolist() == [2, 0]
+    assert algo.masked_mean(values=values, mask=nothing).item() == 0
+    assert algo.masked_whiten(values=values, mask=mask).tolist() == [[approx(-1), approx(1)], [0, 0]]
+    assert algo.masked_whiten(values=values, mask=nothing).abs().sum() == 0
+    stats = algo.whiten_stats(values=values, mask=nothing)
+    assert stats.pack().tolist() == [0, 0, 0] and stats.variance == 0
+    assert algo.WhitenStats.merge([stats, stats]).pack().tolist() == [0, 0, 0]
+    for mode in algo.AGGREGATIONS:
+        assert algo.aggregate(loss=values, mask=nothing, mode=mode).item() == 0
+
+
+def test_metrics_of_the_policy_loss() -> None:
+    """Ratios e^0.5, e^-0.5 and e^25 clamped to e^20; the last two tokens of other signs or masked."""
+    result = algo.policy_loss(
+        logprob=t([-1.0, -2.0, -1.0, -1.0], dtype=torch.float64),
+        old_logprob=t([-1.5, -1.5, -26.0, 0.0], dtype=torch.float64),
+        advantages=t([1.0, -1.0, -1.0, 1.0], dtype=torch.float64),
+        weights=t([0.5, 0.25, 0.25, 1.0], dtype=torch.float64),
+        mask=t([True, True, True, False]),
+        dual_clip=3.0,
+        entropy=t([1.0, 2.0, 3.0, 100.0], dtype=torch.float64),
+        entropy_coef=0.1,
+        ref_logprob=t([-1.5, -1.5, -1.0, 9.0], dtype=torch.float64),
+        kl_kind="k1",
+        kl_coef=0.2,
+    )
+    up, down, far = math.exp(0.5), math.exp(-0.5), math.exp(20)
+    wanted = {
+        "clipfrac": 2.0,  # above for A > 0, below for A < 0
+        "clipfrac_lower": 1.0,
+        "ppo_kl": -(0.5 - 0.5 + 20),
+        "ppo_kl_k3": up - 1 - 0.5 + down - 1 + 0.5 + far - 21,
+        "ratio": up + down + far,
+        "ratio_max": far,
+        "entropy": 6.0,
+        "ref_kl": 0.5 - 0.5,
+        "count": 3.0,
+        "pg_loss": 0.5 * -1.2 + 0.25 * 0.8 + 0.25 * 3,
+        "entropy_loss": -0.1 * (0.5 + 0.5 + 0.75),
+        "kl_loss": 0.2 * (0.25 - 0.125),
+    }
+    assert {name: value.item() for name, value in result.metrics.items()} == {n: approx(x) for n, x in wanted.items()}
+    assert result.loss.item() == approx(wanted["pg_loss"] + wanted["entropy_loss"] + wanted["kl_loss"])
+
+
+def test_metrics_of_the_value_loss() -> None:
+    result = algo.value_loss(
+        values=t([2.0, 1.0, 1.0, 9.0]),
+        old_values=t([1.0, 1.0, 0.5, 9.0]),
+        returns=t([1.0, 3.0, 2.0, 9.0]),
+        weights=t([1.0, 1.0, 0.5, 1.0]),
+        mask=t([True, True, True, False]),
+        clip=0.5,
+    )
+    # Clipped values 1.5, 1, 1: no clipped square is the larger one; at its limit a step is not clipped.
+    assert result.loss.item() == approx(0.5 * (1 + 4 + 0.5))
+    wanted = {"clipfrac": 0, "value": 4, "count": 3, "return_mean": 2, "return_m2": 2, "error_mean": -2 / 3}
+    wanted["error_m2"] = (1 + 4 + 1) - 3 * (2 / 3) ** 2
+    assert {name: value.item() for name, value in result.metrics.items()} == {n: approx(x) for n, x in wanted.items()}
