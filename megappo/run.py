@@ -5,6 +5,7 @@ from __future__ import annotations
 from megappo.assembly import Parts, assemble
 from megappo.checkpoint import seed_generators
 from megappo.config import Config, Derived
+from megappo.config.schema import PHASES
 from megappo.data import PromptDataset
 from megappo.errors import Interrupted
 from megappo.evaluation import evaluate_policy
@@ -15,7 +16,7 @@ from megappo.resume import Checkpoints, Start, choose_start
 from megappo.runtime import Runtime, start_runtime
 from megappo.runtime.interrupts import Interrupts, interruptible
 from megappo.runtime.lock import locked_directory
-from megappo.runtime.watchdog import Watchdog, watched
+from megappo.runtime.watchdog import GENERATING, Watchdog, watched
 from megappo.trainer import Trainer
 
 
@@ -69,7 +70,8 @@ def _watchdog(config: Config, runtime: Runtime) -> Watchdog | None:
     seconds = config.runtime.phase_timeout_seconds
     if seconds is None:
         return None
-    return Watchdog(config.run.path, config.runtime.phase_timeouts_seconds, seconds, runtime)
+    generating = PHASES if config.rollout.ahead else GENERATING
+    return Watchdog(config.run.path, config.runtime.phase_timeouts_seconds, seconds, runtime, generating=generating)
 
 
 def evaluate(config: Config, derived: Derived, prompts: PromptDataset | None = None) -> dict[str, float]:

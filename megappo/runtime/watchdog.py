@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch.distributed as dist
@@ -25,7 +25,7 @@ _STDERR = 2
 _TELL_SECONDS = 1.0
 _COUNT = "megappo/tokens-made"
 GENERATING = ("rollout", "evaluate")
-"""Phases in which an engine makes tokens that are waited for."""
+"""Phases that wait for an engine's tokens; one step ahead, any phase may be followed by such a wait."""
 
 
 class Watchdog:
@@ -39,8 +39,18 @@ class Watchdog:
     ones. Ranks tell each other by a count in the store by which they met.
     """
 
-    def __init__(self, directory: Path, limits: Mapping[str, float], default_seconds: float, runtime: Runtime) -> None:
-        """A collective of the world. `limits` has the phases whose limit differs from the default."""
+    def __init__(
+        self,
+        directory: Path,
+        limits: Mapping[str, float],
+        default_seconds: float,
+        runtime: Runtime,
+        *,
+        generating: Collection[str] = GENERATING,
+    ) -> None:
+        """A collective of the world. `limits` has the phases whose limit differs from the default, `generating` those
+        in which tokens that an engine makes are waited for."""
+        self._generating = generating
         self._limits, self._default_seconds, self._runtime = limits, default_seconds, runtime
         shared = [time.strftime("%Y%m%d-%H%M%S")]
         dist.broadcast_object_list(shared, src=0)
@@ -64,14 +74,14 @@ class Watchdog:
     def enter(self, phase: str, waits_for: str = "") -> None:
         """A phase begins, which lasts until the next does. `waits_for` says what is outstanding in it."""
         self._phase, self._waits_for, self._since = phase, waits_for, time.monotonic()
-        if phase in GENERATING:
+        if phase in self._generating:
             self._others_made_tokens()
         self._arm()
 
     def made_tokens(self) -> None:
         """This rank's engine goes on; may be called from any thread, and as often as one likes."""
         now = time.monotonic()
-        if self._phase not in GENERATING:
+        if self._phase not in self._generating:
             return
         self._since = now
         if now - self._told >= _TELL_SECONDS:
@@ -99,7 +109,7 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._stopped.wait(_POLL_SECONDS):
             seconds = time.monotonic() - self._since
-            if seconds > self._limit and self._phase in GENERATING and self._others_made_tokens():
+            if seconds > self._limit and self._phase in self._generating and self._others_made_tokens():
                 self._since = time.monotonic()
                 self._arm()
             elif seconds > self._limit or self._folder.exists():

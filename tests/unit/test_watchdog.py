@@ -11,19 +11,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megappo.config.schema import PHASES
 from megappo.errors import HANG
 from megappo.runtime.process import Runtime
-from megappo.runtime.watchdog import Watchdog
+from megappo.runtime.watchdog import GENERATING, Watchdog
 
 GENERATES_SECONDS = 4.0
 LIMIT_SECONDS = 1.5
 
 
-def rank_of_two(rank: int, folder: Path, phase: str, lasted: Any) -> None:
+def rank_of_two(rank: int, folder: Path, phase: str, generating: tuple[str, ...], lasted: Any) -> None:
     """Rank 0 makes tokens for a while, rank 1 waits for it; then both hang. Notes how long it lasted."""
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    watchdog = Watchdog(folder, {}, LIMIT_SECONDS, Runtime(rank, 2, rank, torch.device("cpu")))
+    runtime = Runtime(rank, 2, rank, torch.device("cpu"))
+    watchdog = Watchdog(folder, {}, LIMIT_SECONDS, runtime, generating=generating)
     watchdog.start()
     watchdog.enter(phase)
     start = time.monotonic()
@@ -34,12 +36,25 @@ def rank_of_two(rank: int, folder: Path, phase: str, lasted: Any) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize(("phase", "shortest", "longest"), [("rollout", 5.0, 40.0), ("update_actor", 1.0, 3.9)])
-def test_a_phase_that_makes_tokens_is_not_ended(phase: str, shortest: float, longest: float, tmp_path: Path) -> None:
-    """Neither on the rank that makes them nor on one that waits; without tokens both end. Updates make none."""
+@pytest.mark.parametrize(
+    ("phase", "generating", "shortest", "longest"),
+    [
+        ("rollout", GENERATING, 5.0, 40.0),
+        ("update_actor", GENERATING, 1.0, 3.9),
+        ("update_actor", PHASES, 5.0, 40.0),
+    ],
+    ids=["rollout", "update", "one-step-ahead"],
+)
+def test_a_phase_that_makes_tokens_is_not_ended(
+    phase: str, generating: tuple[str, ...], shortest: float, longest: float, tmp_path: Path
+) -> None:
+    """Neither on the rank that makes them nor on one that waits; without tokens both end. Updates make none, but one
+    step ahead they may be followed by the wait for a rollout."""
     context = multiprocessing.get_context("fork")
     lasted = context.Array("d", 2)
-    processes = [context.Process(target=rank_of_two, args=(rank, tmp_path, phase, lasted)) for rank in (0, 1)]
+    processes = [
+        context.Process(target=rank_of_two, args=(rank, tmp_path, phase, generating, lasted)) for rank in (0, 1)
+    ]
     for process in processes:
         process.start()
     for process in processes:
