@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from megappo.architecture import ArchitectureConfig
-from megappo.config import Config, Derived, RoleNumbers
+from megappo.config import Config, ConfigError, Derived, RoleNumbers
 from megappo.config.roles import TrainedRoleSettings
 from megappo.data import Cursor, PromptDataset
 from megappo.model_files import load_architecture, load_tokenizer, model_folder, model_paths
@@ -17,6 +17,7 @@ from megappo.models.build import DTYPES, BuildOptions, RoleModel, build_model
 from megappo.models.layout import Grid, make_layout
 from megappo.models.optimization import make_optimizer
 from megappo.models.roles import Placement, Role, TrainedRole
+from megappo.origins import open_origin
 from megappo.reshard.sources import RandomSource, SafetensorsSource, WeightSource
 from megappo.reshard.stream import WeightStream
 from megappo.rewards.scorer import RewardScorer
@@ -46,6 +47,8 @@ class Parts:
     critic: TrainedRole | None
     reference: Role | None
     weights: WeightStream
+    origins: tuple[str, ...] = ()
+    """A sentence for each model that begins with other weights than those of its folder."""
 
     @property
     def trained(self) -> list[TrainedRole]:
@@ -70,11 +73,13 @@ def assemble(
     *,
     training: bool = True,
     prompts: PromptDataset | None = None,
+    resumed: bool = False,
 ) -> Parts:
     """Make every part; a collective of the whole world. Data and reward errors come before any model is built.
 
     Without `training` there is an actor to generate with, but no optimizer, critic or reference. `prompts` to train on,
-    where they were read already.
+    where they were read already. `resumed`: a checkpoint's weights come in the place of all that are built, so that
+    what `start_from` names is not needed any more.
     """
     tokenizer = load_tokenizer(config.model)
     train_prompts = prompts if prompts is not None else PromptDataset(config.data.train, config.data, tokenizer)
@@ -83,7 +88,8 @@ def assemble(
     reward = RewardScorer(config.reward, runtime.device)
     folder = model_folder(config.model.path)
     arch = load_architecture(folder, config.model.trust_remote_code)
-    builder = _RoleBuilder(config, runtime, weight_sources(config, ROLES if training else ("actor",)))
+    sources = weight_sources(config, ROLES if training else ("actor",))
+    builder = _RoleBuilder(config, runtime, sources, resumed=resumed)
     actor_place, actor_model = builder.policy(folder, arch, config.actor, derived.actor)
     reference = None
     if config.reference is not None and training:
@@ -122,6 +128,7 @@ def assemble(
         critic=critic,
         reference=reference,
         weights=weights,
+        origins=tuple(builder.origins),
     )
 
 
@@ -131,7 +138,8 @@ def trained_roles(config: Config, derived: Derived, runtime: Runtime) -> list[Tr
     No function or code that the settings name is imported, so they may be those of somebody else.
     """
     folder = model_folder(config.model.path)
-    builder = _RoleBuilder(config, runtime, weight_sources(config, ("actor", "critic")))
+    sources = weight_sources(config, ("actor", "critic"))
+    builder = _RoleBuilder(config, runtime, sources, resumed=True)
     place, model = builder.policy(folder, load_architecture(folder, False), config.actor, derived.actor)
     roles = [builder.trained(place, model, config.actor, derived.actor)]
     if config.critic is not None and derived.critic is not None:
@@ -179,25 +187,35 @@ def weight_sources(config: Config, roles: Sequence[str]) -> dict[Path, WeightSou
 
 
 class _RoleBuilder:
-    def __init__(self, config: Config, runtime: Runtime, sources: dict[Path, WeightSource]) -> None:
-        self._config, self._runtime, self._sources = config, runtime, sources
+    def __init__(self, config: Config, runtime: Runtime, sources: dict[Path, WeightSource], *, resumed: bool) -> None:
+        self._config, self._runtime, self._sources, self._resumed = config, runtime, sources, resumed
+        self.origins: list[str] = []
 
     def policy(
         self, folder: Path, arch: ArchitectureConfig, settings: TrainedRoleSettings, numbers: RoleNumbers
     ) -> tuple[Placement, RoleModel | None]:
         placement = self._placement("actor", settings, numbers)
-        return placement, self._model(folder, arch, placement, settings.recompute, numbers, None)
+        source = self._source("actor", settings.start_from, folder, arch)
+        return placement, self._model(source, arch, placement, settings.recompute, numbers, None)
 
     def reference(self, folder: Path, placement: Placement, numbers: RoleNumbers) -> Role:
         arch = load_architecture(folder, self._config.model.trust_remote_code)
-        return Role(placement, self._model(folder, arch, placement, "none", numbers, None), self._runtime)
+        source = self._source("reference", None, folder, arch)
+        return Role(placement, self._model(source, arch, placement, "none", numbers, None), self._runtime)
 
     def critic(self, folder: Path, numbers: RoleNumbers) -> TrainedRole:
         settings = self._config.critic
         assert settings is not None
         arch = load_architecture(folder, self._config.model.trust_remote_code)
         placement = self._placement("critic", settings, numbers)
-        model = self._model(folder, arch, placement, settings.recompute, numbers, settings.value_head_std)
+        source = self._source("critic", settings.start_from, folder, arch)
+        head = source.value_head()  # asked on every rank, as `_source` is
+        if head is not None and settings.value_head_std and not self._resumed:
+            raise ConfigError(
+                f"critic.value_head_std {settings.value_head_std:g} is for a new value head, but the critic's weights "
+                "have one; set it to 0 to keep that one, or name a folder without a head"
+            )
+        model = self._model(source, arch, placement, settings.recompute, numbers, settings.value_head_std)
         return self.trained(placement, model, settings, numbers)
 
     def trained(
@@ -215,7 +233,7 @@ class _RoleBuilder:
 
     def _model(
         self,
-        folder: Path,
+        source: WeightSource,
         arch: ArchitectureConfig,
         placement: Placement,
         recompute: str,
@@ -234,9 +252,14 @@ class _RoleBuilder:
             value_head_std=value_head_std,
         )
         with self._runtime.megatron():
-            return build_model(arch, placement.layout, options, self._source(folder, arch))
+            return build_model(arch, placement.layout, options, source)
 
-    def _source(self, folder: Path, arch: ArchitectureConfig) -> WeightSource:
+    def _source(self, role: str, start_from: str | None, folder: Path, arch: ArchitectureConfig) -> WeightSource:
+        """On every rank, so that what is wrong with the weights is found where it can be told."""
+        if start_from is not None and not self._resumed:
+            origin = open_origin(start_from, role, arch, self._runtime)
+            self.origins.append(origin.words)
+            return origin.source
         if self._config.model.init == "random":
             return RandomSource(arch, self._config.run.seed)
         return self._sources[folder]

@@ -70,7 +70,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     doctor.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file of the run that is to work")
     doctor.add_argument("overrides", nargs="*", metavar="key=value", help="override such as run.steps=10")
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
-    export = commands.add_parser("export", help="write a run's newest checkpoint as a Hugging Face folder")
+    export = commands.add_parser("export", help="write a checkpoint of a run as a Hugging Face folder")
     evaluate = commands.add_parser("eval", help="score a model on data.validation")
     _add_serve(commands.add_parser("serve", help="run one SGLang server for trainers elsewhere, and keep it running"))
     train.add_argument("--dry-run", action="store_true", help="do everything but train, in one process without a GPU")
@@ -89,6 +89,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     evaluate.add_argument("--weights", metavar="DIR", help="Hugging Face folder to score instead of model.path")
     export.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run")
     export.add_argument("out", metavar="OUT", help="folder to write")
+    export.add_argument("--role", choices=("actor", "critic"), default="actor", help="(default: %(default)s)")
+    export.add_argument(
+        "--step", metavar="N", default="latest", help="step of the checkpoint, best or latest (default: %(default)s)"
+    )
     report = commands.add_parser("report", help="show how a metric of a run went")
     report.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run")
     report.add_argument("--metric", default="reward/mean", help="name in metrics.jsonl (default: %(default)s)")
@@ -126,7 +130,8 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.command == "export":
         from megappo.export import export_run
 
-        export_run(arguments.run_dir, arguments.out)
+        for sentence in export_run(arguments.run_dir, arguments.out, arguments.role, arguments.step):
+            print(sentence)
         return
     if arguments.command == "report":
         from megappo.report import report
@@ -220,7 +225,8 @@ def _for_evaluation(config: Config, weights: str | None) -> Config:
         return config
     tokenizer = config.model.tokenizer or config.model.path
     model = config.model.model_copy(update={"path": weights, "init": "pretrained", "tokenizer": tokenizer})
-    return config.model_copy(update={"model": model})
+    actor = config.actor.model_copy(update={"start_from": None})
+    return config.model_copy(update={"model": model, "actor": actor})
 
 
 def _refuse_lost_run(config: Config) -> None:

@@ -18,6 +18,7 @@ from megappo.doctor.software import generation_finding, reward_findings
 from megappo.errors import RunError
 from megappo.launchers import read_ranks
 from megappo.model_files import load_architecture, load_tokenizer, model_folder, model_paths
+from megappo.origins import open_origin
 from megappo.plan import Machine, Models, find_machine, make_plan, read_models, remedy
 from megappo.plan.engines import other_engine
 from megappo.plan.planner import check_gpus, default_machine, fewest_ranks
@@ -58,6 +59,7 @@ def dry_run(
         _prompts(config, models, ranks),
         _reward(config),
         _weights(config),
+        _origins(config),
         _machine(config),
         _plan(config, models, ranks, machine, named=machine_name is not None),
     ):
@@ -188,6 +190,17 @@ def _weights(config: Config) -> Rows:
         count = SafetensorsSource(folder, arch).check(with_output_layer=role != "critic")
         stored = " and float8 weights have their scales" if arch.stored_blocks else ""
         yield "weights", f"{role}: all {count} tensors are in {folder}, in the shapes of its config.json{stored}"
+
+
+def _origins(config: Config) -> Rows:
+    """What the models of a new run begin with, where that is not their own folder."""
+    for role, settings in (("actor", config.actor), ("critic", config.critic)):
+        if settings is None or settings.start_from is None:
+            continue
+        own = config.critic.path if role == "critic" and config.critic is not None else None
+        folder = model_folder(own or config.model.path, weights=False)
+        arch = load_architecture(folder, config.model.trust_remote_code)
+        yield "starts from", open_origin(settings.start_from, role, arch).words
 
 
 def _machine(config: Config) -> Rows:

@@ -1,41 +1,96 @@
-"""Weights of a run as a Hugging Face folder, from the running actor or from the shards it left behind."""
+"""Models as Hugging Face folders: the running actor at the end of a run, actor or critic of any checkpoint."""
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+)
 
-from megappo.architecture import ArchitectureConfig, architecture
-from megappo.config import Config, load_config
-from megappo.models.roles import Role
-from megappo.reshard.hf_map import hf_shape, model_parameters, pieces, scatter_shard
+from megappo.architecture import ArchitectureConfig
+from megappo.checkpoint import CheckpointSource, find_checkpoint
+from megappo.config import Config
+from megappo.model_files import load_architecture, load_tokenizer, model_folder
+from megappo.models.build import DTYPES
+from megappo.reshard.hf_map import OUTPUT_LAYER, hf_shape, model_parameters
+from megappo.reshard.value_heads import EXPORTED
+from megappo.rollout import resolve_stop_token_ids
 
+ROLES = ("actor", "critic")
 _FILE_BYTES = 4 * 2**30
 _INDEX = "model.safetensors.index.json"
+_GENERATION = "generation_config.json"
 
 
-def write_hf_folder(
+def write_policy(
     out: Path,
     arch: ArchitectureConfig,
     tensors: Iterable[tuple[str, Tensor]],
-    tokenizer_path: Path | str,
+    tokenizer: PreTrainedTokenizerBase,
     *,
-    trust_remote_code: bool = False,
+    started_from: Path,
+    stop_token_ids: Sequence[int],
 ) -> None:
-    """Write config, tokenizer and safetensors (files of at most 4 GiB) that transformers loads.
+    """Write a causal language model as transformers loads it: config, generation_config, tokenizer and safetensors.
 
+    `started_from`: the folder whose generation settings it keeps; what ended a response in the run ends one there too.
     Raises ValueError where a tensor of the architecture is missing or of another shape: an export is whole or not at
     all.
     """
+    wanted = {n: hf_shape(arch, n) for p in model_parameters(arch) for n in p.hf}
+    dtype = _write_tensors(out, tensors, wanted)
+    _write_config(out, arch, dtype, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[arch.family])
+    _write_generation(out, arch, started_from, stop_token_ids)
+    tokenizer.save_pretrained(out)
+
+
+def write_critic(
+    out: Path, arch: ArchitectureConfig, tensors: Iterable[tuple[str, Tensor]], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Write a value model as AutoModelForTokenClassification loads it: its one logit at a token is the value of the
+    state after that token. Raises ValueError as `write_policy` does."""
+    wanted = {n: hf_shape(arch, n) for p in model_parameters(arch) if p.megatron != OUTPUT_LAYER for n in p.hf}
+    wanted |= zip(EXPORTED, ((1, arch.hidden_size), (1,)), strict=True)
+    dtype = _write_tensors(out, tensors, wanted)
+    model_class = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES[arch.family]
+    _write_config(out, arch, dtype, model_class, num_labels=1, classifier_dropout=0.0)
+    tokenizer.save_pretrained(out)
+
+
+def _write_config(out: Path, arch: ArchitectureConfig, dtype: torch.dtype, model_class: str, **changes: object) -> None:
+    config = copy.deepcopy(arch.hf_config)
+    for name, value in {**changes, "dtype": dtype, "architectures": [model_class]}.items():
+        setattr(config, name, value)
+    config.save_pretrained(out)
+
+
+def _write_generation(out: Path, arch: ArchitectureConfig, folder: Path, stop_token_ids: Sequence[int]) -> None:
+    """As JSON: transformers' own class refuses files of some published models."""
+    if (folder / _GENERATION).exists():
+        content = json.loads((folder / _GENERATION).read_text(encoding="utf-8"))
+    else:
+        special = {name: getattr(arch.hf_config, name, None) for name in ("bos_token_id", "pad_token_id")}
+        content = {name: token for name, token in special.items() if token is not None}
+    if stop_token_ids:
+        content["eos_token_id"] = list(stop_token_ids) if len(stop_token_ids) > 1 else stop_token_ids[0]
+    (out / _GENERATION).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_tensors(out: Path, tensors: Iterable[tuple[str, Tensor]], wanted: dict[str, tuple[int, ...]]) -> torch.dtype:
+    """Write safetensors of at most 4 GiB; returns their type."""
     out.mkdir(parents=True, exist_ok=True)
+    for old in (*out.glob("*.safetensors"), *out.glob(_INDEX)):  # of an earlier export, perhaps in more files
+        old.unlink()
     files: list[dict[str, Tensor]] = [{}]
     shapes: dict[str, tuple[int, ...]] = {}
     weight_map: dict[str, int] = {}
@@ -50,19 +105,19 @@ def write_hf_folder(
         shapes[name], weight_map[name] = tuple(tensor.shape), len(files) - 1
         size, total = size + n_bytes, total + n_bytes
         dtype = tensor.dtype
-    wanted = {n: hf_shape(arch, n) for p in model_parameters(arch) for n in p.hf}
     if shapes != wanted:
         wrong = sorted(n for n in wanted.keys() | shapes.keys() if wanted.get(n) != shapes.get(n))
         raise ValueError(f"the weights do not make a whole model: {', '.join(wrong[:5])}; the export was not finished")
     _finish(out, files, weight_map, total)
-    arch.hf_config.dtype = dtype
-    arch.hf_config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[arch.family]]
-    arch.hf_config.save_pretrained(out)
-    AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=trust_remote_code).save_pretrained(out)
+    return dtype
 
 
 def _save(out: Path, files: list[dict[str, Tensor]], number: int) -> None:
-    save_file(files[number], out / f"part-{number:05d}.safetensors", metadata={"format": "pt"})
+    path = out / f"part-{number:05d}.safetensors"
+    path.touch()
+    mode = path.stat().st_mode  # as the umask has it; safetensors makes files that only their owner can read
+    save_file(files[number], path, metadata={"format": "pt"})
+    path.chmod(mode)
     files[number] = {}
 
 
@@ -79,79 +134,36 @@ def _finish(out: Path, files: list[dict[str, Tensor]], weight_map: dict[str, int
     (out / _INDEX).write_text(json.dumps(index, indent=2))
 
 
-def save_shards(role: Role, directory: Path) -> None:
-    """Save a role's Megatron shards without gathering: one file per stage and tensor rank of its first replica, and one
-    per stage and share of the experts."""
-    layout, model = role.placement.layout, role.model
-    if layout is None or model is None:
-        return
-    directory.mkdir(parents=True, exist_ok=True)
-    dense: dict[str, Tensor] = {}
-    experts: dict[str, Tensor] = {}
-    for entry, parameter in model.parameters_here():
-        shards = dense if entry.expert is None else experts
-        shards[entry.megatron] = parameter.detach().cpu().contiguous()
-    grid = layout.grid
-    metadata = {"tp": grid.tp, "pp": grid.pp, "ep": grid.ep, "padded_vocab": model.options.padded_vocab}
-    words = {name: str(number) for name, number in metadata.items()}
-    if layout.replica == 0:
-        save_file(dense, directory / f"stage-{layout.stage}-tensor-{layout.tensor_rank}.safetensors", metadata=words)
-    if experts and layout.expert_replica == 0:
-        save_file(experts, directory / f"stage-{layout.stage}-experts-{layout.expert_rank}.safetensors", metadata=words)
+def export_run(run_dir: str, out: str, role: str = "actor", step: str = "latest") -> list[str]:
+    """`megappo export RUN_DIR OUT`: actor or critic of a checkpoint as a Hugging Face folder, by one process without
+    GPUs, whether the run has finished or not. Returns what to tell the user.
 
-
-def export_run(run_dir: str, out: str) -> None:
-    """`megappo export RUN_DIR OUT`: the actor of a run as a Hugging Face folder, by one process without GPUs.
-
-    Raises ValueError where the directory holds no finished run or some of its shards are gone.
+    `step` is a number, `best` or `latest`. Raises ValueError where there is no such checkpoint or role, and where OUT
+    holds something.
     """
-    directory = Path(run_dir)
+    directory, target = Path(run_dir), Path(out)
     if not (directory / "config.yaml").exists():
         raise ValueError(f"{directory} holds no config.yaml; name the directory of a run")
-    config: Config = load_config(directory / "config.yaml", [])
-    shards = directory / "weights" / "actor"
-    if not shards.is_dir():
-        raise ValueError(f"{directory} holds no weights/actor; the run has not finished, let it end first")
-    from megappo.model_files import model_folder
-
-    folder = model_folder(config.model.path)
-    arch = architecture(AutoConfig.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code))
-    write_hf_folder(
-        Path(out),
-        arch,
-        _merge_shards(shards, arch),
-        config.model.tokenizer or folder,
-        trust_remote_code=config.model.trust_remote_code,
-    )
-
-
-def _merge_shards(directory: Path, arch: ArchitectureConfig) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors from the shards of a directory, one parameter at a time."""
-    opened = {path.name: safe_open(path, framework="pt") for path in sorted(directory.glob("*.safetensors"))}
-    if not opened:
-        raise ValueError(f"{directory} is empty; the run did not save its weights")
-    metadata = next(iter(opened.values())).metadata()
-    # Runs of before there were experts say nothing of `ep`.
-    tp, pp, ep, padded_vocab = (int(metadata.get(k, "1")) for k in ("tp", "pp", "ep", "padded_vocab"))
-    expected = {f"stage-{s}-tensor-{t}.safetensors" for s in range(pp) for t in range(tp)}
-    if arch.experts:
-        expected |= {f"stage-{s}-experts-{e}.safetensors" for s in range(pp) for e in range(ep)}
-    if expected - opened.keys():
-        raise ValueError(f"{directory} lacks {', '.join(sorted(expected - opened.keys()))}; copy the whole run")
-    holders: dict[str, list[str]] = {}
-    for file in sorted(expected):
-        for name in opened[file].keys():  # noqa: SIM118
-            holders.setdefault(name, []).append(file)
-    for parameter in model_parameters(arch):
-        whole: dict[str, Tensor] = {}
-        # In the order of tensor ranks; the experts' matrices are whole.
-        for tensor_rank, file in enumerate(sorted(holders[parameter.megatron], key=_number)):
-            shard = opened[file].get_tensor(parameter.megatron)
-            whole = whole or {n: torch.empty(hf_shape(arch, n), dtype=shard.dtype) for n in parameter.hf}
-            scatter_shard(shard, pieces(arch, parameter, tensor_rank, tp, padded_vocab), whole)
-        yield from whole.items()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{target} is not an empty folder; name a new one to export to")
+    folder, marker, sentences = find_checkpoint(directory / "checkpoints", step)
+    config = Config.model_validate(marker.content["settings"])
+    own_path = config.critic.path if config.critic is not None and role == "critic" else None
+    model = model_folder(own_path or config.model.path, weights=False)
+    arch = load_architecture(model, config.model.trust_remote_code)
+    source = CheckpointSource(folder, role, arch)
+    dtype, tokenizer = DTYPES[config.model.dtype], load_tokenizer(config.model)
+    if role == "critic":
+        write_critic(target, arch, _critic_tensors(source, dtype), tokenizer)
+    else:
+        tensors = ((name, tensor.to(dtype)) for name, tensor in source.tensors())
+        stops = resolve_stop_token_ids(model, tokenizer, config.rollout.stop_token_ids)
+        write_policy(target, arch, tensors, tokenizer, started_from=model, stop_token_ids=stops)
+    return [*sentences, f"the {role} after step {marker.step} is in {target}"]
 
 
-def _number(file: str) -> int:
-    """12 of `stage-0-tensor-12.safetensors`."""
-    return int(file.removesuffix(".safetensors").rpartition("-")[2])
+def _critic_tensors(source: CheckpointSource, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    head = source.value_head()
+    assert head is not None, "a critic's checkpoint has one"
+    for name, tensor in chain(source.tensors(), zip(EXPORTED, head, strict=True)):
+        yield name, tensor.to(dtype)

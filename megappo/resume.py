@@ -136,13 +136,14 @@ def lost_steps(config: Config) -> tuple[str | None, int]:
     try:
         lines = read_metrics(metrics)
         saved = config.run.path / "config.yaml"
-        settings = load_config(saved).checkpoint if saved.exists() else None
+        before = load_config(saved) if saved.exists() else None
     except ValueError as error:
         return str(error), 0
-    # A run that has ended left its weights, and in the background a checkpoint may have been under way until the next
-    # one was due.
-    has_ended = (config.run.path / "weights").exists()
-    if settings is not None and not has_ended and (not lines or lines[-1]["step"] < 2 * settings.every_steps):
+    # In the background a checkpoint may have been under way until the next one was due.
+    settings = before.checkpoint if before is not None else None
+    last = lines[-1]["step"] if lines else -1
+    has_ended = (before is not None and last == before.run.steps) or (config.run.path / "final").exists()
+    if settings is not None and not has_ended and last < 2 * settings.every_steps:
         return None, len(lines)
     return (
         f"run.directory '{config.run.path}' holds a run without any checkpoint to continue from; choose another "

@@ -9,8 +9,8 @@ from megappo.config.schema import PHASES
 from megappo.data import PromptDataset
 from megappo.errors import Interrupted
 from megappo.evaluation import evaluate_policy
-from megappo.export import save_shards, write_hf_folder
-from megappo.model_files import tokenizer_folder
+from megappo.export import write_policy
+from megappo.model_files import model_folder
 from megappo.reporting import Reporter, reporting
 from megappo.resume import Checkpoints, Start, choose_start
 from megappo.runtime import Runtime, start_runtime
@@ -38,7 +38,7 @@ def train(config: Config, derived: Derived, prompts: PromptDataset | None = None
             interruptible(runtime) as interrupts,
             reporting(config, derived, runtime, on_stage) as reporter,
         ):
-            parts = assemble(config, derived, runtime, prompts=prompts)
+            parts = assemble(config, derived, runtime, prompts=prompts, resumed=start.marker is not None)
             if watchdog is not None:
                 parts.engine.on_tokens = watchdog.made_tokens
             _train(parts, start, reporter, interrupts)
@@ -47,7 +47,7 @@ def train(config: Config, derived: Derived, prompts: PromptDataset | None = None
 def _train(parts: Parts, start: Start, reporter: Reporter, interrupts: Interrupts) -> None:
     checkpoints = Checkpoints(parts, start, reporter.message)
     try:
-        for sentence in (_data_line(parts), *start.sentences):
+        for sentence in (_data_line(parts), *parts.origins, *start.sentences):
             reporter.message(sentence)
         if start.sentences:  # there was a run before
             reporter.continue_after(start.step)
@@ -95,19 +95,19 @@ def _data_line(parts: Parts) -> str:
 
 
 def _save(parts: Parts, reporter: Reporter) -> None:
-    """The actor's shards, and the whole model in Hugging Face's format."""
+    """The actor in Hugging Face's format."""
     config = parts.config
-    save_shards(parts.actor, config.run.path / "weights" / "actor")
     if not config.run.export_final_model:
         return
     out = config.run.path / "final"
     if parts.runtime.is_main:
-        write_hf_folder(
+        write_policy(
             out,
             parts.architecture,
             parts.weights,
-            tokenizer_folder(config.model),
-            trust_remote_code=config.model.trust_remote_code,
+            parts.tokenizer,
+            started_from=model_folder(config.model.path, weights=False),
+            stop_token_ids=parts.stop_token_ids,
         )
         reporter.message(f"the trained actor is in {out}")
     else:

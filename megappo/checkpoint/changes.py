@@ -12,7 +12,8 @@ from megappo.config.errors import show
 _UNMENTIONED = ("run.name", "run.directory", "run.force_resume", "run.export_final_model", "runtime", "logging")
 """Nothing that is learned depends on them."""
 _DANGEROUS = (
-    "run.seed", "model", "critic.path", "critic.value_head_std", "reference", "data.train", "data.apply_chat_template",
+    "run.seed", "model", "actor.start_from", "critic.start_from", "critic.path",
+    "critic.value_head_std", "reference", "data.train", "data.apply_chat_template",
     "data.system_prompt", "data.max_prompt_tokens", "data.overlong_prompts", "data.shuffle", "reward.function",
     "reward.options", "reward.batch", "reward.model_path", "algorithm.estimator", "algorithm.policy_loss",
 )  # fmt: skip

@@ -171,12 +171,8 @@ def _kept(folder: Path, error: OSError) -> str:
     return f"{folder} cannot be deleted ({error.strerror}); it is tried again with the next checkpoint"
 
 
-def prune(directory: Path, keep_last: int, keep_best: str | None) -> list[str]:
-    """Delete all finished checkpoints but the newest and the best; a sentence for each that cannot be deleted.
-
-    `keep_best` is the name of a metric, with a `-` in front where the lowest is best. Damaged ones are left to be
-    looked at; unfinished ones are overwritten when their step comes again.
-    """
+def finished(directory: Path) -> dict[Path, Marker]:
+    """The markers of all finished checkpoints by their folders, the newest first; damaged markers are left out."""
     markers: dict[Path, Marker] = {}
     for _, folder in folders(directory):
         if (folder / MARKER).exists():
@@ -184,9 +180,19 @@ def prune(directory: Path, keep_last: int, keep_best: str | None) -> list[str]:
                 markers[folder] = read_marker(folder)
             except DamagedError:
                 continue
+    return markers
+
+
+def prune(directory: Path, keep_last: int, keep_best: str | None) -> list[str]:
+    """Delete all finished checkpoints but the newest and the best; a sentence for each that cannot be deleted.
+
+    `keep_best` is the name of a metric, with a `-` in front where the lowest is best. Damaged ones are left to be
+    looked at; unfinished ones are overwritten when their step comes again.
+    """
+    markers = finished(directory)
     kept: set[Path | None] = set(list(markers)[:keep_last])
     if keep_best is not None:
-        kept.add(_best(markers, keep_best))
+        kept.add(best(markers, keep_best))
     sentences = []
     for folder in sorted(markers.keys() - kept):
         try:
@@ -196,7 +202,7 @@ def prune(directory: Path, keep_last: int, keep_best: str | None) -> list[str]:
     return sentences + clear(directory)
 
 
-def _best(markers: Mapping[Path, Marker], keep_best: str) -> Path | None:
+def best(markers: Mapping[Path, Marker], keep_best: str) -> Path | None:
     """The newest folder with the best value of a metric; None where no checkpoint's step had it."""
     name, sign = keep_best.removeprefix("-"), -1.0 if keep_best.startswith("-") else 1.0
     values = {folder: marker.content["metrics"].get(name) for folder, marker in markers.items()}

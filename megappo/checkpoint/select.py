@@ -1,8 +1,10 @@
-"""Which checkpoint a run continues from."""
+"""Which checkpoint a run continues from, is exported, or another run starts from."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
@@ -11,16 +13,19 @@ from megappo.checkpoint.files import DamagedError, Marker
 from megappo.checkpoint.versions import require_readable
 from megappo.runtime import Runtime
 
+T = TypeVar("T")
+
 
 class NoCheckpointError(ValueError):
     """There are checkpoints, and none of them is whole."""
 
 
-def select_checkpoint(directory: Path, runtime: Runtime) -> tuple[Path, Marker, list[str]] | None:
+def select_checkpoint(directory: Path, runtime: Runtime | None = None) -> tuple[Path, Marker, list[str]] | None:
     """The newest whole checkpoint of a folder, and a sentence for each newer one that is not; None: there is none.
 
-    A collective of the world: every rank reads a part of the files. Raises NoCheckpointError where all that were
-    finished are damaged, ValueError where the newest whole one is of a torch that this one cannot read.
+    A collective of the world, in which every rank reads a part of the files; without a runtime this process reads all
+    of them. Raises NoCheckpointError where all that were finished are damaged, ValueError where the newest whole one is
+    of a torch that this one cannot read.
     """
     sentences: list[str] = []
     damaged = 0
@@ -43,28 +48,73 @@ def select_checkpoint(directory: Path, runtime: Runtime) -> tuple[Path, Marker, 
     return None
 
 
-def _shared_folders(directory: Path, runtime: Runtime) -> list[tuple[Path, bool]]:
+def find_checkpoint(directory: Path, wanted: str, runtime: Runtime | None = None) -> tuple[Path, Marker, list[str]]:
+    """The whole checkpoint of a folder that `wanted` names: a step, `best` by the run's `checkpoint.keep_best`, or
+    `latest`; and a sentence for each that was passed over. A collective like `select_checkpoint`.
+
+    Raises ValueError where there is none.
+    """
+    if wanted == "latest":
+        chosen = select_checkpoint(directory, runtime)
+        if chosen is None:
+            raise ValueError(f"{directory} holds no finished checkpoint; wait for the run's first one")
+        return chosen
+    folder, problem = _from_main(lambda: _named(directory, wanted), runtime)
+    if folder is None:
+        raise ValueError(problem)
+    marker, found = _check(folder, runtime)
+    if marker is None or found:
+        raise NoCheckpointError(f"{folder} is damaged: {'; '.join(found[:3])}; take another checkpoint")
+    require_readable(folder, marker)
+    return folder, marker, []
+
+
+def _named(directory: Path, wanted: str) -> tuple[Path | None, str]:
+    """The folder of a step or of the best one, or why there is none."""
+    markers = files.finished(directory)
+    by_step = {str(marker.step): folder for folder, marker in markers.items()}
+    there = f"there are {', '.join(reversed(by_step))}" if by_step else "there is no finished one"
+    if wanted != "best":
+        problem = f"{directory} holds no checkpoint of step '{wanted}'; {there}; give one of them, best or latest"
+        return by_step.get(wanted), problem
+    settings = [marker.content["settings"]["checkpoint"] for marker in markers.values()]
+    keep_best = settings[0]["keep_best"] if settings and settings[0] else None
+    if keep_best is None:
+        return None, f"the run of {directory} has no checkpoint.keep_best to say which is best; {there}; give one"
+    return files.best(markers, keep_best), f"no checkpoint in {directory} has the metric '{keep_best}'; {there}"
+
+
+def _from_main(find: Callable[[], T], runtime: Runtime | None) -> T:
+    """What the main rank finds; without a runtime this process."""
+    if runtime is None:
+        return find()
+    shared = [find() if runtime.is_main else None]
+    dist.broadcast_object_list(shared, src=0)
+    return cast(T, shared[0])
+
+
+def _shared_folders(directory: Path, runtime: Runtime | None) -> list[tuple[Path, bool]]:
     """(folder, whether it was finished), the newest first, as the main rank sees them."""
-    shared: list[list[tuple[Path, bool]]] = [[]]
-    if runtime.is_main:
-        shared = [[(folder, (folder / files.MARKER).exists()) for _, folder in files.folders(directory)]]
-    dist.broadcast_object_list(shared, src=0)
-    return shared[0]
+    return _from_main(
+        lambda: [(folder, (folder / files.MARKER).exists()) for _, folder in files.folders(directory)], runtime
+    )
 
 
-def _check(folder: Path, runtime: Runtime) -> tuple[Marker | None, list[str]]:
+def _check(folder: Path, runtime: Runtime | None) -> tuple[Marker | None, list[str]]:
     """The marker and what is wrong with the checkpoint; the same on every rank."""
-    shared: list[tuple[Marker | None, list[str]]] = [(None, [])]
-    if runtime.is_main:
-        try:
-            shared = [(files.read_marker(folder), [])]
-        except DamagedError as error:
-            shared = [(None, [str(error)])]
-    dist.broadcast_object_list(shared, src=0)
-    marker, found = shared[0]
+    marker, found = _from_main(lambda: _marker(folder), runtime)
     if marker is None:
         return None, found
+    if runtime is None:
+        return marker, files.problems(folder, sorted(marker.files.items()))
     return marker, shared_problems(folder, marker, runtime)
+
+
+def _marker(folder: Path) -> tuple[Marker | None, list[str]]:
+    try:
+        return files.read_marker(folder), []
+    except DamagedError as error:
+        return None, [str(error)]
 
 
 def shared_problems(folder: Path, marker: Marker, runtime: Runtime) -> list[str]:

@@ -27,6 +27,7 @@ from megappo.models.roles import TrainedRole
 from megappo.reshard.hf_map import Parameter, model_parameters
 from megappo.runtime import Runtime
 
+VALUE_HEAD = ("value_head.weight", "value_head.bias")
 _SPLIT_AXIS = {"glu": 0, "qkv": 0, "vocab": 0, "row": 1}
 
 
@@ -60,8 +61,8 @@ def _entries(model: RoleModel) -> Iterator[_Entry]:
     if not last.post_process:
         return
     if model.is_critic:
-        yield _Entry(("value_head.weight",), last.output_layer.weight, None)
-        yield _Entry(("value_head.bias",), last.output_layer.bias, None)
+        yield _Entry(VALUE_HEAD[:1], last.output_layer.weight, None)
+        yield _Entry(VALUE_HEAD[1:], last.output_layer.bias, None)
     elif model.arch.tied_embeddings and not last.pre_process:
         embedding = next(iter(model_parameters(model.arch)))
         yield _Entry(_names(embedding), last.output_layer.weight, 0, is_padded=True, is_copy=True)
@@ -71,6 +72,12 @@ def _names(entry: Parameter) -> tuple[str, ...]:
     if entry.kind == "qkv":
         return (entry.hf[0].replace("q_proj", "qkv_proj"),)
     return entry.hf
+
+
+def stored_names(entry: Parameter) -> Iterator[tuple[str, str]]:
+    """(whole tensor of a checkpoint, Hugging Face tensor that it is, or holds) for each of the latter."""
+    names = _names(entry)
+    yield from zip(names if len(names) == len(entry.hf) else names * len(entry.hf), entry.hf, strict=True)
 
 
 def role_updates(role: TrainedRole, runtime: Runtime) -> int:

@@ -82,6 +82,9 @@ class TrainedRoleSettings(Settings):
     """Samples per optimizer update over all data parallel ranks; divides the step's samples."""
     microbatch_budget_tokens: PositiveInt = 8192
     """Most tokens in one packed microbatch; not below the longest possible sample."""
+    start_from: PathText | None = None
+    """Weights to begin a new run with: another run's (`RUN`, `RUN@STEP`, `RUN@best`) or a Hugging Face folder's;
+    default: those of the role's model. A run that continues does not read them again."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation: attention only (`selective`) or whole layers (`full`)."""
 
@@ -94,9 +97,10 @@ class CriticSettings(TrainedRoleSettings):
     """The value model: a trunk like the actor's, its output layer a scalar head."""
 
     path: PathText | None = None
-    """Hugging Face folder of the trunk; default: the actor's model."""
+    """Hugging Face folder of the trunk, and of a scalar head as transformers' classifiers, TRL and OpenRLHF write it;
+    default: the actor's model."""
     value_head_std: NonNegativeFloat = 0.0
-    """Standard deviation of the new value head; 0 makes every first value 0."""
+    """Standard deviation of a new value head, where the folder has none; 0 makes every first value 0."""
     value_clip: PositiveFloat | None = 0.2
     """Clip range of the value loss around the old values; null: no clipping."""
     warmup_steps: NonNegativeInt = 0
@@ -107,4 +111,4 @@ class ReferenceSettings(Settings):
     """The frozen policy of the KL terms; stands on the actor's layout."""
 
     path: PathText | None = None
-    """Hugging Face folder; default: the actor's starting weights."""
+    """Hugging Face folder; default: `model.path`, also where the actor has `start_from`."""

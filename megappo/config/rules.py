@@ -118,6 +118,17 @@ def section_rules(config: Config, steps: int | None) -> Iterator[str]:
             f"critic.warmup_steps {config.critic.warmup_steps} must be below {which}, or the actor is never trained; "
             f"set at most {steps - 1}"
         )
+    if config.checkpoint is None and not config.run.export_final_model:
+        yield (
+            "checkpoint is null and run.export_final_model is false, so nothing would be left of what was trained; "
+            "set one of them"
+        )
+    reference = config.reference
+    if reference is not None and config.model.init == "random" and config.actor.start_from is not None:
+        yield (
+            "reference would be drawn at random by model.init, while the actor begins with actor.start_from; "
+            "set model.path to a folder with weights and model.init to pretrained, or reference to null"
+        )
     yield from _keep_best_rules(config)
     reward_model = config.reward.model_path
     if reward_model is not None and not Path(reward_model).is_dir():

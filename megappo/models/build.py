@@ -254,6 +254,7 @@ def build_model(arch: ArchitectureConfig, layout: Layout, options: BuildOptions,
                 read_shard(source, arch, entry, parameter, layout.tensor_rank, layout.grid.tp, options.padded_vocab)
             )
         _fill_last_stage_copy(model, source)
+        _fill_value_head(model, source)
     return model
 
 
@@ -307,6 +308,15 @@ def _build_chunk(
             temperature=options.temperature,
         )
     return model
+
+
+def _fill_value_head(model: RoleModel, source: WeightSource) -> None:
+    """A trained head takes the place of the drawn one."""
+    last = model.chunks[-1]
+    head = source.value_head() if model.is_critic and last.post_process else None
+    if head is not None:
+        last.output_layer.weight.copy_(head.weight)
+        last.output_layer.bias.copy_(head.bias)
 
 
 def _fill_last_stage_copy(model: RoleModel, source: WeightSource) -> None:

@@ -53,10 +53,6 @@ class Parameter:
 
 
 OUTPUT_LAYER = "output_layer.weight"
-VALUE_HEAD_TENSORS = tuple(
-    f"{head}.{part}" for head in ("score", "v_head", "v_head.summary", "value_head") for part in ("weight", "bias")
-)
-"""Names that files give a scalar head: transformers' classifiers, TRL and OpenRLHF."""
 
 # (Megatron name, Hugging Face names, kind), under the names that the parameters have in Megatron's own layers.
 _LAYER: tuple[tuple[str, tuple[str, ...], Kind], ...] = (

@@ -16,7 +16,6 @@ from megappo.architecture import ArchitectureConfig
 from megappo.families import FAMILIES
 from megappo.reshard.float8 import SCALE_SUFFIX, SCALE_TYPES, WEIGHT_TYPE, dequantised, scale_shape
 from megappo.reshard.hf_map import (
-    VALUE_HEAD_TENSORS,
     Parameter,
     Piece,
     assemble_shard,
@@ -24,6 +23,7 @@ from megappo.reshard.hf_map import (
     model_parameters,
     pieces,
 )
+from megappo.reshard.value_heads import EXTRA_FILE, ValueHeadWeights, find_value_head
 
 _SINGLE = "model.safetensors"
 _PLAIN_TYPES = ("F64", "F32", "F16", "BF16")
@@ -35,6 +35,10 @@ class WeightSource(Protocol):
 
     def read(self, piece: Piece) -> Tensor:
         """The slice, on the CPU."""
+        ...
+
+    def value_head(self) -> ValueHeadWeights | None:
+        """The trained scalar head of a critic, on the CPU; None where there is none."""
         ...
 
 
@@ -52,6 +56,13 @@ class SafetensorsSource:
         for file in sorted(set(index.values())) or [_SINGLE]:
             opened = self._opened(file)
             self._file_of |= {name: opened for name in opened.keys() if index.get(name, file) == file}  # noqa: SIM118
+        if (folder / EXTRA_FILE).exists():
+            opened = self._opened(EXTRA_FILE)
+            self._file_of |= dict.fromkeys(opened.keys(), opened)
+        try:
+            self._head = find_value_head(self._file_of.keys(), getattr(arch.hf_config, "value_head_prefix", None))
+        except ValueError as error:
+            raise ValueError(f"the value head in {folder} cannot be read: {error}") from error
         self._stored = self._names()
 
     def _index(self) -> dict[str, str]:
@@ -79,7 +90,7 @@ class SafetensorsSource:
     def _names(self) -> dict[str, str]:
         """What the model's tensors, and the scales beside them, are called in the files."""
         known = {name for parameter in model_parameters(self._arch) for name in parameter.hf}
-        known |= {"lm_head.weight", *VALUE_HEAD_TENSORS}
+        known |= {"lm_head.weight", *(self._head.names if self._head is not None else ())}
         if self._arch.stored_blocks is not None:
             known |= {name + SCALE_SUFFIX for name in known if len(hf_shape(self._arch, name)) == 2}
         ignored = FAMILIES[self._arch.family].ignored_tensors
@@ -178,6 +189,29 @@ class SafetensorsSource:
         first_row, first_column = (piece.start, 0) if rows else (0, piece.start)
         return dequantised(part, scales, blocks, first_row=first_row, first_column=first_column)
 
+    def value_head(self) -> ValueHeadWeights | None:
+        """The scalar head as transformers, TRL and OpenRLHF write it. Raises ValueError for more than one value."""
+        names = self._head
+        if names is None:
+            return None
+        weight = self._whole(names.weight, (1, self._arch.hidden_size)).float()
+        bias = self._whole(names.bias, (1,)).float() if names.bias is not None else torch.zeros(1)
+        if getattr(self._arch.hf_config, "normalize_reward", False):  # OpenRLHF's values are (output - mean) / std
+            config: Any = self._arch.hf_config
+            mean, std = getattr(config, "mean", 0.0), getattr(config, "std", 1.0)
+            weight, bias = weight / std, (bias - mean) / std
+        return ValueHeadWeights(weight, bias)
+
+    def _whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor: Tensor = self._file_of[name].get_tensor(name)
+        kind = self._file_of[name].get_slice(name).get_dtype()
+        if tensor.shape != shape or kind not in _PLAIN_TYPES:
+            raise ValueError(
+                f"the value head in {self._folder} cannot be read: '{name}' has shape {tuple(tensor.shape)} and type "
+                f"{kind}, a critic gives one value per token: {shape} of {', '.join(_PLAIN_TYPES)}"
+            )
+        return tensor
+
 
 class RandomSource:
     """Weights drawn from a seed and the tensor's name alone, so every layout starts from the same model."""
@@ -201,6 +235,9 @@ class RandomSource:
     def read(self, piece: Piece) -> Tensor:
         """The slice, on the CPU, in float32."""
         return self._whole(piece.name).narrow(piece.dim, piece.start, piece.size)
+
+    def value_head(self) -> None:
+        """None: a new head is drawn by `critic.value_head_std`."""
 
 
 def read_shard(

@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.identity_op import IdentityOp
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from distributed.harness import own_groups
 from megappo.architecture import architecture, padded_vocab_size
@@ -43,6 +43,11 @@ def sequences(vocab: int) -> list[torch.Tensor]:
 
 def expected(folder: Path, tokens: list[torch.Tensor]) -> torch.Tensor:
     """(N, 1) log-probabilities of everything but the first token, by transformers in float64."""
+    if value_head := value_head_of(folder):
+        trunk = AutoModel.from_pretrained(folder, dtype=torch.float64).eval()
+        with torch.no_grad():
+            hidden = torch.cat([trunk(sequence[None]).last_hidden_state[0, :-1] for sequence in tokens])
+        return hidden @ value_head[0].double().T + value_head[1]
     # The fused products of experts know no float64.
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager").eval()
     rows = []
@@ -51,6 +56,15 @@ def expected(folder: Path, tokens: list[torch.Tensor]) -> torch.Tensor:
             logp = model(sequence[None]).logits[0, :-1].log_softmax(-1)
         rows.append(logp.gather(1, sequence[1:, None]))
     return torch.cat(rows)
+
+
+def value_head_of(folder: Path) -> tuple[torch.Tensor, float] | None:
+    """Weight and bias of a head, whatever it is called."""
+    stems = ("score", "v_head.summary", "value_head")
+    tensors = dict(stored_tensors(folder))
+    weight = next((tensors[f"{stem}.weight"] for stem in stems if f"{stem}.weight" in tensors), None)
+    bias = next((float(tensors[f"{stem}.bias"]) for stem in stems if f"{stem}.bias" in tensors), 0.0)
+    return None if weight is None else (weight, bias)
 
 
 def stored_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -111,7 +125,13 @@ def check(case: dict[str, Any], runtime: Runtime) -> dict[str, float] | None:
     model, output = None, None
     tokens = sequences(arch.vocab_size)
     if layout is not None:
-        options = BuildOptions(torch.float32, runtime.device, vocab, recompute=case.get("recompute", "none"))
+        options = BuildOptions(
+            torch.float32,
+            runtime.device,
+            vocab,
+            recompute=case.get("recompute", "none"),
+            value_head_std=case.get("value_head_std"),
+        )
         layers = fused_layers if case.get("fused") else local_layers
         with runtime.megatron(), patch.object(build, "_layer_spec", layers):
             model = build_model(arch, layout, options, SafetensorsSource(folder, arch))
@@ -134,6 +154,8 @@ def check(case: dict[str, Any], runtime: Runtime) -> dict[str, float] | None:
     plain = Path(case.get("plain", folder))
     truth = expected(plain, tokens)
     source = dict(stored_tensors(plain))
+    if "value_head_std" in case:
+        source = {name: tensor for name, tensor in source.items() if name.startswith("model.")}
     assert streamed.keys() == source.keys(), streamed.keys() ^ source.keys()
     return {
         "error": float((output - truth).abs().max()),

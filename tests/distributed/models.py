@@ -48,6 +48,25 @@ def write_model(folder: Path, family: str, seed: int, noise: float = 0.0, **chan
     return folder
 
 
+def write_value_model(
+    folder: Path, family: str, seed: int, head: str = "score", bias: float | None = 0.5, **changes: Any
+) -> Path:
+    """Save a tiny model with one value per token, its head under a name that some program gives it, in a folder of
+    the same family with a language model head."""
+    write_model(folder, family, seed, **changes)
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(seed)
+    hidden = tensors["model.norm.weight"].shape[0]
+    tensors[f"{head}.weight"] = torch.randn(1, hidden, generator=generator)
+    if bias is not None:
+        tensors[f"{head}.bias"] = torch.tensor([bias])
+    tensors["model.embed_tokens.weight"][0] = 0.1  # transformers draws no row for the padding token
+    if head == "score":  # transformers' own folders have no other head
+        tensors.pop("lm_head.weight", None)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 def stored_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """A transformers model's parameters by the names they have in files: there every expert has its own."""
     for name, parameter in model.named_parameters():

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import save_file
 
 from distributed.harness import launch
-from distributed.models import quantise, write_model
+from distributed.models import quantise, write_model, write_value_model
 
 ROPES = {
     "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
@@ -54,6 +54,14 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# As transformers' classifiers, TRL and OpenRLHF write the head of a value model.
+HEADS: dict[str, tuple[str, float | None, dict[str, Any]]] = {
+    "transformers": ("score", 0.5, {"tp": 2, "pp": 1, "sp": True}),
+    "trl": ("v_head.summary", -0.5, {"tp": 1, "pp": 2}),
+    "openrlhf": ("value_head", None, {"tp": 1, "pp": 1}),
+}
+
+
 def _cases(root: Path) -> list[dict[str, Any]]:
     cases = []
     for family in ("llama", "qwen2", "qwen3", "mistral"):
@@ -79,6 +87,9 @@ def _cases(root: Path) -> list[dict[str, Any]]:
     save_file(tensors, root / "plain" / "model.safetensors", metadata={"format": "pt"})
     folders = {"folder": str(root / "float8"), "plain": str(root / "plain")}
     cases.append({"name": "qwen3-float8", **folders, **LAYOUTS["tp2"]})
+    for name, (head, bias, layout) in HEADS.items():
+        folder = write_value_model(root / name, "qwen2", 3, head, bias, tie_word_embeddings=True)
+        cases.append({"name": f"critic-{name}", "folder": str(folder), "value_head_std": 0.0, **layout})
     for rope, parameters in ROPES.items():
         folder = write_model(root / rope, "llama", 3, rope_parameters=parameters)
         cases.append({"name": f"rope-{rope}", "folder": str(folder), **LAYOUTS["tp2"]})
@@ -94,6 +105,7 @@ NAMES = [
     *(f"qwen3_moe-{n}" for n in EXPERTS),
     *(f"{family}-{name}" for name, (family, _) in SETTINGS.items()),
     "qwen3-float8",
+    *(f"critic-{h}" for h in HEADS),
     *(f"rope-{r}" for r in ROPES),
     "nine-heads-tp3",
 ]

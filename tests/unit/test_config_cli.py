@@ -42,7 +42,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         train=lambda config, derived, prompts: seen.append(("train", config)),
         evaluate=lambda config, derived, prompts: seen.append(("evaluate", config)),
     )
-    vars(export)["export_run"] = lambda run_dir, out: seen.append(("export", str(run_dir), str(out)))
+    vars(export)["export_run"] = lambda *words: seen.append(("export", *words)) or []
     monkeypatch.setitem(sys.modules, "megappo.run", trainer)
     monkeypatch.setitem(sys.modules, "megappo.export", export)
     return seen
@@ -146,7 +146,8 @@ def test_eval(calls: list[tuple[Any, ...]], model: str, tmp_path: Path, capsys: 
 
 def test_export(calls: list[tuple[Any, ...]]) -> None:
     assert main(["export", "runs/a", "out"]) == 0
-    assert calls == [("export", "runs/a", "out")]
+    assert main(["export", "runs/a", "out", "--role", "critic", "--step", "best"]) == 0
+    assert calls == [("export", "runs/a", "out", "actor", "latest"), ("export", "runs/a", "out", "critic", "best")]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from megappo.architecture import ArchitectureConfig, architecture
 from megappo.assembly import ROLES, weight_sources
 from megappo.config import ConfigError, load_config, model_shape
 from megappo.dry_run import dry_run
-from megappo.export import write_hf_folder
+from megappo.export import write_policy
 from megappo.plan.sizes import model_sizes
 from megappo.reshard.hf_map import hf_shape, model_parameters, pieces, scatter_shard, shard_shape
 from megappo.reshard.sources import SafetensorsSource, read_shard
@@ -93,9 +93,13 @@ def test_a_float8_folder_is_planned_and_exported_as_a_plain_one(
     quantise(tmp_path / "m", tmp_path / "float8", (16, 16))
     arch, plain = read(tmp_path / "float8"), read(tmp_path / "m")
     assert (arch, model_sizes(arch)) == (plain, model_sizes(plain))
-    character_tokenizer().save_pretrained(tmp_path / "tokens")
-    write_hf_folder(
-        tmp_path / "out", arch, whole_tensors(tmp_path / "float8", torch.float32, 1).items(), tmp_path / "tokens"
+    write_policy(
+        tmp_path / "out",
+        arch,
+        whole_tensors(tmp_path / "float8", torch.float32, 1).items(),
+        character_tokenizer(),
+        started_from=tmp_path / "float8",
+        stop_token_ids=(1,),
     )
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     left = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()

@@ -1,0 +1,84 @@
+"""Folders that transformers loads."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForTokenClassification, AutoTokenizer, GenerationConfig
+
+from distributed.models import write_model, write_value_model
+from megappo.export import write_critic, write_policy
+from megappo.model_files import load_architecture
+
+ROOT = Path(__file__).parents[2]
+
+
+def write(out: Path, folder: Path, *, without: str = "") -> None:
+    """Export what a folder holds."""
+    tensors = load_file(folder / "model.safetensors")
+    write_policy(
+        out,
+        load_architecture(folder, False),
+        ((name, tensor) for name, tensor in tensors.items() if name != without),
+        AutoTokenizer.from_pretrained(ROOT / "configs/models/tiny_arithmetic"),
+        started_from=folder,
+        stop_token_ids=(1, 3),
+    )
+
+
+def test_exports_say_how_to_generate(tmp_path: Path) -> None:
+    """The model's own settings, and every token that ended a response in the run."""
+    folder = write_model(tmp_path / "model", "llama", 3)
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_p": 0.95, "eos_token_id": 1}))
+    write(tmp_path / "out", folder)
+    settings = GenerationConfig.from_pretrained(tmp_path / "out")
+    assert (settings.temperature, settings.top_p, settings.eos_token_id) == (0.6, 0.95, [1, 3])
+    (folder / "generation_config.json").unlink()
+    write(tmp_path / "other", folder)
+    settings = GenerationConfig.from_pretrained(tmp_path / "other")
+    assert (settings.pad_token_id, settings.eos_token_id) == (0, [1, 3])
+
+
+def test_files_follow_the_umask(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "llama", 3)
+    before = os.umask(0o027)
+    try:
+        write(tmp_path / "out", folder)
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    assert {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json"} <= modes.keys()
+    assert set(modes.values()) == {0o640}, modes
+
+
+def test_an_export_is_whole_or_none(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "llama", 3)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "model.safetensors.index.json").write_text("{}")  # of an earlier export in several files
+    with pytest.raises(ValueError, match=r"not make a whole model: model\.norm\.weight; the export was not"):
+        write(tmp_path / "out", folder, without="model.norm.weight")
+    assert not list((tmp_path / "out").iterdir())
+    write(tmp_path / "out", folder)
+    assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "mistral"])
+def test_an_exported_critic_is_a_token_classifier(tmp_path: Path, family: str) -> None:
+    folder = write_value_model(tmp_path / "model", family, 3, tie_word_embeddings=True)
+    tensors = load_file(folder / "model.safetensors")
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "configs/models/tiny_arithmetic")
+    write_critic(tmp_path / "out", load_architecture(folder, False), tensors.items(), tokenizer)
+    model, info = AutoModelForTokenClassification.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
+    assert model.dropout.p == 0
+    tokens = torch.arange(7)[None]
+    with torch.no_grad():
+        values = model.eval()(tokens).logits[0, :, 0]
+        hidden = model.model(tokens).last_hidden_state[0]
+    expected = hidden @ tensors["score.weight"][0] + tensors["score.bias"]
+    torch.testing.assert_close(values, expected)
