@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -73,8 +74,10 @@ def test_the_run_leaves_what_a_user_looks_for(short_run: Path) -> None:
     assert list((short_run / "tensorboard").glob("events*"))
     samples = [json.loads(line) for line in (short_run / "samples.jsonl").read_text().splitlines()]
     assert {"step", "prompt", "response", "raw_response", "answer", "score", "tokens"} <= samples[0].keys()
-    assert any(sample["raw_response"].endswith("<eos>") for sample in samples)
-    assert all("<" not in sample["response"] for sample in samples)
+    for sample in samples:  # the raw text shows every token, the clean one none that is special
+        tokens = re.findall(r"<\w+>|.", sample["raw_response"])
+        assert len(tokens) == sample["tokens"]
+        assert "".join(token for token in tokens if len(token) == 1) == sample["response"]
     done = megappo("report", short_run)
     assert done.returncode == 0
     assert "reward/mean" in done.stdout
