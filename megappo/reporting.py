@@ -24,9 +24,18 @@ class Reporter:
     """Times the stages of a step and shows the step's metrics."""
 
     def __init__(
-        self, config: Config, derived: Derived, runtime: Runtime, on_stage: Callable[[str, str], None] | None = None
+        self,
+        config: Config,
+        derived: Derived,
+        runtime: Runtime,
+        on_stage: Callable[[str, str], None] | None = None,
+        check_directory: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_stage` is told the name of each stage that begins, and what it waits for."""
+        """`on_stage` is told the name of each stage that begins, and what it waits for.
+
+        `check_directory` raises on every rank where what is logged would be lost.
+        """
+        self._check_directory = check_directory
         self._config, self._runtime, self._on_stage = config, runtime, on_stage
         self._view = make_view(config.logging.console if runtime.is_main else "quiet", derived.steps)
         self._timer = StageTimer(runtime.synchronize, on_enter=self._view.stage)
@@ -72,7 +81,8 @@ class Reporter:
         }
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write and show a finished step, with advice where the numbers ask for it."""
+        """Write and show a finished step, with advice where the numbers ask for it; a collective of the world."""
+        self._check_directory()
         if self._log is None:
             return
         shown = {name: value for name, value in metrics.items() if name not in _INTERNAL}
@@ -135,10 +145,14 @@ class Reporter:
 
 @contextmanager
 def reporting(
-    config: Config, derived: Derived, runtime: Runtime, on_stage: Callable[[str, str], None] | None = None
+    config: Config,
+    derived: Derived,
+    runtime: Runtime,
+    on_stage: Callable[[str, str], None] | None = None,
+    check_directory: Callable[[], None] = lambda: None,
 ) -> Iterator[Reporter]:
     """A reporter that is closed whatever happens."""
-    reporter = Reporter(config, derived, runtime, on_stage)
+    reporter = Reporter(config, derived, runtime, on_stage, check_directory)
     try:
         yield reporter
     finally:

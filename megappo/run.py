@@ -15,7 +15,7 @@ from megappo.reporting import Reporter, reporting
 from megappo.resume import Checkpoints, Start, choose_start
 from megappo.runtime import Runtime, start_runtime
 from megappo.runtime.interrupts import Interrupts, interruptible
-from megappo.runtime.lock import locked_directory
+from megappo.runtime.lock import HeldDirectory, locked_directory
 from megappo.runtime.watchdog import GENERATING, Watchdog, watched
 from megappo.trainer import Trainer
 
@@ -27,7 +27,7 @@ def train(config: Config, derived: Derived, prompts: PromptDataset | None = None
 
     Raises Interrupted after a run that was asked to stop has written a checkpoint.
     """
-    with start_runtime(config.runtime) as runtime, locked_directory(config.run.path, runtime):
+    with start_runtime(config.runtime) as runtime, locked_directory(config.run.path, runtime) as held:
         seed_generators(config.run.seed, runtime.rank)
         start = choose_start(config, derived, runtime)
         config = start.config
@@ -36,15 +36,15 @@ def train(config: Config, derived: Derived, prompts: PromptDataset | None = None
         with (
             watched(watchdog),
             interruptible(runtime) as interrupts,
-            reporting(config, derived, runtime, on_stage) as reporter,
+            reporting(config, derived, runtime, on_stage, held.check) as reporter,
         ):
             parts = assemble(config, derived, runtime, prompts=prompts, resumed=start.marker is not None)
             if watchdog is not None:
                 parts.engine.on_tokens = watchdog.made_tokens
-            _train(parts, start, reporter, interrupts)
+            _train(parts, start, reporter, interrupts, held)
 
 
-def _train(parts: Parts, start: Start, reporter: Reporter, interrupts: Interrupts) -> None:
+def _train(parts: Parts, start: Start, reporter: Reporter, interrupts: Interrupts, held: HeldDirectory) -> None:
     checkpoints = Checkpoints(parts, start, reporter.message)
     try:
         for sentence in (_data_line(parts), *parts.origins, *start.sentences):
@@ -55,9 +55,11 @@ def _train(parts: Parts, start: Start, reporter: Reporter, interrupts: Interrupt
         try:
             trainer.train()
         except Interrupted:
+            held.check()
             with reporter.stage("checkpoint"):
                 reporter.message(checkpoints.save_interrupted(trainer.boundary))
             raise
+        held.check()
         checkpoints.finish()
         with reporter.stage("export"):
             _save(parts, reporter)

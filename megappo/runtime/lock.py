@@ -14,6 +14,7 @@ from typing import TextIO
 
 import torch.distributed as dist
 
+from megappo.errors import RunError
 from megappo.runtime.process import Runtime
 
 _PATIENCE_SECONDS = 5.0
@@ -21,8 +22,46 @@ _POLL_SECONDS = 0.2
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
+class HeldDirectory:
+    """A run directory that this job alone writes to, for as long as it is the one that was locked."""
+
+    def __init__(self, directory: Path, file: TextIO | None) -> None:
+        """`file` is the lock; the main rank's alone."""
+        self._directory, self._file = directory, file
+
+    def check(self) -> None:
+        """Raise RunError on every rank where another folder, or none, stands in the directory's place; a collective.
+
+        What is logged then goes into files that nobody can open, and another job may be in the other folder.
+        """
+        problem = [_loss(self._directory, self._file) if self._file is not None else None]
+        dist.broadcast_object_list(problem, src=0)
+        if problem[0] is not None:
+            raise RunError(problem[0])
+
+
+def _loss(directory: Path, file: TextIO) -> str | None:
+    """What became of a directory in whose place is something else."""
+    try:
+        if os.path.samestat(os.stat(directory / "lock"), os.fstat(file.fileno())):
+            return None
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
+            return None  # a disk that does not answer for a moment has not lost the directory
+    moved = Path(os.readlink(f"/proc/self/fd/{file.fileno()}"))
+    if moved.exists():
+        became, remedy = f"was moved to '{moved.parent}'", "move it back and start again, which continues the run"
+    else:
+        became = "or the file `lock` in it was removed or replaced"
+        remedy = "bring back what was in it and start again, or begin the run anew"
+    return (
+        f"run.directory '{directory}' {became} while the run was going on, which ends here, as it would log and save "
+        f"where another job may be; {remedy}"
+    )
+
+
 @contextlib.contextmanager
-def locked_directory(directory: Path, runtime: Runtime) -> Iterator[None]:
+def locked_directory(directory: Path, runtime: Runtime) -> Iterator[HeldDirectory]:
     """Hold `<directory>/lock`, which the kernel takes back from a job that ends in whatever way; a collective.
 
     A file system without locks is used without. Raises ValueError on every rank where another job holds it for longer
@@ -36,7 +75,7 @@ def locked_directory(directory: Path, runtime: Runtime) -> Iterator[None]:
     if problem[0] is not None:
         raise ValueError(problem[0])
     try:
-        yield
+        yield HeldDirectory(directory, file)
     finally:
         if file is not None:
             file.close()

@@ -2,8 +2,8 @@
 
 Usage: killed_runs.py ATTEMPTS.json, a list of {"arguments", "processes", "kill", "expect"}.
 - `kill` is absent or {"rank", "step", "at"}: at that step the rank sends itself SIGKILL, or another `signal`, or sleeps
-  for ever where that is null: where the stage `at` begins, at the second minibatch of `update_critic` or
-  `update_actor`, before or after a checkpoint's marker is written.
+  for ever where that is null, or with `remove` deletes the run directory and goes on: where the stage `at` begins, at
+  the second minibatch of `update_critic` or `update_actor`, before or after a checkpoint's marker is written.
 - `ctrl_c`: once step 1 is logged, all ranks get SIGINT as torchrun would send it, and a second later once more.
 - `rewrite`: the run is not continued, its newest checkpoint is loaded and written again in the arguments' layout.
 Prints what the attempts print, and fails where an attempt does not end as expected ("killed" or an exit code).
@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import time
@@ -32,11 +33,13 @@ from megappo.runtime import start_runtime
 from megappo.runtime.store import free_port
 
 
-def arm(step: int, at: str, name: str | None) -> None:
+def arm(step: int, at: str, name: str | None, removed: Path | None) -> None:
     """Make this process send itself a signal at a place of a step, or sleep for ever."""
 
     def die() -> None:
-        if name is None:
+        if removed is not None:
+            shutil.rmtree(removed)
+        elif name is None:
             time.sleep(10**6)
         else:
             os.kill(os.getpid(), signal.Signals[name])
@@ -106,14 +109,19 @@ def rank_main(rank: int, processes: int, port: int, attempt: dict[str, Any]) -> 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     kill = attempt.get("kill")
     if kill is not None and kill["rank"] == rank:
-        arm(kill["step"], kill["at"], kill.get("signal", "SIGKILL"))
+        removed = run_directory(attempt["arguments"]) if kill.get("remove") else None
+        arm(kill["step"], kill["at"], kill.get("signal", "SIGKILL"), removed)
     sys.exit(rewrite(attempt["arguments"]) if attempt.get("rewrite") else main(attempt["arguments"]))
+
+
+def run_directory(arguments: list[str]) -> Path:
+    """Where an attempt runs."""
+    return Path(next(a.partition("=")[2] for a in arguments if a.startswith("run.directory=")))
 
 
 def press_ctrl_c_twice(ranks: list[Any], arguments: list[str]) -> None:
     """The first press reaches a worker twice, from the terminal and from torchrun."""
-    directory = next(a.partition("=")[2] for a in arguments if a.startswith("run.directory="))
-    metrics = Path(directory) / "metrics.jsonl"
+    metrics = run_directory(arguments) / "metrics.jsonl"
     while not metrics.exists() or '"step": 1,' not in metrics.read_text():
         time.sleep(0.05)
     for pause in (0.5, 0.1, 1.5):

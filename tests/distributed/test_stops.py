@@ -98,6 +98,16 @@ def test_two_jobs_in_a_directory(tmp_path: Path) -> None:
     assert os.listdir(held) == ["lock"]
 
 
+def test_a_run_whose_directory_is_removed_ends_with_a_sentence(tmp_path: Path) -> None:
+    """It would log into files that nobody can open, and end with 0."""
+    run = tmp_path / "run"
+    remove = {"rank": 1, "step": 2, "at": "score", "remove": True}
+    output = attempts(tmp_path, train(run, "run.steps=3", expect="1", kill=remove))
+    assert f"run.directory '{run}' or the file `lock` in it was removed or replaced while the run was going" in output
+    assert "step 1/3" in output and "step 2/3" not in output
+    assert "Traceback" not in output and not run.exists()
+
+
 NOT_FINITE = ("actor.optimizer.learning_rate=1e30", "run.steps=2")
 
 

@@ -1,0 +1,75 @@
+"""A run directory belongs to one job, and the job notices when it does not hold it any more."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megappo.errors import RunError
+from megappo.runtime import Runtime
+from megappo.runtime import lock as room
+from megappo.runtime.lock import locked_directory
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator[Runtime]:
+    """A world of one process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Runtime(0, 1, 0, torch.device("cpu"))
+    dist.destroy_process_group()
+
+
+def test_a_directory_that_stays_is_fine(tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    with locked_directory(tmp_path / "run", runtime) as held:
+        held.check()
+        (tmp_path / "run" / "metrics.jsonl").write_text("{}")
+        (tmp_path / "link").symlink_to(tmp_path / "run")
+        held.check()
+
+        def silent(path: object) -> os.stat_result:
+            raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(os, "stat", silent)  # for a moment
+        held.check()
+
+
+@pytest.mark.parametrize("how", ["removed", "replaced", "lock removed", "another job"])
+def test_a_directory_that_is_lost_ends_the_run(
+    tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    run = tmp_path / "run"
+    with locked_directory(run, runtime) as held:
+        if how == "lock removed":
+            (run / "lock").unlink()
+        else:
+            shutil.rmtree(run)
+        if how == "replaced":
+            run.mkdir()
+            (run / "lock").touch()
+        if how != "another job":
+            with pytest.raises(RunError, match="or the file `lock` in it was removed or replaced while the run was"):
+                held.check()
+            return
+        with locked_directory(run, runtime) as second:
+            with pytest.raises(RunError, match=f"run.directory '{run}' .* where another job may be; bring back"):
+                held.check()
+            second.check()
+            monkeypatch.setattr(room, "_PATIENCE_SECONDS", 0.0)
+            with pytest.raises(ValueError, match="is in use by process"), locked_directory(run, runtime):
+                raise AssertionError("a third job is let in")
+
+
+def test_a_directory_that_is_moved_is_told_with_its_new_place(tmp_path: Path, runtime: Runtime) -> None:
+    run = tmp_path / "run"
+    with locked_directory(run, runtime) as held:
+        run.rename(tmp_path / "elsewhere")
+        with pytest.raises(RunError, match=f"was moved to '{tmp_path / 'elsewhere'}' while .*; move it back and start"):
+            held.check()
+        (tmp_path / "elsewhere").rename(run)
+        held.check()
