@@ -12,12 +12,23 @@ from torch import Tensor
 from megappo.config import Config, Derived, save_config
 from megappo.models.jumps import Jump
 from megappo.observe import Advisor, Lap, MetricsLog, StageTimer, Stragglers, make_view
+from megappo.progress import PROGRESS
 from megappo.runtime import Runtime
 from megappo.types import Rollouts
 
 _JUMP_SAMPLES = 16
 # Counts that other metrics are made of.
 _INTERNAL = ("step_tokens", "step_samples")
+_AWAITED = {
+    "score": "log-probabilities and values of all ranks' responses",
+    "update_critic": "the slowest rank of each minibatch",
+    "update_actor": "the slowest rank of each minibatch",
+    "sync": "the engines to take the weights over",
+    "evaluate": "answers to the validation prompts",
+    "checkpoint": "the disk, or the checkpoint before",
+    "export": "the model's files to be written",
+}
+"""What a stage waits for where nobody says it better."""
 
 
 class Reporter:
@@ -58,6 +69,7 @@ class Reporter:
         """Time a stage of the step. `waits_for` says what is outstanding, should it never end."""
         if self._on_stage is not None:
             self._on_stage(name, waits_for)
+        PROGRESS.enter(name, waits_for or _AWAITED.get(name, ""))
         return self._timer.stage(name)
 
     def begin_step(self, step: int) -> None:
@@ -87,6 +99,7 @@ class Reporter:
             return
         shown = {name: value for name, value in metrics.items() if name not in _INTERNAL}
         self._log.log(step, shown)
+        PROGRESS.leave()
         self._view.step(step, shown)
         for sentence in (*self._advisor.observe(step, shown), *self._stragglers.observe(step, self._slow)):
             self.message(f"step {step}: {sentence}")
@@ -138,6 +151,7 @@ class Reporter:
 
     def close(self) -> None:
         """Close files and restore the terminal."""
+        PROGRESS.leave()
         self._view.close()
         if self._log is not None:
             self._log.close()

@@ -18,6 +18,7 @@ from megappo.models.jumps import Jump, describe_samples
 from megappo.models.roles import NonFiniteUpdateError, TrainedRole, Update, combine_metrics
 from megappo.models.schedule import PackedBatch, Task
 from megappo.models.scoring import response_rows
+from megappo.progress import PROGRESS
 from megappo.runtime.exchange import Row, all_gather_varying
 from megappo.types import Experience
 from megappo_kernels import POLICY_METRICS, PolicyInputs, PolicyObjective, value_loss
@@ -82,6 +83,10 @@ class MinibatchPlan:
     epochs: int
     seed: int
     """Changes with run seed, step and role."""
+
+    def __len__(self) -> int:
+        """Minibatches of all epochs."""
+        return self.epochs * -(-self.batch_sequences // self.minibatch_sequences)
 
     def __iter__(self) -> Iterator[frozenset[int]]:
         """Sample ids of one minibatch after the other, a new order each epoch."""
@@ -267,7 +272,9 @@ def _run(
     counts = _token_counts(rollouts.sample_ids_B, work.mask_BR, role.runtime.device)
     ids = rollouts.sample_ids_B.tolist()
     summary = UpdateSummary()
+    PROGRESS.expect("minibatches", len(plan))
     for number, minibatch in enumerate(plan):
+        PROGRESS.add("minibatches", int(number > 0))  # the one before it is done
         tokens = [counts[i] for i in minibatch if counts[i] > 0]
         if not tokens:
             continue  # every sample was rejected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import threading
 from collections import deque
 from collections.abc import Mapping
 from typing import Literal, Protocol, TextIO
@@ -15,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megappo.observe.charts import ASCII_BLOCKS, BLOCKS, sparkline
+from megappo.progress import PROGRESS, StageProgress
 
 _LINE = (
     ("reward", "reward/mean", ".3f"),
@@ -79,11 +81,39 @@ class QuietView:
 
 
 class PlainView(QuietView):
-    """One line per step."""
+    """One line per step, and one a minute in a stage that takes longer."""
 
-    def __init__(self, stream: TextIO, total_steps: int) -> None:
+    def __init__(
+        self, stream: TextIO, total_steps: int, progress: StageProgress = PROGRESS, *, every_seconds: float = 60.0
+    ) -> None:
         super().__init__(stream)
-        self._total_steps = total_steps
+        self._total_steps, self._progress, self._every_seconds = total_steps, progress, every_seconds
+        self._step: int | None = None
+        self._closed = threading.Event()
+        self._lines = 0
+        """Of the stage so far."""
+        self._thread: threading.Thread | None = None
+
+    def begin_step(self, step: int) -> None:
+        """Name it in the lines that follow."""
+        self._step = step
+
+    def stage(self, name: str) -> None:
+        """Begin to watch how long it takes."""
+        self._lines = 0
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Say no more."""
+        self._closed.set()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(min(1.0, self._every_seconds / 4)):
+            if self._progress.seconds >= (self._lines + 1) * self._every_seconds:
+                self._lines = int(self._progress.seconds / self._every_seconds)
+                self.message(f"{'' if self._step is None else f'step {self._step}: '}{self._progress.text()}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """The key metrics that there are."""
@@ -91,11 +121,22 @@ class PlainView(QuietView):
         self.message("  ".join([f"step {step}/{self._total_steps}", *parts]))
 
 
-class LiveView:
-    """Last message, progress with ETA, stage, metrics and step times, redrawn in place."""
+class _Doing:
+    """What the stage has done so far, asked anew whenever the screen is drawn."""
 
-    def __init__(self, stream: TextIO, total_steps: int) -> None:
+    def __init__(self, progress: StageProgress) -> None:
+        self._progress = progress
+
+    def __rich__(self) -> Text:
+        return Text(self._progress.text(), overflow="ellipsis", no_wrap=True)
+
+
+class LiveView:
+    """Last message, progress with ETA, stage and what it has done, metrics and step times, redrawn in place."""
+
+    def __init__(self, stream: TextIO, total_steps: int, progress: StageProgress = PROGRESS) -> None:
         """Nothing is drawn before the first call, so that a run that fails to start leaves the terminal alone."""
+        self._doing = _Doing(progress)
         self._console = Console(file=stream, force_terminal=True)
         self._blocks = BLOCKS if self._console.encoding.startswith("utf") else ASCII_BLOCKS
         self._progress = Progress(
@@ -157,7 +198,7 @@ class LiveView:
     def _draw(self) -> None:
         if self._closed:
             return
-        parts: list[RenderableType] = [self._progress, self._table()]
+        parts: list[RenderableType] = [self._progress, self._doing, self._table()]
         if self._note is not None:
             parts.insert(0, Text(self._note, style="yellow"))
         self._live.update(Group(*parts), refresh=self._live.is_started)

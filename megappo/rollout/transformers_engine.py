@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
+from megappo.progress import PROGRESS, SAMPLES
 from megappo.rollout.engine import Completion, GenerateRequest, SamplingParams
 
 
@@ -138,9 +139,12 @@ class TransformersEngine:
             raise RuntimeError(f"the engine is {state}; wake it and update its weights first")
         order = sorted(range(len(requests)), key=lambda i: len(requests[i].token_ids))
         completions: dict[int, Completion] = {}
+        PROGRESS.expect(SAMPLES, len(requests))
         for start in range(0, len(order), self._batch_sequences):
             batch = order[start : start + self._batch_sequences]
-            completions |= zip(batch, self._generate_batch([requests[i] for i in batch], params), strict=True)
+            answers = self._generate_batch([requests[i] for i in batch], params)
+            PROGRESS.add(SAMPLES, len(batch), tokens=sum(len(answer.token_ids) for answer in answers))
+            completions |= zip(batch, answers, strict=True)
         return [completions[i] for i in range(len(requests))]
 
     @torch.inference_mode()

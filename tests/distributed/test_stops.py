@@ -108,7 +108,7 @@ def test_a_run_whose_directory_is_removed_ends_with_a_sentence(tmp_path: Path) -
     assert "Traceback" not in output and not run.exists()
 
 
-NOT_FINITE = ("actor.optimizer.learning_rate=1e30", "run.steps=2")
+NOT_FINITE = ("actor.optimizer.learning_rate=1e9", "run.steps=2")
 
 
 def test_a_refused_update_is_kept_and_repeats(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ class Touch:
 def test_replays_are_few_where_the_run_goes_on(tmp_path: Path) -> None:
     """The critic alone is broken; its refused updates are counted, and the first of a step is kept."""
     run = tmp_path / "run"
-    settings = ("critic.optimizer.learning_rate=1e30", "algorithm.on_nonfinite=skip", "critic.value_clip=null")
+    settings = ("critic.optimizer.learning_rate=1e9", "algorithm.on_nonfinite=skip", "critic.value_clip=null")
     output = attempts(tmp_path, train(run, "run.steps=2", "actor.optimizer.learning_rate=1e-9", *settings))
     assert len(os.listdir(run / "replay")) <= 2
     lines = timeless(run / "metrics.jsonl")

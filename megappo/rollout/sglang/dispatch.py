@@ -17,6 +17,7 @@ from typing import Any
 import aiohttp
 
 from megappo.config.engine import LEAST_REQUEST_SECONDS, SGLangSettings
+from megappo.progress import PROGRESS, SAMPLES
 from megappo.rollout.engine import Completion, GenerateRequest, SamplingParams
 from megappo.rollout.sglang.client import Endpoint, EngineFailure
 from megappo.rollout.sglang.dealing import Deal
@@ -77,6 +78,7 @@ class Round:
         order = sorted(requests, key=lambda i: -len(requests[i].token_ids))
         self._deal = Deal([e.index for e in endpoints], {i: requests[i].prompt_id for i in order})
         self._outcome = Outcome()
+        PROGRESS.expect(SAMPLES, len(requests))
         self._loop = asyncio.new_event_loop()
         self._task = self._loop.create_task(self._spread())
         pool = ThreadPoolExecutor(1, thread_name_prefix="megappo-rollout")
@@ -156,6 +158,7 @@ class Round:
         lane.last_answer = time.monotonic()
         self._on_tokens()
         self._outcome.completions |= zip(group, completions, strict=True)
+        PROGRESS.add(SAMPLES, len(group), tokens=sum(len(answer.token_ids) for answer in completions))
 
     def _lose(self, lane: _Lane, reason: str, owed: Sequence[int] = ()) -> None:
         """Take an engine out; what it owes, `owed` and in its calls, waits for the others."""

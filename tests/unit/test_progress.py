@@ -1,0 +1,173 @@
+"""A stage that takes minutes says what it has done, and what it waits for."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megappo.config.engine import SGLangSettings
+from megappo.models import updates
+from megappo.models.updates import MinibatchPlan
+from megappo.observe.console import LiveView, PlainView
+from megappo.progress import PROGRESS, SAMPLES, StageProgress
+from megappo.rollout.engine import Completion, GenerateRequest, SamplingParams
+from megappo.rollout.sglang.dispatch import Round
+from megappo.rollout.transformers_engine import TransformersEngine
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """The process's own counts do not outlive a test."""
+    yield
+    PROGRESS.expect(SAMPLES, 0)
+    PROGRESS.enter("")
+
+
+class Clock:
+    """Seconds that the test passes."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_line_says_what_is_done_how_fast_and_what_is_awaited() -> None:
+    clock = Clock()
+    progress = StageProgress(clock)
+    assert progress.text() == "" and progress.seconds == 0
+    progress.enter("rollout", "the 64 responses of all ranks")
+    progress.add(SAMPLES, 3)  # none are expected
+    progress.expect(SAMPLES, 32)
+    clock.now += 125
+    progress.add(SAMPLES, 8, tokens=150_000)
+    progress.add(SAMPLES, 4, tokens=100_000)
+    assert progress.text() == (
+        "rollout for 2 min 5 s: 12 of 32 samples of this rank, 2,000 tokens/s; waits for the 64 responses of all ranks"
+    )
+    progress.enter("update_actor")  # the samples are generated ahead
+    progress.expect("minibatches", 4)
+    progress.add("minibatches", 1)
+    assert progress.text().startswith(
+        "update_actor for 0 s: 12 of 32 samples of this rank, 2,000 tokens/s, 1 of 4 mini"
+    )
+    progress.add("minibatches", 3)
+    progress.add(SAMPLES, 20)
+    progress.enter("sync")
+    assert progress.text() == "sync for 0 s"
+    progress.leave()
+    assert progress.text() == "" and progress.seconds == 0
+
+
+def test_plain_logs_get_a_line_in_every_interval_of_a_long_stage() -> None:
+    clock, stream = Clock(), io.StringIO()
+    progress = StageProgress(clock)
+    view = PlainView(stream, 9, progress, every_seconds=0.02)
+
+    def lines_after(seconds: float, expected: int) -> list[str]:
+        clock.now += seconds
+        deadline = time.monotonic() + 20
+        while len(stream.getvalue().splitlines()) < expected and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.05)  # no more than those
+        return stream.getvalue().splitlines()
+
+    progress.enter("rollout", "the others")
+    view.begin_step(3)
+    view.stage("rollout")
+    assert lines_after(0.01, 0) == []
+    assert lines_after(0.02, 1) == ["step 3: rollout for 0 s; waits for the others"]
+    assert len(lines_after(0.02, 2)) == 2
+    progress.enter("sync")
+    view.stage("sync")
+    assert len(lines_after(0.01, 2)) == 2
+    assert lines_after(60, 3)[2] == "step 3: sync for 1 min 0 s"
+    view.close()
+    assert len(lines_after(60, 3)) == 3
+
+
+def test_the_default_interval_is_a_minute() -> None:
+    assert PlainView.__init__.__kwdefaults__ == {"every_seconds": 60.0}
+
+
+def test_the_live_view_shows_the_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    progress, stream = StageProgress(Clock()), io.StringIO()
+    view = LiveView(stream, 3, progress)
+    progress.enter("rollout", "the others")
+    progress.expect(SAMPLES, 32)
+    view.begin_step(1)
+    progress.add(SAMPLES, 5)  # nobody tells the view
+    deadline = time.monotonic() + 20
+    while "5 of 32 samples of this rank; waits for the others" not in stream.getvalue():
+        assert time.monotonic() < deadline, stream.getvalue()[-2000:]
+        time.sleep(0.05)
+    view.close()
+
+
+def test_the_embedded_engine_counts_samples_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine: Any = object.__new__(TransformersEngine)
+    engine._complete, engine._asleep, engine._batch_sequences = True, False, 2
+    seen: list[str] = []
+
+    def batch(requests: list[GenerateRequest], params: SamplingParams) -> list[Completion]:
+        seen.append(PROGRESS.text())
+        return [Completion((1, 2, 3), (0.0, 0.0, 0.0), False, 1) for _ in requests]
+
+    monkeypatch.setattr(engine, "_generate_batch", batch)
+    requests = [SimpleNamespace(token_ids=(1,) * n) for n in (3, 1, 2)]
+    PROGRESS.enter("rollout")
+    engine.generate(requests, None)
+    seen.append(PROGRESS.text())
+    PROGRESS.leave()
+    assert [text.split(": ")[1].split(" samples")[0] for text in seen] == ["0 of 3", "2 of 3", "3 of 3"]
+    assert "tokens/s" in seen[2]
+
+
+def test_servers_count_samples_and_tokens() -> None:
+    params = SamplingParams(temperature=1.0, max_new_tokens=4, stop_token_ids=(), greedy=False)
+    requests = {n: GenerateRequest((1, 2), seed=n, prompt_id=n) for n in range(4)}
+    PROGRESS.enter("rollout")
+    sent = Round([], requests, params, 1, SGLangSettings())
+    assert "0 of 4 samples" in PROGRESS.text()
+    assert not sent.result().completions  # nobody is there to ask
+    answered: Any = Future()
+    answered.set_result([Completion((1, 2, 3), (0.0, 0.0, 0.0), False, 1)] * 3)
+    lane: Any = SimpleNamespace(calls={answered: [0, 1, 2]}, sequences=3, last_answer=0.0)
+    sent._take(lane, answered)
+    assert "3 of 4 samples of this rank" in PROGRESS.text() and "tokens/s" in PROGRESS.text()
+    PROGRESS.leave()
+
+
+def test_updates_count_minibatches(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = MinibatchPlan(batch_sequences=10, minibatch_sequences=4, epochs=2, seed=1)
+    assert len(plan) == len(list(plan)) == 6
+    seen: list[str] = []
+
+    def update(rows: object, task: object, **more: object) -> None:
+        seen.append(PROGRESS.text().split(": ")[1])
+
+    role = SimpleNamespace(runtime=SimpleNamespace(device="cpu"), update_minibatch=update, on_jump=None)
+    verdict = SimpleNamespace(finite=True, applied=True)
+    monkeypatch.setattr(updates, "_agree", lambda *_: verdict)
+    monkeypatch.setattr(updates, "_token_counts", lambda *_: dict.fromkeys(range(10), 3))
+    monkeypatch.setattr(updates, "response_rows", lambda *_: [])
+    monkeypatch.setattr(updates, "_shared_metrics", lambda *_: {})
+    work: Any = SimpleNamespace(
+        mask_BR=torch.ones(10, 3, dtype=torch.bool), stacked=lambda weights: weights, task=None, stop_above=None
+    )
+    rollouts = SimpleNamespace(sample_ids_B=torch.arange(10))
+    experience: Any = SimpleNamespace(scored=SimpleNamespace(rollouts=rollouts))
+    algorithm: Any = SimpleNamespace(loss_aggregation="token-mean")
+    PROGRESS.enter("update_actor")
+    updates._run(role, experience, plan, work, algorithm, 3)  # type: ignore[arg-type]
+    PROGRESS.leave()
+    assert seen == [f"{n} of 6 minibatches" for n in range(6)]
