@@ -18,7 +18,8 @@ MODEL = ROOT / "configs" / "models" / "tiny_arithmetic"
 
 EVERY_COMMAND = """
 import contextlib, io, json, sys, time
-import megappo.dry_run, megappo.serve
+import megappo.doctor, megappo.dry_run, megappo.plan, megappo.serve
+from transformers import AutoConfig, AutoTokenizer
 from megappo.cli import main
 answers = []
 for words in json.loads(sys.argv[1]):
@@ -50,7 +51,9 @@ def answers(tmp_path: Path, commands: list[list[str]], **environment: str) -> li
     assert done.returncode == 0, done.stderr
     assert not re.search("retry|huggingface", done.stderr, re.IGNORECASE), "no raw lines of the hub's client"
     found = json.loads(done.stdout.rpartition("answers")[2])
-    assert all(seconds < 20 for _, _, seconds in found)  # the hub's client alone would go on for longer
+    assert all(
+        seconds < 60 for _, _, seconds in found
+    )  # busy machines import slowly; the client tries each file for longer
     return [(code, said) for code, said, _ in found]
 
 
