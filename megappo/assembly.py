@@ -23,6 +23,7 @@ from megappo.reshard.stream import WeightStream
 from megappo.rewards.scorer import RewardScorer
 from megappo.rollout import Engine, TransformersEngine, resolve_stop_token_ids
 from megappo.runtime import Runtime
+from megappo.runtime.interrupts import NeverStop, Stop
 from megappo.runtime.sglang_cpu import require_sglang
 
 ROLES = ("actor", "critic", "reference")
@@ -47,6 +48,7 @@ class Parts:
     critic: TrainedRole | None
     reference: Role | None
     weights: WeightStream
+    stop: Stop
     origins: tuple[str, ...] = ()
     """A sentence for each model that begins with other weights than those of its folder."""
 
@@ -74,13 +76,16 @@ def assemble(
     training: bool = True,
     prompts: PromptDataset | None = None,
     resumed: bool = False,
+    stop: Stop | None = None,
 ) -> Parts:
     """Make every part; a collective of the whole world. Data and reward errors come before any model is built.
 
     Without `training` there is an actor to generate with, but no optimizer, critic or reference. `prompts` to train on,
     where they were read already. `resumed`: a checkpoint's weights come in the place of all that are built, so that
-    what `start_from` names is not needed any more.
+    what `start_from` names is not needed any more. `stop` says when to give up
+    generating.
     """
+    stop = stop if stop is not None else NeverStop()
     tokenizer = load_tokenizer(config.model)
     train_prompts = prompts if prompts is not None else PromptDataset(config.data.train, config.data, tokenizer)
     validation = config.data.validation if config.evaluation is not None or not training else None
@@ -123,12 +128,13 @@ def assemble(
         cursor=Cursor(len(train_prompts), config.run.seed, config.data.shuffle, fingerprint=train_prompts.fingerprint),
         validation_prompts=validation_prompts,
         reward=reward,
-        engine=_engine(config, runtime, folder, stop_token_ids),
+        engine=_engine(config, runtime, folder, stop_token_ids, stop),
         actor=actor,
         critic=critic,
         reference=reference,
         weights=weights,
         origins=tuple(builder.origins),
+        stop=stop,
     )
 
 
@@ -147,26 +153,27 @@ def trained_roles(config: Config, derived: Derived, runtime: Runtime) -> list[Tr
     return roles
 
 
-def _engine(config: Config, runtime: Runtime, folder: Path, stop_token_ids: tuple[int, ...]) -> Engine:
+def _engine(config: Config, runtime: Runtime, folder: Path, stop_token_ids: tuple[int, ...], stop: Stop) -> Engine:
     if config.rollout.engine == "sglang":
-        return _servers(config, runtime, folder, stop_token_ids)
+        return _servers(config, runtime, folder, stop_token_ids, stop)
     return TransformersEngine(
         folder,
         dtype=DTYPES[config.rollout.dtype or config.model.dtype],
         device=runtime.device,
         generate_batch_sequences=config.rollout.generate_batch_sequences,
         trust_remote_code=config.model.trust_remote_code,
+        stop=stop,
     )
 
 
-def _servers(config: Config, runtime: Runtime, folder: Path, stop_token_ids: tuple[int, ...]) -> Engine:
+def _servers(config: Config, runtime: Runtime, folder: Path, stop_token_ids: tuple[int, ...], stop: Stop) -> Engine:
     """SGLang, whose client needs packages that come with it."""
     require_sglang()
     from megappo.rollout.sglang import Fleet, ServerSpec, SGLangEngine
 
     sleep = config.rollout.servers_sleep(on_cuda=runtime.device.type == "cuda")
     spec = ServerSpec.of(config, folder, stop_token_ids, memory_saver=sleep)
-    return SGLangEngine(Fleet(spec, runtime), config.rollout.servers, runtime)
+    return SGLangEngine(Fleet(spec, runtime), config.rollout.servers, runtime, stop)
 
 
 def weight_sources(config: Config, roles: Sequence[str]) -> dict[Path, WeightSource]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,25 +11,37 @@ from torch import Tensor
 
 from megappo.assembly import Parts
 from megappo.rollout import RolloutPlan, SamplingParams, finish_rollout, plan_rollout, prompts_of_rank, sample_seed
-from megappo.rollout.engine import AheadEngine, Completion, PendingCompletions
+from megappo.rollout.engine import AheadEngine, Completion, GenerateRequest, PendingCompletions
 from megappo.types import Rollouts
 
 Kept = dict[int, dict[str, Tensor]]
 """Responses by step, in tensors that a checkpoint can hold."""
 
 
-@dataclass(frozen=True)
-class _Begun:
+@dataclass
+class _Drawn:
+    """The prompts of a step, and what is known of their answers."""
+
     plan: RolloutPlan
-    pending: PendingCompletions
     cursor: dict[str, Any]
     """Where the cursor stood before it gave the prompts."""
+    answers: dict[int, Completion] = field(default_factory=dict)
+    """By the number of the request in the plan."""
+    asked: tuple[int, ...] = ()
+    """The requests that were missing when they were asked for last."""
+    pending: PendingCompletions | None = None
+    """What has come of those, while they are on their way."""
+    is_whole: bool = False
+    """Every rank has all its answers."""
 
+    def ask_for_the_rest(self) -> list[GenerateRequest]:
+        """The requests without an answer, for the engine."""
+        self.asked = tuple(i for i in range(len(self.plan.requests)) if i not in self.answers)
+        return [self.plan.requests[i] for i in self.asked]
 
-@dataclass(frozen=True)
-class _Finished:
-    rollouts: Rollouts
-    cursor: dict[str, Any]
+    def take(self, done: Mapping[int, Completion]) -> None:
+        """Answers, by their number among what was asked for last."""
+        self.answers |= {self.asked[i]: completion for i, completion in done.items()}
 
 
 class Responses:
@@ -44,46 +56,69 @@ class Responses:
             stop_token_ids=parts.stop_token_ids,
             greedy=False,
         )
-        self._begun: dict[int, _Begun] = {}
-        self._finished: dict[int, _Finished] = {}
+        self._keeps = settings.when_stopped == "keep"
+        self._drawn: dict[int, _Drawn] = {}
 
     def of_step(self, step: int, *, weights_changed: bool) -> Rollouts:
         """This rank's responses of a step; what was sampled is what is trained on, token by token.
 
         `weights_changed`: the actor is newer than the engine, which matters where an engine has to be started again.
+        Raises Interrupted on every rank where the run is asked to stop.
         """
         self.settle(weights_changed=weights_changed)
-        if step in self._finished:
-            return self._finished.pop(step).rollouts
-        plan = self._plan(step)
-        completions = self._parts.engine.generate(plan.requests, self._params)
-        return finish_rollout(plan, completions, self._parts.tokenizer)
+        drawn = self._drawn[step] if step in self._drawn else self._draw(step)
+        if not drawn.is_whole:
+            requests, done = drawn.ask_for_the_rest(), dict[int, Completion]()
+            try:
+                self._parts.engine.generate(requests, self._params, done)
+            finally:
+                drawn.take(done)
+            drawn.is_whole = True
+        if not self._keeps:
+            del self._drawn[step]
+        completions = [drawn.answers[i] for i in range(len(drawn.plan.requests))]
+        return finish_rollout(drawn.plan, completions, self._parts.tokenizer)
 
     def begin(self, step: int) -> None:
         """Have a later step's prompts answered from now on."""
-        cursor = self._parts.cursor.state_dict()
-        engine, plan = self._parts.engine, self._plan(step)
+        engine = self._parts.engine
         assert isinstance(engine, AheadEngine), "rules refuse rollout.ahead with other engines"
-        self._begun[step] = _Begun(plan, engine.submit(plan.requests, self._params), cursor)
+        drawn = self._drawn[step] if step in self._drawn else self._draw(step)
+        drawn.pending = engine.submit(drawn.ask_for_the_rest(), self._params)
 
     def settle(self, *, weights_changed: bool) -> None:
-        """Wait for everything that was begun."""
-        for step in sorted(self._begun):
-            begun, engine = self._begun.pop(step), self._parts.engine
+        """Wait for everything that was begun. Raises Interrupted as `of_step` does."""
+        for drawn in self._drawn.values():
+            engine, pending = self._parts.engine, drawn.pending
+            if pending is None:
+                continue
             assert isinstance(engine, AheadEngine)
-            completions = engine.collect(begun.pending, weights_changed=weights_changed)
-            rollouts = finish_rollout(begun.plan, completions, self._parts.tokenizer)
-            self._finished[step] = _Finished(rollouts, begun.cursor)
+            try:
+                engine.collect(pending, weights_changed=weights_changed)
+            finally:
+                drawn.take(pending.completions)
+                drawn.pending = None
+            drawn.is_whole = True
+
+    def is_torn(self, step: int) -> bool:
+        """Whether a step was begun and given up, the same on every rank."""
+        return step in self._drawn and not self._drawn[step].is_whole
 
     def cursor_state(self) -> dict[str, Any]:
         """Where the cursor stood before it gave prompts that are not trained on yet."""
-        waiting = [f.cursor for f in self._finished.values()] + [b.cursor for b in self._begun.values()]
-        return waiting[0] if waiting else self._parts.cursor.state_dict()
+        return next((drawn.cursor for drawn in self._drawn.values()), None) or self._parts.cursor.state_dict()
 
-    def state_dict(self) -> Kept:
-        """This rank's finished responses that are not trained on yet; nothing may be under way."""
-        assert not self._begun, "settle was not called"
-        return {step: _keep(found.rollouts) for step, found in self._finished.items()}
+    def forget(self, step: int) -> None:
+        """A step is done."""
+        self._drawn.pop(step, None)
+
+    def state_dict(self, step: int) -> Kept:
+        """This rank's responses of a step that is not trained on yet: all of them, or those that
+        `rollout.when_stopped` keeps."""
+        drawn = self._drawn.get(step)
+        if drawn is None or not drawn.answers or not (drawn.is_whole or self._keeps):
+            return {}
+        return {step: {"batch_2": self._batch_2(), **_keep(drawn)}}
 
     def load_state_dict(self, kept: Sequence[Kept]) -> None:
         """Take back what `state_dict` gave on every rank of a run, which may have had other ranks.
@@ -91,14 +126,26 @@ class Responses:
         The prompts are drawn again. Where settings have changed so that the step has other samples, it is generated
         anew.
         """
+        everything = range(self._parts.derived.batch_sequences)
         for step in sorted({step for of_rank in kept for step in of_rank}):
-            found = {i: c for of_rank in kept for i, c in _completions(of_rank[step]).items()}
-            if found.keys() != set(range(self._parts.derived.batch_sequences)):
+            parts = [of_rank[step] for of_rank in kept if step in of_rank]
+            found = {i: c for part in parts for i, c in _completions(part).items()}
+            batches_2 = [part.get("batch_2", self._batch_2()) for part in parts]
+            if not all(torch.equal(batch_2, self._batch_2()) for batch_2 in batches_2) or max(found) not in everything:
                 continue
-            cursor = self._parts.cursor.state_dict()
-            plan = self._plan(step)
-            mine = [found[sample_id] for sample_id in plan.sample_ids]
-            self._finished[step] = _Finished(finish_rollout(plan, mine, self._parts.tokenizer), cursor)
+            drawn = self._draw(step)
+            drawn.answers = {n: found[i] for n, i in enumerate(drawn.plan.sample_ids) if i in found}
+            drawn.is_whole = len(found) == len(everything)
+
+    def _batch_2(self) -> Tensor:
+        """Prompts and samples of each in a step: what a sample's number stands for."""
+        settings = self._parts.config.rollout
+        return torch.tensor([settings.prompts_per_step, settings.samples_per_prompt])
+
+    def _draw(self, step: int) -> _Drawn:
+        cursor = self._parts.cursor.state_dict()
+        drawn = self._drawn[step] = _Drawn(self._plan(step), cursor)
+        return drawn
 
     def _plan(self, step: int) -> RolloutPlan:
         config, parts = self._parts.config, self._parts
@@ -110,17 +157,17 @@ class Responses:
         )
 
 
-def _keep(rollouts: Rollouts) -> dict[str, Tensor]:
-    """B samples one after another, in tensors."""
-    lengths = rollouts.response_lengths_B.tolist()
-    tails = [sequence[-length:] for sequence, length in zip(rollouts.sequences, lengths, strict=True)]
+def _keep(drawn: _Drawn) -> dict[str, Tensor]:
+    """The answers one after another, in tensors; B of them, at least one."""
+    numbers = sorted(drawn.answers)
+    answers = [drawn.answers[n] for n in numbers]
     return {
-        "sample_ids_B": rollouts.sample_ids_B,
-        "lengths_B": rollouts.response_lengths_B,
-        "token_ids": torch.cat(tails),
-        "logprobs": rollouts.engine_logprob_BR[rollouts.response_mask_BR],
-        "truncated_B": rollouts.truncated_B,
-        "weight_versions_B": rollouts.weight_versions_B,
+        "sample_ids_B": torch.tensor([drawn.plan.sample_ids[n] for n in numbers]),
+        "lengths_B": torch.tensor([len(a.token_ids) for a in answers]),
+        "token_ids": torch.tensor([token for a in answers for token in a.token_ids]),
+        "logprobs": torch.tensor([logprob for a in answers for logprob in a.logprobs]),
+        "truncated_B": torch.tensor([a.truncated for a in answers]),
+        "weight_versions_B": torch.tensor([a.weight_version for a in answers]),
     }
 
 

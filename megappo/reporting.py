@@ -60,10 +60,11 @@ class Reporter:
             save_config(config, directory / "config.yaml")
             self._log = MetricsLog(directory, config.logging, config.run.name, config.model_dump(mode="json"))
 
-    def continue_after(self, step: int) -> None:
-        """Forget what was logged of later steps, because they are run again; -1: everything."""
+    def continue_after(self, step: int, *, is_open: bool) -> None:
+        """Forget what was logged of later steps, because they are run again; -1: everything. See
+        `MetricsLog.truncate_after`."""
         if self._log is not None:
-            self._log.truncate_after(step)
+            self._log.truncate_after(step, is_open=is_open)
 
     def stage(self, name: str, waits_for: str = "") -> AbstractContextManager[Lap]:
         """Time a stage of the step. `waits_for` says what is outstanding, should it never end."""

@@ -5,17 +5,21 @@ from __future__ import annotations
 import importlib.metadata
 import math
 import platform
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megappo import __version__
 from megappo.assembly import Parts, load_architecture, model_folder
 from megappo.checkpoint import (
     CheckpointWriter,
+    Clock,
     Marker,
     Snapshot,
     compare_settings,
@@ -44,6 +48,7 @@ from megappo.runtime import Runtime
 _PACKAGES = ("torch", "megatron-core", "transformers", "numpy", "triton", "sglang", "transformer-engine")
 _CLOSE_SECONDS = 60.0
 _RESPONSES = "responses"
+_ENGINE_WEIGHTS = "engine-weights"
 _MOST_REPLAYS = 3
 """Each holds models and optimizers."""
 
@@ -69,6 +74,11 @@ class Start:
     def step(self) -> int:
         """The last step that is done, -1 before the evaluation that comes before the first."""
         return self.marker.step if self.marker is not None else -1
+
+    @property
+    def is_open(self) -> bool:
+        """Whether that step is still to be evaluated and logged."""
+        return self.marker is not None and bool(self.marker.content["trainer"].get("is_open", False))
 
 
 def choose_start(config: Config, derived: Derived, runtime: Runtime) -> Start:
@@ -178,12 +188,20 @@ class Boundary:
     random: dict[str, Any]
     """This rank's generators."""
     responses: Kept
-    """This rank's, generated one step ahead."""
+    """This rank's, generated one step ahead, or kept of a step that was given up."""
+    engine_weights: Sequence[Tensor] = ()
+    """This rank's part of the actor as the engine has it, where it has to go on with older weights."""
 
     @classmethod
-    def of(cls, trainer: dict[str, Any], metrics: Mapping[str, float], responses: Kept) -> Boundary:
+    def of(
+        cls,
+        trainer: dict[str, Any],
+        metrics: Mapping[str, float],
+        responses: Kept,
+        engine_weights: Sequence[Tensor] = (),
+    ) -> Boundary:
         """This moment."""
-        return cls(trainer, dict(metrics), random_states(), responses)
+        return cls(trainer, dict(metrics), random_states(), responses, engine_weights)
 
     @property
     def step(self) -> int:
@@ -200,6 +218,7 @@ class Checkpoints:
         self._parts, self._start, self._settings = parts, start, parts.config.checkpoint
         self._roles = parts.trained
         self._saved_step = start.step
+        self._clock = Clock(self._settings.every_minutes if self._settings is not None else None, time.monotonic())
         self._writer: CheckpointWriter | None = None
         self._identity: dict[str, Any] = {}
         if self._settings is not None:
@@ -214,10 +233,15 @@ class Checkpoints:
         return self._start.marker is not None
 
     def is_due(self, step: int) -> bool:
-        """Whether a checkpoint is written after this step: every so many steps, and after the last."""
+        """Whether a checkpoint is written after this step: every so many steps or minutes, and after the last. A
+        collective of the world, once for every step."""
         if self._settings is None:
             return False
-        return step == self._parts.derived.steps or step % self._settings.every_steps == 0
+        shared = [self._clock.is_late(time.monotonic())]
+        if step == self._parts.derived.steps or step % self._settings.every_steps == 0:
+            return True
+        dist.broadcast_object_list(shared, src=0)  # ranks may disagree about what is late
+        return shared[0]
 
     def save(self, boundary: Boundary, *, wait: bool) -> None:
         """Write a checkpoint of the end of a step, unless there is one; with `wait` it is on disk afterwards.
@@ -225,6 +249,7 @@ class Checkpoints:
         Models and optimizers must be those of the boundary.
         """
         assert self._writer is not None, "is_due was not asked"
+        self._clock.restart(time.monotonic())
         if boundary.step != self._saved_step:
             self._saved_step = boundary.step
             self._writer.save(self._snapshot(boundary), wait=wait)
@@ -239,8 +264,15 @@ class Checkpoints:
         """
         if self._writer is None:
             raise RunError(f"stopped after step {boundary.step} without a checkpoint, as checkpoint is null")
+        if self._parts.config.rollout.when_stopped == "keep" and self._anywhere(boundary.responses):
+            self._saved_step = -1  # the checkpoint of this step may be there without them
         self.save(boundary, wait=True)
         return f"stopped after step {boundary.step} with a checkpoint; the same command continues the run"
+
+    def _anywhere(self, responses: Kept) -> bool:
+        """Whether any rank has some; a collective of the world."""
+        dist.all_reduce(found := torch.tensor([len(responses)], device=self._parts.runtime.device))
+        return bool(found)
 
     def keep_refused(self, refused: RefusedUpdate, boundary: Boundary) -> str:
         """Save a minibatch with a non-finite loss or gradient and the models that met it, the first few times.
@@ -296,6 +328,8 @@ class Checkpoints:
         per_rank: dict[str, Any] = {"random": boundary.random}
         if boundary.responses:
             per_rank[_RESPONSES] = boundary.responses
+        if boundary.engine_weights and self._weights_home == runtime.rank:
+            per_rank[_ENGINE_WEIGHTS] = list(boundary.engine_weights)
         return Snapshot(boundary.step, shards, per_rank, content)
 
     def load(self) -> dict[str, Any]:
@@ -337,6 +371,33 @@ class Checkpoints:
             return []
         names = sorted(name for name in marker.files if name.startswith(f"{_RESPONSES}-"))
         return [load_values(folder / name) for name in names]
+
+    def metrics(self) -> dict[str, float]:
+        """Of the step it was written after."""
+        assert self._start.marker is not None
+        kept = self._start.marker.content["metrics"]
+        return {name: float(value) if isinstance(value, str) else value for name, value in kept.items()}
+
+    def engine_weights(self) -> list[Tensor] | None:
+        """This rank's part of the older actor with which the engine goes on; None where it has the newest weights, and
+        on another layout."""
+        folder, marker = self._start.folder, self._start.marker
+        assert folder is not None and marker is not None
+        same = marker.content["settings"]["actor"]["layout"] == self._parts.config.actor.layout.model_dump(mode="json")
+        is_there = any(name.startswith(f"{_ENGINE_WEIGHTS}-") for name in marker.files)
+        if not is_there or not same or marker.content["world_size"] != self._parts.runtime.world_size:
+            return None
+        if self._weights_home is None:
+            return []
+        found: list[Tensor] = load_values(folder / f"{_ENGINE_WEIGHTS}-{self._weights_home:05d}.pt")
+        return found
+
+    @property
+    def _weights_home(self) -> int | None:
+        """The rank that writes for all replicas what this rank holds of the actor; None on ranks outside it."""
+        layout = self._parts.actor.placement.layout
+        first = layout.replica if layout and layout.grid.replicas_in_step else 0  # replicas may hold other experts
+        return layout.grid.rank(first, layout.stage, layout.tensor_rank) if layout else None
 
     def finish(self) -> None:
         """Wait until everything is on disk."""

@@ -14,7 +14,7 @@ from megappo.model_files import model_folder
 from megappo.reporting import Reporter, reporting
 from megappo.resume import Checkpoints, Start, choose_start
 from megappo.runtime import Runtime, start_runtime
-from megappo.runtime.interrupts import Interrupts, interruptible
+from megappo.runtime.interrupts import interruptible
 from megappo.runtime.lock import HeldDirectory, locked_directory
 from megappo.runtime.watchdog import GENERATING, Watchdog, watched
 from megappo.trainer import Trainer
@@ -38,26 +38,27 @@ def train(config: Config, derived: Derived, prompts: PromptDataset | None = None
             interruptible(runtime) as interrupts,
             reporting(config, derived, runtime, on_stage, held.check) as reporter,
         ):
-            parts = assemble(config, derived, runtime, prompts=prompts, resumed=start.marker is not None)
+            resumed = start.marker is not None
+            parts = assemble(config, derived, runtime, prompts=prompts, resumed=resumed, stop=interrupts)
             if watchdog is not None:
                 parts.engine.on_tokens = watchdog.made_tokens
-            _train(parts, start, reporter, interrupts, held)
+            _train(parts, start, reporter, held)
 
 
-def _train(parts: Parts, start: Start, reporter: Reporter, interrupts: Interrupts, held: HeldDirectory) -> None:
+def _train(parts: Parts, start: Start, reporter: Reporter, held: HeldDirectory) -> None:
     checkpoints = Checkpoints(parts, start, reporter.message)
     try:
         for sentence in (_data_line(parts), *parts.origins, *start.sentences):
             reporter.message(sentence)
         if start.sentences:  # there was a run before
-            reporter.continue_after(start.step)
-        trainer = Trainer(parts, reporter, checkpoints, interrupts.check)
+            reporter.continue_after(start.step, is_open=start.is_open)
+        trainer = Trainer(parts, reporter, checkpoints)
         try:
             trainer.train()
         except Interrupted:
             held.check()
             with reporter.stage("checkpoint"):
-                reporter.message(checkpoints.save_interrupted(trainer.boundary))
+                reporter.message(checkpoints.save_interrupted(trainer.boundary_when_stopped()))
             raise
         held.check()
         checkpoints.finish()

@@ -5,13 +5,14 @@ data -> rollout -> reward -> score -> advantages -> update critic, actor -> weig
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from megappo.algo import PenaltyController
 from megappo.assembly import Parts
+from megappo.errors import Interrupted
 from megappo.evaluation import evaluate_policy
 from megappo.experience import ExperienceMaker
 from megappo.generation import Responses
@@ -29,16 +30,8 @@ from megappo.types import Experience, Rollouts, Scored
 class Trainer:
     """Runs PPO on the parts of a run; every rank calls every method at the same time."""
 
-    def __init__(
-        self,
-        parts: Parts,
-        reporter: Reporter,
-        checkpoints: Checkpoints | None = None,
-        check_interrupts: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`check_interrupts` raises on every rank where the run was asked to stop; it is called between updates."""
+    def __init__(self, parts: Parts, reporter: Reporter, checkpoints: Checkpoints | None = None) -> None:
         self.parts, self.config, self.reporter, self.checkpoints = parts, parts.config, reporter, checkpoints
-        self.check_interrupts = check_interrupts
         self.algorithm = self.config.algorithm
         self.experience_maker = ExperienceMaker(self.algorithm, parts.runtime.device)
         self.penalty = PenaltyController(self.algorithm.penalty.coef, self.algorithm.penalty.target)
@@ -47,6 +40,10 @@ class Trainer:
         self.weight_version = 0
         self.actor_changed = True
         """Whether the actor is newer than the engine's weights."""
+        self.is_open = True
+        """The updates of `step` are done, its evaluation and its line in the log are not."""
+        self.engine_weights: list[Tensor] = []
+        """This rank's part of the actor as the engine has it, where that may be older than the actor."""
         self.metrics: dict[str, float] = {}
         self.next_metrics: dict[str, float] = {}
         self.jump_watches: dict[str, JumpWatch] = {}
@@ -63,41 +60,76 @@ class Trainer:
         while self.step < self.parts.derived.steps:
             self.step += 1
             self.ppo_step()
-            self.evaluate_if_due()
-            self.reporter.log(self.step, self.metrics)
+            self.finish_step()
             self.end_step()
 
     def begin(self) -> None:
         """Give the engine the actor's weights: the first version, or the one a checkpoint was written with."""
         if self.checkpoints is not None and self.checkpoints.resumed:
             self.load_state_dict(self.checkpoints.load())
-            was_changed = self.actor_changed
-            self.weight_version -= 1
-            self.sync_weights()
-            probe_rollout(self.parts)
-            self.actor_changed = was_changed  # one step ahead, the sync that was due is due again, with its number
-            self.responses.load_state_dict(self.checkpoints.kept_responses())
+            self.boundary = Boundary.of(self.state_dict(), {}, {})
+            self._give_weights_again(self.checkpoints)
             self.checkpoints.restore_random_states()
+            self.metrics = self.checkpoints.metrics()
         else:
             self.sync_weights()
-            self.evaluate_if_due()
+        self.finish_step()
+
+    def _give_weights_again(self, checkpoints: Checkpoints) -> None:
+        """The engine gets what it had. One step ahead that may be older than the actor; where its responses were not
+        whole yet, it goes on with them, or else the sync that was due is due again, with its number."""
+        was_changed, actor = self.actor_changed, self.parts.actor
+        older = checkpoints.engine_weights()
+        newest = actor.exchange_weights(older) if older is not None else None
+        self.weight_version -= 1
+        self.sync_weights()
+        probe_rollout(self.parts)
+        self.responses.load_state_dict(checkpoints.kept_responses())
+        if newest is not None:
+            self.responses.begin(self.step + 1)
+            actor.exchange_weights(newest)
+        self.actor_changed = was_changed
+
+    def finish_step(self) -> None:
+        """Evaluate and log a step, and note where the run stands. A run that is asked to stop meanwhile does what is
+        left of it when it goes on."""
+        try:
+            if self.is_open:
+                self.evaluate_if_due()
+                if self.step:
+                    self.reporter.log(self.step, self.metrics)
+                self.is_open = False
+            # What was begun for the next step is waited for, as that step would do at once.
+            self.responses.settle(weights_changed=self.actor_changed)
+            self._note_recovery()
+        except Interrupted:
+            self._note_boundary()
+            raise
         self._note_boundary()
 
     def end_step(self) -> None:
-        """Note where the run stands, write a checkpoint where one is due, and stop if asked to."""
-        self._note_boundary()
+        """Write a checkpoint where one is due, and stop if asked to."""
         if self.checkpoints is not None and self.checkpoints.is_due(self.step):
             with self.reporter.stage("checkpoint") as elapsed:
                 self.checkpoints.save(self.boundary, wait=self.step == self.parts.derived.steps)
             self.next_metrics = {"time/checkpoint": elapsed.seconds}
         if self.step < self.parts.derived.steps:
-            self.check_interrupts()
+            self.parts.stop.check()
 
     def _note_boundary(self) -> None:
-        """What was begun for the next step is waited for, as that step would do at once."""
-        self.responses.settle(weights_changed=self.actor_changed)
-        self._note_recovery()
-        self.boundary = Boundary.of(self.state_dict(), self.metrics, self.responses.state_dict())
+        self.responses.forget(self.step)
+        is_behind = self.actor_changed and self.responses.is_torn(self.step + 1)
+        self.boundary = Boundary.of(
+            self.state_dict(),
+            self.metrics,
+            self.responses.state_dict(self.step + 1),
+            self.engine_weights if is_behind else [],
+        )
+
+    def boundary_when_stopped(self) -> Boundary:
+        """Where the run goes on, with the responses that it keeps."""
+        kept = self.responses.state_dict(self.boundary.step + 1) or self.boundary.responses
+        return replace(self.boundary, responses=kept)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps besides models and random states, in JSON's types."""
@@ -105,6 +137,7 @@ class Trainer:
             "step": self.step,
             "weight_version": self.weight_version,
             "actor_changed": self.actor_changed,
+            "is_open": self.is_open,
             "kl_controller": self.experience_maker.kl_controller.state_dict(),
             "penalty": self.penalty.state_dict(),
             "jumps": {name: watch.state_dict() for name, watch in self.jump_watches.items()},
@@ -117,7 +150,7 @@ class Trainer:
         self.experience_maker.kl_controller.load_state_dict(state["kl_controller"])
         self.penalty.load_state_dict(state["penalty"])
         self.step, self.weight_version = state["step"], state["weight_version"]
-        self.actor_changed = state["actor_changed"]
+        self.actor_changed, self.is_open = state["actor_changed"], state.get("is_open", False)
         for name, watch in self.jump_watches.items():
             watch.load_state_dict(state["jumps"].get(name, ()))
 
@@ -126,10 +159,10 @@ class Trainer:
         self.metrics, self.next_metrics = self.next_metrics, {}
         self.reporter.begin_step(self.step)
         rollouts = self.generate()
-        self.check_interrupts()
+        self.parts.stop.check()
         scores_B = self.reward(rollouts)
         scored = self.score(rollouts, scores_B)
-        self.check_interrupts()
+        self.parts.stop.check()
         experience = self.estimate_advantages(scored)
         self.update_critic(experience)
         self.update_actor(experience)
@@ -137,6 +170,7 @@ class Trainer:
             self.sync_weights()
         self.metrics |= self.reporter.end_step(self.metrics)
         self.metrics |= actor_mfu(self.parts, self.metrics)
+        self.is_open = True
 
     def generate(self) -> Rollouts:
         """The step's responses. One step ahead, the next step's are begun before this one is trained on."""
@@ -224,6 +258,8 @@ class Trainer:
             self.parts.engine.update_weights(self.parts.weights, self.weight_version)
             self.metrics |= probe_engines(self.parts)
         self.actor_changed = False
+        if self.config.rollout.ahead and self.checkpoints is not None:
+            self.engine_weights = self.parts.actor.copy_weights()
         self.metrics |= sync_metrics(elapsed.seconds, self.parts.weights.total_bytes, self.weight_version)
         self.metrics |= engine_metrics(self.parts)
 

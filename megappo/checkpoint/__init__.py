@@ -8,6 +8,7 @@ no code: see `reader`.
 """
 
 from megappo.checkpoint.changes import Changes, compare_settings, keep_kl_unit
+from megappo.checkpoint.clock import Clock
 from megappo.checkpoint.files import CheckpointError, DamagedError, Marker, read_marker, step_folder
 from megappo.checkpoint.randomness import random_states, restore_random_states, seed_generators
 from megappo.checkpoint.reader import load_values
@@ -22,6 +23,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointSource",
     "CheckpointWriter",
+    "Clock",
     "DamagedError",
     "Marker",
     "NoCheckpointError",

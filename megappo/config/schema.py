@@ -160,6 +160,9 @@ class RolloutSettings(Settings):
     """Responses drawn for each prompt."""
     max_response_tokens: PositiveInt
     """Longest response."""
+    when_stopped: Literal["drop", "keep"] = "drop"
+    """What becomes of the responses that a step has when the run is told to stop: generated again from their seeds, or
+    kept in the checkpoint."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; every logprob of the run is of the scaled distribution."""
     top_p: Fraction = 1.0
@@ -190,6 +193,15 @@ class RolloutSettings(Settings):
         """Whether servers give their memory to the trainers between rollouts: on shared GPUs, where nothing is
         generated meanwhile."""
         return on_cuda and self.servers.placement == "colocated" and self.servers.sleep and not self.ahead
+
+    @model_validator(mode="after")
+    def _no_length_bias(self) -> RolloutSettings:
+        if self.when_stopped == "keep" and self.engine == "sglang" and not self.servers.deterministic:
+            raise ValueError(
+                "when_stopped: keep with sglang.deterministic: false keeps the short responses and samples the long "
+                "ones anew, which makes them shorter; set when_stopped: drop, or deterministic: true"
+            )
+        return self
 
     @model_validator(mode="after")
     def _no_truncated_sampling(self) -> RolloutSettings:
@@ -240,6 +252,9 @@ class CheckpointSettings(Settings):
 
     every_steps: PositiveInt = 50
     """Write one after every so many steps; one is always written at the end and when the run is told to stop."""
+    every_minutes: PositiveFloat | None = 60.0
+    """Also write one where the end of the next step would be later than this after the last one, by the first rank's
+    clock; null: count steps only."""
     keep_last: PositiveInt = 2
     """Newest checkpoints to keep; with 1 there is none to fall back to where the newest is damaged."""
     keep_best: Text | None = None

@@ -77,6 +77,21 @@ class Role:
             for m in plan.replicas[layout.replica]
         ]
 
+    def copy_weights(self) -> list[Tensor]:
+        """This rank's part of the model, in the host's memory; nothing on ranks outside the role."""
+        return [p.detach().to("cpu", copy=True) for p in self._parameters()]
+
+    @torch.no_grad()
+    def exchange_weights(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        """Put what `copy_weights` gave once in the model's place; returns a copy of what was there."""
+        before = self.copy_weights()
+        for parameter, tensor in zip(self._parameters(), weights, strict=True):
+            parameter.copy_(tensor)
+        return before
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [p for chunk in self.model.chunks for p in chunk.parameters()] if self.model is not None else []
+
     def score(self, rows: Sequence[Row]) -> dict[int, Tensor]:
         """Run the model forward; returns for each of this rank's samples the output (R, channels) of its response."""
         batches, homes = self._deliver(rows)

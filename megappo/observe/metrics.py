@@ -60,19 +60,20 @@ class MetricsLog:
         """One line of JSON for an update that stands out."""
         _write(self._files[_JUMPS_FILE], {"step": step, **jump})
 
-    def truncate_after(self, step: int) -> None:
-        """Forget what was logged of later steps than `step`, because a resumed run logs them again.
+    def truncate_after(self, step: int, *, is_open: bool = False) -> None:
+        """Forget what was logged of later steps than `step`, because a resumed run logs them again; where the step
+        itself `is_open`, its metrics too, which wait for its evaluation.
 
         Each file is replaced at once: a run killed here leaves the old one or the new one. TensorBoard is told to pass
         over its old events; what Weights & Biases was sent stays there.
         """
         for name, file in self._files.items():
             file.close()
-            _keep_until(self._directory / name, step)
+            _keep_until(self._directory / name, step - (is_open and name == "metrics.jsonl"))
         self._files = {name: _open(self._directory / name) for name in self._files}
         if self._tensorboard is not None:
             self._tensorboard.close()
-            self._tensorboard = _start_tensorboard(self._directory, first_step=step + 1)
+            self._tensorboard = _start_tensorboard(self._directory, first_step=step + (not is_open))
 
     def close(self) -> None:
         """Finish all files; may be called twice."""

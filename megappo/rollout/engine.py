@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from megappo.reshard.stream import WeightStream
 
-PendingCompletions = Any
-"""What `AheadEngine.submit` returns: each engine's own."""
+
+class PendingCompletions(Protocol):
+    """What `AheadEngine.submit` returns."""
+
+    completions: dict[int, Completion]
+    """Those that are collected, by the number of their request."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +62,16 @@ class Engine(Protocol):
         """Version of the weights it holds; 0 before the first update."""
         ...
 
-    def generate(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> list[Completion]:
+    def generate(
+        self,
+        requests: Sequence[GenerateRequest],
+        params: SamplingParams,
+        done: MutableMapping[int, Completion] | None = None,
+    ) -> list[Completion]:
         """Complete every request, in order; every rank calls it, if only with no requests.
 
-        Raises RuntimeError without a complete set of weights or asleep.
+        Raises RuntimeError without a complete set of weights or asleep, and Interrupted on every rank, within seconds,
+        where the run is asked to stop; `done` then has what is complete, by the number of its request.
         """
         ...
 
@@ -95,7 +105,7 @@ class AheadEngine(Protocol):
         ...
 
     def collect(self, pending: PendingCompletions, *, weights_changed: bool = False) -> list[Completion]:
-        """Wait for them, in order; every rank calls it.
+        """Wait for them, in order; every rank calls it. Raises Interrupted as `generate` does.
 
         `weights_changed`: the stream of the last update has newer weights than the engine, which take over if the
         engine has to be given weights again.

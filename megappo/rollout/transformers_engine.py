@@ -5,7 +5,7 @@ Shape legend: B sequences of a batch, V vocabulary, S new tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessor, Logi
 
 from megappo.progress import PROGRESS, SAMPLES
 from megappo.rollout.engine import Completion, GenerateRequest, SamplingParams
+from megappo.runtime.interrupts import NeverStop, Stop
+
+
+class _AskedToStop(Exception):
+    """Leaves `generate` between two tokens."""
 
 
 class _Sampler(LogitsProcessor):
@@ -30,8 +35,9 @@ class _Sampler(LogitsProcessor):
         params: SamplingParams,
         device: torch.device,
         on_tokens: Callable[[], None],
+        stop: Stop,
     ) -> None:
-        self._params, self._on_tokens = params, on_tokens
+        self._params, self._on_tokens, self._stop = params, on_tokens, stop
         self._uniforms_BS = torch.stack(
             [torch.rand(params.max_new_tokens, generator=torch.Generator().manual_seed(r.seed)) for r in requests]
         ).to(device)
@@ -40,6 +46,8 @@ class _Sampler(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self._on_tokens()
+        if self._stop.asked:
+            raise _AskedToStop
         # `generate` hands over a float32 copy of its own; every pass over (B, V) counts.
         shifted_BV = scores.float().div_(self._params.temperature)
         shifted_BV.sub_(shifted_BV.amax(-1, keepdim=True))
@@ -88,6 +96,7 @@ class TransformersEngine:
         device: torch.device,
         generate_batch_sequences: int,
         trust_remote_code: bool = False,
+        stop: Stop | None = None,
     ) -> None:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         self._model: Any = AutoModelForCausalLM.from_config(
@@ -98,6 +107,7 @@ class TransformersEngine:
         self._model.generation_config = type(self._model.generation_config)()
         self._device, self._batch_sequences = device, generate_batch_sequences
         self.on_tokens: Callable[[], None] = lambda: None
+        self._stop: Stop = stop if stop is not None else NeverStop()
         self._version = 0
         self._complete = False
         self._asleep = False
@@ -132,19 +142,28 @@ class TransformersEngine:
             )
         self._version, self._complete = version, True
 
-    def generate(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> list[Completion]:
+    def generate(
+        self,
+        requests: Sequence[GenerateRequest],
+        params: SamplingParams,
+        done: MutableMapping[int, Completion] | None = None,
+    ) -> list[Completion]:
         """See `Engine.generate`; sequences of similar length are batched together."""
         if not self._complete or self._asleep:
             state = "asleep" if self._asleep else "without a whole set of weights"
             raise RuntimeError(f"the engine is {state}; wake it and update its weights first")
         order = sorted(range(len(requests)), key=lambda i: len(requests[i].token_ids))
-        completions: dict[int, Completion] = {}
+        completions = done if done is not None else {}
         PROGRESS.expect(SAMPLES, len(requests))
         for start in range(0, len(order), self._batch_sequences):
             batch = order[start : start + self._batch_sequences]
-            answers = self._generate_batch([requests[i] for i in batch], params)
+            try:
+                answers = self._generate_batch([requests[i] for i in batch], params)
+            except _AskedToStop:
+                break
             PROGRESS.add(SAMPLES, len(batch), tokens=sum(len(answer.token_ids) for answer in answers))
-            completions |= zip(batch, answers, strict=True)
+            completions.update(zip(batch, answers, strict=True))
+        self._stop.check()  # raises on every rank where one of them has left the loop
         return [completions[i] for i in range(len(requests))]
 
     @torch.inference_mode()
@@ -155,7 +174,7 @@ class TransformersEngine:
         for row, request in enumerate(requests):
             ids[row, longest - len(request.token_ids) :] = torch.tensor(request.token_ids)
             attention[row, longest - len(request.token_ids) :] = 1
-        sampler = _Sampler(requests, params, self._device, self.on_tokens)
+        sampler = _Sampler(requests, params, self._device, self.on_tokens, self._stop)
         self._model.generate(
             input_ids=ids.to(self._device),
             attention_mask=attention.to(self._device),

@@ -1,7 +1,8 @@
 """Signals that ask a run to stop: it finishes or drops its step, writes a checkpoint and ends.
 
 A rank that waits in a collective runs no Python, so signals are read in a thread, from the descriptor that the
-interpreter's C handler writes them to.
+interpreter's C handler writes them to. A signal to one rank is told to all others through the store by which they met,
+so that they give up generating too; that all of them stop at the same place is then decided by a collective.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from types import FrameType
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,30 @@ from megappo.runtime.process import Runtime
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # A terminal sends Ctrl-C to every process, and torchrun sends it to its workers once more.
 _ONE_PRESS_SECONDS = 1.0
+_TOLD = "megappo/asked-to-stop"
+_POLL_SECONDS = 1.0
+
+
+class Stop(Protocol):
+    """Whether the run was asked to stop, for what takes long."""
+
+    @property
+    def asked(self) -> bool:
+        """Whether this rank knows of it; costs nothing. Who gives up its work for it must come to `check`."""
+        ...
+
+    def check(self) -> None:
+        """Raise Interrupted on every rank if any of them knows of it; a collective of the world."""
+        ...
+
+
+class NeverStop:
+    """For what nobody interrupts."""
+
+    asked = False
+
+    def check(self) -> None:
+        """Go on."""
 
 
 class Interrupts:
@@ -32,10 +58,20 @@ class Interrupts:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._signal = 0
+        self._heard = 0
+        """Signal of another rank."""
         self._pressed = 0.0
         self._old_handlers: dict[signal.Signals, object] = {}
         self._old_descriptor = -1
         self._read, self._write = -1, -1
+        self._ended = threading.Event()
+        # A connection of its own: the one of the process group is held while that waits for something.
+        self._store: dist.Store = dist.distributed_c10d._get_default_store().clone()
+
+    @property
+    def asked(self) -> bool:
+        """See `Stop.asked`; what another rank was told is known here within a second or two."""
+        return bool(self._signal or self._heard)
 
     def start(self) -> None:
         """Take the signals over."""
@@ -44,6 +80,7 @@ class Interrupts:
         self._old_descriptor = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._old_handlers = {number: signal.signal(number, _nothing) for number in _SIGNALS}
         threading.Thread(target=self._listen, args=(self._read,), name="signals", daemon=True).start()
+        threading.Thread(target=self._hear, name="told-signals", daemon=True).start()
 
     def stop(self) -> None:
         """Give the signals back; may be called twice."""
@@ -52,12 +89,13 @@ class Interrupts:
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         signal.set_wakeup_fd(self._old_descriptor)
+        self._ended.set()
         os.close(self._write)  # ends the thread
         self._write = -1
 
     def check(self) -> None:
         """Raise Interrupted on every rank if any of them was asked to stop; a collective of the world."""
-        asked = torch.tensor([self._signal], device=self._runtime.device)
+        asked = torch.tensor([max(self._signal, self._heard)], device=self._runtime.device)
         dist.all_reduce(asked, op=dist.ReduceOp.MAX)
         if int(asked):
             raise Interrupted(signal.Signals(int(asked)))
@@ -75,11 +113,27 @@ class Interrupts:
             self._tell("stopped at once; the run continues from its newest checkpoint")
             os._exit(STOPPED_BY_USER)  # children end with it; nothing that is half written has a marker
         if not self._signal:
-            name = signal.Signals(number).name
-            self._tell(f"{name}: stopping with a checkpoint as soon as the step allows; Ctrl-C twice stops at once")
+            if not self._heard:
+                self._tell_stopping(number)
             self._pressed = now
+            with contextlib.suppress(dist.DistError):  # who holds the store is gone, and the run with it
+                self._store.set(_TOLD, str(number))
         # SIGINT is the lowest number: what a scheduler sends decides over a key pressed before.
         self._signal = max(self._signal, number)
+
+    def _hear(self) -> None:
+        """Learn of a signal that another rank was sent."""
+        with contextlib.suppress(dist.DistError):  # who holds the store is gone, and the run with it
+            while not self._ended.wait(_POLL_SECONDS):
+                if self._store.check([_TOLD]):
+                    self._heard = int(self._store.get(_TOLD))
+                    if not self._signal:
+                        self._tell_stopping(self._heard)
+                    return
+
+    def _tell_stopping(self, number: int) -> None:
+        name = signal.Signals(number).name
+        self._tell(f"{name}: stopping with a checkpoint as soon as the step allows; Ctrl-C twice stops at once")
 
     def _tell(self, text: str) -> None:
         if self._runtime.is_main:

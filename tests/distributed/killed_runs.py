@@ -3,7 +3,10 @@
 Usage: killed_runs.py ATTEMPTS.json, a list of {"arguments", "processes", "kill", "expect"}.
 - `kill` is absent or {"rank", "step", "at"}: at that step the rank sends itself SIGKILL, or another `signal`, or sleeps
   for ever where that is null, or with `remove` deletes the run directory and goes on: where the stage `at` begins, at
-  the second minibatch of `update_critic` or `update_actor`, before or after a checkpoint's marker is written.
+  the second minibatch of `update_critic` or `update_actor`, before or after a checkpoint's marker is written, or at a
+  token (see `stall`).
+- `stall` in `kill` names a stage of that step, in which every rank takes half a second for a token of the embedded
+  engine; the rank that is to get a signal `at: token` gets it at the fifth. SGLang's answers of that step do not come.
 - `ctrl_c`: once step 1 is logged, all ranks get SIGINT as torchrun would send it, and a second later once more.
 - `rewrite`: the run is not continued, its newest checkpoint is loaded and written again in the arguments' layout.
 Prints what the attempts print, and fails where an attempt does not end as expected ("killed" or an exit code).
@@ -11,6 +14,8 @@ Prints what the attempts print, and fails where an attempt does not end as expec
 
 from __future__ import annotations
 
+import asyncio
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -29,12 +34,13 @@ from megappo.config import derive_run, load_config
 from megappo.models.roles import TrainedRole
 from megappo.reporting import Reporter
 from megappo.resume import Boundary, Checkpoints, choose_start
+from megappo.rollout.transformers_engine import _Sampler
 from megappo.runtime import start_runtime
 from megappo.runtime.store import free_port
 
 
-def arm(step: int, at: str, name: str | None, removed: Path | None) -> None:
-    """Make this process send itself a signal at a place of a step, or sleep for ever."""
+def make_end(name: str | None, removed: Path | None) -> Callable[[], None]:
+    """What sends this process a signal, or sleeps for ever, or deletes a folder."""
 
     def die() -> None:
         if removed is not None:
@@ -44,6 +50,11 @@ def arm(step: int, at: str, name: str | None, removed: Path | None) -> None:
         else:
             os.kill(os.getpid(), signal.Signals[name])
 
+    return die
+
+
+def arm(step: int, at: str, die: Callable[[], None]) -> None:
+    """Have `die` called at a place of a step."""
     state: dict[str, Any] = {"step": 0, "stage": "", "updates": 0}
     begin, stage, update = Reporter.begin_step, Reporter.stage, TrainedRole.update_minibatch
 
@@ -67,6 +78,50 @@ def arm(step: int, at: str, name: str | None, removed: Path | None) -> None:
     Reporter.begin_step, Reporter.stage = begin_step, enter  # type: ignore[method-assign]
     TrainedRole.update_minibatch = update_minibatch  # type: ignore[method-assign]
     _arm_checkpoint(step, at, die)
+
+
+def stall(step: int, stage: str, at_token: Callable[[], None]) -> None:
+    """Make generation slow in a stage of a step."""
+    state: dict[str, Any] = {"step": 0, "stage": "", "tokens": 0, "asked": 0}
+    begin, enter, sample = Reporter.begin_step, Reporter.stage, _Sampler.__call__
+
+    def begin_step(self: Reporter, number: int) -> None:
+        state.update(step=number)
+        begin(self, number)
+
+    def enter_stage(self: Reporter, name: str, waits_for: str = "") -> Any:
+        if state["tokens"]:
+            print(f"tokens in the stalled stage: {state['tokens']}", flush=True)
+        state.update(stage=name, tokens=0)
+        return enter(self, name, waits_for)
+
+    def sample_slowly(self: Any, *args: Any) -> Any:
+        if (state["step"], state["stage"]) == (step, stage):
+            state["tokens"] += 1
+            time.sleep(0.5)
+            if state["tokens"] == 5:
+                at_token()
+        return sample(self, *args)
+
+    Reporter.begin_step, Reporter.stage = begin_step, enter_stage  # type: ignore[method-assign]
+    _Sampler.__call__ = sample_slowly  # type: ignore[method-assign]
+    if importlib.util.find_spec("sglang") is not None:
+        _stall_servers(step, state)
+
+
+def _stall_servers(step: int, state: dict[str, Any]) -> None:
+    """Of what a rank asks them in that step, probes aside, one group is answered."""
+    from megappo.rollout.sglang.dispatch import Round
+
+    ask = Round._ask
+
+    async def ask_in_vain(self: Round, *args: Any) -> Any:
+        if state["step"] == step and not self._params.greedy:
+            state["asked"] += 1
+            await asyncio.sleep(10**6 if state["asked"] > 1 else 0)
+        return await ask(self, *args)
+
+    Round._ask = ask_in_vain  # type: ignore[method-assign]
 
 
 def _arm_checkpoint(step: int, at: str, die: Callable[[], None]) -> None:
@@ -108,9 +163,12 @@ def rank_main(rank: int, processes: int, port: int, attempt: dict[str, Any]) -> 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes), LOCAL_WORLD_SIZE=str(processes))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     kill = attempt.get("kill")
-    if kill is not None and kill["rank"] == rank:
+    if kill is not None:
         removed = run_directory(attempt["arguments"]) if kill.get("remove") else None
-        arm(kill["step"], kill["at"], kill.get("signal", "SIGKILL"), removed)
+        die = make_end(kill.get("signal", "SIGKILL"), removed) if kill["rank"] == rank else lambda: None
+        arm(kill["step"], kill["at"], die)
+        if "stall" in kill:
+            stall(kill["step"], kill["stall"], die)
     sys.exit(rewrite(attempt["arguments"]) if attempt.get("rewrite") else main(attempt["arguments"]))
 
 

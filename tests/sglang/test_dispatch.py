@@ -236,6 +236,32 @@ def test_a_round_can_be_given_up() -> None:
     assert time.monotonic() - started < 5
 
 
+class AskedLater:
+    """Asked to stop once there is an answer."""
+
+    def __init__(self, server: StandIn) -> None:
+        self.server = server
+
+    @property
+    def asked(self) -> bool:
+        return bool(self.server.answered_at)
+
+    def check(self) -> None:
+        raise AssertionError("the round leaves that to its caller")
+
+
+def test_a_run_that_is_asked_to_stop_takes_what_has_come() -> None:
+    server = StandIn(0)
+    server.hang_after = 40
+    requests = {i: GenerateRequest((2, 100 + i), seed=i, prompt_id=i) for i in range(200)}
+    round_ = Round([server.endpoint], requests, PARAMS, 7, settings(stall_timeout_seconds=60.0))
+    started = time.monotonic()
+    outcome = round_.result(AskedLater(server))
+    assert time.monotonic() - started < 20
+    assert 0 < len(outcome.completions) < 200 and not outcome.failures
+    assert all(outcome.completions[i].token_ids == (100 + i, 1) for i in outcome.completions)
+
+
 @contextmanager
 def silent_port() -> Iterator[str]:
     """Something that takes connections and says nothing."""

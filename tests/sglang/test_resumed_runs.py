@@ -15,25 +15,38 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("config", "steps", "step", "at", "rank"),
-    [
-        pytest.param("sglang_quickstart", 3, 2, "sync", 0, id="on-policy"),
-        pytest.param("sglang_disaggregated", 4, 3, "update_actor", 1, id="one-step-ahead"),
-    ],
-)
-def test_killed_and_continued(tmp_path: Path, config: str, steps: int, step: int, at: str, rank: int) -> None:
-    """On policy while the servers are given weights; one step ahead while they generate. What was generated ahead is in
-    the checkpoint, so it is trained on although newer weights are there."""
-    settings = (f"run.steps={steps}", "checkpoint.every_steps=1")
+def test_on_policy_killed_and_continued(tmp_path: Path) -> None:
+    """While the servers are given weights."""
+    settings = ("run.steps=3", "checkpoint.every_steps=1")
     killed = tmp_path / "killed"
     attempts(
         tmp_path,
-        train(tmp_path / "whole", *settings, config=config),
-        killed_at(killed, step, at, rank, *settings, config=config),
-        train(killed, *settings, config=config),
+        train(tmp_path / "whole", *settings, config="sglang_quickstart"),
+        killed_at(killed, 2, "sync", 0, *settings, config="sglang_quickstart"),
+        train(killed, *settings, config="sglang_quickstart"),
         timeout=400,
     )
-    kept = tmp_path / f"whole/checkpoints/step-{steps - 1:06d}/responses-00001.pt"
-    assert kept.exists() == (config == "sglang_disaggregated")
-    assert_same_run(tmp_path / "whole", killed, steps)
+    assert not (tmp_path / "whole/checkpoints/step-000002/responses-00001.pt").exists()
+    assert_same_run(tmp_path / "whole", killed, 3)
+
+
+def test_one_step_ahead_stopped_killed_and_continued(tmp_path: Path) -> None:
+    """Stopped while the servers owe the next step's responses: what is left of them is generated with the weights that
+    were due, which are older than the actor's. Then killed while they generate: what was generated ahead is in the
+    checkpoint, so it is trained on although newer weights are there."""
+    settings = ("run.steps=4", "checkpoint.every_steps=1", "checkpoint.keep_last=9", "rollout.when_stopped=keep")
+    config, run = "sglang_disaggregated", tmp_path / "killed"
+    stop = {"rank": 1, "step": 2, "at": "update_critic", "signal": "SIGUSR1", "stall": "rollout"}
+    output = attempts(
+        tmp_path,
+        train(tmp_path / "whole", *settings, config=config),
+        train(run, *settings, config=config, expect="85", kill=stop),
+        killed_at(run, 4, "update_actor", 1, *settings, config=config),
+        train(run, *settings, config=config),
+        timeout=500,
+    )
+    assert "stopped after step 2 with a checkpoint" in output and "Traceback" not in output
+    stopped = run / "checkpoints/step-000002"
+    assert (stopped / "engine-weights-00000.pt").exists() and (stopped / "responses-00000.pt").exists()
+    assert (tmp_path / "whole/checkpoints/step-000003/responses-00001.pt").exists()
+    assert_same_run(tmp_path / "whole", run, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distributed.models import VOCAB, write_model
+from megappo.errors import Interrupted
 from megappo.rollout.engine import Completion, GenerateRequest, SamplingParams
 from megappo.rollout.sampling import finish_rollout, plan_rollout, sample_seed
 from megappo.rollout.transformers_engine import TransformersEngine
+from megappo.runtime.interrupts import Stop
 from megappo.types import Prompt, Prompts
 
 
@@ -25,8 +28,9 @@ def model(folder: Path):  # type: ignore[no-untyped-def]
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def make_engine(folder: Path, batch: int = 8) -> TransformersEngine:
-    return TransformersEngine(folder, dtype=torch.float32, device=torch.device("cpu"), generate_batch_sequences=batch)
+def make_engine(folder: Path, batch: int = 8, stop: Stop | None = None) -> TransformersEngine:
+    cpu = torch.device("cpu")
+    return TransformersEngine(folder, dtype=torch.float32, device=cpu, generate_batch_sequences=batch, stop=stop)
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +91,39 @@ def test_a_response_depends_on_its_own_seed_only(folder: Path, model) -> None:  
     assert [d.token_ids for d in backwards] == [d.token_ids for d in first]
     other = together.generate([GenerateRequest(r.token_ids, r.seed + 99, r.prompt_id) for r in requests()], PARAMS)
     assert [d.token_ids for d in other] != [d.token_ids for d in first]
+
+
+class StopAfter:
+    """Asked to stop after so many looks at it."""
+
+    def __init__(self, looks: int) -> None:
+        self.left = looks
+
+    @property
+    def asked(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+    def check(self) -> None:
+        if self.left < 0:
+            raise Interrupted(signal.SIGUSR1)
+
+
+@pytest.mark.parametrize("looks", [0, 9, 10, 19])
+def test_generation_is_given_up_between_tokens(folder: Path, model, looks: int) -> None:  # type: ignore[no-untyped-def]
+    """Whole batches are handed over, what a batch has by then is not."""
+    wanted, done = make_engine(folder, 1), dict[int, Completion]()
+    stopped = make_engine(folder, 1, StopAfter(looks))
+    for engine in (wanted, stopped):
+        engine.update_weights(model.named_parameters(), 1)
+    answers = wanted.generate(requests(), PARAMS)
+    with pytest.raises(Interrupted):
+        stopped.generate(requests(), PARAMS, done)
+    order = sorted(range(len(answers)), key=lambda i: len(requests()[i].token_ids))
+    lengths = [len(answers[i].token_ids) for i in order]
+    whole = max(n for n in range(len(order)) if sum(lengths[:n]) <= looks)
+    assert [i for i in order if i in done] == order[:whole]
+    assert all(done[i] == answers[i] for i in done)
 
 
 def test_tokens_come_with_their_probability(engine: TransformersEngine, model) -> None:  # type: ignore[no-untyped-def]

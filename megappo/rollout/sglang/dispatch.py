@@ -22,6 +22,7 @@ from megappo.rollout.engine import Completion, GenerateRequest, SamplingParams
 from megappo.rollout.sglang.client import Endpoint, EngineFailure
 from megappo.rollout.sglang.dealing import Deal
 from megappo.rollout.sglang.server import EngineError
+from megappo.runtime.interrupts import Stop
 
 _LARGEST_GROUP = 32
 _GREEDY_TOP_P = 1e-9
@@ -85,10 +86,14 @@ class Round:
         self._finished = pool.submit(self._loop.run_until_complete, self._task)
         pool.shutdown(wait=False)
 
-    def result(self) -> Outcome:
-        """Wait for everything that the engines can still give; each of them has deadlines."""
+    def result(self, stop: Stop | None = None) -> Outcome:
+        """Wait for everything that the engines can still give; each of them has deadlines. Where the run is asked to
+        stop, what has come by then."""
         try:
-            self._finished.result()
+            while stop is not None and not stop.asked and not self._finished.done():
+                wait([self._finished], timeout=_WATCH_SECONDS)
+            if stop is None or not stop.asked:
+                self._finished.result()
         finally:
             self.cancel()
         return self._outcome

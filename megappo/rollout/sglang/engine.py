@@ -7,7 +7,7 @@ starts it again where it died. Ranks agree on what failed, so that all of them r
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -34,6 +34,7 @@ from megappo.rollout.sglang.transport import (
     share_by_name,
 )
 from megappo.runtime import Runtime
+from megappo.runtime.interrupts import NeverStop, Stop
 
 
 class SyncError(EngineError):
@@ -61,9 +62,10 @@ def share_facts(fact: Any) -> list[Any]:
 class SGLangEngine:
     """An `Engine` whose methods are collectives of the world: every rank calls them at the same time."""
 
-    def __init__(self, fleet: Fleet, settings: SGLangSettings, runtime: Runtime) -> None:
+    def __init__(self, fleet: Fleet, settings: SGLangSettings, runtime: Runtime, stop: Stop | None = None) -> None:
         """The servers load while the caller goes on, and are awaited by the first update."""
         self._fleet, self._settings, self._runtime = fleet, settings, runtime
+        self._stop: Stop = stop if stop is not None else NeverStop()
         self._endpoints: list[Endpoint] = []
         self._current: set[int] = set()
         """Engines that hold the weights of `version`, verified."""
@@ -92,9 +94,19 @@ class SGLangEngine:
 
     # Generation
 
-    def generate(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> list[Completion]:
+    def generate(
+        self,
+        requests: Sequence[GenerateRequest],
+        params: SamplingParams,
+        done: MutableMapping[int, Completion] | None = None,
+    ) -> list[Completion]:
         """See `Engine.generate`; a rank without prompts of its own calls it with none."""
-        return self.collect(self.submit(requests, params))
+        pending = self.submit(requests, params)
+        try:
+            return self.collect(pending)
+        finally:
+            if done is not None:
+                done.update(pending.completions)
 
     def submit(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> Pending:
         """Send requests and return at once; `collect` takes the answers. Not a collective."""
@@ -112,8 +124,9 @@ class SGLangEngine:
         then hold a new version.
         """
         while True:
-            outcome = pending.round.result()
+            outcome = pending.round.result(self._stop)
             pending.completions |= outcome.completions
+            self._stop.check()  # raises on every rank where one of them has not waited for its answers
             left = {i: r for i, r in enumerate(pending.requests) if i not in pending.completions}
             facts = share_facts((len(left), outcome.failures, outcome.refusal))
             refusals = [refusal for _, _, refusal in facts if refusal]
