@@ -288,3 +288,60 @@ def test_bad_objectives_are_refused() -> None:
         PolicyObjective(kind="clop")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="not a backend"), use_backend("cuda"):  # type: ignore[arg-type]
         pass
+
+
+def test_policy_loss_and_slopes_by_hand() -> None:
+    """In the clip, above it, at the dual clip, beyond the log-ratio's clamp, and masked."""
+    logprob = torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0], dtype=torch.float64, requires_grad=True)
+    entropy = torch.tensor([1.0, 2.0, 3.0, 4.0, 100.0], dtype=torch.float64, requires_grad=True)
+    inputs = PolicyInputs(
+        old_logprob=torch.tensor([-1.0, -1.5, -3.0, -26.0, 0.0], dtype=torch.float64),
+        advantages=torch.tensor([2.0, 1.0, -1.0, 1.0, 5.0], dtype=torch.float64),
+        weights=torch.tensor([0.5, 1.0, 2.0, 0.25, 1.0], dtype=torch.float64),
+        mask=torch.tensor([True, True, True, True, False]),
+        ref_logprob=torch.tensor([-1.5, -1.0, 2.0, 30.0, 0.0], dtype=torch.float64),
+    )
+    objective = PolicyObjective(clip_high=0.28, dual_clip=3.0, entropy_coef=0.1, kl_coef=0.2)
+    out = policy_loss(logprob=logprob, entropy=entropy, inputs=inputs, objective=objective)
+    grads = torch.autograd.grad(2 * out.loss, (logprob, entropy))
+    e = torch.tensor([0.5, 2.0, 20.0], dtype=torch.float64).exp().tolist()
+    k3 = [e[0] ** -1 - 1 + 0.5, 0.0, 10.0, 10.0]  # e^3 - 4 and e^31 - 32 are clamped
+    wanted = {
+        "pg_loss": 0.5 * -2 + 1 * -1.28 + 2 * 3 + 0.25 * -1.28,
+        "entropy_loss": -0.1 * (0.5 + 2 + 6 + 1),
+        "kl_loss": 0.2 * (0.5 * k3[0] + 2 * 10 + 0.25 * 10),
+        "clipfrac": 2,
+        "clipfrac_lower": 1,
+        "ppo_kl": -(0 + 0.5 + 2 + 20),
+        "ppo_kl_k3": (e[0] - 1.5) + (e[1] - 3) + (e[2] - 21),
+        "ratio": 1 + sum(e),
+        "ratio_max": e[2],
+        "entropy": 10,
+        "ref_kl": sum(k3),
+        "count": 4,
+    }
+    assert {n: x.item() for n, x in out.metrics.items()} == {n: pytest.approx(x, abs=1e-12) for n, x in wanted.items()}
+    assert out.loss.item() == pytest.approx(wanted["pg_loss"] + wanted["entropy_loss"] + wanted["kl_loss"])
+    slope = 2 * 0.5 * (-2 + 0.2 * (1 - e[0] ** -1))
+    assert grads[0].tolist() == [pytest.approx(slope), 0, 0, 0, 0]
+    assert grads[1].tolist() == [pytest.approx(-0.2 * w) for w in (0.5, 1, 2, 0.25, 0)]
+
+
+def test_value_loss_and_slopes_by_hand() -> None:
+    """Below the clip, at it, beyond it where that is worse and where it is not, and masked."""
+    values = torch.tensor([1.25, 1.5, 2.0, 2.0, 9.0], dtype=torch.float64, requires_grad=True)
+    out = value_loss(
+        values=values,
+        old_values=torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0], dtype=torch.float64),
+        returns=torch.tensor([2.0, 3.0, 3.0, 0.0, 7.0], dtype=torch.float64),
+        weights=torch.tensor([1.0, 2.0, 4.0, 8.0, 1.0], dtype=torch.float64),
+        mask=torch.tensor([True, True, True, True, False]),
+        clip=0.5,
+    )
+    # The third stands at 1.5 when clipped, whose square 2.25 is above 1; the fourth too, below its 4.
+    assert out.loss.item() == 0.5 * (0.5625 + 2 * 2.25 + 4 * 2.25 + 8 * 4)
+    assert torch.autograd.grad(out.loss, values)[0].tolist() == [-0.75, -3.0, 0.0, 16.0, 0.0]
+    errors = torch.tensor([-0.75, -1.5, -1.0, 2.0], dtype=torch.float64)
+    wanted = {"clipfrac": 1, "value": 6.75, "count": 4, "return_mean": 2, "return_m2": 6, "error_mean": errors.mean()}
+    wanted["error_m2"] = 3 * errors.var()
+    assert {n: x.item() for n, x in out.metrics.items()} == {n: pytest.approx(float(x)) for n, x in wanted.items()}
