@@ -190,7 +190,11 @@ class Touch:
 def test_replays_are_few_where_the_run_goes_on(tmp_path: Path) -> None:
     """The critic alone is broken; its refused updates are counted, and the first of a step is kept."""
     run = tmp_path / "run"
-    settings = ("critic.optimizer.learning_rate=1e9", "algorithm.on_nonfinite=skip", "critic.value_clip=null")
+    growing = (
+        "critic.optimizer.learning_rate=1e9",
+        "critic.optimizer.weight_decay=1e9",
+    )  # past float32 in three updates
+    settings = (*growing, "algorithm.on_nonfinite=skip", "critic.value_clip=null")
     output = attempts(tmp_path, train(run, "run.steps=2", "actor.optimizer.learning_rate=1e-9", *settings))
     assert len(os.listdir(run / "replay")) <= 2
     lines = timeless(run / "metrics.jsonl")
