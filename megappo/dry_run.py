@@ -21,6 +21,7 @@ from megappo.model_files import load_architecture, load_tokenizer, model_folder,
 from megappo.origins import open_origin
 from megappo.plan import Machine, Models, find_machine, make_plan, read_models, remedy
 from megappo.plan.engines import other_engine
+from megappo.plan.here import resolve_here
 from megappo.plan.planner import check_gpus, default_machine, fewest_ranks
 from megappo.reshard.sources import SafetensorsSource
 from megappo.rewards.registry import check_reward
@@ -49,7 +50,9 @@ def dry_run(
     Raises ConfigError with every problem, not only the first.
     """
     machine = default_machine(config) if machine_name is None else find_machine(machine_name)
-    config = resolve(config, on_cuda=machine.is_cuda)
+    planned = resolve(config, on_cuda=machine.is_cuda)
+    # A machine that nobody named is only planned for: what is checked is the run as it would start here.
+    config = planned if machine_name is not None else resolve_here(config)
     ranks = _ranks(config, gpus_text)
     models = read_models(config, Path(config_path).parent / "models").models
     derived = derive(config, ranks, models.actor, models.critic, models.reference)
@@ -61,7 +64,7 @@ def dry_run(
         _weights(config),
         _origins(config),
         _machine(config),
-        _plan(config, models, ranks, machine, named=machine_name is not None),
+        _plan(planned, models, ranks, machine, named=machine_name is not None),
     ):
         problems += _print_part(part)
     if problems:

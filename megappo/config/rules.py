@@ -332,7 +332,10 @@ def server_rules(config: Config, shape: ModelShape) -> Iterator[str]:
         return
     if rollout.engine != "sglang":
         if rollout.sglang is not None:
-            yield f"rollout.sglang is given but rollout.engine is '{rollout.engine}'; set it to sglang, or remove it"
+            yield (
+                f"rollout.sglang is given but rollout.engine is '{rollout.engine}', which is the default without CUDA; "
+                "set rollout.engine to sglang, or remove rollout.sglang"
+            )
         if rollout.ahead:
             yield f"rollout.ahead is 1, but the engine '{rollout.engine}' has no processes of its own; set it to 0"
         return
@@ -345,6 +348,11 @@ def server_rules(config: Config, shape: ModelShape) -> Iterator[str]:
         yield (
             "rollout.ahead is 1, so weights before the last update sample, which algorithm.old_logprob 'decoupled' "
             "takes no account of; set it to corrected or bypass, or rollout.ahead to 0"
+        )
+    if rollout.when_stopped == "keep" and not rollout.servers.deterministic:
+        yield (
+            "rollout.when_stopped is keep and rollout.sglang.deterministic false, which keeps the short responses and "
+            "samples the long ones anew, which makes them shorter; set when_stopped to drop, or deterministic to true"
         )
     tp = rollout.servers.tensor_parallel
     sizes = {"heads": shape.heads, "FFN hidden size": shape.ffn_hidden_size}

@@ -195,15 +195,6 @@ class RolloutSettings(Settings):
         return on_cuda and self.servers.placement == "colocated" and self.servers.sleep and not self.ahead
 
     @model_validator(mode="after")
-    def _no_length_bias(self) -> RolloutSettings:
-        if self.when_stopped == "keep" and self.engine == "sglang" and not self.servers.deterministic:
-            raise ValueError(
-                "when_stopped: keep with sglang.deterministic: false keeps the short responses and samples the long "
-                "ones anew, which makes them shorter; set when_stopped: drop, or deterministic: true"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _no_truncated_sampling(self) -> RolloutSettings:
         if self.top_p != 1.0 or self.top_k != 0:
             raise ValueError(

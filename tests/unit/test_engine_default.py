@@ -11,7 +11,8 @@ import yaml
 from megappo.cli import main
 from megappo.config import load_config, resolve, save_config
 from megappo.config.derive import derive_run, describe
-from megappo.plan import MACHINES, find_machine, make_plan, read_models
+from megappo.doctor import software
+from megappo.plan import MACHINES, find_machine, here, make_plan, read_models
 from megappo.plan.engines import other_engine
 from megappo.plan.here import machine_like, outlook, with_deadlines
 
@@ -55,8 +56,31 @@ def test_the_default_is_resolved_once_and_is_seen(on_cuda: bool, engine: str, tm
 def test_settings_of_servers_need_servers(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("rollout.engine=null", "rollout.sglang={tensor_parallel: 1}")
     assert main(["plan", str(QUICKSTART), "--machine", "cpu", *words]) == 2
-    assert "rollout.sglang is given but rollout.engine is 'transformers'" in capsys.readouterr().err
+    said = "rollout.sglang is given but rollout.engine is 'transformers', which is the default without CUDA"
+    assert said in capsys.readouterr().err
     assert main(["plan", str(QUICKSTART), "--machine", "h100", *words]) == 0
+
+
+def test_the_default_engine_keeps_its_rules(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["rollout.engine=null", "rollout.when_stopped=keep", "rollout.sglang={deterministic: false}"]
+    assert main(["plan", str(QUICKSTART), "--machine", "h100", *words]) == 2
+    assert "rollout.when_stopped is keep and rollout.sglang.deterministic false" in capsys.readouterr().err
+
+
+def test_a_dry_run_checks_the_engine_that_the_run_would_have_here(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What nobody named is planned for an H100, and run on this machine, which has neither GPUs nor SGLang."""
+    installed = software.installed_version
+    monkeypatch.setattr(software, "installed_version", lambda name: None if name == "sglang" else installed(name))
+    monkeypatch.setattr(here, "runs_on_cuda", lambda config: False)
+    words = ["train", str(QUICKSTART), "--dry-run", *UNSAID, "runtime.device=auto", f"run.directory={tmp_path / 'run'}"]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "transformers on every rank" in said and "SGLang is not installed" in said
+    assert "H100" in said and "the embedded engine instead would take" in said
+    assert main([*words, "--machine", "h100"]) == 2  # that is where it is to run
+    assert "rollout.engine is sglang, which is not installed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -71,12 +95,12 @@ def test_settings_of_servers_need_servers(capsys: pytest.CaptureFixture[str]) ->
 def test_the_other_engine_is_what_its_overrides_make(
     path: Path, machine: str, gpus: int, given: tuple[str, ...]
 ) -> None:
-    config, here = load_config(path, given), MACHINES[machine]
+    config, its_machine = load_config(path, given), MACHINES[machine]
     models = read_models(config, ROOT / "configs" / "models").models
-    other = other_engine(config, models, here, gpus)
+    other = other_engine(config, models, its_machine, gpus)
     changed = load_config(path, [*given, *other.overrides])
     assert changed.rollout.engine == other.engine != config.rollout.engine
-    found = make_plan(changed, models, here, gpus)
+    found = make_plan(changed, models, its_machine, gpus)
     assert found.fits
     assert found.stages[0].seconds == other.rollout_seconds
     assert all(word in other.sentence for word in other.overrides)

@@ -187,6 +187,7 @@ SHAPE = ModelShape("llama", 64, 2, 4, 2, 16, 256, 16, 32, False)
         (["rollout.engine=transformers", "rollout.sglang=null", "rollout.ahead=1"], "has no processes of its own"),
         (["rollout.dtype=bfloat16"], "rollout.dtype is bfloat16"),
         (["rollout.ahead=1"], "set it to corrected or bypass"),
+        (["rollout.when_stopped=keep", "rollout.sglang.deterministic=false"], "samples the long ones anew"),
         (["rollout.sglang.tensor_parallel=3"], "rollout.sglang.tensor_parallel 3 does not divide"),
     ],
 )
