@@ -1,7 +1,8 @@
 """Models and tokenizers by their names on the Hugging Face hub: over the network, or from its cache on this machine.
 
 Compute nodes often have no network, and the hub's client then tries for most of a minute and prints every try. So the
-hub is asked once whether it answers; where it does not, the cache is taken, or a sentence says what is missing.
+hub is asked once whether it answers; where it does not, the cache is taken, or a sentence says what is missing. What
+the cache lacks is worth more patience, which `HF_HUB_ETAG_TIMEOUT` sets.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from megappo.config.errors import ConfigError, one_line, shortened
 
 _TEXTS = ("*.json", "*.model", "*.jinja", "*.txt", "*.py")
 _WEIGHTS = ("*.safetensors",)
+_SUBFOLDERS_WEIGHTS = ("*/*.safetensors",)
+"""Another copy of the weights in another format; a pattern's `*` crosses slashes."""
 _PATIENCE_SECONDS = 3.0
+"""With a hub that has nothing but news of what the cache holds."""
 
 
 def hub_folder(name: str, *, key: str = "model.path", weights: bool = False) -> Path:
@@ -27,16 +31,28 @@ def hub_folder(name: str, *, key: str = "model.path", weights: bool = False) -> 
         raise ConfigError(f"{key} '{name}': there is no such folder (from {Path.cwd()}); give a folder or a hub name")
     from huggingface_hub import constants
 
-    why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _silence(constants.ENDPOINT)
-    return _fetch(name, key, weights) if why is None else _from_cache(name, key, weights, why)
+    kept, missing = _in_cache(name, key, weights)
+    if constants.HF_HUB_OFFLINE:
+        why = "HF_HUB_OFFLINE is set"
+    else:
+        silence = _silence(constants.ENDPOINT, float(constants.HF_HUB_ETAG_TIMEOUT) if missing else _PATIENCE_SECONDS)
+        if silence is None:
+            return _fetch(name, key, weights)
+        why = silence
+    if kept is not None and not missing:
+        return kept
+    raise ConfigError(
+        f"{key} '{name}' is no folder (from {Path.cwd()}), the hub's cache {constants.HF_HUB_CACHE} does not hold "
+        f"{missing}, and {why}; where there is network, such as on a login node, run `hf download {name}` with the "
+        "same HF_HOME and set HF_HUB_OFFLINE=1 here, or give the folder of a copy"
+    )
 
 
 def _fetch(name: str, key: str, weights: bool) -> Path:
     from httpx import HTTPError
-    from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=[*_TEXTS, *(_WEIGHTS if weights else ())]))
+        return _download(name, weights)
     except (OSError, ValueError, HTTPError) as error:
         raise ConfigError(
             f"{key} '{name}' is neither a folder (from {Path.cwd()}) nor could it be fetched from the hub "
@@ -45,43 +61,46 @@ def _fetch(name: str, key: str, weights: bool) -> Path:
         ) from error
 
 
-def _from_cache(name: str, key: str, weights: bool, why: str) -> Path:
-    from huggingface_hub import constants, snapshot_download
+@functools.cache
+def _download(name: str, weights: bool) -> Path:
+    """The snapshot, asked for once per process: a run comes back for a model's configuration, tokenizer and weights."""
+    from huggingface_hub import snapshot_download
+
+    patterns = [*_TEXTS, *(_WEIGHTS if weights else ())]
+    return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=list(_SUBFOLDERS_WEIGHTS)))
+
+
+def _in_cache(name: str, key: str, weights: bool) -> tuple[Path | None, str]:
+    """The snapshot in the hub's cache on this machine, and what it lacks, "" where that is nothing."""
+    from huggingface_hub import snapshot_download
 
     try:
-        folder: Path | None = Path(snapshot_download(name, local_files_only=True))
+        folder = Path(snapshot_download(name, local_files_only=True))
     except (OSError, ValueError):
-        folder = None
-    missing = None
-    if folder is None or (key != "model.tokenizer" and not (folder / "config.json").exists()):
-        missing = "it"
-    elif weights and not any(folder.glob("*.safetensors")):
-        missing = "its weights"
-    if folder is not None and missing is None:
-        return folder
-    raise ConfigError(
-        f"{key} '{name}' is no folder (from {Path.cwd()}), the hub's cache {constants.HF_HUB_CACHE} does not hold "
-        f"{missing}, and {why}; where there is network, such as on a login node, run `hf download {name}` with the "
-        "same HF_HOME and set HF_HUB_OFFLINE=1 here, or give the folder of a copy"
-    )
+        return None, "it"
+    if key != "model.tokenizer" and not (folder / "config.json").exists():
+        return folder, "it"
+    return folder, "its weights" if weights and not any(folder.glob("*.safetensors")) else ""
 
 
-@functools.lru_cache(maxsize=1)
-def _silence(endpoint: str) -> str | None:
+@functools.cache
+def _silence(endpoint: str, patience_seconds: float) -> str | None:
     """Why the hub cannot be asked; None where it answers. Looking up a name has no time limit, hence the thread."""
-    from httpx import HTTPError, InvalidURL
+    from httpx import HTTPError, InvalidURL, TimeoutException
     from huggingface_hub.utils import get_session
 
-    said = [f"{endpoint} does not answer in {_PATIENCE_SECONDS:g} seconds"]
+    said = [f"{endpoint} does not answer in {patience_seconds:g} seconds (HF_HUB_ETAG_TIMEOUT raises that)"]
 
     def ask() -> None:
         try:
-            get_session().head(endpoint, timeout=_PATIENCE_SECONDS)
+            get_session().head(endpoint, timeout=patience_seconds)
             said.append("")
+        except TimeoutException:
+            return
         except (HTTPError, InvalidURL, OSError, ValueError) as error:
             said.append(f"{endpoint} cannot be reached ({shortened(one_line(str(error)) or type(error).__name__)})")
 
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
-    asking.join(_PATIENCE_SECONDS)
+    asking.join(patience_seconds)
     return said[-1] or None

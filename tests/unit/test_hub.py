@@ -12,6 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
+from huggingface_hub.utils import filter_repo_objects
+
+from megappo.config import ConfigError, hub
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "configs" / "models" / "tiny_arithmetic"
@@ -98,12 +102,58 @@ def test_a_hub_name_in_the_cache_needs_no_network(tmp_path: Path) -> None:
 
 
 def test_a_hub_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megappo.config import hub
-
-    monkeypatch.setattr(hub, "_PATIENCE_SECONDS", 0.3)
     for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        said = hub._silence.__wrapped__(f"http://127.0.0.1:{listening.getsockname()[1]}")
-    assert said is not None
-    assert said.startswith("http://127.0.0.1:")
+        endpoint = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        said = hub._silence.__wrapped__(endpoint, 0.3)
+    assert said == f"{endpoint} does not answer in 0.3 seconds (HF_HUB_ETAG_TIMEOUT raises that)"
+
+
+def test_what_the_cache_lacks_is_worth_the_patience_that_the_hub_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr(hub, "_silence", lambda endpoint, seconds: asked.append(seconds) or "it is silent")
+    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 77)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda name, **_: str(MODEL if name == "S/M" else missing())
+    )
+    assert hub.hub_folder("S/M") == MODEL
+    with pytest.raises(ConfigError, match="does not hold its weights, and it is silent"):
+        hub.hub_folder("S/M", weights=True)
+    with pytest.raises(ConfigError, match="does not hold it, and it is silent"):
+        hub.hub_folder("S/N")
+    assert asked == [3.0, 77.0, 77.0]
+
+
+def missing() -> Path:
+    raise FileNotFoundError
+
+
+def test_a_snapshot_is_asked_for_once_and_without_copies_in_subfolders(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, list[str]]] = []
+
+    def download(name: str, *, local_files_only: bool = False, **patterns: list[str]) -> str:
+        if not local_files_only:
+            asked.append(patterns)
+        return str(MODEL)
+
+    hub._download.cache_clear()
+    monkeypatch.setattr(hub, "_silence", lambda endpoint, seconds: None)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    for key in ("model.path", "critic.path", "the model"):
+        assert hub.hub_folder("Some/Model", key=key, weights=True) == MODEL
+    hub._download.cache_clear()
+    [patterns] = asked
+    there = [
+        "config.json",
+        "a.safetensors",
+        "original/a.safetensors",
+        "metal/b/c.safetensors",
+        "original/tokenizer.model",
+    ]
+    assert list(filter_repo_objects(there, **patterns)) == ["config.json", "a.safetensors", "original/tokenizer.model"]
