@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from megappo import __version__
-from megappo.config import Config, ConfigError, derive_run, load_config, print_table
+from megappo.config import Config, ConfigError, check_run, derive_run, load_config, print_table
 from megappo.config.errors import one_line, raised_by_megappo
 from megappo.errors import RUN_ERROR, STOPPED_BY_USER, USER_ERROR, Interrupted, RunError
 from megappo.launchers import adopt_launcher, read_world_size, tell_torchrun
@@ -171,19 +171,20 @@ def _start(command: str, config: Config) -> None:
     """Fill in what follows from this machine, check against the ranks, show the run and begin it."""
     from megappo.plan.here import outlook, resolve_here, this_machine
 
-    prompts = None
+    world_size, prompts = read_world_size(os.environ), None
+    check_run(config, world_size)  # refuses most mistakes before torch is imported
+    config = resolve_here(config)
+    check_run(config, world_size)  # and the rest before the data are tokenised
     if config.run.epochs is not None:
         from megappo.assembly import training_prompts
 
         prompts = training_prompts(config)
-    world_size, count = read_world_size(os.environ), None if prompts is None else len(prompts)
-    derive_run(config, world_size, count)  # refuses most mistakes before torch is imported
-    config = resolve_here(config)
-    derived = derive_run(config, world_size, count)
+    derived = derive_run(config, world_size, None if prompts is None else len(prompts))
     found = outlook(config, world_size, this_machine())
     config = found.config
     if _is_main() and config.logging.console != "quiet":
-        print_table(config, derived, more=found.rows)
+        # An evaluation has no steps and writes no checkpoints.
+        print_table(config, derived, more=found.rows if command == "train" else ())
     if command == "train":
         from megappo.run import train
 

@@ -22,6 +22,7 @@ __all__ = [
     "Derived",
     "ModelShape",
     "RoleNumbers",
+    "check_run",
     "derive",
     "derive_run",
     "describe",
@@ -146,6 +147,15 @@ def derive_run(config: Config, world_size: int, prompts: int | None = None) -> D
     """
     if config.run.epochs is not None and prompts is None:
         raise ConfigError(f"run.epochs {config.run.epochs:g} is no number of steps before data are read; set run.steps")
+    return _derive_from_folders(config, world_size, prompts)
+
+
+def check_run(config: Config, world_size: int) -> None:
+    """Every rule of `derive_run` that needs no number of training prompts, so that none waits for the data."""
+    _derive_from_folders(config, world_size, None)
+
+
+def _derive_from_folders(config: Config, world_size: int, prompts: int | None) -> Derived:
     trust = config.model.trust_remote_code
     own_paths = {
         "critic.path": config.critic.path if config.critic is not None else None,

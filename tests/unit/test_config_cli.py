@@ -101,6 +101,24 @@ def test_train(calls: list[tuple[Any, ...]], model: str, capsys: pytest.CaptureF
     assert "16 sequences" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [("actor.minibatch_sequences=7", "actor.minibatch_sequences"), ("rollout.sglang={}", "rollout.sglang is given")],
+)
+def test_settings_are_refused_before_the_data_of_epochs_are_read(
+    override: str, words: str, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megappo import assembly
+    from megappo.plan import here
+
+    monkeypatch.setattr(assembly, "training_prompts", lambda config: pytest.fail("the data were read"))
+    monkeypatch.setattr(here, "runs_on_cuda", lambda config: False)
+    assert (
+        main(["train", str(BASE_PATH), model, "run.steps=null", "run.epochs=1", "rollout.engine=null", override]) == 2
+    )
+    assert words in capsys.readouterr().err
+
+
 def test_quiet_and_other_ranks_print_nothing(
     calls: list[tuple[Any, ...]],
     model: str,
@@ -137,6 +155,9 @@ def test_eval(calls: list[tuple[Any, ...]], model: str, tmp_path: Path, capsys: 
     assert main(["eval", str(BASE_PATH), model]) == 0
     assert main(["eval", str(BASE_PATH), model, "--weights", str(tmp_path), "model.tokenizer=t", "run.seed=9"]) == 0
     assert [call[0] for call in calls] == ["evaluate", "evaluate"]
+    said = capsys.readouterr().out
+    assert "rollout" in said
+    assert "stopping" not in said and "a step of" not in said  # an evaluation has no steps
     config = calls[1][1]
     assert (config.model.path, config.model.init) == (str(tmp_path), "pretrained")
     assert (config.model.tokenizer, config.run.seed) == ("t", 9)
