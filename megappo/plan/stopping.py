@@ -38,8 +38,10 @@ class Stopping:
     lead_seconds: int
     """From the signal to the kill, of the scheduler."""
     every_steps: int
-    """Recommended `checkpoint.every_steps`: at most half an hour is lost, and one is written before the
-    next is due."""
+    """Recommended `checkpoint.every_steps`: at most half an hour is lost where a step and the writing are not longer,
+    and one is written before the next is due."""
+    lost_seconds: float
+    """Of work that a run killed at the worst moment loses, with checkpoints as often as recommended."""
 
     def sentence(self, config: Config) -> str:
         """What to tell the scheduler, and what to change."""
@@ -51,8 +53,14 @@ class Stopping:
         if given is None:
             return f"{words}, were there one: checkpoint is null, and a run that ends early is lost"
         if given == self.every_steps:
-            return f"{words} every {given} steps loses at most half an hour"
-        return f"{words}, every {given} steps: checkpoint.every_steps={self.every_steps} would suit the time of a step"
+            return f"{words} every {_steps(given)} loses at most {self.lost_seconds / 60:.2g} minutes"
+        return (
+            f"{words}, every {_steps(given)}: checkpoint.every_steps={self.every_steps} would suit the time of a step"
+        )
+
+
+def _steps(count: int) -> str:
+    return "step" if count == 1 else f"{count} steps"
 
 
 def _size(n_bytes: float) -> str:
@@ -70,12 +78,14 @@ def stopping(setup: Setup, stages: Sequence[StageCost], machine: Machine, step_s
     lead = _SLACK * (piece + 2 * write)
     between = max(1.0, _LOST_SECONDS / step_seconds)
     often = [n for n in _INTERVALS if n <= between and (n * step_seconds >= write or n == _INTERVALS[-1])]
+    every = max(often, default=next((n for n in _INTERVALS if n * step_seconds >= write), _INTERVALS[-1]))
     return Stopping(
         uninterruptible_seconds=piece,
         checkpoint_bytes=n_bytes,
         checkpoint_seconds=write,
         lead_seconds=_ROUND_SECONDS * (1 + math.ceil(lead / _ROUND_SECONDS)),
-        every_steps=max(often, default=next((n for n in _INTERVALS if n * step_seconds >= write), _INTERVALS[-1])),
+        every_steps=every,
+        lost_seconds=every * step_seconds,
     )
 
 

@@ -61,9 +61,10 @@ def test_what_a_plan_says_of_stopping(capsys: pytest.CaptureFixture[str]) -> Non
     words = ["plan", str(MIDDLE), "--machine", "h100", "--gpus", "8"]
     assert main([*words, "--json"]) == 0
     stopping = json.loads(capsys.readouterr().out)["plan"]["stopping"]
-    lead, every = stopping["lead_seconds"], stopping["every_steps"]
+    lead, every, lost = stopping["lead_seconds"], stopping["every_steps"], stopping["lost_seconds"]
+    assert 0 < lost <= 1800
     for override, said in (
-        ([], f"every {every} steps loses at most half an hour"),
+        ([], f"every {every} steps loses at most {lost / 60:.2g} minutes"),
         (
             ["checkpoint.every_steps=200"],
             f"every 200 steps: checkpoint.every_steps={every} would suit the time of a step",
@@ -73,3 +74,12 @@ def test_what_a_plan_says_of_stopping(capsys: pytest.CaptureFixture[str]) -> Non
         assert main([*words, *override]) == 0
         out = capsys.readouterr().out
         assert f"stopping takes up to {lead} seconds: sbatch --signal=USR1@{lead}; " in out and said in out
+
+
+def test_a_step_that_is_longer_than_half_an_hour_is_lost_whole() -> None:
+    overrides = ("rollout.sglang.max_inflight_sequences=1", "rollout.prompts_per_step=4096", "checkpoint.every_steps=1")
+    found = plan(*overrides)
+    minutes = found.step_seconds / 60
+    assert minutes > 30
+    said = found.stopping.sentence(load_config(MIDDLE, overrides))
+    assert said.endswith(f" every step loses at most {minutes:.2g} minutes")
