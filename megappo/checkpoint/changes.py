@@ -9,8 +9,11 @@ from typing import Any
 from megappo.config import Config
 from megappo.config.errors import show
 
-_UNMENTIONED = ("run.name", "run.directory", "run.force_resume", "run.export_final_model", "runtime", "logging")
-"""Nothing that is learned depends on them."""
+_UNMENTIONED = (
+    "run.name", "run.directory", "run.force_resume", "run.export_final_model", "runtime", "logging",
+    "rollout.sglang.request_timeout_seconds",
+)  # fmt: skip
+"""Nothing that is learned depends on them; the last one mostly follows from the plan, and was set by nobody."""
 _DANGEROUS = (
     "run.seed", "model", "actor.start_from", "critic.start_from", "critic.path",
     "critic.value_head_std", "reference", "data.train", "data.apply_chat_template",

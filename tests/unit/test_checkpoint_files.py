@@ -263,6 +263,9 @@ def test_changed_settings_are_told_apart() -> None:
     changes = compare_settings(before, now, (10, 20))
     assert changes.harmless == ("actor.optimizer.schedule: 'constant' -> 'linear'",)
     assert "run.steps: 10 -> 20 (learning rates decay over the run's steps)" in changes.dangerous
+    unmentioned = {"rollout": {"sglang": {"threads": 2, "request_timeout_seconds": 1800.0}}}
+    planned = {"rollout": {"sglang": {"threads": 2, "request_timeout_seconds": 4000.0}}}  # by a slower machine
+    assert compare_settings(unmentioned, planned, (10, 10)).harmless == ()
     now["run"] = {"seed": 1, "steps": None, "epochs": 2}
     assert compare_settings(before, now, (10, 10)).harmless[1:] == ("run.epochs: not set -> 2", "run.steps: 10 -> null")
     assert (
