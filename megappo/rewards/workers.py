@@ -109,8 +109,16 @@ class _Worker:
 
     def kill(self) -> None:
         """End it with everything that stems from it, sessions of their own included."""
+        self.hang_up()
+        self.wait()
+
+    def hang_up(self) -> None:
+        """Tell its supervisor to end it; nothing is waited for."""
         self.channel.close()
         self.supervisor.send_signal(signal.SIGCONT)  # a stopped one would not see that its pool hung up
+
+    def wait(self) -> None:
+        """Until it has ended, after `hang_up`, with everything that stems from it."""
         try:
             self.supervisor.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -171,9 +179,11 @@ class RewardPool:
         self.close()
 
     def close(self) -> None:
-        """End all workers."""
+        """End all workers, at the same time: a scheduler that stops a run leaves little."""
         for worker in self._workers:
-            worker.kill()
+            worker.hang_up()
+        for worker in self._workers:
+            worker.wait()
         self._workers = []
 
     def score(self, requests: Sequence[RewardRequest]) -> RewardResult:

@@ -148,6 +148,20 @@ def test_what_a_function_writes_into_file_descriptors_is_no_answer(response: str
         assert time.monotonic() - started < 9  # a frame that promises two gigabytes is not waited for
 
 
+def test_every_worker_is_told_to_end_before_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    with RewardPool(settings(workers=3)) as pool:
+        workers, wait = list(pool._workers), subprocess.Popen.wait
+
+        def count_and_wait(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+            told.append(sum(worker.channel.answers.fileno() < 0 for worker in workers))
+            return wait(process, timeout)
+
+        monkeypatch.setattr(subprocess.Popen, "wait", count_and_wait)
+    assert told == [3, 3, 3]
+    assert all(worker.supervisor.returncode == 0 for worker in workers)
+
+
 def test_many_failures_on_several_workers() -> None:
     responses = ["fine", "hang", "exit", "slow", "exit", "raise", "fine", "hang", "slow", "fine"] * 2
     started = time.monotonic()
