@@ -90,6 +90,8 @@ def window_tokens(family: Family, c: Any) -> int | None:
     window: int | None = getattr(c, "sliding_window", None)
     if window is not None and window < 1:
         raise ValueError(f"sliding_window {window} must be at least 1 token, or null")
+    if family.windowed == "none" and getattr(c, "use_sliding_window", None) is False:
+        window = None
     if family.windowed == "none" and window is not None:
         raise ValueError(
             f"sliding_window {window} means nothing to transformers for {c.model_type}, whose tokens see all before "

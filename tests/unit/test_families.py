@@ -125,6 +125,15 @@ def test_settings_that_transformers_reads_otherwise_are_refused(
     assert words in caught.value.problems[0]
 
 
+def test_windows_that_are_switched_off_are_none(tmp_path: Path) -> None:
+    """Where transformers has no windows and config.json says so; mistral's are there whatever it says."""
+    off = {"sliding_window": WINDOW, "use_sliding_window": False}
+    for family, window in (("llama", None), ("qwen2", None), ("mistral", WINDOW)):
+        config = AutoConfig.from_pretrained(written(tmp_path / family, family, **off))
+        assert architecture(config).sliding_window == window
+        assert seen_tokens(config) == (window or TOKENS)
+
+
 def test_settings_that_say_what_is_built_are_accepted(tmp_path: Path) -> None:
     said = {"partial_rotary_factor": 1.0, "attention_bias": False, "mlp_bias": False, "is_causal": True}
     for family in FAMILIES:
