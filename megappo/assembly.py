@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -176,25 +176,28 @@ def _servers(config: Config, runtime: Runtime, folder: Path, stop_token_ids: tup
     return SGLangEngine(Fleet(spec, runtime), config.rollout.servers, runtime, stop)
 
 
-def weight_sources(config: Config, roles: Sequence[str]) -> dict[Path, WeightSource]:
+def weight_sources(config: Config, roles: Sequence[str]) -> Mapping[Path, WeightSource]:
     """The weights in each of these roles' folders, none with random weights.
 
     Every rank looks through the headers of all files before any model is built, so that all find the same mistake.
     """
-    sources: dict[Path, WeightSource] = {}
+    sources: dict[Path, SafetensorsSource] = {}
     if config.model.init == "random":
         return sources
+    users: dict[Path, set[str]] = {}
     for role, path in model_paths(config).items():
         if role in roles:
-            folder = model_folder(path)
-            source = SafetensorsSource(folder, load_architecture(folder, config.model.trust_remote_code))
-            source.check(with_output_layer=role != "critic")
-            sources[folder] = source
+            users.setdefault(model_folder(path), set()).add(role)
+    for folder, there in users.items():  # once for all the roles that share it
+        sources[folder] = SafetensorsSource(folder, load_architecture(folder, config.model.trust_remote_code))
+        sources[folder].check(with_output_layer=there != {"critic"})
     return sources
 
 
 class _RoleBuilder:
-    def __init__(self, config: Config, runtime: Runtime, sources: dict[Path, WeightSource], *, resumed: bool) -> None:
+    def __init__(
+        self, config: Config, runtime: Runtime, sources: Mapping[Path, WeightSource], *, resumed: bool
+    ) -> None:
         self._config, self._runtime, self._sources, self._resumed = config, runtime, sources, resumed
         self.origins: list[str] = []
 

@@ -154,14 +154,15 @@ class SafetensorsSource:
     def check(self, *, with_output_layer: bool) -> int:
         """Look for every tensor of the model by the files' headers; returns their number.
 
-        What is read are scales and, in a model with tied embeddings, an output matrix that the files hold besides.
+        What is read are scales and, in a model with tied embeddings whose output layer is wanted, an output matrix that
+        the files hold besides.
         """
         names = [name for parameter in model_parameters(self._arch) for name in parameter.hf]
         wanted = [name for name in names if with_output_layer or name != "lm_head.weight"]
         for name in wanted:
             self._slice(name)
             self._scales(name)
-        if self._arch.tied_embeddings and "lm_head.weight" in self._stored:
+        if with_output_layer and self._arch.tied_embeddings and "lm_head.weight" in self._stored:
             self._check_tied()
         return len(wanted)
 

@@ -242,6 +242,21 @@ def test_a_tied_model_with_another_head_is_refused(tmp_path: Path) -> None:
     assert torch.equal(whole_tensors(folder, torch.float32, 1)["lm_head.weight"], other)
 
 
+def test_a_critic_has_no_head_to_tie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with another head is refused for whoever uses the head, and read once for all of them."""
+    folder = write_model(tmp_path / "m", "llama", 1, tie_word_embeddings=True)
+    changed(folder, "model.safetensors", lm_head__weight=torch.zeros(VOCAB, 32))
+    assert SafetensorsSource(folder, read(folder)).check(with_output_layer=False) == 38
+    config = load_config(BASE, [f"model.path={folder}", f"critic.path={folder}", "model.init=pretrained"])
+    assert set(weight_sources(config, ("critic",))) == {folder}
+    with pytest.raises(ValueError, match=r"an lm_head.weight that is not its embedding"):
+        weight_sources(config, ROLES)
+    asked: list[bool] = []
+    monkeypatch.setattr(SafetensorsSource, "check", lambda _, with_output_layer: asked.append(with_output_layer))
+    weight_sources(config, ROLES)
+    assert asked == [True]
+
+
 def test_a_broken_index_is_named(tmp_path: Path) -> None:
     quantise(write_model(tmp_path / "m", "llama", 1), tmp_path / "float8", (16, 16))
     (tmp_path / "float8" / "model.safetensors.index.json").write_text("{}")
