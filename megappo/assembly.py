@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from megappo.architecture import ArchitectureConfig
+from megappo.checkpoint.identity import architecture_fields
 from megappo.config import Config, ConfigError, Derived, RoleNumbers
 from megappo.config.roles import TrainedRoleSettings
 from megappo.data import Cursor, PromptDataset
@@ -51,6 +53,8 @@ class Parts:
     stop: Stop
     origins: tuple[str, ...] = ()
     """A sentence for each model that begins with other weights than those of its folder."""
+    architectures: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Of actor and critic, as a checkpoint keeps them."""
 
     @property
     def trained(self) -> list[TrainedRole]:
@@ -134,8 +138,19 @@ def assemble(
         reference=reference,
         weights=weights,
         origins=tuple(builder.origins),
+        architectures=_architectures(config),
         stop=stop,
     )
+
+
+def _architectures(config: Config) -> dict[str, dict[str, Any]]:
+    paths = model_paths(config)
+    folders = {role: model_folder(paths.get(role, config.model.path)) for role in ("actor", "critic")}
+    return {
+        role: architecture_fields(load_architecture(folder, config.model.trust_remote_code))
+        for role, folder in folders.items()
+        if role == "actor" or config.critic is not None
+    }
 
 
 def trained_roles(config: Config, derived: Derived, runtime: Runtime) -> list[TrainedRole]:

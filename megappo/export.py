@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 
@@ -19,8 +21,8 @@ from transformers.models.auto.modeling_auto import (
 
 from megappo.architecture import ArchitectureConfig
 from megappo.checkpoint import CheckpointSource, find_checkpoint
-from megappo.config import Config
-from megappo.model_files import load_architecture, load_tokenizer, model_folder
+from megappo.checkpoint.identity import model_of
+from megappo.model_files import load_architecture, load_tokenizer
 from megappo.models.build import DTYPES
 from megappo.reshard.hf_map import OUTPUT_LAYER, hf_shape, model_parameters
 from megappo.reshard.value_heads import EXPORTED
@@ -30,6 +32,8 @@ ROLES = ("actor", "critic")
 _FILE_BYTES = 4 * 2**30
 _INDEX = "model.safetensors.index.json"
 _GENERATION = "generation_config.json"
+_OF_OTHER_HEADS = ("normalize_reward", "mean", "std", "value_head_prefix")
+"""What OpenRLHF's config.json says of a head; `SafetensorsSource.value_head` has scaled the weights by it."""
 
 
 def write_policy(
@@ -49,7 +53,7 @@ def write_policy(
     """
     wanted = {n: hf_shape(arch, n) for p in model_parameters(arch) for n in p.hf}
     dtype = _write_tensors(out, tensors, wanted)
-    _write_config(out, arch, dtype, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[arch.family])
+    _write_config(out, arch, dtype, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[arch.family], {})
     _write_generation(out, arch, started_from, stop_token_ids)
     tokenizer.save_pretrained(out)
 
@@ -63,14 +67,26 @@ def write_critic(
     wanted |= zip(EXPORTED, ((1, arch.hidden_size), (1,)), strict=True)
     dtype = _write_tensors(out, tensors, wanted)
     model_class = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES[arch.family]
-    _write_config(out, arch, dtype, model_class, num_labels=1, classifier_dropout=0.0)
+    settings = {"num_labels": 1, "classifier_dropout": 0.0, "token_classification_bias": True}
+    _write_config(out, arch, dtype, model_class, settings, without=_OF_OTHER_HEADS)
     tokenizer.save_pretrained(out)
 
 
-def _write_config(out: Path, arch: ArchitectureConfig, dtype: torch.dtype, model_class: str, **changes: object) -> None:
+def _write_config(
+    out: Path,
+    arch: ArchitectureConfig,
+    dtype: torch.dtype,
+    model_class: str,
+    changes: Mapping[str, object],
+    *,
+    without: Sequence[str] = (),
+) -> None:
     config = copy.deepcopy(arch.hf_config)
     for name, value in {**changes, "dtype": dtype, "architectures": [model_class]}.items():
         setattr(config, name, value)
+    for name in without:
+        if hasattr(config, name):
+            delattr(config, name)
     config.save_pretrained(out)
 
 
@@ -138,8 +154,8 @@ def export_run(run_dir: str, out: str, role: str = "actor", step: str = "latest"
     """`megappo export RUN_DIR OUT`: actor or critic of a checkpoint as a Hugging Face folder, by one process without
     GPUs, whether the run has finished or not. Returns what to tell the user.
 
-    `step` is a number, `best` or `latest`. Raises ValueError where there is no such checkpoint or role, and where OUT
-    holds something.
+    `step` is a number, `best` or `latest`. Raises ValueError where there is no such checkpoint or role, where the
+    model's config.json is another one by now, and where OUT holds something. What fails leaves nothing in OUT.
     """
     directory, target = Path(run_dir), Path(out)
     if not (directory / "config.yaml").exists():
@@ -147,19 +163,31 @@ def export_run(run_dir: str, out: str, role: str = "actor", step: str = "latest"
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} is not an empty folder; name a new one to export to")
     folder, marker, sentences = find_checkpoint(directory / "checkpoints", step)
-    config = Config.model_validate(marker.content["settings"])
-    own_path = config.critic.path if config.critic is not None and role == "critic" else None
-    model = model_folder(own_path or config.model.path, weights=False)
+    config, model = model_of(marker, role)
     arch = load_architecture(model, config.model.trust_remote_code)
     source = CheckpointSource(folder, role, arch)
     dtype, tokenizer = DTYPES[config.model.dtype], load_tokenizer(config.model)
-    if role == "critic":
-        write_critic(target, arch, _critic_tensors(source, dtype), tokenizer)
-    else:
-        tensors = ((name, tensor.to(dtype)) for name, tensor in source.tensors())
-        stops = resolve_stop_token_ids(model, tokenizer, config.rollout.stop_token_ids)
-        write_policy(target, arch, tensors, tokenizer, started_from=model, stop_token_ids=stops)
+    with ExitStack() as undo:
+        undo.callback(_take_back, target, keep=target.exists())
+        if role == "critic":
+            write_critic(target, arch, _critic_tensors(source, dtype), tokenizer)
+        else:
+            tensors = ((name, tensor.to(dtype)) for name, tensor in source.tensors())
+            stops = resolve_stop_token_ids(model, tokenizer, config.rollout.stop_token_ids)
+            write_policy(target, arch, tensors, tokenizer, started_from=model, stop_token_ids=stops)
+        undo.pop_all()
     return [*sentences, f"the {role} after step {marker.step} is in {target}"]
+
+
+def _take_back(folder: Path, *, keep: bool) -> None:
+    """Remove what was written to a folder that was empty, and the folder too unless it was there before."""
+    for part in list(folder.glob("*")):
+        if part.is_dir():
+            shutil.rmtree(part)
+        else:
+            part.unlink()
+    if not keep and folder.exists():
+        folder.rmdir()
 
 
 def _critic_tensors(source: CheckpointSource, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -5,18 +5,23 @@ What a path names is recognised by what lies there. Another kind joins with `reg
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
 
 from megappo.architecture import ArchitectureConfig
 from megappo.checkpoint import CheckpointSource, find_checkpoint
+from megappo.checkpoint.identity import architecture_fields, model_of
 from megappo.model_files import load_architecture
 from megappo.reshard.sources import SafetensorsSource, WeightSource
 from megappo.runtime import Runtime
 
-_WITHOUT_MEANING = ("max_position_embeddings", "initializer_range", "stored_blocks")
+T = TypeVar("T")
+
+_WITHOUT_MEANING = ("max_position_embeddings", "initializer_range")
 """What no weight depends on, once it is read."""
 
 
@@ -62,28 +67,59 @@ def register_origin(name: str, kind: OriginKind) -> None:
 def open_origin(text: str, role: str, arch: ArchitectureConfig, runtime: Runtime | None = None) -> Origin:
     """The weights that `<role>.start_from: text` names; a collective of the world where there is a runtime.
 
-    Raises ValueError where there are none, or none of this architecture.
+    Raises ValueError where there are none, or none of this architecture; on every rank, whichever of them finds it.
     """
-    path, step = _split(text)
+    try:
+        path, step = _split(text)
+        kind = _agreed(lambda: _kind(path), runtime)
+        return _agreed(lambda: kind.open(path, Wanted(role, arch, step, runtime)), runtime)
+    except ValueError as error:
+        raise ValueError(f"{role}.start_from '{text}': {error}") from error
+
+
+def _agreed(find: Callable[[], T], runtime: Runtime | None) -> T:
+    """What this rank finds; raises ValueError on every rank where one of them does."""
+    if runtime is None:
+        return find()
+    found, problem = None, None
+    try:
+        found = find()
+    except ValueError as error:
+        problem = str(error)
+    problems: list[str | None] = [None] * runtime.world_size
+    dist.all_gather_object(problems, problem)
+    for rank, other in enumerate(problems):
+        if other is not None:
+            raise ValueError(other if None not in problems else f"{other} (on rank {rank}, not on every other)")
+    return cast(T, found)
+
+
+def _kind(path: Path) -> OriginKind:
     for kind in _KINDS.values():
         if path.exists() and kind.recognises(path):
-            try:
-                return kind.open(path, Wanted(role, arch, step, runtime))
-            except ValueError as error:
-                raise ValueError(f"{role}.start_from '{text}': {error}") from error
+            return kind
     state = "is of no known kind" if path.exists() else f"does not exist (from {Path.cwd()})"
-    raise ValueError(f"{role}.start_from '{text}' {state}; give {', or '.join(k.words for k in _KINDS.values())}")
+    raise ValueError(f"{path} {state}; give {', or '.join(k.words for k in _KINDS.values())}")
 
 
 def _split(text: str) -> tuple[Path, str | None]:
-    """`runs/a@120` -> (runs/a, 120), unless there is a folder of that whole name."""
+    """`runs/a@120` -> (runs/a, 120), unless there is a folder of that whole name. Raises ValueError for half of it."""
     path, at, step = text.rpartition("@")
-    return (Path(text), None) if not at or Path(text).exists() else (Path(path), step)
+    if not at or Path(text).exists():
+        return Path(text), None
+    if not path or not step:
+        raise ValueError("the @ stands between a run and its step; give RUN@STEP, RUN@best, or RUN alone")
+    return Path(path), step
 
 
 def _open_run(path: Path, wanted: Wanted) -> Origin:
-    folder, _, sentences = find_checkpoint(path / "checkpoints", wanted.step or "latest", wanted.runtime)
+    folder, marker, sentences = find_checkpoint(path / "checkpoints", wanted.step or "latest", wanted.runtime)
     source = CheckpointSource(folder, wanted.role, wanted.arch)
+    other = marker.content.get("architectures", {}).get(wanted.role)
+    if other is None:  # checkpoints of an earlier megappo do not say it
+        _, model = model_of(marker, wanted.role)
+        other = architecture_fields(load_architecture(model, trust_remote_code=False))
+    _require_same(other, wanted)
     return Origin(source, ". ".join([*sentences, f"the {wanted.role} begins with that of {folder}"]))
 
 
@@ -91,23 +127,23 @@ def _open_folder(path: Path, wanted: Wanted) -> Origin:
     if wanted.step is not None:
         raise ValueError("a Hugging Face folder has no steps; remove what follows the @")
     other = load_architecture(path, trust_remote_code=False)
-    different = [
-        f.name
-        for f in dataclasses.fields(other)
-        if f.compare and f.name not in _WITHOUT_MEANING and getattr(other, f.name) != getattr(wanted.arch, f.name)
-    ]
-    if other.hf_config.rope_parameters != wanted.arch.hf_config.rope_parameters:
-        different.append("rope_parameters")
-    if wanted.role == "critic" and "tied_embeddings" in different:
-        different.remove("tied_embeddings")  # there is no output layer to tie
+    _require_same(architecture_fields(other), wanted)
+    source = SafetensorsSource(path, other)
+    source.check(with_output_layer=wanted.role != "critic")
+    return Origin(source, f"the {wanted.role} begins with {path}")
+
+
+def _require_same(other: Mapping[str, Any], wanted: Wanted) -> None:
+    """Raises ValueError where weights of the other architecture would compute something else in the wanted one."""
+    # A critic has no output layer to tie.
+    without_meaning = (*_WITHOUT_MEANING, "tied_embeddings") if wanted.role == "critic" else _WITHOUT_MEANING
+    own = architecture_fields(wanted.arch)
+    different = [name for name in own if name not in without_meaning and other.get(name) != own[name]]
     if different:
         raise ValueError(
             f"it differs in {', '.join(different)} from the {wanted.role}'s config.json; give a model of the same "
             "architecture"
         )
-    source = SafetensorsSource(path, other)
-    source.check(with_output_layer=wanted.role != "critic")
-    return Origin(source, f"the {wanted.role} begins with {path}")
 
 
 register_origin(

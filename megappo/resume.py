@@ -313,13 +313,13 @@ class Checkpoints:
 
     def _snapshot(self, boundary: Boundary) -> Snapshot:
         runtime = self._parts.runtime
-        updates = {role.placement.name: role_updates(role, runtime) for role in self._roles}
         shards = {key: shard for role in self._roles for key, shard in role_shards(role).items()}
         content = {
             "trainer": boundary.trainer,
-            "updates": updates,
+            "updates": {role.placement.name: role_updates(role, runtime) for role in self._roles},
             "world_size": runtime.world_size,
             "identity": self._identity,
+            "architectures": self._parts.architectures,
             "settings": self._parts.config.model_dump(mode="json"),
             "steps": self._parts.derived.steps,
             "versions": software_versions(),

@@ -1,16 +1,22 @@
-"""Digests that say whether a model is still the one a run began with."""
+"""What says whether a model is still the one a run began with, and whether weights mean in it what they meant."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megappo.architecture import ArchitectureConfig
+from megappo.checkpoint.files import Marker
+from megappo.config import Config
+from megappo.model_files import model_folder, model_paths
 from megappo.runtime import Runtime
 
 _WITHOUT_MEANING = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures")
@@ -21,6 +27,31 @@ def architecture_digest(folder: Path) -> str:
     content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     kept = {name: value for name, value in content.items() if name not in _WITHOUT_MEANING}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+def architecture_fields(arch: ArchitectureConfig) -> dict[str, Any]:
+    """All that says what an architecture's weights compute, in JSON's types."""
+    fields = {f.name: getattr(arch, f.name) for f in dataclasses.fields(arch) if f.compare}
+    found: dict[str, Any] = json.loads(json.dumps({**fields, "rope_parameters": arch.hf_config.rope_parameters}))
+    return found
+
+
+def model_of(marker: Marker, role: str) -> tuple[Config, Path]:
+    """The settings of a checkpoint's run, and the folder of a role's model, perhaps without its weights.
+
+    Raises ValueError where the folder's config.json is not the one that the run began with.
+    """
+    config = Config.model_validate(marker.content["settings"])
+    paths = model_paths(config)
+    folder = model_folder(paths.get(role, config.model.path), weights=False)
+    before = marker.content.get("identity", {}).get(role if role != "actor" and role in paths else "model")
+    digest = architecture_digest(folder)
+    if before not in (None, digest):
+        raise ValueError(
+            f"the config.json in {folder} is not the one the run began with (sha256 {digest[:12]}, then "
+            f"{before[:12]}); bring back the folder as it was"
+        )
+    return config, folder
 
 
 def weights_digest(named_tensors: Iterable[tuple[str, Tensor]], runtime: Runtime) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -47,15 +46,19 @@ class CheckpointSource:
             raise ValueError(f"{folder} holds no {role}; its run trained none")
         self._parameters = [p for p in model_parameters(arch) if role != "critic" or p.megatron != OUTPUT_LAYER]
         self._stored = {hf: (name, p.kind) for p in self._parameters for name, hf in stored_names(p)}
-        wanted = {name for name, _ in self._stored.values()} | set(VALUE_HEAD if role == "critic" else ())
+        self._parts: dict[str, list[str]] = {}
+        for hf, (name, _) in self._stored.items():
+            self._parts.setdefault(name, []).append(hf)
+        wanted = self._parts.keys() | set(VALUE_HEAD if role == "critic" else ())
         if wanted != self._sizes.keys():
             strange = sorted(wanted ^ self._sizes.keys())
             raise ValueError(
                 f"the {role} in {folder} is of another architecture than config.json says: "
                 f"{', '.join(strange[:3])} {'is' if len(strange) == 1 else 'are'} in only one of them"
             )
-        # Query, key and value are one stored tensor and are asked for one after another.
-        self._whole = lru_cache(maxsize=1)(self._load)
+        self._last: tuple[str, dict[str, Tensor]] = ("", {})
+        """The stored tensor that was read last, as the Hugging Face tensors in it: they are asked for, slice by slice,
+        one after another."""
 
     def _load(self, name: str) -> Tensor:
         """A stored tensor, whole, in float32."""
@@ -72,7 +75,15 @@ class CheckpointSource:
     def _tensor(self, name: str) -> Tensor:
         """A Hugging Face tensor."""
         stored, kind = self._stored[name]
-        whole, arch = self._whole(stored), self._arch
+        if self._last[0] != stored:
+            self._last = ("", {})  # frees it before the next one is read
+            whole = self._load(stored)
+            self._last = (stored, {part: self._part(part, kind, whole) for part in self._parts[stored]})
+        return self._last[1][name]
+
+    def _part(self, name: str, kind: str, whole: Tensor) -> Tensor:
+        """A Hugging Face tensor of the stored one that holds it."""
+        arch = self._arch
         if kind == "qkv" and whole.shape[0] == (arch.heads + 2 * arch.kv_heads) * arch.head_dim:
             # By key/value group: its queries, its key, its value.
             queries = arch.heads // arch.kv_heads

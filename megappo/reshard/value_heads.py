@@ -38,17 +38,14 @@ class ValueHeadNames:
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
 
-def is_value_head(name: str, prefix: str | None = None) -> bool:
-    """Whether a tensor belongs to a head; `prefix`: the name that config.json gives it (`value_head_prefix`)."""
-    return name.split(".")[0] in {stem.split(".")[0] for stem in _stems(prefix)}
-
-
 def find_value_head(names: Collection[str], prefix: str | None = None) -> ValueHeadNames | None:
     """The head among the tensors of a folder, None where there is none.
 
-    Raises ValueError for anything but one linear layer.
+    `prefix`: the name that config.json gives it (`value_head_prefix`). Raises ValueError for anything but one linear
+    layer.
     """
-    found = {name for name in names if is_value_head(name, prefix)}
+    first_parts = {stem.split(".")[0] for stem in _stems(prefix)}
+    found = {name for name in names if name.split(".")[0] in first_parts}
     if not found:
         return None
     heads = [

@@ -15,7 +15,9 @@ from transformers import AutoModelForTokenClassification
 from distributed.attempts import attempts, train
 from distributed.models import write_model, write_value_model
 from distributed.test_resume import whole_tensors
+from megappo.checkpoint.identity import architecture_fields
 from megappo.export import export_run
+from megappo.model_files import load_architecture
 
 STILL = ("actor.optimizer.learning_rate=1e-30", "critic.optimizer.learning_rate=1e-30")
 """Float32 weights stay what they were to the last bit."""
@@ -80,6 +82,15 @@ def test_epochs_are_steps(world: Path) -> None:
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
     marker = json.loads((world / "kept/checkpoints/step-000002/checkpoint.json").read_text())
     assert marker["body"]["content"]["steps"] == 2
+
+
+def test_checkpoints_say_what_their_weights_mean(world: Path) -> None:
+    """By themselves, so that a run can start from them where the model's folder is gone."""
+    marker = json.loads((world / "kept/checkpoints/step-000002/checkpoint.json").read_text())
+    for role, folder in (("actor", "model"), ("critic", "critic")):
+        fields = architecture_fields(load_architecture(world / folder, False))
+        assert marker["body"]["content"]["architectures"][role] == fields
+        assert fields["rope_parameters"]["rope_type"] == "default"
 
 
 def test_any_checkpoint_is_exported(world: Path, tmp_path: Path) -> None:

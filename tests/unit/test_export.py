@@ -14,6 +14,8 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer, Generat
 from distributed.models import write_model, write_value_model
 from megappo.export import write_critic, write_policy
 from megappo.model_files import load_architecture
+from megappo.reshard.sources import SafetensorsSource
+from megappo.reshard.value_heads import EXPORTED
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,3 +84,25 @@ def test_an_exported_critic_is_a_token_classifier(tmp_path: Path, family: str) -
         hidden = model.model(tokens).last_hidden_state[0]
     expected = hidden @ tensors["score.weight"][0] + tensors["score.bias"]
     torch.testing.assert_close(values, expected)
+
+
+def test_a_normalised_head_is_exported_as_it_was_read(tmp_path: Path) -> None:
+    """The scale is in the weights by then, and what config.json said of it and of a missing bias is gone."""
+    folder = write_value_model(tmp_path / "model", "llama", 3, "value_head", 0.25)
+    said = {"normalize_reward": True, "mean": 2.0, "std": 0.5, "value_head_prefix": "value_head"}
+    content = json.loads((folder / "config.json").read_text()) | said | {"token_classification_bias": False}
+    (folder / "config.json").write_text(json.dumps(content))
+    arch = load_architecture(folder, False)
+    head = SafetensorsSource(folder, arch).value_head()
+    assert head is not None and head.bias.tolist() == [-3.5]
+    trunk = {n: t for n, t in load_file(folder / "model.safetensors").items() if n.startswith("model.")}
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "configs/models/tiny_arithmetic")
+    out = tmp_path / "out"
+    write_critic(out, arch, (trunk | dict(zip(EXPORTED, head, strict=True))).items(), tokenizer)
+    again = SafetensorsSource(out, load_architecture(out, False)).value_head()
+    assert again is not None
+    assert torch.equal(again.weight, head.weight) and torch.equal(again.bias, head.bias)
+    assert not said.keys() & json.loads((out / "config.json").read_text()).keys()
+    model, info = AutoModelForTokenClassification.from_pretrained(out, output_loading_info=True)
+    assert not any(info.values()), info
+    assert torch.equal(model.score.bias, head.bias)
