@@ -150,6 +150,6 @@ def test_what_a_run_cannot_start_from_is_said(world: Path) -> None:
     said = (world / "output").read_text()
     assert "first@7': " in said and "holds no checkpoint of step '7'; there are 1, 2" in said
     assert "differs in ffn_hidden_size" in said and "give a model of the same architecture" in said
-    assert f"critic.start_from '{world}' is of no known kind; give a run directory" in said
+    assert f"critic.start_from '{world}': {world} is of no known kind; give a run directory" in said
     assert "critic.value_head_std 0.1 is for a new value head, but the critic's weights have one" in said
     assert "megappo/run.py" not in said  # no traceback of ours
