@@ -35,7 +35,11 @@ environment_cache() {
 # environment_lock FOLDER: opens the lock of this environment as ENVIRONMENT_LOCK. Whoever builds or removes it holds it
 # alone; whoever uses it shares it, with all its children, for as long as one of them lives, on every node.
 environment_lock() {
-    exec {ENVIRONMENT_LOCK}<>"$1.lock"
+    if [ -e "$1.lock" ] && [ ! -w "$1.lock" ]; then # of a cache that another user keeps; reading is enough to share it
+        exec {ENVIRONMENT_LOCK}<"$1.lock"
+    else
+        exec {ENVIRONMENT_LOCK}<>"$1.lock"
+    fi
 }
 
 environment_unlock() {
@@ -89,7 +93,9 @@ ensure_environment() {
     environment_lock "$folder"
     take_environment_lock -s || exit 2
     while [ ! -e "$folder/complete" ]; do
-        take_environment_lock -x || exit 2 # gives up the shared lock first, so that somebody else may be sooner
+        # On NFS two that share it would wait for each other; without a lock somebody else may be sooner.
+        flock -u "$ENVIRONMENT_LOCK"
+        take_environment_lock -x || exit 2
         if [ ! -e "$folder/complete" ] && ! build_environment "$folder" "$python" "$requirements"; then
             echo "megappo: error: the environment in $folder could not be built; see above" >&2
             exit 2

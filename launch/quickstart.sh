@@ -3,7 +3,7 @@
 # on two processes of this machine. Usage: launch/quickstart.sh [key=value ...]
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-ensure_environment "$(environment_for "$@")"
+ensure_environment "$(environment_for "$ROOT/configs/quickstart.yaml" "$@")"
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} # nothing here is another machine's business
 cd "$ROOT"
 run=runs/quickstart-$(date +%Y%m%d-%H%M%S)

@@ -58,6 +58,11 @@ class StageProgress:
                 self._counts[what].done += number
                 self._counts[what].tokens += tokens
 
+    def forget(self) -> None:
+        """What is counted was given up."""
+        with self._lock:
+            self._counts.clear()
+
     @property
     def seconds(self) -> float:
         """How long the stage has lasted; 0 where there is none."""

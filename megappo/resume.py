@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
-import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megappo import __version__
 from megappo.assembly import Parts, load_architecture, model_folder
 from megappo.checkpoint import (
     CheckpointWriter,
@@ -33,7 +30,9 @@ from megappo.checkpoint import (
     select_checkpoint,
     step_folder,
 )
+from megappo.checkpoint.files import put_all_in_place
 from megappo.checkpoint.identity import architecture_digest, weights_digest
+from megappo.checkpoint.versions import software_versions
 from megappo.config import Config, ConfigError, Derived, load_config
 from megappo.config.schema import CheckpointSettings
 from megappo.errors import RunError
@@ -45,7 +44,6 @@ from megappo.observe import read_metrics
 from megappo.reshard.stream import WeightStream
 from megappo.runtime import Runtime
 
-_PACKAGES = ("torch", "megatron-core", "transformers", "numpy", "triton", "sglang", "transformer-engine")
 _CLOSE_SECONDS = 60.0
 _RESPONSES = "responses"
 _ENGINE_WEIGHTS = "engine-weights"
@@ -86,6 +84,8 @@ def choose_start(config: Config, derived: Derived, runtime: Runtime) -> Start:
 
     Raises ConfigError where the directory holds a run that cannot be continued, or not with these settings.
     """
+    if runtime.is_main:
+        put_all_in_place(checkpoints_directory(config))
     chosen = select_checkpoint(checkpoints_directory(config), runtime)
     if chosen is None:
         return _begin(config, runtime)
@@ -161,17 +161,6 @@ def lost_steps(config: Config) -> tuple[str | None, int]:
     ), 0
 
 
-def software_versions() -> dict[str, str]:
-    """Versions of everything that computes."""
-    versions = {"megappo": __version__, "python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
-
-
 def outcome_text(update: Update) -> dict[str, str]:
     """The numbers of an update as text, so that they can be compared to the last bit, NaN included."""
     numbers = {**update.sums, "grad_norm": update.grad_norm, "learning_rate": update.learning_rate}
@@ -217,7 +206,7 @@ class Checkpoints:
         self._tell = tell
         self._parts, self._start, self._settings = parts, start, parts.config.checkpoint
         self._roles = parts.trained
-        self._saved_step = start.step
+        self._saved_step = -1 if start.is_open else start.step
         self._clock = Clock(self._settings.every_minutes if self._settings is not None else None, time.monotonic())
         self._writer: CheckpointWriter | None = None
         self._identity: dict[str, Any] = {}
@@ -391,6 +380,11 @@ class Checkpoints:
             return []
         found: list[Tensor] = load_values(folder / f"{_ENGINE_WEIGHTS}-{self._weights_home:05d}.pt")
         return found
+
+    @property
+    def keeps_engine_weights(self) -> bool:
+        """Whether this rank writes the weights that the engine has, where they may be older than the actor's."""
+        return self._settings is not None and self._weights_home == self._parts.runtime.rank
 
     @property
     def _weights_home(self) -> int | None:

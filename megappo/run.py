@@ -11,6 +11,7 @@ from megappo.errors import Interrupted
 from megappo.evaluation import evaluate_policy
 from megappo.export import write_policy
 from megappo.model_files import model_folder
+from megappo.progress import PROGRESS
 from megappo.reporting import Reporter, reporting
 from megappo.resume import Checkpoints, Start, choose_start
 from megappo.runtime import Runtime, start_runtime
@@ -56,6 +57,7 @@ def _train(parts: Parts, start: Start, reporter: Reporter, held: HeldDirectory) 
         try:
             trainer.train()
         except Interrupted:
+            PROGRESS.forget()
             held.check()
             with reporter.stage("checkpoint"):
                 reporter.message(checkpoints.save_interrupted(trainer.boundary_when_stopped()))

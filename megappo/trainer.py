@@ -65,8 +65,10 @@ class Trainer:
 
     def begin(self) -> None:
         """Give the engine the actor's weights: the first version, or the one a checkpoint was written with."""
+        was_open = False
         if self.checkpoints is not None and self.checkpoints.resumed:
             self.load_state_dict(self.checkpoints.load())
+            was_open = self.is_open
             self.boundary = Boundary.of(self.state_dict(), {}, {})
             self._give_weights_again(self.checkpoints)
             self.checkpoints.restore_random_states()
@@ -74,6 +76,8 @@ class Trainer:
         else:
             self.sync_weights()
         self.finish_step()
+        if was_open and self.step:
+            self.end_step()  # the checkpoint has no evaluation of this step yet
 
     def _give_weights_again(self, checkpoints: Checkpoints) -> None:
         """The engine gets what it had. One step ahead that may be older than the actor; where its responses were not
@@ -258,7 +262,7 @@ class Trainer:
             self.parts.engine.update_weights(self.parts.weights, self.weight_version)
             self.metrics |= probe_engines(self.parts)
         self.actor_changed = False
-        if self.config.rollout.ahead and self.checkpoints is not None:
+        if self.config.rollout.ahead and self.checkpoints is not None and self.checkpoints.keeps_engine_weights:
             self.engine_weights = self.parts.actor.copy_weights()
         self.metrics |= sync_metrics(elapsed.seconds, self.parts.weights.total_bytes, self.weight_version)
         self.metrics |= engine_metrics(self.parts)

@@ -20,6 +20,8 @@ FORMAT = 2
 MARKER = "checkpoint.json"
 _ASIDE = "deleted-"
 """Before the name of a folder that is to be deleted."""
+_NEW = ".new"
+"""Behind the name of a checkpoint that is written while a finished one of its step is there."""
 _STEP = re.compile(r"step-(\d{6,})")
 _NEEDED = frozenset({"format", "step", "files", "content"})
 
@@ -142,6 +144,28 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def writing_folder(final: Path) -> Path:
+    """Where a checkpoint is written: in its place, or beside a finished one of its step until it is finished too."""
+    return final.with_name(final.name + _NEW) if (final / MARKER).exists() else final
+
+
+def put_in_place(written: Path, final: Path) -> None:
+    """Let a finished checkpoint take the place of the one of its step, if there is one."""
+    if written != final:
+        if final.exists():
+            set_aside(final)
+        written.rename(final)
+        sync_folder(final.parent)
+
+
+def put_all_in_place(directory: Path) -> None:
+    """Do what a run that was killed between the two renames of `put_in_place` left to do."""
+    for written in sorted(directory.glob(f"step-*{_NEW}")):
+        final = written.with_name(written.name.removesuffix(_NEW))
+        if (written / MARKER).exists() and not final.exists():
+            put_in_place(written, final)
+
+
 def set_aside(folder: Path) -> None:
     """Take a folder out of the way at once, under a name that is no checkpoint's; `clear` deletes it."""
     aside = folder.with_name(_ASIDE + folder.name)
@@ -156,7 +180,7 @@ def set_aside(folder: Path) -> None:
 def clear(directory: Path) -> list[str]:
     """Delete what was set aside, now or by an earlier attempt; a sentence for each folder that cannot be deleted."""
     sentences = []
-    for folder in sorted(directory.glob(f"{_ASIDE}step-*")):
+    for folder in sorted([*directory.glob(f"{_ASIDE}step-*"), *directory.glob(f"step-*{_NEW}")]):
         shutil.rmtree(folder, ignore_errors=True)  # as much as can be
         try:
             shutil.rmtree(folder)

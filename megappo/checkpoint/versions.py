@@ -1,16 +1,31 @@
-"""Between which versions of torch checkpoints are exchanged."""
+"""What a checkpoint says of the software that wrote it, and between which versions of torch it is exchanged."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import platform
 import re
 from pathlib import Path
 
 import torch
 
+from megappo import __version__
 from megappo.checkpoint.files import Marker
 
+_PACKAGES = ("torch", "megatron-core", "transformers", "numpy", "triton", "sglang", "transformer-engine")
 TORCH_VERSIONS = ((2, 11), (2, 14))
 """The first and the last that the tests load checkpoints of; `setup.py` allows the same."""
+
+
+def software_versions() -> dict[str, str]:
+    """Versions of everything that computes."""
+    versions = {"megappo": __version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
 
 
 def require_readable(folder: Path, marker: Marker) -> None:

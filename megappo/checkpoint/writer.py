@@ -97,8 +97,8 @@ class CheckpointWriter:
             self._failure = error
 
     def _write(self, snapshot: Snapshot) -> None:
-        folder = files.step_folder(self._directory, snapshot.step)
-        self._together(snapshot.step, lambda: self._prepare(folder))
+        final = files.step_folder(self._directory, snapshot.step)
+        folder: Path = self._together(snapshot.step, lambda: self._prepare(final))[0]
         state = mcore_to_pyt_state_dict({key: [shard] for key, shard in snapshot.shards.items()})
         try:
             dcp.save(
@@ -112,14 +112,17 @@ class CheckpointWriter:
             raise self._cannot(snapshot.step, str(first)) from error
         stamps = self._together(snapshot.step, lambda: self._finish_rank(folder, snapshot))
         written = {name: stamp for of_rank in stamps for name, stamp in of_rank.items()}
-        self._together(snapshot.step, lambda: self._commit(folder, Marker(snapshot.step, written, snapshot.content)))
+        marker = Marker(snapshot.step, written, snapshot.content)
+        self._together(snapshot.step, lambda: self._commit(folder, final, marker))
 
-    def _prepare(self, folder: Path) -> None:
-        """Make the folder, in the place of one that was never finished."""
+    def _prepare(self, final: Path) -> Path:
+        """Make the folder, in the place of one that was never finished; the main rank's answer counts."""
+        folder = files.writing_folder(final)
         if self._runtime.is_main:
             if folder.exists():
                 files.set_aside(folder)
             folder.mkdir(parents=True)
+        return folder
 
     def _finish_rank(self, folder: Path, snapshot: Snapshot) -> dict[str, Stamp]:
         """Write the small files; returns the stamps of everything this rank wrote."""
@@ -133,10 +136,11 @@ class CheckpointWriter:
             own.append(METADATA)
         return {name: files.stamp(folder / name) for name in own}
 
-    def _commit(self, folder: Path, marker: Marker) -> None:
+    def _commit(self, folder: Path, final: Path, marker: Marker) -> None:
         if self._runtime.is_main:
             _wait_for(folder, marker)
             files.write_marker(folder, marker)
+            files.put_in_place(folder, final)
             # The checkpoint is written, whatever an old one does, such as a file that is busy on NFS.
             self._warnings += files.prune(self._directory, self._settings.keep_last, self._settings.keep_best)
 

@@ -49,7 +49,7 @@ def _loss(directory: Path, file: TextIO) -> str | None:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
             return None  # a disk that does not answer for a moment has not lost the directory
     moved = Path(os.readlink(f"/proc/self/fd/{file.fileno()}"))
-    if moved.exists():
+    if moved.name == "lock" and moved.exists():  # NFS keeps an open file under another name where it was removed
         became, remedy = f"was moved to '{moved.parent}'", "move it back and start again, which continues the run"
     else:
         became = "or the file `lock` in it was removed or replaced"

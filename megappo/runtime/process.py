@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -51,8 +52,6 @@ class Runtime:
         """Peak memory of this rank in GB (1e9 bytes): of the device on CUDA, of the process on CPU."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated() / 1e9
-        import resource
-
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
@@ -91,6 +90,9 @@ def _torchrun_has_a_store() -> bool:
 
 def _own_store(address: str, port: int, ranks: Ranks, timeout: datetime.timedelta) -> dist.Store:
     if ranks.rank == 0:
+        # Every rank has several connections to it: at 512 ranks more files than the usual soft limit of 1024.
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         on_one_machine = ranks.local_world_size == ranks.world_size
         store = listening_store(address, port, ranks.world_size, timeout, on_one_machine=on_one_machine)
     else:

@@ -22,12 +22,15 @@ def listening_store(
 
     torch's own listens on every interface, to anybody and without a key. This one listens on that of `address` alone,
     save where the others may know it by another: when `address` is none of this machine's (it stands behind a
-    translation), or is a name that means the loopback interface here although some are on other machines
-    (`on_one_machine` false), as /etc/hosts of many distributions has it. Raises OSError where nothing can listen there.
+    translation), or when some are on other machines (`on_one_machine` false) and it is a name that means the loopback
+    interface here, or several interfaces, as /etc/hosts and resolvers of many distributions have it. Raises OSError
+    where nothing can listen there.
     """
-    family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    found = str(place[0])
-    if _is_loopback(found) and found != address and address != "localhost" and not on_one_machine:
+    places = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    family, kind, _, _, place = places[0]
+    found = {str(found[4][0]) for found in places}
+    is_plain = found == {address} or address == "localhost"
+    if not (is_plain or on_one_machine) and (len(found) > 1 or any(map(_is_loopback, found))):
         return dist.TCPStore(address, port, world_size, True, timeout, wait_for_workers)
     with socket.socket(family, kind) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

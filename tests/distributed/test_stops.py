@@ -49,7 +49,7 @@ def test_signals_stop_with_a_checkpoint_and_nothing_is_lost(tmp_path: Path) -> N
 def test_generation_is_given_up_at_once_and_nothing_is_lost(tmp_path: Path) -> None:
     """One rank gets a signal while all of them generate, or evaluate, which would take two minutes each. Responses are
     dropped and generated again, or kept; an evaluation that was given up is made up for."""
-    settings = ("run.steps=3", "checkpoint.every_steps=100", "evaluation.every_steps=2", "data.validation.limit=20")
+    settings = ("run.steps=3", "checkpoint.every_steps=100", "evaluation.every_steps=3", "data.validation.limit=20")
     settings = (*settings, "rollout.generate_batch_sequences=2")
     run = tmp_path / "stopped"
 
@@ -62,15 +62,17 @@ def test_generation_is_given_up_at_once_and_nothing_is_lost(tmp_path: Path) -> N
         train(tmp_path / "whole", *settings),
         stopped(0, "evaluate", "SIGTERM"),
         stopped(1, "rollout", "SIGUSR1"),
-        stopped(2, "evaluate", "SIGTERM"),
         stopped(3, "rollout", "SIGUSR1", "rollout.when_stopped=keep"),
+        stopped(3, "evaluate", "SIGTERM"),
         train(run, *settings),
     )
-    assert re.findall(r"stopped after step (\d) with a checkpoint", output) == ["0", "0", "2", "2"]
+    assert re.findall(r"stopped after step (\d) with a checkpoint", output) == ["0", "0", "2", "3"]
     tokens = [int(count) for count in re.findall(r"tokens in the stalled stage: (\d+)", output)]
     assert len(tokens) == 8 and max(tokens) <= 20, tokens  # of at least 20 sequences with up to three tokens
     kept = [len(torch.load(p)[3]["sample_ids_B"]) for p in sorted(run.glob("checkpoints/step-000002/responses-*.pt"))]
     assert len(kept) == 2 and all(2 <= count < 40 for count in kept)
+    last = [read_marker(folder / "checkpoints/step-000003").content for folder in (tmp_path / "whole", run)]
+    assert last[1]["metrics"]["eval/reward_mean"] == last[0]["metrics"]["eval/reward_mean"]  # by which the best is kept
     assert "Traceback" not in output
     assert_same_run(tmp_path / "whole", run, 3)
 

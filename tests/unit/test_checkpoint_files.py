@@ -109,6 +109,34 @@ def test_an_unfinished_one_is_written_again(tmp_path: Path, runtime: Runtime) ->
     assert chosen is not None and chosen[1].step == 2 and not chosen[2]
 
 
+def test_a_finished_one_stays_until_its_successor_is_finished(
+    tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is stopped may write the checkpoint of a step again, with more in it, and be killed meanwhile."""
+    write(tmp_path, runtime, 1)
+    before = {p.name: p.read_bytes() for p in (tmp_path / "step-000001").iterdir()}
+
+    def killed(folder: Path, marker: object) -> None:
+        raise OSError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write_marker", killed)
+        with pytest.raises(CheckpointError, match="killed"):
+            write(tmp_path, runtime, 1)
+    assert {p.name: p.read_bytes() for p in (tmp_path / "step-000001").iterdir()} == before
+    chosen = select_checkpoint(tmp_path, runtime)
+    assert chosen is not None and chosen[1].step == 1 and not chosen[2]
+    write(tmp_path, runtime, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+    assert {p.name: p.read_bytes() for p in (tmp_path / "step-000001").iterdir()} != before
+    # Killed between the two renames:
+    (tmp_path / "step-000001").rename(tmp_path / "step-000001.new")
+    assert select_checkpoint(tmp_path, runtime) is None
+    files.put_all_in_place(tmp_path)
+    chosen = select_checkpoint(tmp_path, runtime)
+    assert chosen is not None and chosen[1].step == 1
+
+
 def test_nothing_to_choose(tmp_path: Path, runtime: Runtime) -> None:
     assert select_checkpoint(tmp_path / "none", runtime) is None
     write(tmp_path, runtime, 1)

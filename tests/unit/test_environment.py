@@ -22,7 +22,7 @@ case "$*" in
     "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
     *"--upgrade pip") ;;
     "-m pip install"*)
-        echo "$0" >>"$BUILDS"
+        echo "$0 $*" >>"$BUILDS"
         until [ -z "${PIP_WAITS_FOR:-}" ] || [ -e "$PIP_WAITS_FOR" ]; do sleep 0.05; done ;;
 esac
 """
@@ -110,6 +110,19 @@ def test_two_builds_of_one_environment_are_one(machine: Machine) -> None:
     said = [script.communicate(timeout=60)[0].splitlines()[-1] for script in scripts]
     assert len(set(said)) == 1 and said[0].startswith("uses "), said
     assert len(machine.builds.read_text().splitlines()) == 1
+
+
+def test_the_quickstart_needs_no_sglang_where_there_are_gpus(machine: Machine) -> None:
+    """Its settings name the other engine."""
+    clone = machine.clone("one")
+    (clone / "configs").mkdir()
+    shutil.copy(ROOT / "configs" / "quickstart.yaml", clone / "configs")
+    smi = machine.folder / "bin" / "nvidia-smi"
+    smi.write_text("#!/bin/sh\nexit 0\n")
+    smi.chmod(0o755)
+    said, _ = machine.start(clone, then="exec bash launch/quickstart.sh", kind="light").communicate(timeout=60)
+    (built,) = machine.builds.read_text().splitlines()
+    assert built.endswith("/launch/requirements.txt"), said
 
 
 def test_a_build_waits_for_no_other_environments_build(machine: Machine) -> None:

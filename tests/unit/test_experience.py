@@ -17,6 +17,7 @@ from torch import Tensor
 from megappo import algo, resume
 from megappo.architecture import ModelShape
 from megappo.checkpoint import Marker
+from megappo.checkpoint.versions import software_versions
 from megappo.config import Config, derive, load_config
 from megappo.config.algorithm import AlgorithmSettings, KLInRewardSettings
 from megappo.config.derive import describe
@@ -153,7 +154,7 @@ def resumed(before: Config, now: Config, monkeypatch: pytest.MonkeyPatch, *, dro
     if drop:
         del settings["algorithm"]["kl_in_reward"]["per"]
         settings["algorithm"]["kl_in_reward"]["target"] = settings["algorithm"]["kl_in_reward"]["target"] or 6.0
-    content = {"settings": settings, "steps": 10, "versions": resume.software_versions()}
+    content = {"settings": settings, "steps": 10, "versions": software_versions()}
     chosen = Path("step"), Marker(3, {}, content), []
     monkeypatch.setattr(resume, "select_checkpoint", lambda *_: chosen)
     return resume.choose_start(now, derive(now, 1, SHAPE), SimpleNamespace(is_main=True))  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from megappo.config.engine import SGLangSettings
 if importlib.util.find_spec("aiohttp") is None:
     pytest.skip("needs launch/requirements-sglang.txt", allow_module_level=True)
 
+from megappo.rollout.sglang import guard as guard_module
 from megappo.rollout.sglang.client import Endpoint
 from megappo.rollout.sglang.guard import Family, _processes, session_pids
 from megappo.rollout.sglang.server import Server
@@ -154,3 +155,13 @@ def test_stopping_a_server_leaves_nothing_of_it(server: Server, monkeypatch: pyt
     assert session_pids(server.session) == [] and not server.scratch.exists()
     assert Family(server.session, str(server.scratch)).alive() == []
     assert not server.running
+
+
+def test_what_cannot_be_killed_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that waits for a driver or a file server takes no signal."""
+    monkeypatch.setattr(guard_module, "_KILL_SECONDS", 0.2)
+    monkeypatch.setattr(Family, "alive", lambda _: [2**22 + 1])  # nobody's number, so no signal reaches anybody
+    family = object.__new__(Family)
+    start = time.monotonic()
+    family.end(0.1)
+    assert 0.3 <= time.monotonic() - start < 10

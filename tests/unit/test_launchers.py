@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -174,21 +175,23 @@ def test_two_processes_of_mpi_meet() -> None:
         ("localhost", False, "127.0.0.1"),
         ("this-machine", True, "127.0.0.1"),
         ("this-machine", False, "::"),  # other machines know that name by another address
+        ("two-interfaces", False, "::"),  # or by the second of them
+        ("two-interfaces", True, "127.0.0.1"),
         ("192.0.2.1", False, "::"),  # none of this machine's addresses
     ],
 )
 def test_where_a_store_listens(
     monkeypatch: pytest.MonkeyPatch, address: str, on_one_machine: bool, interface: str
 ) -> None:
-    known = socket.getaddrinfo
-    monkeypatch.setattr(
-        socket,
-        "getaddrinfo",
-        lambda host, *words, **more: known({"this-machine": "127.0.0.1"}.get(host, host), *words, **more),
-    )
+    known, served = socket.getaddrinfo, dist.TCPStore
+    names = {"this-machine": ["127.0.0.1"], "two-interfaces": ["127.0.0.1", "127.0.0.2"]}
+    reached = dict.fromkeys([*names, "192.0.2.1"], "127.0.0.1")
     seconds = datetime.timedelta(seconds=5)
-    reached = {"this-machine": "127.0.0.1", "192.0.2.1": "127.0.0.1"}
-    served = dist.TCPStore
+
+    def resolve(host: str, *words: Any, **more: Any) -> list[Any]:
+        return [place for name in names.get(host, [host]) for place in known(name, *words, **more)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
     monkeypatch.setattr(dist, "TCPStore", lambda host, *words, **more: served(reached.get(host, host), *words, **more))
     store = listening_store(address, 0, 2, seconds, on_one_machine=on_one_machine, wait_for_workers=False)
     sockets = [s for s in psutil.Process().net_connections() if s.status == psutil.CONN_LISTEN]

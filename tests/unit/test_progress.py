@@ -20,6 +20,7 @@ from megappo.progress import PROGRESS, SAMPLES, StageProgress
 from megappo.rollout.engine import Completion, GenerateRequest, SamplingParams
 from megappo.rollout.sglang.dispatch import Round
 from megappo.rollout.transformers_engine import TransformersEngine
+from megappo.runtime.interrupts import NeverStop
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +64,10 @@ def test_a_line_says_what_is_done_how_fast_and_what_is_awaited() -> None:
     progress.add(SAMPLES, 20)
     progress.enter("sync")
     assert progress.text() == "sync for 0 s"
+    progress.expect(SAMPLES, 32)
+    progress.forget()  # they were given up
+    progress.enter("checkpoint")
+    assert progress.text() == "checkpoint for 0 s"
     progress.leave()
     assert progress.text() == "" and progress.seconds == 0
 
@@ -115,7 +120,7 @@ def test_the_live_view_shows_the_counts(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_embedded_engine_counts_samples_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     engine: Any = object.__new__(TransformersEngine)
-    engine._complete, engine._asleep, engine._batch_sequences = True, False, 2
+    engine._complete, engine._asleep, engine._batch_sequences, engine._stop = True, False, 2, NeverStop()
     seen: list[str] = []
 
     def batch(requests: list[GenerateRequest], params: SamplingParams) -> list[Completion]:

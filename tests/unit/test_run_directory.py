@@ -39,7 +39,7 @@ def test_a_directory_that_stays_is_fine(tmp_path: Path, runtime: Runtime, monkey
         held.check()
 
 
-@pytest.mark.parametrize("how", ["removed", "replaced", "lock removed", "another job"])
+@pytest.mark.parametrize("how", ["removed", "replaced", "lock removed", "lock renamed", "another job"])
 def test_a_directory_that_is_lost_ends_the_run(
     tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
@@ -47,6 +47,8 @@ def test_a_directory_that_is_lost_ends_the_run(
     with locked_directory(run, runtime) as held:
         if how == "lock removed":
             (run / "lock").unlink()
+        elif how == "lock renamed":  # as NFS does with an open file that is removed
+            (run / "lock").rename(run / ".nfs0001")
         else:
             shutil.rmtree(run)
         if how == "replaced":

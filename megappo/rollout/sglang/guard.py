@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _GRACE_SECONDS = 3.0
+_KILL_SECONDS = 10.0
 _POLL_SECONDS = 0.5
 _SCAN_SECONDS = 5.0
 _MARK = "MEGAPPO_SERVER_SCRATCH"
@@ -94,13 +95,14 @@ class Family:
         return False
 
     def end(self, grace_seconds: float) -> None:
-        """Ask, wait, kill; returns when none of them runs."""
+        """Ask, wait, kill; returns when none of them runs, or only what a driver keeps from dying."""
         self._signal(signal.SIGTERM)
         self._signal(signal.SIGCONT)  # a stopped process takes no notice of SIGTERM
         deadline = time.monotonic() + grace_seconds
         while time.monotonic() < deadline and self.alive():
             time.sleep(0.05)
-        while self.alive():
+        deadline = time.monotonic() + _KILL_SECONDS
+        while time.monotonic() < deadline and self.alive():
             self._signal(signal.SIGKILL)
             time.sleep(0.05)
 
