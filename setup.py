@@ -27,6 +27,7 @@ setup(
         "huggingface-hub>=1",
         "jinja2",
         "numpy",
+        "packaging",
         "psutil",
         "pyarrow",
         "pydantic>=2.11,<3",

@@ -110,7 +110,7 @@ def measure(config: Config, repeat: int) -> list[Row] | None:
     derived = derive_run(config, int(os.environ.get("WORLD_SIZE", "1")))
     with start_runtime(config.runtime) as runtime, reporting(config, derived, runtime) as reporter:
         parts = assemble(config, derived, runtime)
-        checkpoints = Checkpoints(parts, Start(None, None, ()))
+        checkpoints = Checkpoints(parts, Start(config, None, None, ()))
         try:
             trainer = Trainer(parts, reporter, checkpoints)
             trainer.sync_weights()

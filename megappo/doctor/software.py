@@ -5,23 +5,30 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from megappo.config import Config
 from megappo.doctor.findings import Finding, broken, fine, slow
 from megappo.runtime.sglang_cpu import MENDED_VERSION
 
 REQUIRED = (
-    "torch>=2.11",
-    "megatron-core>=0.16,<0.20",
-    "transformers>=5,<6",
+    "torch>=2.11,<2.15",
+    "megatron-core>=0.16.1,<0.17; python_version<'3.12'",
+    "megatron-core>=0.19.2,<0.20; python_version>='3.12'",
+    "transformers>=5.17,<5.20",
     "accelerate",
+    "aiohttp",
     "einops",
+    "httpx",
+    "huggingface-hub>=1",
     "jinja2",
     "numpy",
+    "packaging",
     "psutil",
     "pyarrow",
     "pydantic>=2.11,<3",
@@ -69,34 +76,22 @@ def installed_version(name: str) -> str | None:
 
 def check_package(requirement: str) -> Finding | None:
     """A finding where a requirement, as setup.py writes it, does not hold."""
-    name = re.match(r"[\w-]+", requirement)
-    assert name is not None
-    version = installed_version(name[0])
-    remedy = f"pip install '{requirement}'"
+    wanted = Requirement(requirement)
+    if wanted.marker is not None and not wanted.marker.evaluate():
+        return None  # it is for another Python
+    name, version = wanted.name, installed_version(wanted.name)
+    bounds = requirement.partition(";")[0].removeprefix(name)
+    remedy = f"pip install '{name}{bounds}'"
     if version is None:
-        return broken(name[0], "not installed", remedy)
-    if not holds(version, requirement[len(name[0]) :]):
-        return broken(name[0], f"version {version}, needed is {requirement[len(name[0]) :]}", remedy)
+        return broken(name, "not installed", remedy)
+    if not holds(version, bounds):
+        return broken(name, f"version {version}, needed is {bounds}", remedy)
     return None
 
 
 def holds(version: str, bounds: str) -> bool:
-    """Whether a version keeps bounds such as `>=0.16,<0.20`, by the numbers of its release."""
-    return all(_keeps(version, part) for part in bounds.split(",") if part)
-
-
-def _keeps(version: str, bound: str) -> bool:
-    found = re.fullmatch(r"(>=|<|==)([\d.]+)", bound)
-    assert found is not None, bound
-    have, want = _numbers(version), _numbers(found[2])
-    length = max(len(have), len(want))
-    have, want = (numbers + (0,) * (length - len(numbers)) for numbers in (have, want))
-    return {">=": have >= want, "<": have < want, "==": have == want}[found[1]]
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    release = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(int(part) for part in release[0].split(".")) if release is not None else ()
+    """Whether a version keeps bounds such as `>=0.16,<0.20`."""
+    return SpecifierSet(bounds).contains(version, prereleases=True)
 
 
 def _python() -> Finding:

@@ -97,7 +97,7 @@ def test_a_hang_is_reported_by_every_rank(tmp_path: Path) -> None:
     waiting, sleeping = (path.read_text() for path in sorted(folder.iterdir()))
     for report in (waiting, sleeping):
         assert "phase reward for" in report
-        assert "waits for: 40 scores of exact" in report
+        assert "waits for: 40 scores of megappo.rewards.arithmetic:answer_then_end" in report
     assert "in reduce" in waiting
     assert "killed_runs.py" in sleeping and "in die" in sleeping
     assert [line["step"] for line in timeless(run / "metrics.jsonl")] == [0, 1, 2]
