@@ -43,7 +43,8 @@ def quickstart(directory: Path, *overrides: str, processes: int = 2, timeout: fl
 
 
 SHORT = ("run.steps=2", "rollout.prompts_per_step=10", "actor.minibatch_sequences=40", "critic.minibatch_sequences=40")
-SHORT = (*SHORT, "reward.function=exact")  # which the first answers get right now and then, so that returns differ
+EXACT = "reward.function=exact"  # which the first answers get right now and then, so that returns differ
+SHORT = (*SHORT, EXACT)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +110,7 @@ def test_export_names_what_is_missing(short_run: Path, tmp_path: Path) -> None:
 
 def test_evaluation_of_exported_weights(short_run: Path) -> None:
     arguments = ("eval", "configs/quickstart.yaml", "--weights", short_run / "final", "actor.layout.tensor_parallel=1")
-    arguments += ("evaluation=null",)  # which is about training
+    arguments += ("evaluation=null", EXACT)  # the first is about training
     done = megappo(*arguments, "critic.layout.pipeline_parallel=1")
     assert done.returncode == 0, done.stderr
     last = read_metrics(short_run / "metrics.jsonl")[-1]
@@ -117,7 +118,7 @@ def test_evaluation_of_exported_weights(short_run: Path) -> None:
 
 
 def test_another_run_does_not_continue_this_one(short_run: Path) -> None:
-    one_process = ("actor.layout={}", "critic.layout={}")
+    one_process = ("actor.layout={}", "critic.layout={}", EXACT)
     done = megappo("train", "configs/quickstart.yaml", f"run.directory={short_run}", *one_process)
     assert done.returncode == 2
     assert "holds a run with other settings (run.steps: 2 -> 120" in done.stderr
