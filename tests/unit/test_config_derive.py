@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from unit.helpers_config import SHAPE
 
 from megappo.config import (
     Config,
@@ -25,18 +26,6 @@ from megappo.config import print_table as print_config_table
 from megappo.config.rules import ESTIMATOR_NEEDS_CRITIC
 
 BASE_PATH = Path(__file__).parent / "config_base.yaml"
-SHAPE = ModelShape(
-    family="qwen2",
-    hidden_size=64,
-    layers=4,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    ffn_hidden_size=96,
-    vocab_size=97,
-    max_position_embeddings=256,
-    tied_embeddings=False,
-)
 HF_CONFIG: dict[str, Any] = {
     "model_type": "qwen2",
     "hidden_size": 64,

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from unit.helpers_config import SHAPE
 
 from megappo import algo, resume
-from megappo.architecture import ModelShape
 from megappo.checkpoint import Marker
 from megappo.checkpoint.versions import software_versions
 from megappo.config import Config, derive, load_config
@@ -31,18 +31,6 @@ from megappo_kernels import use_backend, value_loss
 
 CPU = torch.device("cpu")
 BASE = Path(__file__).parent / "config_base.yaml"
-SHAPE = ModelShape(
-    family="qwen2",
-    hidden_size=64,
-    layers=4,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    ffn_hidden_size=96,
-    vocab_size=97,
-    max_position_embeddings=256,
-    tied_embeddings=False,
-)
 
 
 @pytest.fixture(scope="module", autouse=True)
