@@ -4,7 +4,11 @@
 in it is mapped by name instead.
 """
 
+from pathlib import Path
+
 from setuptools import find_packages, setup
+
+REQUIREMENTS = Path(__file__).parent / "megappo" / "requirements.txt"
 
 setup(
     name="megappo",
@@ -14,29 +18,8 @@ setup(
     python_requires=">=3.11,<3.13",
     packages=[*find_packages(include=["megappo", "megappo.*"]), "megappo_kernels", "megappo_kernels.gpu"],
     package_dir={"megappo_kernels": "kernels/megappo_kernels"},
-    install_requires=[
-        # What the tests have run with; a newer one may write checkpoints that this one cannot read.
-        "torch>=2.11,<2.15",
-        "megatron-core>=0.16.1,<0.17; python_version<'3.12'",
-        "megatron-core>=0.19.2,<0.20; python_version>='3.12'",
-        "transformers>=5.17,<5.20",
-        "accelerate",
-        "aiohttp",
-        "einops",
-        "httpx",
-        "huggingface-hub>=1",
-        "jinja2",
-        "numpy",
-        "packaging",
-        "psutil",
-        "pyarrow",
-        "pydantic>=2.11,<3",
-        "pyyaml",
-        "rich",
-        "safetensors",
-        "setuptools<81",
-        "tensorboard",
-    ],
+    package_data={"megappo": ["py.typed", "requirements.txt"], "megappo_kernels": ["py.typed"]},
+    install_requires=[line for line in REQUIREMENTS.read_text().splitlines() if not line.startswith("#")],
     extras_require={
         "sglang": ["sglang==0.5.23"],
         "te": ["transformer-engine[pytorch]"],

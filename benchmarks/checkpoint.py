@@ -26,10 +26,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
-from step import versions  # noqa: E402
-
+from benchmarks.step import versions  # noqa: E402
 from megappo.config import Config, ConfigError, derive_run, load_config  # noqa: E402
 from megappo.plan.here import resolve_here  # noqa: E402
 
@@ -79,7 +78,7 @@ class Measurement:
 
     def save(self, *, wait: bool) -> None:
         """A checkpoint of this moment."""
-        from megappo.resume import Boundary
+        from megappo.ppo.checkpoints import Boundary
 
         self.checkpoints.save(Boundary.of(self.trainer.state_dict(), {}, {}), wait=wait)
 
@@ -90,7 +89,7 @@ class Measurement:
 
     def own_tensors(self) -> dict[str, Any]:
         """What this rank writes, as plain tensors."""
-        from megappo.checkpoint import role_shards
+        from megappo.checkpoint.shards import role_shards
 
         return {key: shard.data for role in self.parts.trained for key, shard in role_shards(role).items()}
 
@@ -100,17 +99,19 @@ def measure(config: Config, repeat: int) -> list[Row] | None:
     import torch
     import torch.distributed as dist
 
-    from megappo.assembly import assemble
-    from megappo.checkpoint import load_shards, role_updates, select_checkpoint
-    from megappo.reporting import reporting
-    from megappo.resume import Checkpoints, Start
-    from megappo.runtime import start_runtime
-    from megappo.trainer import Trainer
+    from megappo.checkpoint.select import select_checkpoint
+    from megappo.checkpoint.shards import load_shards, role_updates
+    from megappo.ppo.checkpoints import Checkpoints
+    from megappo.ppo.parts import assemble
+    from megappo.ppo.reporting import reporting
+    from megappo.ppo.start import Start
+    from megappo.ppo.trainer import Trainer
+    from megappo.runtime.process import start_runtime
 
     derived = derive_run(config, int(os.environ.get("WORLD_SIZE", "1")))
     with start_runtime(config.runtime) as runtime, reporting(config, derived, runtime) as reporter:
         parts = assemble(config, derived, runtime)
-        checkpoints = Checkpoints(parts, Start(config, None, None, ()))
+        checkpoints = Checkpoints(parts, Start(config))
         try:
             trainer = Trainer(parts, reporter, checkpoints)
             trainer.sync_weights()
@@ -131,7 +132,7 @@ def measure(config: Config, repeat: int) -> list[Row] | None:
             def load() -> None:
                 chosen = select_checkpoint(directory, runtime)
                 assert chosen is not None
-                load_shards(chosen[0], roles, {r.placement.name: role_updates(r, runtime) for r in roles}, runtime)
+                load_shards(chosen[0], roles, {r.placement.name: role_updates(r) for r in roles}, runtime)
 
             def save_and_step() -> None:
                 m.save(wait=False)

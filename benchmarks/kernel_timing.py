@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernel_peers import Peer
+
+from benchmarks.kernel_peers import Peer
 
 MIB = 2**20
 

@@ -26,18 +26,25 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
 
-import kernel_peers  # noqa: E402
 import torch  # noqa: E402
-from kernel_peers import Peer  # noqa: E402
-from kernel_timing import HEADINGS, Machine, Provider, markdown, rows_of  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-import megappo_kernels as ours  # noqa: E402
-from megappo_kernels import PolicyInputs, PolicyObjective, reference  # noqa: E402
+from benchmarks import kernel_peers  # noqa: E402
+from benchmarks.kernel_peers import Peer  # noqa: E402
+from benchmarks.kernel_timing import HEADINGS, Machine, Provider, markdown, rows_of  # noqa: E402
+from megappo_kernels.gae import gae  # noqa: E402
+from megappo_kernels.lm_head import linear_logprob  # noqa: E402
+from megappo_kernels.logits import logits_logprob  # noqa: E402
+from megappo_kernels.losses import PolicyInputs, ppo_token_loss, ppo_value_loss  # noqa: E402
+from megappo_kernels.objectives import PolicyObjective  # noqa: E402
+from megappo_kernels.ppo_head import ppo_head_loss  # noqa: E402
+from megappo_kernels.whiten import masked_whiten_stats  # noqa: E402
+from oracles import algorithm  # noqa: E402
+from oracles import kernels as reference  # noqa: E402
 
 GAMMA, LAM, TEMPERATURE = 0.99, 0.95, 0.9
 CLIP = (0.2, 0.28)
@@ -93,7 +100,7 @@ def head_suite(machine: Machine, n: int, h: int, v: int, dtype: torch.dtype) -> 
         return no_grad(lambda: torch.mm(hidden, weight.T, out=out))
 
     def own(entropy: bool, exact: bool) -> Forward:
-        return partial(ours.linear_logprob, temperature=TEMPERATURE, entropy=entropy, exact_logits=exact)
+        return partial(linear_logprob, temperature=TEMPERATURE, entropy=entropy, exact_logits=exact)
 
     forwards: dict[str, Forward] = {
         "megappo linear_logprob": own(True, True),
@@ -117,7 +124,7 @@ def head_suite(machine: Machine, n: int, h: int, v: int, dtype: torch.dtype) -> 
 
 
 def _peer_forward(run: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
-    return run(hidden, weight, labels, TEMPERATURE)  # type: ignore[no-any-return]
+    return run(hidden, weight, labels, TEMPERATURE)
 
 
 def no_grad(call: Callable[[], Any]) -> Callable[[], Any]:
@@ -161,22 +168,22 @@ def train_suite(machine: Machine, n: int, h: int, v: int, dtype: torch.dtype) ->
 
     def fused(data: HeadCase, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         given = {"objective": objective, "temperature": TEMPERATURE}
-        return ours.ppo_head_loss(hidden, weight, labels, data.inputs(), **given).loss  # type: ignore[arg-type]
+        return ppo_head_loss(hidden, weight, labels, data.inputs(), **given).loss  # type: ignore[arg-type]
 
     def into_main_grad(data: HeadCase, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         if not hasattr(weight, "main_grad"):
             weight.main_grad = torch.zeros(weight.shape, device=weight.device)  # type: ignore[attr-defined]
         given = {"objective": objective, "temperature": TEMPERATURE, "accumulate_main_grad": True}
-        return ours.ppo_head_loss(hidden, weight, labels, data.inputs(), **given).loss  # type: ignore[arg-type]
+        return ppo_head_loss(hidden, weight, labels, data.inputs(), **given).loss  # type: ignore[arg-type]
 
     def recomputed(data: HeadCase, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        logprob, entropy = ours.linear_logprob(hidden, weight, labels, temperature=TEMPERATURE)
-        return ours.policy_loss(logprob=logprob, entropy=entropy, inputs=data.inputs(), objective=objective).loss
+        logprob, entropy = linear_logprob(hidden, weight, labels, temperature=TEMPERATURE)
+        return ppo_token_loss(logprob=logprob, entropy=entropy, inputs=data.inputs(), objective=objective).loss
 
     ways: dict[str, Training] = {
         "megappo ppo_head_loss": fused,
         "megappo ppo_head_loss into main_grad": into_main_grad,
-        "megappo linear_logprob + policy_loss": recomputed,
+        "megappo linear_logprob + ppo_token_loss": recomputed,
     }
     peers = kernel_peers.head_training_peers()
     for peer in _runnable(peers, machine):
@@ -196,18 +203,23 @@ def train_suite(machine: Machine, n: int, h: int, v: int, dtype: torch.dtype) ->
 def _peer_training(run: Any, data: HeadCase, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     arguments = (hidden, weight, labels, data.old, data.advantages, data.weights, TEMPERATURE, *CLIP)
     try:
-        return run(*arguments, 0.01)  # type: ignore[no-any-return]
+        return run(*arguments, 0.01)
     except ValueError:  # it has no entropy, and its notes say so
-        return run(*arguments, 0.0)  # type: ignore[no-any-return]
+        return run(*arguments, 0.0)
+
+
+def _given(run: Callable[[], Any], _: int) -> Callable[[], Any]:
+    """For a provider whose inputs are the same in every case."""
+    return run
 
 
 def _training_error(way: Training, case: HeadCase) -> str:
     arguments = case.of(0)
     way(case, *arguments).backward()
     hidden, weight, labels = arguments
-    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    exact = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
     logprob, entropy = reference.linear_logprob(*exact, labels, temperature=TEMPERATURE)
-    wide = {k: x.double() if x.is_floating_point() else x for k, x in case.inputs().tensors().items()}
+    wide: dict[str, Any] = {k: x.double() if x.is_floating_point() else x for k, x in case.inputs().tensors().items()}
     errors = []
     for coef in (0.01, 0.0):  # without entropy where the provider has none: the smaller error is its own
         loss = reference.policy_loss(
@@ -227,8 +239,8 @@ def logits_suite(machine: Machine, n: int, h: int, v: int, dtype: torch.dtype) -
     up, copy = torch.randn(n, generator=g, device=machine.device), torch.empty_like(leaf)
     peers = kernel_peers.logits_peers()
     ways: dict[str, Any] = {
-        "megappo logits_logprob": lambda x, y: ours.logits_logprob(x, y, entropy=False)[0],
-        "megappo logits_logprob with entropy": lambda x, y: sum(ours.logits_logprob(x, y)),
+        "megappo logits_logprob": lambda x, y: logits_logprob(x, y, entropy=False)[0],
+        "megappo logits_logprob with entropy": lambda x, y: sum(logits_logprob(x, y)),
     }
     ways |= {peer.name: peer.run for peer in _runnable(peers, machine)}
     source = leaf.detach()
@@ -254,13 +266,13 @@ def gae_suite(machine: Machine, b: int, t: int) -> tuple[list[Provider], list[Pe
     mask = torch.rand(b, t, generator=g, device=machine.device) < 0.9
     weights = mask.float()
     source, target = (torch.ones(3, b, t, device=machine.device), torch.empty(3, b, t, device=machine.device))
-    exact, _ = ours.gae(rewards.double(), values.double(), mask, gamma=GAMMA, lam=LAM)
+    exact, _ = gae(rewards.double(), values.double(), mask, gamma=GAMMA, lam=LAM)
     peers = kernel_peers.gae_peers()
 
     def error(run: Callable[[], tuple[Tensor, Tensor]]) -> str:
         return f"{float((run()[0] - exact)[mask].abs().max()):.1e}"
 
-    own = partial(ours.gae, rewards, values, mask, gamma=GAMMA, lam=LAM)
+    own = partial(gae, rewards, values, mask, gamma=GAMMA, lam=LAM)
     providers = [
         Provider("copy of 24 bytes a token", lambda _: lambda: target.copy_(source), is_floor=True),
         Provider("megappo gae", lambda _: own, partial(error, own)),
@@ -269,16 +281,16 @@ def gae_suite(machine: Machine, b: int, t: int) -> tuple[list[Provider], list[Pe
         assert peer.run is not None
         run = partial(peer.run, rewards, values, weights, GAMMA, LAM)
         comparable = "Ignores the mask" not in peer.notes and "whitened" not in peer.notes
-        providers.append(Provider(peer.name, lambda _, run=run: run, partial(error, run) if comparable else None))
+        providers.append(Provider(peer.name, partial(_given, run), partial(error, run) if comparable else None))
     return providers, peers
 
 
 def tokens_suite(machine: Machine, n: int) -> tuple[list[Provider], list[Peer]]:
     """Policy loss, value loss and whitening statistics of n tokens, with gradients; torch beside each."""
-    from megappo import algo
-
     g = torch.Generator(device=machine.device).manual_seed(0)
-    fields = {name: torch.randn(n, generator=g, device=machine.device) for name in ("old_logprob", "advantages")}
+    fields: dict[str, Any] = {
+        name: torch.randn(n, generator=g, device=machine.device) for name in ("old_logprob", "advantages")
+    }
     weights, mask = torch.rand(n, generator=g, device=machine.device) / n, torch.rand(n, device=machine.device) < 0.9
     logprob, entropy = (torch.randn(n, generator=g, device=machine.device).requires_grad_() for _ in range(2))
     inputs = PolicyInputs(weights=weights, mask=mask, **fields)
@@ -289,19 +301,25 @@ def tokens_suite(machine: Machine, n: int) -> tuple[list[Provider], list[Peer]]:
         return lambda _: lambda: torch.autograd.grad(loss(), leaves)
 
     objective = PolicyObjective(entropy_coef=0.01)
-    own = partial(ours.policy_loss, logprob=logprob, entropy=entropy, inputs=inputs, objective=objective)
+    own = partial(ppo_token_loss, logprob=logprob, entropy=entropy, inputs=inputs, objective=objective)
     plain = partial(
-        algo.policy_loss, logprob=logprob, entropy=entropy, weights=weights, mask=mask, entropy_coef=0.01, **fields
+        algorithm.policy_loss, logprob=logprob, entropy=entropy, weights=weights, mask=mask, entropy_coef=0.01, **fields
     )
-    stats = partial(ours.masked_whiten_stats, fields["advantages"], mask)
+    stats = partial(masked_whiten_stats, fields["advantages"], mask)
     return [
         Provider("copy of 32 bytes a token", lambda _: lambda: target.copy_(source), is_floor=True),
-        Provider("megappo policy_loss", both(lambda: own().loss, logprob, entropy)),
+        Provider("megappo ppo_token_loss", both(lambda: own().loss, logprob, entropy)),
         Provider("torch policy loss", both(lambda: plain().loss, logprob, entropy)),
-        Provider("megappo value_loss", both(lambda: ours.value_loss(values=logprob, clip=0.2, **values).loss, logprob)),
-        Provider("torch value loss", both(lambda: algo.value_loss(values=logprob, clip=0.2, **values).loss, logprob)),
+        Provider(
+            "megappo ppo_value_loss",
+            both(lambda: ppo_value_loss(values=logprob, value_clip=0.2, **values).loss, logprob),
+        ),
+        Provider(
+            "torch value loss",
+            both(lambda: algorithm.value_loss(values=logprob, value_clip=0.2, **values).loss, logprob),
+        ),
         Provider("megappo masked_whiten_stats", lambda _: stats),
-        Provider("torch whiten stats", lambda _: partial(algo.whiten_stats, values=fields["advantages"], mask=mask)),
+        Provider("torch whiten stats", lambda _: partial(reference.masked_whiten_stats, fields["advantages"], mask)),
     ], []
 
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megappo.config import load_config
-from megappo.plan import Plan, find_machine, make_plan, read_models
+from megappo.plan.machine_file import find_machine
+from megappo.plan.planner import Plan, make_plan, read_models
 
 ROOT = Path(__file__).parents[1]
 LLAMA, QWEN = "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-32B"
@@ -88,7 +89,7 @@ def table() -> Iterator[str]:
     for run in RUNS:
         plan = plan_of(run)
         stages = {stage.name: stage.seconds for stage in plan.stages}
-        parts = [f"{stages[name]:.3g}" for name in ("rollout", "score", "update_actor", "sync")]
+        parts = [f"{stages[name]:.3g}" for name in ("rollout", "forward", "update_actor", "sync")]
         tokens = f"{run.prompt_tokens} + {run.response_tokens}"
         ratio = plan.step_seconds / run.step_seconds
         cells = [run.name, str(run.gpus), tokens, *parts, f"{plan.step_seconds:.3g}", f"{run.step_seconds:g}"]

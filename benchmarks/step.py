@@ -41,10 +41,10 @@ class StageTiming:
 
 def run_steps(config: Config, warmup: int, repeat: int) -> list[dict[str, float]] | None:
     """The metrics of the counted steps on the main rank, None elsewhere."""
-    from megappo.assembly import assemble
-    from megappo.reporting import reporting
-    from megappo.runtime import start_runtime
-    from megappo.trainer import Trainer
+    from megappo.ppo.parts import assemble
+    from megappo.ppo.reporting import reporting
+    from megappo.ppo.trainer import Trainer
+    from megappo.runtime.process import start_runtime
 
     derived = derive_run(config, int(os.environ.get("WORLD_SIZE", "1")))
     with start_runtime(config.runtime) as runtime, reporting(config, derived, runtime) as reporter:

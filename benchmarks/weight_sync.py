@@ -80,7 +80,7 @@ def our_sync(parts: Any, verify: bool, phases: list[dict[str, float]]) -> Callab
     engine, settings = parts.engine, parts.config.rollout.servers.model_copy(update={"verify": verify})
 
     def run() -> None:
-        engine._settings = settings
+        engine.settings = settings
         engine.update_weights(parts.weights, engine.version + 1)
         phases.append(engine.sync_phases())
 
@@ -90,14 +90,14 @@ def our_sync(parts: Any, verify: bool, phases: list[dict[str, float]]) -> Callab
 def measure(config: Config, repeat: int) -> list[Row] | None:
     """The table, on the main rank."""
     import torch.distributed as dist
-    from weight_sync_peers import check_peers, slime_sync, verl_sync
 
-    from megappo.assembly import assemble
-    from megappo.runtime import start_runtime
+    from benchmarks.weight_sync_peers import check_peers, slime_sync, verl_sync
+    from megappo.ppo.parts import Purpose, assemble
+    from megappo.runtime.process import start_runtime
 
     derived = derive_run(config, int(os.environ.get("WORLD_SIZE", "1")))
     with start_runtime(config.runtime) as runtime:
-        parts = assemble(config, derived, runtime, training=False)
+        parts = assemble(config, derived, runtime, Purpose(training=False))
         try:
             if parts.architecture.experts:
                 raise ConfigError("model.path has experts, which the other ways do not gather here; name a dense model")
@@ -155,7 +155,7 @@ def main() -> int:
         try:
             config = load_config(arguments.config, [f"run.directory={scratch}/run", *arguments.overrides])
             config = resolve_here(config)
-            if config.rollout.engine != "sglang":
+            if not config.rollout.has_servers:
                 raise ConfigError(f"rollout.engine is '{config.rollout.engine}', must be sglang for this benchmark")
             rows = measure(config, arguments.repeat)
         except ConfigError as error:

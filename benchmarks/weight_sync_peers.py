@@ -18,22 +18,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megappo.architecture import ArchitectureConfig
-from megappo.assembly import Parts
-from megappo.reshard.hf_map import Parameter, shard_shape
+from megappo.engines.sglang.client import call
+from megappo.engines.sglang.transport import flat_payload, serialize, share_by_name
+from megappo.families.architecture import ArchitectureConfig
+from megappo.families.parameters import Parameter, shard_shape
+from megappo.megatron.roles import LocalRole
+from megappo.ppo.parts import Parts
 from megappo.reshard.stream import Slot
-from megappo.rollout.sglang.client import call
-from megappo.rollout.sglang.transport import flat_payload, serialize, share_by_name
 
 _SECONDS = 600.0
 
 
 def gather_parameters(parts: Parts, parameters: Sequence[Parameter], stage: int) -> list[tuple[str, Tensor]]:
     """Whole Hugging Face tensors of parameters of one pipeline stage, on every rank; a collective of the actor."""
-    placement, arch = parts.actor.placement, parts.architecture
-    layout, grid = placement.layout, placement.grid
-    assert layout is not None and parts.actor.model is not None, "the actor must be on every rank"
-    here = {p.megatron: tensor.detach() for p, tensor in parts.actor.model.parameters_here()}
+    actor, arch = parts.actor, parts.architecture
+    assert isinstance(actor, LocalRole), "the actor must be on every rank"
+    layout, grid = actor.layout, actor.placement.grid
+    here = {p.megatron: tensor.detach() for p, tensor in actor.model.parameters_here()}
     vocab = parts.derived.actor.padded_vocab_size
     dtype, device = parts.weights.buckets[0].slots[0].dtype, parts.runtime.device
     shards, waits = [], []
@@ -49,7 +50,7 @@ def gather_parameters(parts: Parts, parameters: Sequence[Parameter], stage: int)
     waits, gathered = [], []
     for parameter, shard in zip(parameters, shards, strict=True):
         found = [shard]
-        if grid.tp > 1 and parameter.kind != "replicated":
+        if grid.tp > 1 and parameter.axis is not None:
             found = [torch.empty_like(shard) for _ in range(grid.tp)]
             waits.append(dist.all_gather(found, shard, group=layout.groups.tp, async_op=True))
         gathered.append(found)
@@ -80,7 +81,7 @@ def _wait(works: list[Any]) -> None:
 def _convert(arch: ArchitectureConfig, parameter: Parameter, shards: list[Tensor]) -> list[Tensor]:
     if parameter.kind == "row":
         return [torch.cat(shards, dim=1)]
-    if parameter.kind == "glu":
+    if parameter.kind == "column":
         halves = [shard.chunk(2) for shard in shards]
         return list(torch.cat([h[0] for h in halves] + [h[1] for h in halves]).chunk(2))
     whole = torch.cat(shards) if len(shards) > 1 else shards[0]

@@ -30,4 +30,4 @@ if [ "$nodes" = 1 ]; then
 else
     rendezvous=(--nnodes "$nodes" --rdzv-backend c10d --rdzv-endpoint "$head" --rdzv-id megappo)
 fi
-exec python -m megappo.torchrun "${rendezvous[@]}" --nproc-per-node "$processes" -m megappo "$@"
+exec python -m megappo.runtime.torchrun "${rendezvous[@]}" --nproc-per-node "$processes" -m megappo "$@"

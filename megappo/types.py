@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+CHAT_MESSAGES = "chat_messages"
+"""Metadata key of the messages a prompt was rendered from, for reward models with a template of their own."""
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -42,19 +45,25 @@ class Prompts:
 
 
 @dataclass(frozen=True)
-class Rollouts:
-    """What the engine made of this rank's prompts; samples of one prompt stand together."""
+class Samples:
+    """This rank's samples as a model reads them; it may have none."""
 
-    prompts: tuple[Prompt, ...]
-    """B: the prompt of each sample."""
     sample_ids_B: Tensor
     """int64: position of each sample in the step's global batch; unique over all ranks."""
-    group_ids_B: Tensor
-    """int64: position of each sample's prompt in the step; equal for samples of one prompt."""
     sequences: tuple[Tensor, ...]
     """B tensors (T,) of token ids: the prompt, then the response as sampled, never re-tokenised."""
     response_lengths_B: Tensor
     """int64, >= 1, the stop token included."""
+
+
+@dataclass(frozen=True)
+class Rollouts(Samples):
+    """What the engine made of this rank's prompts; samples of one prompt stand together."""
+
+    prompts: tuple[Prompt, ...]
+    """B: the prompt of each sample."""
+    group_ids_B: Tensor
+    """int64: position of each sample's prompt in the step; equal for samples of one prompt."""
     engine_logprob_BR: Tensor
     response_mask_BR: Tensor
     """True on the response's own tokens."""

@@ -1,12 +1,41 @@
-"""Makes the packages of the repository importable where nothing is installed, and Triton kernels run on a CPU."""
+"""Makes the packages of the repository importable where nothing is installed, lets Triton kernels run on a CPU, and
+leaves out with `--quick` what takes long."""
 
 import os
 import sys
 import warnings
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
 warnings.filterwarnings("ignore", module="megatron")
 # Triton decides at import whether kernels run on a GPU or in its interpreter; tests have the latter.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="only what is quick; see README.md")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What is marked `slow` is not quick. Where some cases of a test are marked `quick`, the others are not; of what
+    needs several processes only what is marked so is."""
+    if not config.getoption("quick"):
+        return
+    marked = {function_of(item) for item in items if item.get_closest_marker("quick")}
+
+    def is_quick(item: pytest.Item) -> bool:
+        if item.get_closest_marker("slow"):
+            return False
+        one_process = item.path.is_relative_to(ROOT / "tests" / "unit")
+        return bool(item.get_closest_marker("quick")) or (one_process and function_of(item) not in marked)
+
+    config.hook.pytest_deselected(items=[item for item in items if not is_quick(item)])
+    items[:] = filter(is_quick, items)
+
+
+def function_of(item: pytest.Item) -> str:
+    """What the cases of a test have in common."""
+    return item.nodeid.partition("[")[0]

@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
-# Builds the environment and runs every check and test. `--quick` leaves out the long training runs; everything else is
-# handed to pytest.
+# Builds the environment and runs the checks of the code, and tests:
+#   tests/run.sh                        every test
+#   tests/run.sh --quick                what is quick of every file
+#   tests/run.sh --affected [FILE...]   what is quick of the tests nearest to these files, or to what differs from main
+#   tests/run.sh WORD...                what these words choose, which are pytest's
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/environment.sh"
 ensure_environment full
@@ -17,27 +20,46 @@ install_slurm() {
     { "${install[@]}" || { timeout 120 apt-get update -qq && "${install[@]}"; }; } >/dev/null 2>&1 ||
         echo "slurm-wlm and munge could not be installed"
 }
-PATH="$PATH:/usr/sbin:/sbin"
-install_slurm
-selection=()
-if [ "${1:-}" = --quick ]; then
+quick=()
+beside=(tests/slurm tests/sglang)
+here=(tests/unit tests/distributed)
+case "${1:-}" in
+--quick)
     shift
-    selection=(-m "not slow")
-fi
+    quick=(--quick)
+    beside+=(tests/distributed)
+    here=(tests/unit)
+    ;;
+--affected)
+    shift
+    quick=(--quick)
+    nearest=$(python tests/affected.py "$@")
+    mapfile -t beside < <(grep -v '^tests/unit/' <<<"$nearest")
+    mapfile -t here < <(grep '^tests/unit/' <<<"$nearest")
+    set --
+    ;;
+esac
 ruff check .
 ruff format --check .
 mypy
 if [ $# -gt 0 ]; then
-    exec python -m pytest tests "${selection[@]}" "$@"
+    exec python -m pytest "${quick[@]}" "$@"
 fi
-# Servers and SLURM jobs are mostly waited for, so their tests run beside the others; what they say is shown at the end.
+if [[ ${beside[*]} = *tests/slurm* ]]; then
+    PATH="$PATH:/usr/sbin:/sbin"
+    install_slurm
+fi
+run() { # pytest's code 5: of these tests nothing is quick
+    [ $# = 0 ] || python -m pytest "${quick[@]}" "$@" || [ $? = 5 ]
+}
+# Two sides at a time, as servers, jobs and ranks are mostly waited for; what the one says is shown at the end.
 export OMP_WAIT_POLICY=passive # threads of one do not take the cores of the other while they wait
 said=$(mktemp)
-python -m pytest tests/slurm tests/sglang "${selection[@]}" >"$said" 2>&1 &
-beside=$!
-trap 'kill "$beside" 2>/dev/null || true; rm -f "$said"' EXIT
+run "${beside[@]}" >"$said" 2>&1 &
+other=$!
+trap 'kill "$other" 2>/dev/null || true; rm -f "$said"' EXIT
 code=0
-python -m pytest tests --ignore tests/slurm --ignore tests/sglang "${selection[@]}" || code=$?
-wait "$beside" || code=$?
+run "${here[@]}" || code=$?
+wait "$other" || code=$?
 cat "$said"
 exit "$code"

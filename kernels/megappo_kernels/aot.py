@@ -16,38 +16,42 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megappo_kernels.gpu import gae, head, losses, rows, whiten
+from megappo_kernels.gpu import gae, head, objectives, rows, whiten
+from megappo_kernels.objectives import FUNCTIONS, Objective, PolicyObjective, ValueObjective, inputs_of
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Most shared memory a block may have, by compute capability: CUDA C++ Programming Guide, table of technical limits."""
 
 
+class Kind(str):
+    """The type of an argument, in Triton's words; what is no Kind is a value to compile for."""
+
+
 @dataclass(frozen=True)
 class Variant:
-    """One compilation: argument types and the values of compile-time arguments."""
+    """One compilation of a kernel; `arguments` by name, among them tuples that Triton takes as one."""
 
     name: str
     kernel: Any
-    signature: Mapping[str, str]
-    constants: Mapping[str, Any]
+    arguments: Mapping[str, Any]
     warps: int
     stages: int
     capability: int | None = None
-    """The generation this is for; None: all of them."""
+    """The GPU generation (compute capability times ten) that it is for; None: all of them."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What came out for one chip."""
+    """What the compiler says of a kernel on one GPU generation."""
 
     name: str
     capability: int
@@ -66,25 +70,15 @@ def _switches(**choices: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
         yield dict(zip(choices, values, strict=True))
 
 
-_PTR_NAMES = {"labels": "*i64", "starts": "*i64", "mask": "*u8"}
-_FLOATS = "inverse_temperature cap gamma lam clip clip_low clip_high dual_clip penalty_coef entropy_coef kl_coef limit"
+_POINTERS = {"labels": "*i64", "starts": "*i64", "mask": "*u8"}
+_FLOATS = "inverse_temperature cap gamma lam"
 _INTEGERS = "row_stride stats_stride out_stride columns rows features units splits row_tiles n length"
 
 
-def _signature(kernel: Any, constants: Mapping[str, Any], special: Mapping[str, str]) -> dict[str, str]:
-    signature = {}
-    for name in kernel.arg_names:
-        if name in constants:
-            signature[name] = "constexpr"
-        elif name in special:
-            signature[name] = special[name]
-        elif name in _FLOATS.split() or name == "k3_limit":
-            signature[name] = "fp32"
-        elif name in _INTEGERS.split():
-            signature[name] = "i32"
-        else:
-            signature[name] = _PTR_NAMES.get(name, "*fp32")
-    return signature
+def _kind(name: str) -> Kind:
+    if name in _FLOATS.split():
+        return Kind("fp32")
+    return Kind("i32" if name in _INTEGERS.split() else _POINTERS.get(name, "*fp32"))
 
 
 def _variant(
@@ -94,7 +88,8 @@ def _variant(
     shown = [f"{k}={v}" if not isinstance(v, bool) else k for k, v in switches.items() if v is not False]
     shown += sorted(set(special.values()))
     name = " ".join([kernel.__name__, *shown])
-    return Variant(name, kernel, _signature(kernel, constants, special), constants, warps, stages)
+    given = constants | {name: Kind(kind) for name, kind in special.items()}
+    return Variant(name, kernel, {n: given[n] if n in given else _kind(n) for n in kernel.arg_names}, warps, stages)
 
 
 def _fused_variant(switches: dict[str, Any], capability: int, tile: head.Tile) -> Variant:
@@ -110,8 +105,30 @@ def _fused_variant(switches: dict[str, Any], capability: int, tile: head.Tile) -
     return replace(variant, capability=capability)
 
 
+def _objective_variants(objective: type[Objective]) -> Iterator[Variant]:
+    """With and without what is optional of numbers and settings, and with each function that a setting can name."""
+    pointer, number, hints = Kind("*fp32"), Kind("fp32"), get_type_hints(objective)
+    numbers = {name: (pointer,) if must else (None, pointer) for name, must in inputs_of(objective.formula).items()}
+    settings: dict[str, tuple[Any, ...]] = {
+        name: (None, number) if type(None) in get_args(hints[name]) else (number,)
+        for name in (field.name for field in fields(objective))
+    }
+    settings |= {n: tuple(dict.fromkeys(FUNCTIONS[n].values())) for n in settings if n in FUNCTIONS}
+    for chosen in _switches(**numbers, **settings):
+        if "kl" in chosen and chosen["ref_logprob"] is None and chosen["kl"] is not settings["kl"][0]:
+            continue  # there is nothing to estimate
+        given = objective().settings()._replace(**{name: chosen[name] for name in settings})
+        arguments: dict[str, Any] = {name: _kind(name) for name in objectives.objective_kernel.arg_names}
+        arguments |= {"numbers": tuple(chosen[n] for n in numbers), "settings": objectives.compiled_settings(given)}
+        arguments |= {"slopes": (pointer,) * len(objective.trained), **objectives.constants_of(objective)}
+        optional = [n for n, choices in {**numbers, **settings}.items() if None in choices and chosen[n] is not None]
+        named = [chosen[n].__name__ for n in settings if n in FUNCTIONS]
+        name = " ".join(["objective_kernel", objective.__name__, *named, *optional])
+        yield Variant(name, objectives.objective_kernel, arguments, objectives.WARPS, 3)
+
+
 def variants() -> Iterator[Variant]:
-    """All that is compiled."""
+    """Every kernel with every combination of switches that is ever launched."""
     yes_no = (False, True)
     for switches in _switches(PER_ROW=yes_no, CAPPED=yes_no, ENTROPY=yes_no):
         for logits in ("*fp32", "*bf16"):
@@ -122,13 +139,8 @@ def variants() -> Iterator[Variant]:
             yield _variant(rows.gradient_kernel, switches, sizes, rows.WARPS, logits=logits, out=out)
         for capability, tile in head.TILES.items():
             yield _fused_variant(switches, capability, tile)
-    for switches in _switches(
-        PENALTY=yes_no, DUAL=yes_no, REFERENCE=yes_no, IMPORTANCE=yes_no, KL_KIND=tuple(range(1, 5))
-    ):
-        if switches["REFERENCE"] or switches["KL_KIND"] == 1:
-            yield _variant(losses.policy_kernel, switches, {"BLOCK": losses.BLOCK}, losses.WARPS)
-    for switches in _switches(CLIPPED=yes_no):
-        yield _variant(losses.value_kernel, switches, {"BLOCK": losses.BLOCK}, losses.WARPS)
+    for objective in (PolicyObjective, ValueObjective):
+        yield from _objective_variants(objective)
     for switches, mask in itertools.product(_switches(PACKED=yes_no), ("*u8", "*fp32")):
         yield _variant(gae.gae_kernel, switches, {"BLOCK": gae.BLOCK}, gae.WARPS, mask=mask)
     yield _variant(whiten.whiten_kernel, {}, {"BLOCK": whiten.BLOCK}, whiten.WARPS)
@@ -136,15 +148,20 @@ def variants() -> Iterator[Variant]:
 
 def compile_variant(variant: Variant, capability: int) -> Report:
     """Compile for one chip and read what the assembler says."""
-    index = {name: i for i, name in enumerate(variant.kernel.arg_names)}
-    constants = {(index[name],): value for name, value in variant.constants.items()}
-    # Pointers are 16-byte aligned, as torch's are, and so are rows of hidden states; other sizes may be anything.
-    aligned = {
-        (index[name],): [["tt.divisibility", 16]]
-        for name, kind in variant.signature.items()
-        if kind.startswith("*") or name == "features"
-    }
-    source = ASTSource(fn=variant.kernel, signature=dict(variant.signature), constexprs=constants, attrs=aligned)
+    signature, constants, aligned = {}, {}, {}
+    for i, name in enumerate(variant.kernel.arg_names):
+        argument = variant.arguments[name]
+        parts = argument if isinstance(argument, tuple) and any(isinstance(x, Kind) for x in argument) else None
+        kinds = [str(x) if isinstance(x, Kind) else "constexpr" for x in parts or (argument,)]
+        signature[name] = kinds[0] if parts is None else getattr(parts, "_make", tuple)(kinds)
+        for j, (kind, x) in enumerate(zip(kinds, parts or (argument,), strict=True)):
+            path = (i,) if parts is None else (i, j)
+            if kind == "constexpr":
+                constants[path] = x
+            # Pointers are 16-byte aligned, as torch's are, and so are rows of hidden states; other sizes may be any.
+            elif kind.startswith("*") or name == "features":
+                aligned[path] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=variant.kernel, signature=signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": variant.warps, "num_stages": variant.stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     registers, spill_bytes = resource_usage(compiled.asm["cubin"])

@@ -85,5 +85,5 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _blocks(n: int) -> list[slice]:
-    """Cuts that keep widened copies small."""
+    """Slices of 0:n whose copies in float32 stay small."""
     return [slice(start, start + _WIDENED) for start in range(0, n, _WIDENED)]

@@ -20,11 +20,10 @@ from megappo_kernels.rows import (
     RowGradients,
     Scaling,
     empty_statistics,
-    logits_gradient,
     logprob_and_entropy,
     merge_statistics,
-    update_statistics,
 )
+from megappo_kernels.softmax import logits_gradient, update_statistics
 
 # (rows, columns) of logits alive at once in forward, by device. On a CPU they stay in its caches.
 BLOCK = {"cpu": (512, 896), "cuda": (8192, 8192)}
@@ -38,9 +37,9 @@ class HeadShard:
     group: dist.ProcessGroup | None
     """Ranks that share the vocabulary; None: this one has all of it."""
     first: int
-    """Token id of the first row."""
+    """Token id that the first row of this rank's weight stands for."""
     here: int
-    """Rows that are not padding."""
+    """Rows of this rank's weight that are tokens, not padding."""
     scaling: Scaling
     exact: bool
     triton: bool
@@ -57,7 +56,7 @@ class HeadShard:
         softcap: float | None,
         exact: bool,
     ) -> HeadShard:
-        """Check the arguments; raises ValueError."""
+        """The shard that arguments of `linear_logprob` describe; raises ValueError where they do not fit together."""
         if hidden_TH.dtype != weight_VH.dtype:
             raise ValueError(f"hidden is {hidden_TH.dtype} and weight {weight_VH.dtype}, must be one type; cast one")
         if hidden_TH.shape != (len(labels_T), weight_VH.shape[1]):
@@ -68,7 +67,7 @@ class HeadShard:
         return HeadShard(group, first, here, scaling, exact, runs_triton(hidden_TH))
 
     def compacted(self, rows: Tensor) -> HeadShard:
-        """The same for some of the rows."""
+        """The same shard for some of the T rows of hidden states."""
         return replace(self, scaling=self.scaling.of_rows(rows))
 
 

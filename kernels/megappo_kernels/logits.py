@@ -17,11 +17,10 @@ from megappo_kernels.rows import (
     RowGradients,
     Scaling,
     empty_statistics,
-    logits_gradient,
     logprob_and_entropy,
     merge_statistics,
-    update_statistics,
 )
+from megappo_kernels.softmax import logits_gradient, update_statistics
 
 _CPU_BLOCK_BYTES = 4 * 2**20
 

@@ -4,13 +4,14 @@ All that the gradient of a token's logits depends on (its log-probability, its e
 as soon as its logits are. So forward goes through chunks of rows, and for each of them: logits, statistics, one
 exchange between the ranks that share the vocabulary, the loss, the gradient of the logits in place, and from it the
 gradients of the hidden states and of the weight. Backward has nothing left to do. Rows without weight in the loss are
-left out altogether.
+left out altogether. Only an objective that sees whole sequences waits for all chunks.
 
 Shape legend: T rows, N rows that count, C rows of a chunk, H hidden size, V vocabulary rows on this rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,23 +21,11 @@ from torch import Tensor
 
 from megappo_kernels.gemm import MIN_ROWS, LogitsGemm, add_product
 from megappo_kernels.lm_head import HeadShard
-from megappo_kernels.losses import (
-    POLICY_METRICS,
-    Loss,
-    PolicyInputs,
-    PolicyObjective,
-    policy_loss_of,
-    policy_metrics,
-    policy_terms,
-)
-from megappo_kernels.rows import (
-    RowGradients,
-    empty_statistics,
-    logits_gradient,
-    logprob_and_entropy,
-    merge_statistics,
-    update_statistics,
-)
+from megappo_kernels.losses import Evaluation, Loss, PolicyInputs, check_inputs, evaluate, whole_loss
+from megappo_kernels.metrics import combine, stacked
+from megappo_kernels.objectives import PolicyObjective
+from megappo_kernels.rows import RowGradients, empty_statistics, logprob_and_entropy, merge_statistics
+from megappo_kernels.softmax import logits_gradient, update_statistics
 
 CHUNK_BYTES = {"cpu": 256 * 2**20, "cuda": 2 * 2**30}
 """Most bytes of logits, and their gradient, alive at once, by device."""
@@ -70,7 +59,7 @@ def ppo_head_loss(
 ) -> HeadLoss:
     """The policy loss of labels under softmax(cap(hidden @ weight.T) / temperature), differentiable in both factors.
 
-    Equal to `policy_loss` on the outputs of `linear_logprob`, for 6 instead of 8 NHV operations.
+    Equal to `ppo_token_loss` on the outputs of `linear_logprob`, for 6 instead of 8 NHV operations.
 
     Args:
         hidden_TH, weight_VH, labels_T, temperature, tp_group, valid_vocab, softcap, sequence_parallel: as for
@@ -84,15 +73,11 @@ def ppo_head_loss(
             any other.
 
     Returns:
-        The loss in float32 (float64 for float64), POLICY_METRICS, and the rows' log-probabilities and entropies.
+        The loss in float32 (float64 for float64), its report, and the rows' log-probabilities and entropies.
 
     Raises ValueError for shapes, types or options that do not fit.
     """
-    for name, tensor in inputs.tensors().items():
-        if tensor.shape != labels_T.shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, must be {tuple(labels_T.shape)} by the labels")
-    if inputs.mask.dtype != torch.bool:
-        raise TypeError(f"mask has dtype {inputs.mask.dtype}, must be torch.bool; pass mask.bool()")
+    check_inputs(inputs.tensors(), labels_T.shape)
     if accumulate_main_grad and not hasattr(weight_VH, "main_grad"):
         raise ValueError("the weight has no main_grad; wrap the model in Megatron's DistributedDataParallel")
     shard = HeadShard.of(
@@ -108,10 +93,12 @@ def ppo_head_loss(
     options = _Options(
         shard, objective or PolicyObjective(), accumulate_main_grad, upstream if accumulate_main_grad else 1.0
     )
-    loss, sums, logprob_T, entropy_T = _PPOHeadLoss.apply(
-        hidden_TH, weight_VH, labels_T - shard.first, inputs, options, not sequence_parallel
-    )
-    return HeadLoss(loss, policy_metrics(sums), logprob_T, entropy_T)
+    trains = torch.is_grad_enabled() and (hidden_TH.requires_grad or weight_VH.requires_grad)
+    with torch.no_grad():
+        found = _forward(hidden_TH, weight_VH, labels_T - shard.first, inputs, options, trains, not sequence_parallel)
+    loss = _HandedOut.apply(hidden_TH, weight_VH, found, options) if trains else found.loss
+    logprob_T, entropy_T = found.outputs_2T.unbind(0)
+    return HeadLoss(loss, {**found.report, "loss": found.loss.double()}, logprob_T, entropy_T)
 
 
 @dataclass(frozen=True)
@@ -122,46 +109,59 @@ class _Options:
     upstream: float
 
 
-class _PPOHeadLoss(torch.autograd.Function):
+@dataclass
+class _Found:
+    """What forward made; backward takes the gradients."""
+
+    loss: Tensor
+    report: dict[str, Tensor]
+    outputs_2T: Tensor
+    gradients: tuple[Tensor, Tensor | None] | None
+    """Of the hidden states, and of the weight where it is not in `main_grad`."""
+
+
+def _forward(
+    hidden_TH: Tensor,
+    weight_VH: Any,  # Megatron adds attributes to it
+    local_labels_T: Tensor,
+    inputs: PolicyInputs,
+    options: _Options,
+    trains: bool,
+    reduce_hidden: bool,
+) -> _Found:
+    rows_N = torch.nonzero(inputs.mask & (inputs.weights != 0)).squeeze(1)
+    grad_weight_VH = None
+    if trains:
+        grad_weight_VH = weight_VH.main_grad if options.accumulate_main_grad else _accumulator(weight_VH)
+    chunks = _Chunks(hidden_TH[rows_N], weight_VH, local_labels_T[rows_N], inputs.of_rows(rows_N), options, rows_N)
+    report = chunks.run(grad_weight_VH)
+    outputs_2T = chunks.outputs_2N.new_zeros(2, len(local_labels_T)).index_copy_(1, rows_N, chunks.outputs_2N)
+    gradients = None
+    if trains:
+        if options.shard.group is not None and reduce_hidden:
+            dist.all_reduce(chunks.grad_hidden_NH, group=options.shard.group)
+        grad_hidden_TH = torch.zeros_like(hidden_TH).index_copy_(0, rows_N, chunks.grad_hidden_NH.to(hidden_TH.dtype))
+        gradients = grad_hidden_TH, None if options.accumulate_main_grad else grad_weight_VH
+        if options.accumulate_main_grad:
+            weight_VH.grad_added_to_main_grad = True
+    return _Found(whole_loss(report).to(outputs_2T.dtype), report, outputs_2T, gradients)
+
+
+class _HandedOut(torch.autograd.Function):
+    """A loss whose gradients are there already."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_TH: Tensor,
-        weight_VH: Any,  # Megatron adds attributes to it
-        local_labels_T: Tensor,
-        inputs: PolicyInputs,
-        options: _Options,
-        reduce_hidden: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        rows_N = torch.nonzero(inputs.mask & (inputs.weights != 0)).squeeze(1)
-        trains = any(ctx.needs_input_grad[:2])
-        grad_weight_VH = None
-        if trains:
-            grad_weight_VH = weight_VH.main_grad if options.accumulate_main_grad else _accumulator(weight_VH)
-        chunks = _Chunks(hidden_TH[rows_N], weight_VH, local_labels_T[rows_N], inputs.of_rows(rows_N), options, rows_N)
-        chunks.run(grad_weight_VH)
-        outputs_2T = chunks.outputs_2N.new_zeros(2, len(local_labels_T)).index_copy_(1, rows_N, chunks.outputs_2N)
-        if trains:
-            if options.shard.group is not None and reduce_hidden:
-                dist.all_reduce(chunks.grad_hidden_NH, group=options.shard.group)
-            grad_hidden_TH = torch.zeros_like(hidden_TH).index_copy_(
-                0, rows_N, chunks.grad_hidden_NH.to(hidden_TH.dtype)
-            )
-            ctx.save_for_backward(weight_VH)
-            ctx.grads = grad_hidden_TH, None if options.accumulate_main_grad else grad_weight_VH
-            if options.accumulate_main_grad:
-                weight_VH.grad_added_to_main_grad = True
-        ctx.options = options
-        logprob_T, entropy_T = outputs_2T.unbind(0)
-        ctx.mark_non_differentiable(chunks.sums, logprob_T, entropy_T)
-        return policy_loss_of(chunks.sums).to(logprob_T.dtype), chunks.sums, logprob_T, entropy_T
+    def forward(ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, found: _Found, options: _Options) -> Tensor:
+        ctx.save_for_backward(weight_VH)
+        ctx.found, ctx.options = found, options
+        return found.loss.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (weight_VH,) = ctx.saved_tensors
-        if ctx.grads is None:
+        if ctx.found.gradients is None:
             raise RuntimeError("the gradients of ppo_head_loss were handed out already; call it again")
-        (grad_hidden_TH, grad_weight_VH), ctx.grads = ctx.grads, None
+        (grad_hidden_TH, grad_weight_VH), ctx.found.gradients = ctx.found.gradients, None
         options: _Options = ctx.options
         if options.accumulate_main_grad:
             _expect_upstream(grads[0], options.upstream)
@@ -171,7 +171,7 @@ class _PPOHeadLoss(torch.autograd.Function):
         else:
             grad_hidden_TH.mul_(grads[0])
             grad_weight_VH = grad_weight_VH.mul_(grads[0]).to(weight_VH.dtype)
-        return grad_hidden_TH, grad_weight_VH, None, None, None, None
+        return grad_hidden_TH, grad_weight_VH, None, None
 
 
 def _expect_upstream(grad: Tensor, upstream: float) -> None:
@@ -206,7 +206,6 @@ class _Chunks:
         dtype = torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32
         self.outputs_2N = torch.zeros(2, n, dtype=dtype, device=device)
         self.grad_hidden_NH = torch.zeros(hidden_NH.shape, dtype=dtype, device=device)
-        self.sums = torch.zeros(len(POLICY_METRICS), dtype=torch.float64, device=device)
         # By the rows of the whole shard, so that all ranks cut alike.
         chunk = max(1, CHUNK_BYTES[hidden_NH.device.type] // (6 * len(weight_VH)))
         self.chunk = max(1, min(chunk // _CHUNK_ROWS * _CHUNK_ROWS or chunk, n))
@@ -217,23 +216,50 @@ class _Chunks:
             self.low = torch.empty(self.chunk, self.shard.here, dtype=hidden_NH.dtype, device=device)
         self.width = max(1, self.shard.here) if self.shard.triton else _SLICE_CPU
 
-    def run(self, grad_weight_VH: Tensor | None) -> None:
-        """All chunks; gradients only where there is something to add the weight's to."""
-        for start in range(0, len(self.labels_N), self.chunk):
-            rows = slice(start, min(start + self.chunk, len(self.labels_N)))
-            stats_4C = merge_statistics(self._statistics(rows), self.shard.group)
-            logprob_C, entropy_C = logprob_and_entropy(stats_4C, entropy=True)
-            self.outputs_2N[0, rows], self.outputs_2N[1, rows] = logprob_C, entropy_C
-            terms = policy_terms(logprob_C, entropy_C, self.inputs_N.of_rows(rows), self.options.objective)
-            largest = torch.maximum(self.sums[-1], terms.sums[-1])
-            self.sums += terms.sums
-            self.sums[-1] = largest
-            if grad_weight_VH is not None and self.shard.here:
-                up = self.options.upstream
-                entropy_grad_C = up * terms.grad_entropy if self.options.objective.entropy_coef else None
-                self._gradients(
-                    rows, RowGradients.of(stats_4C, up * terms.grad_logprob, entropy_grad_C), grad_weight_VH
-                )
+    def run(self, grad_weight_VH: Tensor | None) -> dict[str, Tensor]:
+        """All chunks; returns the report. Gradients only where there is something to add the weight's to."""
+        n = len(self.labels_N)
+        chunks = [slice(start, min(start + self.chunk, n)) for start in range(0, n, self.chunk)]
+        if self.options.objective.sees_sequences or not chunks:
+            return self._run_at_once(chunks, grad_weight_VH)
+        reports = []
+        for rows in chunks:
+            stats_4C = self._forward(rows)
+            found = self._evaluate(rows)
+            reports.append(found.report)
+            self._backward(rows, stats_4C, found.slopes, grad_weight_VH)
+        return combine(stacked(reports))
+
+    def _run_at_once(self, chunks: Sequence[slice], grad_weight_VH: Tensor | None) -> dict[str, Tensor]:
+        """The objective of all rows together; of several chunks the logits are computed once more for gradients."""
+        stats = [self._forward(rows) for rows in chunks]
+        found = self._evaluate(slice(None))
+        for rows, stats_4C in zip(chunks, stats, strict=True):
+            if len(chunks) > 1 and grad_weight_VH is not None:
+                self._statistics(rows)
+            self._backward(rows, stats_4C, {name: slope[rows] for name, slope in found.slopes.items()}, grad_weight_VH)
+        return found.report
+
+    def _forward(self, rows: slice) -> Tensor:
+        """Log-probabilities and entropies of a chunk; its statistics over the whole vocabulary, (4, C)."""
+        stats_4C = merge_statistics(self._statistics(rows), self.shard.group)
+        self.outputs_2N[:, rows] = torch.stack(logprob_and_entropy(stats_4C, entropy=True))
+        return stats_4C
+
+    def _evaluate(self, rows: slice) -> Evaluation:
+        logprob_C, entropy_C = self.outputs_2N[:, rows]
+        inputs_C = self.inputs_N.of_rows(rows)
+        return evaluate(self.options.objective, {"logprob": logprob_C, "entropy": entropy_C, **inputs_C.tensors()})
+
+    def _backward(
+        self, rows: slice, stats_4C: Tensor, slopes: Mapping[str, Tensor], grad_weight_VH: Tensor | None
+    ) -> None:
+        """Add the gradients of a chunk whose logits are in the buffer."""
+        if grad_weight_VH is None or not self.shard.here:
+            return
+        up = self.options.upstream
+        entropy_C = up * slopes["entropy"] if self.options.objective.slopes_in_entropy else None
+        self._gradients(rows, RowGradients.of(stats_4C, up * slopes["logprob"], entropy_C), grad_weight_VH)
 
     def _slices(self) -> list[slice]:
         here = self.shard.here

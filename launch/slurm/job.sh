@@ -38,7 +38,7 @@ enter_environment() {
         command -v module >/dev/null || fail "MEGAPPO_MODULES is set, but there is no command 'module' on $(hostname)"
         local names
         read -ra names <<<"$MEGAPPO_MODULES"
-        module load "${names[@]}" || fail "module load $MEGAPPO_MODULES failed; mend MEGAPPO_MODULES"
+        module load "${names[@]}" || fail "module load $MEGAPPO_MODULES failed; fix MEGAPPO_MODULES"
     fi
     if [ -n "$MEGAPPO_VENV" ]; then
         [ -f "$MEGAPPO_VENV/bin/activate" ] || fail "MEGAPPO_VENV '$MEGAPPO_VENV' has no bin/activate; name its folder"
@@ -46,7 +46,7 @@ enter_environment() {
     elif [ -n "$MEGAPPO_CONDA" ]; then
         command -v conda >/dev/null || fail "MEGAPPO_CONDA is set, but there is no command 'conda' on $(hostname)"
         eval "$(conda shell.bash hook)"
-        conda activate "$MEGAPPO_CONDA" || fail "conda has no environment '$MEGAPPO_CONDA'; mend MEGAPPO_CONDA"
+        conda activate "$MEGAPPO_CONDA" || fail "conda has no environment '$MEGAPPO_CONDA'; fix MEGAPPO_CONDA"
     elif [ -z "$MEGAPPO_MODULES" ]; then
         ensure_environment "$(environment_for "$@")"
     fi

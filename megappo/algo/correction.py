@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megappo.algo.kl import LOG_RATIO_LIMIT
 from megappo.algo.masks import check_mask, clean
+from megappo_kernels.objectives import LOG_RATIO_LIMIT
 
 
 def importance_weights(

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megappo.config import Config
-from megappo.config.errors import show
+from megappo.config.schema import OLD_PYTHON_PREFIX
+from megappo.errors import show
 
 _UNMENTIONED = (
     "run.name", "run.directory", "run.force_resume", "run.export_final_model", "runtime", "logging",
@@ -18,15 +19,17 @@ _DANGEROUS = (
     "run.seed", "model", "actor.start_from", "critic.start_from", "critic.path",
     "critic.value_head_std", "reference", "data.train", "data.apply_chat_template",
     "data.system_prompt", "data.max_prompt_tokens", "data.overlong_prompts", "data.shuffle", "reward.function",
-    "reward.options", "reward.batch", "reward.model_path", "algorithm.estimator", "algorithm.policy_loss",
+    "reward.options", "reward.batch", "reward.model_path", "algorithm.estimator", "algorithm.estimator_options",
+    "algorithm.policy_loss", "algorithm.policy_loss_options",
 )  # fmt: skip
 """With another value it is another run: other models, data, task or objective."""
+_SOURCES = {"data.train.source", "data.validation.source"}
 _LENGTHS = ("run.steps", "run.epochs")
 
 
 @dataclass(frozen=True)
 class Changes:
-    """Sentences, one per setting."""
+    """What differs between a checkpoint's settings and the run's: one sentence per setting."""
 
     harmless: tuple[str, ...]
     dangerous: tuple[str, ...]
@@ -35,6 +38,8 @@ class Changes:
 def compare_settings(before: Mapping[str, Any], now: Mapping[str, Any], steps: tuple[int, int]) -> Changes:
     """Both configurations in JSON's types; `steps`: how many the run had, and has now, however they are given."""
     old, new = dict(_flat(before)), dict(_flat(now))
+    for key in _SOURCES & old.keys():
+        old[key] = str(old[key]).removeprefix(OLD_PYTHON_PREFIX)
     harmless: list[str] = []
     dangerous: list[str] = []
     decays = any(_decays(new, role) or _decays(old, role) for role in ("actor", "critic"))

@@ -7,7 +7,7 @@ class Clock:
     """Bounds the minutes of training that a killed run can lose. All times are seconds of one monotonic clock."""
 
     def __init__(self, every_minutes: float | None, now: float) -> None:
-        """None: never."""
+        """`every_minutes`: the longest time between two checkpoints; None: the clock never asks for one."""
         self._most_seconds = 60 * every_minutes if every_minutes is not None else None
         self._saved = self._asked = now
 
@@ -17,5 +17,5 @@ class Clock:
         return self._most_seconds is not None and now + step - self._saved > self._most_seconds
 
     def restart(self, now: float) -> None:
-        """A checkpoint was taken."""
+        """Count from now, where a checkpoint was just taken."""
         self._saved = now

@@ -36,7 +36,7 @@ class DamagedError(Exception):
 
 @dataclass(frozen=True)
 class Stamp:
-    """What a file was when it was written."""
+    """Size and checksum of a file when it was written, to tell whether it still is that."""
 
     n_bytes: int
     sha256: str
@@ -136,7 +136,7 @@ def problems(folder: Path, files: Iterable[tuple[str, Stamp]]) -> list[str]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Put the names in a folder on disk."""
+    """fsync a folder, so that the names in it survive a crash as the files do."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -10,22 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megappo.architecture import ArchitectureConfig
 from megappo.checkpoint.files import Marker
 from megappo.config import Config
-from megappo.model_files import model_folder, model_paths
-from megappo.runtime import Runtime
+from megappo.config.model_files import model_paths, read_config_json, role_folder
+from megappo.families.architecture import ArchitectureConfig
+from megappo.runtime.objects import of_all_ranks
+from megappo.runtime.process import Runtime
 
 _WITHOUT_MEANING = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures")
 
 
 def architecture_digest(folder: Path) -> str:
     """sha256 of a model folder's config.json without what does not change the model."""
-    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    kept = {name: value for name, value in content.items() if name not in _WITHOUT_MEANING}
+    kept = {name: value for name, value in read_config_json(folder).items() if name not in _WITHOUT_MEANING}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
@@ -42,9 +41,9 @@ def model_of(marker: Marker, role: str) -> tuple[Config, Path]:
     Raises ValueError where the folder's config.json is not the one that the run began with.
     """
     config = Config.model_validate(marker.content["settings"])
-    paths = model_paths(config)
-    folder = model_folder(paths.get(role, config.model.path), weights=False)
-    before = marker.content.get("identity", {}).get(role if role != "actor" and role in paths else "model")
+    folder = role_folder(config, role, weights=False)
+    own = role if role != "actor" and role in model_paths(config) else "model"
+    before = marker.content.get("identity", {}).get(own)
     digest = architecture_digest(folder)
     if before not in (None, digest):
         raise ValueError(
@@ -64,7 +63,5 @@ def weights_digest(named_tensors: Iterable[tuple[str, Tensor]], runtime: Runtime
         if number % runtime.world_size == runtime.rank:
             data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
             own[name] = hashlib.sha256(data.data).hexdigest()
-    gathered: list[dict[str, str]] = [{} for _ in range(runtime.world_size)]
-    dist.all_gather_object(gathered, own)
-    whole = {name: digest for part in gathered for name, digest in part.items()}
+    whole = {name: digest for part in of_all_ranks(own) for name, digest in part.items()}
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()

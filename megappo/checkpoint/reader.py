@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megappo.checkpoint.files import DamagedError
+from megappo.errors import reason
 
 METADATA = ".metadata"
 _SHARD_FILE = re.compile(r"__\d+_\d+\.distcp")
@@ -34,7 +35,7 @@ _PICKLE_ERRORS = (pickle.UnpicklingError, EOFError, AttributeError, IndexError, 
                   OverflowError, MemoryError)  # fmt: skip
 
 
-class _Record:
+class _PickledRecord:
     """What a pickle says of an object, and nothing more: the arguments of its constructor and its state."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -47,8 +48,8 @@ class _Record:
 # Names that torch 2.11 to 2.14 write. Tensors only: what torch calls bytes would be read by an unguarded pickle again.
 _IN_METADATA = ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex",
                 "StorageMeta", "_MEM_FORMAT_ENCODING")  # fmt: skip
-_RECORDS: dict[tuple[str, str], type[_Record]] = {
-    (module, name): type(name, (_Record,), {})
+_RECORDS: dict[tuple[str, str], type[_PickledRecord]] = {
+    (module, name): type(name, (_PickledRecord,), {})
     for module, names in (
         ("torch.distributed.checkpoint.metadata", _IN_METADATA),
         ("torch.distributed.checkpoint.filesystem", ("_StorageInfo",)),
@@ -93,8 +94,7 @@ def load_values(path: Path) -> Any:
     try:
         return torch.load(path, weights_only=True)
     except (*_PICKLE_ERRORS, OSError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"{path} does not hold tensors and plain values alone: {reason}") from error
+        raise ValueError(f"{path} does not hold tensors and plain values alone: {reason(error)}") from error
 
 
 class ShardReader(FileSystemReader):
@@ -109,14 +109,14 @@ class ShardReader(FileSystemReader):
         return self._metadata
 
 
-def _record(value: Any, name: str) -> _Record:
-    if type(value).__name__ != name or not isinstance(value, _Record):
+def _record(value: Any, name: str) -> _PickledRecord:
+    if type(value).__name__ != name or not isinstance(value, _PickledRecord):
         raise ValueError(f"{type(value).__name__} instead of {name}")
     return value
 
 
 def _state(value: Any, name: str) -> Mapping[str, Any]:
-    """The fields of a dataclass."""
+    """The fields of a recorded dataclass of that name. Raises ValueError where it is something else."""
     state = _record(value, name).state
     if not isinstance(state, dict):
         raise ValueError(f"{name} without fields")

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar, cast
 
-import torch.distributed as dist
-
 from megappo.checkpoint import files
 from megappo.checkpoint.files import DamagedError, Marker
 from megappo.checkpoint.versions import require_readable
-from megappo.runtime import Runtime
+from megappo.errors import first_of
+from megappo.runtime.objects import attempt, from_rank, of_all_ranks
+from megappo.runtime.process import Runtime
 
 T = TypeVar("T")
 
@@ -38,8 +38,7 @@ def select_checkpoint(directory: Path, runtime: Runtime | None = None) -> tuple[
             require_readable(folder, marker)
             return folder, marker, sentences
         damaged += 1
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-        sentences.append(f"{folder} is damaged and is passed over: {'; '.join(found[:3])}{more}")
+        sentences.append(f"{folder} is damaged and is passed over: {first_of(found, 3, '; ')}")
     if damaged:
         raise NoCheckpointError(
             f"{directory} holds no whole checkpoint: {'. '.join(sentences)}. Bring back the files, or begin again with "
@@ -64,7 +63,7 @@ def find_checkpoint(directory: Path, wanted: str, runtime: Runtime | None = None
         raise ValueError(problem)
     marker, found = _check(folder, runtime)
     if marker is None or found:
-        raise NoCheckpointError(f"{folder} is damaged: {'; '.join(found[:3])}; take another checkpoint")
+        raise NoCheckpointError(f"{folder} is damaged: {first_of(found, 3, '; ')}; take another checkpoint")
     require_readable(folder, marker)
     return folder, marker, []
 
@@ -85,12 +84,13 @@ def _named(directory: Path, wanted: str) -> tuple[Path | None, str]:
 
 
 def _from_main(find: Callable[[], T], runtime: Runtime | None) -> T:
-    """What the main rank finds; without a runtime this process."""
+    """What the main rank finds, or this process without a runtime. Raises ValueError on every rank where it cannot."""
     if runtime is None:
         return find()
-    shared = [find() if runtime.is_main else None]
-    dist.broadcast_object_list(shared, src=0)
-    return cast(T, shared[0])
+    found, problem = from_rank(attempt(find) if runtime.is_main else (None, ""))
+    if problem:
+        raise ValueError(problem)
+    return cast(T, found)
 
 
 def _shared_folders(directory: Path, runtime: Runtime | None) -> list[tuple[Path, bool]]:
@@ -120,6 +120,4 @@ def _marker(folder: Path) -> tuple[Marker | None, list[str]]:
 def shared_problems(folder: Path, marker: Marker, runtime: Runtime) -> list[str]:
     """What is wrong with a checkpoint's files, each of which one rank reads; a collective of the world."""
     mine = sorted(marker.files.items())[runtime.rank :: runtime.world_size]
-    gathered: list[list[str]] = [[] for _ in range(runtime.world_size)]
-    dist.all_gather_object(gathered, files.problems(folder, mine))
-    return sorted(problem for part in gathered for problem in part)
+    return sorted(problem for part in of_all_ranks(files.problems(folder, mine)) for problem in part)

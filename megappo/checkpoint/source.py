@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megappo.architecture import ArchitectureConfig
 from megappo.checkpoint.files import DamagedError
 from megappo.checkpoint.reader import ShardReader, read_metadata
-from megappo.checkpoint.shards import VALUE_HEAD, stored_names
-from megappo.errors import RunError
-from megappo.reshard.hf_map import OUTPUT_LAYER, Piece, hf_shape, model_parameters
-from megappo.reshard.value_heads import ValueHeadWeights
+from megappo.checkpoint.shards import VALUE_HEAD
+from megappo.errors import RunError, first_of, reason
+from megappo.families.architecture import ArchitectureConfig
+from megappo.families.parameters import OUTPUT_LAYER, Parameter, Piece, model_parameters, pieces
+from megappo.families.weights import ValueHeadWeights, scatter_shard
 
 
 class CheckpointSource:
@@ -45,16 +45,13 @@ class CheckpointSource:
         if not self._sizes:
             raise ValueError(f"{folder} holds no {role}; its run trained none")
         self._parameters = [p for p in model_parameters(arch) if role != "critic" or p.megatron != OUTPUT_LAYER]
-        self._stored = {hf: (name, p.kind) for p in self._parameters for name, hf in stored_names(p)}
-        self._parts: dict[str, list[str]] = {}
-        for hf, (name, _) in self._stored.items():
-            self._parts.setdefault(name, []).append(hf)
-        wanted = self._parts.keys() | set(VALUE_HEAD if role == "critic" else ())
+        self._stored = {hf: (name, p) for p in self._parameters for name, parts in p.stored.items() for hf in parts}
+        wanted = {name for name, _ in self._stored.values()} | set(VALUE_HEAD if role == "critic" else ())
         if wanted != self._sizes.keys():
             strange = sorted(wanted ^ self._sizes.keys())
             raise ValueError(
                 f"the {role} in {folder} is of another architecture than config.json says: "
-                f"{', '.join(strange[:3])} {'is' if len(strange) == 1 else 'are'} in only one of them"
+                f"{first_of(strange, 3)} {'is' if len(strange) == 1 else 'are'} in only one of them"
             )
         self._last: tuple[str, dict[str, Tensor]] = ("", {})
         """The stored tensor that was read last, as the Hugging Face tensors in it: they are asked for, slice by slice,
@@ -68,37 +65,36 @@ class CheckpointSource:
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is what is meant
                 dcp.load(state, storage_reader=self._reader, no_dist=True)
         except CheckpointException as error:
-            reason = " ".join(str(error).split())[:300]
-            raise RunError(f"{self._folder} cannot be read; the run may have deleted it meanwhile: {reason}") from error
+            raise RunError(
+                f"{self._folder} cannot be read; the run may have deleted it meanwhile: {reason(error)}"
+            ) from error
         return state[self._prefix + name]
 
     def _tensor(self, name: str) -> Tensor:
         """A Hugging Face tensor."""
-        stored, kind = self._stored[name]
+        stored, parameter = self._stored[name]
         if self._last[0] != stored:
             self._last = ("", {})  # frees it before the next one is read
-            whole = self._load(stored)
-            self._last = (stored, {part: self._part(part, kind, whole) for part in self._parts[stored]})
+            self._last = (stored, self._parts(stored, parameter))
         return self._last[1][name]
 
-    def _part(self, name: str, kind: str, whole: Tensor) -> Tensor:
-        """A Hugging Face tensor of the stored one that holds it."""
-        arch = self._arch
-        if kind == "qkv" and whole.shape[0] == (arch.heads + 2 * arch.kv_heads) * arch.head_dim:
-            # By key/value group: its queries, its key, its value.
-            queries = arch.heads // arch.kv_heads
-            groups = whole.unflatten(0, (arch.kv_heads, queries + 2, arch.head_dim))
-            first = {"q_proj": 0, "k_proj": queries, "v_proj": queries + 1}[name.split(".")[-2]]
-            whole = groups[:, first : queries if first == 0 else first + 1].flatten(0, 2)
-        if kind == "vocab":
-            whole = whole[: arch.vocab_size]  # rows of padding come after
-        expected = hf_shape(arch, name)
-        if whole.shape != expected:
+    def _parts(self, stored: str, parameter: Parameter) -> dict[str, Tensor]:
+        """The Hugging Face tensors in a stored one."""
+        shapes = {name: parameter.tensors[name] for name in parameter.stored[stored]}
+        (first, shape), rows = next(iter(shapes.items())), sum(shape[0] for shape in shapes.values())
+        whole = self._load(stored)
+        if parameter.kind == "vocab":
+            whole = whole[:rows]  # padding comes after
+        if whole.shape != (rows, *shape[1:]):
             raise ValueError(
-                f"tensor '{name}' in {self._folder} has shape {tuple(whole.shape)}, config.json says {expected}; "
-                "the checkpoint is of another model"
+                f"tensor '{first}' in {self._folder} has shape {tuple(whole.shape)}, config.json says "
+                f"{(rows, *shape[1:])}; the checkpoint is of another model"
             )
-        return whole
+        if len(shapes) == 1:
+            return {first: whole}
+        found = {name: torch.empty(shape) for name, shape in shapes.items()}
+        scatter_shard(whole, pieces(self._arch, parameter, 0, 1, rows), found)
+        return found
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the trunk, and an actor's output layer, in Hugging Face's order and float32."""

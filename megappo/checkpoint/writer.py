@@ -10,7 +10,6 @@ from __future__ import annotations
 import datetime
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,9 @@ from megappo.checkpoint import files
 from megappo.checkpoint.files import CheckpointError, Marker, Stamp
 from megappo.checkpoint.reader import METADATA
 from megappo.config.schema import CheckpointSettings
-from megappo.runtime import Runtime
+from megappo.runtime.objects import attempt, of_all_ranks
+from megappo.runtime.process import Runtime
+from megappo.runtime.waiting import wait_until
 
 _SHARED_SECONDS = 30.0
 
@@ -146,32 +147,28 @@ class CheckpointWriter:
 
     def _together(self, step: int, work: Callable[[], Any]) -> list[Any]:
         """Do a rank's part and wait for all others; raises CheckpointError on every rank where one failed."""
-        result, problem = None, None
-        try:
-            result = work()
-        except (OSError, RuntimeError) as error:  # torch.save raises the second on a full disk
-            problem = str(error)
-        results: list[Any] = [None] * self._runtime.world_size
-        dist.all_gather_object(results, (result, problem), group=self._group)
+        # torch.save raises RuntimeError on a full disk.
+        results = of_all_ranks(attempt(work, (OSError, RuntimeError)), group=self._group)
         for _, reason in results:
-            if reason is not None:
+            if reason:
                 raise self._cannot(step, reason)
         return [value for value, _ in results]
 
     def _cannot(self, step: int, reason: str) -> CheckpointError:
         return CheckpointError(
-            f"the checkpoint of step {step} could not be written in {self._directory}: {reason}; make room or mend the "
+            f"the checkpoint of step {step} could not be written in {self._directory}: {reason}; make room or fix the "
             "folder and start again, the run continues from the checkpoint before it"
         )
 
 
 def _wait_for(folder: Path, marker: Marker) -> None:
     """Until this machine sees what all machines have written. Raises OSError where it does not."""
-    deadline = time.monotonic() + _SHARED_SECONDS
-    while missing := marker.files.keys() - {path.name for path in folder.iterdir()}:
-        if time.monotonic() > deadline:
-            raise OSError(f"{', '.join(sorted(missing))} did not appear; run.directory must be shared by all machines")
-        time.sleep(0.1)
+
+    def missing() -> list[str]:
+        return sorted(marker.files.keys() - {path.name for path in folder.iterdir()})
+
+    if not wait_until(lambda: not missing(), _SHARED_SECONDS, every_seconds=0.1):
+        raise OSError(f"{', '.join(missing())} did not appear; run.directory must be shared by all machines")
 
 
 def _save_synced(value: Any, path: Path) -> None:

@@ -1,20 +1,10 @@
 """Settings: the YAML file, its overrides, the rules, and every number that follows from them."""
 
-from megappo.config.derive import (
-    Derived,
-    ModelShape,
-    RoleNumbers,
-    check_run,
-    derive,
-    derive_run,
-    describe,
-    model_shape,
-    print_table,
-    resolve,
-)
-from megappo.config.errors import ConfigError
+from megappo.config.derive import Derived, RoleNumbers, check_run, derive, derive_run, describe, print_table, resolve
 from megappo.config.load import load_config, save_config
 from megappo.config.schema import Config
+from megappo.errors import ConfigError
+from megappo.families.architecture import ModelShape
 
 __all__ = [
     "Config",
@@ -27,7 +17,6 @@ __all__ = [
     "derive_run",
     "describe",
     "load_config",
-    "model_shape",
     "print_table",
     "resolve",
     "save_config",

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from megappo.algo.aggregation import Aggregation
+from megappo.algo.estimators import NAMES
 from megappo.config.base import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Settings, Text
-
-KLKind = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
-
+from megappo.plugins import check_choice, is_import_path
+from megappo_kernels.objectives import POLICY_LOSSES, KLKind
 
 _DEFAULT_TARGET_NATS = {"token": 0.01, "response": 6.0}
 
@@ -73,15 +74,21 @@ class JumpSettings(Settings):
 
 class AlgorithmSettings(Settings):
     estimator: Text = "gae"
-    """`gae` (with critic), `grpo`, `rloo` or `reinforce_plus_plus` (without)."""
+    """`gae` (with critic), `grpo`, `rloo` or `reinforce_plus_plus` (without), or one of your own:
+    `package.module:function`."""
+    estimator_options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of an estimator of your own."""
     gamma: Fraction = 1.0
     """Discount per token."""
     lam: Fraction = 0.95
     """GAE's lambda."""
     whiten_advantages: bool = True
     """Whiten over the global batch where the estimator allows it."""
-    policy_loss: Literal["clip", "penalty"] = "clip"
-    """PPO-clip, or PPO with an adaptive KL penalty against the old policy."""
+    policy_loss: Text = "clip"
+    """`clip` (PPO-clip), `penalty` (an adaptive KL penalty against the old policy), or one of your own:
+    `package.module:function`."""
+    policy_loss_options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of a policy loss of your own."""
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """Ratios are clipped below at 1 - clip_low."""
     clip_high: PositiveFloat = 0.2
@@ -90,9 +97,7 @@ class AlgorithmSettings(Settings):
     """Lower bound c*A of the objective where A < 0 (Ye et al. 2020); null: off."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
-    loss_aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
-        "token-mean"
-    )
+    loss_aggregation: Aggregation = "token-mean"
     """How token losses become one number, over the global minibatch."""
     kl_in_reward: KLInRewardSettings | None = None
     """KL to the reference subtracted from the token rewards."""
@@ -109,8 +114,21 @@ class AlgorithmSettings(Settings):
     mismatch_warn_nats: PositiveFloat = 0.05
     """Mean |engine - trainer| logprob per token from which a warning is printed."""
     mismatch_stop_nats: PositiveFloat = 1.0
-    """The same from which the run stops."""
+    """Mean |engine - trainer| logprob per token from which the run stops."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """After a non-finite loss or gradient, whose update is never applied: end the run, or go on."""
     jumps: JumpSettings = JumpSettings()
     """Updates that are written to jumps.jsonl with the samples they were made of."""
+
+    @field_validator("estimator", "policy_loss")
+    @classmethod
+    def _is_known(cls, name: str, info: ValidationInfo) -> str:
+        check_choice(name, NAMES if info.field_name == "estimator" else POLICY_LOSSES)
+        return name
+
+    @model_validator(mode="after")
+    def _options_have_a_taker(self) -> AlgorithmSettings:
+        for key, name in (("estimator", self.estimator), ("policy_loss", self.policy_loss)):
+            if getattr(self, f"{key}_options") and not is_import_path(name):
+                raise ValueError(f"{key}_options are for functions of your own, and {key} is '{name}'; remove them")
+        return self

@@ -8,42 +8,25 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from megappo.architecture import ModelShape, padded_vocab_size
 from megappo.config import rules
-from megappo.config.errors import ConfigError
-from megappo.config.rules import Role, format_ranks, kl_target_notes
+from megappo.config.engine import ENGINES
+from megappo.config.grid import Grid
+from megappo.config.model_files import load_architectures
+from megappo.config.rules import RoleSpec, format_ranks, kl_target_notes
 from megappo.config.schema import Config
-from megappo.config.shape import model_shape
+from megappo.errors import ConfigError
+from megappo.families.architecture import ModelShape, padded_vocab_size
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-__all__ = [
-    "Derived",
-    "ModelShape",
-    "RoleNumbers",
-    "check_run",
-    "derive",
-    "derive_run",
-    "describe",
-    "model_shape",
-    "print_table",
-    "resolve",
-    "role_numbers",
-]
 
 
 @dataclass(frozen=True)
 class RoleNumbers:
     """Ranks, sizes and updates of a trained role."""
 
-    ranks: tuple[int, ...]
-    """Global ranks, ascending and without gaps."""
-    tp: int
-    pp: int
+    grid: Grid
     vpp: int
-    dp: int
-    """Data parallel replicas: ranks / (tp * pp)."""
     padded_vocab_size: int
     """Rows of the embedding over all tensor parallel ranks."""
     minibatches_per_step: int
@@ -52,22 +35,11 @@ class RoleNumbers:
     """Minibatches x epochs; `algorithm.target_kl` may end the actor's earlier."""
     total_updates: int
     """Most updates of the run; the actor's begin after the critic's warm-up steps. 0: its length is not known."""
-    ep: int = 1
-
-    @property
-    def first_rank(self) -> int:
-        """Lowest global rank."""
-        return self.ranks[0]
-
-    @property
-    def last_rank(self) -> int:
-        """Highest global rank."""
-        return self.ranks[-1]
 
 
 @dataclass(frozen=True)
 class Derived:
-    """What the settings come to on this world."""
+    """The numbers that follow from the settings on so many ranks."""
 
     world_size: int
     actor: RoleNumbers
@@ -76,8 +48,6 @@ class Derived:
     """Samples of one step over all ranks."""
     max_sequence_tokens: int
     """Longest prompt and response together."""
-    engine_ranks: tuple[int, ...]
-    """Ranks that generate: all."""
     notes: tuple[str, ...]
     """What is allowed but worth knowing, a sentence each."""
     known_steps: int | None = None
@@ -113,8 +83,8 @@ def derive(
     which `run.epochs` are no number of steps yet. Raises ConfigError with a sentence per problem.
     """
     steps = _steps(config, prompts)
-    actor = Role("actor", config.actor, actor_shape)
-    critic = Role("critic", config.critic, critic_shape or actor_shape) if config.critic is not None else None
+    actor = RoleSpec("actor", config.actor, actor_shape)
+    critic = RoleSpec("critic", config.critic, critic_shape or actor_shape) if config.critic is not None else None
     roles = [actor] if critic is None else [actor, critic]
     problems = list(_problems(config, world_size, roles, reference_shape, steps))
     if problems:
@@ -124,9 +94,8 @@ def derive(
         world_size=world_size,
         actor=role_numbers(config, actor, world_size, max(0, (steps or 0) - warmup_steps)),
         critic=role_numbers(config, critic, world_size, steps or 0) if critic is not None else None,
-        batch_sequences=_batch_sequences(config),
-        max_sequence_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
-        engine_ranks=tuple(range(world_size)),
+        batch_sequences=config.rollout.batch_sequences,
+        max_sequence_tokens=config.max_sequence_tokens,
         notes=(*_notes(config, roles), *kl_target_notes(config)),
         known_steps=steps,
         prompts=prompts,
@@ -156,18 +125,12 @@ def check_run(config: Config, world_size: int) -> None:
 
 
 def _derive_from_folders(config: Config, world_size: int, prompts: int | None) -> Derived:
-    trust = config.model.trust_remote_code
-    own_paths = {
-        "critic.path": config.critic.path if config.critic is not None else None,
-        "reference.path": config.reference.path if config.reference is not None else None,
-    }
-    actor = model_shape(config.model.path, trust, key="model.path")
-    shapes = {key: model_shape(path, trust, key=key) for key, path in own_paths.items() if path is not None}
-    return derive(config, world_size, actor, shapes.get("critic.path"), shapes.get("reference.path"), prompts=prompts)
+    shapes = load_architectures(config)
+    return derive(config, world_size, shapes["actor"], shapes.get("critic"), shapes.get("reference"), prompts=prompts)
 
 
 def _problems(
-    config: Config, world_size: int, roles: list[Role], reference_shape: ModelShape | None, steps: int | None
+    config: Config, world_size: int, roles: list[RoleSpec], reference_shape: ModelShape | None, steps: int | None
 ) -> Iterator[str]:
     """All broken rules; those that need a role's replicas are checked only where its ranks are right."""
     yield from rules.algorithm_rules(config)
@@ -179,7 +142,7 @@ def _problems(
         yield from rules.coverage_rules(roles, world_size)
     shaped = {role.name: role for role in roles}
     if reference_shape is not None:
-        shaped["reference"] = Role("actor", config.actor, reference_shape)
+        shaped["reference"] = RoleSpec("actor", config.actor, reference_shape)
     for name, role in shaped.items():
         yield from rules.parallel_rules(role, name)
     yield from rules.vocabulary_rules(config, shaped.values())
@@ -190,46 +153,35 @@ def _problems(
     for role in roles:
         if placed[role.name]:
             continue
-        batch_problems = list(rules.batch_rules(config, role, len(role.ranks(world_size)) // role.model_ranks))
+        batch_problems = list(rules.batch_rules(config, role, world_size))
         yield from batch_problems
         if not batch_problems:
             yield from _warmup_problems(config, role, steps or 0)
 
 
-def _warmup_problems(config: Config, role: Role, steps: int) -> Iterator[str]:
+def _warmup_problems(config: Config, role: RoleSpec, steps: int) -> Iterator[str]:
     if role.name == "actor" and config.critic is not None:
         steps -= config.critic.warmup_steps
     if steps > 0:
-        yield from rules.warmup_rules(role, steps * _updates_per_step(config, role))
+        yield from rules.warmup_rules(role, steps * role.settings.updates(config.rollout.batch_sequences))
 
 
-def _batch_sequences(config: Config) -> int:
-    return config.rollout.prompts_per_step * config.rollout.samples_per_prompt
-
-
-def _updates_per_step(config: Config, role: Role) -> int:
-    return _batch_sequences(config) // role.settings.minibatch_sequences * role.settings.epochs
-
-
-def role_numbers(config: Config, role: Role, world_size: int, steps: int) -> RoleNumbers:
+def role_numbers(config: Config, role: RoleSpec, world_size: int, steps: int) -> RoleNumbers:
     """The numbers of a role that breaks no rule and is updated in `steps` steps."""
-    ranks, tp = role.ranks(world_size), role.layout.tensor_parallel
-    updates_per_step = _updates_per_step(config, role)
+    settings, batch, tp = role.settings, config.rollout.batch_sequences, role.layout.tensor_parallel
     return RoleNumbers(
-        ranks=ranks,
-        tp=tp,
-        pp=role.layout.pipeline_parallel,
+        grid=role.layout.grid(world_size),
         vpp=role.layout.virtual_pipeline_chunks,
-        dp=len(ranks) // role.model_ranks,
         padded_vocab_size=padded_vocab_size(role.shape.vocab_size, tp, config.model.pad_vocab_to_multiple_of),
-        minibatches_per_step=_batch_sequences(config) // role.settings.minibatch_sequences,
-        updates_per_step=updates_per_step,
-        total_updates=steps * updates_per_step,
-        ep=role.layout.expert_parallel,
+        minibatches_per_step=settings.minibatches(batch),
+        updates_per_step=settings.updates(batch),
+        total_updates=steps * settings.updates(batch),
     )
 
 
-def _notes(config: Config, roles: list[Role]) -> Iterator[str]:
+def _notes(config: Config, roles: list[RoleSpec]) -> Iterator[str]:
+    if config.rollout.engine is not None and config.rollout.engine not in ENGINES:
+        yield f"memory and time of rollout.engine '{config.rollout.engine}' are planned as those of the embedded engine"
     if config.data.validation is not None and config.evaluation is None:
         yield "data.validation is for `megappo eval` only, since there is no section evaluation"
     for role in roles:
@@ -280,7 +232,7 @@ def _length_words(config: Config, derived: Derived) -> str:
 
 def _engine_words(config: Config) -> str:
     rollout, servers = config.rollout, config.rollout.servers
-    if rollout.engine != "sglang":
+    if not rollout.has_servers:
         return f"{rollout.engine} on every rank"
     if servers.urls:
         where = f"{len(servers.urls)} servers elsewhere"
@@ -310,8 +262,9 @@ def _role_rows(name: str, config: Config, numbers: RoleNumbers) -> list[tuple[st
     """A role's layout and its updates."""
     settings = config.critic if name == "critic" else config.actor
     assert settings is not None
-    layout = f"ranks {format_ranks(numbers.ranks)}: TP {numbers.tp} x PP {numbers.pp} x DP {numbers.dp}"
-    layout += f", EP {numbers.ep}" if numbers.ep > 1 else ""
+    grid = numbers.grid
+    layout = f"ranks {format_ranks(grid.ranks)}: TP {grid.tp} x PP {grid.pp} x DP {grid.dp}"
+    layout += f", EP {grid.ep}" if grid.ep > 1 else ""
     layout += f", VPP {numbers.vpp}" if numbers.vpp > 1 else ""
     layout += ", sequence parallel" if settings.layout.sequence_parallel else ""
     optimizer = settings.optimizer
@@ -331,8 +284,10 @@ def _algorithm_words(config: Config) -> str:
     words = [f"{algorithm.estimator} (gamma {algorithm.gamma:g}, lambda {algorithm.lam:g})"]
     if algorithm.policy_loss == "clip":
         words.append(f"clip {algorithm.clip_low:g} low, {algorithm.clip_high:g} high")
-    else:
+    elif algorithm.policy_loss == "penalty":
         words.append(f"adaptive penalty towards {algorithm.penalty.target:g} nats per token")
+    else:
+        words.append(f"policy loss {algorithm.policy_loss}")
     if algorithm.kl_in_reward is not None:
         kl = algorithm.kl_in_reward
         aim = f" towards {kl.target_nats:g} nats per {kl.per}" if kl.controller == "adaptive" else ""

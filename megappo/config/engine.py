@@ -8,6 +8,11 @@ from pydantic import Field, model_validator
 
 from megappo.config.base import NonNegativeInt, PositiveFloat, PositiveInt, Processes, Ranks, Seconds, Settings, Text
 
+ENGINES = {
+    "transformers": "megappo.engines.transformers_engine:embedded_engine",
+    "sglang": "megappo.engines.sglang.engine:served_engine",
+}
+"""Names for `rollout.engine`, and the import path of what makes each; see `megappo.engines.protocol.EngineFactory`."""
 CPU_TOKENS = 65536
 """Tokens whose keys and values a server on a CPU holds where no number is set."""
 LEAST_REQUEST_SECONDS = 1800.0
@@ -63,7 +68,7 @@ class SGLangSettings(Settings):
     stall_timeout_seconds: Seconds = 60.0
     """A server that owes answers and gives none for so long is asked for its health, and restarted without it."""
     health_timeout_seconds: Seconds = 60.0
-    """How long it may take to answer that."""
+    """Longest time for the answer to a question about its health."""
     sync_timeout_seconds: Seconds = 300.0
     """Longest time for one request of a weight sync."""
     arguments: dict[str, Any] = Field(default_factory=dict)

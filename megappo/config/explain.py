@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from megappo.config.base import Settings
-from megappo.config.errors import either, nearest_word, shortened, show
 from megappo.config.schema import Config
+from megappo.errors import either, nearest_word, shortened, show
 
 Key = tuple[str, ...]
 

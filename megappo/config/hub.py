@@ -11,12 +11,12 @@ import functools
 import threading
 from pathlib import Path
 
-from megappo.config.errors import ConfigError, one_line, shortened
+from megappo.errors import ConfigError, reason
 
 _TEXTS = ("*.json", "*.model", "*.jinja", "*.txt", "*.py")
 _WEIGHTS = ("*.safetensors",)
-_SUBFOLDERS_WEIGHTS = ("*/*.safetensors",)
-"""Another copy of the weights in another format; a pattern's `*` crosses slashes."""
+_OTHER_COPIES = ("*/*.safetensors", "consolidated*.safetensors")
+"""The weights once more in another format; a pattern's `*` crosses slashes."""
 _PATIENCE_SECONDS = 3.0
 """With a hub that has nothing but news of what the cache holds."""
 
@@ -56,7 +56,7 @@ def _fetch(name: str, key: str, weights: bool) -> Path:
     except (OSError, ValueError, HTTPError) as error:
         raise ConfigError(
             f"{key} '{name}' is neither a folder (from {Path.cwd()}) nor could it be fetched from the hub "
-            f"({shortened(one_line(str(error)), 200)}); check the name, `hf auth login` where it is gated, or give the "
+            f"({reason(error)}); check the name, `hf auth login` where it is gated, or give the "
             "folder of a copy"
         ) from error
 
@@ -67,7 +67,7 @@ def _download(name: str, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = [*_TEXTS, *(_WEIGHTS if weights else ())]
-    return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=list(_SUBFOLDERS_WEIGHTS)))
+    return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=list(_OTHER_COPIES)))
 
 
 def _in_cache(name: str, key: str, weights: bool) -> tuple[Path | None, str]:
@@ -80,7 +80,7 @@ def _in_cache(name: str, key: str, weights: bool) -> tuple[Path | None, str]:
         return None, "it"
     if key != "model.tokenizer" and not (folder / "config.json").exists():
         return folder, "it"
-    return folder, "its weights" if weights and not any(folder.glob("*.safetensors")) else ""
+    return folder, "its weights" if weights and not any(folder.glob("model*.safetensors*")) else ""
 
 
 @functools.cache
@@ -98,7 +98,7 @@ def _silence(endpoint: str, patience_seconds: float) -> str | None:
         except TimeoutException:
             return
         except (HTTPError, InvalidURL, OSError, ValueError) as error:
-            said.append(f"{endpoint} cannot be reached ({shortened(one_line(str(error)) or type(error).__name__)})")
+            said.append(f"{endpoint} cannot be reached ({reason(error, 60)})")
 
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()

@@ -14,11 +14,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from megappo import __version__
-from megappo.config.errors import ConfigError, shortened, show
 from megappo.config.explain import Key, dotted, explain, find_field, names_in, section_of, unknown_key
-from megappo.config.rules import estimator_rules
 from megappo.config.schema import Config
 from megappo.config.yaml_core import DEEPEST_NESTING, LONGEST_TEXT_CHARACTERS, dump_yaml, parse_yaml
+from megappo.errors import ConfigError, shortened, show
 
 _LENGTHS = (("run", "steps"), ("run", "epochs"))
 
@@ -39,13 +38,9 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         _set(data, key, value)
     _replace_length(data, given)
     try:
-        config = Config.model_validate(data)
+        return Config.model_validate(data)
     except ValidationError as error:
         raise ConfigError(explain(error)) from None
-    problems = tuple(estimator_rules(config))
-    if problems:
-        raise ConfigError(problems)
-    return config
 
 
 def save_config(config: Config, path: str | os.PathLike[str]) -> None:

@@ -17,6 +17,7 @@ from megappo.config.base import (
     Ranks,
     Settings,
 )
+from megappo.config.grid import Grid
 
 
 class LayoutSettings(Settings):
@@ -36,6 +37,13 @@ class LayoutSettings(Settings):
     """First global rank of this role."""
     ranks: Ranks | None = None
     """How many ranks the role stands on; default: all from `first_rank`."""
+
+    def grid(self, world_size: int) -> Grid:
+        """Where the role stands; may reach beyond the world, or hold no whole copies, where `placement_rules`
+        complains."""
+        count = self.ranks if self.ranks is not None else max(0, world_size - self.first_rank)
+        ranks = range(self.first_rank, self.first_rank + count)
+        return Grid(ranks, self.tensor_parallel, self.pipeline_parallel, self.expert_parallel)
 
 
 class OptimizerSettings(Settings):
@@ -87,6 +95,14 @@ class TrainedRoleSettings(Settings):
     default: those of the role's model. A run that continues does not read them again."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation: attention only (`selective`) or whole layers (`full`)."""
+
+    def minibatches(self, batch_sequences: int) -> int:
+        """Minibatches in one pass over a step's samples, each an update."""
+        return batch_sequences // self.minibatch_sequences
+
+    def updates(self, batch_sequences: int) -> int:
+        """Updates in a step."""
+        return self.minibatches(batch_sequences) * self.epochs
 
 
 class ActorSettings(TrainedRoleSettings):

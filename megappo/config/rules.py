@@ -10,19 +10,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megappo.architecture import ModelShape
-from megappo.config.errors import divisors, either, nearest_numbers, nearest_word
+from megappo.algo.estimators import NAMES, Estimator, builtin
+from megappo.config.engine import ENGINES
 from megappo.config.roles import ActorSettings, CriticSettings, LayoutSettings
 from megappo.config.schema import Config
+from megappo.errors import divisors, either, nearest_numbers, nearest_word
+from megappo.families.architecture import ModelShape, padded_vocab_size
+from megappo.observe.metric_docs import METRICS
 
-ESTIMATOR_NEEDS_CRITIC = {"gae": True, "grpo": False, "rloo": False, "reinforce_plus_plus": False}
-"""The names in `megappo.algo`, which is not imported here because it brings torch; a test keeps them equal."""
-_GROUP_ESTIMATORS = ("grpo", "rloo")
 _SGLANG_EXPERT_PARALLEL = {"ep", "ep-size", "expert-parallel-size", "moe-a2a-backend", "enable-eplb"}
 
 
 @dataclass(frozen=True)
-class Role:
+class RoleSpec:
     """A trained role's name in the YAML file, its settings and its model."""
 
     name: str
@@ -34,47 +34,29 @@ class Role:
         """The role's parallel layout."""
         return self.settings.layout
 
-    @property
-    def model_ranks(self) -> int:
-        """Ranks that hold one copy of the model."""
-        return self.layout.tensor_parallel * self.layout.pipeline_parallel
 
-    def ranks(self, world_size: int) -> tuple[int, ...]:
-        """Global ranks of the role; may reach beyond the world where `placement_rules` complains."""
-        first = self.layout.first_rank
-        count = self.layout.ranks if self.layout.ranks is not None else max(0, world_size - first)
-        return tuple(range(first, first + count))
-
-
-def estimator_rules(config: Config) -> Iterator[str]:
-    """The estimator's name."""
-    name = config.algorithm.estimator
-    names = list(ESTIMATOR_NEEDS_CRITIC)
-    if name not in names:
+def estimator_rules(config: Config, estimator: Estimator) -> Iterator[str]:
+    """What the estimator needs of the other sections."""
+    if estimator.needs_critic and config.critic is None:
+        without = either(name for name in NAMES if not builtin(name).needs_critic)
+        yield f"algorithm.estimator '{estimator.name}' needs a critic; add the section critic, or set {without}"
+    if not estimator.takes_values and config.critic is not None:
         yield (
-            f"algorithm.estimator is '{name}', must be {either(names)}; the nearest is '{nearest_word(name, names)}'"
+            f"critic is given but algorithm.estimator '{estimator.name}' has none; "
+            "remove it (critic=null) or set algorithm.estimator to gae"
+        )
+    samples = config.rollout.samples_per_prompt
+    if estimator.compares_samples and samples < 2:
+        yield (
+            f"rollout.samples_per_prompt is {samples}, algorithm.estimator '{estimator.name}' compares the samples of "
+            "a prompt; set at least 2"
         )
 
 
 def algorithm_rules(config: Config) -> Iterator[str]:
-    """What the algorithm needs of the other sections."""
-    yield from estimator_rules(config)
-    estimator = config.algorithm.estimator
-    without = [name for name, needs in ESTIMATOR_NEEDS_CRITIC.items() if not needs]
-    needs_critic = ESTIMATOR_NEEDS_CRITIC.get(estimator)
-    if needs_critic and config.critic is None:
-        yield f"algorithm.estimator '{estimator}' needs a critic; add the section critic, or set {either(without)}"
-    if needs_critic is False and config.critic is not None:
-        yield (
-            f"critic is given but algorithm.estimator '{estimator}' has none; "
-            "remove it (critic=null) or set algorithm.estimator to gae"
-        )
-    samples = config.rollout.samples_per_prompt
-    if estimator in _GROUP_ESTIMATORS and samples < 2:
-        yield (
-            f"rollout.samples_per_prompt is {samples}, algorithm.estimator '{estimator}' compares the samples of a "
-            "prompt; set at least 2"
-        )
+    """What the algorithm needs of the other sections; nothing of the user's is imported."""
+    if config.algorithm.estimator in NAMES:
+        yield from estimator_rules(config, builtin(config.algorithm.estimator))
     has_kl = config.algorithm.kl_in_reward is not None or config.algorithm.kl_in_loss is not None
     if has_kl and config.reference is None:
         term = "kl_in_reward" if config.algorithm.kl_in_reward is not None else "kl_in_loss"
@@ -143,8 +125,6 @@ def _keep_best_rules(config: Config) -> Iterator[str]:
     wanted = config.checkpoint.keep_best if config.checkpoint is not None else None
     if wanted is None:
         return
-    from megappo.observe.metric_docs import METRICS
-
     name = wanted.removeprefix("-")
     if name not in METRICS:
         yield (
@@ -153,7 +133,7 @@ def _keep_best_rules(config: Config) -> Iterator[str]:
         )
 
 
-def placement_rules(role: Role, world_size: int) -> Iterator[str]:
+def placement_rules(role: RoleSpec, world_size: int) -> Iterator[str]:
     """A role's ranks lie in the world and hold whole copies of its model."""
     layout, key = role.layout, f"{role.name}.layout"
     if layout.first_rank >= world_size:
@@ -162,16 +142,17 @@ def placement_rules(role: Role, world_size: int) -> Iterator[str]:
             f"set at most {world_size - 1}, or start more processes"
         )
         return
-    ranks = role.ranks(world_size)
+    grid = layout.grid(world_size)
+    ranks = grid.ranks
     if ranks[-1] >= world_size:
         yield (
             f"{key}.first_rank {layout.first_rank} + ranks {len(ranks)} = {ranks[-1] + 1} is above the world size "
             f"{world_size}; set {key}.ranks to {world_size - layout.first_rank}, or start {ranks[-1] + 1} processes"
         )
-    if len(ranks) % role.model_ranks:
+    if len(ranks) % grid.model_ranks:
         yield (
             f"{key}.tensor_parallel {layout.tensor_parallel} x pipeline_parallel {layout.pipeline_parallel} = "
-            f"{role.model_ranks} does not divide its {len(ranks)} ranks; the nearest layouts are "
+            f"{grid.model_ranks} does not divide its {len(ranks)} ranks; the nearest layouts are "
             f"{_nearest_layouts(role, len(ranks))}"
         )
     elif len(ranks) // layout.pipeline_parallel % layout.expert_parallel:
@@ -183,15 +164,15 @@ def placement_rules(role: Role, world_size: int) -> Iterator[str]:
         )
 
 
-def coverage_rules(roles: Iterable[Role], world_size: int) -> Iterator[str]:
+def coverage_rules(roles: Iterable[RoleSpec], world_size: int) -> Iterator[str]:
     """Every rank of the world belongs to a role."""
     roles = list(roles)
-    covered = {rank for role in roles for rank in role.ranks(world_size)}
+    covered = {rank for role in roles for rank in role.layout.grid(world_size).ranks}
     idle = [rank for rank in range(world_size) if rank not in covered]
     if not idle:
         return
     plural = "rank" if len(idle) == 1 else "ranks"
-    layouts = either(f"{role.name}.layout (ranks {format_ranks(role.ranks(world_size))})" for role in roles)
+    layouts = either(f"{role.name}.layout (ranks {format_ranks(role.layout.grid(world_size).ranks)})" for role in roles)
     how = "lower its first_rank" if idle[0] < min(covered) else "`ranks: null` takes all from first_rank"
     remedy = f"widen {layouts}: {how}"
     if idle[0] == len(covered):
@@ -199,16 +180,13 @@ def coverage_rules(roles: Iterable[Role], world_size: int) -> Iterator[str]:
     yield f"{plural} {format_ranks(idle)} of the world size {world_size} would stay idle; {remedy}"
 
 
-def parallel_rules(role: Role, model_name: str) -> Iterator[str]:
+def parallel_rules(role: RoleSpec, model_name: str) -> Iterator[str]:
     """A role's tensor and pipeline parallel sizes fit its model; `model_name` is `actor`, `critic` or `reference`."""
     layout, shape, key = role.layout, role.shape, f"{role.name}.layout"
     tp, pp, vpp = layout.tensor_parallel, layout.pipeline_parallel, layout.virtual_pipeline_chunks
-    sizes = {"heads": shape.heads, "KV heads": shape.kv_heads}
-    if not shape.experts:  # an expert is whole on its ranks
-        sizes["FFN hidden size"] = shape.ffn_hidden_size
-    unfit = [f"{size} ({name})" for name, size in sizes.items() if size % tp]
+    unfit = [f"{size} ({name})" for name, size in shape.shared_sizes.items() if size % tp]
     if unfit:
-        nearest = nearest_numbers(tp, _valid_tensor_parallel(shape))
+        nearest = nearest_numbers(tp, valid_tensor_parallel(shape))
         sizes_words = f"{either(unfit)} of the {model_name} model"
         yield f"{key}.tensor_parallel {tp} does not divide {sizes_words}; the nearest is {nearest}"
     if layout.sequence_parallel and tp == 1:
@@ -228,7 +206,7 @@ def parallel_rules(role: Role, model_name: str) -> Iterator[str]:
     yield from _expert_rules(role, model_name)
 
 
-def _expert_rules(role: Role, model_name: str) -> Iterator[str]:
+def _expert_rules(role: RoleSpec, model_name: str) -> Iterator[str]:
     """Ranks share out experts evenly, and each routes tokens of its own."""
     layout, experts, key = role.layout, role.shape.experts, f"{role.name}.layout"
     ep = layout.expert_parallel
@@ -247,7 +225,7 @@ def _expert_rules(role: Role, model_name: str) -> Iterator[str]:
         )
 
 
-def vocabulary_rules(config: Config, roles: Iterable[Role]) -> Iterator[str]:
+def vocabulary_rules(config: Config, roles: Iterable[RoleSpec]) -> Iterator[str]:
     """Tensor parallel ranks share the padded vocabulary evenly."""
     multiple = config.model.pad_vocab_to_multiple_of
     if multiple == 1:
@@ -255,7 +233,8 @@ def vocabulary_rules(config: Config, roles: Iterable[Role]) -> Iterator[str]:
     roles = list(roles)
     common = math.lcm(*(role.layout.tensor_parallel for role in roles))
     for role in roles:
-        tp, padded = role.layout.tensor_parallel, -(-role.shape.vocab_size // multiple) * multiple
+        tp = role.layout.tensor_parallel
+        padded = padded_vocab_size(role.shape.vocab_size, tp, multiple)
         if padded % tp:
             below, above = multiple // common * common, -(-multiple // common) * common
             yield (
@@ -265,9 +244,9 @@ def vocabulary_rules(config: Config, roles: Iterable[Role]) -> Iterator[str]:
             )
 
 
-def batch_rules(config: Config, role: Role, dp: int) -> Iterator[str]:
+def batch_rules(config: Config, role: RoleSpec, world_size: int) -> Iterator[str]:
     """A role's minibatches and microbatches fit the step's samples."""
-    batch = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    batch, dp = config.rollout.batch_sequences, role.layout.grid(world_size).dp
     size, key = role.settings.minibatch_sequences, f"{role.name}.minibatch_sequences"
     valid = [d for d in divisors(batch) if d >= dp]
     nearest = f"the nearest is {nearest_numbers(size, valid)}" if valid else "raise rollout.prompts_per_step"
@@ -278,7 +257,7 @@ def batch_rules(config: Config, role: Role, dp: int) -> Iterator[str]:
             f"{key} {size} does not divide the step's {batch} samples (rollout.prompts_per_step "
             f"{config.rollout.prompts_per_step} x samples_per_prompt {config.rollout.samples_per_prompt}); {nearest}"
         )
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    longest = config.max_sequence_tokens
     if role.settings.microbatch_budget_tokens < longest:
         yield (
             f"{role.name}.microbatch_budget_tokens {role.settings.microbatch_budget_tokens} is below the longest "
@@ -287,7 +266,7 @@ def batch_rules(config: Config, role: Role, dp: int) -> Iterator[str]:
         )
 
 
-def warmup_rules(role: Role, total_updates: int) -> Iterator[str]:
+def warmup_rules(role: RoleSpec, total_updates: int) -> Iterator[str]:
     """The learning rate reaches its peak."""
     warmup = role.settings.optimizer.warmup_updates
     if warmup and warmup >= total_updates:
@@ -316,8 +295,15 @@ def length_rules(config: Config, shapes: dict[str, ModelShape]) -> Iterator[str]
 
 
 def engine_rules(config: Config, world_size: int) -> Iterator[str]:
-    """Every rank's embedded engine gets a prompt."""
-    prompts = config.rollout.prompts_per_step
+    """Every rank gets a prompt, and what is generated ahead is weighted for it."""
+    rollout, prompts = config.rollout, config.rollout.prompts_per_step
+    if rollout.ahead and rollout.engine == "transformers":
+        yield f"rollout.ahead is 1, but the engine '{rollout.engine}' has no processes of its own; set it to 0"
+    elif rollout.ahead and config.algorithm.old_logprob == "decoupled":
+        yield (
+            "rollout.ahead is 1, so weights before the last update sample, which algorithm.old_logprob 'decoupled' "
+            "takes no account of; set it to corrected or bypass, or rollout.ahead to 0"
+        )
     if prompts < world_size:
         yield (
             f"rollout.prompts_per_step {prompts} is below the world size {world_size}, and every rank generates; "
@@ -330,24 +316,18 @@ def server_rules(config: Config, shape: ModelShape) -> Iterator[str]:
     rollout = config.rollout
     if rollout.engine is None:
         return
-    if rollout.engine != "sglang":
+    if not rollout.has_servers:
         if rollout.sglang is not None:
+            default = ", which is the default without CUDA" if rollout.engine in ENGINES else ""
             yield (
-                f"rollout.sglang is given but rollout.engine is '{rollout.engine}', which is the default without CUDA; "
+                f"rollout.sglang is given but rollout.engine is '{rollout.engine}'{default}; "
                 "set rollout.engine to sglang, or remove rollout.sglang"
             )
-        if rollout.ahead:
-            yield f"rollout.ahead is 1, but the engine '{rollout.engine}' has no processes of its own; set it to 0"
         return
     if rollout.dtype not in (None, config.model.dtype):
         yield (
             f"rollout.dtype is {rollout.dtype}, but SGLang takes the actor's tensors as they are; "
             f"set it to model.dtype {config.model.dtype}, or remove it"
-        )
-    if rollout.ahead and config.algorithm.old_logprob == "decoupled":
-        yield (
-            "rollout.ahead is 1, so weights before the last update sample, which algorithm.old_logprob 'decoupled' "
-            "takes no account of; set it to corrected or bypass, or rollout.ahead to 0"
         )
     if rollout.when_stopped == "keep" and not rollout.servers.deterministic:
         yield (
@@ -360,7 +340,7 @@ def server_rules(config: Config, shape: ModelShape) -> Iterator[str]:
     if shape.kv_heads % tp and tp % shape.kv_heads:
         unfit.append(f"{shape.kv_heads} (KV heads)")
     if unfit:
-        nearest = nearest_numbers(tp, _valid_tensor_parallel(shape))
+        nearest = nearest_numbers(tp, valid_tensor_parallel(shape))
         yield f"rollout.sglang.tensor_parallel {tp} does not divide {either(unfit)}; the nearest is {nearest}"
     for name in _SGLANG_EXPERT_PARALLEL & set(rollout.servers.arguments) if shape.experts else ():
         yield (
@@ -380,22 +360,27 @@ def format_ranks(ranks: Iterable[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs) or "none"
 
 
-def _valid_tensor_parallel(shape: ModelShape) -> list[int]:
-    return divisors(math.gcd(shape.heads, shape.kv_heads, 0 if shape.experts else shape.ffn_hidden_size))
+def valid_tensor_parallel(shape: ModelShape) -> list[int]:
+    """Tensor parallel sizes of a role with such a model, ascending."""
+    return divisors(math.gcd(*shape.shared_sizes.values()))
 
 
-def _nearest_layouts(role: Role, ranks: int) -> str:
+def _nearest_layouts(role: RoleSpec, ranks: int) -> str:
     """The two tensor x pipeline sizes nearest to the role's that divide its ranks and fit its model."""
     tp, pp = role.layout.tensor_parallel, role.layout.pipeline_parallel
     fitting = [
-        (t, p) for t in _valid_tensor_parallel(role.shape) for p in divisors(role.shape.layers) if ranks % (t * p) == 0
+        (t, p) for t in valid_tensor_parallel(role.shape) for p in divisors(role.shape.layers) if ranks % (t * p) == 0
     ]
-    nearest = sorted(fitting, key=lambda pair: (abs(pair[0] - tp) + abs(pair[1] - pp), pair))[:2]
-    return either(f"{t} x {p}" for t, p in nearest)
+    return _nearest_pairs((tp, pp), fitting)
 
 
 def _nearest_pipelines(pp: int, vpp: int, layers: int) -> str:
     """The two pipeline x chunk sizes nearest to the given ones that divide the layers."""
     fitting = [(p, v) for p in divisors(layers) for v in divisors(layers // p) if v == 1 or (p > 1 and vpp > 1)]
-    nearest = sorted(fitting, key=lambda pair: (abs(pair[0] - pp) + abs(pair[1] - vpp), pair))[:2]
-    return either(f"{p} x {v}" for p, v in nearest)
+    return _nearest_pairs((pp, vpp), fitting)
+
+
+def _nearest_pairs(wanted: tuple[int, int], choices: Iterable[tuple[int, int]]) -> str:
+    """`2 x 1 or 1 x 2`: the two choices that change least."""
+    nearest = sorted(choices, key=lambda pair: (sum(abs(a - b) for a, b in zip(pair, wanted, strict=True)), pair))
+    return either(f"{first} x {second}" for first, second in nearest[:2])

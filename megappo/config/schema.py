@@ -28,12 +28,13 @@ from megappo.config.base import (
     TokenIds,
     WholeSeconds,
 )
-from megappo.config.engine import SGLangSettings
-from megappo.config.errors import show
+from megappo.config.engine import ENGINES, SGLangSettings
 from megappo.config.roles import ActorSettings, CriticSettings, ReferenceSettings
+from megappo.errors import show
+from megappo.plugins import check_choice
 
 PHASES = (
-    "start", "rollout", "reward", "score", "advantages", "update_critic", "update_actor", "sync", "evaluate",
+    "start", "rollout", "reward", "forward", "advantages", "update_critic", "update_actor", "sync", "evaluate",
     "checkpoint", "export",
 )  # fmt: skip
 """What the watchdog tells apart; each lasts until the next begins."""
@@ -108,6 +109,8 @@ class ModelSettings(Settings):
     """Hugging Face folder or hub name: config.json, tokenizer and (with `init: pretrained`) safetensors."""
     init: Literal["pretrained", "random"] = "pretrained"
     """`random` draws the weights from the configuration's `initializer_range` and the run's seed."""
+    family: Text | None = None
+    """A model family of your own beside ours, as `package.module:FAMILY`; `model_type` of config.json chooses."""
     tokenizer: PathText | None = None
     """Folder or hub name of the tokenizer; default: `path`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -118,9 +121,13 @@ class ModelSettings(Settings):
     """Allow Python code from the model folder to run."""
 
 
+OLD_PYTHON_PREFIX = "python:"
+"""Of import paths in settings of before every plug-in was named in the same way."""
+
+
 class DataSourceSettings(Settings):
     source: PathText
-    """`FILE.jsonl`, `FILE.parquet` (verl's schema), `reasoning_gym:TASK`, or `python:package.module:function`."""
+    """`FILE.jsonl`, `FILE.parquet` (verl's schema), `reasoning_gym:TASK`, or `package.module:function`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the reasoning-gym task or the Python function."""
     prompt_key: Text = "prompt"
@@ -129,6 +136,11 @@ class DataSourceSettings(Settings):
     """jsonl field with the reference answer handed to the reward."""
     limit: PositiveInt | None = None
     """Use only the first so many records."""
+
+    @field_validator("source")
+    @classmethod
+    def _one_form_of_import_paths(cls, source: str) -> str:
+        return source.removeprefix(OLD_PYTHON_PREFIX)
 
 
 class DataSettings(Settings):
@@ -149,11 +161,13 @@ class DataSettings(Settings):
 
 
 class RolloutSettings(Settings):
-    engine: Literal["transformers", "sglang"] | None = None
-    """`sglang`: servers that every rank sends its prompts to. `transformers`: embedded in every rank. Default: sglang
-    on CUDA, transformers on a CPU."""
+    engine: Text | None = None
+    """`sglang`: servers that every rank sends its prompts to. `transformers`: embedded in every rank. Or one of your
+    own: `package.module:Class`. Default: sglang on CUDA, transformers on a CPU."""
+    engine_options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of an engine of your own."""
     ahead: Literal[0, 1] = 0
-    """1: generate the next step's responses during a step's updates, one update behind (SGLang only)."""
+    """1: generate the next step's responses during a step's updates, one update behind (not with `transformers`)."""
     prompts_per_step: int = Field(gt=0, le=2**24)
     """Prompts in one PPO step over all ranks."""
     samples_per_prompt: int = Field(default=1, gt=0, le=2**16)
@@ -180,9 +194,19 @@ class RolloutSettings(Settings):
     sglang: SGLangSettings | None = None
     """Servers of `engine: sglang`; default: one that lives beside the trainers, on GPUs one per rank."""
 
-    def engine_on(self, *, on_cuda: bool) -> Literal["transformers", "sglang"]:
+    @property
+    def batch_sequences(self) -> int:
+        """Samples of one step over all ranks."""
+        return self.prompts_per_step * self.samples_per_prompt
+
+    def engine_on(self, *, on_cuda: bool) -> str:
         """The engine, by default that of the device."""
         return self.engine or ("sglang" if on_cuda else "transformers")
+
+    @property
+    def has_servers(self) -> bool:
+        """Whether SGLang servers generate, in settings that `resolve` has completed."""
+        return self.engine == "sglang"
 
     @property
     def servers(self) -> SGLangSettings:
@@ -193,6 +217,13 @@ class RolloutSettings(Settings):
         """Whether servers give their memory to the trainers between rollouts: on shared GPUs, where nothing is
         generated meanwhile."""
         return on_cuda and self.servers.placement == "colocated" and self.servers.sleep and not self.ahead
+
+    @field_validator("engine")
+    @classmethod
+    def _engine_is_known(cls, engine: str | None) -> str | None:
+        if engine is not None:
+            check_choice(engine, ENGINES)
+        return engine
 
     @model_validator(mode="after")
     def _no_truncated_sampling(self) -> RolloutSettings:
@@ -223,6 +254,10 @@ class RewardSettings(Settings):
     """The run stops when more than this fraction of a step's rewards failed."""
     model_path: PathText | None = None
     """Folder of the reward model (AutoModelForSequenceClassification) for `function: model`."""
+
+    def model_dtype(self, *, on_cuda: bool) -> Literal["float32", "bfloat16"]:
+        """Type in which a reward model computes."""
+        return "bfloat16" if on_cuda else "float32"
 
     @model_validator(mode="after")
     def _model_has_path(self) -> RewardSettings:
@@ -294,3 +329,8 @@ class Config(Settings):
     """What a stopped run continues from; null: nothing."""
     logging: LoggingSettings = LoggingSettings()
     """What is written and shown."""
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Longest prompt and response together, evaluation aside."""
+        return self.data.max_prompt_tokens + self.rollout.max_response_tokens

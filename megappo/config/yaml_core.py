@@ -12,13 +12,13 @@ from __future__ import annotations
 import re
 from typing import Any, ClassVar
 
-import yaml  # type: ignore[import-untyped]
+import yaml
 
-from megappo.config.errors import ConfigError, shortened
+from megappo.errors import ConfigError, shortened
 
 LONGEST_TEXT_CHARACTERS = 100_000
 DEEPEST_NESTING = 50
-"""Sections and lists inside each other."""
+"""Most levels of sections and lists inside each other."""
 _MOST_VALUES = 5_000
 _LONGEST_INT_CHARACTERS = 40
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
@@ -38,7 +38,7 @@ _CORE_SCALARS = (
 )
 
 
-class _Refused(yaml.MarkedYAMLError):  # type: ignore[misc]
+class _Refused(yaml.MarkedYAMLError):
     """Valid YAML, but no settings."""
 
     def __init__(self, problem: str, mark: Any) -> None:

@@ -10,16 +10,13 @@ from transformers import PreTrainedTokenizerBase
 
 from megappo.config.schema import DataSettings, DataSourceSettings
 from megappo.data.sources import Chat, Record, checked_text, read_records
-from megappo.rewards.registry import on_one_line
-from megappo.types import Prompt
+from megappo.plugins import users_code
+from megappo.types import CHAT_MESSAGES, Prompt
 
-_WHOLE_CHARACTERS = 1_000_000
-"""Prompts up to here are always tokenised whole."""
-_END_CHARACTERS, _END_CHARACTERS_PER_TOKEN = 100_000, 16
+WHOLE_CHARACTERS = 1_000_000
+"""Characters up to which a prompt is always tokenised whole; of a longer one its end may do."""
+END_CHARACTERS, END_CHARACTERS_PER_TOKEN = 100_000, 16
 """Of a longer prompt's end, at first: the larger of both, the second for each token of the limit."""
-
-CHAT_MESSAGES = "chat_messages"
-"""Metadata key of the messages a prompt was rendered from, for reward models with a template of their own."""
 
 
 class PromptDataset:
@@ -68,7 +65,7 @@ class PromptDataset:
 
     def _token_ids(self, texts: Sequence[str]) -> list[list[int]]:
         """Of each text; of a very long one that is over the limit only those of its end, which are over it too."""
-        whole = [text if len(text) <= _WHOLE_CHARACTERS else self._end_over_limit(text) for text in texts]
+        whole = [text if len(text) <= WHOLE_CHARACTERS else self._end_over_limit(text) for text in texts]
         # A rendered template holds its special tokens already.
         add_special_tokens = not self._settings.apply_chat_template
         ids: list[list[int]] = self._tokenizer(whole, add_special_tokens=add_special_tokens)["input_ids"]
@@ -81,7 +78,7 @@ class PromptDataset:
         far from it. A hundred megabytes would be tokenised for minutes.
         """
         limit = self._settings.max_prompt_tokens
-        characters = max(_END_CHARACTERS, _END_CHARACTERS_PER_TOKEN * limit)
+        characters = max(END_CHARACTERS, END_CHARACTERS_PER_TOKEN * limit)
         while characters < len(text):
             end = text[-characters:]
             if len(self._tokenizer(end, add_special_tokens=False)["input_ids"]) > 2 * limit:
@@ -106,14 +103,11 @@ class PromptDataset:
         return messages
 
     def _render(self, index: int, messages: Chat) -> str:
-        try:
+        where = f"prompt {index} of '{self._source}'"
+        remedy = "fix its messages, data.system_prompt or the template"
+        with users_code(f"the chat template refuses {where}", remedy):
             text = str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        except Exception as error:  # a template is a program of its author's, which objects or fails with anything
-            raise ValueError(
-                f"the chat template refuses prompt {index} of '{self._source}' ({type(error).__name__}: "
-                f"{on_one_line(error)}); fix its messages, data.system_prompt or the template"
-            ) from error
-        return checked_text(text, f"prompt {index} of '{self._source}'", "rendered chat")
+        return checked_text(text, where, "rendered chat")
 
     def _fit(self, prompt: Prompt) -> Prompt | None:
         """The prompt within `max_prompt_tokens`; None where it is dropped."""
@@ -125,7 +119,7 @@ class PromptDataset:
             return prompt
         match self._settings.overlong_prompts:
             case "error":
-                least = "at least " if len(prompt.text) > _WHOLE_CHARACTERS else ""
+                least = "at least " if len(prompt.text) > WHOLE_CHARACTERS else ""
                 raise ValueError(
                     f"{where} has {least}{length} tokens, more than data.max_prompt_tokens {limit}; "
                     "raise it, or set data.overlong_prompts: drop"

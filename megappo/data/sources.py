@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import json
 import math
 import numbers
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megappo.config.schema import DataSourceSettings
-from megappo.rewards.registry import load_function, on_one_line
+from megappo.errors import nearest_word, reason, shortened
+from megappo.plugins import check_call, is_import_path, load_function, users_code
 
 if TYPE_CHECKING:
     import pyarrow
 
 _ROLES = ("system", "user", "assistant", "tool")
 _SHOWN_CHARACTERS = 80
+_KEEP_PLAIN = "keep plain values in the record"
 
 Chat = list[dict[str, Any]]
 
@@ -37,7 +36,7 @@ class Record:
 
 
 Located = Iterator[tuple[str, Record]]
-"""Records, each with the words that name its place."""
+"""Records, each with the words for errors that name its place, such as `train.jsonl line 3`."""
 
 
 def read_records(settings: DataSourceSettings) -> list[Record]:
@@ -67,12 +66,12 @@ def _open(settings: DataSourceSettings) -> Located:
     source = settings.source
     if source.startswith("reasoning_gym:"):
         return _reasoning_gym(source.removeprefix("reasoning_gym:"), settings.options)
-    if source.startswith("python:"):
-        return _python(source.removeprefix("python:"), settings.options)
     if not source.endswith((".jsonl", ".parquet")):
+        if is_import_path(source):
+            return _python(source, settings.options)
         raise ValueError(
             f"data source '{source}' is of no known kind; "
-            "use FILE.jsonl, FILE.parquet, reasoning_gym:TASK or python:package.module:function"
+            "use FILE.jsonl, FILE.parquet, reasoning_gym:TASK or package.module:function"
         )
     if settings.options:
         raise ValueError(f"data source '{source}' is a file and takes no options, got {settings.options}; remove them")
@@ -88,18 +87,7 @@ def _show(value: object) -> str:
         text = repr(value)
     except Exception as error:  # noqa: BLE001 - a user's class, or a number with more digits than Python writes
         text = f"a {type(value).__name__} whose repr raises {type(error).__name__}"
-    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
-
-
-@contextmanager
-def _users_objects(problem: str) -> Iterator[None]:
-    """Errors of objects that a user's code made, as the sentence that begins with `problem`."""
-    try:
-        yield
-    except (Exception, SystemExit) as error:  # a mapping may compute what it holds, a class how it is pickled
-        raise ValueError(
-            f"{problem} ({type(error).__name__}: {on_one_line(error)}); keep plain values in the record"
-        ) from error
+    return shortened(text, _SHOWN_CHARACTERS)
 
 
 def _plain(mapping: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,7 +97,7 @@ def _plain(mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_sendable(metadata: dict[str, Any], where: str) -> None:
     """Raises ValueError for metadata that no reward worker can be sent: at once, not in the first step."""
-    with _users_objects(f"{where}: the metadata cannot be sent to a reward worker"):
+    with users_code(f"{where}: the metadata cannot be sent to a reward worker", _KEEP_PLAIN):
         pickle.dumps(metadata)
 
 
@@ -120,8 +108,8 @@ def _checked_prompt(prompt: Any, where: str) -> str | Chat:
             raise ValueError(f"{where}: the prompt is empty; remove the record")
         return checked_text(prompt, where, "prompt")
     if not isinstance(prompt, list) or not prompt:
-        raise ValueError(f"{where}: the prompt is {_show(prompt)}, must be a text or a list of chat messages; mend it")
-    with _users_objects(f"{where}: a chat message cannot be read"):
+        raise ValueError(f"{where}: the prompt is {_show(prompt)}, must be a text or a list of chat messages; fix it")
+    with users_code(f"{where}: a chat message cannot be read", _KEEP_PLAIN):
         plain = [_plain(message) if isinstance(message, Mapping) else message for message in prompt]
     messages = [_checked_message(message, where) for message in plain]
     if messages[-1]["role"] == "assistant":
@@ -131,11 +119,11 @@ def _checked_prompt(prompt: Any, where: str) -> str | Chat:
 
 def _checked_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-        raise ValueError(f"{where}: chat message {_show(message)} must be an object with role and content; mend it")
+        raise ValueError(f"{where}: chat message {_show(message)} must be an object with role and content; fix it")
     if message["role"] not in _ROLES:
         raise ValueError(f"{where}: chat role {_show(message['role'])} must be one of {', '.join(_ROLES)}; change it")
     if not isinstance(message["content"], str):
-        raise ValueError(f"{where}: chat content {_show(message['content'])} must be a text; mend it")
+        raise ValueError(f"{where}: chat content {_show(message['content'])} must be a text; fix it")
     checked_text(message["content"], where, "prompt")
     # parquet fills the fields that only other messages have with None
     return {key: value for key, value in message.items() if value is not None}
@@ -146,7 +134,7 @@ def checked_text(text: str, where: str, name: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(f"{where}: the {name} holds half a surrogate pair ({error.reason}); mend the text") from error
+        raise ValueError(f"{where}: the {name} holds half a surrogate pair ({error.reason}); fix the text") from error
     return text
 
 
@@ -156,10 +144,10 @@ def _checked_answer(answer: Any, where: str) -> str | None:
     if isinstance(answer, str):
         return checked_text(answer, where, "answer")
     is_number = isinstance(answer, numbers.Real) and not isinstance(answer, bool)  # numpy's numbers too
-    with _users_objects(f"{where}: the answer cannot be written as a text"):
+    with users_code(f"{where}: the answer cannot be written as a text", _KEEP_PLAIN):
         if is_number and (isinstance(answer, numbers.Rational) or math.isfinite(answer)):
             return str(answer)
-    raise ValueError(f"{where}: the answer is {_show(answer)}, must be a text or a finite number; mend it")
+    raise ValueError(f"{where}: the answer is {_show(answer)}, must be a text or a finite number; fix it")
 
 
 def _jsonl(path: Path, settings: DataSourceSettings) -> Located:
@@ -169,8 +157,8 @@ def _jsonl(path: Path, settings: DataSourceSettings) -> Located:
             continue
         fields = _json_object(line, where)
         if settings.prompt_key not in fields:
-            near = difflib.get_close_matches(settings.prompt_key, fields, n=1, cutoff=0.5)
-            hint = f"'{near[0]}'" if near else ", ".join(fields) or "none at all"
+            near = nearest_word(settings.prompt_key, fields, cutoff=0.5)
+            hint = f"'{near}'" if near else ", ".join(fields) or "none at all"
             raise ValueError(f"{where} has no field '{settings.prompt_key}', but {hint}; set the source's prompt_key")
         rest = {k: v for k, v in fields.items() if k not in (settings.prompt_key, settings.answer_key)}
         prompt = _checked_prompt(fields[settings.prompt_key], where)
@@ -190,11 +178,11 @@ def _json_object(line: bytes, where: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{where} is not UTF-8 (byte {error.start}); convert the file") from error
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is not JSON ({error.msg} at column {error.colno}); mend or remove it") from error
+        raise ValueError(f"{where} is not JSON ({error.msg} at column {error.colno}); fix or remove it") from error
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits, brackets in brackets
-        raise ValueError(f"{where} is JSON beyond what Python reads ({error}); mend or remove it") from error
+        raise ValueError(f"{where} is JSON beyond what Python reads ({error}); fix or remove it") from error
     if not isinstance(fields, dict):
-        raise ValueError(f'{where} holds {_show(fields)}, must be an object like {{"prompt": ...}}; mend it')
+        raise ValueError(f'{where} holds {_show(fields)}, must be an object like {{"prompt": ...}}; fix it')
     return fields
 
 
@@ -207,8 +195,7 @@ def _parquet(path: Path) -> Located:
         table = parquet.read_table(path)
         columns = table.column_names
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: names that are not UTF-8
-        reason = str(error).split(".")[0]
-        raise ValueError(f"{path} is not a readable parquet file ({reason}); write it again") from error
+        raise ValueError(f"{path} is not a readable parquet file ({reason(error)}); write it again") from error
     missing = {"data_source", "prompt", "reward_model"} - set(columns)
     if missing:
         raise ValueError(
@@ -233,9 +220,9 @@ def _rows(table: pyarrow.Table, path: Path) -> Iterator[dict[str, Any]]:
 
 def _row(batch: pyarrow.RecordBatch, i: int, where: str) -> dict[str, Any]:
     try:
-        return batch.slice(i, 1).to_pylist()[0]  # type: ignore[no-any-return]
+        return batch.slice(i, 1).to_pylist()[0]
     except (ValueError, OverflowError) as error:
-        raise ValueError(f"{where} holds a value that cannot be read ({on_one_line(error)}); mend it") from error
+        raise ValueError(f"{where} holds a value that cannot be read ({reason(error)}); fix it") from error
 
 
 def _parquet_record(row: dict[str, Any], where: str) -> Record:
@@ -254,8 +241,7 @@ def _reasoning_gym(task: str, options: dict[str, Any]) -> Located:
     except ImportError as error:
         raise ValueError("reasoning-gym tasks need a library; pip install 'megappo[tasks]'") from error
     if task not in DATASETS:
-        nearest = difflib.get_close_matches(task, DATASETS, n=1, cutoff=0.0)[0]
-        raise ValueError(f"reasoning-gym has no task '{task}'; did you mean '{nearest}'?")
+        raise ValueError(f"reasoning-gym has no task '{task}'; did you mean '{nearest_word(task, DATASETS)}'?")
     options = {"seed": 0, **options}  # its default is a random seed, so every rank would have other prompts
     for name in ("seed", "size"):
         value = options.get(name, 0)
@@ -272,25 +258,16 @@ def _entries(task: str, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """What a task generates, its objections to the options as sentences."""
     import reasoning_gym
 
-    try:
+    with users_code(f"reasoning-gym task '{task}' refuses the options {options}", "fix them"):
         dataset = reasoning_gym.create_dataset(task, **options)
         yield from (dataset[number] for number in range(len(dataset)))
-    except Exception as error:  # each task has its own code and its own way to object
-        raise ValueError(
-            f"reasoning-gym task '{task}' refuses the options {options} ({on_one_line(error)}); mend them"
-        ) from error
 
 
 def _python(path: str, options: dict[str, Any]) -> Located:
     function = load_function(path, "data source")
-    try:
-        inspect.signature(function).bind(**options)
-    except TypeError as error:
-        raise ValueError(
-            f"data source 'python:{path}' cannot be called with the options {options} ({error}); mend its options"
-        ) from error
+    check_call(function, (), options, what=f"data source '{path}'", remedy="change its options")
     for number, fields in enumerate(_produced(function, path, options)):
-        where = f"python:{path} record {number}"
+        where = f"{path} record {number}"
         yield where, _python_record(fields, where)
 
 
@@ -298,26 +275,21 @@ def _python_record(fields: Any, where: str) -> Record:
     """A record in plain types; only the fields that mean something here are read."""
     given: dict[str, Any] = {}
     if isinstance(fields, Mapping):
-        with _users_objects(f"{where} cannot be read"):
+        with users_code(f"{where} cannot be read", _KEEP_PLAIN):
             given = {name: fields[name] for name in ("prompt", "answer", "metadata") if name in fields}
     if "prompt" not in given:
         raise ValueError(
-            f"{where} is {_show(fields)}, must be a mapping with prompt, answer and perhaps metadata; mend it"
+            f"{where} is {_show(fields)}, must be a mapping with prompt, answer and perhaps metadata; fix it"
         )
     metadata = given.get("metadata")
-    with _users_objects(f"{where}: the metadata cannot be read"):
+    with users_code(f"{where}: the metadata cannot be read", _KEEP_PLAIN):
         metadata = _plain(metadata) if isinstance(metadata, Mapping) else metadata or {}
     if not isinstance(metadata, dict):
-        raise ValueError(f"{where}: the metadata are {_show(metadata)}, must be a mapping; mend them")
+        raise ValueError(f"{where}: the metadata are {_show(metadata)}, must be a mapping; fix them")
     return Record(_checked_prompt(given["prompt"], where), _checked_answer(given.get("answer"), where), metadata)
 
 
 def _produced(function: Callable[..., Any], path: str, options: dict[str, Any]) -> Iterator[Any]:
     """What a user's function yields, its exceptions as sentences."""
-    try:
+    with users_code(f"data source '{path}' failed", "fix the function or its options"):
         yield from function(**options)
-    except (Exception, SystemExit) as error:  # whatever a user's function raises
-        raise ValueError(
-            f"data source 'python:{path}' failed with {type(error).__name__}: {on_one_line(error)}; "
-            "mend the function or its options"
-        ) from error

@@ -10,8 +10,8 @@ from pathlib import Path
 from megappo.config import Config
 from megappo.doctor.findings import Finding, broken, fine, slow
 from megappo.errors import RunError
-from megappo.launchers import Ranks
-from megappo.runtime.process import device_index
+from megappo.runtime.device import device_index
+from megappo.runtime.launchers import Ranks
 
 _INFINIBAND = Path("/sys/class/infiniband")
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -106,7 +106,7 @@ def _infiniband() -> Finding:
     if len(active) < len(ports):
         words = f"{len(active)} of {len(ports)} InfiniBand ports are active"
         state = slow if active else broken
-        return state("network", words, "ask for the cables or ports to be mended (ibstat)")
+        return state("network", words, "ask for the cables or ports to be fixed (ibstat)")
     return fine("network", f"{len(active)} active InfiniBand ports")
 
 

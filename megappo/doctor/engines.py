@@ -13,20 +13,20 @@ import torch
 from megappo.config import Config
 from megappo.doctor import machine
 from megappo.doctor.findings import Finding, broken, fine
-from megappo.launchers import Ranks
-from megappo.plan import Models
-from megappo.plan.inputs import make_setup
+from megappo.engines.sglang.client import Endpoint, ServerFailure, call
+from megappo.engines.sglang.fleet import KEY_VARIABLE
+from megappo.plan.inputs import Models, make_setup
 from megappo.plan.memory import bucket_bytes
-from megappo.rollout.sglang.client import Endpoint, EngineFailure, call
-from megappo.rollout.sglang.fleet import KEY_VARIABLE
+from megappo.runtime.launchers import Ranks
+from megappo.runtime.store import listening_problem
 
 _REACH_SECONDS = 3.0
 _ANSWER_SECONDS = 10.0
 
 
 def engine_findings(config: Config, models: Models, ranks: Ranks, world_size: int) -> Iterator[Finding]:
-    """Nothing with the embedded engine."""
-    if config.rollout.engine != "sglang":
+    """Findings on SGLang's servers; none where the settings choose another engine."""
+    if not config.rollout.has_servers:
         return
     settings = config.rollout.servers
     if not torch.cuda.is_available():
@@ -61,11 +61,11 @@ def server_finding(url: str, key: str) -> Finding:
         socket.create_connection((parts.hostname or "", parts.port or 80), timeout=_REACH_SECONDS).close()
     except OSError as error:
         words = f"{url} of rollout.sglang.urls cannot be reached ({error.strerror or error})"
-        return broken("engines", words, "start it there (megappo serve), or mend the address")
+        return broken("engines", words, "start it there (megappo serve), or fix the address")
     try:
         endpoint = Endpoint(0, url.rstrip("/"), key, 0)
         answer = call(endpoint, "/model_info", timeout_seconds=_ANSWER_SECONDS, method="GET")
-    except EngineFailure as failure:
+    except ServerFailure as failure:
         if "(401)" in str(failure):
             remedy = f"set {KEY_VARIABLE} to the key that it was started with"
             return broken("engines", f"{url} of rollout.sglang.urls refuses the key in {KEY_VARIABLE}", remedy)
@@ -78,10 +78,7 @@ def server_finding(url: str, key: str) -> Finding:
 
 def _addresses(wanted: dict[str, str]) -> Iterator[Finding]:
     for name, address in wanted.items():
-        try:
-            found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-            with socket.socket(found[0], found[1]) as probe:
-                probe.bind(found[4])
-        except OSError as error:
-            words = f"{name} is {address}, which is no address of this machine ({error.strerror})"
+        problem = listening_problem(address, 0)
+        if problem is not None:
+            words = f"{name} is {address}, which is no address of this machine ({problem})"
             yield broken("engines", words, "set it to one that `ip address` lists, or remove it")

@@ -35,17 +35,17 @@ class Finding:
 
 
 def fine(check: str, words: str) -> Finding:
-    """Nothing to do."""
+    """A finding that asks for nothing."""
     return Finding(check, "fine", words)
 
 
 def slow(check: str, words: str, remedy: str) -> Finding:
-    """It works, but could be better."""
+    """A finding of something that works and could be better."""
     return Finding(check, "slow", words, remedy)
 
 
 def broken(check: str, words: str, remedy: str) -> Finding:
-    """A run would fail."""
+    """A finding of something with which a run would fail."""
     return Finding(check, "broken", words, remedy)
 
 
@@ -68,7 +68,7 @@ def any_broken(findings: Iterable[Finding]) -> bool:
 
 
 def as_text(findings: Sequence[Finding], machines: int) -> str:
-    """One line per finding, and a sum."""
+    """One line per finding, and how many of each kind there are."""
     counts = {state: sum(f.state == state for f in findings) for state in ("fine", "slow", "broken")}
     total = ", ".join(f"{count} {state}" for state, count in counts.items())
     return "\n".join([*(finding.line(machines) for finding in findings), total])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megappo.config import Config
 from megappo.doctor.findings import Finding, broken, fine, slow
-from megappo.launchers import Ranks
+from megappo.runtime.launchers import Ranks
 
 SHARED_MEMORY = Path("/dev/shm")
 _SHARED_BYTES = 1 << 30
@@ -112,7 +112,7 @@ def disk(run_directory: Path) -> Iterator[Finding]:
     folder = run_directory.absolute()
     while not folder.exists():
         folder = folder.parent
-    remedy = "choose another run.directory, or mend its permissions"
+    remedy = "choose another run.directory, or fix its permissions"
     if not folder.is_dir():
         yield broken("disk", f"{folder} is a file where run.directory {run_directory} needs a folder", remedy)
         return

@@ -17,8 +17,11 @@ from torch import Tensor
 from megappo.config import Derived, RoleNumbers
 from megappo.config.rules import format_ranks
 from megappo.doctor.findings import Finding, broken, fine, slow
-from megappo.launchers import Ranks
-from megappo.models.layout import Grid
+from megappo.errors import reason
+from megappo.runtime.launchers import Ranks
+from megappo.runtime.objects import of_all_ranks
+from megappo.runtime.store import listening_problem
+from megappo.runtime.waiting import wait_until
 
 MEET_SECONDS = 60
 _CONNECT_SECONDS = 5.0
@@ -33,7 +36,7 @@ _MESSAGE_BYTES = {"cuda": 256 << 20, "cpu": 8 << 20}
 
 
 @dataclass(frozen=True)
-class Family:
+class GroupKind:
     """Groups of one kind, which work at the same time in a step."""
 
     name: str
@@ -44,40 +47,36 @@ class Family:
 
 @dataclass(frozen=True)
 class Measured:
-    """A group's speed."""
+    """The measured speed of a process group."""
 
     seconds: float
-    """Of one small message."""
+    """Latency: seconds of one small message."""
     bytes_per_second: float
     """Of large ones; for sums the bus bandwidth 2 (n-1)/n bytes / seconds."""
 
 
-def families(derived: Derived | None, world_size: int) -> list[Family]:
+def group_kinds(derived: Derived | None, world_size: int) -> list[GroupKind]:
     """Every kind of group with more than one rank; the same ranks are measured once."""
-    found = [Family("world", (tuple(range(world_size)),))]
+    found = [GroupKind("world", (tuple(range(world_size)),))]
     roles = {"actor": derived.actor, "critic": derived.critic} if derived is not None else {}
     for name, numbers in roles.items():
         if numbers is not None:
             found += _of_role(name, numbers)
-    distinct: dict[tuple[object, ...], Family] = {}
-    for family in found:
-        if len(family.groups[0]) > 1:
-            key = (family.groups, family.point_to_point)
+    distinct: dict[tuple[object, ...], GroupKind] = {}
+    for kind in found:
+        if len(kind.groups[0]) > 1:
+            key = (kind.groups, kind.point_to_point)
             known = distinct.get(key)
-            distinct[key] = replace(family, name=f"{known.name}, {family.name}") if known else family
+            distinct[key] = replace(kind, name=f"{known.name}, {kind.name}") if known else kind
     return list(distinct.values())
 
 
-def _of_role(name: str, numbers: RoleNumbers) -> Iterator[Family]:
-    grid = Grid(numbers.ranks, numbers.tp, numbers.pp, numbers.ep)
-    replicas, stages, tensor_ranks = range(grid.dp), range(grid.pp), range(grid.tp)
-    tp = tuple(tuple(grid.rank(d, p, t) for t in tensor_ranks) for d in replicas for p in stages)
-    pp = tuple(tuple(grid.rank(d, p, t) for p in stages) for d in replicas for t in tensor_ranks)
-    dp = tuple(tuple(grid.rank(d, p, t) for d in replicas) for p in stages for t in tensor_ranks)
-    yield Family(f"{name} TP {grid.tp}", tp)
-    yield Family(f"{name} PP {grid.pp}", pp, point_to_point=True)
-    yield Family(f"{name} DP {grid.dp}", dp)
-    yield Family(f"{name} EP {grid.ep}", tuple(tuple(group) for group in grid.expert_groups))
+def _of_role(name: str, numbers: RoleNumbers) -> Iterator[GroupKind]:
+    grid = numbers.grid
+    kinds = {"TP": grid.tensor_groups, "PP": grid.pipeline_groups, "DP": grid.data_groups, "EP": grid.expert_groups}
+    for kind, groups in kinds.items():
+        words = f"{name} {kind} {len(groups[0])}"
+        yield GroupKind(words, tuple(map(tuple, groups)), point_to_point=kind == "PP")
 
 
 def rendezvous_finding(ranks: Ranks) -> Finding | None:
@@ -92,35 +91,28 @@ def rendezvous_finding(ranks: Ranks) -> Finding | None:
     except OSError as error:
         return broken("rendezvous", f"MASTER_ADDR '{address}' has no address ({error.strerror})", remedy)
     if ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return _listen(int(port))
+        problem = listening_problem("0.0.0.0", int(port))  # rank 0 opens it, unless torchrun has
+        words = f"port {port} cannot be opened: {problem}"
+        return broken("rendezvous", words, "set MASTER_PORT to a free one") if problem is not None else None
     return _connect(address, int(port), remedy)
-
-
-def _listen(port: int) -> Finding | None:
-    """Rank 0 opens the port itself unless torchrun has."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            return broken(
-                "rendezvous", f"port {port} cannot be opened: {error.strerror}", "set MASTER_PORT to a free one"
-            )
-    return None
 
 
 def _connect(address: str, port: int, remedy: str) -> Finding | None:
     """Other ranks connect to it, once it listens."""
-    deadline = time.monotonic() + MEET_SECONDS
-    while True:
+    problems = [""]
+
+    def answers() -> bool:
         try:
             socket.create_connection((address, port), timeout=_CONNECT_SECONDS).close()
-            return None
         except OSError as error:
-            if time.monotonic() > deadline:
-                words = f"{address}:{port} does not answer within {MEET_SECONDS} seconds ({error.strerror or error})"
-                return broken("rendezvous", words, f"{remedy}, open the port in the firewall, and start rank 0")
-            time.sleep(1.0)
+            problems.append(error.strerror or str(error))
+            return False
+        return True
+
+    if wait_until(answers, MEET_SECONDS, every_seconds=1.0):
+        return None
+    words = f"{address}:{port} does not answer within {MEET_SECONDS} seconds ({problems[-1]})"
+    return broken("rendezvous", words, f"{remedy}, open the port in the firewall, and start rank 0")
 
 
 def meet(ranks: Ranks) -> Finding | None:
@@ -135,16 +127,14 @@ def meet(ranks: Ranks) -> Finding | None:
         )
         dist.barrier()
     except RuntimeError as error:  # gloo's own errors, and torch's DistError
-        reason = " ".join(str(error).split())[:160]
         remedy = "check that all ranks were started and that machines reach each other on all ports"
-        return broken("rendezvous", f"rank {ranks.rank} did not meet the others ({reason})", remedy)
+        return broken("rendezvous", f"rank {ranks.rank} did not meet the others ({reason(error)})", remedy)
     return None
 
 
 def clock_finding(machine: str) -> Finding:
     """How far the machines' clocks are apart, to the accuracy of a barrier. A collective of the world."""
-    machines: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(machines, machine)
+    machines = of_all_ranks(machine)
     rounds = []
     for _ in range(_ROUNDS):
         dist.barrier()
@@ -160,23 +150,23 @@ def clock_finding(machine: str) -> Finding:
     return fine("clock", f"clocks agree within {best * 1e3:.1f} ms")
 
 
-def group_findings(found: Sequence[Family], device: torch.device) -> Iterator[Finding]:
-    """The speed of every family; a collective of the world, findings are the same on all ranks."""
-    for family in found:
-        yield _judge(family, _measure(family, device), device.type)
+def group_findings(found: Sequence[GroupKind], device: torch.device) -> Iterator[Finding]:
+    """The speed of every kind; a collective of the world, findings are the same on all ranks."""
+    for kind in found:
+        yield judge(kind, _measure(kind, device), device.type)
 
 
-def _measure(family: Family, device: torch.device) -> dict[tuple[int, ...], Measured]:
-    """All groups of the family at the same time, as in training; the slowest rank of each counts."""
+def _measure(kind: GroupKind, device: torch.device) -> dict[tuple[int, ...], Measured]:
+    """All groups of the kind at the same time, as in training; the slowest rank of each counts."""
     own: dist.ProcessGroup | None = None
     members: tuple[int, ...] = ()
-    for ranks in family.groups:
+    for ranks in kind.groups:
         group = dist.new_group(list(ranks))
         if isinstance(group, dist.ProcessGroup):  # elsewhere it is a number
             own, members = group, ranks
     mine = (0.0, 0.0)
     if own is not None:
-        exchange = _neighbours if family.point_to_point else _sum
+        exchange = _neighbours if kind.point_to_point else _sum
         small, large = torch.ones(1, device=device), torch.ones(_MESSAGE_BYTES[device.type] // 4, device=device)
         exchange(large, own, members)  # connections are made in the first call
         dist.barrier(own)
@@ -184,12 +174,11 @@ def _measure(family: Family, device: torch.device) -> dict[tuple[int, ...], Meas
             _seconds(exchange, small, own, members, _SMALL_ROUNDS),
             _seconds(exchange, large, own, members, _ROUNDS),
         )
-    everyone: list[tuple[float, float]] = [(0.0, 0.0)] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    everyone = of_all_ranks(mine)
     n_bytes = _MESSAGE_BYTES[device.type]
     result = {}
-    for ranks in family.groups:
-        share = 1.0 if family.point_to_point else 2 * (len(ranks) - 1) / len(ranks)
+    for ranks in kind.groups:
+        share = 1.0 if kind.point_to_point else 2 * (len(ranks) - 1) / len(ranks)
         seconds = max(everyone[rank][1] for rank in ranks)
         result[ranks] = Measured(max(everyone[rank][0] for rank in ranks), share * n_bytes / seconds)
     if own is not None:
@@ -230,13 +219,13 @@ def _seconds(exchange: Exchange, tensor: Tensor, group: dist.ProcessGroup, ranks
     return statistics.median(found)
 
 
-def _judge(family: Family, measured: dict[tuple[int, ...], Measured], device: str) -> Finding:
-    """Compare the slowest group with the others of its family, and with what any link should do."""
+def judge(kind: GroupKind, measured: dict[tuple[int, ...], Measured], device: str) -> Finding:
+    """Compare the slowest group with the others of its kind, and with what any link should do."""
     slowest = min(measured, key=lambda ranks: measured[ranks].bytes_per_second)
     rate, typical = measured[slowest].bytes_per_second, statistics.median(m.bytes_per_second for m in measured.values())
     latency = max(m.seconds for m in measured.values())
     count = f"{len(measured)} groups" if len(measured) > 1 else "1 group"
-    words = f"{family.name} ({count}): {rate / 1e9:.2f} GB/s, {latency * 1e6:.0f} us"
+    words = f"{kind.name} ({count}): {rate / 1e9:.2f} GB/s, {latency * 1e6:.0f} us"
     if rate < _SLOWEST_SHARE * typical:
         words += f" in the slowest (ranks {format_ranks(slowest)}), {typical / 1e9:.2f} GB/s in the middle one"
         return slow("group", words, "compare these machines' links and what else runs on them")

@@ -6,16 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megappo.config import Config
+from megappo.config.model_files import model_paths
 from megappo.doctor.findings import Finding, broken, fine, slow
-from megappo.plan import Models, make_plan, remedy
 from megappo.plan.here import this_machine
+from megappo.plan.inputs import Models
+from megappo.plan.planner import make_plan
+from megappo.plan.search import remedy
 
 
 def settings_findings(config: Config, models: Models, world_size: int) -> Iterator[Finding]:
     """The model's files, and memory for every role on its ranks."""
-    paths = [config.model.path, config.critic.path if config.critic else None]
-    paths.append(config.reference.path if config.reference else None)
-    for path in dict.fromkeys(p for p in paths if p is not None):
+    for path in dict.fromkeys(model_paths(config).values()):
         yield _model(path)
     yield _room(config, models, world_size)
 

@@ -12,34 +12,17 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+import megappo
 from megappo.config import Config
 from megappo.doctor.findings import Finding, broken, fine, slow
-from megappo.runtime.sglang_cpu import MENDED_VERSION
+from megappo.engines.registry import find_engine
+from megappo.errors import reason
+from megappo.plugins import is_import_path
+from megappo.runtime.sglang_cpu import TRIED_VERSION
 
-REQUIRED = (
-    "torch>=2.11,<2.15",
-    "megatron-core>=0.16.1,<0.17; python_version<'3.12'",
-    "megatron-core>=0.19.2,<0.20; python_version>='3.12'",
-    "transformers>=5.17,<5.20",
-    "accelerate",
-    "aiohttp",
-    "einops",
-    "httpx",
-    "huggingface-hub>=1",
-    "jinja2",
-    "numpy",
-    "packaging",
-    "psutil",
-    "pyarrow",
-    "pydantic>=2.11,<3",
-    "pyyaml",
-    "rich",
-    "safetensors",
-    "setuptools<81",
-    "tensorboard",
-)
-"""As in setup.py; a test keeps them equal."""
-SGLANG = f"sglang=={MENDED_VERSION}"
+_REQUIREMENTS = Path(megappo.__file__).with_name("requirements.txt")
+REQUIRED = tuple(line for line in _REQUIREMENTS.read_text().splitlines() if not line.startswith("#"))
+SGLANG = f"sglang=={TRIED_VERSION}"
 _PYTHONS = ((3, 11), (3, 12))
 _SHOWN = ("torch", "megatron-core", "transformers")
 _REWARD_PACKAGES = {"math_verify": "math-verify", "reasoning_gym": "reasoning-gym"}
@@ -116,7 +99,15 @@ def reward_findings(config: Config | None) -> Iterator[Finding]:
 
 def generation_finding(config: Config | None) -> Finding:
     """SGLang: needed where the settings ask for it, and in one version only."""
-    wanted = config is not None and config.rollout.engine == "sglang"
+    engine = config.rollout.engine if config is not None else None
+    if config is not None and engine is not None and is_import_path(engine):
+        try:
+            find_engine(config.rollout)
+        except ValueError as error:
+            problem, _, remedy = str(error).rpartition("; ")
+            return broken("generation", problem, remedy)
+        return fine("generation", f"{engine}, an engine of your own")
+    wanted = config is not None and config.rollout.has_servers
     version = installed_version("sglang")
     if version is None:
         if wanted:
@@ -124,7 +115,7 @@ def generation_finding(config: Config | None) -> Finding:
             return broken("generation", "rollout.engine is sglang, which is not installed", remedy)
         return fine("generation", "transformers, embedded in every rank; SGLang is not installed")
     if not holds(version, SGLANG.removeprefix("sglang")):
-        return broken("generation", f"SGLang {version}, needed is {MENDED_VERSION}", f"pip install '{SGLANG}'")
+        return broken("generation", f"SGLang {version}, needed is {TRIED_VERSION}", f"pip install '{SGLANG}'")
     return fine("generation", f"SGLang {version}" if wanted else f"transformers, embedded; SGLang {version} is there")
 
 
@@ -159,8 +150,7 @@ def _megatron() -> Finding:
     try:
         importlib.import_module("megatron.core.models.gpt.gpt_model")
     except (ImportError, OSError) as error:  # OSError: a library that a compiled package needs
-        reason = " ".join(str(error).split())[:160]
-        return broken("megatron", f"cannot be imported ({reason})", "reinstall what it names, or remove it")
+        return broken("megatron", f"cannot be imported ({reason(error)})", "reinstall what it names, or remove it")
     return fine("megatron", f"megatron-core {installed_version('megatron-core')} imports")
 
 
@@ -177,9 +167,8 @@ def _layers() -> Finding:
     try:
         importlib.import_module("transformer_engine.pytorch")
     except (ImportError, OSError) as error:
-        reason = " ".join(str(error).split())[:160]
         remedy = "reinstall it for this torch and CUDA, or uninstall it"
-        return broken("layers", f"Transformer Engine {version} cannot be imported ({reason})", remedy)
+        return broken("layers", f"Transformer Engine {version} cannot be imported ({reason(error)})", remedy)
     return fine("layers", f"Transformer Engine {version}, its attention included")
 
 

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Mapping
-from typing import Literal, Protocol, TextIO
+from typing import Literal, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -16,7 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from megappo.observe.charts import ASCII_BLOCKS, BLOCKS, sparkline
-from megappo.progress import PROGRESS, StageProgress
+from megappo.observe.messages import View
+from megappo.observe.progress import PROGRESS, StageProgress
 
 _LINE = (
     ("reward", "reward/mean", ".3f"),
@@ -38,49 +39,7 @@ _SPARKLINE_COLUMNS = 24
 _ETA_WINDOW_SECONDS = 6 * 3600.0
 
 
-class View(Protocol):
-    """A way to show a run."""
-
-    def begin_step(self, step: int) -> None:
-        """A step begins."""
-
-    def stage(self, name: str) -> None:
-        """A stage of the step begins."""
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step is done; any metric may be missing."""
-
-    def message(self, text: str) -> None:
-        """Say something that must not be overwritten."""
-
-    def close(self) -> None:
-        """Give the terminal back; may be called twice."""
-
-
-class QuietView:
-    """Messages only."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def begin_step(self, step: int) -> None:
-        """Nothing."""
-
-    def stage(self, name: str) -> None:
-        """Nothing."""
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Nothing."""
-
-    def message(self, text: str) -> None:
-        """A line."""
-        print(text, file=self._stream, flush=True)
-
-    def close(self) -> None:
-        """Nothing."""
-
-
-class PlainView(QuietView):
+class PlainView(View):
     """One line per step, and one a minute in a stage that takes longer."""
 
     def __init__(
@@ -91,22 +50,22 @@ class PlainView(QuietView):
         self._step: int | None = None
         self._closed = threading.Event()
         self._lines = 0
-        """Of the stage so far."""
+        """Lines that were printed of this stage so far."""
         self._thread: threading.Thread | None = None
 
     def begin_step(self, step: int) -> None:
-        """Name it in the lines that follow."""
+        """Note the step for the lines that follow."""
         self._step = step
 
     def stage(self, name: str) -> None:
-        """Begin to watch how long it takes."""
+        """Count the lines of this stage; the first stage starts the thread that reports on long ones."""
         self._lines = 0
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
-        """Say no more."""
+        """End the thread that reports on long stages."""
         self._closed.set()
 
     def _watch(self) -> None:
@@ -131,7 +90,7 @@ class _Doing:
         return Text(self._progress.text(), overflow="ellipsis", no_wrap=True)
 
 
-class LiveView:
+class LiveView(View):
     """Last message, progress with ETA, stage and what it has done, metrics and step times, redrawn in place."""
 
     def __init__(self, stream: TextIO, total_steps: int, progress: StageProgress = PROGRESS) -> None:
@@ -244,4 +203,4 @@ def make_view(mode: Literal["auto", "live", "plain", "quiet"], total_steps: int,
         mode = "live" if drawable else "plain"
     if mode == "live":
         return LiveView(stream, total_steps)
-    return PlainView(stream, total_steps) if mode == "plain" else QuietView(stream)
+    return PlainView(stream, total_steps) if mode == "plain" else View(stream)

@@ -1,9 +1,11 @@
-"""What every metric means; the reference in the documentation is made of this table."""
+"""What every metric means; README.md beside this file shows it as a table."""
 
 from __future__ import annotations
 
-from difflib import get_close_matches
+from collections.abc import Mapping
 from typing import NamedTuple
+
+from megappo_kernels.objectives import POLICY_METRICS, VALUE_METRICS, Metric
 
 
 class MetricDoc(NamedTuple):
@@ -13,6 +15,11 @@ class MetricDoc(NamedTuple):
     meaning: str
     healthy: str
     """What to expect of a run that goes well."""
+
+
+def _of_updates(role: str, declared: Mapping[str, Metric]) -> dict[str, MetricDoc]:
+    """What the role's objective reports, as it declares it."""
+    return {f"{role}/{name}": MetricDoc(*metric[1:]) for name, metric in declared.items() if metric.kind != "spread"}
 
 
 METRICS: dict[str, MetricDoc] = {
@@ -29,34 +36,12 @@ METRICS: dict[str, MetricDoc] = {
     "return/mean": MetricDoc(
         "score", "Mean return per token: what the critic learns to predict.", "follows reward/mean"
     ),
-    "critic/value_mean": MetricDoc("score", "Mean predicted value per token.", "near return/mean"),
-    "critic/loss": MetricDoc(
-        "score squared", "Value loss, a half included.", "falls, then follows the returns' spread"
-    ),
-    "critic/clipfrac": MetricDoc("fraction", "Tokens whose clipped value error was the larger one.", "below 0.3"),
-    "critic/explained_variance": MetricDoc(
-        "1", "1 - Var(return - value) / Var(return); NaN where all returns are equal.", "rises from 0 towards 1"
-    ),
+    **_of_updates("critic", VALUE_METRICS),
     "critic/grad_norm": MetricDoc("1", "Mean L2 norm of the critic's gradient before clipping.", "steady; no jumps"),
     "critic/learning_rate": MetricDoc("1", "Learning rate of the step's last critic update.", "as scheduled"),
     "critic/updates": MetricDoc("updates", "Critic updates applied in the step.", "epochs x minibatches"),
     "critic/skipped_updates": MetricDoc("updates", "Critic updates refused as not finite.", "0"),
-    "actor/loss": MetricDoc("1", "Whole policy loss: pg_loss + kl_loss + entropy_loss.", "no trend is needed"),
-    "actor/pg_loss": MetricDoc("1", "Policy gradient part, clipped or with penalty.", "near 0, mostly below"),
-    "actor/kl_loss": MetricDoc("1", "KL to the reference times `algorithm.kl_in_loss.coef`.", "small beside pg_loss"),
-    "actor/entropy_loss": MetricDoc("1", "Minus the entropy times `algorithm.entropy_coef`.", "small beside pg_loss"),
-    "actor/clipfrac": MetricDoc("fraction", "Tokens whose ratio was clipped.", "0.01 to 0.3; advice above 0.5"),
-    "actor/clipfrac_lower": MetricDoc("fraction", "Tokens at the bound of `algorithm.dual_clip`.", "near 0"),
-    "actor/ppo_kl": MetricDoc("nats per token", "KL(old || new), the plain estimate; may be below 0.", "below 0.05"),
-    "actor/ppo_kl_k3": MetricDoc("nats per token", "KL(old || new), the k3 estimate; never below 0.", "below 0.05"),
-    "actor/ratio": MetricDoc("1", "Mean ratio new / old probability.", "0.95 to 1.05"),
-    "actor/ratio_max": MetricDoc("1", "Largest ratio.", "below 10"),
-    "actor/entropy": MetricDoc(
-        "nats per token", "Entropy of the policy at the sampling temperature.", "falls slowly, stays above 0"
-    ),
-    "actor/ref_kl": MetricDoc(
-        "nats per token", "KL to the reference as the updates estimate it; 0 without `kl_in_loss`.", "below 0.5"
-    ),
+    **_of_updates("actor", POLICY_METRICS),
     "actor/grad_norm": MetricDoc("1", "Mean L2 norm of the actor's gradient before clipping.", "steady; no jumps"),
     "actor/learning_rate": MetricDoc("1", "Learning rate of the step's last actor update.", "as scheduled"),
     "actor/updates": MetricDoc(
@@ -117,7 +102,7 @@ METRICS: dict[str, MetricDoc] = {
     "engine/restarts": MetricDoc("count", "Servers started again since the run began (SGLang).", "0"),
     "time/rollout": MetricDoc("seconds", "Generation.", "often the largest part"),
     "time/reward": MetricDoc("seconds", "Reward functions or model.", "small beside time/step"),
-    "time/score": MetricDoc("seconds", "Old and reference log-probabilities, values.", "below the updates"),
+    "time/forward": MetricDoc("seconds", "Old and reference log-probabilities, values.", "below the updates"),
     "time/advantages": MetricDoc("seconds", "KL, advantages, whitening.", "near 0"),
     "time/update_critic": MetricDoc("seconds", "All critic updates.", "like time/update_actor"),
     "time/update_actor": MetricDoc("seconds", "All actor updates.", "steady at steady lengths"),
@@ -143,21 +128,3 @@ METRICS: dict[str, MetricDoc] = {
     "eval/response_length": MetricDoc("tokens", "Mean length of those answers.", "like response/length"),
 }
 """Every metric that a run writes."""
-
-
-def describe_metric(name: str) -> MetricDoc:
-    """Unit, meaning and healthy values of a metric; raises ValueError, with the nearest name, where there is none."""
-    if name not in METRICS:
-        nearest = get_close_matches(name, METRICS, n=1)
-        remedy = f"did you mean '{nearest[0]}'?" if nearest else f"there are {', '.join(METRICS)}"
-        raise ValueError(f"no metric is called '{name}'; {remedy}")
-    return METRICS[name]
-
-
-def markdown_table() -> str:
-    """The table as Markdown, one row per metric, without a newline at its end."""
-    rows = [
-        " | ".join(["| `" + name + "`", *(cell.replace("|", r"\|") for cell in doc)]) + " |"
-        for name, doc in METRICS.items()
-    ]
-    return "\n".join(["| metric | unit | meaning | healthy |", "|---|---|---|---|", *rows])

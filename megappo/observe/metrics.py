@@ -7,9 +7,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
-
-from megappo.config.schema import LoggingSettings
+from typing import Any, Protocol, TextIO
 
 _METRICS_FILE = "metrics.jsonl"
 _SAMPLES_FILE = "samples.jsonl"
@@ -17,10 +15,19 @@ _JUMPS_FILE = "jumps.jsonl"
 _NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
+class ChosenLogs(Protocol):
+    """Which logs to write besides the files."""
+
+    @property
+    def tensorboard(self) -> bool: ...
+    @property
+    def wandb_project(self) -> str | None: ...
+
+
 class MetricsLog:
     """`metrics.jsonl`, `samples.jsonl` and `jumps.jsonl` always, TensorBoard and Weights & Biases by configuration."""
 
-    def __init__(self, directory: Path, settings: LoggingSettings, run_name: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, directory: Path, settings: ChosenLogs, run_name: str, config: Mapping[str, Any]) -> None:
         """Append to the files of `directory`, which is made where it is missing; for one rank only.
 
         Args:

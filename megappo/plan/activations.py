@@ -1,10 +1,10 @@
 """Bytes of activations: what forward keeps for backward, and what a pass needs while it runs.
 
 Follows the accounting of Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models"
-(arXiv:2205.05198), section 4, tensor by tensor, for the layers that `megappo.models` builds: RMSNorm, grouped queries,
-rotary positions, an attention that keeps no score matrix, SwiGLU, packed microbatches of t tokens, no dropout. Per
-token and layer, with e bytes per element, H hidden size, Q and K the widths of queries and of keys, d the head size,
-F the feed-forward size, h and g the heads:
+(arXiv:2205.05198), section 4, tensor by tensor, for the layers that `megappo.megatron` builds: RMSNorm, grouped
+queries, rotary positions, an attention that keeps no score matrix, SwiGLU, packed microbatches of t tokens, no
+dropout. Per token and layer, with e bytes per element, H hidden size, Q and K the widths of queries and of keys, d the
+head size, F the feed-forward size, h and g the heads:
 
     residual   2 e H            inputs of the two norms, and 4 bytes each for their scale
                2 e H            their outputs, which the matrices behind them keep
@@ -27,7 +27,6 @@ keeps less.
 
 from __future__ import annotations
 
-from megappo.architecture import ArchitectureConfig
 from megappo.plan.inputs import RoleSetup, Workload
 from megappo_kernels.lm_head import BLOCK
 from megappo_kernels.ppo_head import CHUNK_BYTES
@@ -36,25 +35,16 @@ from megappo_kernels.ppo_head import CHUNK_BYTES
 def layer_bytes_per_token(role: RoleSetup, *, recompute: str, fused_norms: bool) -> float:
     """Activation bytes that forward keeps per token and layer on one rank; the module's table."""
     arch, e = role.arch, role.dtype_bytes
-    rows = role.tp if role.sequence_parallel else 1
-    hidden, q, kv = arch.hidden_size, arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
+    rows = role.grid.tp if role.sequence_parallel else 1
+    hidden, q, kv = arch.hidden_size, arch.query_width, arch.key_width
     if recompute == "full":
         return e * hidden / rows
     residual = 2.0 * (_norm_input(hidden, e, fused_norms) + e * hidden)
     attention = float(e * (q + 2 * kv) + e * (q + kv) + e * q)
-    if arch.qk_norm:
-        attention += _qk_norm(arch.heads, arch.kv_heads, arch.head_dim, e, fused_norms)
     if recompute == "none":
         attention += e * (2 * q + 2 * kv) + 4 * arch.heads
-    return residual / rows + 4 * e * arch.head_dim + (attention + _mlp_bytes(arch, e)) / role.tp
-
-
-def _mlp_bytes(arch: ArchitectureConfig, e: int) -> float:
-    """What SwiGLU or the experts keep per token, over all tensor parallel ranks."""
-    if not arch.experts:
-        return 5.0 * e * arch.ffn_hidden_size
-    routed = arch.experts_per_token
-    return 10.0 * arch.experts + 24 * routed + routed * e * (arch.hidden_size + 6 * arch.ffn_hidden_size)
+    of_blocks = arch.declaration.per_token(arch, e, fused_norms=fused_norms).kept_bytes
+    return residual / rows + 4 * e * arch.head_dim + (attention + of_blocks) / role.grid.tp
 
 
 def _norm_input(width: int, e: int, fused: bool) -> float:
@@ -68,14 +58,6 @@ def _norm_input(width: int, e: int, fused: bool) -> float:
     return 2 * 4 * width + 4
 
 
-def _qk_norm(heads: int, kv_heads: int, head_dim: int, e: int, fused: bool) -> float:
-    """The same for the norms of queries and keys; the keys' input is a view of the QKV matrix' output."""
-    scale = 4.0 * (heads + kv_heads)
-    if fused:
-        return scale + e * heads * head_dim
-    return scale + 4 * (2 * heads + kv_heads) * head_dim + (4 * kv_heads * head_dim if e == 2 else 0)
-
-
 def layers_in_flight(role: RoleSetup, stage: int, microbatches: int) -> float:
     """Layers whose activations a rank holds at once, a layer counted once per microbatch in flight.
 
@@ -83,7 +65,7 @@ def layers_in_flight(role: RoleSetup, stage: int, microbatches: int) -> float:
     layers: 2 (p - i - 1) + (v - 1) p + 1 chunks (Narayanan et al. 2021, arXiv:2104.04473, section 2.2, and Megatron's
     `num_warmup_microbatches`), at most all of them.
     """
-    pp, vpp = role.pp, role.vpp
+    pp, vpp = role.grid.pp, role.vpp
     if vpp == 1:
         return float(role.layers_per_stage * min(microbatches, pp - stage))
     chunks = min(2 * (pp - stage - 1) + (vpp - 1) * pp + 1, microbatches * vpp)
@@ -98,8 +80,8 @@ def kept_bytes(role: RoleSetup, stage: int, work: Workload) -> float:
     kept = in_flight * per_token * tokens
     if role.recompute == "full":
         kept += layer_bytes_per_token(role, recompute="none", fused_norms=work.on_cuda) * tokens
-    if stage == role.pp - 1:
-        rows = role.tp if role.sequence_parallel else 1
+    if stage == role.grid.pp - 1:
+        rows = role.grid.tp if role.sequence_parallel else 1
         kept += _norm_input(role.arch.hidden_size, role.dtype_bytes, work.on_cuda) * tokens / rows
     return kept
 
@@ -109,17 +91,17 @@ def head_bytes(role: RoleSetup, stage: int, work: Workload, *, train: bool) -> f
 
     Language model head, training: the selected rows twice, their gradient in float32 and in their own type; a chunk of
     float32 logits and its gradient in the weights' type, which the kernel cuts to a budget; the placeholder for the
-    weight's gradient, which goes straight into the gradient buffer. Scoring: the rows and a block of logits. An upper
-    bound: rows are taken to be all tokens. Value head: its rows in float32, and their gradient.
+    weight's gradient, which goes straight into the gradient buffer. A forward pass alone: the rows and a block of
+    logits. An upper bound: rows are taken to be all tokens. Value head: its rows in float32, and their gradient.
     """
-    if stage != role.pp - 1:
+    if stage != role.grid.pp - 1:
         return 0.0
     hidden, e = role.arch.hidden_size, role.dtype_bytes
     rows = role.microbatch_tokens(work.sequence_tokens)
     passes = 2 if train else 1
     if role.is_critic:
         return float(passes * (e + 4) * rows * hidden)
-    vocab = role.padded_vocab // role.tp
+    vocab = role.padded_vocab // role.grid.tp
     device = "cuda" if work.on_cuda else "cpu"
     if not train:
         block_rows, block_columns = BLOCK[device]
@@ -137,9 +119,8 @@ def transient_bytes(role: RoleSetup, stage: int, work: Workload, *, train: bool)
     its hidden state sorted for sending, as received and sorted by expert, and back.
     """
     tokens, e = role.microbatch_tokens(work.sequence_tokens), role.dtype_bytes
-    hidden, ffn = role.arch.hidden_size, role.arch.ffn_hidden_size
-    routed = role.arch.experts_per_token
-    mlp = routed * (6 * ffn + 4 * hidden) if role.arch.experts else 5 * ffn
-    wide = e * tokens * (mlp / role.tp + 2 * hidden)
+    hidden = role.arch.hidden_size
+    live = role.arch.declaration.per_token(role.arch, e, fused_norms=work.on_cuda).live_elements
+    wide = e * tokens * (live / role.grid.tp + 2 * hidden)
     gathered = float(e * tokens * hidden) if role.sequence_parallel else 0.0
     return wide + gathered + (e * role.largest_weight(stage) if train else 0)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megappo.architecture import ArchitectureConfig
+from megappo.families.architecture import ArchitectureConfig
 from megappo.observe.throughput import training_flops_per_token
 from megappo.plan.inputs import RoleSetup, Setup, Workload
 from megappo.plan.machines import ASSUMED, Machine
@@ -37,7 +37,7 @@ class StageCost:
     """`compute`, `memory`, `launches` or `links`: the largest part of the seconds."""
 
 
-class _Tally:
+class _StageWork:
     """Adds up the work of a stage on its busiest rank."""
 
     def __init__(self, machine: Machine, dtype_bytes: int) -> None:
@@ -65,11 +65,11 @@ class _Tally:
         self.link_bytes += times * n_bytes
 
     def wait(self, seconds: float) -> None:
-        """Messages too small for their bytes to matter."""
+        """Count messages whose latency matters and whose bytes do not."""
         self._seconds["links"] += seconds
 
     def cost(self, name: str) -> StageCost:
-        """The stage's sum."""
+        """What was counted as the cost of a stage."""
         seconds = self._seconds
         bound_by = max(seconds, key=lambda part: seconds[part])
         return StageCost(name, self.flops, self.memory_bytes, self.link_bytes, sum(seconds.values()), bound_by)
@@ -102,17 +102,17 @@ def step_seconds(stages: Sequence[StageCost], servers: Servers | None) -> float:
 
 def step_costs(setup: Setup, machine: Machine) -> tuple[StageCost, ...]:
     """The stages of one step in their order, every sample at its longest; rewards and advantages are left out."""
-    costs = [rollout_cost(setup.actor.arch, setup.work, machine), score_cost(setup.roles, setup.work, machine)]
+    costs = [rollout_cost(setup.actor.arch, setup.work, machine), forward_cost(setup.roles, setup.work, machine)]
     costs += [update_cost(role, setup.work, machine) for role in setup.trained]
     return (*costs, sync_cost(setup, machine))
 
 
-def score_cost(roles: Sequence[RoleSetup], work: Workload, machine: Machine) -> StageCost:
+def forward_cost(roles: Sequence[RoleSetup], work: Workload, machine: Machine) -> StageCost:
     """Forward passes over all samples, one role after the other."""
-    tally = _Tally(machine, roles[0].dtype_bytes)
+    spent = _StageWork(machine, roles[0].dtype_bytes)
     for role in roles:
-        _pipeline(tally, role.as_scorer(work.batch_sequences), work, train=False, times=1)
-    return tally.cost("score")
+        _pipeline(spent, role.in_forward_pass(work.batch_sequences), work, train=False, times=1)
+    return spent.cost("forward")
 
 
 def update_cost(role: RoleSetup, work: Workload, machine: Machine) -> StageCost:
@@ -122,20 +122,21 @@ def update_cost(role: RoleSetup, work: Workload, machine: Machine) -> StageCost:
     ring; the distributed optimizer reduce-scatters them and all-gathers weights instead. AdamW reads gradient, main
     weight and moments and writes all but the gradient, and the weight.
     """
-    tally = _Tally(machine, role.dtype_bytes)
+    spent = _StageWork(machine, role.dtype_bytes)
     updates = role.updates_per_step
-    _pipeline(tally, role, work, train=True, times=updates)
-    shared = max(role.parameters(stage) for stage in range(role.pp)) - role.expert_parameters
-    reduced = [(d - 1) / d * n for n, d in ((shared, role.dp), (role.expert_parameters, role.expert_replicas))]
+    _pipeline(spent, role, work, train=True, times=updates)
+    shared = max(role.parameters(stage) for stage in range(role.grid.pp)) - role.expert_parameters
+    replicated = ((shared, role.grid.dp), (role.expert_parameters, role.grid.expert_replicas))
+    reduced = [(d - 1) / d * n for n, d in replicated]
     bytes_reduced = sum(reduced) * (4 + role.dtype_bytes if role.distributed_optimizer else 8)
-    inside = machine.same_node(role.ranks[0], role.ranks[-1])
-    tally.send(bytes_reduced, inside_node=inside, times=updates)
-    shard = max(role.optimizer_parameters(stage) for stage in range(role.pp))
-    tally.run(flops=0.0, memory_bytes=shard * (4 + 2 * 12 + role.dtype_bytes), layers=0, times=updates)
-    return tally.cost(f"update_{role.name}")
+    inside = machine.same_node(role.grid.ranks[0], role.grid.ranks[-1])
+    spent.send(bytes_reduced, inside_node=inside, times=updates)
+    shard = max(role.optimizer_parameters(stage) for stage in range(role.grid.pp))
+    spent.run(flops=0.0, memory_bytes=shard * (4 + 2 * 12 + role.dtype_bytes), layers=0, times=updates)
+    return spent.cost(f"update_{role.name}")
 
 
-def _pipeline(tally: _Tally, role: RoleSetup, work: Workload, *, train: bool, times: int) -> None:
+def _pipeline(spent: _StageWork, role: RoleSetup, work: Workload, *, train: bool, times: int) -> None:
     """Microbatches through the stages, `times` over.
 
     m microbatches through p stages of v chunks take m + (p-1)/v times the slowest stage (Narayanan et al. 2021,
@@ -149,26 +150,25 @@ def _pipeline(tally: _Tally, role: RoleSetup, work: Workload, *, train: bool, ti
     recomputed = {"none": 0.0, "selective": attention, "full": layer}[role.recompute] if train else 0.0
     layer_flops = (3 if train else 1) * layer + recomputed
     head_flops = (3 if train else 1) * head + (head if train and not role.is_critic else 0.0)
-    slots = times * (microbatches + (role.pp - 1) / role.vpp)
-    weights = max(role.parameters(stage) for stage in range(role.pp))
-    widths = 8 * arch.hidden_size + 5 * arch.ffn_hidden_size + 6 * arch.heads * arch.head_dim
-    if arch.experts:  # every routed token has a hidden state of its own, sorted twice on its way and back
-        widths += arch.experts_per_token * (5 * arch.ffn_hidden_size + 4 * arch.hidden_size) - 5 * arch.ffn_hidden_size
-    activation_bytes = 2.0 * e * tokens * role.layers_per_stage * widths / role.tp
+    slots = times * (microbatches + (role.grid.pp - 1) / role.vpp)
+    weights = max(role.parameters(stage) for stage in range(role.grid.pp))
+    of_blocks = arch.declaration.per_token(arch, e, fused_norms=work.on_cuda)
+    widths = 8 * arch.hidden_size + 6 * arch.query_width + of_blocks.moved_elements
+    activation_bytes = 2.0 * e * tokens * role.layers_per_stage * widths / role.grid.tp
     passes = 4 if role.recompute == "full" and train else 3 if train else 1
-    tally.run(
-        flops=(role.layers_per_stage * tokens * layer_flops + rows * head_flops) / role.tp,
+    spent.run(
+        flops=(role.layers_per_stage * tokens * layer_flops + rows * head_flops) / role.grid.tp,
         memory_bytes=passes * (weights * e + activation_bytes) + (8 * weights if train else 0),
         layers=role.layers_per_stage * passes * (1 + _LAUNCHES_PER_EXPERT * role.experts_per_rank),
         times=slots,
     )
-    samples = times * role.replica_sequences * work.sequence_tokens * role.dp
+    samples = times * role.replica_sequences * work.sequence_tokens * role.grid.dp
     response_share = work.response_tokens / work.sequence_tokens
-    tally.flops += samples * (arch.layers * layer_flops + response_share * head_flops)
-    _layer_communication(tally, role, tokens, passes=passes, slots=slots)
+    spent.flops += samples * (arch.layers * layer_flops + response_share * head_flops)
+    _layer_communication(spent, role, tokens, passes=passes, slots=slots)
 
 
-def _layer_communication(tally: _Tally, role: RoleSetup, tokens: float, *, passes: int, slots: float) -> None:
+def _layer_communication(spent: _StageWork, role: RoleSetup, tokens: float, *, passes: int, slots: float) -> None:
     """Tensor parallelism all-reduces two hidden states per layer and pass, forward and backward once each (Shoeybi et
     al. 2019); sequence parallelism's gathers and scatters send as much, and gather once more per matrix in backward. A
     pipeline stage sends its hidden states to the next one, and their gradient back. Expert parallelism sends every
@@ -177,22 +177,21 @@ def _layer_communication(tally: _Tally, role: RoleSetup, tokens: float, *, passe
     hidden_bytes = role.dtype_bytes * tokens * role.arch.hidden_size
     one_way = {1: 1, 3: 2, 4: 3}[passes]
     collectives = 2.0 * one_way + (1.0 if role.sequence_parallel and passes > 1 else 0.0)
-    ring = 2 * (role.tp - 1) / role.tp
-    first = role.ranks[0]
-    tally.send(
+    ring = 2 * (role.grid.tp - 1) / role.grid.tp
+    first = role.grid.ranks[0]
+    spent.send(
         role.layers_per_stage * collectives * ring * hidden_bytes,
-        inside_node=tally.machine.same_node(first, first + role.tp - 1),
+        inside_node=spent.machine.same_node(first, first + role.grid.tp - 1),
         times=slots,
     )
-    if role.ep > 1:
-        routed = role.arch.experts_per_token * hidden_bytes / role.tp * (role.ep - 1) / role.ep
-        inside = tally.machine.same_node(*role.expert_group(first))
-        tally.send(role.layers_per_stage * 2 * one_way * routed, inside_node=inside, times=slots)
-    if role.pp > 1:
-        shared = role.tp if role.sequence_parallel else 1
-        replica_end = first + role.tp * role.pp - 1
-        inside = tally.machine.same_node(first, replica_end)
-        tally.send((2 if passes > 1 else 1) * hidden_bytes / shared, inside_node=inside, times=slots)
+    if role.grid.ep > 1:
+        routed = role.arch.experts_per_token * hidden_bytes / role.grid.tp * (role.grid.ep - 1) / role.grid.ep
+        inside = spent.machine.same_node(first, role.grid.expert_owner(0, role.grid.ep - 1))
+        spent.send(role.layers_per_stage * 2 * one_way * routed, inside_node=inside, times=slots)
+    if role.grid.pp > 1:
+        shared = role.grid.tp if role.sequence_parallel else 1
+        inside = spent.machine.same_node(first, first + role.grid.model_ranks - 1)
+        spent.send((2 if passes > 1 else 1) * hidden_bytes / shared, inside_node=inside, times=slots)
 
 
 def rollout_cost(arch: ArchitectureConfig, work: Workload, machine: Machine) -> StageCost:
@@ -204,25 +203,32 @@ def rollout_cost(arch: ArchitectureConfig, work: Workload, machine: Machine) -> 
     if work.servers is not None:
         return _served_rollout(arch, work.servers, work, machine)
     e = work.engine_dtype_bytes
-    tally = _Tally(machine, e)
-    total, trunk, head = model_sizes(arch)
-    kv_bytes = 2.0 * e * arch.layers * arch.kv_heads * arch.head_dim
+    spent = _StageWork(machine, e)
+    total, _, _ = model_sizes(arch)
+    kv_bytes = 2.0 * e * arch.layers * arch.key_width
     groups = arch.heads // arch.kv_heads
     traffic = kv_bytes * (3 if groups == 1 else 3 + 2 * groups)
-    attention = 4.0 * arch.layers * arch.heads * arch.head_dim
+    of_prompt, of_token, context = _generation_flops(arch, work)
     remaining = work.sequences_per_rank
     while remaining > 0:
         batch = min(work.generate_batch_sequences, remaining)
         same = remaining // batch
-        context = work.prompt_tokens + work.response_tokens / 2
-        prefill = batch * (work.prompt_tokens * (2.0 * trunk + attention * work.prompt_tokens) + 2.0 * head)
-        step = batch * (2.0 * (trunk + head) + attention * context)
-        tally.run(flops=prefill, memory_bytes=e * total, layers=arch.layers, times=same)
+        prefill, step = batch * of_prompt, batch * of_token
+        spent.run(flops=prefill, memory_bytes=e * total, layers=arch.layers, times=same)
         step_bytes = e * total + batch * (context * traffic + 8 * 4 * arch.vocab_size)
-        tally.run(flops=step, memory_bytes=step_bytes, layers=arch.layers, times=same * work.response_tokens)
-        tally.flops += same * (prefill + work.response_tokens * step) * work.world_size
+        spent.run(flops=step, memory_bytes=step_bytes, layers=arch.layers, times=same * work.response_tokens)
+        spent.flops += same * (prefill + work.response_tokens * step) * work.world_size
         remaining -= same * batch
-    return tally.cost("rollout")
+    return spent.cost("rollout")
+
+
+def _generation_flops(arch: ArchitectureConfig, work: Workload) -> tuple[float, float, float]:
+    """Of one sequence: its prompt's FLOPs; those of a token of its response, halfway; and the tokens before that."""
+    _, trunk, head = model_sizes(arch)
+    attention = 4.0 * arch.layers * arch.heads * arch.head_dim
+    context = work.prompt_tokens + work.response_tokens / 2
+    of_prompt = work.prompt_tokens * (2.0 * trunk + attention * work.prompt_tokens) + 2.0 * head
+    return of_prompt, 2.0 * (trunk + head) + attention * context, context
 
 
 def _served_rollout(arch: ArchitectureConfig, servers: Servers, work: Workload, machine: Machine) -> StageCost:
@@ -234,29 +240,26 @@ def _served_rollout(arch: ArchitectureConfig, servers: Servers, work: Workload, 
     they move 2 (t-1)/t of the hidden states and take at least `small_all_reduce_seconds`.
     """
     e, tp = work.engine_dtype_bytes, servers.tensor_parallel
-    tally = _Tally(_server_machine(machine, servers, work), e)
-    _, trunk, head = model_sizes(arch)
-    attention = 4.0 * arch.layers * arch.heads * arch.head_dim
+    spent = _StageWork(_server_machine(machine, servers, work), e)
+    of_prompt, of_token, context = _generation_flops(arch, work)
     sequences = work.batch_sequences / servers.count
-    context = work.prompt_tokens + work.response_tokens / 2
     running = running_sequences(arch, servers, e, wanted=math.ceil(sequences), mean_tokens=context)
     steps = sequences * work.response_tokens / running
-    prefill = sequences * (work.prompt_tokens * (2.0 * trunk + attention * work.prompt_tokens) + 2.0 * head)
-    step = running * (2.0 * (trunk + head) + attention * context)
+    prefill, step = sequences * of_prompt, running * of_token
     weights = e * server_weights(arch, tp)
     layers = 0 if work.on_cuda else arch.layers
-    tally.run(flops=prefill / tp, memory_bytes=weights, layers=layers)
+    spent.run(flops=prefill / tp, memory_bytes=weights, layers=layers)
     cache = running * context * token_bytes(arch, tp, e)
-    tally.run(
+    spent.run(
         flops=step / tp, memory_bytes=weights + cache + 8.0 * running * arch.vocab_size, layers=layers, times=steps
     )
-    tally.flops += servers.count * (prefill + steps * step)
+    spent.flops += servers.count * (prefill + steps * step)
     if tp > 1:
         ring = 2 * (tp - 1) / tp * e * arch.hidden_size
-        tally.send(2 * arch.layers * ring * running, inside_node=True, times=steps)
-        tally.send(2 * arch.layers * ring * sequences * work.prompt_tokens, inside_node=True)
-        tally.wait(steps * 2 * arch.layers * ASSUMED.small_all_reduce_seconds)
-    return tally.cost("rollout")
+        spent.send(2 * arch.layers * ring * running, inside_node=True, times=steps)
+        spent.send(2 * arch.layers * ring * sequences * work.prompt_tokens, inside_node=True)
+        spent.wait(steps * 2 * arch.layers * ASSUMED.small_all_reduce_seconds)
+    return spent.cost("rollout")
 
 
 def _server_machine(machine: Machine, servers: Servers, work: Workload) -> Machine:
@@ -270,18 +273,16 @@ def _served_sync(setup: Setup, servers: Servers, machine: Machine) -> StageCost:
     """Buckets into SGLang: gathering, and loading the bucket before, at the same time; the slower one counts.
 
     Gathering: every rank receives the whole model shard by shard and puts tensors together. Loading on the same
-    devices: each rank of a server copies its part out of the trainer's memory. Elsewhere: a rank that looks after
-    several servers broadcasts the whole model to one after the other. Verification is left out.
+    devices, where each rank of a server copies its part out of the trainer's memory, is never slower. Elsewhere: a rank
+    that looks after several servers broadcasts the whole model to one after the other. Verification is left out.
     """
     actor, world = setup.actor, setup.work.world_size
     n_bytes = float(model_sizes(actor.arch)[0] * actor.dtype_bytes)
-    gather, load = _Tally(machine, actor.dtype_bytes), _Tally(machine, actor.dtype_bytes)
+    gather, load = _StageWork(machine, actor.dtype_bytes), _StageWork(machine, actor.dtype_bytes)
     if world > 1:
         gather.send(n_bytes, inside_node=machine.same_node(0, world - 1))
     gather.run(flops=0.0, memory_bytes=4 * n_bytes, layers=0)
-    if servers.colocated:
-        load.run(flops=0.0, memory_bytes=2 * n_bytes / servers.tensor_parallel, layers=0)
-    else:
+    if not servers.colocated:
         load.send(
             n_bytes, inside_node=servers.shares_machine, times=math.ceil(servers.count / min(servers.count, world))
         )
@@ -294,9 +295,9 @@ def sync_cost(setup: Setup, machine: Machine) -> StageCost:
         return _served_sync(setup, setup.work.servers, machine)
     actor = setup.actor
     n_bytes = float(model_sizes(actor.arch)[0] * actor.dtype_bytes)
-    tally = _Tally(machine, actor.dtype_bytes)
+    spent = _StageWork(machine, actor.dtype_bytes)
     last = setup.work.world_size - 1
     if last > 0:
-        tally.send(n_bytes, inside_node=machine.same_node(0, last))
-    tally.run(flops=0.0, memory_bytes=6 * n_bytes, layers=0)
-    return tally.cost("sync")
+        spent.send(n_bytes, inside_node=machine.same_node(0, last))
+    spent.run(flops=0.0, memory_bytes=6 * n_bytes, layers=0)
+    return spent.cost("sync")

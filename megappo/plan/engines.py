@@ -31,14 +31,14 @@ class OtherEngine:
     overrides: tuple[str, ...]
     """What makes the configuration generate with it; empty where nothing fits."""
     rollout_seconds: float | None
-    """None where nothing fits."""
+    """Seconds of the rollout with it; None where no settings of it fit."""
     sentence: str
 
 
 def other_engine(config: Config, models: Models, machine: Machine, gpus: int) -> OtherEngine:
     """Plan the rollout with the engine that the configuration does not use on this machine."""
     config = resolve(config, on_cuda=machine.is_cuda)
-    name = "transformers" if config.rollout.engine == "sglang" else "sglang"
+    name = "transformers" if config.rollout.has_servers else "sglang"
     now = _rollout_seconds(config, models, machine, gpus)
     found = [
         (seconds, overrides)
@@ -68,7 +68,7 @@ def _candidates(config: Config, models: Models, machine: Machine) -> Iterator[tu
     """Settings of the other engine, with the overrides that make them: batches of the embedded one, servers' sizes."""
     given = config.rollout
     any_type = ("rollout.dtype=null",) if given.dtype is not None else ()  # SGLang has the actor's
-    if given.engine == "sglang":
+    if given.has_servers:
         words = ["rollout.engine=transformers", *(["rollout.sglang=null"] if given.sglang is not None else [])]
         words += ["rollout.ahead=0"] if given.ahead else []
         plain = given.model_copy(update={"engine": "transformers", "sglang": None, "ahead": 0})

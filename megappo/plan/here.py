@@ -18,23 +18,18 @@ from megappo.plan.stopping import stopping
 PLANNED_TIMES = 4.0
 """How many times as long as planned a rollout may take before somebody asks whether tokens are still made."""
 _MOST_SECONDS = 1e6
-"""That a setting of seconds may have."""
+"""The largest value that a setting of seconds may have."""
 _UNKNOWN = "h100"
 """What a GPU that is not in the table is taken for."""
-
-
-def runs_on_cuda(config: Config) -> bool:
-    """Whether a run started here computes on GPUs."""
-    import torch
-
-    return config.runtime.device == "cuda" or (config.runtime.device == "auto" and torch.cuda.is_available())
 
 
 def resolve_here(config: Config) -> Config:
     """The settings with what follows from this machine's device filled in."""
     if config.rollout.engine is not None:
         return config  # and torch, which takes seconds to import, is not asked
-    return resolve(config, on_cuda=runs_on_cuda(config))
+    from megappo.runtime import device
+
+    return resolve(config, on_cuda=device.runs_on_cuda(config.runtime))
 
 
 def machine_like(device_name: str, memory_bytes: float) -> Machine:
@@ -103,7 +98,7 @@ def with_deadlines(config: Config, rollout_seconds: float) -> Config:
     if limit is not None and "phase_timeout_seconds" not in runtime.model_fields_set and slow > limit:
         limits = {"rollout": slow, "evaluate": slow} | runtime.phase_timeouts_seconds
         runtime = runtime.model_copy(update={"phase_timeouts_seconds": limits})
-    if rollout.engine == "sglang" and rollout.servers.request_timeout_seconds is None:
+    if rollout.has_servers and rollout.servers.request_timeout_seconds is None:
         servers = rollout.servers.model_copy(update={"request_timeout_seconds": max(slow, LEAST_REQUEST_SECONDS)})
         rollout = rollout.model_copy(update={"sglang": servers})
     return config.model_copy(update={"runtime": runtime, "rollout": rollout})

@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from megappo.architecture import ArchitectureConfig
 from megappo.config import Config
 from megappo.config.derive import role_numbers
+from megappo.config.grid import Grid
 from megappo.config.roles import ActorSettings, CriticSettings
-from megappo.config.rules import Role
+from megappo.config.rules import RoleSpec
+from megappo.families.architecture import ArchitectureConfig
+from megappo.families.parameters import EMBEDDING, OUTPUT_LAYER, expert_parameters, model_parameters, shard_shape
 from megappo.plan.servers import Servers, find_servers
-from megappo.reshard.hf_map import model_parameters, shard_shape
+from megappo.plan.sizes import largest_of_layer
 
 RoleSettings = ActorSettings | CriticSettings
 _BYTES = {"float32": 4, "bfloat16": 2}
@@ -38,11 +40,8 @@ class RoleSetup:
 
     name: str
     arch: ArchitectureConfig
-    tp: int
-    pp: int
+    grid: Grid
     vpp: int
-    dp: int
-    first_rank: int
     sequence_parallel: bool
     recompute: str
     distributed_optimizer: bool
@@ -52,7 +51,6 @@ class RoleSetup:
     padded_vocab: int
     dtype_bytes: int
     trained: bool = True
-    ep: int = 1
 
     @property
     def is_critic(self) -> bool:
@@ -60,22 +58,11 @@ class RoleSetup:
         return self.name == "critic"
 
     @property
-    def ranks(self) -> range:
-        """Global ranks."""
-        return range(self.first_rank, self.first_rank + self.tp * self.pp * self.dp)
-
-    @property
     def layers_per_stage(self) -> int:
         """Layers on a rank, of all its chunks."""
-        return self.arch.layers // self.pp
+        return self.arch.layers // self.grid.pp
 
-    def stage_of(self, rank: int) -> int | None:
-        """Pipeline stage of a global rank, None outside the role."""
-        if rank not in self.ranks:
-            return None
-        return (rank - self.first_rank) // self.tp % self.pp
-
-    def as_scorer(self, batch_sequences: int) -> RoleSetup:
+    def in_forward_pass(self, batch_sequences: int) -> RoleSetup:
         """The same role in a forward pass over all samples of the step."""
         return replace(self, minibatch_sequences=batch_sequences)
 
@@ -86,56 +73,41 @@ class RoleSetup:
     @property
     def replica_sequences(self) -> int:
         """Samples of a minibatch on one data parallel replica."""
-        return -(-self.minibatch_sequences // self.dp)
+        return -(-self.minibatch_sequences // self.grid.dp)
 
     def microbatches(self, sequence_tokens: int) -> int:
         """Microbatches of a minibatch on one replica, all samples at their longest."""
         per_microbatch = max(1, self.microbatch_budget_tokens // sequence_tokens)
         count = -(-self.replica_sequences // per_microbatch)
-        return -(-count // self.pp) * self.pp if self.vpp > 1 else count
+        return -(-count // self.grid.pp) * self.grid.pp if self.vpp > 1 else count
 
     def parameters(self, stage: int) -> int:
         """Parameters on one rank of a stage."""
-        shared = stage_parameters(self.arch, self.tp, self.pp, self.padded_vocab, self.is_critic)[stage]
+        shared = stage_parameters(self.arch, self.grid.tp, self.grid.pp, self.padded_vocab, self.is_critic)[stage]
         return shared + self.expert_parameters
 
     @property
     def experts_per_rank(self) -> int:
         """Experts of each layer on one rank; 0 for a dense model."""
-        return self.arch.experts // self.ep
+        return self.arch.experts // self.grid.ep
 
     @property
     def expert_parameters(self) -> int:
         """Parameters on one rank that belong to experts."""
-        return self.layers_per_stage * self.experts_per_rank * self.arch.expert_parameters
-
-    @property
-    def expert_replicas(self) -> int:
-        """Ranks with the same experts, over which gradients are summed and the distributed optimizer's state shared."""
-        return self.tp * self.dp // self.ep
+        return self.layers_per_stage * self.experts_per_rank * expert_parameters(self.arch)
 
     def optimizer_parameters(self, stage: int) -> float:
         """Parameters whose optimizer state one rank of a stage holds."""
         if not self.distributed_optimizer:
             return self.parameters(stage)
         shared = self.parameters(stage) - self.expert_parameters
-        return shared / self.dp + self.expert_parameters / self.expert_replicas
-
-    def expert_group(self, rank: int) -> tuple[int, int]:
-        """First and last global rank of the expert parallel group that a global rank is in."""
-        replica, place = divmod(rank - self.first_rank, self.tp * self.pp)
-        number = replica * self.tp + place % self.tp
-        ends = (number // self.ep * self.ep, (number // self.ep + 1) * self.ep - 1)
-        stage = place // self.tp
-        first, last = (self.first_rank + (n // self.tp * self.pp + stage) * self.tp + n % self.tp for n in ends)
-        return first, last
+        return shared / self.grid.dp + self.expert_parameters / self.grid.expert_replicas
 
     def largest_weight(self, stage: int) -> int:
         """Elements of the largest weight on one rank of a stage."""
-        holds_vocabulary = stage == 0 or (stage == self.pp - 1 and not self.is_critic)
-        vocabulary = self.padded_vocab // self.tp if holds_vocabulary else 0
-        mlp = 2 * self.arch.ffn_hidden_size // (1 if self.arch.experts else self.tp)
-        return max(mlp, vocabulary) * self.arch.hidden_size
+        holds_vocabulary = stage == 0 or (stage == self.grid.pp - 1 and not self.is_critic)
+        vocabulary = self.padded_vocab // self.grid.tp * self.arch.hidden_size if holds_vocabulary else 0
+        return max(vocabulary, largest_of_layer(self.arch, self.grid.tp))
 
 
 @dataclass(frozen=True)
@@ -156,11 +128,11 @@ class Workload:
     cache_sequences: int
     """Most sequences that the engine generates together, evaluation included."""
     cache_tokens: int
-    """Longest of them."""
+    """Tokens of the longest of these sequences."""
     reward_bytes: float
     """Weights of a reward model, which every rank holds."""
     servers: Servers | None = None
-    """SGLang's; None with the embedded engine."""
+    """The SGLang servers; None with the embedded engine."""
 
     @property
     def sequence_tokens(self) -> int:
@@ -184,7 +156,7 @@ class Setup:
 
     @property
     def roles(self) -> tuple[RoleSetup, ...]:
-        """All roles, in the order in which a step scores with them."""
+        """All roles, in the order in which a step runs them forward."""
         return tuple(role for role in (self.actor, self.reference, self.critic) if role is not None)
 
 
@@ -204,7 +176,7 @@ def workload(config: Config, world_size: int, *, on_cuda: bool, device_bytes: fl
     batch = rollout.generate_batch_sequences
     return Workload(
         world_size=world_size,
-        batch_sequences=rollout.prompts_per_step * rollout.samples_per_prompt,
+        batch_sequences=rollout.batch_sequences,
         prompt_tokens=config.data.max_prompt_tokens,
         response_tokens=rollout.max_response_tokens,
         sequences_per_rank=sequences_per_rank,
@@ -215,7 +187,7 @@ def workload(config: Config, world_size: int, *, on_cuda: bool, device_bytes: fl
         # How many prompts an evaluation has is not known before its data are read.
         cache_sequences=batch if evaluation else min(batch, sequences_per_rank),
         cache_tokens=config.data.max_prompt_tokens + longest,
-        reward_bytes=reward_parameters(config.reward.model_path) * (2.0 if on_cuda else 4.0),
+        reward_bytes=reward_parameters(config.reward.model_path) * _BYTES[config.reward.model_dtype(on_cuda=on_cuda)],
         servers=find_servers(config, world_size, on_cuda=on_cuda, device_bytes=device_bytes),
     )
 
@@ -223,15 +195,12 @@ def workload(config: Config, world_size: int, *, on_cuda: bool, device_bytes: fl
 def trained_role(config: Config, name: str, settings: RoleSettings, models: Models, world_size: int) -> RoleSetup:
     """Actor or critic with these settings on its layout."""
     arch = models.of(name)
-    numbers = role_numbers(config, Role(name, settings, arch), world_size, 1)
+    numbers = role_numbers(config, RoleSpec(name, settings, arch), world_size, 1)
     return RoleSetup(
         name=name,
         arch=arch,
-        tp=numbers.tp,
-        pp=numbers.pp,
+        grid=numbers.grid,
         vpp=numbers.vpp,
-        dp=numbers.dp,
-        first_rank=numbers.first_rank,
         sequence_parallel=settings.layout.sequence_parallel,
         recompute=settings.recompute,
         distributed_optimizer=settings.optimizer.distributed,
@@ -240,7 +209,6 @@ def trained_role(config: Config, name: str, settings: RoleSettings, models: Mode
         updates_per_step=numbers.updates_per_step,
         padded_vocab=numbers.padded_vocab_size,
         dtype_bytes=_BYTES[config.model.dtype],
-        ep=numbers.ep,
     )
 
 
@@ -261,11 +229,11 @@ def stage_parameters(arch: ArchitectureConfig, tp: int, pp: int, padded_vocab: i
         count = math.prod(shard_shape(arch, parameter, tp, padded_vocab))
         if parameter.layer is not None:
             stages[parameter.layer * pp // arch.layers] += count
-        elif parameter.megatron.startswith("embedding."):
+        elif parameter.megatron == EMBEDDING:
             stages[0] += count
             if arch.tied_embeddings and pp > 1 and not is_critic:
                 stages[-1] += count
-        elif not (is_critic and parameter.megatron.startswith("output_layer.")):
+        elif not (is_critic and parameter.megatron == OUTPUT_LAYER):
             stages[-1] += count
     if is_critic:
         stages[-1] += arch.hidden_size + 1

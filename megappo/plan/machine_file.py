@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megappo.config.errors import ConfigError, either, nearest_word, show
 from megappo.config.load import read_text
 from megappo.config.yaml_core import parse_yaml
+from megappo.errors import ConfigError, either, nearest_word, show
 from megappo.plan.machines import MACHINES, Machine
 
 _TEXTS = ("words", "kind")

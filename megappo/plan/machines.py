@@ -67,9 +67,9 @@ class Assumptions:
     """Of the peak FLOP/s, in matrix products of a layer. Megatron-LM reports 0.42 to 0.56 (Korthikanti et al. 2022,
     table 5) with fused layers; the layers here are not fused."""
     bandwidth_share: float = 0.7
-    """Of the memory bandwidth."""
+    """Share of the memory bandwidth that is reached."""
     link_share: float = 0.7
-    """Of a link's bandwidth, in large collectives."""
+    """Share of a link's bandwidth that large collectives reach."""
     launch_seconds_per_layer: float = 0.4e-3
     """Host time to start the kernels of one layer forward, without CUDA graphs."""
     small_all_reduce_seconds: float = 10e-6
@@ -77,7 +77,7 @@ class Assumptions:
     checkpoint_bytes_per_second: float = 2e9
     """Written by a node to a disk that all share."""
     memory_share: float = 0.95
-    """Of the memory, before fragmentation gets in the way."""
+    """Share of the memory that can be filled before fragmentation gets in the way."""
     cuda_reserve_bytes: float = 3e9
     """CUDA context, NCCL buffers and cuBLAS workspaces of a rank."""
     process_reserve_bytes: float = 1e9
@@ -107,7 +107,7 @@ def _tensor_core_peak(device_name: str) -> float:
 
 
 CPU_CORES = 56
-"""Of the machine `cpu`."""
+"""Cores of the machine `cpu`."""
 
 MACHINES = {
     machine.name: machine

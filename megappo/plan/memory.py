@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megappo.architecture import ArchitectureConfig
+from megappo.families.architecture import ArchitectureConfig
+from megappo.families.parameters import expert_parameters
 from megappo.plan.activations import head_bytes, kept_bytes, transient_bytes
 from megappo.plan.inputs import RoleSetup, Setup, Workload
 from megappo.plan.machines import ASSUMED
@@ -21,7 +22,7 @@ class RoleMemory:
     stage: int
     """Pipeline stage."""
     parameters: int
-    """Elements, not bytes."""
+    """Number of parameters, in elements."""
     weights: float
     gradients: float
     optimizer: float
@@ -30,10 +31,10 @@ class RoleMemory:
     head: float
     """Workspace of the output layer in an update."""
     transient: float
-    """Of the layer that runs, in an update."""
+    """Workspace of the one layer that runs, in an update."""
     optimizer_step: float
     """What AdamW needs for a moment; the activations are gone by then."""
-    score: float
+    forward: float
     """Workspace of a forward pass over all samples."""
 
     @property
@@ -55,13 +56,13 @@ class EngineMemory:
     kv_cache: float
     workspace: float
     idle: float
-    """While others work."""
+    """Bytes while the trainers compute."""
     syncing: float
-    """While it takes new weights."""
+    """Bytes while it takes new weights."""
 
     @property
     def total(self) -> float:
-        """While it generates."""
+        """Bytes while it generates."""
         return self.weights + self.kv_cache + self.workspace
 
 
@@ -91,7 +92,7 @@ class RankMemory:
 
     @property
     def peak(self) -> float:
-        """What it needs."""
+        """Bytes in that stage."""
         return self.stages[self.peak_stage]
 
 
@@ -105,11 +106,11 @@ def role_memory(role: RoleSetup, stage: int, work: Workload) -> RoleMemory:
     experts by the ranks that hold the same. A role that is not trained has weights only.
     """
     count = role.parameters(stage)
-    scorer = role.as_scorer(work.batch_sequences)
-    score = head_bytes(scorer, stage, work, train=False) + transient_bytes(scorer, stage, work, train=False)
+    untrained = role.in_forward_pass(work.batch_sequences)
+    forward = head_bytes(untrained, stage, work, train=False) + transient_bytes(untrained, stage, work, train=False)
     weights = float(count * role.dtype_bytes)
     if not role.trained:
-        return RoleMemory(role.name, stage, count, weights, 0, 0, 0, 0, 0, 0, score)
+        return RoleMemory(role.name, stage, count, weights, 0, 0, 0, 0, 0, 0, forward)
     stateful = role.optimizer_parameters(stage)
     return RoleMemory(
         role=role.name,
@@ -123,7 +124,7 @@ def role_memory(role: RoleSetup, stage: int, work: Workload) -> RoleMemory:
         transient=transient_bytes(role, stage, work, train=True),
         # Torch's AdamW takes the roots of all second moments at once on CUDA, one parameter after the other on a CPU.
         optimizer_step=4.0 * (stateful if work.on_cuda else role.largest_weight(stage)),
-        score=score,
+        forward=forward,
     )
 
 
@@ -136,7 +137,7 @@ def engine_memory(arch: ArchitectureConfig, work: Workload) -> EngineMemory:
     a full cache, but both are small beside it, so their maximum is added.
     """
     e = work.engine_dtype_bytes
-    kv_width, q_width = arch.kv_heads * arch.head_dim, arch.heads * arch.head_dim
+    kv_width, q_width = arch.key_width, arch.query_width
     batch, tokens = work.cache_sequences, work.cache_sequences * work.cache_tokens
     cache = 2.0 * arch.layers * kv_width * e * tokens
     layer_copies = 2.0 * e * tokens * (kv_width + (q_width if q_width > kv_width else 0))
@@ -192,15 +193,15 @@ def sync_bytes(setup: Setup) -> float:
     if setup.work.servers is None:
         return 2.0 * bucket_bytes(setup)
     arch = setup.actor.arch
-    waiting = float(setup.actor.dtype_bytes * arch.experts * arch.expert_parameters)
-    return (2.0 + 1.0 / setup.actor.tp) * bucket_bytes(setup) + waiting
+    waiting = float(setup.actor.dtype_bytes * arch.experts * expert_parameters(arch))
+    return (2.0 + 1.0 / setup.actor.grid.tp) * bucket_bytes(setup) + waiting
 
 
 def rank_memory(setup: Setup) -> tuple[RankMemory, ...]:
     """Memory of every rank, ranks that hold the same pipeline stages together, in the order of their first rank."""
     places: dict[tuple[int | None, ...], list[int]] = {}
     for rank in range(setup.work.world_size):
-        places.setdefault(tuple(role.stage_of(rank) for role in setup.roles), []).append(rank)
+        places.setdefault(tuple(role.grid.stage_of(rank) for role in setup.roles), []).append(rank)
     engine, sync, reward = _on_trainers(setup.actor.arch, setup.work), sync_bytes(setup), setup.work.reward_bytes
     found = []
     for stages, ranks in places.items():
@@ -223,7 +224,7 @@ def _stages(roles: tuple[RoleMemory, ...], engine: EngineMemory, sync: float, re
     roles_stay = reward + sum(role.resident for role in roles)
     stays = roles_stay + engine.idle
     stages = {"rollout": roles_stay + engine.total}
-    stages["score"] = stays + max((role.score for role in roles), default=0.0)
+    stages["forward"] = stays + max((role.forward for role in roles), default=0.0)
     for role in sorted(roles, key=lambda r: r.role != "critic"):
         if role.gradients:
             stages[f"update_{role.role}"] = stays + role.update

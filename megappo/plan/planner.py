@@ -7,9 +7,8 @@ from pathlib import Path
 
 from megappo.config import Config, ConfigError, derive, resolve
 from megappo.config.base import LARGEST_WORLD
-from megappo.config.errors import shortened, whole_number
+from megappo.config.model_files import load_architectures
 from megappo.config.rules import format_ranks
-from megappo.config.shape import model_shape
 from megappo.plan.costs import StageCost, step_costs, step_seconds
 from megappo.plan.inputs import Models, Setup, make_setup
 from megappo.plan.machines import ASSUMED, MACHINES, Machine
@@ -30,7 +29,7 @@ class Plan:
     """What a configuration asks of a machine."""
 
     name: str
-    """`run.name`."""
+    """Name of the run (`run.name`)."""
     model: str
     machine: str
     gpus: int
@@ -89,13 +88,10 @@ def read_models(config: Config, beside: Path | None) -> PlannedModels:
         notes.append(f"{path} is planned from {local / 'config.json'}")
         return str(local)
 
-    trust = config.model.trust_remote_code
-    actor = critic = reference = model_shape(where(config.model.path), trust, key="model.path")
-    if config.critic is not None and config.critic.path is not None:
-        critic = model_shape(where(config.critic.path), trust, key="critic.path")
-    if config.reference is not None and config.reference.path is not None:
-        reference = model_shape(where(config.reference.path), trust, key="reference.path")
-    return PlannedModels(Models(actor, critic, reference), tuple(dict.fromkeys(notes)))
+    found = load_architectures(config, where)
+    actor = found["actor"]
+    models = Models(actor, found.get("critic", actor), found.get("reference", actor))
+    return PlannedModels(models, tuple(dict.fromkeys(notes)))
 
 
 def default_machine(config: Config) -> Machine:
@@ -110,7 +106,7 @@ def fewest_ranks(config: Config) -> int:
         if settings is None:
             continue
         layout = settings.layout
-        size = layout.tensor_parallel * layout.pipeline_parallel
+        size = layout.grid(LARGEST_WORLD).model_ranks
         ends.append(layout.first_rank + (layout.ranks or size))
         if layout.ranks is None:
             open_sizes.append((layout.first_rank, size))
@@ -171,14 +167,6 @@ def _check_servers(setup: Setup, memory_fraction: float) -> None:
         f"each device, weights and the longest sequence take {_size_words(needed)}; raise it, or "
         f"rollout.sglang.tensor_parallel {tp}"
     )
-
-
-def check_gpus(text: str) -> int:
-    """A number of devices; raises ConfigError for anything but a whole number from 1."""
-    number = whole_number(text)
-    if number is None or not 1 <= number <= LARGEST_WORLD:
-        raise ConfigError(f"--gpus is '{shortened(text)}', must be a whole number from 1 to {LARGEST_WORLD}")
-    return number
 
 
 def _verdict(fullest: RankMemory, usable_bytes: float, fits: bool) -> str:

@@ -14,11 +14,19 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megappo.config import Config, ConfigError, derive, resolve
-from megappo.config.errors import divisors, show
 from megappo.config.roles import LayoutSettings
-from megappo.config.rules import Role, batch_rules, engine_rules, parallel_rules, placement_rules, vocabulary_rules
+from megappo.config.rules import (
+    RoleSpec,
+    batch_rules,
+    engine_rules,
+    parallel_rules,
+    placement_rules,
+    valid_tensor_parallel,
+    vocabulary_rules,
+)
 from megappo.config.schema import RolloutSettings
-from megappo.plan.costs import rollout_cost, score_cost, update_cost
+from megappo.errors import divisors, show
+from megappo.plan.costs import forward_cost, rollout_cost, update_cost
 from megappo.plan.inputs import Models, RoleSettings, RoleSetup, Setup, Workload, reference_role, trained_role, workload
 from megappo.plan.machines import MACHINES, Machine
 from megappo.plan.memory import engine_memory, rank_memory, role_memory
@@ -38,17 +46,17 @@ class Proposal:
     machine: str
     gpus: int
     peak_bytes: float
-    """On the fullest rank."""
+    """Peak bytes on the fullest rank."""
     step_seconds: float
     roles: dict[str, str]
     """Each trained role's layout in words."""
 
 
-class _Task(NamedTuple):
+class _Search(NamedTuple):
     """What the search is for."""
 
     given: Config
-    """What changes are counted from."""
+    """The user's settings; proposals with fewer changes to them come first."""
     config: Config
     """What is searched from: the given one, or that with its roles on all ranks."""
     models: Models
@@ -81,9 +89,9 @@ class _Batch(NamedTuple):
     rollout: RolloutSettings
     changes: float
     seconds: float
-    """Of the rollout."""
+    """Seconds of the rollout."""
     n_bytes: float
-    """Of the engine."""
+    """Bytes of the engine."""
 
 
 def nearest_fit(
@@ -95,18 +103,18 @@ def nearest_fit(
     """
     config = resolve(config, on_cuda=machine.is_cuda)
     start = _everywhere(config) if everywhere else config
-    return next(_fits(_Task(config, start, models, machine, gpus, by_speed=False)), None)
+    return next(_fits(_Search(config, start, models, machine, gpus, by_speed=False)), None)
 
 
 def best_layouts(config: Config, models: Models, machine: Machine, gpus: int, count: int = 5) -> list[Proposal]:
     """The fastest settings for the configuration's models, step and lengths with all roles on all devices: one for
     each combination of TP and PP, the fastest first. Empty where nothing fits.
 
-    Raises ConfigError for what no layout mends.
+    Raises ConfigError for what no layout fixes.
     """
     config = resolve(config, on_cuda=machine.is_cuda)
     _check_step(config, models, gpus)
-    task = _Task(config, _everywhere(config), models, machine, gpus, by_speed=True)
+    task = _Search(config, _everywhere(config), models, machine, gpus, by_speed=True)
     return list(itertools.islice(_fits(task), count))
 
 
@@ -135,7 +143,7 @@ def _larger(machine: Machine) -> list[Machine]:
 
 def _check_step(config: Config, models: Models, gpus: int) -> None:
     """Refuse what breaks a rule on every layout: what is wrong on one rank with room for the longest sample."""
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    longest = config.max_sequence_tokens
     for name in _trained(config):
         settings = _section(config, name)
         budget = max(longest, settings.microbatch_budget_tokens)
@@ -166,7 +174,7 @@ def _section(config: Config, name: str) -> RoleSettings:
     return settings
 
 
-def _fits(task: _Task) -> Iterator[Proposal]:
+def _fits(task: _Search) -> Iterator[Proposal]:
     """What fits, in order, each combination of TP and PP once."""
     choices = [list(_choices(task, name)) for name in _trained(task.config)]
     share, batches = task.machine.per_rank(task.gpus), list(_engine_batches(task))
@@ -181,7 +189,7 @@ def _fits(task: _Task) -> Iterator[Proposal]:
         ]
     seen = set()
     for _, roles, rollout in sorted(sized, key=lambda entry: entry[0]):
-        sizes = tuple((c.role.tp, c.role.pp) for c in roles)
+        sizes = tuple((c.role.grid.tp, c.role.grid.pp) for c in roles)
         if sizes in seen or not _fits_memory(task, roles, rollout, share.usable_bytes):
             continue
         proposal = _propose(task, {c.role.name: c.settings for c in roles}, rollout)
@@ -190,7 +198,7 @@ def _fits(task: _Task) -> Iterator[Proposal]:
             yield proposal
 
 
-def _fits_memory(task: _Task, roles: Sequence[_Choice], rollout: RolloutSettings, usable_bytes: float) -> bool:
+def _fits_memory(task: _Search, roles: Sequence[_Choice], rollout: RolloutSettings, usable_bytes: float) -> bool:
     config = task.config.model_copy(update={"rollout": rollout})
     actor, critic = roles[0].role, roles[1].role if len(roles) > 1 else None
     reference = None if config.reference is None else reference_role(actor, task.models)
@@ -198,22 +206,22 @@ def _fits_memory(task: _Task, roles: Sequence[_Choice], rollout: RolloutSettings
     return all(ranks.peak <= usable_bytes for ranks in rank_memory(setup))
 
 
-def _choices(task: _Task, name: str) -> Iterator[_Choice]:
+def _choices(task: _Search, name: str) -> Iterator[_Choice]:
     """A role's settings that none of the same TP and PP beats in memory and in order."""
     work = _work(task, task.config)
     share, reference = task.machine.per_rank(task.gpus), task.config.reference
     found: dict[tuple[int, int], list[_Choice]] = {}
     for settings in _settings(task, name):
         role = trained_role(task.config, name, settings, task.models, task.gpus)
-        stages = [role_memory(role, stage, work) for stage in range(role.pp)]
-        peak = max(m.resident + max(m.update, m.score) for m in stages)
-        resident = sum(m.resident for m in stages) / role.pp * len(role.ranks) / task.gpus
+        stages = [role_memory(role, stage, work) for stage in range(role.grid.pp)]
+        peak = max(m.resident + max(m.update, m.forward) for m in stages)
+        resident = sum(m.resident for m in stages) / role.grid.pp * len(role.grid.ranks) / task.gpus
         if peak <= share.usable_bytes:
             scored = [role] if name == "critic" or reference is None else [role, reference_role(role, task.models)]
-            seconds = update_cost(role, work, share).seconds + score_cost(scored, work, share).seconds
+            seconds = update_cost(role, work, share).seconds + forward_cost(scored, work, share).seconds
             changes = _distance(_section(task.config, name), settings)
             choice = _Choice(settings, role, changes, seconds, resident, peak)
-            found.setdefault((role.tp, role.pp), []).append(choice)
+            found.setdefault((role.grid.tp, role.grid.pp), []).append(choice)
     for same_sizes in found.values():
         kept: list[_Choice] = []
         for choice in sorted(same_sizes, key=lambda c: task.order(c.changes, c.seconds)):
@@ -222,14 +230,14 @@ def _choices(task: _Task, name: str) -> Iterator[_Choice]:
         yield from kept
 
 
-def _settings(task: _Task, name: str) -> Iterator[RoleSettings]:
+def _settings(task: _Search, name: str) -> Iterator[RoleSettings]:
     """Every setting of a role that the search knows and that its model, its ranks and the step allow."""
     given = _section(task.config, name)
     arch = task.models.of(name)
-    longest = task.config.data.max_prompt_tokens + task.config.rollout.max_response_tokens
+    longest = task.config.max_sequence_tokens
     budgets = sorted({given.microbatch_budget_tokens, *(longest * 2**n for n in range(4))})
-    tensor = divisors(math.gcd(arch.heads, arch.kv_heads, 0 if arch.experts else arch.ffn_hidden_size))
-    for tp, pp, ep in itertools.product(tensor, divisors(arch.layers), divisors(max(1, arch.experts))):
+    experts = divisors(max(1, arch.experts))
+    for tp, pp, ep in itertools.product(valid_tensor_parallel(arch), divisors(arch.layers), experts):
         in_node = task.machine.shared_by_ranks or tp <= task.machine.devices_per_node
         if pp > _DEEPEST_PIPELINE or tp * pp > task.gpus or not in_node or (arch.experts and ep % tp):
             continue
@@ -240,7 +248,7 @@ def _settings(task: _Task, name: str) -> Iterator[RoleSettings]:
         for sequence_parallel in sorted({given.layout.sequence_parallel and tp > 1, tp > 1}):
             layout = given.layout.model_copy(update={**sizes, "sequence_parallel": sequence_parallel})
             placed = given.model_copy(update={"layout": layout, "microbatch_budget_tokens": max(budgets)})
-            if not _is_valid(task, Role(name, placed, arch)):
+            if not _is_valid(task, RoleSpec(name, placed, arch)):
                 continue
             shards = sorted({given.optimizer.distributed, True})
             for recompute, budget, distributed in itertools.product(_RECOMPUTE, budgets, shards):
@@ -250,12 +258,11 @@ def _settings(task: _Task, name: str) -> Iterator[RoleSettings]:
                     yield placed.model_copy(update=changes)
 
 
-def _is_valid(task: _Task, role: Role) -> bool:
+def _is_valid(task: _Search, role: RoleSpec) -> bool:
     """Whether the rules of a run allow a role's layout; `_propose` asks the others."""
     if any(placement_rules(role, task.gpus)) or any(parallel_rules(role, role.name)):
         return False
-    dp = len(role.ranks(task.gpus)) // role.model_ranks
-    return not any(vocabulary_rules(task.config, [role])) and not any(batch_rules(task.config, role, dp))
+    return not any(vocabulary_rules(task.config, [role])) and not any(batch_rules(task.config, role, task.gpus))
 
 
 def _distance(given: RoleSettings, tried: RoleSettings) -> float:
@@ -275,7 +282,7 @@ def _distance(given: RoleSettings, tried: RoleSettings) -> float:
     )
 
 
-def _engine_batches(task: _Task) -> Iterator[_Batch]:
+def _engine_batches(task: _Search) -> Iterator[_Batch]:
     """The embedded engine's batch and halves of it; for SGLang beside trainers its share of the memory and less."""
     given, arch, share = task.config.rollout, task.models.actor, task.machine.per_rank(task.gpus)
     for n, rollout in enumerate(_rollouts(given, _work(task, task.config).servers)):
@@ -296,12 +303,12 @@ def _rollouts(given: RolloutSettings, servers: Servers | None) -> Iterator[Rollo
             yield given.model_copy(update={"sglang": less})
 
 
-def _work(task: _Task, config: Config) -> Workload:
+def _work(task: _Search, config: Config) -> Workload:
     device_bytes = task.machine.per_rank(task.gpus).memory_bytes
     return workload(config, task.gpus, on_cuda=task.machine.is_cuda, device_bytes=device_bytes)
 
 
-def _propose(task: _Task, settings: dict[str, RoleSettings], rollout: RolloutSettings) -> Proposal | None:
+def _propose(task: _Search, settings: dict[str, RoleSettings], rollout: RolloutSettings) -> Proposal | None:
     """The settings as overrides of the given ones, planned in full; None where a rule or the memory refuses them."""
     tried = task.config.model_copy(update={**settings, "rollout": rollout})
     try:
@@ -332,11 +339,9 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _words(task: _Task, settings: RoleSettings) -> str:
+def _words(task: _Search, settings: RoleSettings) -> str:
     layout = settings.layout
-    ranks = layout.ranks or task.gpus - layout.first_rank
-    dp = ranks // (layout.tensor_parallel * layout.pipeline_parallel)
-    words = [f"TP {layout.tensor_parallel} x PP {layout.pipeline_parallel} x DP {dp}"]
+    words = [f"TP {layout.tensor_parallel} x PP {layout.pipeline_parallel} x DP {layout.grid(task.gpus).dp}"]
     words += [f"EP {layout.expert_parallel}"] if layout.expert_parallel > 1 else []
     words += ["sequence parallel"] if layout.sequence_parallel else []
     words += ["distributed optimizer"] if settings.optimizer.distributed else []

@@ -2,7 +2,8 @@
 
 A rank of a server with tensor parallelism t holds, with e bytes per element:
 
-    weights     e N / t, N the model's weights; norms whole, key and value matrices as often as t exceeds their heads
+    weights     e N / t, N the model's weights; norms and routers whole, key and value matrices as often as t exceeds
+                their heads
     keys,       2 e layers max(heads / t, 1) head_dim per token, heads those of keys and values, for as many tokens
     values      as fit into memory_fraction of the device beside the weights, or max_total_tokens
     workspace   a chunk of 8192 prompt tokens through its widest layer, or float32 logits of the running sequences
@@ -14,9 +15,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megappo.architecture import ArchitectureConfig
-from megappo.config import Config
-from megappo.plan.sizes import model_sizes
+from megappo.config import Config, resolve
+from megappo.families.architecture import ArchitectureConfig
+from megappo.plan.sizes import model_sizes, whole_parameters
 
 _PREFILL_TOKENS = 8192
 """SGLang's chunked-prefill-size on GPUs of 80 GB and more."""
@@ -29,7 +30,7 @@ class Servers:
     count: int
     tensor_parallel: int
     colocated: bool
-    """On the trainers' devices."""
+    """They share the trainers' devices."""
     shares_machine: bool
     """Without CUDA: on the machine that the trainers' ranks share."""
     sleeps: bool
@@ -40,11 +41,11 @@ class Servers:
     """Of a device, for weights, keys and values; 0 where a number of tokens is set instead."""
     max_total_tokens: int | None
     most_sequences: int
-    """That all ranks together keep at one server."""
+    """Most sequences that all ranks together keep at one server."""
 
     @property
     def ranks(self) -> int:
-        """Of all servers."""
+        """Devices of all servers."""
         return self.count * self.tensor_parallel
 
     @property
@@ -55,7 +56,7 @@ class Servers:
 
 def find_servers(config: Config, world_size: int, *, on_cuda: bool, device_bytes: float) -> Servers | None:
     """The servers of a configuration; None with the embedded engine."""
-    if config.rollout.engine_on(on_cuda=on_cuda) != "sglang":
+    if not resolve(config, on_cuda=on_cuda).rollout.has_servers:
         return None
     settings = config.rollout.servers
     return Servers(
@@ -73,10 +74,10 @@ def find_servers(config: Config, world_size: int, *, on_cuda: bool, device_bytes
 
 def server_weights(arch: ArchitectureConfig, tensor_parallel: int) -> float:
     """Weights on one rank of a server, in elements."""
-    norms = arch.layers * (2 * arch.hidden_size + (2 * arch.head_dim if arch.qk_norm else 0)) + arch.hidden_size
+    whole = whole_parameters(arch)
     copies = 1 / min(tensor_parallel, arch.kv_heads) - 1 / tensor_parallel
-    repeated = 2 * arch.layers * arch.hidden_size * arch.kv_heads * arch.head_dim * copies
-    return (model_sizes(arch)[0] - norms) / tensor_parallel + norms + repeated
+    repeated = 2 * arch.layers * arch.hidden_size * arch.key_width * copies
+    return (model_sizes(arch)[0] - whole) / tensor_parallel + whole + repeated
 
 
 def token_bytes(arch: ArchitectureConfig, tensor_parallel: int, element_bytes: int) -> float:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
-from megappo.architecture import ArchitectureConfig
-from megappo.reshard.hf_map import hf_shape, model_parameters, multiplied_parameters
+from megappo.families.architecture import ArchitectureConfig
+from megappo.families.parameters import expert_parameters, model_parameters, multiplied_parameters, shard_shape
 
 
 @lru_cache(maxsize=64)
 def model_sizes(arch: ArchitectureConfig) -> tuple[int, int, int]:
     """(all weights of the Hugging Face model, those of the layers, those of the output matrix)."""
-    total = sum(math.prod(hf_shape(arch, name)) for p in model_parameters(arch, experts=()) for name in p.hf)
-    total += arch.layers * arch.experts * arch.expert_parameters
+    total = sum(p.elements for p in model_parameters(arch, experts=()))
+    total += arch.layers * arch.experts * expert_parameters(arch)
     head = arch.vocab_size * arch.hidden_size
     return total, multiplied_parameters(arch) - head, head
 
@@ -21,4 +21,17 @@ def model_sizes(arch: ArchitectureConfig) -> tuple[int, int, int]:
 @lru_cache(maxsize=64)
 def largest_tensor(arch: ArchitectureConfig) -> int:
     """Elements that the weight stream moves at once at least: the largest Megatron parameter, whole."""
-    return max(sum(math.prod(hf_shape(arch, name)) for name in p.hf) for p in model_parameters(arch, experts=(0,)))
+    return max(p.elements for p in model_parameters(arch, experts=(0,)))
+
+
+@lru_cache(maxsize=64)
+def whole_parameters(arch: ArchitectureConfig) -> int:
+    """Weights that every tensor parallel rank holds all of: norms and routers."""
+    return sum(p.elements for p in model_parameters(arch, experts=()) if p.axis is None)
+
+
+@lru_cache(maxsize=256)
+def largest_of_layer(arch: ArchitectureConfig, tp: int) -> int:
+    """Elements of the largest weight of a layer on one tensor parallel rank."""
+    here = (p for p in model_parameters(arch, experts=(0,)) if p.layer == 0)
+    return max(math.prod(shard_shape(arch, p, tp, arch.vocab_size)) for p in here)

@@ -22,7 +22,7 @@ _SLACK = 1.5
 _ROUND_SECONDS = 60
 """A scheduler may be late by a minute, and so is the lead time rounded up."""
 _LOST_SECONDS = 1800.0
-"""Of work, at most, where a run is killed."""
+"""Most seconds of work that a killed run should lose."""
 _INTERVALS = (1, 2, 5, 10, 20, 50)
 
 
@@ -36,7 +36,7 @@ class Stopping:
     checkpoint_seconds: float
     """To write one, by the assumed bandwidth of a node."""
     lead_seconds: int
-    """From the signal to the kill, of the scheduler."""
+    """Seconds that the scheduler must leave between its signal and its kill."""
     every_steps: int
     """Recommended `checkpoint.every_steps`: at most half an hour is lost where a step and the writing are not longer,
     and one is written before the next is due."""
@@ -71,7 +71,7 @@ def stopping(setup: Setup, stages: Sequence[StageCost], machine: Machine, step_s
     """`machine` and `stages` as a rank has them."""
     seconds = {stage.name: stage.seconds for stage in stages}
     finished = math.fsum(s for name, s in seconds.items() if name.startswith("update_") or name == "sync")
-    piece = max(seconds["score"], finished)
+    piece = max(seconds["forward"], finished)
     n_bytes = math.fsum(_state_bytes(role) for role in setup.trained)
     nodes = 1 if machine.shared_by_ranks else math.ceil(setup.work.world_size / machine.devices_per_node)
     write = n_bytes / (nodes * ASSUMED.checkpoint_bytes_per_second)

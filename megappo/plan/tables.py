@@ -80,7 +80,7 @@ def _memory_table(plan: Plan) -> Table:
 
     for role in ranks.roles:
         stays = (role.weights, role.gradients, role.optimizer)
-        adds = (role.activations, role.head, role.transient, max(role.update, role.score))
+        adds = (role.activations, role.head, role.transient, max(role.update, role.forward))
         table.add_row(role.role, *cells(*stays, *adds))
     for holder in (ranks, *(r for r in plan.ranks if r.of_servers)):
         engine = holder.engine

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megappo.architecture import ArchitectureConfig
-from megappo.reshard.hf_map import Parameter
+from megappo.families.architecture import ArchitectureConfig, padded_vocab_size
+from megappo.families.parameters import Parameter
 
 _VOCAB_MULTIPLE = 64  # sglang/srt/layers/vocab_parallel_embedding.py:48
 
@@ -30,29 +30,15 @@ class EngineShape:
     @property
     def padded_vocab(self) -> int:
         """Rows of its embedding over all ranks."""
-        multiple = _VOCAB_MULTIPLE
-        if -(-self.arch.vocab_size // multiple) * multiple % self.tp:
-            multiple *= self.tp
-        return -(-self.arch.vocab_size // multiple) * multiple
-
-
-def engine_name(parameter: Parameter) -> str:
-    """SGLang's name of the parameter that holds the tensors of `parameter`."""
-    name = parameter.hf[0]
-    if parameter.expert is not None:
-        mlp = name.partition(".experts.")[0]
-        return f"{mlp}.experts.{'w13' if parameter.kind == 'stacked' else 'w2'}_weight"
-    if parameter.kind == "qkv":
-        return name.replace("q_proj", "qkv_proj")
-    if parameter.kind == "glu":
-        return name.replace("gate_proj", "gate_up_proj")
-    return name
+        rows = padded_vocab_size(self.arch.vocab_size, self.tp, _VOCAB_MULTIPLE)
+        return padded_vocab_size(rows, self.tp, _VOCAB_MULTIPLE * self.tp) if rows % self.tp else rows
 
 
 def engine_shards(shape: EngineShape, parameter: Parameter, whole: Mapping[str, Tensor], rank: int) -> Iterator[Tensor]:
-    """What stands, one after another, in the engine's parameter on one of its tensor parallel ranks."""
+    """What stands, one after another, in the engine's parameter on one of its tensor parallel ranks, which share out
+    the matrices of experts too."""
     tensors = [whole[name] for name in parameter.hf]
-    if parameter.kind == "row" or (parameter.kind == "replicated" and parameter.expert is not None):
+    if parameter.kind == "row":
         width = tensors[0].shape[1] // shape.tp
         yield tensors[0][:, rank * width : (rank + 1) * width]
     elif parameter.kind == "vocab":
@@ -63,7 +49,7 @@ def engine_shards(shape: EngineShape, parameter: Parameter, whole: Mapping[str, 
             yield part.new_zeros(rows - len(part), *part.shape[1:])
     elif parameter.kind == "qkv":
         yield from _attention_shards(shape, tensors, rank)
-    elif parameter.kind in ("glu", "stacked"):
+    elif parameter.kind == "column":
         for tensor in tensors:
             rows = len(tensor) // shape.tp
             yield tensor[rank * rows : (rank + 1) * rows]
@@ -109,7 +95,7 @@ class Fingerprints:
         """Checksums of every engine parameter that is complete with a bucket, by (engine rank, engine name)."""
         found: dict[tuple[int, str], str] = {}
         for parameter in parameters:
-            name = engine_name(parameter)
+            name = parameter.engine_name
             for rank in range(self._shape.tp):
                 if parameter.expert is not None:
                     found |= self._of_experts(parameter, whole, (rank, name))

@@ -13,7 +13,7 @@ from torch import Tensor
 SCALE_SUFFIX = "_scale_inv"
 WEIGHT_TYPE = "F8_E4M3"
 SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0")
-"""Of safetensors; all of them are exact in float32."""
+"""Types that scales may have, by safetensors' names; all of them are exact in float32."""
 
 
 def scale_shape(shape: tuple[int, ...], blocks: tuple[int, int]) -> tuple[int, ...]:

@@ -6,40 +6,23 @@ import hashlib
 import json
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megappo.architecture import ArchitectureConfig
-from megappo.families import FAMILIES
+from megappo.families.architecture import ArchitectureConfig
+from megappo.families.parameters import HF_EMBEDDING, HF_OUTPUT_LAYER, Piece, tensor_shapes
+from megappo.families.weights import ValueHeadWeights
 from megappo.reshard.float8 import SCALE_SUFFIX, SCALE_TYPES, WEIGHT_TYPE, dequantised, scale_shape
-from megappo.reshard.hf_map import (
-    Parameter,
-    Piece,
-    assemble_shard,
-    hf_shape,
-    model_parameters,
-    pieces,
-)
-from megappo.reshard.value_heads import EXTRA_FILE, ValueHeadWeights, find_value_head
+from megappo.reshard.value_heads import EXTRA_FILE, find_value_head
 
 _SINGLE = "model.safetensors"
 _PLAIN_TYPES = ("F64", "F32", "F16", "BF16")
 _COMPARED_ROWS = 8192
-
-
-class WeightSource(Protocol):
-    """Gives slices of Hugging Face tensors."""
-
-    def read(self, piece: Piece) -> Tensor:
-        """The slice, on the CPU."""
-        ...
-
-    def value_head(self) -> ValueHeadWeights | None:
-        """The trained scalar head of a critic, on the CPU; None where there is none."""
-        ...
+_FOLLOWS_FROM_CONFIG = "rotary_emb.inv_freq"
+"""The end of names of tensors that older files hold and nobody reads."""
 
 
 class SafetensorsSource:
@@ -50,7 +33,9 @@ class SafetensorsSource:
     """
 
     def __init__(self, folder: Path, arch: ArchitectureConfig) -> None:
-        self._folder, self._arch = folder, arch
+        self._folder, self._arch, self._wanted = folder, arch, tensor_shapes(arch)
+        # With tied embeddings the files may hold the output layer as well.
+        self._shapes = {**self._wanted, HF_OUTPUT_LAYER: self._wanted[HF_EMBEDDING]}
         index = self._index()
         self._file_of: dict[str, Any] = {}
         for file in sorted(set(index.values())) or [_SINGLE]:
@@ -89,11 +74,9 @@ class SafetensorsSource:
 
     def _names(self) -> dict[str, str]:
         """What the model's tensors, and the scales beside them, are called in the files."""
-        known = {name for parameter in model_parameters(self._arch) for name in parameter.hf}
-        known |= {"lm_head.weight", *(self._head.names if self._head is not None else ())}
+        known = {*self._shapes, *(self._head.names if self._head is not None else ())}
         if self._arch.stored_blocks is not None:
-            known |= {name + SCALE_SUFFIX for name in known if len(hf_shape(self._arch, name)) == 2}
-        ignored = FAMILIES[self._arch.family].ignored_tensors
+            known |= {name + SCALE_SUFFIX for name, shape in self._shapes.items() if len(shape) == 2}
         found: dict[str, str] = {}
         unknown: list[str] = []
         for stored in self._file_of:
@@ -101,7 +84,7 @@ class SafetensorsSource:
             name = next((n for n in (stored, f"model.{stored}") if n in known), None)
             if name is not None and name not in found:
                 found[name] = stored
-            elif not stored.endswith(ignored):
+            elif not stored.endswith(_FOLLOWS_FROM_CONFIG):
                 unknown.append(stored)
         if unknown:
             shown = f"{', '.join(sorted(unknown)[:3])}{' and others' if unknown[3:] else ''}"
@@ -115,7 +98,7 @@ class SafetensorsSource:
         """A tensor that is there in the shape that config.json gives it; nothing of it is read yet."""
         if name not in self._stored:
             raise ValueError(f"{self._folder} has no tensor '{name}'; the weights do not fit its config.json")
-        tensor = self._unread(name, hf_shape(self._arch, name))
+        tensor = self._unread(name, self._shapes[name])
         kind = tensor.get_dtype()
         scaled, is_float8 = name + SCALE_SUFFIX in self._stored, kind == WEIGHT_TYPE
         if kind not in _PLAIN_TYPES and not (is_float8 and scaled):
@@ -143,13 +126,13 @@ class SafetensorsSource:
         blocks = self._arch.stored_blocks
         if blocks is None or name + SCALE_SUFFIX not in self._stored:
             return None
-        scales = self._unread(name + SCALE_SUFFIX, scale_shape(hf_shape(self._arch, name), blocks))
+        scales = self._unread(name + SCALE_SUFFIX, scale_shape(self._shapes[name], blocks))
         if scales.get_dtype() not in SCALE_TYPES:
             raise ValueError(
                 f"the scales of '{name}' in {self._folder} are of type {scales.get_dtype()}, must be of "
                 f"{', '.join(SCALE_TYPES)}"
             )
-        return scales[:]  # type: ignore[no-any-return]
+        return scales[:]
 
     def check(self, *, with_output_layer: bool) -> int:
         """Look for every tensor of the model by the files' headers; returns their number.
@@ -157,19 +140,18 @@ class SafetensorsSource:
         What is read are scales and, in a model with tied embeddings whose output layer is wanted, an output matrix that
         the files hold besides.
         """
-        names = [name for parameter in model_parameters(self._arch) for name in parameter.hf]
-        wanted = [name for name in names if with_output_layer or name != "lm_head.weight"]
+        wanted = [name for name in self._wanted if with_output_layer or name != HF_OUTPUT_LAYER]
         for name in wanted:
             self._slice(name)
             self._scales(name)
-        if with_output_layer and self._arch.tied_embeddings and "lm_head.weight" in self._stored:
+        if with_output_layer and self._arch.tied_embeddings and HF_OUTPUT_LAYER in self._stored:
             self._check_tied()
         return len(wanted)
 
     def _check_tied(self) -> None:
         for start in range(0, self._arch.vocab_size, _COMPARED_ROWS):
             stop = min(start + _COMPARED_ROWS, self._arch.vocab_size)
-            pieces = (Piece(name, 0, start, stop) for name in ("model.embed_tokens.weight", "lm_head.weight"))
+            pieces = (Piece(name, 0, start, stop) for name in (HF_EMBEDDING, HF_OUTPUT_LAYER))
             embedding, head = map(self.read, pieces)
             common = torch.promote_types(embedding.dtype, head.dtype)
             if not torch.equal(embedding.to(common), head.to(common)):
@@ -218,20 +200,18 @@ class RandomSource:
     """Weights drawn from a seed and the tensor's name alone, so every layout starts from the same model."""
 
     def __init__(self, arch: ArchitectureConfig, seed: int) -> None:
-        self._arch, self._seed = arch, seed
+        self._std, self._shapes, self._seed = arch.initializer_range, tensor_shapes(arch), seed
         # The slices of one parameter come from at most three tensors (query, key, value).
         self._whole = lru_cache(maxsize=3)(self._draw)
 
     def _draw(self, name: str) -> Tensor:
         """A normal(0, initializer_range) matrix, a norm of ones or a bias of zeros."""
-        shape = hf_shape(self._arch, name)
-        if name.endswith("norm.weight"):
-            return torch.ones(shape)
-        if name.endswith(".bias"):
-            return torch.zeros(shape)
+        shape = self._shapes[name]
+        if len(shape) == 1:
+            return torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
         digest = hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        return torch.randn(shape, generator=generator) * self._arch.initializer_range
+        return torch.randn(shape, generator=generator) * self._std
 
     def read(self, piece: Piece) -> Tensor:
         """The slice, on the CPU, in float32."""
@@ -239,19 +219,3 @@ class RandomSource:
 
     def value_head(self) -> None:
         """None: a new head is drawn by `critic.value_head_std`."""
-
-
-def read_shard(
-    source: WeightSource,
-    arch: ArchitectureConfig,
-    parameter: Parameter,
-    like: Tensor,
-    tensor_rank: int,
-    tp: int,
-    padded_vocab: int,
-) -> Tensor:
-    """This rank's shard of a parameter in the shape and type of `like`, on the CPU."""
-    shard_pieces = pieces(arch, parameter, tensor_rank, tp, padded_vocab)
-    shard = assemble_shard([source.read(p) for p in shard_pieces], shard_pieces, like.shape)
-    assert shard.shape == like.shape, f"{parameter.megatron}: {tuple(shard.shape)} for {tuple(like.shape)}"
-    return shard.to(like.dtype)

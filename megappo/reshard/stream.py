@@ -7,42 +7,40 @@ share, into which each rank copies its own slices.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megappo.architecture import ArchitectureConfig
-from megappo.errors import RunError
-from megappo.models.build import RoleModel
-from megappo.models.layout import Grid
-from megappo.reshard.hf_map import (
+from megappo.errors import RunError, first_of
+from megappo.families.declaration import Shape
+from megappo.families.parameters import (
     OUTPUT_LAYER,
     Parameter,
     expert_share,
-    hf_shape,
     model_parameters,
     pieces,
-    scatter_shard,
     shard_shape,
 )
+from megappo.families.weights import scatter_shard
+from megappo.runtime.objects import of_all_ranks
 
-
-def _tensor_bytes(arch: ArchitectureConfig, parameter: Parameter, dtype: torch.dtype) -> int:
-    return dtype.itemsize * sum(torch.Size(hf_shape(arch, name)).numel() for name in parameter.hf)
+if TYPE_CHECKING:
+    from megappo.megatron.roles import Role
 
 
 class Slot(NamedTuple):
     """Where a tensor stands in its bucket."""
 
     name: str
-    shape: torch.Size
+    shape: Shape
     dtype: torch.dtype
     start: int
-    """First byte."""
+    """Offset of its first byte in the bucket."""
     stop: int
 
     def view(self, flat_bytes: Tensor) -> Tensor:
@@ -79,32 +77,20 @@ class WeightStream:
     buckets, or the largest tensor where that is larger.
     """
 
-    def __init__(
-        self,
-        grid: Grid,
-        arch: ArchitectureConfig,
-        model: RoleModel | None,
-        *,
-        padded_vocab: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        bucket_bytes: int,
-    ) -> None:
+    def __init__(self, role: Role, bucket_bytes: int) -> None:
         """A collective of the world: ranks tell each other which parameters they hold.
 
         Raises RunError where there are parameters that none of them holds.
         """
-        self.arch = arch
-        self._grid, self._padded_vocab = grid, padded_vocab
-        self._dtype, self._device = dtype, device
-        self._here = {p.megatron: t for p, t in model.parameters_here()} if model is not None else {}
-        is_critic = model is not None and model.is_critic
-        held: list[tuple[bool, list[str]]] = [(False, []) for _ in range(dist.get_world_size())]
-        dist.all_gather_object(held, (is_critic, list(self._here)))
-        stage_of = {name: s for s in range(grid.pp) for r in grid.stage_ranks(s) for name in held[r][1]}
-        self._check_whole(stage_of, is_critic=any(critic for critic, _ in held))
+        self.arch, options, grid = role.arch, role.options, role.placement.grid
+        self._grid, self._padded_vocab = grid, options.padded_vocab
+        self._dtype, self._device = options.dtype, options.device
+        self._here = {p.megatron: t for p, t in role.mapped_parameters()}
+        held = of_all_ranks(list(self._here))
+        stage_of = {name: s for s in range(grid.pp) for r in grid.stage_ranks(s) for name in held[r]}
+        self._check_whole(stage_of, is_critic=options.is_critic)
         self.buckets = tuple(self._plan(stage_of, bucket_bytes))
-        self.total_bytes = sum(_tensor_bytes(arch, p, dtype) for b in self.buckets for p in b.parameters)
+        self.total_bytes = sum(p.elements * options.dtype.itemsize for b in self.buckets for p in b.parameters)
 
     @property
     def largest_bucket_bytes(self) -> int:
@@ -115,8 +101,7 @@ class WeightStream:
         missing = [p.megatron for p in model_parameters(self.arch) if p.megatron not in stage_of]
         if missing and not (is_critic and missing == [OUTPUT_LAYER]):
             raise RunError(
-                f"no rank holds {', '.join(missing[:3])}{' and others' if missing[3:] else ''} of the model; "
-                "install the versions that setup.py asks for"
+                f"no rank holds {first_of(missing, 3)} of the model; install the versions that setup.py asks for"
             )
 
     def _plan(self, stage_of: dict[str, int], bucket_bytes: int) -> Iterator[Bucket]:
@@ -124,7 +109,7 @@ class WeightStream:
         size, stage = 0, -1
         held = [p for p in model_parameters(self.arch) if p.megatron in stage_of]  # all but a critic's LM head
         for parameter in held:
-            n_bytes = _tensor_bytes(self.arch, parameter, self._dtype)
+            n_bytes = parameter.elements * self._dtype.itemsize
             if current and (stage_of[parameter.megatron] != stage or size + n_bytes > bucket_bytes):
                 yield self._bucket(stage, current)
                 current, size = [], 0
@@ -135,11 +120,11 @@ class WeightStream:
 
     def _bucket(self, stage: int, parameters: list[Parameter]) -> Bucket:
         slots, start = [], 0
-        for name in [name for parameter in parameters for name in parameter.hf]:
-            shape = torch.Size(hf_shape(self.arch, name))
-            stop = start + shape.numel() * self._dtype.itemsize
-            slots.append(Slot(name, shape, self._dtype, start, stop))
-            start = stop
+        for parameter in parameters:
+            for name, shape in parameter.tensors.items():
+                stop = start + math.prod(shape) * self._dtype.itemsize
+                slots.append(Slot(name, shape, self._dtype, start, stop))
+                start = stop
         return Bucket(stage, tuple(parameters), tuple(slots))
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -158,12 +143,10 @@ class WeightStream:
             if dist.get_rank() == source.rank:
                 flat = torch.cat([self._here[p.megatron].detach().flatten() for p in source.parameters])
             else:
-                size = sum(s.numel() for s in shapes)
-                flat = torch.empty(size, dtype=self._dtype, device=self._device)
+                flat = torch.empty(sum(map(math.prod, shapes)), dtype=self._dtype, device=self._device)
             dist.broadcast(flat, src=source.rank)
-            for parameter, shape, shard in zip(
-                source.parameters, shapes, flat.split([s.numel() for s in shapes]), strict=True
-            ):
+            shards = flat.split([math.prod(shape) for shape in shapes])
+            for parameter, shape, shard in zip(source.parameters, shapes, shards, strict=True):
                 slices = pieces(arch, parameter, source.tensor_rank, grid.tp, self._padded_vocab)
                 scatter_shard(shard.view(shape), slices, whole)
 
@@ -188,6 +171,6 @@ class WeightStream:
         for source in self._sources(bucket):
             for parameter in source.parameters if source.rank == dist.get_rank() else ():
                 slices = pieces(self.arch, parameter, source.tensor_rank, self._grid.tp, self._padded_vocab)
-                if parameter.kind == "replicated" and source.tensor_rank != 0:
+                if parameter.axis is None and source.tensor_rank != 0:
                     continue
                 scatter_shard(self._here[parameter.megatron].detach(), slices, whole)

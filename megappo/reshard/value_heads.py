@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
-
-from torch import Tensor
 
 EXPORTED = ("score.weight", "score.bias")
 """Names in transformers' token classifiers, which exports of a critic have."""
@@ -14,15 +11,6 @@ EXTRA_FILE = "value_head.safetensors"
 """Where some programs keep the head beside the model's own files."""
 _STEMS = ("score", "v_head.summary", "v_head", "value_head")
 """transformers' classifiers and verl; TRL; older TRL and trlx; OpenRLHF."""
-
-
-class ValueHeadWeights(NamedTuple):
-    """What a critic's output layer holds."""
-
-    weight: Tensor
-    """(1, H)"""
-    bias: Tensor
-    """(1,)"""
 
 
 @dataclass(frozen=True)
@@ -34,7 +22,7 @@ class ValueHeadNames:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all of them."""
+        """The names of all tensors of the head that are there."""
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import os
-import time
 from contextlib import suppress
 
 import psutil
+
+from megappo.runtime.waiting import wait_until
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _KILL_SECONDS = 10.0
@@ -52,12 +53,16 @@ def end_descendants() -> None:
 
     What cannot be killed, such as another user's process, is left after a while.
     """
-    deadline = time.monotonic() + _KILL_SECONDS
-    while reap() is not None and time.monotonic() < deadline:
+
+    def all_ended() -> bool:
+        if reap() is None:
+            return True
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):
                 process.kill()
-        time.sleep(_POLL_SECONDS)
+        return False
+
+    wait_until(all_ended, _KILL_SECONDS, every_seconds=_POLL_SECONDS)
 
 
 def end_marked(variable: str, value: str) -> None:

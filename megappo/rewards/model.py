@@ -12,7 +12,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from megappo.rewards.registry import on_one_line
+from megappo.errors import first_of, reason
+from megappo.plugins import users_code
 
 # What transformers raises over a folder, by what is wrong: files, weights, shapes, values of the configuration.
 _FOLDER_ERRORS = (OSError, ValueError, SafetensorError, RuntimeError, KeyError, TypeError, StrictDataclassError)
@@ -24,11 +25,11 @@ def _loading(path: str) -> Iterator[None]:
     try:
         yield
     except _FOLDER_ERRORS as error:
-        reason = f"{type(error).__name__}: " + str(error).split("\n")[0].rstrip(".")
-        raise ValueError(f"reward.model_path '{path}' cannot be loaded ({reason}); check the folder") from error
+        words = f"{type(error).__name__}: {reason(error)}"
+        raise ValueError(f"reward.model_path '{path}' cannot be loaded ({words}); check the folder") from error
 
 
-def _batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
+def batches_of(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
     """Indices in batches of similar lengths, each at most `batch_tokens` when padded to its longest."""
     batch: list[int] = []
     for i in sorted(range(len(lengths)), key=lengths.__getitem__):
@@ -84,7 +85,7 @@ class RewardModel:
     def _require_head(self, path: str, missing: Sequence[str]) -> None:
         if missing:
             raise ValueError(
-                f"reward.model_path '{path}' lacks the weights {', '.join(sorted(missing)[:3])}, which would be "
+                f"reward.model_path '{path}' lacks the weights {first_of(sorted(missing), 3)}, which would be "
                 "random; use a trained reward model"
             )
         if not hasattr(self._model, "score"):
@@ -107,7 +108,7 @@ class RewardModel:
         """
         ids = [self._tokenise(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
         scores_B = torch.empty(len(ids))
-        for chosen in _batches([len(sequence) for sequence in ids], self._batch_tokens):
+        for chosen in batches_of([len(sequence) for sequence in ids], self._batch_tokens):
             scores_B[chosen] = self._score_batch([ids[i] for i in chosen])
         return scores_B
 
@@ -118,13 +119,9 @@ class RewardModel:
             if not self.has_chat_template:
                 raise ValueError("the reward model's tokenizer has no chat template; give it prompts as text")
             chat = [*prompt, {"role": "assistant", "content": response}]
-            try:
+            problem = "the reward model's chat template fails on a prompt and its response"
+            with users_code(problem, "fix the template or the messages"):
                 text = self._tokenizer.apply_chat_template(chat, tokenize=False)
-            except Exception as error:  # a template is a program of its author's, which objects or fails with anything
-                raise ValueError(
-                    f"the reward model's chat template fails on a prompt and its response ({type(error).__name__}: "
-                    f"{on_one_line(error)}); fix the template or the messages"
-                ) from error
             ids = self._tokenizer(text, add_special_tokens=False).input_ids
         if not ids:
             raise ValueError("a prompt and its response become no token of the reward model; use another reward model")

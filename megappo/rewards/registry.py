@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import inspect
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol, get_args, get_origin, get_type_hints
 
+from megappo.plugins import check_call, check_choice, load_function, signature_of
 from megappo.rewards.rules import RULES, warm_up
 
 _PER_SAMPLE = ("prompt", "response", "answer", "metadata")
@@ -59,13 +57,7 @@ def resolve(settings: ChosenReward) -> Callable[..., Any]:
         _check_rule_options(function, settings)
         warm_up(name)
         return function
-    if ":" not in name:
-        known = [*RULES, "model"]
-        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-        raise ValueError(
-            f"reward.function '{name}' is not one of {', '.join(known)}; did you mean '{nearest}'? "
-            "A Python function is written package.module:function"
-        )
+    check_choice(name, [*RULES, "model"], "reward.function")
     function = load_function(name, "reward.function")
     _check_call(function, settings)
     return function
@@ -76,29 +68,14 @@ def argument_names(function: Callable[..., Any], *, batch: bool) -> tuple[str, .
 
     A function of `**anything` may hand all on to one that does not expect it, so that it is not asked for there.
     """
-    names, signature = _PER_BATCH if batch else _PER_SAMPLE, _signature(function)
+    names, signature = _PER_BATCH if batch else _PER_SAMPLE, signature_of(function)
     return (*names, _RAW[batch]) if signature is not None and _RAW[batch] in signature.parameters else names
 
 
-def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    try:
-        return inspect.signature(function)
-    except ValueError:  # some functions written in C have none
-        return None
-
-
 def _check_call(function: Callable[..., Any], settings: ChosenReward) -> None:
-    names, signature = argument_names(function, batch=settings.batch), _signature(function)
-    if signature is None:
-        return
-    try:
-        signature.bind(**dict.fromkeys(names), **settings.options)
-    except TypeError as error:
-        call = ", ".join(f"{name}=" for name in (*names, *settings.options))
-        raise ValueError(
-            f"reward.function '{settings.function}' cannot be called with ({call}): {error}; "
-            "change its parameters, reward.options or reward.batch"
-        ) from error
+    names = argument_names(function, batch=settings.batch)
+    remedy = "change its parameters, reward.options or reward.batch"
+    check_call(function, names, settings.options, what=f"reward.function '{settings.function}'", remedy=remedy)
 
 
 def _check_rule_options(rule: Callable[..., Any], settings: ChosenReward) -> None:
@@ -111,34 +88,3 @@ def _check_rule_options(rule: Callable[..., Any], settings: ChosenReward) -> Non
             raise ValueError(
                 f"reward.options.{name} is {value!r}, must be {words} for '{settings.function}'; change it"
             )
-
-
-def on_one_line(error: BaseException) -> str:
-    """What an error says, fit for the middle of a sentence."""
-    return " ".join(str(error).split())
-
-
-def load_function(path: str, setting: str) -> Callable[..., Any]:
-    """Import `package.module:function`; `setting` names the place in errors."""
-    module_name, _, function_name = path.partition(":")
-    if not function_name or not all(part.isidentifier() for part in module_name.split(".")):
-        raise ValueError(f"{setting} '{path}' is no path of a function; write package.module:function")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(
-            f"{setting} '{path}': module '{module_name}' cannot be imported ({on_one_line(error)}); "
-            "install it or set PYTHONPATH"
-        ) from error
-    except (Exception, SystemExit) as error:  # a user's module can raise anything
-        raise ValueError(
-            f"{setting} '{path}': module '{module_name}' failed with {type(error).__name__}: {on_one_line(error)}; "
-            "mend it"
-        ) from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        near = difflib.get_close_matches(function_name, names, n=1, cutoff=0.0)
-        hint = f"did you mean '{module_name}:{near[0]}'?" if near else "define it there"
-        raise ValueError(f"{setting} '{path}': module '{module_name}' has no function '{function_name}'; {hint}")
-    return function  # type: ignore[no-any-return]

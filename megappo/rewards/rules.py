@@ -120,4 +120,4 @@ RULES: dict[str, Callable[..., float]] = {
     "math_verify": math_verify,
     "reasoning_gym": reasoning_gym,
 }
-"""By name."""
+"""The built-in rules by their names in `reward.function`."""

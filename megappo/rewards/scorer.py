@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from megappo.config.schema import RewardSettings
-from megappo.data.prompts import CHAT_MESSAGES
 from megappo.rewards.registry import check_reward
 from megappo.rewards.workers import RewardPool, RewardRequest, RewardResult, too_many_failures
-from megappo.types import Rollouts
+from megappo.types import CHAT_MESSAGES, Rollouts
 
 if TYPE_CHECKING:
     from megappo.rewards.model import RewardModel
@@ -29,7 +28,7 @@ class RewardScorer:
         if settings.model_path is not None:
             from megappo.rewards.model import RewardModel
 
-            dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+            dtype = getattr(torch, settings.model_dtype(on_cuda=device.type == "cuda"))
             self._model = RewardModel(settings.model_path, dtype=dtype, device=device)
         else:
             self._pool = RewardPool(settings)

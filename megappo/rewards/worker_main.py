@@ -19,7 +19,7 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from megappo.rewards.channel import WorkerEnd
@@ -43,33 +43,29 @@ def _number(value: Any) -> Answer:
     return number, None
 
 
-def _failure(error: BaseException) -> Answer:
-    return None, f"{type(error).__name__}: {error}"[:_REASON_CHARACTERS]
-
-
-def _score(function: Callable[..., Any], names: Sequence[str], pickled: bytes, options: dict[str, Any]) -> Answer:
-    try:
-        given = dict(zip(names, pickle.loads(pickled), strict=False))
-        return _number(function(**given, **options))
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - what a user's function raises is a failed sample
-        return _failure(error)
-
-
-def _score_batch(
-    function: Callable[..., Any], names: Sequence[str], pickled: list[bytes], options: dict[str, Any]
+def _answers(
+    choice: RewardChoice, function: Callable[..., Any], names: Sequence[str], asked: list[bytes]
 ) -> list[Answer]:
+    """Of one call: for one sample, or with a batch function for all of them, which fail together."""
     try:
-        columns = (list(column) for column in zip(*map(pickle.loads, pickled), strict=True))
-        found = function(**dict(zip(names, columns, strict=False)), **options)
-        # A list of them would hold characters, bytes or keys, or be in any order.
-        if isinstance(found, str | bytes | bytearray | memoryview | Mapping | Set):
-            return [(None, f"returned a {type(found).__name__}, must be a list of numbers")] * len(pickled)
-        values = list(found)
-        if len(values) != len(pickled):
-            return [(None, f"returned {len(values)} scores for {len(pickled)} samples")] * len(pickled)
-        return [_number(value) for value in values]
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
-        return [_failure(error)] * len(pickled)
+        samples = [pickle.loads(pickled) for pickled in asked]
+        if not choice.batch:
+            return [_number(function(**dict(zip(names, samples[0], strict=False)), **choice.options))]
+        columns = map(list, zip(*samples, strict=True))
+        return _numbers(function(**dict(zip(names, columns, strict=False)), **choice.options), len(asked))
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - what a user's function raises is a failed sample
+        return [(None, f"{type(error).__name__}: {error}"[:_REASON_CHARACTERS])] * len(asked)
+
+
+def _numbers(found: Any, count: int) -> list[Answer]:
+    """What a batch function returned, as a score of each sample."""
+    # A list of them would hold characters, bytes or keys, or be in any order.
+    if isinstance(found, str | bytes | bytearray | memoryview | Mapping | Set):
+        return [(None, f"returned a {type(found).__name__}, must be a list of numbers")] * count
+    values = list(found)
+    if len(values) != count:
+        return [(None, f"returned {len(values)} scores for {count} samples")] * count
+    return [_number(value) for value in values]
 
 
 def _load(choice: RewardChoice) -> tuple[Callable[..., Any] | None, str]:
@@ -91,15 +87,11 @@ def _serve(pool: WorkerEnd) -> None:
     names = argument_names(function, batch=choice.batch)
     while True:
         pickled: list[bytes] = pool.receive()
-        answers: Iterable[Answer] = (
-            _score_batch(function, names, pickled, choice.options)
-            if choice.batch
-            else (_score(function, names, request, choice.options) for request in pickled)
-        )
-        for answer in answers:
-            if os.getpid() != process:  # the function forked: a second answer would become the next sample's score
-                os._exit(0)
-            pool.send(answer)
+        for asked in [pickled] if choice.batch else [[request] for request in pickled]:
+            for answer in _answers(choice, function, names, asked):
+                if os.getpid() != process:  # the function forked: a second answer would become the next sample's score
+                    os._exit(0)
+                pool.send(answer)
 
 
 def _leave_stopping_to_the_pool() -> None:

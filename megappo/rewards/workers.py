@@ -22,9 +22,10 @@ from torch import Tensor
 
 from megappo.config.schema import RewardSettings
 from megappo.errors import RunError
+from megappo.plugins import users_code
 from megappo.rewards.channel import ForeignMessageError, PoolEnd
 from megappo.rewards.descendants import end_marked
-from megappo.rewards.registry import RewardChoice, on_one_line
+from megappo.rewards.registry import RewardChoice
 
 _START_SECONDS = 120.0
 _END_SECONDS = 15.0
@@ -64,7 +65,7 @@ class RewardResult:
         return sum(reason == _TIMED_OUT for _, reason in self.failures)
 
 
-class _Worker:
+class Worker:
     """One worker process and its supervisor, from their start to their end."""
 
     def __init__(self, choice: RewardChoice) -> None:
@@ -91,7 +92,7 @@ class _Worker:
             self.channel.started(choice)
 
     def welcome(self, pid: int) -> None:
-        """It has imported the function."""
+        """Note that the worker has imported the function and takes requests."""
         self.pid, self.ready = pid, True
 
     @property
@@ -162,11 +163,11 @@ class RewardPool:
             raise ValueError(f"reward.workers is {settings.workers}, but reward.batch makes one call; set workers: 1")
         self._settings = settings
         self._choice = RewardChoice(settings.function, settings.options, settings.batch)
-        self._workers: list[_Worker] = []
+        self.workers: list[Worker] = []
         try:
             for _ in range(settings.workers):
-                self._workers.append(_Worker(self._choice))
-            while not all(worker.ready for worker in self._workers):
+                self.workers.append(Worker(self._choice))
+            while not all(worker.ready for worker in self.workers):
                 self._collect(_Job([], 0, deque()))
         except (ValueError, RewardError, OSError):
             self.close()
@@ -180,11 +181,11 @@ class RewardPool:
 
     def close(self) -> None:
         """End all workers, at the same time: a scheduler that stops a run leaves little."""
-        for worker in self._workers:
+        for worker in self.workers:
             worker.hang_up()
-        for worker in self._workers:
+        for worker in self.workers:
             worker.wait()
-        self._workers = []
+        self.workers = []
 
     def score(self, requests: Sequence[RewardRequest]) -> RewardResult:
         """Score all requests; failures cost only their own sample (all of them, with a batch function).
@@ -199,17 +200,17 @@ class RewardPool:
 
     def run(self, requests: Sequence[RewardRequest], *, most_failures: float = float("inf")) -> RewardResult:
         """Score all requests, whatever the share of failures; gives up after more than `most_failures`."""
-        assert self._workers, "the pool is closed"
+        assert self.workers, "the pool is closed"
         pickled = [_pickled(index, request) for index, request in enumerate(requests)]
         job = _Job(pickled, most_failures, deque(range(len(pickled))))
-        for worker in [w for w in self._workers if w.ready and (w.speaks or w.supervisor.poll() is not None)]:
+        for worker in [w for w in self.workers if w.ready and (w.speaks or w.supervisor.poll() is not None)]:
             self._replace(worker)  # ended between two calls, by whatever: no sample's fault
         try:
             while not job.done:
                 self._hand_out(job)
                 self._collect(job)
         finally:
-            for worker in [w for w in self._workers if w.pending]:
+            for worker in [w for w in self.workers if w.pending]:
                 self._replace(worker)  # its answers are nobody's any more
         scores = torch.full((len(requests),), self._settings.failure_score, dtype=torch.float32)
         for index, score in job.scores.items():
@@ -218,13 +219,13 @@ class RewardPool:
 
     def _hand_out(self, job: _Job) -> None:
         """Give idle workers their next requests: fewer towards the end, so that they finish together."""
-        for worker in [w for w in self._workers if w.ready and not w.pending]:
+        for worker in [w for w in self.workers if w.ready and not w.pending]:
             if worker.resident_gigabytes > self._settings.worker_memory_gigabytes:
                 self._replace(worker)
-        for worker in [w for w in self._workers if w.ready and not w.pending]:
+        for worker in [w for w in self.workers if w.ready and not w.pending]:
             if not job.waiting:
                 return
-            fair = -(-len(job.waiting) // (2 * len(self._workers)))
+            fair = -(-len(job.waiting) // (2 * len(self.workers)))
             count = len(job.waiting) if self._settings.batch else min(fair, _LARGEST_CHUNK)
             worker.pending = deque(job.waiting.popleft() for _ in range(count))
             try:
@@ -236,7 +237,7 @@ class RewardPool:
 
     def _collect(self, job: _Job) -> None:
         """Wait for answers and take them, or take the worker whose time is up."""
-        busy = [worker for worker in self._workers if worker.pending or not worker.ready]
+        busy = [worker for worker in self.workers if worker.pending or not worker.ready]
         assert busy, "unanswered requests, but no worker has them"
         patience = max(0.0, min(worker.deadline for worker in busy) - time.monotonic())
         ready = wait([worker.channel.answers for worker in busy], timeout=patience)
@@ -246,7 +247,7 @@ class RewardPool:
             elif time.monotonic() >= worker.deadline and not worker.speaks:
                 self._lose(worker, job, _TIMED_OUT)
 
-    def _receive(self, worker: _Worker, job: _Job) -> None:
+    def _receive(self, worker: Worker, job: _Job) -> None:
         try:
             while (worker.pending or not worker.ready) and (answer := worker.channel.receive()) is not None:
                 if not worker.ready:
@@ -260,15 +261,15 @@ class RewardPool:
         else:
             worker.deadline = time.monotonic() + self._settings.timeout_seconds
 
-    def _welcome(self, worker: _Worker, state: str, found: int | str) -> None:
+    def _welcome(self, worker: Worker, state: str, found: int | str) -> None:
         if state == "broken":
             raise ValueError(found)
         worker.welcome(int(found))
 
-    def _lose(self, worker: _Worker, job: _Job, reason: str) -> None:
+    def _lose(self, worker: Worker, job: _Job, reason: str) -> None:
         """Replace a worker; the sample it was at fails, the others wait for another worker."""
         if not worker.ready:
-            raise RewardError(f"reward.function '{self._settings.function}' {reason} while it was imported; mend it")
+            raise RewardError(f"reward.function '{self._settings.function}' {reason} while it was imported; fix it")
         if self._settings.batch:
             job.failures |= dict.fromkeys(worker.pending, reason)
         elif worker.pending:
@@ -276,10 +277,10 @@ class RewardPool:
             job.waiting.extendleft(reversed(worker.pending))
         self._replace(worker)
 
-    def _replace(self, worker: _Worker) -> None:
+    def _replace(self, worker: Worker) -> None:
         """Start a new worker in the place of one; others go on while it starts."""
         worker.kill()
-        self._workers[self._workers.index(worker)] = _Worker(self._choice)
+        self.workers[self.workers.index(worker)] = Worker(self._choice)
 
 
 def too_many_failures(
@@ -289,15 +290,11 @@ def too_many_failures(
     first = failures[0][1] if failures else "on another rank"
     return RewardError(
         f"{failed} of {total} rewards failed, more than reward.max_failure_fraction {settings.max_failure_fraction}; "
-        f"mend the reward or its data; the first: {first}"
+        f"fix the reward or its data; the first: {first}"
     )
 
 
 def _pickled(index: int, request: RewardRequest) -> bytes:
-    try:
+    problem = f"the metadata of sample {index} cannot be sent to a reward worker"
+    with users_code(problem, "keep plain values in them"):
         return pickle.dumps((request.prompt, request.response, request.answer, request.metadata, request.raw_response))
-    except Exception as error:  # the metadata's classes say how they are pickled, and may raise anything
-        raise ValueError(
-            f"the metadata of sample {index} cannot be sent to a reward worker ({type(error).__name__}: "
-            f"{on_one_line(error)}); keep plain values in them"
-        ) from error

@@ -1,5 +1,5 @@
-"""Everything that differs between CPU with gloo and CUDA with NCCL, and nothing else."""
+"""A job's processes: their devices, how they start, talk and end.
 
-from megappo.runtime.process import Runtime, start_runtime
-
-__all__ = ["Runtime", "start_runtime"]
+On a GPU `device`, `process` and `megatron_cpu` do otherwise than on a CPU, and `sglang_cpu` does nothing; what such a
+difference means elsewhere stands beside it and asks `Runtime.on_cuda`. All other modules know no devices.
+"""

@@ -1,12 +1,11 @@
-"""Samples travel straight to the ranks that process them, and results travel back.
+"""Samples travel straight to the ranks that process them, and results travel back; no rank ever holds the whole batch.
 
-No rank ever holds the whole batch. A sample is a row of ragged fields: one int64 vector and any number of float32
-vectors; a rank hands over its rows with the ranks that should get them and receives the rows meant for it.
+Who sends what to whom follows from what all ranks know, so sizes are not announced: an exchange is one all-to-all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,77 +14,62 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Row:
-    """One sample on its way."""
+class Routes:
+    """Ids of the tensors that this rank sends to each rank of the world, and gets from each, in the order in which
+    they travel: the sender's and the receiver's entries for each other are the same."""
 
-    sample_id: int
-    integers: Tensor
-    """(n,) int64, for example token ids."""
-    floats: Tensor
-    """(F, m) float32: F fields of m numbers each."""
+    outgoing: Sequence[Sequence[int]]
+    incoming: Sequence[Sequence[int]]
 
 
-def _all_to_all(pieces: Sequence[Tensor], receive_sizes: Sequence[int], group: dist.ProcessGroup) -> list[Tensor]:
-    """Send pieces[r] to rank r; returns what each rank sent here."""
-    outgoing = torch.cat(list(pieces))
-    incoming = outgoing.new_empty(sum(receive_sizes))
-    dist.all_to_all_single(incoming, outgoing, list(receive_sizes), [len(p) for p in pieces], group=group)
-    return list(incoming.split(list(receive_sizes)))
+def make_routes(sources: Mapping[int, int], destinations: Mapping[int, Collection[int]]) -> Routes:
+    """Routes of this rank where every id goes from one rank to some; all ranks give the same, in the same order."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    outgoing: list[list[int]] = [[] for _ in range(world)]
+    incoming: list[list[int]] = [[] for _ in range(world)]
+    for i, source in sources.items():
+        for destination in destinations[i] if source == rank else ():
+            outgoing[destination].append(i)
+        if rank in destinations[i]:
+            incoming[source].append(i)
+    return Routes(outgoing, incoming)
 
 
-def exchange_rows(
-    rows: Sequence[Row], destinations: Sequence[Sequence[int]], *, group: dist.ProcessGroup, device: torch.device
-) -> list[Row]:
-    """Deliver rows[i] to every rank in destinations[i]; a collective of all ranks of `group`.
+def exchange(
+    tensors: Mapping[int, Tensor],
+    routes: Routes,
+    sizes: Mapping[int, int],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[int, Tensor]:
+    """Send `tensors` on their routes; a collective of the world.
 
     Args:
-        rows: this rank's rows, on any device.
-        destinations: for each row the ranks (within `group`) that get a copy.
-        group: the ranks that take part; all of them must call.
-        device: where the collective runs and where the result lies.
+        tensors: what this rank sends, by id, of any shape and on any device.
+        routes: the ways; a tensor may go to several ranks and to none.
+        sizes: elements of everything that arrives here, by id.
+        dtype: of all tensors.
+        device: where the collective runs.
 
     Returns:
-        The rows sent to this rank, ordered by sending rank, then by the sender's order.
+        What arrived, by id, flat and in the host's memory.
     """
-    world = dist.get_world_size(group)
-    for_rank: list[list[Row]] = [[] for _ in range(world)]
-    for row, ranks in zip(rows, destinations, strict=True):
-        for rank in ranks:
-            for_rank[rank].append(row)
-    no_integers, no_floats = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.float32)
-    integers, floats = [], []
-    for outgoing in for_rank:
-        header = [[r.sample_id, r.integers.numel(), r.floats.shape[0], r.floats.shape[1]] for r in outgoing]
-        parts = [torch.tensor([len(outgoing)]), torch.tensor(header, dtype=torch.int64).flatten()]
-        parts += [r.integers.cpu() for r in outgoing]
-        integers.append(torch.cat(parts).to(device))
-        floats.append(torch.cat([no_floats, *(r.floats.flatten().cpu() for r in outgoing)]).to(device))
-
-    sizes = torch.tensor([[len(i), len(f)] for i, f in zip(integers, floats, strict=True)], device=device)
-    incoming_sizes = torch.empty_like(sizes)
-    dist.all_to_all_single(incoming_sizes, sizes, group=group)
-    integer_sizes, float_sizes = incoming_sizes.cpu().T.tolist()
-    received: list[Row] = []
-    integer_pieces = _all_to_all(integers, integer_sizes, group)
-    float_pieces = _all_to_all(floats, float_sizes, group)
-    for integer_piece, float_piece in zip(integer_pieces, float_pieces, strict=True):
-        received += _unpack(integer_piece if len(integer_piece) else no_integers, float_piece)
-    return received
-
-
-def _unpack(integers: Tensor, floats: Tensor) -> list[Row]:
-    """The rows of one sender: a count, a header of four numbers per row, then the integers of all rows."""
-    count = int(integers[0])
-    header = integers[1 : 1 + 4 * count].reshape(count, 4).tolist()
-    tokens = integers[1 + 4 * count :].split([h[1] for h in header]) if count else ()
-    values = floats.split([h[2] * h[3] for h in header]) if count else ()
-    return [
-        Row(sample_id, token_piece, value_piece.reshape(fields, width))
-        for (sample_id, _, fields, width), token_piece, value_piece in zip(header, tokens, values, strict=True)
+    pieces = [
+        torch.cat([torch.empty(0, dtype=dtype), *(tensors[i].flatten().cpu() for i in ids)]) for ids in routes.outgoing
     ]
+    incoming_ids = [i for ids in routes.incoming for i in ids]
+    incoming = torch.empty(sum(sizes[i] for i in incoming_ids), dtype=dtype, device=device)
+    dist.all_to_all_single(
+        incoming,
+        torch.cat(pieces).to(device),
+        [sum(sizes[i] for i in ids) for ids in routes.incoming],
+        [len(piece) for piece in pieces],
+    )
+    return dict(zip(incoming_ids, incoming.cpu().split([sizes[i] for i in incoming_ids]), strict=True))
 
 
-def all_gather_varying(local: Tensor, *, group: dist.ProcessGroup) -> list[Tensor]:
+def all_gather_varying(local: Tensor, *, group: dist.ProcessGroup | None = None) -> list[Tensor]:
     """Gather tensors (n_r, ...) whose first dimension differs between ranks; same dtype and trailing shape."""
     world = dist.get_world_size(group)
     sizes = [torch.zeros(1, dtype=torch.int64, device=local.device) for _ in range(world)]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megappo.errors import STOPPED_BY_USER, Interrupted
+from megappo.observe.messages import MESSAGES, tell
 from megappo.runtime.process import Runtime
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -44,12 +44,12 @@ class Stop(Protocol):
 
 
 class NeverStop:
-    """For what nobody interrupts."""
+    """The `Stop` of programs that take no signals, such as benchmarks."""
 
     asked = False
 
     def check(self) -> None:
-        """Go on."""
+        """Never raises."""
 
 
 class Interrupts:
@@ -59,14 +59,13 @@ class Interrupts:
         self._runtime = runtime
         self._signal = 0
         self._heard = 0
-        """Signal of another rank."""
+        """Number of the signal that another rank was sent; 0: none."""
         self._pressed = 0.0
         self._old_handlers: dict[signal.Signals, object] = {}
         self._old_descriptor = -1
         self._read, self._write = -1, -1
         self._ended = threading.Event()
-        # A connection of its own: the one of the process group is held while that waits for something.
-        self._store: dist.Store = dist.distributed_c10d._get_default_store().clone()
+        self._store = runtime.notices
 
     @property
     def asked(self) -> bool:
@@ -74,7 +73,7 @@ class Interrupts:
         return bool(self._signal or self._heard)
 
     def start(self) -> None:
-        """Take the signals over."""
+        """Install the signal handlers."""
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._old_descriptor = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
@@ -83,7 +82,7 @@ class Interrupts:
         threading.Thread(target=self._hear, name="told-signals", daemon=True).start()
 
     def stop(self) -> None:
-        """Give the signals back; may be called twice."""
+        """Put the handlers from before back; may be called twice."""
         if self._write < 0:
             return
         for number, handler in self._old_handlers.items():
@@ -110,7 +109,8 @@ class Interrupts:
             return
         now = time.monotonic()
         if number == signal.SIGINT and self._signal and now - self._pressed > _ONE_PRESS_SECONDS:
-            self._tell("stopped at once; the run continues from its newest checkpoint")
+            if self._runtime.is_main:
+                MESSAGES.tell_last("stopped at once; the run continues from its newest checkpoint")
             os._exit(STOPPED_BY_USER)  # children end with it; nothing that is half written has a marker
         if not self._signal:
             if not self._heard:
@@ -132,12 +132,9 @@ class Interrupts:
                     return
 
     def _tell_stopping(self, number: int) -> None:
-        name = signal.Signals(number).name
-        self._tell(f"{name}: stopping with a checkpoint as soon as the step allows; Ctrl-C twice stops at once")
-
-    def _tell(self, text: str) -> None:
         if self._runtime.is_main:
-            print(f"megappo: {text}", file=sys.stderr, flush=True)
+            name = signal.Signals(number).name
+            tell(f"{name}: stopping with a checkpoint as soon as the step allows; Ctrl-C twice stops at once")
 
 
 @contextlib.contextmanager

@@ -7,17 +7,16 @@ import errno
 import fcntl
 import os
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-import torch.distributed as dist
-
 from megappo.errors import RunError
+from megappo.runtime.objects import attempt, from_rank
 from megappo.runtime.process import Runtime
+from megappo.runtime.waiting import wait_until
 
-_PATIENCE_SECONDS = 5.0
+PATIENCE_SECONDS = 5.0
 _POLL_SECONDS = 0.2
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -26,7 +25,7 @@ class HeldDirectory:
     """A run directory that this job alone writes to, for as long as it is the one that was locked."""
 
     def __init__(self, directory: Path, file: TextIO | None) -> None:
-        """`file` is the lock; the main rank's alone."""
+        """`file` is the lock, on the main rank; None on the others."""
         self._directory, self._file = directory, file
 
     def check(self) -> None:
@@ -34,10 +33,9 @@ class HeldDirectory:
 
         What is logged then goes into files that nobody can open, and another job may be in the other folder.
         """
-        problem = [_loss(self._directory, self._file) if self._file is not None else None]
-        dist.broadcast_object_list(problem, src=0)
-        if problem[0] is not None:
-            raise RunError(problem[0])
+        problem = from_rank(_loss(self._directory, self._file) if self._file is not None else None)
+        if problem is not None:
+            raise RunError(problem)
 
 
 def _loss(directory: Path, file: TextIO) -> str | None:
@@ -67,13 +65,10 @@ def locked_directory(directory: Path, runtime: Runtime) -> Iterator[HeldDirector
     A file system without locks is used without. Raises ValueError on every rank where another job holds it for longer
     than a job that is ending would, or where the directory cannot be written.
     """
-    file: TextIO | None = None
-    problem: list[str | None] = [None]
-    if runtime.is_main:
-        file, problem = _take(directory)
-    dist.broadcast_object_list(problem, src=0)
-    if problem[0] is not None:
-        raise ValueError(problem[0])
+    file, problem = attempt(lambda: _take(directory)) if runtime.is_main else (None, "")
+    problem = from_rank(problem)
+    if problem:
+        raise ValueError(problem)
     try:
         yield HeldDirectory(directory, file)
     finally:
@@ -81,39 +76,38 @@ def locked_directory(directory: Path, runtime: Runtime) -> Iterator[HeldDirector
             file.close()
 
 
-def _take(directory: Path) -> tuple[TextIO | None, list[str | None]]:
-    """The open file that holds the lock, and what is wrong."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        file = (directory / "lock").open("a+", encoding="utf-8")
-    except OSError as error:
-        return None, [f"run.directory '{directory}' cannot be written: {error.strerror}; choose another, or mend it"]
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while True:
+def _take(directory: Path) -> TextIO:
+    """The open file that holds the lock. Raises ValueError where it cannot be had."""
+    with contextlib.ExitStack() as undo:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if time.monotonic() < deadline:
-                time.sleep(_POLL_SECONDS)
-                continue
-            file.seek(0)
-            holder = file.read().strip() or "another job"
-            file.close()
-            return None, [
-                f"run.directory '{directory}' is in use by {holder}; wait for its end, stop it, or choose another "
-                "run.directory"
-            ]
+            directory.mkdir(parents=True, exist_ok=True)
+            file = undo.enter_context((directory / "lock").open("a+", encoding="utf-8"))
+            if not wait_until(lambda: _lock(file), PATIENCE_SECONDS, every_seconds=_POLL_SECONDS):
+                file.seek(0)
+                holder = file.read().strip() or "another job"
+                raise ValueError(
+                    f"run.directory '{directory}' is in use by {holder}; wait for its end, stop it, or choose another "
+                    "run.directory"
+                )
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
         except OSError as error:
-            if error.errno in _NO_LOCKS:
-                break
-            file.close()
-            return None, [f"run.directory '{directory}' cannot be locked: {error.strerror}; choose another"]
+            raise ValueError(
+                f"run.directory '{directory}' cannot be written or locked: {error.strerror}; make room, choose "
+                "another, or fix it"
+            ) from error
+        undo.pop_all()
+    return file
+
+
+def _lock(file: TextIO) -> bool:
+    """Whether the lock is ours; also where the file system has none."""
     try:
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
     except OSError as error:
-        file.close()
-        return None, [f"run.directory '{directory}' cannot be written: {error.strerror}; make room or choose another"]
-    return file, [None]
+        if error.errno not in _NO_LOCKS:
+            raise
+    return True

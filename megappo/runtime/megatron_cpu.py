@@ -1,10 +1,10 @@
-"""What is mended in stock Megatron-Core 0.16 to 0.19, nearly all of it to run on a machine without CUDA.
+"""What is fixed in stock Megatron-Core 0.16 to 0.19, nearly all of it to run on a machine without CUDA.
 
 Megatron names CUDA in places that have nothing to do with kernels: `device="cuda"` for a counter, `.cuda()` on an
 index, the type name of a gradient buffer, the generator of a random state. Two things answer for them here:
 `install()` fills in attributes of `torch.cuda` once per process, and `cuda_means_cpu()` is a torch-function mode that
 redirects what can only be seen at the call. Neither is used where CUDA exists: `install()` refuses to run there.
-`mend_experts()` and `param_groups_of_role()` are for GPUs too.
+`fix_experts()` and `param_groups_of_role()` are for GPUs too.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def install() -> None:
 
 
 @functools.cache
-def mend_experts() -> None:
+def fix_experts() -> None:
     """Let layers with experts run without Transformer Engine, and on a CPU.
 
     - 0.16.1 asks for `te_general_gemm` (moe_utils.py:1192, 1225), a name that only an installed Transformer Engine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import os
 import resource
 from collections.abc import Iterator
@@ -13,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from megappo.config.schema import RuntimeSettings
-from megappo.errors import RunError
-from megappo.launchers import Ranks, adopt_launcher, binds_one_device, read_ranks
+from megappo.errors import RunError, reason
+from megappo.runtime.device import prepare_device
+from megappo.runtime.launchers import Ranks, adopt_launcher, read_ranks
 from megappo.runtime.store import listening_store
 
 
@@ -32,10 +34,31 @@ class Runtime:
         """True on the rank that prints and writes."""
         return self.rank == 0
 
+    @property
+    def on_cuda(self) -> bool:
+        """Whether this rank computes on a GPU."""
+        return self.device.type == "cuda"
+
+    @property
+    def backend(self) -> str:
+        """What carries collectives of tensors on its device."""
+        return "nccl" if self.on_cuda else "gloo"
+
+    @property
+    def device_name(self) -> str:
+        """A GPU as its maker calls it, "" for a CPU."""
+        return torch.cuda.get_device_name() if self.on_cuda else ""
+
+    @functools.cached_property
+    def notices(self) -> dist.Store:
+        """The store by which the ranks met, for short questions from other threads: over a connection of its own, as
+        the process group holds the first one while it waits for something."""
+        return dist.distributed_c10d._get_default_store().clone()
+
     @contextlib.contextmanager
     def megatron(self) -> Iterator[None]:
         """Every call into Megatron-Core happens inside this; on CUDA it does nothing."""
-        if self.device.type == "cuda":
+        if self.on_cuda:
             yield
             return
         from megappo.runtime.megatron_cpu import cuda_means_cpu
@@ -45,27 +68,14 @@ class Runtime:
 
     def synchronize(self) -> None:
         """Wait for the device, so that stage times are true."""
-        if self.device.type == "cuda":
+        if self.on_cuda:
             torch.cuda.synchronize()
 
     def peak_memory_gigabytes(self) -> float:
         """Peak memory of this rank in GB (1e9 bytes): of the device on CUDA, of the process on CPU."""
-        if self.device.type == "cuda":
+        if self.on_cuda:
             return torch.cuda.max_memory_allocated() / 1e9
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-
-
-def device_index(ranks: Ranks, visible: int) -> int:
-    """The CUDA device of a rank on a machine that shows it so many. Raises RunError where there are too few."""
-    if visible == 1 and binds_one_device(os.environ):
-        return 0
-    needed = max(ranks.local_rank + 1, ranks.local_world_size or 0)
-    if needed > visible:
-        raise RunError(
-            f"{needed} ranks stand on this machine, which shows {visible} CUDA device{'s' if visible > 1 else ''}; "
-            f"start at most {visible} per machine"
-        )
-    return ranks.local_rank
 
 
 def _join(settings: RuntimeSettings, backend: str, ranks: Ranks) -> None:
@@ -76,10 +86,10 @@ def _join(settings: RuntimeSettings, backend: str, ranks: Ranks) -> None:
         store = None if _torchrun_has_a_store() else _own_store(address, int(port), ranks, timeout)
         dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
     except (dist.DistError, OSError) as error:
-        reason = " ".join(str(error).split())[:200]
         raise RunError(
-            f"rank {ranks.rank} of {ranks.world_size} could not meet the others at {address}:{port} ({reason}); set "
-            "MASTER_ADDR and MASTER_PORT to rank 0's machine and a free port of it, and ask `megappo doctor`"
+            f"rank {ranks.rank} of {ranks.world_size} could not meet the others at {address}:{port} "
+            f"({reason(error)}); set MASTER_ADDR and MASTER_PORT to rank 0's machine and a free port of it, and ask "
+            "`megappo doctor`"
         ) from error
 
 
@@ -90,7 +100,7 @@ def _torchrun_has_a_store() -> bool:
 
 def _own_store(address: str, port: int, ranks: Ranks, timeout: datetime.timedelta) -> dist.Store:
     if ranks.rank == 0:
-        # Every rank has several connections to it: at 512 ranks more files than the usual soft limit of 1024.
+        # Every rank has two connections to it: at 512 ranks more files than the usual soft limit of 1024.
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         on_one_machine = ranks.local_world_size == ranks.world_size
@@ -109,34 +119,14 @@ def start_runtime(settings: RuntimeSettings) -> Iterator[Runtime]:
     there is none or too few devices, RunError where the other ranks cannot be met.
     """
     adopt_launcher(os.environ)
-    has_cuda = torch.cuda.is_available()
-    if settings.device == "cuda" and not has_cuda:
-        raise ValueError("runtime.device is cuda, but this machine shows no CUDA device; use runtime.device: cpu")
-    if settings.device == "cpu" and has_cuda:
-        raise ValueError("runtime.device is cpu on a machine with CUDA; set CUDA_VISIBLE_DEVICES= to hide the devices")
     ranks = read_ranks(os.environ)
-    # Megatron's tensor parallel layers want communication and computation in launch order.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    if has_cuda:
-        device = torch.device("cuda", device_index(ranks, torch.cuda.device_count()))
-        torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
-        threads = settings.threads_per_rank or max(
-            1, len(os.sched_getaffinity(0)) // (ranks.local_world_size or ranks.world_size)
-        )
-        torch.set_num_threads(threads)
-        # Compiled fusions bring nothing on gloo and cost seconds at every new shape.
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        from megappo.runtime.megatron_cpu import install
-
-        install()
+    runtime = Runtime(ranks.rank, ranks.world_size, ranks.local_rank, prepare_device(settings, ranks))
     if "MASTER_ADDR" not in os.environ:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # alone, so that nobody has to know the port
-    _join(settings, "nccl" if has_cuda else "gloo", ranks)
+    _join(settings, runtime.backend, ranks)
     _prepare_megatron()
     try:
-        yield Runtime(ranks.rank, ranks.world_size, ranks.local_rank, device)
+        yield runtime
     finally:
         dist.destroy_process_group()
 

@@ -24,7 +24,7 @@ ENTRY_POINTS = {
     "sglang.srt.platforms": f"{PLATFORM_NAME} = megappo.runtime.sglang_cpu:activate",
     "sglang.srt.plugins": f"{PLATFORM_NAME} = megappo.runtime.sglang_cpu:register_hooks",
 }
-MENDED_VERSION = "0.5.23"
+TRIED_VERSION = "0.5.23"
 """What is replaced below was read in this version; another one is left alone and refused."""
 
 _MASK = 0xFFFFFFFF
@@ -36,9 +36,9 @@ def require_sglang() -> None:
         version = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
         raise RunError("rollout.engine is sglang, which is not installed; pip install 'megappo[sglang]'") from None
-    if version != MENDED_VERSION and not torch.cuda.is_available():
+    if version != TRIED_VERSION and not torch.cuda.is_available():
         raise RunError(
-            f"SGLang {version} is installed, on a CPU only {MENDED_VERSION} runs; pip install 'megappo[sglang]'"
+            f"SGLang {version} is installed, on a CPU only {TRIED_VERSION} runs; pip install 'megappo[sglang]'"
         )
 
 
@@ -87,7 +87,7 @@ def _make_platform() -> type:
             return "torch_native"
 
         def init_backend(self) -> None:
-            mend()
+            replace_gpu_code()
 
     return CpuPlatform
 
@@ -99,7 +99,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__} has no attribute {name}")
 
 
-def mend() -> None:
+def replace_gpu_code() -> None:
     """Replace what has no CPU implementation in the wheel; called by SGLang in every process that runs a model.
 
     - `murmur_hash32` (kernels/ops/sampling/murmur_hash.py:112), the noise of seeded sampling, wants SGLang's own CPU
@@ -108,8 +108,8 @@ def mend() -> None:
     - `enable_batch_invariant_mode` (batch_invariant_ops.py:1010) registers Triton kernels for the device.
     """
     version = importlib.metadata.version("sglang")
-    if version != MENDED_VERSION:
-        raise RuntimeError(f"SGLang {version} was not tried on a CPU; install sglang=={MENDED_VERSION}")
+    if version != TRIED_VERSION:
+        raise RuntimeError(f"SGLang {version} was not tried on a CPU; install sglang=={TRIED_VERSION}")
     # The sampler has bound the first name already when it is loaded before this, and binds it later otherwise.
     for module in ("sglang.kernels.ops.sampling.murmur_hash", "sglang.srt.layers.sampler"):
         importlib.import_module(module).murmur_hash32 = murmur_hash32  # type: ignore[attr-defined]

@@ -1,10 +1,12 @@
-"""The key-value store at which processes meet, on the interface that they meet at."""
+"""Addresses and ports of this machine, and the key-value store at which processes meet."""
 
 from __future__ import annotations
 
 import datetime
 import errno
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch.distributed as dist
 
@@ -51,8 +53,26 @@ def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
+@contextmanager
+def _bound(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket at an address of this machine; raises OSError where there can be none."""
+    family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    with socket.socket(family, kind) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(place)
+        yield probe
+
+
 def free_port(host: str) -> int:
-    """A port of the interface that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
+    """A port of the interface that nobody listens on. Raises OSError where it is none of this machine's."""
+    with _bound(host, 0) as probe:
         return int(probe.getsockname()[1])
+
+
+def listening_problem(host: str, port: int) -> str | None:
+    """Why nothing can listen there (0: on any port); None where something can."""
+    try:
+        with _bound(host, port):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)

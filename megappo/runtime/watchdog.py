@@ -7,7 +7,6 @@ import faulthandler
 import math
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
@@ -16,7 +15,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megappo.errors import HANG
+from megappo.observe.messages import MESSAGES
+from megappo.runtime.objects import from_rank
 from megappo.runtime.process import Runtime
+from megappo.runtime.waiting import wait_until
 
 _POLL_SECONDS = 0.5
 _OTHERS_SECONDS = 15.0
@@ -52,12 +54,9 @@ class Watchdog:
         in which tokens that an engine makes are waited for."""
         self._generating = generating
         self._limits, self._default_seconds, self._runtime = limits, default_seconds, runtime
-        shared = [time.strftime("%Y%m%d-%H%M%S")]
-        dist.broadcast_object_list(shared, src=0)
-        self._folder = directory / f"hang-{shared[0]}"
+        self._folder = directory / f"hang-{from_rank(time.strftime('%Y%m%d-%H%M%S'))}"
         self._phase, self._waits_for, self._since = "start", "", time.monotonic()
-        # A connection of its own: the one of the process group is held while that waits for something.
-        self._store: dist.Store = dist.distributed_c10d._get_default_store().clone()
+        self._store = runtime.notices
         self._told, self._seen = -math.inf, 0
         self._stopped = threading.Event()
 
@@ -131,16 +130,15 @@ class Watchdog:
             faulthandler.dump_traceback(file, all_threads=True)
         partial.rename(partial.with_suffix(".txt"))
         if seconds > self._limit:
-            print(
-                f"megappo: error: rank {rank} has been in phase {self._phase} for {seconds:.0f} seconds, above the "
+            MESSAGES.tell_last(
+                f"error: rank {rank} has been in phase {self._phase} for {seconds:.0f} seconds, above the "
                 f"limit of {self._limit:.0f}; the stacks of all ranks are in {self._folder}; if nothing hangs there, "
-                f"raise runtime.phase_timeouts_seconds.{self._phase}",
-                file=sys.stderr,
-                flush=True,
+                f"raise runtime.phase_timeouts_seconds.{self._phase}"
             )
-        deadline = time.monotonic() + _OTHERS_SECONDS
-        while time.monotonic() < deadline and len(list(self._folder.glob("*.txt"))) < self._runtime.world_size:
-            time.sleep(_POLL_SECONDS)
+        world_size = self._runtime.world_size
+        wait_until(
+            lambda: len(list(self._folder.glob("*.txt"))) >= world_size, _OTHERS_SECONDS, every_seconds=_POLL_SECONDS
+        )
 
 
 @contextlib.contextmanager

@@ -1,19 +1,32 @@
-"""Exchanges rows between ranks and checks what arrives; see test_exchange.py."""
+"""Exchanges tensors between ranks and checks what arrives; see test_exchange.py."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
 
-from megappo.runtime.exchange import Row, all_gather_varying, exchange_rows
+from megappo.runtime.exchange import all_gather_varying, exchange, make_routes
+from megappo.runtime.objects import agreed, from_rank, of_all_ranks
 from megappo.runtime.tally import Tally
 
 
-def row(sample_id: int) -> Row:
-    """A row whose content follows from its id; some are empty."""
-    g = torch.Generator().manual_seed(sample_id)
-    fields, width = sample_id % 3, sample_id % 4
-    return Row(sample_id, torch.randint(0, 9, (sample_id % 5,), generator=g), torch.randn(fields, width, generator=g))
+def content(i: int) -> torch.Tensor:
+    """A tensor that follows from its id; some are empty."""
+    return torch.randn(i % 3, i % 4, generator=torch.Generator().manual_seed(i))
+
+
+def agreed_problem(fails_on: set[int]) -> str:
+    """What this rank is told where some ranks cannot read a file."""
+
+    def work() -> None:
+        if dist.get_rank() in fails_on:
+            raise OSError("no room")
+
+    try:
+        agreed(work)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def main() -> None:
@@ -21,20 +34,21 @@ def main() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     group, cpu = dist.group.WORLD, torch.device("cpu")
     assert group is not None
-    # Rank r holds ids r, r + world, ...; id i goes to ranks i % world and (i + 1) % world; rank 2 holds nothing.
-    held = [i for i in range(rank, 40, world) if rank != 2]
-    sent = exchange_rows(
-        [row(i) for i in held], [sorted({i % world, (i + i % 2) % world}) for i in held], group=group, device=cpu
-    )
-    wanted = [i for i in range(40) if i % world != 2 and rank in (i % world, (i + i % 2) % world)]
-    assert sorted(r.sample_id for r in sent) == wanted, (rank, sent)
-    for received in sent:
-        truth = row(received.sample_id)
-        assert torch.equal(received.integers, truth.integers)
-        assert torch.equal(received.floats, truth.floats)
-        assert received.floats.shape == truth.floats.shape
-    nothing = exchange_rows([], [], group=group, device=cpu)
-    assert nothing == []
+    # Rank r holds ids r, r + world, ...; id i goes to ranks i % world and, if odd, (i + 1) % world; rank 2 holds none.
+    sources = {i: i % world for i in reversed(range(40)) if i % world != 2}
+    destinations = {i: {i % world, (i + i % 2) % world} for i in sources}
+    sizes = {i: content(i).numel() for i in sources}
+    mine = {i: content(i) for i, source in sources.items() if source == rank}
+    found = exchange(mine, make_routes(sources, destinations), sizes, dtype=torch.float32, device=cpu)
+    assert found.keys() == {i for i in sources if rank in destinations[i]}, (rank, found.keys())
+    assert all(torch.equal(tensor, content(i).flatten()) for i, tensor in found.items())
+    assert exchange({}, make_routes({}, {}), {}, dtype=torch.int64, device=cpu) == {}
+    assert from_rank(f"of {rank}", src=1) == "of 1"
+    assert of_all_ranks((rank,)) == [(r,) for r in range(world)]
+    assert agreed(lambda: rank) == rank
+    for fails_on, words in (({1}, "no room (on rank 1, not on every other)"), (set(range(world)), "no room")):
+        said = agreed_problem(fails_on)
+        assert said == words, (rank, said)
     gathered = all_gather_varying(torch.full((rank, 2), rank), group=group)
     assert [tuple(g.shape) for g in gathered] == [(r, 2) for r in range(world)]
     assert all((g == r).all() for r, g in enumerate(gathered))

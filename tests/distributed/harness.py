@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import functools
-import gc
+import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 WORKERS = Path(__file__).parent
 ROOT = WORKERS.parents[1]
@@ -62,15 +62,11 @@ def launch(worker: str, processes: int, *arguments: object, timeout_seconds: flo
     return output
 
 
-@contextmanager
-def own_groups() -> Iterator[None]:
-    """End the process groups that the block makes, on all ranks together. Each has threads; hundreds of them slow down
-    everything that comes after."""
-    import torch.distributed as dist
-
-    before = set(dist.distributed_c10d._world.pg_map)
-    yield
-    gc.collect()  # models know their groups, and each other in circles
-    dist.barrier()
-    for group in [group for group in dist.distributed_c10d._world.pg_map if group not in before]:
-        dist.destroy_process_group(group)
+def ask(worker: str, processes: int, case: Mapping[str, Any], timeout_seconds: float = 300) -> Any:
+    """What a worker finds out about a case. Each case has processes of its own, so that a test runs nothing but what it
+    judges: forked off the nursery they start in a third of a second."""
+    with tempfile.TemporaryDirectory() as folder:
+        told, found = Path(folder) / "case.json", Path(folder) / "found.json"
+        told.write_text(json.dumps(case))
+        launch(worker, processes, told, found, timeout_seconds=timeout_seconds)
+        return json.loads(found.read_text())

@@ -27,15 +27,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megappo.assembly import assemble
 from megappo.checkpoint import files, writer
 from megappo.cli import main
 from megappo.config import derive_run, load_config
-from megappo.models.roles import TrainedRole
-from megappo.reporting import Reporter
-from megappo.resume import Boundary, Checkpoints, choose_start
-from megappo.rollout.transformers_engine import _Sampler
-from megappo.runtime import start_runtime
+from megappo.engines.transformers_engine import _Sampler
+from megappo.megatron.placed import PlacedBatch
+from megappo.ppo.checkpoints import Boundary, Checkpoints
+from megappo.ppo.parts import assemble
+from megappo.ppo.reporting import Reporter
+from megappo.ppo.start import choose_start
+from megappo.runtime.process import start_runtime
 from megappo.runtime.store import free_port
 
 
@@ -56,7 +57,7 @@ def make_end(name: str | None, removed: Path | None) -> Callable[[], None]:
 def arm(step: int, at: str, die: Callable[[], None]) -> None:
     """Have `die` called at a place of a step."""
     state: dict[str, Any] = {"step": 0, "stage": "", "updates": 0}
-    begin, stage, update = Reporter.begin_step, Reporter.stage, TrainedRole.update_minibatch
+    begin, stage, update = Reporter.begin_step, Reporter.stage, PlacedBatch.update
 
     def begin_step(self: Reporter, number: int) -> None:
         state.update(step=number, updates=0)
@@ -69,14 +70,14 @@ def arm(step: int, at: str, die: Callable[[], None]) -> None:
             die()
         return begun
 
-    def update_minibatch(self: TrainedRole, *args: Any, **kwargs: Any) -> Any:
+    def update_minibatch(self: PlacedBatch, *args: Any, **kwargs: Any) -> Any:
         state["updates"] += 1
         if (state["step"], state["stage"]) == (step, at) and state["updates"] == 2:
             die()
         return update(self, *args, **kwargs)
 
-    Reporter.begin_step, Reporter.stage = begin_step, enter  # type: ignore[method-assign]
-    TrainedRole.update_minibatch = update_minibatch  # type: ignore[method-assign]
+    Reporter.begin_step, Reporter.stage = begin_step, enter  # type: ignore[method-assign, assignment]
+    PlacedBatch.update = update_minibatch  # type: ignore[method-assign]
     _arm_checkpoint(step, at, die)
 
 
@@ -103,15 +104,15 @@ def stall(step: int, stage: str, at_token: Callable[[], None]) -> None:
                 at_token()
         return sample(self, *args)
 
-    Reporter.begin_step, Reporter.stage = begin_step, enter_stage  # type: ignore[method-assign]
-    _Sampler.__call__ = sample_slowly  # type: ignore[method-assign]
+    Reporter.begin_step, Reporter.stage = begin_step, enter_stage  # type: ignore[method-assign, assignment]
+    _Sampler.__call__ = sample_slowly  # type: ignore[method-assign, assignment]
     if importlib.util.find_spec("sglang") is not None:
         _stall_servers(step, state)
 
 
 def _stall_servers(step: int, state: dict[str, Any]) -> None:
     """Of what a rank asks them in that step, probes aside, one group is answered."""
-    from megappo.rollout.sglang.dispatch import Round
+    from megappo.engines.sglang.dispatch import Round
 
     ask = Round._ask
 
@@ -121,7 +122,7 @@ def _stall_servers(step: int, state: dict[str, Any]) -> None:
             await asyncio.sleep(10**6 if state["asked"] > 1 else 0)
         return await ask(self, *args)
 
-    Round._ask = ask_in_vain  # type: ignore[method-assign]
+    Round._ask = ask_in_vain  # type: ignore[method-assign, assignment]
 
 
 def _arm_checkpoint(step: int, at: str, die: Callable[[], None]) -> None:
@@ -151,7 +152,8 @@ def rewrite(arguments: list[str]) -> int:
         start = choose_start(config, derived, runtime)
         parts = assemble(config, derived, runtime)
         checkpoints = Checkpoints(parts, start)
-        state = checkpoints.load()
+        assert checkpoints.resumed is not None
+        state = checkpoints.resumed.load()
         checkpoints._saved_step = -1
         checkpoints.save(Boundary.of(state, {}, {}), wait=True)
         parts.close()

@@ -1,6 +1,6 @@
-"""Builds tiny models of every family on every layout and compares them with transformers; see test_models.py.
+"""Builds a tiny model on a layout and compares it with transformers; see test_models.py.
 
-Usage (under torchrun): model_worker.py CASES.json OUT.json
+Usage (under torchrun): model_worker.py CASE.json FOUND.json
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.identity_op import IdentityOp
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
-from distributed.harness import own_groups
-from megappo.architecture import architecture, padded_vocab_size
-from megappo.config.schema import RuntimeSettings
-from megappo.models import build
-from megappo.models.build import BuildOptions, RoleModel, build_model
-from megappo.models.layout import Grid, Layout, make_layout
-from megappo.models.schedule import PackedBatch, pack_rows, run_schedule
+from megappo.config.grid import Grid
+from megappo.config.model_files import load_architecture
+from megappo.config.schema import ModelSettings, RuntimeSettings
+from megappo.families.architecture import padded_vocab_size
+from megappo.megatron import build
+from megappo.megatron.build import BuildOptions, RoleModel, build_model
+from megappo.megatron.layout import Layout, make_layout
+from megappo.megatron.roles import AbsentRole, LocalRole, Placement, Role
+from megappo.megatron.schedule import PackedBatch, PlacedSample, pack_samples, run_schedule
 from megappo.reshard.sources import SafetensorsSource
 from megappo.reshard.stream import WeightStream
-from megappo.runtime import Runtime, start_runtime
-from megappo.runtime.exchange import Row
+from megappo.runtime.process import Runtime, start_runtime
 
 local_layers = build._layer_spec
 
@@ -73,7 +74,7 @@ def stored_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
 
 
-class NormAndLinear(ColumnParallelLinear):  # type: ignore[misc]
+class NormAndLinear(ColumnParallelLinear):
     """A norm inside the linear layer behind it, under the name that Transformer Engine gives its weight."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **settings: Any) -> None:
@@ -101,14 +102,13 @@ class Outputs:
     def expect(self, head: Any, batch: PackedBatch) -> None:
         head.expect(batch.rows_N, batch.labels_N)
 
-    def finish(self, output: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        return output.sum(), output.detach().clone()
+    def finish(self, head: Any, output_NC: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        return output_NC.sum(), output_NC.detach().clone()
 
 
 def forward(model: RoleModel, layout: Layout, tokens: list[torch.Tensor], train: bool) -> torch.Tensor | None:
-    rows = [Row(i, s, torch.zeros(1, len(s) - 1)) for i, s in enumerate(tokens)]
-    device = torch.device("cpu")
-    batches = [pack_rows(r, layout, device, is_filler=False) for r in (rows[:3], rows[3:])]
+    samples = [PlacedSample(i, s, len(s) - 1) for i, s in enumerate(tokens)]
+    batches = [pack_samples(part, layout, torch.device("cpu")) for part in (samples[:3], samples[3:])]
     outputs = run_schedule(model.chunks, layout, batches, Outputs(), train=train)
     return torch.cat(outputs) if layout.hands_out_results else None
 
@@ -116,38 +116,31 @@ def forward(model: RoleModel, layout: Layout, tokens: list[torch.Tensor], train:
 def check(case: dict[str, Any], runtime: Runtime) -> dict[str, float] | None:
     """Errors of one case, on the rank that hands out results."""
     folder = Path(case["folder"])
-    arch = architecture(AutoConfig.from_pretrained(folder))
+    arch = load_architecture(folder, ModelSettings(path=str(folder), family=case.get("family")))
     ranks = tuple(range(case["tp"] * case["pp"] * case.get("dp", 1)))
     vpp, sp = case.get("vpp", 1), case.get("sp", False)
     grid = Grid(ranks, case["tp"], case["pp"], case.get("ep", 1))
     layout = make_layout(grid, vpp=vpp, sequence_parallel=sp)
     vocab = padded_vocab_size(arch.vocab_size, case["tp"], 8 * case["tp"])
-    model, output = None, None
-    tokens = sequences(arch.vocab_size)
+    options = BuildOptions(
+        torch.float32,
+        runtime.device,
+        vocab,
+        recompute=case.get("recompute", "none"),
+        value_head_std=case.get("value_head_std"),
+    )
+    placement = Placement("actor", grid, budget_tokens=1, microbatch_multiple=1)
+    role: Role = AbsentRole(placement, arch, options, runtime)
+    output, tokens = None, sequences(arch.vocab_size)
     if layout is not None:
-        options = BuildOptions(
-            torch.float32,
-            runtime.device,
-            vocab,
-            recompute=case.get("recompute", "none"),
-            value_head_std=case.get("value_head_std"),
-        )
         layers = fused_layers if case.get("fused") else local_layers
         with runtime.megatron(), patch.object(build, "_layer_spec", layers):
             model = build_model(arch, layout, options, SafetensorsSource(folder, arch))
+            role = LocalRole(placement, model, runtime)
             output = forward(model, layout, tokens, case.get("train", False))
             if case.get("train"):
                 check_tracker()
-    stream = WeightStream(
-        grid,
-        arch,
-        model,
-        padded_vocab=vocab,
-        dtype=torch.float32,
-        device=runtime.device,
-        bucket_bytes=case.get("bucket_bytes", 10_000),
-    )
-    streamed = {name: tensor.clone() for name, tensor in stream}
+    streamed = {name: tensor.clone() for name, tensor in WeightStream(role, case.get("bucket_bytes", 10_000))}
     if layout is None or not layout.hands_out_results:
         return None
     assert output is not None
@@ -173,16 +166,11 @@ def check_tracker() -> None:
 
 
 def main() -> None:
-    cases = json.loads(Path(sys.argv[1]).read_text())
     with start_runtime(RuntimeSettings(collective_timeout_seconds=120)) as runtime:
-        results = {}
-        for case in cases:
-            gathered: list[Any] = [None] * runtime.world_size
-            with own_groups():
-                dist.all_gather_object(gathered, check(case, runtime))
-            results[case["name"]] = next(r for r in gathered if r is not None)
+        found: list[dict[str, float] | None] = [None] * runtime.world_size
+        dist.all_gather_object(found, check(json.loads(Path(sys.argv[1]).read_text()), runtime))
         if runtime.is_main:
-            Path(sys.argv[2]).write_text(json.dumps(results))
+            Path(sys.argv[2]).write_text(json.dumps(next(f for f in found if f is not None)))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import torch.distributed.checkpoint  # noqa: F401 - imported once for all jobs
 import transformers.generation  # noqa: F401
 from transformers.models.llama import modeling_llama  # noqa: F401
 
-import megappo.run  # noqa: F401
+import megappo.ppo.run  # noqa: F401
 from megappo.runtime.store import free_port
 
 _GRACE_SECONDS = 20.0
@@ -78,7 +78,7 @@ def run_job(job: Job) -> None:
 
 
 def main() -> None:
-    jobs: Connection[int, tuple[object, ...]] = Connection(int(sys.argv[1]))
+    jobs: Connection[int | None, tuple[str, list[str], int, str, str]] = Connection(int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends pytest, which ends this
     while True:
         try:

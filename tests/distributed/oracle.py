@@ -46,7 +46,7 @@ def policy_outputs(model: Any, sample: Sample, temperature: float) -> tuple[Tens
 def gae(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Tensor:
     """Generalised advantage estimation, Schulman et al. 2016, eq. 16, from its recursion."""
     advantages = torch.zeros_like(rewards)
-    following, carried = 0.0, 0.0
+    following = carried = torch.zeros(())
     for t in reversed(range(len(rewards))):
         delta = rewards[t] + gamma * following - values[t]
         carried = delta + gamma * lam * carried
@@ -74,6 +74,7 @@ class Settings:
     critic_lr: float
     weight_decay: float
     adam_eps: float
+    policy_loss: str = "clip"
 
 
 def _optimizer(model: nn.Module, lr: float, settings: Settings) -> torch.optim.AdamW:
@@ -151,6 +152,21 @@ def _critic_update(critic, optimizer, samples, minibatch, values, returns, setti
     return {"loss": loss.item(), "grad_norm": norm.item(), "clipfrac": clipped / count}
 
 
+def _surrogate(logp: Tensor, old: Tensor, A: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+    """Loss at each token of a sequence, and where it was clipped."""
+    ratio = torch.exp(logp - old)
+    if settings.policy_loss == "cispo":
+        return -ratio.detach().clamp(max=1 + settings.clip_high) * A * logp, ratio > 1 + settings.clip_high
+    if settings.policy_loss == "gspo":
+        ratio = torch.exp((logp - old).sum() / len(logp)).expand(len(logp))
+    plain = -A * ratio
+    clipped = -A * ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    objective = torch.maximum(plain, clipped)
+    if settings.policy_loss == "clip":
+        objective = torch.where(A < 0, torch.minimum(objective, -A * settings.dual_clip), objective)
+    return objective, clipped > plain
+
+
 def _actor_update(actor, optimizer, samples, minibatch, old, ref, advantages, settings):  # type: ignore[no-untyped-def]
     weights = _weights([samples[i] for i in minibatch], settings.aggregation)
     optimizer.zero_grad()
@@ -158,19 +174,16 @@ def _actor_update(actor, optimizer, samples, minibatch, old, ref, advantages, se
     sums = dict.fromkeys(("clipfrac", "ppo_kl", "entropy"), 0.0)
     for i, weight in zip(minibatch, weights, strict=True):
         logp, entropy = policy_outputs(actor, samples[i], settings.temperature)
-        ratio, A = torch.exp(logp - old[i]), advantages[i]
-        plain = -A * ratio
-        clipped = -A * ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-        objective = torch.maximum(plain, clipped)
-        objective = torch.where(A < 0, torch.minimum(objective, -A * settings.dual_clip), objective)
+        A = advantages[i]
+        objective, is_clipped = _surrogate(logp, old[i], A, settings)
         gap = ref[i] - logp
         k3 = (torch.exp(gap) - gap - 1).clamp(-10, 10)
         total = objective - settings.entropy_coef * entropy + settings.kl_loss_coef * k3
         loss = loss + weight * total.sum()
         count += samples[i].response
-        sums["clipfrac"] += float((clipped > plain).sum())
-        sums["ppo_kl"] += float((old[i] - logp).sum())
-        sums["entropy"] += float(entropy.sum())
+        sums["clipfrac"] += float(is_clipped.sum())
+        sums["ppo_kl"] += float((old[i] - logp).detach().sum())
+        sums["entropy"] += float(entropy.detach().sum())
     loss.backward()
     norm = nn.utils.clip_grad_norm_(actor.parameters(), settings.clip_grad_norm)
     optimizer.step()

@@ -1,6 +1,6 @@
-"""Builds the roles of configurations, updates each once and measures bytes; see test_plan_measured.py.
+"""Builds the roles of a configuration, updates each once and measures bytes; see test_plan_measured.py.
 
-Usage (under torchrun): plan_worker.py CASES.json OUT.json
+Usage (under torchrun): plan_worker.py CASE.json FOUND.json
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distributed.harness import own_groups
-from megappo.assembly import assemble
-from megappo.config import derive_run, load_config
+from megappo.config import derive_run, load_config, resolve
 from megappo.config.schema import RuntimeSettings
-from megappo.models.roles import TrainedRole
-from megappo.models.schedule import PackedBatch
-from megappo.runtime import Runtime, start_runtime
-from megappo.runtime.exchange import Row
+from megappo.megatron.placed import place
+from megappo.megatron.roles import Role, TrainedRole
+from megappo.megatron.schedule import PackedBatch
+from megappo.ppo.parts import assemble
+from megappo.runtime.process import Runtime, start_runtime
+from megappo.types import Samples
 
 
 def buffers(chunk: Any) -> list[Any]:
@@ -33,9 +33,9 @@ class ForwardMeter:
     """Bytes of distinct storages that forward keeps for backward, weights left out, and layers in flight."""
 
     def __init__(self, role: TrainedRole) -> None:
-        modules = [chunk.module for chunk in role._trainer.chunks]
+        modules = [chunk.module for chunk in role.optimizer.chunks]
         self._weights = {p.untyped_storage().data_ptr() for m in modules for p in m.parameters()}
-        self._weights |= {b.grad_data.untyped_storage().data_ptr() for c in role._trainer.chunks for b in buffers(c)}
+        self._weights |= {b.grad_data.untyped_storage().data_ptr() for c in role.optimizer.chunks for b in buffers(c)}
         self._kept: list[Tensor] = []
         self._storages: dict[int, int] = {}
         self.measuring = True
@@ -86,40 +86,40 @@ class SumOfOutputs:
         """Name the rows and the tokens they predict."""
         head.expect(batch.rows_N, batch.labels_N)
 
-    def finish(self, output: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def finish(self, head: Any, output_NC: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """The sum."""
         if self._meter is not None:
             self._meter.measuring = False
-        return output.sum(), {"loss": output.sum().detach(), "count": torch.ones(())}
+        return output_NC.sum(), {"loss": output_NC.sum().detach(), "count": torch.ones(())}
 
 
-def rows_of_rank(case: dict[str, Any], runtime: Runtime) -> list[Row]:
+def samples_of_rank(case: dict[str, Any], runtime: Runtime) -> Samples:
     """This rank's share of samples of equal length."""
     count, length = case["samples"], case["sequence_tokens"]
-    mine = range(runtime.rank, count, runtime.world_size)
-    return [Row(i, torch.randint(2, 16, (length,)), torch.zeros(1, case["response_tokens"])) for i in mine]
+    mine = torch.arange(runtime.rank, count, runtime.world_size)
+    sequences = tuple(torch.randint(2, 16, (length,)) for _ in mine)
+    return Samples(mine, sequences, torch.full(mine.shape, case["response_tokens"]))
 
 
-def measure(role: TrainedRole, case: dict[str, Any], runtime: Runtime) -> dict[str, Any]:
+def measure(role: Role, case: dict[str, Any], runtime: Runtime) -> dict[str, Any]:
     """One update of a role; what this rank holds after it and kept during it."""
-    meter = ForwardMeter(role) if role.model is not None else None
-
-    task = SumOfOutputs(meter)
-    if meter is None:
-        role.update_minibatch(rows_of_rank(case, runtime), task)
+    batch = place(role, samples_of_rank(case, runtime), [range(case["samples"])])
+    if not isinstance(role, TrainedRole):
+        batch.update(0, SumOfOutputs(None))
         return {}
+    meter = ForwardMeter(role)
     with torch.autograd.graph.saved_tensors_hooks(meter.keep, lambda t: t):
-        update = role.update_minibatch(rows_of_rank(case, runtime), task)
-    assert update is not None and update.applied
-    parameters = [p for chunk in role.model.chunks for p in chunk.parameters()]
+        update = batch.update(0, SumOfOutputs(meter))
+    assert update.applied
+    parameters = role.parameters()
     return {
         "parameters": sum(p.numel() for p in parameters),
         "weights": sum(p.nbytes for p in parameters),
-        "gradients": sum(b.grad_data.nbytes for chunk in role._trainer.chunks for b in buffers(chunk)),
+        "gradients": sum(b.grad_data.nbytes for chunk in role.optimizer.chunks for b in buffers(chunk)),
         "optimizer": optimizer_bytes(role, parameters),
         "activations": meter.kept_bytes,
         "layers": meter.most_layers,
-        "is_last_stage": role.placement.layout.is_last_stage,
+        "is_last_stage": role.layout.is_last_stage,
     }
 
 
@@ -127,7 +127,7 @@ def optimizer_bytes(role: TrainedRole, parameters: list[torch.nn.Parameter]) -> 
     """Moments, and main weights where they are not the weights themselves."""
     weights = {p.untyped_storage().data_ptr() for p in parameters}
     total = 0
-    for part in getattr(role._trainer._optimizer, "chained_optimizers", [role._trainer._optimizer]):
+    for part in getattr(role.optimizer.megatron, "chained_optimizers", [role.optimizer.megatron]):
         for main, state in part.optimizer.state.items():
             total += sum(state[name].nbytes for name in ("exp_avg", "exp_avg_sq"))
             total += main.nbytes if main.untyped_storage().data_ptr() not in weights else 0
@@ -135,20 +135,16 @@ def optimizer_bytes(role: TrainedRole, parameters: list[torch.nn.Parameter]) -> 
 
 
 def main() -> None:
-    cases = json.loads(Path(sys.argv[1]).read_text())
-    results: dict[str, Any] = {}
+    case = json.loads(Path(sys.argv[1]).read_text())
     with start_runtime(RuntimeSettings(collective_timeout_seconds=120)) as runtime:
-        for case in cases:
-            config = load_config(case["config"], case["overrides"])
-            gathered: list[Any] = [None] * runtime.world_size
-            with own_groups():
-                parts = assemble(config, derive_run(config, runtime.world_size), runtime)
-                mine = {name: measure(getattr(parts, name), case, runtime) for name in ("actor", "critic")}
-                dist.all_gather_object(gathered, mine)
-                parts.close()
-            results[case["name"]] = gathered
+        config = resolve(load_config(case["config"], case["overrides"]), on_cuda=False)
+        parts = assemble(config, derive_run(config, runtime.world_size), runtime)
+        mine = {name: measure(getattr(parts, name), case, runtime) for name in ("actor", "critic")}
+        found: list[Any] = [None] * runtime.world_size
+        dist.all_gather_object(found, mine)
+        parts.close()
         if runtime.is_main:
-            Path(sys.argv[2]).write_text(json.dumps(results))
+            Path(sys.argv[2]).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

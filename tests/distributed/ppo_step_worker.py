@@ -1,6 +1,6 @@
-"""Runs scenarios of one PPO step on given rollouts and saves metrics and weights; see test_ppo_step.py.
+"""Runs one PPO step on given rollouts and saves metrics and weights; see test_ppo_step.py.
 
-Usage (under torchrun): ppo_step_worker.py SCENARIOS.json
+Usage (under torchrun): ppo_step_worker.py SCENARIO.json FOUND.json
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from distributed.harness import own_groups
-from megappo.assembly import assemble
-from megappo.config import derive_run, load_config
-from megappo.models.roles import NonFiniteUpdateError
-from megappo.models.updates import minibatch_plan
-from megappo.reporting import Reporter
+from megappo.config import derive_run, load_config, resolve
+from megappo.config.schema import RuntimeSettings
+from megappo.megatron.roles import LocalRole
+from megappo.ppo.parts import assemble
+from megappo.ppo.reporting import Reporter
+from megappo.ppo.trainer import Trainer
+from megappo.ppo.updates import NonFiniteUpdateError
 from megappo.reshard.stream import WeightStream
-from megappo.runtime import start_runtime
-from megappo.trainer import Trainer
+from megappo.runtime.process import start_runtime
 from megappo.types import Prompt, Rollouts
 
 
@@ -50,23 +50,24 @@ def rollouts_of_rank(samples: list[dict[str, Any]], rank: int, world: int) -> Ro
     )
 
 
-def run(scenario: dict[str, Any], runtime: Any) -> None:
-    """One scenario: build, score, estimate, update, save."""
-    config = load_config(scenario["config"], scenario["overrides"])
+def run(scenario: dict[str, Any], runtime: Any, found: Path) -> None:
+    """Build, score, estimate, update, save."""
+    config = resolve(load_config(scenario["config"], scenario["overrides"]), on_cuda=False)
     parts = assemble(config, derive_run(config, runtime.world_size), runtime)
     trainer = Trainer(parts, Reporter(config, parts.derived, runtime))
     trainer.step = 1
     samples = scenario["samples"]
     rollouts = rollouts_of_rank(samples, runtime.rank, runtime.world_size)
     ids = rollouts.sample_ids_B.tolist()
-    scored = trainer.score(rollouts, torch.tensor([samples[i]["score"] for i in ids]))
+    placed, scored = trainer.forward(rollouts, torch.tensor([samples[i]["score"] for i in ids]))
     experience = trainer.estimate_advantages(scored)
     stopped = ""
     try:
-        trainer.update_critic(experience)
-        trainer.update_actor(experience)
+        trainer.update_critic(placed, experience)
+        trainer.update_actor(placed, experience)
     except NonFiniteUpdateError as error:
         stopped = str(error)
+    assert scored.old_logprob_BR is not None and scored.values_BR is not None
     per_sample = {
         i: {
             "old_logprob": scored.old_logprob_BR[b, :n].tolist(),
@@ -86,37 +87,22 @@ def run(scenario: dict[str, Any], runtime: Any) -> None:
         out.mkdir(parents=True)
         save_file(actor, out / "actor.safetensors")
         save_file(critic, out / "critic.safetensors")
-        plans = {
-            role: [sorted(m) for m in minibatch_plan(settings, len(samples), trainer._seed(role))]
-            for role, settings in (("actor", config.actor), ("critic", config.critic))
-        }
+        plans = {role: [sorted(m) for m in trainer.minibatches(role)] for role in ("actor", "critic")}
         merged = {str(k): v for part in gathered for k, v in part.items()}
-        (out / "result.json").write_text(
+        found.write_text(
             json.dumps({"stopped": stopped, "metrics": trainer.metrics, "samples": merged, "minibatches": plans})
         )
 
 
 def critic_weights(trainer: Trainer, runtime: Any) -> dict[str, torch.Tensor]:
     """The critic's trunk by the stream, its head from the last stage."""
-    critic, parts = trainer.parts.critic, trainer.parts
-    assert critic is not None and parts.derived.critic is not None
-    from megappo.assembly import load_architecture, model_folder
-
-    arch = load_architecture(model_folder(parts.config.model.path), False)
-    stream = WeightStream(
-        critic.placement.grid,
-        arch,
-        critic.model,
-        padded_vocab=parts.derived.critic.padded_vocab_size,
-        dtype=torch.float32,
-        device=runtime.device,
-        bucket_bytes=1 << 20,
-    )
-    weights = {name: tensor.clone() for name, tensor in stream}
-    head = [None]
+    critic = trainer.parts.critic
+    assert critic is not None
+    weights = {name: tensor.clone() for name, tensor in WeightStream(critic, 1 << 20)}
+    head: list[tuple[torch.Tensor, torch.Tensor] | None] = [None]
     source = critic.placement.grid.output_rank(0)
     if runtime.rank == source:
-        assert critic.model is not None
+        assert isinstance(critic, LocalRole)
         layer = critic.model.chunks[-1].output_layer
         head = [(layer.weight.detach(), layer.bias.detach())]
     dist.broadcast_object_list(head, src=source)
@@ -125,13 +111,8 @@ def critic_weights(trainer: Trainer, runtime: Any) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    scenarios = json.loads(Path(sys.argv[1]).read_text())
-    from megappo.config.schema import RuntimeSettings
-
     with start_runtime(RuntimeSettings(collective_timeout_seconds=120)) as runtime:
-        for scenario in scenarios:
-            with own_groups():
-                run(scenario, runtime)
+        run(json.loads(Path(sys.argv[1]).read_text()), runtime, Path(sys.argv[2]))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from distributed.test_resume import (
     train,
     whole_tensors,
 )
-from megappo.export import export_run
+from megappo.commands.export import export_run
 
 
 def test_a_run_with_experts_continues_and_changes_places(tmp_path: Path) -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
-from distributed.harness import launch
+from distributed.harness import ask
+from quick import cases
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_split_vocabulary(ranks: int, tmp_path: Path) -> None:
-    out = tmp_path / "errors.json"
-    launch("kernels_worker.py", ranks, out)
-    found: dict[str, dict[str, float]] = json.loads(out.read_text())
-    assert len(found) == 3 * 3 * (2 * 4 + 2)
+@pytest.mark.parametrize("kind", cases(["random", "peaky", "offset+150"], quick=("peaky",)))
+def test_split_vocabulary(ranks: int, kind: str) -> None:
+    found: dict[str, dict[str, float]] = ask("kernels_worker.py", ranks, {"kind": kind})
+    assert len(found) == 3 * (2 * 4 + 2)
     for case, errors in found.items():
         assert all(error <= 1.0 for error in errors.values()), (case, errors)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import yaml
 from transformers import AutoConfig
 
-from distributed.harness import launch
+from distributed.harness import ask
 from megappo.config import load_config
 from megappo.plan.activations import kept_bytes, layer_bytes_per_token, layers_in_flight
 from megappo.plan.inputs import RoleSetup, Workload, make_setup
@@ -74,33 +75,41 @@ def base_config(folder: Path) -> dict[str, Any]:
         "actor": role,
         "critic": {**role, "value_head_std": 0.1},
         "data": {
-            "train": {"source": "python:megappo.data.arithmetic:sums", "options": {"max_operand": 3}},
+            "train": {"source": "megappo.data.arithmetic:sums", "options": {"max_operand": 3}},
             "apply_chat_template": False,
             "max_prompt_tokens": PROMPT,
         },
-        "rollout": {"prompts_per_step": SAMPLES, "max_response_tokens": RESPONSE},
+        "rollout": {"engine": "transformers", "prompts_per_step": SAMPLES, "max_response_tokens": RESPONSE},
         "reward": {"function": "exact"},
         "logging": {"tensorboard": False, "console": "quiet"},
     }
 
 
+Measured = Callable[[str], list[dict[str, Any]]]
+
+
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A configuration for each model."""
     root = tmp_path_factory.mktemp("plan")
     for model in sorted({model for model, _, _ in CASES.values()}):
         (root / f"{model}.yaml").write_text(yaml.safe_dump(base_config(write_architecture(root, model))))
-    results: dict[str, Any] = {}
+    return root
+
+
+@pytest.fixture(scope="module")
+def measured(root: Path) -> Measured:
+    """Of a case: what each rank found, for each role. It runs once, for the first test that asks."""
     lengths = {"samples": SAMPLES, "sequence_tokens": PROMPT + RESPONSE, "response_tokens": RESPONSE}
-    for processes in (2, 4):
-        cases = [
-            {"name": name, "config": str(root / f"{model}.yaml"), "overrides": overrides, **lengths}
-            for name, (model, n, overrides) in CASES.items()
-            if n == processes
-        ]
-        (root / "cases.json").write_text(json.dumps(cases))
-        launch("plan_worker.py", processes, root / "cases.json", root / "out.json")
-        results |= json.loads((root / "out.json").read_text())
-    return root, results
+
+    @functools.cache
+    def measure(name: str) -> list[dict[str, Any]]:
+        model, processes, overrides = CASES[name]
+        case = {"config": str(root / f"{model}.yaml"), "overrides": overrides, **lengths}
+        found: list[dict[str, Any]] = ask("plan_worker.py", processes, case)
+        return found
+
+    return measure
 
 
 def planned(root: Path, name: str, role: str) -> tuple[RoleSetup, Workload]:
@@ -118,20 +127,19 @@ def kept_in_forward(role: RoleSetup, stage: int, work: Workload) -> float:
     kept = kept_bytes(role, stage, work)
     if role.recompute == "full":
         kept -= layer_bytes_per_token(role, recompute="none", fused_norms=work.on_cuda) * tokens
-    if stage == role.pp - 1:
+    if stage == role.grid.pp - 1:
         rows = role.replica_sequences * work.response_tokens
         kept += rows * role.arch.hidden_size * (4 if role.is_critic else role.dtype_bytes)
     return kept
 
 
 @pytest.mark.parametrize(("name", "role"), PLACES)
-def test_memory_is_what_megatron_holds(measured: tuple[Path, dict[str, Any]], name: str, role: str) -> None:
-    root, results = measured
+def test_memory_is_what_megatron_holds(root: Path, measured: Measured, name: str, role: str) -> None:
     setup, work = planned(root, name, role)
-    ranks = [(rank, found[role]) for rank, found in enumerate(results[name]) if found[role]]
-    assert [rank for rank, _ in ranks] == list(setup.ranks)
+    ranks = [(rank, found[role]) for rank, found in enumerate(measured(name)) if found[role]]
+    assert [rank for rank, _ in ranks] == list(setup.grid.ranks)
     for rank, found in ranks:
-        stage = setup.stage_of(rank)
+        stage = setup.grid.stage_of(rank)
         assert stage is not None
         memory = role_memory(setup, stage, work)
         assert memory.parameters == found["parameters"]
@@ -141,27 +149,23 @@ def test_memory_is_what_megatron_holds(measured: tuple[Path, dict[str, Any]], na
 
 
 @pytest.mark.parametrize(("name", "role"), [(n, r) for n, r in PLACES if n != "in-flight"])
-def test_activations_are_what_autograd_keeps(measured: tuple[Path, dict[str, Any]], name: str, role: str) -> None:
-    root, results = measured
+def test_activations_are_what_autograd_keeps(root: Path, measured: Measured, name: str, role: str) -> None:
     setup, work = planned(root, name, role)
     assert setup.microbatches(work.sequence_tokens) == 1
-    kept = {rank: results[name][rank][role]["activations"] for rank in setup.ranks}
+    kept = {rank: measured(name)[rank][role]["activations"] for rank in setup.grid.ranks}
     if setup.arch.experts:  # a rank's experts get more or fewer tokens than those of another
         kept = dict.fromkeys(kept, sum(kept.values()) / len(kept))
     for rank, found in kept.items():
-        stage = setup.stage_of(rank)
+        stage = setup.grid.stage_of(rank)
         assert stage is not None
         assert kept_in_forward(setup, stage, work) == pytest.approx(found, rel=0.05), rank
 
 
 @pytest.mark.parametrize(("name", "role"), PLACES)
-def test_layers_in_flight_are_those_of_the_schedule(
-    measured: tuple[Path, dict[str, Any]], name: str, role: str
-) -> None:
-    root, results = measured
+def test_layers_in_flight_are_those_of_the_schedule(root: Path, measured: Measured, name: str, role: str) -> None:
     setup, work = planned(root, name, role)
-    for rank in setup.ranks:
-        stage = setup.stage_of(rank)
+    for rank in setup.grid.ranks:
+        stage = setup.grid.stage_of(rank)
         assert stage is not None
         expected = layers_in_flight(setup, stage, setup.microbatches(work.sequence_tokens))
-        assert results[name][rank][role]["layers"] == expected, rank
+        assert measured(name)[rank][role]["layers"] == expected, rank

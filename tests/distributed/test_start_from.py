@@ -16,8 +16,8 @@ from distributed.attempts import attempts, train
 from distributed.models import write_model, write_value_model
 from distributed.test_resume import whole_tensors
 from megappo.checkpoint.identity import architecture_fields
-from megappo.export import export_run
-from megappo.model_files import load_architecture
+from megappo.commands.export import export_run
+from megappo.config.model_files import read_architecture
 
 STILL = ("actor.optimizer.learning_rate=1e-30", "critic.optimizer.learning_rate=1e-30")
 """Float32 weights stay what they were to the last bit."""
@@ -88,7 +88,7 @@ def test_checkpoints_say_what_their_weights_mean(world: Path) -> None:
     """By themselves, so that a run can start from them where the model's folder is gone."""
     marker = json.loads((world / "kept/checkpoints/step-000002/checkpoint.json").read_text())
     for role, folder in (("actor", "model"), ("critic", "critic")):
-        fields = architecture_fields(load_architecture(world / folder, False))
+        fields = architecture_fields(read_architecture(world / folder))
         assert marker["body"]["content"]["architectures"][role] == fields
         assert fields["rope_parameters"]["rope_type"] == "default"
 
@@ -152,4 +152,4 @@ def test_what_a_run_cannot_start_from_is_said(world: Path) -> None:
     assert "differs in ffn_hidden_size" in said and "give a model of the same architecture" in said
     assert f"critic.start_from '{world}': {world} is of no known kind; give a run directory" in said
     assert "critic.value_head_std 0.1 is for a new value head, but the critic's weights have one" in said
-    assert "megappo/run.py" not in said  # no traceback of ours
+    assert "megappo/commands/train.py" not in said  # no traceback of ours

@@ -17,8 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distributed.harness import start
-from megappo.observe import read_metrics
 from megappo.observe.metric_docs import METRICS
+from megappo.observe.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,9 +42,11 @@ def quickstart(directory: Path, *overrides: str, processes: int = 2, timeout: fl
     return read_metrics(directory / "metrics.jsonl")
 
 
-SHORT = ("run.steps=2", "rollout.prompts_per_step=10", "actor.minibatch_sequences=40", "critic.minibatch_sequences=40")
 EXACT = "reward.function=exact"  # which the first answers get right now and then, so that returns differ
-SHORT = (*SHORT, EXACT)
+SHORT = (
+    "run.steps=2", "rollout.prompts_per_step=10", "actor.minibatch_sequences=40", "critic.minibatch_sequences=40",
+    EXACT,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -109,9 +111,10 @@ def test_export_names_what_is_missing(short_run: Path, tmp_path: Path) -> None:
 
 
 def test_evaluation_of_exported_weights(short_run: Path) -> None:
-    arguments = ("eval", "configs/quickstart.yaml", "--weights", short_run / "final", "actor.layout.tensor_parallel=1")
-    arguments += ("evaluation=null", EXACT)  # the first is about training
-    done = megappo(*arguments, "critic.layout.pipeline_parallel=1")
+    one_process = ("actor.layout.tensor_parallel=1", "critic.layout.pipeline_parallel=1")
+    other = ("evaluation=null", EXACT)  # the first is about training
+    weights = short_run / "final"
+    done = megappo("eval", "configs/quickstart.yaml", "--weights", weights, *one_process, *other)
     assert done.returncode == 0, done.stderr
     last = read_metrics(short_run / "metrics.jsonl")[-1]
     assert f"eval/reward_mean: {last['eval/reward_mean']:.4f}" in done.stdout
@@ -195,7 +198,16 @@ def test_the_step_benchmark(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(out.read_text())
     stages = {row["stage"]: row for row in report["stages"]}
-    assert list(stages) == ["rollout", "reward", "score", "advantages", "update_critic", "update_actor", "sync", "step"]
+    assert list(stages) == [
+        "rollout",
+        "reward",
+        "forward",
+        "advantages",
+        "update_critic",
+        "update_actor",
+        "sync",
+        "step",
+    ]
     for row in stages.values():
         assert 0 < row["min_seconds"] <= row["median_seconds"] <= row["max_seconds"]
         assert row["samples_per_second"] == pytest.approx(400 / row["median_seconds"])
@@ -207,7 +219,7 @@ LISTENERS = """
 import atexit, os, psutil
 def write():
     parent = psutil.Process(os.getppid())
-    if parent.cmdline()[1:3] == ["-m", "megappo.torchrun"]:
+    if parent.cmdline()[1:3] == ["-m", "megappo.runtime.torchrun"]:
         found = [s.laddr.ip for s in parent.net_connections() if s.status == psutil.CONN_LISTEN]
         open(os.environ["LISTENERS"], "a").write(f"{found}\\n")
 atexit.register(write)
@@ -249,4 +261,4 @@ def test_failing_rewards_stop_the_run_on_every_rank(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "KeyError: 'no such column'" in done.stderr
     assert "max_failure_fraction" in done.stderr
-    assert "megappo/run.py" not in done.stderr  # torchrun shows a traceback of its own, megappo none
+    assert "megappo/commands/train.py" not in done.stderr  # torchrun shows a traceback of its own, megappo none

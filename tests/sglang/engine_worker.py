@@ -17,26 +17,27 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import torch.distributed as dist
 
-import megappo.assembly
+import megappo.ppo.parts
 from distributed.models import VOCAB, write_model
-from megappo.assembly import Parts, assemble
 from megappo.config import derive_run, load_config
-from megappo.measures import check_mismatch
-from megappo.models.scoring import score_responses
-from megappo.reporting import Reporter
+from megappo.engines.protocol import GenerateRequest, SamplingParams
+from megappo.engines.sglang import SGLangEngine, SyncError
+from megappo.engines.sglang.client import Endpoint
+from megappo.engines.sglang.dispatch import Round
+from megappo.engines.sglang.guard import session_pids, shared_files
+from megappo.engines.sglang.transport import SharedTransport, share_buffers
+from megappo.megatron.placed import place
+from megappo.ppo.measures import check_mismatch
+from megappo.ppo.parts import Parts, assemble
+from megappo.ppo.reporting import Reporter
+from megappo.ppo.trainer import Trainer
 from megappo.reshard.stream import Bucket
-from megappo.rollout import GenerateRequest, SamplingParams
-from megappo.rollout.sglang import SGLangEngine, SyncError
-from megappo.rollout.sglang.client import Endpoint
-from megappo.rollout.sglang.dispatch import Round
-from megappo.rollout.sglang.guard import session_pids, shared_files
-from megappo.rollout.sglang.transport import SharedTransport, share_buffers
-from megappo.runtime import Runtime, start_runtime
-from megappo.trainer import Trainer
+from megappo.runtime.process import Runtime, start_runtime
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT_WAITS = "stall_timeout_seconds: 3, health_timeout_seconds: 10, sync_timeout_seconds: 60"
@@ -78,13 +79,9 @@ class Bench:
         config = load_config(
             ROOT / "configs/sglang_quickstart.yaml", [*overrides, "critic=null", "algorithm.estimator=grpo"]
         )
-        make = megappo.assembly._servers
-        if self.engine is not None:
-            megappo.assembly._servers = lambda *_: self.engine  # type: ignore[assignment, return-value]
-        try:
+        make = megappo.ppo.parts.make_engine if self.engine is None else lambda *_: self.engine
+        with patch.object(megappo.ppo.parts, "make_engine", make):
             parts = assemble(config, derive_run(config, self.runtime.world_size), self.runtime)
-        finally:
-            megappo.assembly._servers = make
         assert isinstance(parts.engine, SGLangEngine)
         self.engine = parts.engine
         parts.reward.close()
@@ -93,7 +90,7 @@ class Bench:
     def sessions(self) -> list[int]:
         """Process ids of this rank's servers."""
         assert self.engine is not None
-        return [server.session for server in self.engine._fleet._servers.values()]
+        return [server.session for server in self.engine.fleet.servers.values()]
 
 
 def after_an_update(bench: Bench, layout: str) -> dict[str, float]:
@@ -104,8 +101,8 @@ def after_an_update(bench: Bench, layout: str) -> dict[str, float]:
     first = trainer.metrics["sync/probe_gap"]
     trainer.step = 1
     rollouts = trainer.responses.of_step(1, weights_changed=False)
-    scored = trainer.score(rollouts, score_by_length(rollouts))
-    trainer.update_actor(trainer.estimate_advantages(scored))
+    placed, scored = trainer.forward(rollouts, score_by_length(rollouts))
+    trainer.update_actor(placed, trainer.estimate_advantages(scored))
     before = mismatch(parts, trainer, 2)
     trainer.weight_version = parts.engine.version
     trainer.sync_weights()
@@ -126,7 +123,7 @@ def mismatch(parts: Parts, trainer: Trainer, step: int) -> float:
     """Largest gap between engine and trainer on a fresh batch, in nats."""
     rollouts = trainer.responses.of_step(step, weights_changed=False)
     assert set(rollouts.weight_versions_B.tolist()) == {parts.engine.version}
-    logprob = score_responses(parts.actor, rollouts)
+    logprob = place(parts.actor, rollouts).forward()
     return check_mismatch(logprob, rollouts, parts.config.algorithm, parts.runtime)["mismatch/max"]
 
 
@@ -166,7 +163,7 @@ def disturbed_rollout(bench: Bench, number: int) -> dict[str, Any]:
     restarts = engine.restarts
     with struck(bench, number) if rank == 0 else nullcontext():
         rough = engine.generate(requests(rank), LONG)
-    survivors = sorted(engine._current)
+    survivors = sorted(engine.current)
     engine._bring_up_to_date()
     again = engine.generate(requests(rank), LONG)
     return {
@@ -213,7 +210,7 @@ def corrupted_sync(trainer: Trainer, victim: str, times: int) -> dict[str, Any]:
             trainer.sync_weights()
         except SyncError as problem:
             error = str(problem)
-    return {"error": error, "current": sorted(trainer.parts.engine._current), "version": trainer.parts.engine.version}  # type: ignore[attr-defined]
+    return {"error": error, "current": sorted(trainer.parts.engine.current), "version": trainer.parts.engine.version}  # type: ignore[attr-defined]
 
 
 def cut_sync(bench: Bench, trainer: Trainer) -> dict[str, Any]:
@@ -234,7 +231,7 @@ def cut_sync(bench: Bench, trainer: Trainer) -> dict[str, Any]:
     return {
         "restarts": engine.restarts - restarts,
         "probe": trainer.metrics["sync/probe_gap"],
-        "current": sorted(engine._current),
+        "current": sorted(engine.current),
         "mismatch": mismatch(trainer.parts, trainer, 9),
     }
 
@@ -321,7 +318,7 @@ def leave(bench: Bench) -> dict[str, Any]:
     assert bench.engine is not None
     urls = [e.url for e in bench.engine.endpoints]
     addresses = listening([pid for s in sessions for pid in session_pids(s)])
-    folders = [server.guard.args[4] for server in bench.engine._fleet._servers.values()]  # type: ignore[index]
+    folders = [str(server.scratch) for server in bench.engine.fleet.servers.values()]
     assert all(Path(folder).is_dir() for folder in folders)
     bench.engine.close()
     places = {"urls": urls, "folders": folders, "files": files, "addresses": addresses}

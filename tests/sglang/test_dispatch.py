@@ -1,4 +1,4 @@
-"""Requests are spread over engines and survive engines that die, hang, refuse or lie; servers here are stand-ins."""
+"""Requests are spread over servers and survive those that die, hang, refuse or lie; those here are stand-ins."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 from megappo.config.engine import SGLangSettings
-from megappo.rollout.engine import GenerateRequest, SamplingParams
-from megappo.rollout.sglang.client import Endpoint, EngineFailure, call
+from megappo.engines.protocol import GenerateRequest, SamplingParams
+from megappo.engines.sglang.client import Endpoint, ServerFailure, call
 
 if importlib.util.find_spec("aiohttp") is None:
     pytest.skip("needs launch/requirements-sglang.txt", allow_module_level=True)
 
 from aiohttp import web
 
-from megappo.rollout.sglang.dispatch import Outcome, Round
+from megappo.engines.sglang.dispatch import Outcome, Round
 
 PARAMS = SamplingParams(temperature=0.5, max_new_tokens=4, stop_token_ids=(1,))
 Answer = Callable[[dict[str, Any]], Any]
@@ -131,7 +131,7 @@ def test_work_follows_speed() -> None:
 
 
 def test_everything_is_under_way_at_once() -> None:
-    """In groups of at most 32 that shrink towards the end, and no more samples than an engine may have."""
+    """In groups of at most 32 that shrink towards the end, and no more samples than a server may have."""
     server = StandIn(0, 0.05)
     assert complete(spread([server], 200))
     sizes = [len(body["input_ids"]) for body in server.bodies]
@@ -143,7 +143,7 @@ def test_everything_is_under_way_at_once() -> None:
 
 
 def test_ranks_with_few_prompts_load_all_engines_alike() -> None:
-    """Four prompts of two samples on each of 16 ranks, over eight engines."""
+    """Four prompts of two samples on each of 16 ranks, over eight servers."""
     servers = [StandIn(i) for i in range(8)]
     for rank in range(16):
         numbers = range(8 * rank, 8 * rank + 8)
@@ -270,7 +270,7 @@ def silent_port() -> Iterator[str]:
 
 
 def test_every_control_request_has_a_deadline() -> None:
-    with silent_port() as url, pytest.raises(EngineFailure, match="did not answer /x within 0.5 seconds"):
+    with silent_port() as url, pytest.raises(ServerFailure, match="did not answer /x within 0.5 seconds"):
         call(Endpoint(0, url, "", 0), "/x", timeout_seconds=0.5)
-    with pytest.raises(EngineFailure, match="cannot be reached for /x"):
+    with pytest.raises(ServerFailure, match="cannot be reached for /x"):
         call(Endpoint(0, "http://127.0.0.1:9", "", 0), "/x", timeout_seconds=0.5)

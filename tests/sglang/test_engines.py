@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from distributed.harness import launch
-from megappo.rollout.sglang.guard import session_pids
+from megappo.engines.sglang.guard import session_pids
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("sglang") is None, reason="needs launch/requirements-sglang.txt"

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from distributed.harness import start
-from megappo.observe import read_metrics
+from megappo.engines.sglang.guard import session_pids
 from megappo.observe.metric_docs import METRICS
-from megappo.rollout.sglang.guard import session_pids
+from megappo.observe.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -119,12 +119,12 @@ def test_external_servers_that_are_not_there(tmp_path: Path) -> None:
     """The deadline is kept, and the sentence names the server."""
     sglang = "{placement: disaggregated, urls: ['http://127.0.0.1:9'], start_timeout_seconds: 2}"
     output = stops_with(tmp_path / "run", sglang, 120)
-    assert "engine 0 (http://127.0.0.1:9) of rollout.sglang.urls gave no healthy answer" in output
+    assert "server 0 (http://127.0.0.1:9) of rollout.sglang.urls gave no healthy answer" in output
     assert "Traceback" not in output
 
 
 def test_a_server_that_cannot_start(tmp_path: Path) -> None:
     """What SGLang said stands in the sentence."""
     output = stops_with(tmp_path / "run", "{arguments: {no-such-argument: 1}, max_restarts: 1}", 200)
-    assert "the engines cannot be started: engine 0" in output
+    assert "the servers cannot be started: server 0" in output
     assert "no-such-argument" in output

@@ -10,7 +10,7 @@ from typing import Any
 
 from slurm.cluster import Cluster
 
-from megappo.observe import read_metrics
+from megappo.observe.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
 SHORT = (

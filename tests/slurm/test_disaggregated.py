@@ -12,8 +12,8 @@ import pytest
 from slurm.cluster import Cluster
 from slurm.jobs import ROOT, await_text, hurry, job_environment
 
-from megappo.observe import read_metrics
-from megappo.rollout.sglang.guard import session_pids, shared_files
+from megappo.engines.sglang.guard import session_pids, shared_files
+from megappo.observe.metrics import read_metrics
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("sglang") is None, reason="needs launch/requirements-sglang.txt"

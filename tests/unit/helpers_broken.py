@@ -18,6 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from megappo.runtime.store import free_port
+
 ROOT = Path(__file__).parents[2]
 QUICKSTART = "configs/quickstart.yaml"
 TINY = ROOT / "configs" / "models" / "tiny_arithmetic"
@@ -27,7 +29,7 @@ def environment(**changes: str) -> dict[str, str]:
     """The variables of a process that nothing launched."""
     launched = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(launched)}
-    paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests' / 'unit'}", "OMP_NUM_THREADS": "1"}
+    paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     return kept | paths | {"PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"} | changes
 
 
@@ -113,9 +115,7 @@ def answering(status: int, answer: dict[str, object]) -> Iterator[int]:
 
 def closed_port() -> int:
     """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_port("127.0.0.1")
 
 
 def zero(*, prompt: str, response: str, answer: str | None, metadata: dict[str, object]) -> float:

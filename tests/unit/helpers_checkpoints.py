@@ -14,10 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import megappo.models  # noqa: F401 - prepares Megatron-Core for this machine
-from megappo.checkpoint import CheckpointWriter, Snapshot, random_states, seed_generators
+import megappo.megatron  # noqa: F401 - prepares Megatron-Core for this machine
+from megappo.checkpoint.randomness import random_states, seed_generators
+from megappo.checkpoint.writer import CheckpointWriter, Snapshot
 from megappo.config.schema import CheckpointSettings
-from megappo.runtime import Runtime
+from megappo.runtime.process import Runtime
 
 ARCHIVES = Path(__file__).parent / "checkpoints"
 SHAPES = {"actor.weight.a": (64, 8), "critic.weight.b": (64, 8)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megappo.architecture import ModelShape
+from megappo.families.architecture import ModelShape
 
 SHAPE = ModelShape(
     family="qwen2",

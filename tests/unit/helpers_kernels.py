@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megappo_kernels import PolicyInputs, reference
+from megappo_kernels.losses import Loss, PolicyInputs, ppo_token_loss
+from megappo_kernels.objectives import PolicyObjective
+from oracles import kernels as reference
 
 KINDS = ("random", "peaky", "offset+150", "offset-150")
 
@@ -23,8 +25,8 @@ class Head:
 
     def exact(self) -> Head:
         """The same in float64, leaves of their own."""
-        leaves = [x.detach().double().requires_grad_() for x in (self.hidden, self.weight)]
-        return Head(*leaves, self.labels)
+        hidden, weight = (x.detach().double().requires_grad_() for x in (self.hidden, self.weight))
+        return Head(hidden, weight, self.labels)
 
     def gradients(self) -> list[Tensor]:
         grads = [self.hidden.grad, self.weight.grad]
@@ -119,6 +121,13 @@ def policy_inputs(logprob: Tensor, seed: int, *, wide: bool = False) -> PolicyIn
     for x in fields.values():
         x[~mask] = garbage[torch.randint(0, 3, (int((~mask).sum()),), generator=g)].to(dtype)
     return PolicyInputs(mask=mask, **fields)
+
+
+def token_loss(*, logprob: Tensor, entropy: Tensor | None = None, **given: Any) -> Loss:
+    """The product's policy loss by the words of the oracles: numbers of tokens and settings side by side."""
+    settings = {name: given.pop(name) for name in PolicyObjective.__dataclass_fields__ if name in given}
+    inputs, objective = PolicyInputs(**given), PolicyObjective(**settings)
+    return ppo_token_loss(logprob=logprob, entropy=entropy, inputs=inputs, objective=objective)
 
 
 def verl_gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import math
+from typing import Any, get_args
 
 import pytest
 import torch
 
-from megappo import algo
+from megappo.algo.aggregation import Aggregation
+from megappo.algo.controllers import AdaptiveKLController, FixedKLController, PenaltyController
+from megappo.algo.correction import importance_weights
+from megappo.algo.estimators import NAMES, builtin
+from megappo.algo.kl import apply_kl_to_rewards
+from megappo_kernels.gae import gae
+from megappo_kernels.losses import ppo_value_loss
+from megappo_kernels.objectives import kl_estimate
+from megappo_kernels.whiten import masked_whiten, masked_whiten_stats, merge_whiten_stats
+from oracles.algorithm import aggregate
+from unit.helpers_kernels import token_loss
 
 t = torch.tensor
 
@@ -17,7 +28,7 @@ def approx(value: float, tolerance: float = 1e-5) -> object:
 
 
 def test_gae_skips_masked_tokens() -> None:
-    advantages, returns = algo.compute_gae(
+    advantages, returns = gae(
         rewards=t([[0.0, 0, 0, 1]]),
         values=t([[0.2, 0.3, 0.4, 0.5]]),
         mask=t([[False, False, True, True]]),
@@ -29,7 +40,7 @@ def test_gae_skips_masked_tokens() -> None:
 
 
 def test_clip_loss() -> None:
-    result = algo.policy_loss(
+    result = token_loss(
         logprob=t([-1.5]),
         old_logprob=t([-2.0]),
         advantages=t([0.5]),
@@ -45,18 +56,18 @@ def test_clip_loss() -> None:
 
 @pytest.mark.parametrize(("p", "q", "kl"), [([0.8, 0.2], [0.7, 0.3], 0.02573), ([0.9, 0.1], [0.5, 0.5], 0.3681)])
 def test_expected_k1_is_the_divergence(p: list[float], q: list[float], kl: float) -> None:
-    estimate = algo.kl_penalty(logprob=t(p).log(), ref_logprob=t(q).log(), kind="k1")
+    estimate = kl_estimate(t(p).log() - t(q).log(), "k1")
     assert (t(p) * estimate).sum().item() == approx(kl, 2e-4)
     if p[0] == 0.8:
         assert estimate.tolist() == [approx(0.1335, 1e-3), approx(-0.4055, 1e-3)]
     # k3 has the same expectation and is never negative.
-    k3 = algo.kl_penalty(logprob=t(p).log(), ref_logprob=t(q).log(), kind="k3")
+    k3 = kl_estimate(t(p).log() - t(q).log(), "k3")
     assert (t(p) * k3).sum().item() == approx(kl, 2e-4)
     assert (k3 >= 0).all()
 
 
 def test_kl_in_the_reward() -> None:
-    rewards = algo.apply_kl_to_rewards(
+    rewards = apply_kl_to_rewards(
         scores=t([1.0]),
         kl=t([[0.03, 0.02, 0.01, 0.02, 0.03, 0.05]]),
         mask=torch.ones(1, 6, dtype=torch.bool),
@@ -67,22 +78,22 @@ def test_kl_in_the_reward() -> None:
 
 def test_score_goes_to_the_last_valid_token() -> None:
     mask = t([[True, True, False], [True, False, False]])
-    rewards = algo.apply_kl_to_rewards(scores=t([2.0, 3.0]), kl=torch.zeros(2, 3), mask=mask, coef=0.1)
+    rewards = apply_kl_to_rewards(scores=t([2.0, 3.0]), kl=torch.zeros(2, 3), mask=mask, coef=0.1)
     assert rewards.tolist() == [[0, 2, 0], [3, 0, 0]]
 
 
 @pytest.mark.parametrize(("kl", "factor"), [(12.0, 1.2), (6.6, 1.1), (3.0, 0.8), (6.0, 1.0)])
 def test_adaptive_controller(kl: float, factor: float) -> None:
-    controller = algo.AdaptiveKLController(0.1, target=6.0, horizon=100)
+    controller = AdaptiveKLController(0.1, target=6.0, horizon=100)
     controller.update(kl, n_steps=100)
     assert controller.value == approx(0.1 * factor)
-    copy = algo.AdaptiveKLController(9.0, target=6.0, horizon=100)
+    copy = AdaptiveKLController(9.0, target=6.0, horizon=100)
     copy.load_state_dict(controller.state_dict())
     assert copy.value == controller.value
 
 
 def test_fixed_controller_stays_and_refuses_nan() -> None:
-    controller = algo.FixedKLController(0.3)
+    controller = FixedKLController(0.3)
     controller.update(100.0, 10)
     assert controller.value == 0.3
     with pytest.raises(ValueError, match="must be finite"):
@@ -91,7 +102,7 @@ def test_fixed_controller_stays_and_refuses_nan() -> None:
 
 @pytest.mark.parametrize(("kl", "value"), [(0.016, 2.0), (0.006, 0.5), (0.01, 1.0)])
 def test_penalty_controller(kl: float, value: float) -> None:
-    controller = algo.PenaltyController(1.0, target=0.01)
+    controller = PenaltyController(1.0, target=0.01)
     controller.update(kl, 1)
     assert controller.value == value
 
@@ -105,17 +116,15 @@ def test_penalty_controller(kl: float, value: float) -> None:
         ("seq-mean-token-sum-norm", (3 + 3) / (2 * 3)),
     ],
 )
-def test_aggregation(mode: str, loss: float) -> None:
+def test_aggregation(mode: Aggregation, loss: float) -> None:
     losses = t([[1.0, 2.0, float("nan")], [3.0, float("inf"), 0.0], [5.0, 5.0, 5.0]])
     mask = t([[True, True, False], [True, False, False], [False, False, False]])
-    assert algo.aggregate(loss=losses, mask=mask, mode=mode).item() == approx(loss)
-    assert algo.aggregate(loss=losses, mask=mask, mode="seq-mean-token-sum-norm", norm_tokens=6).item() == approx(
-        6 / 12
-    )
+    assert aggregate(loss=losses, mask=mask, mode=mode).item() == approx(loss)
+    assert aggregate(loss=losses, mask=mask, mode="seq-mean-token-sum-norm", norm_tokens=6).item() == approx(6 / 12)
 
 
 def test_dual_clip_bounds_only_negative_advantages() -> None:
-    both = algo.policy_loss(
+    both = token_loss(
         logprob=t([3.0, 3.0]),
         old_logprob=t([0.0, 0.0]),
         advantages=t([-1.0, 1.0]),
@@ -129,7 +138,7 @@ def test_dual_clip_bounds_only_negative_advantages() -> None:
 
 def test_log_ratio_is_clamped() -> None:
     logprob = t([500.0, -500.0], requires_grad=True)
-    result = algo.policy_loss(
+    result = token_loss(
         logprob=logprob,
         old_logprob=t([0.0, 0.0]),
         advantages=t([-1.0, 1.0]),
@@ -146,7 +155,7 @@ def test_log_ratio_is_clamped() -> None:
 def test_grpo_and_rloo_against_their_papers() -> None:
     mask = t([[True, True], [True, False], [True, True], [True, True]])
     rewards = t([[0.0, 1.0], [3.0, 9.0], [0.0, 5.0], [0.0, 2.0]])  # scores 1, 3, 5 of one prompt, 2 of another
-    arguments = {
+    arguments: dict[str, Any] = {
         "rewards": rewards,
         "values": None,
         "mask": mask,
@@ -154,36 +163,32 @@ def test_grpo_and_rloo_against_their_papers() -> None:
         "gamma": 1.0,
         "lam": 1.0,
     }
-    grpo, _ = algo.get_estimator("grpo")(**arguments)
+    grpo, _ = builtin("grpo")(**arguments)
     assert grpo[:, 0].tolist() == [approx(-1, 1e-4), approx(0), approx(1, 1e-4), approx(2)]
     assert grpo[1, 1] == 0
-    rloo, _ = algo.get_estimator("rloo")(**arguments)
+    rloo, _ = builtin("rloo")(**arguments)
     assert rloo[:, 0].tolist() == [approx(-3), approx(0), approx(3), approx(2)]
-    plus, _ = algo.get_estimator("reinforce_plus_plus")(**(arguments | {"gamma": 0.5}))
+    plus, _ = builtin("reinforce_plus_plus")(**(arguments | {"gamma": 0.5}))
     assert plus.tolist() == [[0.5, 1], [3, 0], [2.5, 5], [1, 2]]
 
 
 def test_importance_weights() -> None:
     old, engine = t([[0.0, -1.0, 0.0]]), t([[-2.0, -1.5, float("nan")]])
     mask = t([[True, True, False]])
-    weights, keep = algo.importance_weights(
-        old_logprob=old, engine_logprob=engine, mask=mask, cap=3.0, reject_above=5.0
-    )
+    weights, keep = importance_weights(old_logprob=old, engine_logprob=engine, mask=mask, cap=3.0, reject_above=5.0)
     assert weights.tolist() == [[3.0, approx(1.64872), 1.0]]
     assert keep.tolist() == [[False, True, False]]
-    weights, _ = algo.importance_weights(old_logprob=old, engine_logprob=engine, mask=mask, level="sequence", cap=100.0)
+    weights, _ = importance_weights(old_logprob=old, engine_logprob=engine, mask=mask, level="sequence", cap=100.0)
     assert weights.tolist() == [[approx(12.1825), approx(12.1825), 1.0]]
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: algo.kl_penalty(logprob=t([0.0]), ref_logprob=t([0.0]), kind="low_var"), "did you mean 'low_var_kl'"),
-        (lambda: algo.get_estimator("gea"), "did you mean 'gae'"),
-        (lambda: algo.aggregate(loss=t([[1.0]]), mask=t([[True]]), mode="mean"), "token-mean"),
-        (lambda: algo.masked_mean(values=t([1.0]), mask=t([True, True])), "must be the mask's"),
+        (lambda: kl_estimate(t([0.0]) - t([0.0]), "low_var"), "did you mean 'low_var_kl'"),
+        (lambda: apply_kl_to_rewards(scores=t([1.0]), kl=t([[1.0]]), mask=t([[True, True]]), coef=1.0), "the mask's"),
         (
-            lambda: algo.get_estimator("gae")(
+            lambda: builtin("gae")(
                 rewards=t([[1.0]]), values=None, mask=t([[True]]), group_ids=t([0]), gamma=1.0, lam=1.0
             ),
             "needs values",
@@ -197,7 +202,7 @@ def test_bad_arguments_get_a_sentence(call, words: str) -> None:  # type: ignore
 
 def test_masks_are_bool() -> None:
     with pytest.raises(TypeError, match="must be torch.bool"):
-        algo.masked_mean(values=t([1.0]), mask=t([1]))
+        apply_kl_to_rewards(scores=t([1.0]), kl=t([[1.0]]), mask=t([[1]]), coef=1.0)
 
 
 @pytest.mark.parametrize(
@@ -213,31 +218,34 @@ def test_kl_estimates_far_and_near(names: tuple[str, ...], estimates: list[float
     """The last two lie beyond every clamp."""
     logprob = t([0.5, -0.5, -2.4, 9.0, 30.0, -30.0], dtype=torch.float64) - 1
     for name in names:
-        found = algo.kl_penalty(logprob=logprob, ref_logprob=torch.full_like(logprob, -1.0), kind=name)
+        found = kl_estimate(logprob - torch.full_like(logprob, -1.0), name)
         assert found.tolist() == [approx(x) for x in estimates]
 
 
 def test_weights_are_capped_and_rejected_above_and_not_at_their_limits() -> None:
     old, engine = t([[-1.0, -1.0, 39.0, -50.0]]), t([[-1.0, -2.0, 0.0, 0.0]])  # ratios 1, e, beyond both clamps
     everywhere = torch.ones(1, 4, dtype=torch.bool)
-    arguments = {"old_logprob": old, "engine_logprob": engine, "mask": everywhere}
-    weights, keep = algo.importance_weights(**arguments, cap=1e10, reject_above=1.0)
+    arguments: dict[str, Any] = {"old_logprob": old, "engine_logprob": engine, "mask": everywhere}
+    weights, keep = importance_weights(**arguments, cap=1e10, reject_above=1.0)
     assert weights.tolist() == [[1, approx(2.718282), approx(math.exp(20)), approx(math.exp(-20), 1e-13)]]
     assert keep.tolist() == [[True, False, False, True]]
-    weights, keep = algo.importance_weights(**arguments, cap=1.0)
+    weights, keep = importance_weights(**arguments, cap=1.0)
     assert weights.tolist() == [[1, 1, 1, approx(0, 1e-8)]] and keep.all()
 
 
 def test_what_the_estimators_need_and_what_follows_them() -> None:
-    found = {name: (e.name, e.needs_critic, e.whiten) for name, e in algo.ESTIMATORS.items()}
+    found = {
+        e.name: (e.needs_critic, e.takes_values, e.compares_samples, e.whitens)
+        for e in (builtin(name) for name in NAMES)
+    }
     assert found == {
-        "gae": ("gae", True, True),
-        "grpo": ("grpo", False, False),
-        "rloo": ("rloo", False, False),
-        "reinforce_plus_plus": ("reinforce_plus_plus", False, True),
+        "gae": (True, True, False, True),
+        "grpo": (False, False, True, False),
+        "rloo": (False, False, True, False),
+        "reinforce_plus_plus": (False, False, False, True),
     }
     rewards, values, mask = t([[0.0, 0, 0, 1]]), t([[0.2, 0.3, 0.4, 0.5]]), t([[False, False, True, True]])
-    advantages, returns = algo.get_estimator("gae")(
+    advantages, returns = builtin("gae")(
         rewards=rewards, values=values, mask=mask, group_ids=t([0]), gamma=0.99, lam=0.95
     )
     assert advantages.tolist() == [[0, 0, approx(0.56525), approx(0.5)]]
@@ -246,32 +254,29 @@ def test_what_the_estimators_need_and_what_follows_them() -> None:
 
 def test_scores_of_tokens_and_of_samples_meet_the_kl() -> None:
     kl, mask = t([[0.1, 0.2, 0.3]]), t([[True, True, False]])
-    rewards = algo.apply_kl_to_rewards(scores=t([[1.0, 2.0, 9.0]]), kl=kl, mask=mask, coef=0.5)
+    rewards = apply_kl_to_rewards(scores=t([[1.0, 2.0, 9.0]]), kl=kl, mask=mask, coef=0.5)
     assert rewards.tolist() == [[approx(0.95), approx(1.9), 0]]
     with pytest.raises(ValueError, match=r"scores has shape \(2,\), must be \(B,\) or the mask's \(1, 3\)"):
-        algo.apply_kl_to_rewards(scores=t([1.0, 2.0]), kl=kl, mask=mask, coef=0.5)
-    empty = algo.apply_kl_to_rewards(scores=t([1.0]), kl=kl, mask=torch.zeros_like(mask), coef=0.5)
+        apply_kl_to_rewards(scores=t([1.0, 2.0]), kl=kl, mask=mask, coef=0.5)
+    empty = apply_kl_to_rewards(scores=t([1.0]), kl=kl, mask=torch.zeros_like(mask), coef=0.5)
     assert empty.tolist() == [[0, 0, 0]]
 
 
-def test_means_whitening_and_aggregation_of_nothing() -> None:
+def test_whitening_and_aggregation_of_nothing() -> None:
     values, mask = t([[1.0, 3.0], [5.0, 7.0]]), t([[True, True], [False, False]])
     nothing = torch.zeros_like(mask)
-    assert algo.masked_mean(values=values, mask=mask).item() == 2
-    assert algo.masked_mean(values=values, mask=mask, dim=1).tolist() == [2, 0]
-    assert algo.masked_mean(values=values, mask=nothing).item() == 0
-    assert algo.masked_whiten(values=values, mask=mask).tolist() == [[approx(-1), approx(1)], [0, 0]]
-    assert algo.masked_whiten(values=values, mask=nothing).abs().sum() == 0
-    stats = algo.whiten_stats(values=values, mask=nothing)
-    assert stats.pack().tolist() == [0, 0, 0] and stats.variance == 0
-    assert algo.WhitenStats.merge([stats, stats]).pack().tolist() == [0, 0, 0]
-    for mode in algo.AGGREGATIONS:
-        assert algo.aggregate(loss=values, mask=nothing, mode=mode).item() == 0
+    stats = masked_whiten_stats(values, mask)
+    assert masked_whiten(values, mask, stats).tolist() == [[approx(-1), approx(1)], [0, 0]]
+    stats = masked_whiten_stats(values, nothing)
+    assert stats.tolist() == merge_whiten_stats(torch.stack([stats, stats])).tolist() == [0, 0, 0]
+    assert masked_whiten(values, nothing, stats).abs().sum() == 0
+    for mode in get_args(Aggregation):
+        assert aggregate(loss=values, mask=nothing, mode=mode).item() == 0
 
 
 def test_metrics_of_the_policy_loss() -> None:
     """Ratios e^0.5, e^-0.5 and e^25 clamped to e^20; the last two tokens of other signs or masked."""
-    result = algo.policy_loss(
+    result = token_loss(
         logprob=t([-1.0, -2.0, -1.0, -1.0], dtype=torch.float64),
         old_logprob=t([-1.5, -1.5, -26.0, 0.0], dtype=torch.float64),
         advantages=t([1.0, -1.0, -1.0, 1.0], dtype=torch.float64),
@@ -281,7 +286,7 @@ def test_metrics_of_the_policy_loss() -> None:
         entropy=t([1.0, 2.0, 3.0, 100.0], dtype=torch.float64),
         entropy_coef=0.1,
         ref_logprob=t([-1.5, -1.5, -1.0, 9.0], dtype=torch.float64),
-        kl_kind="k1",
+        kl="k1",
         kl_coef=0.2,
     )
     up, down, far = math.exp(0.5), math.exp(-0.5), math.exp(20)
@@ -299,21 +304,22 @@ def test_metrics_of_the_policy_loss() -> None:
         "entropy_loss": -0.1 * (0.5 + 0.5 + 0.75),
         "kl_loss": 0.2 * (0.25 - 0.125),
     }
+    wanted["loss"] = wanted["pg_loss"] + wanted["entropy_loss"] + wanted["kl_loss"]
     assert {name: value.item() for name, value in result.metrics.items()} == {n: approx(x) for n, x in wanted.items()}
-    assert result.loss.item() == approx(wanted["pg_loss"] + wanted["entropy_loss"] + wanted["kl_loss"])
+    assert result.loss.item() == approx(wanted["loss"])
 
 
 def test_metrics_of_the_value_loss() -> None:
-    result = algo.value_loss(
+    result = ppo_value_loss(
         values=t([2.0, 1.0, 1.0, 9.0]),
         old_values=t([1.0, 1.0, 0.5, 9.0]),
         returns=t([1.0, 3.0, 2.0, 9.0]),
         weights=t([1.0, 1.0, 0.5, 1.0]),
         mask=t([True, True, True, False]),
-        clip=0.5,
+        value_clip=0.5,
     )
     # Clipped values 1.5, 1, 1: no clipped square is the larger one; at its limit a step is not clipped.
     assert result.loss.item() == approx(0.5 * (1 + 4 + 0.5))
-    wanted = {"clipfrac": 0, "value": 4, "count": 3, "return_mean": 2, "return_m2": 2, "error_mean": -2 / 3}
-    wanted["error_m2"] = (1 + 4 + 1) - 3 * (2 / 3) ** 2
+    wanted = {"clipfrac": 0, "value_mean": 4, "count": 3, "returns.mean": 2, "returns.m2": 2, "errors.mean": -2 / 3}
+    wanted |= {"errors.m2": (1 + 4 + 1) - 3 * (2 / 3) ** 2, "loss": 2.75}
     assert {name: value.item() for name, value in result.metrics.items()} == {n: approx(x) for n, x in wanted.items()}

@@ -14,25 +14,28 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing import ShardedTensor
 from safetensors.torch import load_file
 from torch import Tensor
 
 from distributed.models import VOCAB, write_model
-from megappo import origins
-from megappo.architecture import ArchitectureConfig
-from megappo.checkpoint import CheckpointSource, CheckpointWriter, Snapshot, random_states
 from megappo.checkpoint.files import Marker, read_marker, write_marker
 from megappo.checkpoint.identity import architecture_digest, architecture_fields
-from megappo.checkpoint.shards import stored_names
+from megappo.checkpoint.randomness import random_states
+from megappo.checkpoint.source import CheckpointSource
+from megappo.checkpoint.writer import CheckpointWriter, Snapshot
+from megappo.commands.export import export_run
 from megappo.config import load_config
+from megappo.config.model_files import read_architecture
 from megappo.config.schema import CheckpointSettings
-from megappo.export import export_run
-from megappo.model_files import load_architecture
-from megappo.origins import open_origin
-from megappo.reshard.hf_map import model_parameters, pieces, shard_shape
-from megappo.reshard.sources import SafetensorsSource, read_shard
-from megappo.runtime import Runtime
+from megappo.families.architecture import ArchitectureConfig
+from megappo.families.parameters import model_parameters, pieces, shard_shape
+from megappo.families.weights import read_shard
+from megappo.ppo.origins import open_origin
+from megappo.reshard.sources import SafetensorsSource
+from megappo.runtime import objects
+from megappo.runtime.process import Runtime
 
 BASE = Path(__file__).parent / "config_base.yaml"
 TOKENIZER = Path(__file__).parents[2] / "configs/models/tiny_arithmetic"
@@ -46,8 +49,8 @@ def stored(folder: Path, arch: ArchitectureConfig) -> Iterator[tuple[str, Tensor
     """A folder's weights as an actor's checkpoint has them."""
     source, whole = SafetensorsSource(folder, arch), load_file(folder / "model.safetensors")
     for parameter in model_parameters(arch):
-        for name, hf in dict(stored_names(parameter)).items():
-            tensor = whole[hf]
+        for name, parts in parameter.stored.items():
+            tensor = whole[parts[0]]
             if parameter.kind == "qkv":
                 tensor = read_shard(
                     source, arch, parameter, torch.empty(shard_shape(arch, parameter, 1, VOCAB)), 0, 1, VOCAB
@@ -60,7 +63,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with a `model`, and a `run` whose checkpoint of step 1 holds the model's weights."""
     root = tmp_path_factory.mktemp("first")
     model = write_model(root / "model", "llama", 3, num_hidden_layers=2)
-    arch = load_architecture(model, False)
+    arch = read_architecture(model)
     config = load_config(BASE, [f"model.path={model}", f"model.tokenizer={TOKENIZER}", "critic=null"])
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     content = {
@@ -89,7 +92,7 @@ def world(first: Path, tmp_path: Path) -> Path:
 def changed_arch(folder: Path, **changes: Any) -> ArchitectureConfig:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    return load_architecture(folder, False)
+    return read_architecture(folder)
 
 
 def test_a_run_starts_from_weights_that_mean_the_same(world: Path) -> None:
@@ -128,7 +131,7 @@ def of_its_own(world: Path) -> None:
 def test_older_checkpoints_mean_what_their_model_folder_says(world: Path) -> None:
     of_its_own(world)
     rewrite(world / "run", architectures=None)
-    run, arch = str(world / "run"), load_architecture(world / "model", False)
+    run, arch = str(world / "run"), read_architecture(world / "model")
     open_origin(run, "actor", arch)
     with pytest.raises(ValueError, match="it differs in norm_eps"):
         open_origin(run, "actor", dataclasses.replace(arch, norm_eps=1e-2))
@@ -154,11 +157,11 @@ def test_a_failed_export_leaves_nothing(
         out.mkdir()
     with monkeypatch.context() as patched:
 
-        def fail(*_: Any) -> None:
-            assert list(out.iterdir())
+        def fail(*_: Any, **__: Any) -> None:
+            assert list(out.glob("*.safetensors"))
             raise OSError("no space left")
 
-        patched.setattr("megappo.export._write_generation", fail)
+        patched.setattr("transformers.PretrainedConfig.save_pretrained", fail)
         with pytest.raises(OSError, match="no space left"):
             export_run(run, str(out))
     assert out.exists() == exists
@@ -171,27 +174,24 @@ def test_what_one_rank_does_not_see_every_rank_refuses(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also a rank that sees everything, which would otherwise wait for the one that has left."""
-    others: list[str | None] = []
+    others: list[str] = []
 
-    def gathered(found: list[str | None], mine: str | None) -> None:
-        found[:] = [mine, others.pop(0)]
-
-    monkeypatch.setattr(origins.dist, "all_gather_object", gathered)
-    arch, two = load_architecture(world / "model", False), Runtime(0, 2, 0, torch.device("cpu"))
-    others += [None, None]
+    monkeypatch.setattr(objects, "of_all_ranks", lambda mine: [mine, others.pop(0)])
+    arch, two = read_architecture(world / "model"), Runtime(0, 2, 0, torch.device("cpu"))
+    others += ["", ""]
     open_origin(str(world / "model"), "actor", arch, two)
-    for problems in (["it is not there"], [None, "it is not there"]):
+    for problems in (["it is not there"], ["", "it is not there"]):
         others[:] = problems
         with pytest.raises(ValueError, match=r"it is not there \(on rank 1, not on every other\)"):
             open_origin(str(world / "model"), "actor", arch, two)
-    others[:] = [None]
+    others[:] = [""]
     with pytest.raises(ValueError, match=r"does not exist .*\(on rank 0, not on every other\)"):
         open_origin(str(tmp_path / "nothing"), "actor", arch, two)
 
 
 @pytest.mark.parametrize("text", ["{run}@", "@120"])
 def test_half_of_a_run_and_step_is_refused(world: Path, text: str) -> None:
-    arch = load_architecture(world / "model", False)
+    arch = read_architecture(world / "model")
     with pytest.raises(ValueError, match="the @ stands between a run and its step; give RUN@STEP"):
         open_origin(text.format(run=world / "run"), "actor", arch)
 
@@ -199,15 +199,20 @@ def test_half_of_a_run_and_step_is_refused(world: Path, text: str) -> None:
 def test_a_stored_tensor_is_read_once_and_freed(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Query, key and value of many heads are slices of one, which goes with its source."""
     read: list[str] = []
-    load = CheckpointSource._load
-    monkeypatch.setattr(CheckpointSource, "_load", lambda self, name: (read.append(name), load(self, name))[1])
-    arch = load_architecture(world / "model", False)
+    load = dcp.load
+
+    def counted(state: dict[str, Any], **how: Any) -> None:
+        read.extend(state)
+        load(state, **how)
+
+    monkeypatch.setattr(dcp, "load", counted)
+    arch = read_architecture(world / "model")
     source = CheckpointSource(world / "run/checkpoints/step-000001", "actor", arch)
     parameters = [p for p in model_parameters(arch) if p.kind == "qkv"]
     slices = [piece for p in parameters for piece in pieces(arch, p, 0, 1, VOCAB)]
     whole = [source.read(piece).untyped_storage().data_ptr() for piece in slices if piece.name == slices[0].name]
     assert len(slices) == 12 and len(set(whole)) == 1, "every slice made a copy of the whole"
-    assert read == ["model.layers.0.self_attn.qkv_proj.weight"]
+    assert read == ["actor.weight.model.layers.0.self_attn.qkv_proj.weight"]
     gone = weakref.ref(source)
     gc.disable()
     try:

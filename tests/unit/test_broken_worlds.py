@@ -9,12 +9,13 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-import helpers_broken as worlds
 import pytest
 import torch
 
 from megappo.cli import main
+from unit import helpers_broken as worlds
 
 DRY = ("train", worlds.QUICKSTART, "--dry-run")
 TINY = str(worlds.TINY)
@@ -257,7 +258,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, free: list[float]) -> Iterator[None]:
 
 def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     from megappo.doctor.devices import device_findings
-    from megappo.launchers import Ranks
+    from megappo.runtime.launchers import Ranks
 
     with gpus(monkeypatch, [1.0] * 4):
         found = {f.check: f for f in device_findings(None, Ranks(0, 8, 0, 8))}
@@ -268,7 +269,7 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_gpu_that_others_use(monkeypatch: pytest.MonkeyPatch) -> None:
     from megappo.doctor.devices import device_findings
-    from megappo.launchers import Ranks
+    from megappo.runtime.launchers import Ranks
 
     with gpus(monkeypatch, [1.0, 0.25]):
         found = {f.check: f for f in device_findings(None, Ranks(0, 2, 0, 2))}
@@ -364,7 +365,7 @@ def test_it_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
 def test_it_does_not_fit_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The doctor plans with this machine's memory."""
     from megappo.doctor import settings
-    from megappo.plan import MACHINES
+    from megappo.plan.machines import MACHINES
 
     monkeypatch.setattr(settings, "this_machine", lambda: MACHINES["h100"])
     code, found = findings(capsys, "configs/qwen3_8b_8gpu_math.yaml", "actor.microbatch_budget_tokens=65536")
@@ -390,9 +391,12 @@ CHAT = '{"prompt": "1+2=", "answer": "3"}\n'
         (["model.tokenizer=./nowhere"], "model.tokenizer './nowhere': there is no such folder"),
         (["data.train={source: gone.jsonl}"], "data file 'gone.jsonl' does not exist"),
         (["data.apply_chat_template=true"], "the tokenizer has no chat template; set data.apply_chat_template: false"),
-        (["data.max_prompt_tokens=3"], "prompts of 'python:megappo.data.arithmetic:sums' are longer than"),
+        (["data.max_prompt_tokens=3"], "prompts of 'megappo.data.arithmetic:sums' are longer than"),
         (["reward.function=exakt"], "did you mean 'exact'?"),
-        (["reward.function=helpers_broken:crashing"], "of 8 rewards failed, more than reward.max_failure_fraction"),
+        (
+            ["reward.function=unit.helpers_broken:crashing"],
+            "of 8 rewards failed, more than reward.max_failure_fraction",
+        ),
         (["rollout.prompts_per_step=51"], "does not divide the step's 408 samples"),
     ],
     ids=lambda value: value[0].split("=")[0] if isinstance(value, list) else "",
@@ -404,7 +408,7 @@ def test_settings_data_and_rewards(overrides: list[str], words: str, capsys: pyt
 
 
 def test_a_reward_that_never_rewards(capsys: pytest.CaptureFixture[str]) -> None:
-    code, said = run(capsys, *DRY, "reward.function=helpers_broken:zero")
+    code, said = run(capsys, *DRY, "reward.function=unit.helpers_broken:zero")
     assert code == 0
     assert "no written form of the answers scores above an empty response: look at one by hand" in said
 
@@ -446,9 +450,10 @@ def test_every_problem_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_a_run_on_a_busy_port_says_so(tmp_path: Path) -> None:
     with worlds.listening() as taken:
-        ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
         port = str(taken.getsockname()[1])
-        done = worlds.megappo("train", worlds.QUICKSTART, f"run.directory={tmp_path}/run", **ranks, MASTER_PORT=port)
+        ranks: dict[str, Any] = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+        ranks |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        done = worlds.megappo("train", worlds.QUICKSTART, f"run.directory={tmp_path}/run", **ranks)
     assert done.returncode == 1
     said = [line for line in done.stderr.splitlines() if line.startswith("megappo: error: ")]
     assert len(said) == 1, done.stderr

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megappo.checkpoint import Clock
+from megappo.checkpoint.clock import Clock
 from megappo.config.schema import CheckpointSettings
 
 

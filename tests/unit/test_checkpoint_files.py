@@ -14,21 +14,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from unit.helpers_checkpoints import snapshot, write
 
-from megappo.checkpoint import (
-    CheckpointError,
-    CheckpointWriter,
-    NoCheckpointError,
-    files,
-    random_states,
-    restore_random_states,
-    select_checkpoint,
-)
+from megappo.checkpoint import files
 from megappo.checkpoint.changes import compare_settings
-from megappo.checkpoint.files import MARKER, DamagedError, folders, prune, read_marker
+from megappo.checkpoint.files import MARKER, CheckpointError, DamagedError, folders, prune, read_marker
+from megappo.checkpoint.randomness import random_states, restore_random_states
+from megappo.checkpoint.select import NoCheckpointError, select_checkpoint
+from megappo.checkpoint.writer import CheckpointWriter
 from megappo.config.schema import CheckpointSettings
-from megappo.runtime import Runtime
+from megappo.runtime.process import Runtime
+from unit.helpers_checkpoints import snapshot, write
 
 CORRUPTIONS = 200
 
@@ -231,7 +226,7 @@ def test_swapped_and_renamed_checkpoints_are_found(tmp_path: Path, runtime: Runt
 
 def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path, runtime: Runtime) -> None:
     (tmp_path / "checkpoints").write_text("a file is in the way")
-    with pytest.raises(CheckpointError, match=r"checkpoint of step 1 could not be written in .*; make room or mend"):
+    with pytest.raises(CheckpointError, match=r"checkpoint of step 1 could not be written in .*; make room or fix"):
         write(tmp_path / "checkpoints", runtime, 1)
 
 

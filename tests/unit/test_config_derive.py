@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from unit.helpers_config import SHAPE
 
 from megappo.config import (
     Config,
@@ -20,10 +19,11 @@ from megappo.config import (
     derive_run,
     describe,
     load_config,
-    model_shape,
 )
 from megappo.config import print_table as print_config_table
-from megappo.config.rules import ESTIMATOR_NEEDS_CRITIC
+from megappo.config.grid import Grid
+from megappo.config.model_files import read_architecture
+from unit.helpers_config import SHAPE
 
 BASE_PATH = Path(__file__).parent / "config_base.yaml"
 HF_CONFIG: dict[str, Any] = {
@@ -60,7 +60,7 @@ NO_CRITIC = ("critic=null", "algorithm.estimator=grpo")
 
 # world size, overrides, words of the only sentence
 BROKEN: list[tuple[int, tuple[str, ...], list[str]]] = [
-    (1, ("critic=null",), ["algorithm.estimator 'gae' needs a critic", "add the section critic", "grpo, rloo or"]),
+    (1, ("critic=null",), ["algorithm.estimator 'gae' needs a critic", "add the section", "grpo, reinforce_plus"]),
     (1, ("algorithm.estimator=grpo",), ["critic is given but", "'grpo'", "critic=null"]),
     (1, ("algorithm.estimator=reinforce_plus_plus",), ["critic is given but", "set algorithm.estimator to gae"]),
     (1, (*NO_CRITIC, "rollout.samples_per_prompt=1"), ["samples_per_prompt is 1", "'grpo'", "set at least 2"]),
@@ -129,7 +129,7 @@ def test_layouts_of_experts() -> None:
     odd = dataclasses.replace(EXPERTS, ffn_hidden_size=95)
     wide = ("actor.layout={tensor_parallel: 2, sequence_parallel: true, expert_parallel: 4}", f"critic.{TP2}")
     derived = derive(config_with(*wide), 4, odd, SHAPE)
-    assert (derived.actor.ep, derived.actor.dp) == (4, 2)
+    assert (derived.actor.grid.ep, derived.actor.grid.dp) == (4, 2)
     rows = dict(describe(config_with(*wide), derived))
     assert rows["actor"].startswith("ranks 0-3: TP 2 x PP 1 x DP 2, EP 4, sequence parallel")
     with pytest.raises(ConfigError, match="expert_parallel 4, but the reference model has no experts; set it to 1"):
@@ -171,12 +171,12 @@ def test_all_problems_at_once() -> None:
 
 def test_numbers_on_one_rank() -> None:
     derived = derive(config_with("critic.warmup_steps=4"), 1, SHAPE)
-    assert (derived.batch_sequences, derived.max_sequence_tokens, derived.engine_ranks) == (16, 128, (0,))
+    assert (derived.batch_sequences, derived.max_sequence_tokens) == (16, 128)
     actor, critic = derived.actor, derived.critic
     assert critic is not None
     assert (actor.minibatches_per_step, actor.updates_per_step, actor.total_updates) == (2, 2, 12)
     assert (critic.minibatches_per_step, critic.updates_per_step, critic.total_updates) == (1, 2, 20)
-    assert (actor.tp, actor.pp, actor.vpp, actor.dp, actor.padded_vocab_size) == (1, 1, 1, 1, 97)
+    assert (actor.grid, actor.vpp, actor.padded_vocab_size) == (Grid(range(1), 1, 1), 1, 97)
 
 
 def test_epochs_are_steps_where_the_prompts_are_counted() -> None:
@@ -207,11 +207,11 @@ def test_numbers_of_disjoint_roles() -> None:
         "critic.layout={pipeline_parallel: 2, virtual_pipeline_chunks: 2, first_rank: 4}",
     )
     derived = derive(config, 6, SHAPE)
-    assert derived.actor.ranks == (0, 1, 2, 3)
-    assert (derived.actor.dp, derived.actor.padded_vocab_size) == (2, 98)
+    assert derived.actor.grid.ranks == range(4)
+    assert (derived.actor.grid.dp, derived.actor.padded_vocab_size) == (2, 98)
     assert derived.critic is not None
-    assert (derived.critic.first_rank, derived.critic.last_rank) == (4, 5)
-    assert (derived.critic.pp, derived.critic.vpp, derived.critic.dp) == (2, 2, 1)
+    assert derived.critic.grid == Grid(range(4, 6), tp=1, pp=2)
+    assert (derived.critic.vpp, derived.critic.grid.dp) == (2, 1)
     assert derived.critic.padded_vocab_size == 97
     assert derived.notes == (
         "critic: the interleaved schedule (virtual_pipeline_chunks 2) runs microbatches in multiples of "
@@ -236,7 +236,7 @@ def test_padded_vocabulary() -> None:
 def test_without_critic() -> None:
     derived = derive(config_with(*NO_CRITIC), 8, SHAPE)
     assert derived.critic is None
-    assert derived.actor.dp == 8
+    assert derived.actor.grid.dp == 8
 
 
 def sizes(shape: ModelShape) -> ModelShape:
@@ -245,11 +245,11 @@ def sizes(shape: ModelShape) -> ModelShape:
 
 
 def test_model_shape(tmp_path: Path) -> None:
-    assert sizes(model_shape(model_folder(tmp_path / "a"))) == SHAPE
-    own = model_shape(model_folder(tmp_path / "b", model_type="qwen3", head_dim=32, tie_word_embeddings=True))
+    assert sizes(read_architecture(model_folder(tmp_path / "a"))) == SHAPE
+    own = read_architecture(model_folder(tmp_path / "b", model_type="qwen3", head_dim=32, tie_word_embeddings=True))
     assert sizes(own) == dataclasses.replace(SHAPE, family="qwen3", head_dim=32, tied_embeddings=True)
     for family in ("llama", "mistral"):
-        assert model_shape(model_folder(tmp_path / family, model_type=family)).family == family
+        assert read_architecture(model_folder(tmp_path / family, model_type=family)).family == family
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_model_shape(tmp_path: Path) -> None:
 )
 def test_refused_models(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        model_shape(model_folder(tmp_path / "m", **changes), key="critic.path")
+        read_architecture(model_folder(tmp_path / "m", **changes), key="critic.path")
     assert len(caught.value.problems) == 1
     for word in ("critic.path", *words):
         assert word in caught.value.problems[0]
@@ -287,7 +287,7 @@ def test_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for path, words in expected.items():
         with pytest.raises(ConfigError, match=words):
-            model_shape(path)
+            read_architecture(path)
 
 
 def test_derive_run_reads_every_model(tmp_path: Path) -> None:
@@ -333,9 +333,3 @@ def test_the_row_of_the_algorithm(overrides: list[str], words: str) -> None:
     reference = ["reference=null"] if "kl_in_reward=null" in overrides else []
     config = config_with(*(f"algorithm.{word}" for word in ["gamma=0.9", "lam=0.8", *overrides]), *reference)
     assert dict(describe(config, derive(config, 1, SHAPE)))["algorithm"] == f"gae (gamma 0.9, lambda 0.8), {words}"
-
-
-def test_estimators_are_those_of_algo_and_need_a_critic_as_they_do() -> None:
-    from megappo import algo
-
-    assert {name: e.needs_critic for name, e in algo.ESTIMATORS.items()} == ESTIMATOR_NEEDS_CRITIC

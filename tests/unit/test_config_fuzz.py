@@ -37,7 +37,7 @@ WORDS = [
     *("!!bool maybe", '!!float ""', "!!int x", "!!null 1", "!!str 1", "!!seq 1", "!!map []", "!!set {a}", "!x y"),
     *('"\\UFFFFFFFF"', '"\\xff"', "*a", "&a 1", "&a [*a]", "<<", "1e" + "9" * 400, "ü" * 200),
     *("[" * 60 + "]" * 60, "[" * 2000, "{a: " * 60 + "1" + "}" * 60, "- " * 500, "[" + "1," * 4000 + "]"),
-    *("reasoning_gym:x", "python:os:system", "a.jsonl", "gpt:nonsense", "http://x", "Qwen/", "float32", "sglang"),
+    *("reasoning_gym:x", "os:system", "a.jsonl", "gpt:nonsense", "http://x", "Qwen/", "float32", "sglang"),
 ]  # fmt: skip
 BOMB = "x: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
     f"y{i}: &{chr(98 + i)} [{','.join(['*' + chr(97 + i)] * 9)}]\n" for i in range(9)
@@ -121,7 +121,8 @@ def mutate_structure(rng: random.Random, base: Base) -> Mutant:
         place |= {f"{rng.choice(LEAVES)[-1]}{rng.choice('sx_1')}": i for i in range(rng.choice((1, 5, 40, 3000)))}
         place |= {f"k{i}": i for i in range(rng.choice((1, 1, 3000)))}
     elif kind == 6:
-        place[rng.choice((None, True, 1, 2.5, float("inf"), "", "a.b", "x" * 4000, "\x1b[2J", "ü"))] = 1
+        odd: Any = rng.choice((None, True, 1, 2.5, float("inf"), "", "a.b", "x" * 4000, "\x1b[2J", "ü"))
+        place[odd] = 1
     elif kind == 7:
         data.update(copy.deepcopy(place))
     else:

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml  # type: ignore[import-untyped]
+import yaml
 from pydantic import BaseModel, ValidationError
 
 from megappo.config import Config, ConfigError, load_config, save_config
 from megappo.config.base import Settings
-from megappo.config.errors import divisors
 from megappo.config.explain import all_keys, find_field, section_of
 from megappo.config.yaml_core import dump_yaml, parse_yaml
+from megappo.errors import divisors
 
 BASE_PATH = Path(__file__).parent / "config_base.yaml"
 BASE: dict[str, Any] = parse_yaml(BASE_PATH.read_text(), "base")
@@ -104,7 +104,7 @@ MALFORMED: list[tuple[dict[str, Any], list[str]]] = [
     ),
     (
         {"algorithm.estimator": "groupo"},
-        ["algorithm.estimator is 'groupo'", "must be gae", "nearest is 'grpo'"],
+        ["algorithm.estimator: 'groupo'", "is none of gae", "did you mean 'grpo'"],
     ),
     ({"algorithm.gamma": 1.5}, ["algorithm.gamma is 1.5", "at most 1.0; the nearest is 1.0"]),
     ({"algorithm.clip_low": 1}, ["algorithm.clip_low is 1", "must be below 1"]),
@@ -357,7 +357,7 @@ def test_a_run_stays_in_runs(tmp_path: Path, name: str) -> None:
 
 def test_what_a_terminal_would_obey_is_escaped(tmp_path: Path) -> None:
     problems = refusal(tmp_path, {"algorithm.estimator": "\x1b[2J"}).problems
-    assert "algorithm.estimator is '\\x1b[2J'" in problems[0]
+    assert "algorithm.estimator: '\\x1b[2J'" in problems[0]
 
 
 def test_frozen() -> None:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import helpers_data
 import pytest
-from helpers_data import ALPHABET, character_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from megappo.config.schema import DataSettings, DataSourceSettings
 from megappo.data import PromptDataset, prompts
-from megappo.data.prompts import CHAT_MESSAGES
+from megappo.types import CHAT_MESSAGES
+from unit import helpers_data
+from unit.helpers_data import ALPHABET, character_tokenizer
 
+Overlong = Literal["drop", "truncate", "error"]
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
     "<{{ m['role'][0] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
@@ -30,7 +31,7 @@ def dataset(
     path.write_text("\n".join(map(json.dumps, records)))
     source = DataSourceSettings(source=str(path))
     return PromptDataset(
-        source, DataSettings(**{"train": source, "max_prompt_tokens": 20} | settings), character_tokenizer(template)
+        source, DataSettings(train=source, **{"max_prompt_tokens": 20} | settings), character_tokenizer(template)
     )
 
 
@@ -97,7 +98,7 @@ def test_a_hundred_megabytes_meet_the_limit_before_the_tokenizer(
     path.write_text(json.dumps({"prompt": "the sum of " * 9_500_000 + "seven"}) + '\n{"prompt": "twelve"}\n')
     source = DataSourceSettings(source=str(path))
 
-    def made(overlong: str) -> PromptDataset:
+    def made(overlong: Overlong) -> PromptDataset:
         settings = DataSettings(
             train=source, max_prompt_tokens=20, apply_chat_template=False, overlong_prompts=overlong
         )
@@ -114,18 +115,20 @@ def test_a_hundred_megabytes_meet_the_limit_before_the_tokenizer(
 
 
 @pytest.mark.parametrize("overlong", ["drop", "truncate"])
-def test_the_end_of_a_long_prompt_gives_what_the_whole_gives(overlong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_long_prompt_gives_what_the_whole_gives(
+    overlong: Overlong, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever the text: also where the end alone is within the limit at first, and where all of it is."""
     draw = random.Random(5)
     words = ["the", "sum", "of", "twelve", " ", "\n", "ß", "数", "7", "aaaaaaaaaaaaaaaaaaaaaaaaaa", ", "]
     texts = [" ".join(draw.choices(words, k=draw.randint(1, 120))) for _ in range(60)]
     monkeypatch.setattr(helpers_data, "TEXTS", texts, raising=False)
-    source = DataSourceSettings(source="python:helpers_data:texts")
+    source = DataSourceSettings(source="unit.helpers_data:texts")
     settings = DataSettings(train=source, max_prompt_tokens=60, apply_chat_template=False, overlong_prompts=overlong)
     whole = PromptDataset(source, settings, byte_tokenizer())
-    monkeypatch.setattr(prompts, "_WHOLE_CHARACTERS", 40)
-    monkeypatch.setattr(prompts, "_END_CHARACTERS", 50)
-    monkeypatch.setattr(prompts, "_END_CHARACTERS_PER_TOKEN", 1)
+    monkeypatch.setattr(prompts, "WHOLE_CHARACTERS", 40)
+    monkeypatch.setattr(prompts, "END_CHARACTERS", 50)
+    monkeypatch.setattr(prompts, "END_CHARACTERS_PER_TOKEN", 1)
     by_end = PromptDataset(source, settings, byte_tokenizer())
     assert len([t for t in texts if len(t) > 40]) > 5 and whole.dropped + whole.truncated > 5
     assert (by_end.dropped, by_end.truncated, by_end.fingerprint) == (whole.dropped, whole.truncated, whole.fingerprint)

@@ -75,13 +75,13 @@ def test_reasoning_gym_is_the_same_every_time() -> None:
 
 
 def test_arithmetic_has_every_pair_once() -> None:
-    records = read("python:megappo.data.arithmetic:sums", options={"max_operand": 2, "modulus": 3})
+    records = read("megappo.data.arithmetic:sums", options={"max_operand": 2, "modulus": 3})
     assert len({r.prompt for r in records}) == 9
     assert (records[-1].prompt, records[-1].answer) == ("2+2=", "1")
 
 
 def test_numbers_of_numpy_are_answers(user_module: str) -> None:
-    assert [r.answer for r in read(f"python:{user_module}:numpy_answers")] == ["4", "0.5"]
+    assert [r.answer for r in read(f"{user_module}:numpy_answers")] == ["4", "0.5"]
 
 
 def raw(content: bytes, name: str = "data.jsonl") -> Callable[[Path], Path]:
@@ -183,7 +183,7 @@ def test_malformed_file(name: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-SUMS = "python:megappo.data.arithmetic:sums"
+SUMS = "megappo.data.arithmetic:sums"
 USER_MODULE = """
 def good(): yield {"prompt": "a"}
 def number(): return 3
@@ -242,26 +242,26 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize(
     ("source", "options", "sentence"),
     [
-        ("python:no_such_module:f", {}, "module 'no_such_module' cannot be imported"),
-        ("python:broken_prompts:f", {}, "failed with ZeroDivisionError"),
-        ("python:user_prompts", {}, "write package.module:function"),
-        ("python:.relative:f", {}, "write package.module:function"),
-        ("python:user_prompts:god", {}, "has no function 'god'; did you mean 'user_prompts:good'"),
-        ("python:user_prompts:good", {"size": 3}, "cannot be called with the options"),
-        ("python:user_prompts:number", {}, "failed with TypeError"),
-        ("python:user_prompts:raises", {}, "failed with KeyError"),
-        ("python:user_prompts:text", {}, "record 0 is 'a', must be a mapping"),
-        ("python:leaving_prompts:f", {}, "failed with SystemExit: 3"),
-        ("python:user_prompts:leaves", {}, "failed with SystemExit: 3; mend the function"),
-        ("python:user_prompts:says_much", {}, "failed with RuntimeError: one two; mend"),
-        ("python:user_prompts:unsendable", {}, "record 0: the metadata cannot be sent to a reward worker"),
-        ("python:user_prompts:pickles_badly", {}, r"record 0: the metadata cannot be sent .*\(ValueError: closed file"),
-        ("python:user_prompts:pickles_deeply", {}, r"record 0: the metadata cannot be sent .*\(RecursionError: "),
-        ("python:user_prompts:computed_prompt", {}, r"record 0 cannot be read \(OSError: no column prompt\); keep"),
-        ("python:user_prompts:computed_metadata", {}, r"record 0: the metadata cannot be read \(OSError: no column x"),
-        ("python:user_prompts:computed_message", {}, r"0: a chat message cannot be read \(OSError: no column content"),
-        ("python:user_prompts:unshown", {}, "record 0 is a Computed whose repr raises OSError, must be a mapping with"),
-        ("python:user_prompts:long_answer", {}, r"record 0: the answer cannot be written as a text \(ValueError: "),
+        ("no_such_module:f", {}, "module 'no_such_module' cannot be imported"),
+        ("broken_prompts:f", {}, r"failed \(ZeroDivisionError"),
+        ("user_prompts", {}, "of no known kind; use .* or package.module:function"),
+        (".relative:f", {}, "write package.module:function"),
+        ("user_prompts:god", {}, "has no function 'god'; did you mean 'user_prompts:good'"),
+        ("user_prompts:good", {"size": 3}, r"cannot be called with \(size=\): "),
+        ("user_prompts:number", {}, r"failed \(TypeError"),
+        ("user_prompts:raises", {}, r"failed \(KeyError"),
+        ("user_prompts:text", {}, "record 0 is 'a', must be a mapping"),
+        ("leaving_prompts:f", {}, r"failed \(SystemExit: 3"),
+        ("user_prompts:leaves", {}, r"failed \(SystemExit: 3\); fix the function"),
+        ("user_prompts:says_much", {}, r"failed \(RuntimeError: one two\); fix"),
+        ("user_prompts:unsendable", {}, "record 0: the metadata cannot be sent to a reward worker"),
+        ("user_prompts:pickles_badly", {}, r"record 0: the metadata cannot be sent .*\(ValueError: closed file"),
+        ("user_prompts:pickles_deeply", {}, r"record 0: the metadata cannot be sent .*\(RecursionError: "),
+        ("user_prompts:computed_prompt", {}, r"record 0 cannot be read \(OSError: no column prompt\); keep"),
+        ("user_prompts:computed_metadata", {}, r"record 0: the metadata cannot be read \(OSError: no column x"),
+        ("user_prompts:computed_message", {}, r"0: a chat message cannot be read \(OSError: no column content"),
+        ("user_prompts:unshown", {}, "record 0 is a Computed whose repr raises OSError, must be a mapping with"),
+        ("user_prompts:long_answer", {}, r"record 0: the answer cannot be written as a text \(ValueError: "),
         (SUMS, {"max_operand": -1}, "max_operand is -1, must be a whole number of at least 0"),
         (SUMS, {"max_operand": "3"}, "max_operand is '3', must be a whole number"),
         (SUMS, {"max_operand": 1, "modulus": 0}, "modulus is 0, must be a whole number of at least 1"),
@@ -269,7 +269,7 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         (SUMS, {"max_operand": 1, "template": "{a"}, "must hold {a} and {b} and no other field"),
         ("reasoning_gym:chain_sum", {"seed": None}, "option seed of .* is None, must be a whole number"),
         ("reasoning_gym:chain_sum", {"size": 2.5}, "option size of .* is 2.5, must be a whole number"),
-        ("python:user_prompts:bad_metadata", {}, "record 0: the metadata are 'm'"),
+        ("user_prompts:bad_metadata", {}, "record 0: the metadata are 'm'"),
         ("reasoning_gym:chain_sun", {}, "has no task 'chain_sun'; did you mean 'chain_sum'"),
         ("reasoning_gym:chain_sum", {"terms": 3}, "refuses the options"),
         ("reasoning_gym:chain_sum", {"min_terms": -1}, "refuses the options"),
@@ -284,12 +284,12 @@ def test_unusable_source(user_module: str, source: str, options: dict[str, Any],
 
 
 def test_only_fields_that_mean_something_are_read(user_module: str) -> None:
-    [record] = read(f"python:{user_module}:computed_other")
+    [record] = read(f"{user_module}:computed_other")
     assert (record.prompt, record.answer, record.metadata) == ("a", "b", {})
 
 
 def test_limit_ends_an_endless_source(user_module: str) -> None:
-    assert len(read(f"python:{user_module}:endless", limit=5)) == 5
+    assert len(read(f"{user_module}:endless", limit=5)) == 5
 
 
 def test_options_of_a_file_are_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from megappo.config import load_config
 if importlib.util.find_spec("aiohttp") is None:
     pytest.skip("needs launch/requirements-sglang.txt", allow_module_level=True)
 
-from megappo.rollout.sglang.dealing import Deal
+from megappo.engines.sglang.dealing import Deal
 
 ROOT = Path(__file__).resolve().parents[2]
 Shares = dict[int, dict[int, int]]
@@ -22,7 +22,7 @@ Shares = dict[int, dict[int, int]]
 
 
 def shares(ranks: int, prompts: int, samples: int = 1) -> Shares:
-    """As `prompts_of_rank` and `plan_rollout` number them."""
+    """As `prompts_of_rank` and `request_samples` number them."""
     return {
         rank: {
             prompt * samples + sample: prompt

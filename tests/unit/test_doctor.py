@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from megappo.config import Derived, RoleNumbers
+from megappo.config.grid import Grid
 from megappo.doctor.findings import any_broken, as_text, broken, fine, merge, slow
-from megappo.doctor.network import Family, Measured, _judge, families
+from megappo.doctor.network import GroupKind, Measured, group_kinds, judge
 from megappo.doctor.software import REQUIRED, SGLANG, holds
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +25,8 @@ def setup_arguments() -> dict[str, ast.expr]:
 
 def test_requirements_are_those_of_setup() -> None:
     arguments = setup_arguments()
-    assert list(REQUIRED) == ast.literal_eval(arguments["install_requires"])
+    assert "REQUIREMENTS.read_text()" in ast.unparse(arguments["install_requires"])
+    assert REQUIRED[0].startswith("torch>=")
     assert ast.literal_eval(arguments["extras_require"])["sglang"] == [SGLANG]
     assert SGLANG in (ROOT / "launch/requirements-sglang.txt").read_text().splitlines()
 
@@ -60,29 +62,29 @@ def test_lines_name_the_machines() -> None:
 
 
 def role(tp: int, pp: int, ranks: range) -> RoleNumbers:
-    return RoleNumbers(tuple(ranks), tp, pp, 1, len(ranks) // (tp * pp), 16, 1, 1, 1)
+    return RoleNumbers(Grid(ranks, tp, pp), 1, 16, 1, 1, 1)
 
 
 def test_groups_of_roles_that_stand_apart() -> None:
-    derived = Derived(8, role(2, 2, range(4)), role(1, 2, range(4, 8)), 8, 8, tuple(range(8)), ())
-    found = {f.name: f for f in families(derived, 8)}
+    derived = Derived(8, role(2, 2, range(4)), role(1, 2, range(4, 8)), 8, 8, ())
+    found = {f.name: f for f in group_kinds(derived, 8)}
     assert list(found) == ["world", "actor TP 2", "actor PP 2", "critic PP 2", "critic DP 2"]
     assert found["actor TP 2"].groups == ((0, 1), (2, 3))
     assert found["actor PP 2"].groups == ((0, 2), (1, 3))
     assert found["actor PP 2"].point_to_point
     assert found["critic DP 2"].groups == ((4, 6), (5, 7))
     same = dataclasses.replace(derived, critic=derived.actor)
-    assert [f.name for f in families(same, 8)] == ["world", "actor TP 2, critic TP 2", "actor PP 2, critic PP 2"]
-    assert families(None, 1) == []
+    assert [f.name for f in group_kinds(same, 8)] == ["world", "actor TP 2, critic TP 2", "actor PP 2, critic PP 2"]
+    assert group_kinds(None, 1) == []
 
 
 def test_a_slow_group_is_named() -> None:
-    family = Family("actor TP 8", tuple(tuple(range(8 * n, 8 * n + 8)) for n in range(3)))
-    measured = {ranks: Measured(3e-5, 300e9) for ranks in family.groups}
-    assert _judge(family, measured, "cuda").words == "actor TP 8 (3 groups): 300.00 GB/s, 30 us"
-    measured[family.groups[1]] = Measured(9e-5, 20e9)
-    found = _judge(family, measured, "cuda")
+    kind = GroupKind("actor TP 8", tuple(tuple(range(8 * n, 8 * n + 8)) for n in range(3)))
+    measured = {ranks: Measured(3e-5, 300e9) for ranks in kind.groups}
+    assert judge(kind, measured, "cuda").words == "actor TP 8 (3 groups): 300.00 GB/s, 30 us"
+    measured[kind.groups[1]] = Measured(9e-5, 20e9)
+    found = judge(kind, measured, "cuda")
     assert found.state == "slow"
     assert found.words.endswith("20.00 GB/s, 90 us in the slowest (ranks 8-15), 300.00 GB/s in the middle one")
-    everywhere = dict.fromkeys(family.groups, Measured(1e-3, 1e9))
-    assert "below 10 GB/s" in _judge(family, everywhere, "cuda").words
+    everywhere = dict.fromkeys(kind.groups, Measured(1e-3, 1e9))
+    assert "below 10 GB/s" in judge(kind, everywhere, "cuda").words

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import yaml
 
 from megappo.cli import main
-from megappo.config import load_config, resolve, save_config
+from megappo.config import ConfigError, load_config, resolve, save_config
 from megappo.config.derive import derive_run, describe
 from megappo.doctor import software
-from megappo.plan import MACHINES, find_machine, here, make_plan, read_models
 from megappo.plan.engines import other_engine
 from megappo.plan.here import machine_like, outlook, with_deadlines
+from megappo.plan.machine_file import find_machine
+from megappo.plan.machines import MACHINES, Machine
+from megappo.plan.planner import make_plan, read_models
+from megappo.runtime import device
 
 ROOT = Path(__file__).parents[2]
 SMALL = ROOT / "configs" / "qwen3_0.6b_1gpu_gsm8k.yaml"
@@ -73,7 +77,7 @@ def test_a_dry_run_checks_the_engine_that_the_run_would_have_here(
     """What nobody named is planned for an H100, and run on this machine, which has neither GPUs nor SGLang."""
     installed = software.installed_version
     monkeypatch.setattr(software, "installed_version", lambda name: None if name == "sglang" else installed(name))
-    monkeypatch.setattr(here, "runs_on_cuda", lambda config: False)
+    monkeypatch.setattr(device, "runs_on_cuda", lambda settings: False)
     words = ["train", str(QUICKSTART), "--dry-run", *UNSAID, "runtime.device=auto", f"run.directory={tmp_path / 'run'}"]
     assert main(words) == 0
     said = capsys.readouterr().out
@@ -104,6 +108,41 @@ def test_the_other_engine_is_what_its_overrides_make(
     assert found.fits
     assert found.stages[0].seconds == other.rollout_seconds
     assert all(word in other.sentence for word in other.overrides)
+
+
+def rollouts(path: Path, machine: Machine, gpus: int, tried: Iterable[list[str]]) -> list[float]:
+    """Seconds of the rollouts that fit, by plans of all that is tried."""
+    config = load_config(path)
+    models = read_models(config, ROOT / "configs" / "models").models
+    found = []
+    for words in tried:
+        try:
+            plan = make_plan(load_config(path, words), models, machine, gpus)
+        except ConfigError:  # no room for the longest sequence
+            continue
+        if plan.fits and plan.gpus + plan.server_gpus <= gpus:
+            found.append(plan.stages[0].seconds)
+    return found
+
+
+def test_the_other_engine_has_the_best_settings_that_fit() -> None:
+    """The embedded one with batches up to 512, servers of one, two, four or eight ranks with tenths of the memory; what
+    is told is how the two compare."""
+    machine, gpus = MACHINES["h100"], 8
+    batches = [["rollout.engine=transformers", "rollout.sglang=null", f"rollout.generate_batch_sequences={2**n}"]
+               for n in range(10)]  # fmt: skip
+    servers = [["rollout.engine=sglang", f"rollout.sglang={{tensor_parallel: {tp}, memory_fraction: {tenths / 10}}}"]
+               for tp in (1, 2, 4, 8) for tenths in range(1, 9)]  # fmt: skip
+    models = read_models(load_config(SMALL), ROOT / "configs" / "models").models
+    for given, others in ((servers[0], batches), (batches[0], servers)):
+        config = load_config(SMALL, given)
+        found, fitting = other_engine(config, models, machine, gpus), rollouts(SMALL, machine, gpus, others)
+        best = min(fitting)
+        assert found.rollout_seconds == best and len(fitting) < len(others)
+        now = make_plan(config, models, machine, gpus).stages[0].seconds
+        said = f"would take {best:.3g} seconds for the rollout, "
+        said += f"{best / now:.2g} times as long: " if best > now else f"{now / best:.2g} times faster: "
+        assert said in found.sentence
 
 
 def test_an_engine_that_does_not_fit_is_told() -> None:

@@ -13,21 +13,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from unit.helpers_config import SHAPE
 
-from megappo import algo, resume
-from megappo.checkpoint import Marker
+from megappo.checkpoint.files import Marker
 from megappo.checkpoint.versions import software_versions
 from megappo.config import Config, derive, load_config
 from megappo.config.algorithm import AlgorithmSettings, KLInRewardSettings
 from megappo.config.derive import describe
-from megappo.experience import ExperienceMaker
-from megappo.measures import check_mismatch
-from megappo.models.roles import Update, combine_metrics
-from megappo.models.updates import UpdateSummary
-from megappo.observe import Advisor
+from megappo.megatron.roles import Update
+from megappo.ppo import start
+from megappo.ppo.advice import Advisor
+from megappo.ppo.experience import ExperienceMaker
+from megappo.ppo.measures import check_mismatch
+from megappo.ppo.updates import step_metrics
 from megappo.types import Rollouts, Scored
-from megappo_kernels import use_backend, value_loss
+from megappo_kernels.backend import use_backend
+from megappo_kernels.losses import ppo_value_loss
+from megappo_kernels.metrics import combine, stacked
+from megappo_kernels.objectives import kl_estimate
+from unit.helpers_config import SHAPE
 
 CPU = torch.device("cpu")
 BASE = Path(__file__).parent / "config_base.yaml"
@@ -104,7 +107,8 @@ def test_the_adaptive_kl_at_conventional_settings_stays_where_it_is_on_target() 
 
 
 def test_advice_compares_the_kl_with_the_target_of_its_unit() -> None:
-    for kl, name in (({}, "kl/mean"), ({"per": "response", "target": 0.2}, "kl/per_response")):
+    cases: list[tuple[dict[str, Any], str]] = [({}, "kl/mean"), ({"per": "response", "target": 0.2}, "kl/per_response")]
+    for kl, name in cases:
         settings = KLInRewardSettings(coef=0.1, controller="adaptive", **kl)
         for metrics, says in (({name: settings.target_nats * 1.1}, True), ({name: settings.target_nats * 0.9}, False)):
             advisor = Advisor(AlgorithmSettings(kl_in_reward=settings))
@@ -136,16 +140,16 @@ def test_a_target_that_is_meant_for_the_other_unit_is_warned_about(more: str, wo
     assert [warned in note for note in notes] == ([True] if warned else [])
 
 
-def resumed(before: Config, now: Config, monkeypatch: pytest.MonkeyPatch, *, drop: bool = False) -> resume.Start:
+def resumed(before: Config, now: Config, monkeypatch: pytest.MonkeyPatch, *, drop: bool = False) -> start.Start:
     """Where a run goes on whose checkpoint was written with `before`; `drop`: by a version without the unit."""
     settings = json.loads(json.dumps(before.model_dump(mode="json")))
     if drop:
         del settings["algorithm"]["kl_in_reward"]["per"]
         settings["algorithm"]["kl_in_reward"]["target"] = settings["algorithm"]["kl_in_reward"]["target"] or 6.0
     content = {"settings": settings, "steps": 10, "versions": software_versions()}
-    chosen = Path("step"), Marker(3, {}, content), []
-    monkeypatch.setattr(resume, "select_checkpoint", lambda *_: chosen)
-    return resume.choose_start(now, derive(now, 1, SHAPE), SimpleNamespace(is_main=True))  # type: ignore[arg-type]
+    chosen = Path("step"), Marker(3, {}, content), list[str]()
+    monkeypatch.setattr(start, "select_checkpoint", lambda *_: chosen)
+    return start.choose_start(now, derive(now, 1, SHAPE), SimpleNamespace(is_main=True))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -185,7 +189,7 @@ def test_mismatch_k3_is_the_k3_of_everything_else() -> None:
     runtime: Any = SimpleNamespace(device=CPU)
     numbers = check_mismatch(trainer, rollouts(engine, MASK), algorithm, runtime)
     gaps = torch.tensor([12.0, -0.2, 0.0, 0.0, 0.0, 0.5])
-    k3 = algo.kl_penalty(logprob=-gaps, ref_logprob=torch.zeros(6), kind="k3")
+    k3 = kl_estimate(-gaps, "k3")
     assert k3[0] == 10 and numbers["mismatch/k3"] == pytest.approx(float(k3.mean()), rel=1e-6)
     assert numbers["mismatch/mean"] == pytest.approx(12.7 / 6, rel=1e-6)
     assert numbers["mismatch/max"] == pytest.approx(12.0)
@@ -194,19 +198,18 @@ def test_mismatch_k3_is_the_k3_of_everything_else() -> None:
 
 def explained_variance(returns: Tensor, values: Tensor, backend: str) -> float:
     """As a step reports it: three minibatches of two microbatches, some tokens of which do not count."""
-    pieces: list[dict[str, Tensor]] = []
+    pieces = []
     for r, v in zip(returns.chunk(6), values.chunk(6), strict=True):
         mask = torch.arange(len(r)) % 7 != 0
         r, v = r.masked_fill(~mask, math.nan), v.masked_fill(~mask, math.inf)
         with use_backend(backend):  # type: ignore[arg-type]
-            loss = value_loss(values=v, old_values=v, returns=r, weights=torch.ones_like(v), mask=mask)
-        pieces.append({**loss.metrics, "loss": loss.loss})
+            loss = ppo_value_loss(values=v, old_values=v, returns=r, weights=torch.ones_like(v), mask=mask)
+        pieces.append(loss.metrics)
     updates = []
     for first in range(0, 6, 2):
-        microbatches, names = pieces[first : first + 2], pieces[first]
-        sums = combine_metrics({n: torch.stack([m[n].double() for m in microbatches]) for n in names})
+        sums = combine(stacked(pieces[first : first + 2]))
         updates.append(Update(True, True, {n: float(x) for n, x in sums.items()}, 1.0, 1e-5))
-    return UpdateSummary(updates).metrics()["explained_variance"]
+    return step_metrics(updates)["explained_variance"]
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForTokenClassification, AutoTokenizer, GenerationConfig
 
 from distributed.models import write_model, write_value_model
-from megappo.export import write_critic, write_policy
-from megappo.model_files import load_architecture
+from megappo.config.model_files import read_architecture
 from megappo.reshard.sources import SafetensorsSource
 from megappo.reshard.value_heads import EXPORTED
+from megappo.reshard.writer import write_critic, write_policy
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,7 +25,7 @@ def write(out: Path, folder: Path, *, without: str = "") -> None:
     tensors = load_file(folder / "model.safetensors")
     write_policy(
         out,
-        load_architecture(folder, False),
+        read_architecture(folder),
         ((name, tensor) for name, tensor in tensors.items() if name != without),
         AutoTokenizer.from_pretrained(ROOT / "configs/models/tiny_arithmetic"),
         started_from=folder,
@@ -74,7 +74,7 @@ def test_an_exported_critic_is_a_token_classifier(tmp_path: Path, family: str) -
     folder = write_value_model(tmp_path / "model", family, 3, tie_word_embeddings=True)
     tensors = load_file(folder / "model.safetensors")
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "configs/models/tiny_arithmetic")
-    write_critic(tmp_path / "out", load_architecture(folder, False), tensors.items(), tokenizer)
+    write_critic(tmp_path / "out", read_architecture(folder), tensors.items(), tokenizer)
     model, info = AutoModelForTokenClassification.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values()), info
     assert model.dropout.p == 0
@@ -92,14 +92,14 @@ def test_a_normalised_head_is_exported_as_it_was_read(tmp_path: Path) -> None:
     said = {"normalize_reward": True, "mean": 2.0, "std": 0.5, "value_head_prefix": "value_head"}
     content = json.loads((folder / "config.json").read_text()) | said | {"token_classification_bias": False}
     (folder / "config.json").write_text(json.dumps(content))
-    arch = load_architecture(folder, False)
+    arch = read_architecture(folder)
     head = SafetensorsSource(folder, arch).value_head()
     assert head is not None and head.bias.tolist() == [-3.5]
     trunk = {n: t for n, t in load_file(folder / "model.safetensors").items() if n.startswith("model.")}
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "configs/models/tiny_arithmetic")
     out = tmp_path / "out"
     write_critic(out, arch, (trunk | dict(zip(EXPORTED, head, strict=True))).items(), tokenizer)
-    again = SafetensorsSource(out, load_architecture(out, False)).value_head()
+    again = SafetensorsSource(out, read_architecture(out)).value_head()
     assert again is not None
     assert torch.equal(again.weight, head.weight) and torch.equal(again.bias, head.bias)
     assert not said.keys() & json.loads((out / "config.json").read_text()).keys()

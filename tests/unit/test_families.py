@@ -1,8 +1,10 @@
-"""What a family's config.json says is read as transformers reads it, or refused."""
+"""What a family's config.json says is read as transformers reads it, or refused; families may be a user's own."""
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,16 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from distributed.models import EXPERTS
-from megappo.architecture import architecture
-from megappo.config import ConfigError, model_shape
-from megappo.families import FAMILIES
+from distributed.models import EXPERTS, write_model
+from megappo.config import ConfigError
+from megappo.config.model_files import load_architecture, read_architecture
+from megappo.config.schema import ModelSettings
+from megappo.families import FAMILIES, architecture
+from megappo.families.architecture import ArchitectureConfig
+from megappo.plan.sizes import model_sizes
+from megappo.ppo.origins import open_origin
 
+ROOT = Path(__file__).parents[2]
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 1,
@@ -55,7 +62,8 @@ def written(folder: Path, family: str, **changes: Any) -> Path:
 def seen_tokens(config: Any) -> int:
     """How many tokens a token of a model of one layer sees in transformers, itself included."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="eager").eval()
+    implementation = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, **implementation).eval()
     tokens = torch.arange(2, 2 + TOKENS)[None]
     other = tokens.clone()
     other[0, 0] = 1
@@ -75,8 +83,6 @@ def test_windows_are_those_of_transformers_or_refused(tmp_path: Path, family: st
             assert "sliding_window" in str(error) or "'ministral' is not supported" in str(error), traits
             continue
         accepted += 1
-        if family == "qwen3_moe":
-            config._experts_implementation = "eager"
         assert seen_tokens(config) == (TOKENS if window is None else min(window, TOKENS)), traits
     assert accepted >= 3
 
@@ -120,7 +126,7 @@ def test_settings_that_transformers_reads_otherwise_are_refused(
     tmp_path: Path, family: str, changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        model_shape(str(written(tmp_path / "m", family, **changes)))
+        read_architecture(written(tmp_path / "m", family, **changes))
     assert len(caught.value.problems) == 1
     assert words in caught.value.problems[0]
 
@@ -138,4 +144,49 @@ def test_settings_that_say_what_is_built_are_accepted(tmp_path: Path) -> None:
     said = {"partial_rotary_factor": 1.0, "attention_bias": False, "mlp_bias": False, "is_causal": True}
     for family in FAMILIES:
         kinds = {} if family == "mistral" else FULL
-        assert model_shape(str(written(tmp_path / family, family, sliding_window=None, **said, **kinds))).layers == 1
+        folder = written(tmp_path / family, family, sliding_window=None, **said, **kinds)
+        assert read_architecture(folder).layers == 1
+
+
+def arcee(folder: Path, family: str) -> ArchitectureConfig:
+    return load_architecture(folder, ModelSettings(path=str(folder), family=f"distributed.outside_family:{family}"))
+
+
+def test_a_family_of_the_users_is_read_beside_ours(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "arcee", "arcee", 1, tie_word_embeddings=False)
+    with pytest.raises(ConfigError, match=r"model_type 'arcee' is not supported; use a model of llama, .* or mistral"):
+        read_architecture(folder)
+    arch = arcee(folder, "FAMILY")
+    assert arch.family == "arcee"
+    stored = sum(tensor.numel() for tensor in AutoModelForCausalLM.from_pretrained(folder).parameters())
+    assert model_sizes(arch)[0] == stored
+    assert arcee(write_model(tmp_path / "llama", "llama", 1), "FAMILY").family == "llama"
+    # What a run starts from is read by the family of the run.
+    assert open_origin(str(folder), "actor", arch).words == f"the actor begins with {folder}"
+    with pytest.raises(ConfigError, match="hidden_act 'silu', mlp_bias False: use a model with relu2"):
+        arcee(write_model(tmp_path / "silu", "arcee", 1, hidden_act="silu"), "FAMILY")
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("FAMILIE", "has no family 'FAMILIE'; did you mean 'distributed.outside_family:FAMILY'?"),
+        ("SquaredReluMlp", "has no family 'SquaredReluMlp'; did you mean"),
+        ("", "model.family 'distributed.outside_family:' is no path of a family; write package.module:family"),
+    ],
+)
+def test_what_is_no_family(tmp_path: Path, family: str, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        arcee(tmp_path, family)
+
+
+def test_only_this_room_knows_what_is_special_about_a_family() -> None:
+    """Others walk the declaration: they ask for no trait, know no block, and compare no name of a family."""
+    room, traits = ROOT / "megappo" / "families", {"sliding_window", "normalized_experts", "norm_topk_prob"}
+    for path in (ROOT / "megappo").rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text()))) if room not in path.parents else []
+        asked = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        imported = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+        said = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+        assert not asked & traits and not said & FAMILIES.keys(), path
+        assert not imported & {f"megappo.families.{name}" for name in ("blocks", "reading", *FAMILIES)}, path

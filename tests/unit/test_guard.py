@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megappo.config.engine import SGLangSettings
@@ -19,13 +20,11 @@ from megappo.config.engine import SGLangSettings
 if importlib.util.find_spec("aiohttp") is None:
     pytest.skip("needs launch/requirements-sglang.txt", allow_module_level=True)
 
-from megappo.rollout.sglang import guard as guard_module
-from megappo.rollout.sglang.client import Endpoint
-from megappo.rollout.sglang.guard import Family, _processes, session_pids
-from megappo.rollout.sglang.server import Server
+from megappo.engines.sglang import guard as guard_module
+from megappo.engines.sglang.client import Endpoint
+from megappo.engines.sglang.guard import ServerProcesses, session_pids
+from megappo.engines.sglang.server import Server
 
-ROOT = Path(__file__).parents[2]
-GUARD = ROOT / "megappo" / "rollout" / "sglang" / "guard.py"
 NAPS = [f"1000.{os.getpid()}{n}" for n in range(5)]
 """Seconds by which the processes of this test are known."""
 
@@ -34,7 +33,18 @@ def guarded(tmp_path: Path, command: str) -> tuple[subprocess.Popen[bytes], int]
     """A shell command under a guard; returns the guard and the command's session."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    line = [sys.executable, "-I", "-S", str(GUARD), str(scratch), str(tmp_path / "log"), "--", "bash", "-c", command]
+    line = [
+        sys.executable,
+        "-I",
+        "-S",
+        str(guard_module.__file__),
+        str(scratch),
+        str(tmp_path / "log"),
+        "--",
+        "bash",
+        "-c",
+        command,
+    ]
     guard = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
     assert guard.stdout is not None
     return guard, int(guard.stdout.readline())
@@ -98,7 +108,7 @@ def sleeping() -> list[int]:
     """The processes of the server's command, `bash` aside."""
     words = {f"sleep\0{nap}\0".encode() for nap in NAPS}
     found = []
-    for pid in _processes():
+    for pid in psutil.pids():
         with suppress(OSError):
             if Path(f"/proc/{pid}/cmdline").read_bytes() in words:
                 found.append(pid)
@@ -106,8 +116,8 @@ def sleeping() -> list[int]:
 
 
 def keeper(guard: subprocess.Popen[bytes]) -> int:
-    (found,) = (pid for pid, process in _processes().items() if process.parent == guard.pid)
-    return found
+    (found,) = psutil.Process(guard.pid).children()
+    return found.pid
 
 
 @pytest.mark.parametrize("killed", ["witness", "keeper", "session"])
@@ -134,7 +144,7 @@ def test_a_server_dies_with_both_halves_of_its_guard(server: Server) -> None:
     os.kill(server.guard.pid, signal.SIGKILL)
     os.kill(other, signal.SIGKILL)
     deadline = time.monotonic() + 10
-    while server.session in _processes():
+    while psutil.pid_exists(server.session):
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -142,7 +152,7 @@ def test_a_server_dies_with_both_halves_of_its_guard(server: Server) -> None:
 @pytest.mark.parametrize("killed", ["nobody", "witness", "both"])
 def test_stopping_a_server_leaves_nothing_of_it(server: Server, monkeypatch: pytest.MonkeyPatch, killed: str) -> None:
     """Also before the kernel or the keeper have done it, so that a replacement finds the memory free."""
-    monkeypatch.setattr("megappo.rollout.sglang.server._STOP_SECONDS", 5.0)
+    monkeypatch.setattr("megappo.engines.sglang.server.STOP_SECONDS", 5.0)
     if killed == "both":
         os.kill(other := keeper(server.guard), signal.SIGSTOP)
         os.kill(server.guard.pid, signal.SIGKILL)
@@ -153,15 +163,16 @@ def test_stopping_a_server_leaves_nothing_of_it(server: Server, monkeypatch: pyt
     # What hid from everybody is known to those who inherit orphans only, and both are dead in one of the cases.
     assert len(sleeping()) <= (2 if killed == "both" else 0)
     assert session_pids(server.session) == [] and not server.scratch.exists()
-    assert Family(server.session, str(server.scratch)).alive() == []
+    assert ServerProcesses(server.session, str(server.scratch)).alive() == []
     assert not server.running
 
 
 def test_what_cannot_be_killed_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that waits for a driver or a file server takes no signal."""
-    monkeypatch.setattr(guard_module, "_KILL_SECONDS", 0.2)
-    monkeypatch.setattr(Family, "alive", lambda _: [2**22 + 1])  # nobody's number, so no signal reaches anybody
-    family = object.__new__(Family)
+    monkeypatch.setattr(guard_module, "KILL_SECONDS", 0.2)
+    # Nobody's number, so that no signal reaches anybody.
+    monkeypatch.setattr(ServerProcesses, "alive", lambda _: [2**22 + 1])
+    processes = object.__new__(ServerProcesses)
     start = time.monotonic()
-    family.end(0.1)
+    processes.end(0.1)
     assert 0.3 <= time.monotonic() - start < 10

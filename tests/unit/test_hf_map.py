@@ -14,21 +14,24 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from distributed.models import VOCAB, stored_parameters, write_model
-from megappo.architecture import ArchitectureConfig, architecture, padded_vocab_size
+from megappo.config.grid import Grid
 from megappo.errors import RunError
-from megappo.models.build import BuildOptions, RoleModel
-from megappo.models.layout import Grid
-from megappo.reshard.hf_map import (
+from megappo.families import architecture
+from megappo.families.architecture import ArchitectureConfig, padded_vocab_size
+from megappo.families.parameters import (
+    expert_parameters,
     expert_share,
-    hf_shape,
     model_parameters,
     multiplied_parameters,
     pieces,
-    scatter_shard,
     shard_shape,
 )
-from megappo.reshard.sources import RandomSource, SafetensorsSource, read_shard
+from megappo.families.weights import read_shard, scatter_shard
+from megappo.megatron.build import BuildOptions, RoleModel
+from megappo.megatron.roles import LocalRole, Placement
+from megappo.reshard.sources import RandomSource, SafetensorsSource
 from megappo.reshard.stream import WeightStream
+from megappo.runtime.process import Runtime
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "qwen3_moe"])
@@ -40,9 +43,9 @@ def test_cutting_and_joining_gives_the_model_back(tmp_path: Path, family: str, t
     reference = dict(stored_parameters(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)))
     source = SafetensorsSource(folder, arch)
     vocab = padded_vocab_size(VOCAB, tp, 8)
-    joined = {}
+    joined: dict[str, torch.Tensor] = {}
     for entry in model_parameters(arch):
-        whole = {n: torch.full(hf_shape(arch, n), float("nan")) for n in entry.hf}
+        whole = {n: torch.full(shape, float("nan")) for n, shape in entry.tensors.items()}
         for rank in range(tp):
             like = torch.empty(shard_shape(arch, entry, tp, vocab))
             shard = read_shard(source, arch, entry, like, rank, tp, vocab)
@@ -55,7 +58,7 @@ def test_cutting_and_joining_gives_the_model_back(tmp_path: Path, family: str, t
 
 def test_random_weights_do_not_depend_on_the_layout(tmp_path: Path) -> None:
     arch = architecture(AutoConfig.from_pretrained(write_model(tmp_path / "m", "qwen3", 1)))
-    entry = next(p for p in model_parameters(arch) if p.kind == "glu")
+    entry = next(p for p in model_parameters(arch) if p.kind == "column")
     whole = read_shard(RandomSource(arch, 3), arch, entry, torch.empty(shard_shape(arch, entry, 1, VOCAB)), 0, 1, VOCAB)
     half = read_shard(
         RandomSource(arch, 3), arch, entry, torch.empty(shard_shape(arch, entry, 2, VOCAB + 1)), 1, 2, VOCAB + 1
@@ -70,13 +73,13 @@ def test_random_weights_do_not_depend_on_the_layout(tmp_path: Path) -> None:
 def test_experts_are_shared_out_whole(tmp_path: Path) -> None:
     arch = architecture(AutoConfig.from_pretrained(write_model(tmp_path / "m", "qwen3_moe", 1)))
     experts = [p for p in model_parameters(arch) if p.expert is not None]
-    assert sum(torch.Size(hf_shape(arch, n)).numel() for p in experts[:2] for n in p.hf) == arch.expert_parameters
+    assert sum(p.elements for p in experts[:2]) == expert_parameters(arch)
     assert all(shard_shape(arch, p, 4, VOCAB + 1) == shard_shape(arch, p, 1, VOCAB) for p in experts)
     assert [expert_share(arch, p, 4) for p in experts[::2] if p.layer == 1] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert {expert_share(arch, p, 4) for p in model_parameters(arch) if p.expert is None} == {None}
-    every = sum(torch.Size(hf_shape(arch, n)).numel() for p in model_parameters(arch) for n in p.hf)
+    every = sum(p.elements for p in model_parameters(arch))
     # Two of eight experts work for a token, and its embedding is looked up.
-    assert multiplied_parameters(arch) == every - 4 * 6 * arch.expert_parameters - VOCAB * 32
+    assert multiplied_parameters(arch) == every - 4 * 6 * expert_parameters(arch) - VOCAB * 32
 
 
 @pytest.mark.parametrize(
@@ -101,16 +104,16 @@ FUSED = {"input_layernorm": "self_attention.linear_qkv.layer_norm_", "pre_mlp_la
 
 def held_model(arch: ArchitectureConfig, names: Iterable[str]) -> RoleModel:
     """A model of one chunk that holds parameters of these names, of no size."""
-    chunk = nn.Module()
+    chunk: Any = nn.Module()
     for name in names:
         *path, last = name.split(".")
         place = chunk
         for part in path:
-            if part not in place._modules:
+            if part not in dict(place.named_children()):
                 place.add_module(part, nn.Module())
             place = place.get_submodule(part)
         place.register_parameter(last, nn.Parameter(torch.empty(0)))
-    layers = nn.ModuleList(chunk.decoder.layers.children())
+    layers: Any = nn.ModuleList(chunk.decoder.layers.children())
     for number, layer in enumerate(layers):
         layer.layer_number = number + 1
     chunk.decoder.layers = layers
@@ -156,9 +159,9 @@ def test_an_entry_of_the_map_that_nobody_holds_is_an_error(llama_8b: Architectur
     model = held_model(llama_8b, names)
     with pytest.raises(RunError, match=r"too few for the map, such as decoder.layers.7.pre_mlp_layernorm.weight"):
         model.check_names()
-    numbers: dict[str, Any] = {"padded_vocab": VOCAB, "dtype": torch.float32, "bucket_bytes": 1 << 30}
+    role = LocalRole(Placement("actor", Grid((0,), 1, 1), 1, 1), model, Runtime(0, 1, 0, torch.device("cpu")))
     with pytest.raises(RunError, match=r"no rank holds decoder.layers.7.pre_mlp_layernorm.weight of the model"):
-        WeightStream(Grid((0,), 1, 1), llama_8b, model, device=torch.device("cpu"), **numbers)
+        WeightStream(role, 1 << 30)
 
 
 @pytest.fixture

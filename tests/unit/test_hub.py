@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from httpx import TimeoutException
 from huggingface_hub import constants
 from huggingface_hub.utils import filter_repo_objects
 
@@ -22,7 +23,7 @@ MODEL = ROOT / "configs" / "models" / "tiny_arithmetic"
 
 EVERY_COMMAND = """
 import contextlib, io, json, sys, time
-import megappo.doctor, megappo.dry_run, megappo.plan, megappo.serve
+import megappo.doctor, megappo.commands.dry_run, megappo.commands.plan, megappo.commands.serve
 from transformers import AutoConfig, AutoTokenizer
 from megappo.cli import main
 answers = []
@@ -101,20 +102,37 @@ def test_a_hub_name_in_the_cache_needs_no_network(tmp_path: Path) -> None:
     assert (found[2][0], "HF_HUB_OFFLINE is set" in found[2][1]) == (2, True)
 
 
-def test_a_hub_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.3)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as listening:
         endpoint = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        said = hub._silence.__wrapped__(endpoint, 0.3)
-    assert said == f"{endpoint} does not answer in 0.3 seconds (HF_HUB_ETAG_TIMEOUT raises that)"
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        with pytest.raises(ConfigError, match=f"and {endpoint} does not answer in 0.3 seconds .HF_HUB_ETAG_TIMEOUT"):
+            hub.hub_folder("Some/Model")
+
+
+class StandIn:
+    """The client of a hub that answers as told; notes how long it would be waited for."""
+
+    def __init__(self, answer: Exception | None = None) -> None:
+        self.answer, self.patience_seconds = answer, list[float]()
+
+    def head(self, _endpoint: str, *, timeout: float) -> None:
+        self.patience_seconds.append(timeout)
+        if self.answer is not None:
+            raise self.answer
 
 
 def test_what_the_cache_lacks_is_worth_the_patience_that_the_hub_has(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    asked: list[float] = []
-    monkeypatch.setattr(hub, "_silence", lambda endpoint, seconds: asked.append(seconds) or "it is silent")
+    silent = StandIn(TimeoutException("no answer"))
+    monkeypatch.setattr("huggingface_hub.utils.get_session", lambda: silent)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://silent")  # each is asked once in a process
     monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 77)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
@@ -122,11 +140,11 @@ def test_what_the_cache_lacks_is_worth_the_patience_that_the_hub_has(
         "huggingface_hub.snapshot_download", lambda name, **_: str(MODEL if name == "S/M" else missing())
     )
     assert hub.hub_folder("S/M") == MODEL
-    with pytest.raises(ConfigError, match="does not hold its weights, and it is silent"):
+    with pytest.raises(ConfigError, match="does not hold its weights, and http://silent does not answer in 77 s"):
         hub.hub_folder("S/M", weights=True)
-    with pytest.raises(ConfigError, match="does not hold it, and it is silent"):
+    with pytest.raises(ConfigError, match="does not hold it, and http://silent does not answer in 77 s"):
         hub.hub_folder("S/N")
-    assert asked == [3.0, 77.0, 77.0]
+    assert silent.patience_seconds == [3.0, 77.0]  # once each
 
 
 def missing() -> Path:
@@ -141,17 +159,18 @@ def test_a_snapshot_is_asked_for_once_and_without_copies_in_subfolders(monkeypat
             asked.append(patterns)
         return str(MODEL)
 
-    hub._download.cache_clear()
-    monkeypatch.setattr(hub, "_silence", lambda endpoint, seconds: None)
+    monkeypatch.setattr("huggingface_hub.utils.get_session", StandIn)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://answers")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     for key in ("model.path", "critic.path", "the model"):
-        assert hub.hub_folder("Some/Model", key=key, weights=True) == MODEL
-    hub._download.cache_clear()
+        assert hub.hub_folder("Asked/Once", key=key, weights=True) == MODEL
     [patterns] = asked
     there = [
         "config.json",
         "a.safetensors",
+        "consolidated.safetensors",
+        "consolidated-00001-of-00002.safetensors",
         "original/a.safetensors",
         "metal/b/c.safetensors",
         "original/tokenizer.model",

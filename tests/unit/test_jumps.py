@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megappo.config.algorithm import JumpSettings
-from megappo.models.jumps import JumpWatch
+from megappo.ppo.jumps import JumpWatch
 
 
 def test_a_gradient_far_above_the_usual_one() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks import kernel_peers
 from benchmarks.kernel_peers import Peer
-from megappo_kernels import reference
+from oracles import kernels as reference
 
 T, H, V = 12, 16, 40
 TEMPERATURE = 0.7
@@ -79,7 +79,7 @@ def test_head_forward(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_head_training(dtype: torch.dtype, entropy_coef: float) -> None:
     hidden, weight, labels = inputs(dtype)
-    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    exact = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
     logprob, entropy = reference.linear_logprob(*exact, labels, temperature=TEMPERATURE)
     g = torch.Generator().manual_seed(1)
     old = (logprob.detach() + 0.4 * torch.randn(T, generator=g)).float()  # some ratios are clipped

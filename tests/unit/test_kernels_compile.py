@@ -14,8 +14,7 @@ KERNELS = {
     "statistics_kernel",
     "gradient_kernel",
     "fused_kernel",
-    "policy_kernel",
-    "value_kernel",
+    "objective_kernel",
     "gae_kernel",
     "whiten_kernel",
 }

@@ -241,7 +241,7 @@ def torchrun(*words: str) -> subprocess.Popen[str]:
 
 def test_torchrun_on_two_machines() -> None:
     """The same line on both, which here are one."""
-    from helpers_broken import closed_port
+    from unit.helpers_broken import closed_port
 
     line = ("--nodes", "2", "--head", f"localhost:{closed_port()}", "1", "doctor")
     both = [torchrun(*line), torchrun(*line)]

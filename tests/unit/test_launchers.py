@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from megappo.config import ConfigError
 from megappo.errors import RunError
-from megappo.launchers import (
+from megappo.runtime.device import device_index
+from megappo.runtime.launchers import (
     Ranks,
     adopt_launcher,
     first_host,
@@ -24,7 +25,6 @@ from megappo.launchers import (
     read_ranks,
     tasks_per_node,
 )
-from megappo.runtime.process import device_index
 from megappo.runtime.store import listening_store
 
 ROOT = Path(__file__).parents[2]
@@ -145,7 +145,7 @@ def test_two_processes_of_mpi_meet() -> None:
     code = (
         "import os, psutil, torch, torch.distributed as dist\n"
         "from megappo.config.schema import RuntimeSettings\n"
-        "from megappo.runtime import start_runtime\n"
+        "from megappo.runtime.process import start_runtime\n"
         "with start_runtime(RuntimeSettings(threads_per_rank=1)) as runtime:\n"
         "    total = torch.tensor(float(runtime.rank + 1)); dist.all_reduce(total)\n"
         "    sockets = [s for s in psutil.Process().net_connections() if s.status == psutil.CONN_LISTEN]\n"
@@ -192,7 +192,11 @@ def test_where_a_store_listens(
         return [place for name in names.get(host, [host]) for place in known(name, *words, **more)]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    monkeypatch.setattr(dist, "TCPStore", lambda host, *words, **more: served(reached.get(host, host), *words, **more))
+
+    def reach(host: str, *words: Any, **more: Any) -> dist.TCPStore:
+        return served(reached.get(host, host), *words, **more)
+
+    monkeypatch.setattr(dist, "TCPStore", reach)
     store = listening_store(address, 0, 2, seconds, on_one_machine=on_one_machine, wait_for_workers=False)
     sockets = [s for s in psutil.Process().net_connections() if s.status == psutil.CONN_LISTEN]
     assert [s.laddr.ip for s in sockets if s.laddr.port == store.port] == [interface]

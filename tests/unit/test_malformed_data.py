@@ -49,6 +49,6 @@ def test_one_sentence_and_exit_code_two(
     assert len(said) == 1, errors
     assert words in said[0]
     assert not any("Traceback" in line for line in errors)
-    # The same directory can be used once the data are mended.
+    # The same directory can be used once the data are fixed.
     assert "holds a run" not in said[0]
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == ""

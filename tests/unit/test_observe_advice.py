@@ -10,7 +10,7 @@ import pytest
 from megappo.config.algorithm import AlgorithmSettings, KLInRewardSettings
 from megappo.config.base import Settings
 from megappo.config.schema import Config
-from megappo.observe import ADVICE, Advisor
+from megappo.ppo.advice import ADVICE, Advisor
 
 ADAPTIVE = AlgorithmSettings(kl_in_reward=KLInRewardSettings(coef=0.1, controller="adaptive", per="response"))
 

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megappo.observe import METRICS, curve, make_view, sparkline
-from megappo.observe.console import LiveView, PlainView
+from megappo.observe.charts import curve, sparkline
+from megappo.observe.console import LiveView, PlainView, make_view
+from megappo.observe.metric_docs import METRICS
 
 Mode = Literal["live", "plain", "quiet"]
 ALL = dict.fromkeys(METRICS, 0.5)
@@ -75,7 +76,7 @@ def test_live_knows_the_eta_of_slow_steps() -> None:
     view = make_view("live", 10, terminal()[0])
     assert isinstance(view, LiveView)
     clock = [0.0]
-    view._progress.get_time = lambda: clock[0]  # type: ignore[method-assign]
+    view._progress.get_time = lambda: clock[0]
     for step in range(4, 8):  # continued after step 3
         view.begin_step(step)
         clock[0] += 100.0

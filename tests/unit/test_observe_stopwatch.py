@@ -4,7 +4,8 @@ import time
 
 import pytest
 
-from megappo.observe import StageTimer, mfu, peak_flops, training_flops_per_token
+from megappo.observe.stopwatch import StageTimer
+from megappo.observe.throughput import mfu, peak_flops, training_flops_per_token
 
 
 def test_stages_add_up_until_reset() -> None:
@@ -30,7 +31,7 @@ def test_stages_add_up_until_reset() -> None:
 
 def test_a_stage_waits_for_the_device() -> None:
     timer = StageTimer(lambda: time.sleep(0.02))
-    with timer.stage("score") as lap:
+    with timer.stage("forward") as lap:
         pass
     assert lap.seconds >= 0.02
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from megappo.observe import Stragglers
+from megappo.observe.stragglers import Stragglers
 
 
 def test_a_rank_far_behind_is_named_once_in_a_while() -> None:
     stragglers = Stragglers()
-    seconds = {"rollout": [6.0, 6.1, 5.9, 12.0], "score": [3.0, 3.0, 3.0, 3.1]}
+    seconds = {"rollout": [6.0, 6.1, 5.9, 12.0], "forward": [3.0, 3.0, 3.0, 3.1]}
     (sentence,) = stragglers.observe(1, seconds)
     assert "rank 3 was the slowest in rollout with 12.0 seconds, half of the ranks took at most 6.0" in sentence
     assert not stragglers.observe(20, seconds)

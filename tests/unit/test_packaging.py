@@ -42,6 +42,8 @@ def test_the_wheel_holds_both_packages_and_no_kernels(wheel: Path) -> None:
     assert "kernels" not in tops
     sources = {str(p.relative_to(ROOT / "kernels")) for p in (ROOT / "kernels").rglob("*.py")}
     assert sources <= set(names), "every module of the kernels is packaged"
+    assert {"megappo/py.typed", "megappo_kernels/py.typed"} <= set(names), "type checkers read our annotations"
+    assert "megappo/requirements.txt" in names, "the doctor reads it"
     entry = next(n for n in names if n.endswith("entry_points.txt"))
     assert "megappo = megappo.cli:main" in zipfile.ZipFile(wheel).read(entry).decode()
 
@@ -156,8 +158,9 @@ def interpreter(
 @pytest.mark.parametrize("inside", [True, False])
 def test_both_import_side_by_side(interpreter: Path, tmp_path: Path, inside: bool) -> None:
     code = (
-        "import kernels, megappo, megappo_kernels\n"
-        "print(kernels.__version__, megappo.__version__, megappo_kernels.linear_logprob.__name__)\n"
+        "import kernels, megappo\n"
+        "from megappo_kernels.lm_head import linear_logprob\n"
+        "print(kernels.__version__, megappo.__version__, linear_logprob.__name__)\n"
     )
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
     where = ROOT if inside else tmp_path

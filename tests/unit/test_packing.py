@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megappo.models.packing import Microbatch, balance, pack, plan_microbatches
+from megappo.megatron.packing import Microbatch, balance, pack, plan_microbatches
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 
@@ -44,13 +45,25 @@ def test_a_plan_by_hand() -> None:
     plan = plan_microbatches({7: 50, 3: 40, 5: 30, 2: 10, 9: 10}, replicas=2, budget_tokens=60)
     assert [[m.sample_ids for m in replica] for replica in plan.replicas] == [[(7,), (2, 9)], [(3,), (5,)]]
     assert not any(m.is_filler for replica in plan.replicas for m in replica)
+    uneven = plan_microbatches({7: 50, 3: 40, 5: 30}, replicas=2, budget_tokens=60)
+    assert uneven.replicas == ((Microbatch((7,)),), (Microbatch((3,)), Microbatch((5,))))
     alone = plan_microbatches({4: 5, 1: 9}, replicas=3, budget_tokens=60, multiple_of=2)
     assert alone.replicas == (
         (Microbatch((1,)), Microbatch((4,), is_filler=True)),
         (Microbatch((4,)), Microbatch((4,), is_filler=True)),
         (Microbatch((4,), is_filler=True),) * 2,
     )
-    assert alone.replicas_of() == {4: [0, 1, 2], 1: [0]}
+    assert alone.replica_of() == {1: 0, 4: 1}
+
+
+@given(st.lists(st.integers(1, 4), max_size=12), st.integers(1, 4))
+@example([4, 2, 2, 1], 2)
+def test_each_item_goes_to_the_lightest_bin(costs: list[int], n: int) -> None:
+    """The costliest first; of bins as light as each other to the one with fewer items, then to the first."""
+    bins: list[list[int]] = [[] for _ in range(n)]
+    for _, index in sorted((-cost, index) for index, cost in enumerate(costs)):
+        min(bins, key=lambda b: (sum(costs[i] for i in b), len(b))).append(index)
+    assert balance(costs, n) == [sorted(b) for b in bins]
 
 
 @given(LENGTHS, st.integers(1, 5))
@@ -70,15 +83,15 @@ def test_plan_places_every_sample_once(lengths: list[int], replicas: int, multip
     assert all(len(r) > 0 and len(r) % multiple == 0 for r in plan.replicas)
     shuffled = dict(reversed(list(ids.items())))
     assert plan_microbatches(shuffled, replicas=replicas, budget_tokens=60, multiple_of=multiple) == plan
-    # A filler's sample travels to the replica that repeats it.
-    places = plan.replicas_of()
+    places = plan.replica_of()
+    assert list(places) == sorted(ids)
     for d, microbatches in enumerate(plan.replicas):
-        assert all(d in places[i] for m in microbatches for i in m.sample_ids)
+        assert all(places[i] == d for m in microbatches if not m.is_filler for i in m.sample_ids)
 
 
 @given(LENGTHS, st.integers(2, 5), st.integers(1, 3))
 def test_replicas_that_share_experts_run_as_many_microbatches(lengths: list[int], replicas: int, multiple: int) -> None:
-    settings = {"replicas": replicas, "budget_tokens": 60, "multiple_of": multiple}
+    settings: dict[str, Any] = {"replicas": replicas, "budget_tokens": 60, "multiple_of": multiple}
     plan = plan_microbatches(dict(enumerate(lengths)), in_step=True, **settings)
     assert len({len(r) for r in plan.replicas}) == 1
     without = plan_microbatches(dict(enumerate(lengths)), **settings)

@@ -24,13 +24,15 @@ from safetensors.torch import save_file
 
 from megappo.cli import main
 from megappo.config import Config, ConfigError, load_config
+from megappo.families import FAMILIES
 from megappo.observe.throughput import peak_flops, training_flops_per_token
-from megappo.plan import MACHINES, Models, Plan, best_layouts, find_machine, make_plan, nearest_fit, read_models, remedy
 from megappo.plan.activations import layers_in_flight
-from megappo.plan.inputs import RoleSetup, make_setup, stage_parameters, workload
+from megappo.plan.inputs import Models, RoleSetup, make_setup, stage_parameters, workload
+from megappo.plan.machine_file import find_machine
+from megappo.plan.machines import MACHINES
 from megappo.plan.memory import bucket_bytes, engine_memory, sync_bytes
-from megappo.plan.planner import fewest_ranks
-from megappo.plan.search import Proposal
+from megappo.plan.planner import Plan, fewest_ranks, make_plan, read_models
+from megappo.plan.search import Proposal, best_layouts, nearest_fit, remedy
 from megappo.plan.sizes import model_sizes
 
 ROOT = Path(__file__).parents[2]
@@ -112,8 +114,9 @@ def test_parameters_of_public_models_with_experts(name: str) -> None:
         2 * arch.hidden_size + 2 * arch.head_dim + arch.experts * arch.hidden_size
     ) * arch.layers + arch.hidden_size
     assert 4 * shared - 3 * norms + 8 * 2 * role.expert_parameters == total
-    assert role.expert_replicas == 1
-    assert [role.expert_group(rank) for rank in (0, 5, 8, 15)] == [(0, 11), (4, 15), (0, 11), (4, 15)]
+    assert role.grid.expert_replicas == 1
+    assert [(group[0], group[-1]) for group in role.grid.expert_groups] == [(0, 11), (4, 15)]
+    assert [role.grid.expert_owner(stage, 7) for stage in range(2)] == [11, 15]
 
 
 def test_experts_on_more_ranks_take_less_memory_and_more_links() -> None:
@@ -125,7 +128,7 @@ def test_experts_on_more_ranks_take_less_memory_and_more_links() -> None:
         config = load_config(LARGE, [*overrides, layout, "actor.optimizer.distributed=true"])
         found.append(make_plan(config, models, find_machine("h200"), 16))
     stays = [resident(f, "actor") for f in found]
-    links = [next(s.link_bytes for s in f.stages if s.name == "score") for f in found]
+    links = [next(s.link_bytes for s in f.stages if s.name == "forward") for f in found]
     assert stays == sorted(set(stays), reverse=True)
     assert links == sorted(set(links))
     # Gradients and weights are shared out, the optimizer's state is spread as far in any case.
@@ -141,7 +144,7 @@ def test_shipped_configurations_fit_their_machine(path: Path) -> None:
     assert found.verdict.startswith("fits: rank")
     assert found.gpus == fewest_ranks(load_config(path))
     assert found.step_seconds == pytest.approx(sum(s.seconds for s in found.stages))
-    assert [s.name for s in found.stages] == ["rollout", "score", "update_critic", "update_actor", "sync"]
+    assert [s.name for s in found.stages] == ["rollout", "forward", "update_critic", "update_actor", "sync"]
     for ranks in found.ranks:
         assert set(ranks.stages) == {s.name for s in found.stages}
         assert found.fullest.peak >= ranks.peak > sum(r.resident for r in ranks.roles)
@@ -224,10 +227,10 @@ def test_buckets_by_hand() -> None:
     assert base == (2 + 1 / 4) * embedding
     config = load_config(MIDDLE, ["rollout.engine=sglang"])
     setup = make_setup(config, models_of(MIDDLE), 8, on_cuda=True, device_bytes=80e9)
-    arch = dataclasses.replace(setup.actor.arch, experts=4)
+    arch = dataclasses.replace(setup.actor.arch, experts=4, declaration=FAMILIES["qwen3_moe"])
     waiting = 2 * 4 * 3 * 12288 * 4096
     with_experts = dataclasses.replace(setup, actor=dataclasses.replace(setup.actor, arch=arch))
-    assert sync_bytes(with_experts) == (2 + 1 / setup.actor.tp) * bucket_bytes(with_experts) + waiting
+    assert sync_bytes(with_experts) == (2 + 1 / setup.actor.grid.tp) * bucket_bytes(with_experts) + waiting
 
 
 def test_evaluation_and_reward_model_take_memory(tmp_path: Path) -> None:
@@ -250,7 +253,8 @@ def test_stages_of_ranks_without_a_role() -> None:
 @given(pp=st.sampled_from([1, 2, 4]), vpp=st.sampled_from([1, 2]), microbatches=st.integers(1, 16), data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_in_flight_layers_are_bounded(pp: int, vpp: int, microbatches: int, data: st.DataObject) -> None:
-    role = dataclasses.replace(_actor(), pp=pp, vpp=vpp if pp > 1 else 1)
+    actor = _actor()
+    role = dataclasses.replace(actor, grid=dataclasses.replace(actor.grid, pp=pp), vpp=vpp if pp > 1 else 1)
     count = microbatches * (pp if role.vpp > 1 else 1)
     stage = data.draw(st.integers(0, pp - 1))
     layers = layers_in_flight(role, stage, count)
@@ -273,8 +277,8 @@ def test_flops_are_those_of_the_utilisation_metric() -> None:
     samples = 512
     update_actor = next(s for s in found.stages if s.name == "update_actor")
     assert update_actor.flops == pytest.approx(samples * (1536 * per_token + 1024 * 8 * head))
-    score = next(s for s in found.stages if s.name == "score")
-    assert score.flops == pytest.approx(samples * (2 * 1536 * per_token / 3 + 1024 * 2 * (head + arch.hidden_size)))
+    forward = next(s for s in found.stages if s.name == "forward")
+    assert forward.flops == pytest.approx(samples * (2 * 1536 * per_token / 3 + 1024 * 2 * (head + arch.hidden_size)))
 
 
 def test_time_moves_the_right_way() -> None:
@@ -478,12 +482,9 @@ def test_a_plan_needs_no_device_and_starts_in_a_process() -> None:
     assert "fits: rank 0 needs" in done.stdout
 
 
-def readme_section() -> str:
-    return (ROOT / "README.md").read_text().split("## Plan before the queue\n")[1].split("\n## ")[0]
-
-
-def test_the_readme_section_is_what_happens(capsys: pytest.CaptureFixture[str]) -> None:
-    blocks: list[Any] = re.findall(r"```(\w*)\n(.*?)```", readme_section(), re.DOTALL)
+def test_the_readme_is_what_happens(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "megappo" / "plan" / "README.md").read_text()
+    blocks: list[Any] = re.findall(r"```(\w*)\n(.*?)```", text, re.DOTALL)
     commands = [line for kind, text in blocks if kind == "bash" for line in text.splitlines()]
     shown = [line for kind, text in blocks if kind == "" for line in text.splitlines()]
     assert len(commands) == 5 and len(shown) == 3

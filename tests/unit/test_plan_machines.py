@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
+import torch
 
 from megappo.cli import main
 from megappo.config import ConfigError
 from megappo.observe.throughput import peak_flops
-from megappo.plan import MACHINES, find_machine
+from megappo.plan.here import this_machine
+from megappo.plan.machine_file import find_machine
+from megappo.plan.machines import ASSUMED, MACHINES
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "configs" / "machines" / "rtx4090.yaml"
@@ -36,21 +44,72 @@ def test_a_plan_that_does_not_fit_stops_what_comes_after_it(
     assert verdict in capsys.readouterr().out
 
 
+PUBLISHED = {
+    "a100-40": (312, 19.5, 40, 1.555, 300, 25),
+    "a100-80": (312, 19.5, 80, 2.039, 300, 25),
+    "h100": (989, 67, 80, 3.35, 450, 50),
+    "h800": (989, 67, 80, 3.35, 200, 50),
+    "h200": (989, 67, 141, 4.8, 450, 50),
+    "h20": (148, 44, 96, 4.0, 450, 50),
+    "b200": (2250, 75, 180, 8, 900, 50),
+    "l40s": (362.05, 91.6, 48, 0.864, 32, 25),
+    "cpu": (229.376, 7.168, 512, 0.3072, 307.2, 12.5),
+}
+"""Figures of the data sheets: TFLOP/s of bfloat16 and float32, GB, TB/s, GB/s one way in a node and out of it. The CPU
+has 56 cores of 2 GHz, 2,048 and 64 operations a cycle, and eight channels of 38.4 GB/s."""
+
+
 def test_published_machines() -> None:
-    """Figures of the data sheets: TFLOP/s of bfloat16, GB, TB/s, GB/s one way in a node and out of it."""
-    published = {
-        "a100-40": (312, 40, 1.555, 300, 25),
-        "a100-80": (312, 80, 2.039, 300, 25),
-        "h800": (989, 80, 3.35, 200, 50),
-        "h20": (148, 96, 4.0, 450, 50),
-        "l40s": (362.05, 48, 0.864, 32, 25),
-    }
-    for name, (tera, memory, bandwidth, inside, outside) in published.items():
-        found = find_machine(name)
-        assert found.bfloat16_flops == pytest.approx(tera * 1e12) and found.memory_bytes == memory * 1e9
-        assert found.memory_bandwidth == pytest.approx(bandwidth * 1e12)
-        assert (found.intra_node_bandwidth, found.inter_node_bandwidth) == (inside * 1e9, outside * 1e9)
-        assert main(["plan", SMALL, "--machine", name, "--gpus", "1", "--json"]) in (0, 1)
+    assert list(PUBLISHED) == list(MACHINES)
+    units = (1e12, 1e12, 1e9, 1e12, 1e9, 1e9)
+    for name, figures in PUBLISHED.items():
+        m, is_gpu = find_machine(name), name != "cpu"
+        found = [m.bfloat16_flops, m.float32_flops, m.memory_bytes, m.memory_bandwidth]
+        found += [m.intra_node_bandwidth, m.inter_node_bandwidth]
+        # But for the last bit of a product, they are the same.
+        assert found == pytest.approx([n * unit for n, unit in zip(figures, units, strict=True)], rel=1e-15), name
+        assert (m.name, m.devices_per_node) == (name, 8 if is_gpu else 1)
+        assert (m.is_cuda, m.shared_by_ranks) == (is_gpu, not is_gpu)
+        if is_gpu:
+            assert main(["plan", SMALL, "--machine", name, "--gpus", "1", "--json"]) in (0, 1)
+
+
+def test_shares_of_a_machine() -> None:
+    """A rank has a part of what ranks share, and a GPU to itself."""
+    cpu, gpu = MACHINES["cpu"], MACHINES["h100"]
+    quarter = cpu.per_rank(4)
+    assert (quarter.bfloat16_flops, quarter.float32_flops) == (cpu.bfloat16_flops / 4, cpu.float32_flops / 4)
+    assert (quarter.memory_bytes, quarter.memory_bandwidth) == (128e9, cpu.memory_bandwidth / 4)
+    assert quarter.intra_node_bandwidth == cpu.intra_node_bandwidth / 4
+    assert quarter.inter_node_bandwidth == cpu.inter_node_bandwidth
+    assert gpu.per_rank(4) is gpu
+    assert [gpu.flops(2), gpu.flops(4)] == [gpu.bfloat16_flops, gpu.float32_flops]
+    assert [gpu.same_node(*ranks) for ranks in ((0, 7), (7, 8), (8, 15), (0, 8))] == [True, False, True, False]
+    assert cpu.same_node(0, 99)
+    assert quarter.usable_bytes == 0.95 * 128e9 - 1e9 and gpu.usable_bytes == 0.95 * 80e9 - 3e9
+
+
+def test_assumptions_are_told() -> None:
+    told = ASSUMED.sentence()
+    figures = re.findall(r"(?<![\w.])[\d.]+(?:%| ms| us| GB/s| GB)", told)
+    assert figures == ["40%", "70%", "70%", "0.4 ms", "10 us", "2 GB/s", "95%", "3 GB", "1 GB"]
+
+
+def test_the_machine_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fourteen of the table's 56 cores are a quarter of its machine, more than 56 all of it, with memory as it is."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=10 * 10**9))
+    for cores, share in ((14, 1 / 4), (56, 1), (64, 1)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: range(cores))
+        found = this_machine()
+        expected = MACHINES["cpu"].scaled(share)
+        words = f"a share of {cores} cores and 10 GB"
+        assert found == dataclasses.replace(expected, memory_bytes=10e9, words=words)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=150 * 10**9))
+    expected = dataclasses.replace(MACHINES["h200"], memory_bytes=150e9, words="NVIDIA H200, 150 GB")
+    assert this_machine() == expected
 
 
 @pytest.mark.parametrize(
@@ -83,12 +142,18 @@ def test_a_machine_without_gpus(tmp_path: Path) -> None:
     found = find_machine(str(path))
     assert found.shared_by_ranks and not found.is_cuda
     assert found.per_rank(2).memory_bytes == 12e9
+    assert (found.float32_flops, found.memory_bandwidth) == (82.6e12, 1008e9)
+    assert (found.intra_node_bandwidth, found.inter_node_bandwidth) == (32e9, 1.5e9)
+    path.write_text(EXAMPLE.read_text().replace("memory_gigabytes: 24", "memory_gigabytes: 1.0e+9"))
+    assert find_machine(str(path)).memory_bytes == 1e18
 
 
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
         ("memory_gigabytes: 24", "memory_gigabytes: -1", "memory_gigabytes is -1, must be a number above 0"),
+        ("memory_gigabytes: 24", "memory_gigabytes: 0", "memory_gigabytes is 0, must be a number above 0"),
+        ("memory_gigabytes: 24", "memory_gigabytes: 1000000001", "must be a number above 0, at most 1e+09"),
         ("memory_gigabytes: 24", "memory_gigabytes: 24 GB", "memory_gigabytes is '24 GB', must be a number above 0"),
         ("memory_gigabytes: 24", "memory_gigabytes: .inf", "memory_gigabytes is inf, must be a number above 0"),
         ("memory_gigabytes: 24", "memory_bytes: 24", "memory_gigabytes is missing; a machine has words, kind"),
@@ -132,6 +197,6 @@ def test_a_file_of_something_else(tmp_path: Path) -> None:
 
 
 def test_every_machine_of_the_table_is_in_the_readme() -> None:
-    section = (ROOT / "README.md").read_text().split("## Plan before the queue\n")[1].split("\n## ")[0]
-    assert all(f"`{name}`" in section for name in MACHINES)
-    assert "configs/machines/rtx4090.yaml" in section
+    text = (ROOT / "megappo" / "plan" / "README.md").read_text()
+    assert all(f"`{name}`" in text for name in MACHINES)
+    assert "configs/machines/rtx4090.yaml" in text

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
 
 from megappo.cli import main
 from megappo.config import load_config
-from megappo.plan import ASSUMED, MACHINES, Models, Plan, best_layouts, make_plan, nearest_fit, read_models
+from megappo.plan.inputs import Models
+from megappo.plan.machines import ASSUMED, MACHINES
+from megappo.plan.planner import Plan, make_plan, read_models
+from megappo.plan.search import best_layouts, nearest_fit
 from megappo.plan.servers import cache_tokens, find_servers, server_weights, token_bytes
 from megappo.plan.sizes import model_sizes
 
@@ -107,7 +111,7 @@ def test_time_of_servers() -> None:
     assert seconds(base, "rollout") < seconds(plan_embedded(), "rollout")
     assert seconds(plan(memory_fraction=0.3, engines=4), "rollout") > seconds(base, "rollout")
     assert seconds(plan(memory_fraction=0.15), "rollout") > seconds(base, "rollout")  # fewer sequences at a time
-    apart = {"placement": "disaggregated", "engines": 8}
+    apart: dict[str, Any] = {"placement": "disaggregated", "engines": 8}
     assert seconds(plan(**apart), "sync") > seconds(base, "sync")
     more = plan(**{**apart, "engines": 16})
     assert seconds(more, "rollout") < seconds(plan(**apart), "rollout")
@@ -120,7 +124,7 @@ def plan_embedded() -> Plan:
 
 
 def test_one_step_ahead_hides_the_shorter_half() -> None:
-    apart = {"placement": "disaggregated", "engines": 8}
+    apart: dict[str, Any] = {"placement": "disaggregated", "engines": 8}
     after, ahead = plan(**apart), plan("rollout.ahead=1", "algorithm.old_logprob=corrected", **apart)
     assert ahead.stages == after.stages
     rollout = seconds(after, "rollout")

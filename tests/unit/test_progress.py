@@ -6,21 +6,25 @@ import io
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from megappo.config import load_config
 from megappo.config.engine import SGLangSettings
-from megappo.models import updates
-from megappo.models.updates import MinibatchPlan
+from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
+from megappo.engines.sglang.dispatch import Round
+from megappo.engines.transformers_engine import TransformersEngine
+from megappo.megatron.roles import Update
 from megappo.observe.console import LiveView, PlainView
-from megappo.progress import PROGRESS, SAMPLES, StageProgress
-from megappo.rollout.engine import Completion, GenerateRequest, SamplingParams
-from megappo.rollout.sglang.dispatch import Round
-from megappo.rollout.transformers_engine import TransformersEngine
+from megappo.observe.progress import PROGRESS, SAMPLES, StageProgress
+from megappo.ppo import updates
 from megappo.runtime.interrupts import NeverStop
+from megappo.types import Samples
 
 
 @pytest.fixture(autouse=True)
@@ -153,26 +157,24 @@ def test_servers_count_samples_and_tokens() -> None:
 
 
 def test_updates_count_minibatches(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = MinibatchPlan(batch_sequences=10, minibatch_sequences=4, epochs=2, seed=1)
-    assert len(plan) == len(list(plan)) == 6
+    config = load_config(Path(__file__).parent / "config_base.yaml", ["actor.minibatch_sequences=4", "actor.epochs=2"])
+    minibatches = updates.draw_minibatches(config.actor, 10, seed=1)
+    assert [len(ids) for ids in minibatches] == [4, 4, 2] * 2
+    assert frozenset.union(*minibatches[:3]) == frozenset.union(*minibatches[3:]) == set(range(10))
     seen: list[str] = []
 
-    def update(rows: object, task: object, **more: object) -> None:
+    def update(number: int, task: object, **more: object) -> Update:
         seen.append(PROGRESS.text().split(": ")[1])
+        return Update(True, True, {}, 1.0, 1e-3)
 
-    role = SimpleNamespace(runtime=SimpleNamespace(device="cpu"), update_minibatch=update, on_jump=None)
-    verdict = SimpleNamespace(finite=True, applied=True)
-    monkeypatch.setattr(updates, "_agree", lambda *_: verdict)
-    monkeypatch.setattr(updates, "_token_counts", lambda *_: dict.fromkeys(range(10), 3))
-    monkeypatch.setattr(updates, "response_rows", lambda *_: [])
-    monkeypatch.setattr(updates, "_shared_metrics", lambda *_: {})
-    work: Any = SimpleNamespace(
-        mask_BR=torch.ones(10, 3, dtype=torch.bool), stacked=lambda weights: weights, task=None, stop_above=None
-    )
-    rollouts = SimpleNamespace(sample_ids_B=torch.arange(10))
-    experience: Any = SimpleNamespace(scored=SimpleNamespace(rollouts=rollouts))
-    algorithm: Any = SimpleNamespace(loss_aggregation="token-mean")
+    samples = Samples(torch.arange(10), (torch.ones(5, dtype=torch.int64),) * 10, torch.full((10,), 3))
+    batch: Any = SimpleNamespace(minibatches=minibatches, samples=samples, update=update)
+    batch.with_fields, batch.role = lambda fields: batch, SimpleNamespace(runtime=SimpleNamespace(device="cpu"))
+    monkeypatch.setattr(updates, "all_gather_varying", lambda local: [local])
+    fields = {"mask": torch.ones(10, 3, dtype=torch.bool)}
     PROGRESS.enter("update_actor")
-    updates._run(role, experience, plan, work, algorithm, 3)  # type: ignore[arg-type]
+    found = list(updates.RoleUpdates(batch, config, fields, partial(updates.ValueTask, None)).run())
     PROGRESS.leave()
+    assert [len(done.chosen) for done in found] == [4, 4, 2] * 2
+    assert [done.weights.tokens for done in found] == [12, 12, 6] * 2
     assert seen == [f"{n} of 6 minibatches" for n in range(6)]

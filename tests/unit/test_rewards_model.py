@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_data import ALPHABET, character_tokenizer
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -19,8 +18,9 @@ from transformers import (
 )
 
 from megappo.config.schema import RewardSettings
-from megappo.rewards import RewardScorer
-from megappo.rewards.model import RewardModel, _batches
+from megappo.rewards.model import RewardModel, batches_of
+from megappo.rewards.scorer import RewardScorer
+from unit.helpers_data import ALPHABET, character_tokenizer
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}{% endfor %}"
 SIZES: dict[str, Any] = {
@@ -100,10 +100,10 @@ def test_unusable_models(tmp_path: Path, make: Any, sentence: str) -> None:
 
 def test_batches_keep_to_their_tokens() -> None:
     lengths = [3, 9, 1, 30, 3, 2]
-    batches = list(_batches(lengths, 9))
+    batches = list(batches_of(lengths, 9))
     assert sorted(i for batch in batches for i in batch) == list(range(6))
     assert [[lengths[i] for i in batch] for batch in batches] == [[1, 2, 3], [3], [9], [30]]
-    assert list(_batches([], 9)) == []
+    assert list(batches_of([], 9)) == []
 
 
 def test_a_tokenizer_larger_than_the_model(tmp_path: Path, llama: Any) -> None:

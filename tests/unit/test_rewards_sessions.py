@@ -95,7 +95,7 @@ def test_what_a_function_starts_lives_as_long_as_its_worker(told: Path) -> None:
     with RewardPool(settings(timeout_seconds=60.0)) as pool:
         pool.score([request("fine", told), request("fine", told)])
         assert wait_until(lambda: len(alive(told)) == 2 * STARTED)
-        [worker] = pool._workers
+        [worker] = pool.workers
         below = psutil.Process(worker.supervisor.pid).children(recursive=True)
         assert [p for p in below if p.status() == psutil.STATUS_ZOMBIE and p.ppid() == worker.supervisor.pid] == []
         os.kill(worker.supervisor.pid, signal.SIGSTOP)  # as a debugger does; closing does not wait for it
@@ -106,8 +106,8 @@ def test_nothing_is_left_where_the_supervisor_was_killed(told: Path) -> None:
     with RewardPool(settings(timeout_seconds=60.0)) as pool:
         pool.score([request("fine", told)])
         assert wait_until(lambda: len(alive(told)) == STARTED)
-        os.kill(pool._workers[0].supervisor.pid, signal.SIGKILL)
-        assert wait_until(lambda: pool._workers[0].speaks)
+        os.kill(pool.workers[0].supervisor.pid, signal.SIGKILL)
+        assert wait_until(lambda: pool.workers[0].speaks)
         first = set(alive(told))
         assert pool.score([request("fine", told)]).failures == []
         assert not first & set(alive(told))

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from megappo.config.schema import RewardSettings
-from megappo.rewards import RewardError, RewardScorer
-from megappo.rewards.workers import RewardPool, RewardRequest
+from megappo.rewards.scorer import RewardScorer
+from megappo.rewards.workers import RewardError, RewardPool, RewardRequest
 from megappo.types import Prompt, Rollouts
 
 USER_MODULE = '''
@@ -100,7 +100,7 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 
 def settings(**changes: Any) -> RewardSettings:
-    chosen = {"function": "user_rewards:obey", "timeout_seconds": 1.0, "failure_score": -1.0}
+    chosen: dict[str, Any] = {"function": "user_rewards:obey", "timeout_seconds": 1.0, "failure_score": -1.0}
     return RewardSettings(**chosen | {"max_failure_fraction": 1.0} | changes)
 
 
@@ -151,7 +151,7 @@ def test_what_a_function_writes_into_file_descriptors_is_no_answer(response: str
 def test_every_worker_is_told_to_end_before_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int] = []
     with RewardPool(settings(workers=3)) as pool:
-        workers, wait = list(pool._workers), subprocess.Popen.wait
+        workers, wait = list(pool.workers), subprocess.Popen.wait
 
         def count_and_wait(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
             told.append(sum(worker.channel.answers.fileno() < 0 for worker in workers))
@@ -311,7 +311,7 @@ import sys, time
 from megappo.config.schema import RewardSettings
 from megappo.rewards.workers import RewardPool, RewardRequest
 pool = RewardPool(RewardSettings(function="user_rewards:obey", timeout_seconds=1000.0, workers=2))
-print(*[pid for worker in pool._workers for pid in (worker.pid, worker.supervisor.pid)], flush=True)
+print(*[pid for worker in pool.workers for pid in (worker.pid, worker.supervisor.pid)], flush=True)
 pool.score([RewardRequest("p", "hang", "hang", None, {})])
 """
 

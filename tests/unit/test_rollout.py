@@ -10,10 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distributed.models import VOCAB, write_model
+from megappo.config.model_files import read_architecture
+from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
+from megappo.engines.transformers_engine import TransformersEngine
 from megappo.errors import Interrupted
-from megappo.rollout.engine import Completion, GenerateRequest, SamplingParams
-from megappo.rollout.sampling import finish_rollout, plan_rollout, sample_seed
-from megappo.rollout.transformers_engine import TransformersEngine
+from megappo.ppo.sampling import finish_rollout, request_samples, sample_seed
 from megappo.runtime.interrupts import Stop
 from megappo.types import Prompt, Prompts
 
@@ -30,7 +31,8 @@ def model(folder: Path):  # type: ignore[no-untyped-def]
 
 def make_engine(folder: Path, batch: int = 8, stop: Stop | None = None) -> TransformersEngine:
     cpu = torch.device("cpu")
-    return TransformersEngine(folder, dtype=torch.float32, device=cpu, generate_batch_sequences=batch, stop=stop)
+    arch = read_architecture(folder)
+    return TransformersEngine(arch, dtype=torch.float32, device=cpu, generate_batch_sequences=batch, stop=stop)
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +55,8 @@ def test_special_tokens_are_shown_and_counted() -> None:
     answers = [(three, eos), (pad, three), (pad, pad, three, eos), (three, eos, pad)]
     completions = [Completion(ids, (-1.0,) * len(ids), ids[-1] != eos, 0) for ids in answers]
     prompts = Prompts(tuple(Prompt(i, (three,), "3", None, {}) for i in range(len(answers))), 0)
-    plan = plan_rollout(prompts, samples_per_prompt=1, seed_of=lambda sample_id: sample_id)
-    rollouts = finish_rollout(plan, completions, tokenizer)
+    wanted = request_samples(prompts, samples_per_prompt=1, seed_of=lambda sample_id: sample_id)
+    rollouts = finish_rollout(wanted, completions, tokenizer)
     assert rollouts.responses == ("3",) * 4
     assert rollouts.raw_responses == ("3<eos>", "<pad>3", "<pad><pad>3<eos>", "3<eos><pad>")
     assert rollouts.special_tokens_B.tolist() == [0, 1, 2, 2]
@@ -126,21 +128,17 @@ def test_generation_is_given_up_between_tokens(folder: Path, model, looks: int) 
     assert all(done[i] == answers[i] for i in done)
 
 
-def test_tokens_come_with_their_probability(engine: TransformersEngine, model) -> None:  # type: ignore[no-untyped-def]
+def test_tokens_come_with_their_probability(folder: Path, model) -> None:  # type: ignore[no-untyped-def]
     n, prompt = 4000, (5, 6, 7)
     params = SamplingParams(temperature=1.3, max_new_tokens=1, stop_token_ids=())
-    big = make_engine_like(engine, 2000)
+    big = make_engine(folder, batch=2000)
+    big.update_weights(model.named_parameters(), 1)
     done = big.generate([GenerateRequest(prompt, seed, prompt_id=0) for seed in range(n)], params)
     counts = torch.bincount(torch.tensor([d.token_ids[0] for d in done]), minlength=VOCAB).double()
     p = (model(torch.tensor([prompt])).logits[0, -1] / 1.3).softmax(-1).double()
     chi2 = float(((counts - n * p) ** 2 / (n * p)).sum())
     # 130 degrees of freedom: mean 130, standard deviation 16.
     assert 130 - 5 * 16 < chi2 < 130 + 5 * 16
-
-
-def make_engine_like(engine: TransformersEngine, batch: int) -> TransformersEngine:
-    engine._batch_sequences = batch
-    return engine
 
 
 def test_greedy_takes_the_most_likely(engine: TransformersEngine, model) -> None:  # type: ignore[no-untyped-def]
@@ -169,17 +167,6 @@ def test_a_partial_update_is_refused_by_name(folder: Path, model, change, words:
         engine.generate(requests(1), PARAMS)
     engine.update_weights(model.named_parameters(), 2)
     assert engine.generate(requests(1), PARAMS)[0].weight_version == 2
-
-
-def test_sleep_and_wake(folder: Path, model) -> None:  # type: ignore[no-untyped-def]
-    engine = make_engine(folder)
-    engine.update_weights(model.named_parameters(), 1)
-    before = engine.generate(requests(2), PARAMS)
-    engine.sleep()
-    with pytest.raises(RuntimeError, match="asleep"):
-        engine.generate(requests(1), PARAMS)
-    engine.wake()
-    assert engine.generate(requests(2), PARAMS) == before
 
 
 def test_seeds_are_distinct_and_stable() -> None:

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from megappo.errors import RunError
-from megappo.runtime import Runtime
 from megappo.runtime import lock as room
 from megappo.runtime.lock import locked_directory
+from megappo.runtime.process import Runtime
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_a_directory_that_is_lost_ends_the_run(
             with pytest.raises(RunError, match=f"run.directory '{run}' .* where another job may be; bring back"):
                 held.check()
             second.check()
-            monkeypatch.setattr(room, "_PATIENCE_SECONDS", 0.0)
+            monkeypatch.setattr(room, "PATIENCE_SECONDS", 0.0)
             with pytest.raises(ValueError, match="is in use by process"), locked_directory(run, runtime):
                 raise AssertionError("a third job is let in")
 

@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import helpers_broken as worlds
 import pytest
 
 from megappo.cli import main
+from megappo.commands.serve import StopRequest, kept_key
 from megappo.config import ConfigError
-from megappo.rollout.sglang.fleet import KEY_VARIABLE
-from megappo.rollout.sglang.guard import session_pids
-from megappo.serve import StopRequest, kept_key
+from megappo.engines.sglang.fleet import KEY_VARIABLE
+from megappo.engines.sglang.guard import session_pids
+from unit import helpers_broken as worlds
 
 CONFIG = "configs/sglang_disaggregated.yaml"
 FAKE = """
@@ -189,7 +189,17 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.chdir(worlds.ROOT)
     assert "serve needs sglang; set rollout.engine=sglang" in refused(capsys, worlds.QUICKSTART)
     assert "tensor_parallel 3 does not divide" in refused(capsys, CONFIG, "rollout.sglang.tensor_parallel=3")
-    assert "--port is 70000, must be from 0" in refused(capsys, CONFIG, "--port", "70000")
+    for option, text, rule in (
+        ("--port", "70000", "a whole number from 0 to 65535"),
+        ("--port", "-1", "a whole number from 0 to 65535"),
+        ("--port", "http", "a whole number from 0 to 65535"),
+        ("--index", "-1", "a whole number from 0 to 2147483647"),
+        ("--linger", "-0.5", "a number of seconds from 0 to 1e+06"),
+        ("--linger", "nan", "a number of seconds from 0 to 1e+06"),
+        ("--linger", "inf", "a number of seconds from 0 to 1e+06"),
+        ("--linger", "soon", "a number of seconds from 0 to 1e+06"),
+    ):
+        assert f"{option} is '{text}', must be {rule}" in refused(capsys, CONFIG, f"{option}={text}")
     with worlds.listening() as taken:
         port = str(taken.getsockname()[1])
         assert f"nothing can listen on --host 127.0.0.1 --port {port}" in refused(capsys, CONFIG, "--port", port)

@@ -7,34 +7,36 @@ import importlib.metadata
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 import yaml
 from torch import Tensor
+from transformers import PretrainedConfig
 
-from megappo.architecture import ArchitectureConfig, ModelShape
 from megappo.config.engine import SGLangSettings
 from megappo.config.load import load_config
-from megappo.config.rules import server_rules
+from megappo.config.rules import engine_rules, server_rules
+from megappo.engines.sglang.server import ServerSpec
 from megappo.errors import RunError
+from megappo.families.architecture import ArchitectureConfig, ModelShape
+from megappo.families.blocks import Attention, Experts, GatedMlp, QueryKeyNorms, QueryKeyValueBiases
+from megappo.families.declaration import Block, Family
+from megappo.families.parameters import model_parameters, tensor_shapes
 from megappo.reshard.fingerprint import EngineShape, Fingerprints, differing
-from megappo.reshard.hf_map import hf_shape, model_parameters
-from megappo.rollout.sglang.server import ServerSpec
 from megappo.runtime import sglang_cpu
 
 ROOT = Path(__file__).parents[2]
 
 
-def arch(**changes: Any) -> ArchitectureConfig:
-    sizes = {
+def arch(*blocks: Block, **changes: Any) -> ArchitectureConfig:
+    sizes: dict[str, Any] = {
         "layers": 2, "hidden_size": 16, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_hidden_size": 24,
-        "vocab_size": 131, "tied_embeddings": False, "qkv_bias": True, "qk_norm": True,
-        "experts": 0,
+        "vocab_size": 131, "max_position_embeddings": 64, "tied_embeddings": False, "norm_eps": 1e-6,
+        "initializer_range": 0.02, "hf_config": PretrainedConfig(),
     }  # fmt: skip
-    return cast(ArchitectureConfig, SimpleNamespace(**(sizes | changes)))
+    return ArchitectureConfig(family="toy", declaration=Family("toy", (), blocks), **(sizes | changes))
 
 
 def checksum(tensor: Tensor) -> str:
@@ -44,9 +46,9 @@ def checksum(tensor: Tensor) -> str:
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_fingerprints_are_those_of_the_engines_own_parameters(tp: int) -> None:
     """Built here the long way: fused, sharded, key/value heads repeated, vocabulary padded to a multiple of 64."""
-    a = arch()
+    a = arch(Attention(), GatedMlp(), QueryKeyValueBiases(), QueryKeyNorms())
     parameters = list(model_parameters(a))
-    whole = {name: torch.randn(hf_shape(a, name)) for p in parameters for name in p.hf}
+    whole = {name: torch.randn(shape) for name, shape in tensor_shapes(a).items()}
     found = Fingerprints(EngineShape(a, tp)).of_bucket(parameters, whole)
     assert {rank for rank, _ in found} == set(range(tp))
     layer = "model.layers.1."
@@ -69,9 +71,9 @@ def test_fingerprints_are_those_of_the_engines_own_parameters(tp: int) -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_experts_of_several_buckets_make_one_fingerprint(tp: int) -> None:
     """An engine's two parameters of a layer's experts, each with its rank's part of every expert."""
-    a = arch(experts=4, qkv_bias=False)
+    a = arch(Attention(), Experts(), experts=4)
     experts = [p for p in model_parameters(a) if p.layer == 1 and p.expert is not None]
-    whole = {name: torch.randn(hf_shape(a, name)) for p in experts for name in p.hf}
+    whole = {name: torch.randn(shape) for name, shape in tensor_shapes(a).items()}
     fingerprints = Fingerprints(EngineShape(a, tp))
     assert fingerprints.of_bucket(experts[:3], whole) == {}
     found = fingerprints.of_bucket(experts[3:], whole)
@@ -193,7 +195,7 @@ SHAPE = ModelShape("llama", 64, 2, 4, 2, 16, 256, 16, 32, False)
 )
 def test_settings_that_do_not_go_together(overrides: list[str], words: str) -> None:
     config = load_config(ROOT / "configs/sglang_quickstart.yaml", overrides)
-    assert any(words in problem for problem in server_rules(config, SHAPE))
+    assert any(words in problem for problem in (*engine_rules(config, 1), *server_rules(config, SHAPE)))
 
 
 def test_engines_that_share_out_whole_experts_are_refused() -> None:
@@ -204,8 +206,8 @@ def test_engines_that_share_out_whole_experts_are_refused() -> None:
 
 
 def test_the_readmes_example_is_valid() -> None:
-    section = (ROOT / "README.md").read_text().split("## Generate with SGLang")[1].split("\n## ")[0]
-    settings = yaml.safe_load(section.split("```yaml\n")[1].split("```")[0])["rollout"]
+    text = (ROOT / "megappo" / "engines" / "README.md").read_text()
+    settings = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])["rollout"]
     overrides = [f"rollout.{name}={json.dumps(value)}" for name, value in settings.items()]
     config = load_config(ROOT / "configs/sglang_quickstart.yaml", overrides)
     assert config.rollout.servers.engines == 2

@@ -11,9 +11,9 @@ import pytest
 
 from megappo.cli import main
 from megappo.config import Config, load_config
-from megappo.plan import Plan, find_machine, make_plan, read_models
 from megappo.plan.engines import other_engine
-from megappo.plan.planner import fewest_ranks
+from megappo.plan.machine_file import find_machine
+from megappo.plan.planner import Plan, fewest_ranks, make_plan, read_models
 
 ROOT = Path(__file__).parents[2]
 CONFIGURATIONS = sorted((ROOT / "configs").glob("*.yaml"))

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 SENTENCE = "megappo: error: run.seed is -1, must be at least 0; the nearest is 0"
 
 
-@pytest.mark.parametrize("program", ["torch.distributed.run", "megappo.torchrun"])
+@pytest.mark.parametrize("program", ["torch.distributed.run", "megappo.runtime.torchrun"])
 def test_the_sentence_comes_last_under_torchrun(program: str) -> None:
     start = [sys.executable, "-m", program, "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
@@ -26,7 +26,7 @@ def test_the_sentence_comes_last_under_torchrun(program: str) -> None:
         check=False,
     )
     lines = done.stderr.splitlines()
-    if program == "megappo.torchrun":
+    if program == "megappo.runtime.torchrun":
         assert (done.returncode, lines[-1]) == (2, SENTENCE), done.stderr
         assert "Traceback" not in done.stderr
     else:  # whose own traceback nothing in a worker can keep away; the summary after it has the sentence

@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from distributed.models import write_value_model
-from megappo.architecture import architecture
+from megappo.families import architecture
+from megappo.families.weights import ValueHeadWeights
 from megappo.reshard.sources import SafetensorsSource
-from megappo.reshard.value_heads import ValueHeadNames, ValueHeadWeights, find_value_head
+from megappo.reshard.value_heads import ValueHeadNames, find_value_head
 
 TRUNK = ("model.norm.weight", "lm_head.weight")
 

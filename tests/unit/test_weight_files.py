@@ -8,20 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_data import character_tokenizer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from distributed.models import VOCAB, quantise, stored_parameters, write_model
-from megappo.architecture import ArchitectureConfig, architecture
-from megappo.assembly import ROLES, weight_sources
-from megappo.config import ConfigError, load_config, model_shape
-from megappo.dry_run import dry_run
-from megappo.export import write_policy
+from megappo.commands.dry_run import dry_run
+from megappo.config import ConfigError, load_config
+from megappo.config.model_files import read_architecture
+from megappo.families import architecture
+from megappo.families.architecture import ArchitectureConfig
+from megappo.families.parameters import model_parameters, pieces, shard_shape
+from megappo.families.weights import read_shard, scatter_shard
 from megappo.plan.sizes import model_sizes
-from megappo.reshard.hf_map import hf_shape, model_parameters, pieces, scatter_shard, shard_shape
-from megappo.reshard.sources import SafetensorsSource, read_shard
+from megappo.ppo.models import ROLES, weight_sources
+from megappo.reshard.sources import SafetensorsSource
+from megappo.reshard.writer import write_policy
+from unit.helpers_data import character_tokenizer
 
 BASE = Path(__file__).parent / "config_base.yaml"
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -40,7 +43,7 @@ def whole_tensors(folder: Path, dtype: torch.dtype, tp: int) -> dict[str, Tensor
     source.check(with_output_layer=True)
     joined: dict[str, Tensor] = {}
     for entry in model_parameters(arch):
-        whole = {n: torch.full(hf_shape(arch, n), float("nan"), dtype=dtype) for n in entry.hf}
+        whole = {n: torch.full(s, float("nan"), dtype=dtype) for n, s in entry.tensors.items()}
         for rank in range(tp):
             like = torch.empty(shard_shape(arch, entry, tp, VOCAB + 1), dtype=dtype)
             shard = read_shard(source, arch, entry, like, rank, tp, VOCAB + 1)
@@ -134,7 +137,7 @@ def test_other_quantisations_are_refused(tmp_path: Path, said: dict[str, Any], w
     content = json.loads((folder / "config.json").read_text()) | {"quantization_config": said}
     (folder / "config.json").write_text(json.dumps(content))
     with pytest.raises(ConfigError) as caught:
-        model_shape(str(folder), key="reference.path")
+        read_architecture(str(folder), key="reference.path")
     assert len(caught.value.problems) == 1
     for part in ("reference.path", "quantization_config", words, "use the model's plain weights, or float8 weights"):
         assert part in caught.value.problems[0]

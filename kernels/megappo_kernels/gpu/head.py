@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megappo_kernels.gpu.rows import soft_cap
+from megappo_kernels.gpu.rows import shift_to, soft_cap
 from megappo_kernels.rows import merge_parts
 
 if TYPE_CHECKING:
@@ -90,8 +90,7 @@ def tile_logits(
 def merge_tile(z, m, s, u, ENTROPY: tl.constexpr):
     """Statistics of the rows with one more tile, in units of log 2."""
     new = tl.maximum(m, tl.max(z, 1))
-    # Before the first tile m is -inf and s is 0: their product must be 0, not NaN.
-    shift = tl.where(m == -float("inf"), 0.0, m - new)
+    shift = shift_to(new, m)
     scale = tl.exp2(shift)
     z = z - new[:, None]
     e = tl.exp2(z)

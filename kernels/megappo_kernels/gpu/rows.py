@@ -17,11 +17,23 @@ WARPS = 8
 
 
 @triton.jit
+def shift_to(new, m):
+    """From one maximum to the next; before the first m is -inf and the sum is 0: their product must be 0, not NaN."""
+    return tl.where(m == -float("inf"), 0.0, m - new)
+
+
+@triton.jit
+def decayed(x):
+    """e^(-2|x|), of which tanh and its slope are made where they do not cancel."""
+    return tl.exp(-2 * tl.abs(x))
+
+
+@triton.jit
 def soft_cap(z, cap):
     """cap * tanh(z / cap); a series near 0, where the formula by exp would cancel."""
     x = z / cap
     small = x * (1 - x * x * (1.0 / 3 - x * x * (2.0 / 15)))
-    r = tl.exp(-2 * tl.abs(x))
+    r = decayed(x)
     large = (1 - r) / (1 + r)
     return cap * tl.where(tl.abs(x) < 0.05, small, tl.where(x < 0, -large, large))
 
@@ -59,8 +71,7 @@ def statistics_kernel(
             z = soft_cap(z, cap)
         z = tl.where(inside, z * inverse_temperature, -float("inf"))
         new = tl.maximum(m, tl.max(z, 0))
-        # Before the first block m is -inf and s is 0: their product must be 0, not NaN.
-        shift = tl.where(m == -float("inf"), 0.0, m - new)
+        shift = shift_to(new, m)
         scale = tl.exp(shift)
         e = tl.exp(z - new)
         if ENTROPY:
@@ -111,8 +122,7 @@ def gradient_kernel(
     z = tl.load(logits + row * row_stride + offsets, mask=inside, other=0.0).to(tl.float32)
     slope = inverse_temperature
     if CAPPED:
-        # 1 - tanh^2 by r = e^(-2|x|), which does not cancel where tanh is near 1.
-        r = tl.exp(-2 * tl.abs(z / cap))
+        r = decayed(z / cap)  # 1 - tanh^2 would cancel where tanh is near 1
         slope = inverse_temperature * 4 * r / ((1 + r) * (1 + r))
         z = soft_cap(z, cap)
     shifted = z * inverse_temperature - tl.load(max_row + row)

@@ -12,7 +12,7 @@ BLOCK, WARPS = 4096, 8
 
 @triton.jit
 def whiten_kernel(values, mask, partials, n, BLOCK: tl.constexpr):
-    """partials[program, 3]."""
+    """Count, mean and sum of squared deviations of a block into `partials` (programs, 3)."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     valid = tl.load(mask + offsets, mask=offsets < n, other=0) != 0
     x = tl.load(values + offsets, mask=valid, other=0.0).to(tl.float32)
@@ -26,7 +26,7 @@ def whiten_kernel(values, mask, partials, n, BLOCK: tl.constexpr):
 
 
 def launch_partials(values: Tensor, mask: Tensor) -> Tensor:
-    """(blocks, 3) float64 statistics."""
+    """Count, mean and sum of squared deviations of each block, (blocks, 3) float64."""
     programs = max(1, triton.cdiv(values.numel(), BLOCK))
     partials = torch.empty(programs, 3, dtype=torch.float32, device=values.device)
     whiten_kernel[(programs,)](

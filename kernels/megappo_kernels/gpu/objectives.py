@@ -1,0 +1,124 @@
+"""Triton: an objective's formula with its slopes and the sums of its metrics, in one launch and a second sum.
+
+The formulas are those of `objectives`, compiled from the same source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import FunctionType
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megappo_kernels.objectives import Objective, metric_kind
+
+BLOCK, WARPS = 1024, 8
+
+
+_in_triton: dict[FunctionType, Any] = {}
+
+
+def in_triton(function: Any) -> Any:
+    """A function of `objectives` in Triton's language, and with it what it calls there."""
+    if function in _in_triton:
+        return _in_triton[function]
+    scope = {**function.__globals__, "xp": tl, "Numbers": tl.tensor, "Any": tl.tensor}  # two stand in annotations
+    compiled = FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
+    compiled.__module__, compiled.__qualname__ = function.__module__, function.__qualname__
+    _in_triton[function] = triton.jit(compiled)
+    for name in function.__code__.co_names:
+        value = scope.get(name)
+        if isinstance(value, FunctionType):
+            scope[name] = in_triton(value)
+        elif isinstance(value, float):
+            scope[name] = tl.constexpr(value)
+    return _in_triton[function]
+
+
+@triton.jit
+def load_valid(pointer, offsets, valid):
+    """float32, 0 where masked, whatever lies there; None where nothing is given."""
+    return pointer if pointer is None else tl.load(pointer + offsets, mask=valid, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def objective_kernel(
+    numbers,
+    mask,
+    slopes,
+    partials,
+    n,
+    settings,
+    FORMULA: tl.constexpr,
+    KINDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """partials[program, 1 + 2 * metrics]: the valid tokens, then two numbers of each metric by its kind."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < n
+    valid = tl.load(mask + offsets, mask=inside, other=0) != 0
+    count = tl.sum(valid.to(tl.float32), 0)
+    found, metrics = FORMULA(settings, *[load_valid(pointer, offsets, valid) for pointer in numbers])
+    for i in tl.static_range(len(slopes)):
+        tl.store(slopes[i] + offsets, found[i], mask=inside)
+    partials += tl.program_id(0) * (1 + 2 * len(KINDS))
+    tl.store(partials, count)
+    for i in tl.static_range(len(KINDS)):
+        x = tl.where(valid, metrics[i].to(tl.float32), 0.0)
+        place = partials + 1 + 2 * i
+        if KINDS[i] == "largest":
+            tl.store(place, tl.max(x, 0))
+        elif KINDS[i] == "spread":
+            mean = tl.sum(x, 0) / tl.maximum(count, 1.0)
+            deviation = tl.where(valid, x - mean, 0.0)
+            tl.store(place, mean)
+            tl.store(place + 1, tl.sum(deviation * deviation, 0))
+        else:
+            tl.store(place, tl.sum(x, 0))
+
+
+def compiled_settings(settings: Any) -> Any:
+    """The settings of an objective with its functions in Triton's language."""
+    return type(settings)(*(in_triton(x) if callable(x) else x for x in settings))
+
+
+def constants_of(objective: Objective | type[Objective]) -> dict[str, Any]:
+    """What the kernel is compiled for, settings and numbers that are not given aside."""
+    kinds = tuple(metric_kind(name) for name in objective.metrics)
+    return {"FORMULA": in_triton(objective.formula), "KINDS": kinds, "BLOCK": BLOCK}
+
+
+def launch_objective(
+    objective: Objective, numbers: Mapping[str, Tensor | None], mask: Tensor
+) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """Slopes in what is trained, and of each of the programs its part of the metrics, float64, by name.
+
+    `numbers`: those that the formula takes, in its order.
+    """
+    like = numbers[objective.trained[0]]
+    assert like is not None
+    slopes = tuple(torch.empty_like(like, memory_format=torch.contiguous_format) for _ in objective.trained)
+    programs = max(1, triton.cdiv(like.numel(), BLOCK))
+    partials = torch.zeros(programs, 1 + 2 * len(objective.metrics), dtype=torch.float32, device=like.device)
+    objective_kernel[(programs,)](
+        tuple(x if x is None else x.contiguous() for x in numbers.values()),
+        mask.contiguous().view(torch.uint8),
+        slopes,
+        partials,
+        like.numel(),
+        compiled_settings(objective.settings()),
+        **constants_of(objective),
+        num_warps=WARPS,
+    )
+    columns = partials.double().T
+    parts = {"count": columns[0]}
+    for name, (first, second) in zip(objective.metrics, columns[1:].unflatten(0, (-1, 2)), strict=True):
+        if metric_kind(name) == "spread":
+            parts |= {f"{name}.mean": first, f"{name}.m2": second}
+        else:
+            parts[name] = first
+    return slopes, parts

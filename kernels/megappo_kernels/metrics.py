@@ -1,0 +1,75 @@
+"""Metrics of an objective on their way from tokens to a report, by name.
+
+A report holds `count`, the valid tokens it is of, and of each metric its sum over them, its largest, or for a spread
+two numbers, `<name>.mean` and `<name>.m2` (`objectives.Metric` says which). Reports of the blocks of a kernel, the
+chunks of the output layer, microbatches, ranks and updates are put together by the same function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megappo_kernels.objectives import metric_kind
+from megappo_kernels.whiten import masked_whiten_stats, merge_whiten_stats
+
+_EQUAL_RETURNS = 1e-6
+"""Returns whose spread is below this share of their size differ by rounding only."""
+
+
+def measure(numbers: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
+    """The report of the valid tokens of (any one shape) numbers; float64 scalars."""
+    report = {"count": mask.sum().double()}
+    for name, x in numbers.items():
+        x, kind = x.detach().masked_fill(~mask, 0), metric_kind(name)
+        if kind == "spread":
+            report[f"{name}.mean"], report[f"{name}.m2"] = masked_whiten_stats(x, mask)[1:]
+        else:
+            report[name] = (x.amax() if kind == "largest" and x.numel() else x.sum()).double()
+    return report
+
+
+def combine(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """One report of (R,) reports of parts of a batch."""
+    combined = {}
+    for name, values_R in parts.items():
+        of, _, moment = name.partition(".")
+        if moment == "mean":
+            stats_R3 = torch.stack([parts["count"], values_R, parts[f"{of}.m2"]], dim=1)
+            _, combined[name], combined[f"{of}.m2"] = merge_whiten_stats(stats_R3)
+        elif not moment:
+            combined[name] = values_R.amax() if metric_kind(name) == "largest" else values_R.sum()
+    return combined
+
+
+def stacked(reports: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """(R,) by name from R reports of the same names."""
+    return {name: torch.stack([report[name] for report in reports]) for name in reports[0]}
+
+
+def shown(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """What a user is told of some updates: means over all their tokens, but terms of the loss over updates."""
+    names = updates[0]
+    total = combine({name: torch.tensor([u[name] for u in updates], dtype=torch.float64) for name in names})
+    count, numbers = float(total["count"]), {}
+    for name in names:
+        kind = metric_kind(name)
+        if kind == "term":
+            numbers[name] = float(total[name]) / len(updates)
+        elif kind == "largest":
+            numbers[name] = float(total[name])
+        elif "." not in name and name != "count" and count:
+            numbers[name] = float(total[name]) / count
+    if "returns.m2" in total and count:
+        numbers["explained_variance"] = _explained_variance({n: float(x) for n, x in total.items()})
+    return numbers
+
+
+def _explained_variance(total: Mapping[str, float]) -> float:
+    """NaN where all returns are equal, up to the last bits of float32."""
+    variance = total["returns.m2"] / total["count"]
+    if variance <= _EQUAL_RETURNS**2 * max(1.0, total["returns.mean"] ** 2):
+        return float("nan")
+    return 1 - total["errors.m2"] / total["returns.m2"]

@@ -1,0 +1,338 @@
+"""What PPO optimises, declared once: what a token adds to a loss, the slopes of that, and what is reported of it.
+
+`policy_loss` and `value_loss` are written in the words that torch and Triton's language share: operators, `xp.where`,
+`xp.exp`, `xp.abs`, `xp.zeros_like`. `losses` runs them on tensors of any shape, `gpu.objectives` compiles the same
+source. Their arguments are the settings `s` and a token's numbers by name, None where an optional one is not given.
+Slopes are formulas, not autograd: the output layer needs them as soon as a token's log-probability is there.
+
+Nothing here needs torch before it is called, so that settings and documents can be made of these declarations.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections import namedtuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+
+
+class _Torch:
+    def __getattr__(self, name: str) -> Any:
+        import torch
+
+        return getattr(torch, name)
+
+
+xp: Any = _Torch()
+"""torch; in what Triton compiles, its language."""
+Numbers: TypeAlias = Any
+"""A number for each token: a tensor, or a block of Triton's."""
+
+LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are clamped to +- this before exp, so that no wild token can overflow a batch; beyond, slopes are 0."""
+K3_LIMIT = 10.0
+"""The k3 estimate of the KL is clamped to this."""
+
+
+class Metric(NamedTuple):
+    """What becomes of a number that is reported, and what it means."""
+
+    kind: Literal["term", "mean", "largest", "spread", "derived"]
+    """A weighted term of the loss; the mean over tokens; the largest of any token; mean and sum of squared deviations,
+    of which others are derived (moments that are not centred lose a spread that is small beside the mean)."""
+    unit: str = ""
+    meaning: str = ""
+    healthy: str = ""
+    """What to expect of a run that goes well."""
+
+
+@functools.cache
+def _tuple_type(name: str, names: tuple[str, ...]) -> Any:
+    """Triton knows named tuples, but neither dictionaries nor dataclasses."""
+    return namedtuple(name, names)
+
+
+def clamped(x: Numbers, low: Numbers, high: Numbers) -> Numbers:
+    """`x` within [low, high]; NaN stays NaN."""
+    return xp.where(x > high, high, xp.where(x < low, low, x))
+
+
+# -- KL(policy || reference) --
+# Estimates from samples of the policy by gap = logprob - ref_logprob, in nats, and their slopes in `logprob`.
+# Schulman, "Approximating KL Divergence", 2020.
+
+
+def k1(gap: Numbers) -> tuple[Numbers, Numbers]:
+    """The gap."""
+    return gap, 1.0
+
+
+def absolute(gap: Numbers) -> tuple[Numbers, Numbers]:
+    """Its size."""
+    return xp.abs(gap), xp.where(gap > 0, 1.0, xp.where(gap < 0, -1.0, 0.0))
+
+
+def k2(gap: Numbers) -> tuple[Numbers, Numbers]:
+    """Half its square."""
+    return 0.5 * (gap * gap), gap
+
+
+def k3(gap: Numbers) -> tuple[Numbers, Numbers]:
+    """e^-gap - 1 + gap: never below 0, with the expectation of k1."""
+    near = clamped(gap, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    shrunk = xp.exp(-near)
+    estimate = shrunk - 1 + near
+    outside = (xp.abs(gap) > LOG_RATIO_LIMIT) | (estimate > K3_LIMIT)
+    return xp.where(estimate > K3_LIMIT, K3_LIMIT, estimate), xp.where(outside, 0.0, 1 - shrunk)
+
+
+KLKind = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
+KL_ESTIMATES: Mapping[str, Callable[[Numbers], tuple[Numbers, Numbers]]] = {
+    "kl": k1, "k1": k1, "abs": absolute, "mse": k2, "k2": k2, "low_var_kl": k3, "k3": k3,
+}  # fmt: skip
+
+
+def kl_estimate(gap: Numbers, kind: str) -> Numbers:
+    """KL(policy || reference) at each token in nats, from gap = logprob - ref_logprob of what the policy sampled."""
+    return named_function("kl", kind)(gap)[0]
+
+
+# -- The policy --
+
+
+class Surrogate(NamedTuple):
+    """What rewards advantages: a loss, its slope in `logprob`, and what is reported of it."""
+
+    loss: Numbers
+    slope: Numbers
+    clipfrac: Numbers
+    clipfrac_lower: Numbers
+
+
+def clip(s: Any, log_ratio: Numbers, ratio: Numbers, advantages: Numbers) -> Surrogate:
+    """PPO-clip (Schulman et al. 2017, eq. 7), bounded where the advantage is negative (Ye et al. 2020, eq. 5)."""
+    plain = -advantages * ratio
+    limited = -advantages * clamped(ratio, 1 - s.clip_low, 1 + s.clip_high)
+    is_clipped = limited > plain
+    loss, slope = xp.where(is_clipped, limited, plain), xp.where(is_clipped, 0.0, plain)
+    is_bounded = xp.zeros_like(is_clipped)
+    if s.dual_clip is not None:
+        bound = -advantages * s.dual_clip
+        is_bounded = (advantages < 0) & (bound < loss)
+        loss, slope = xp.where(is_bounded, bound, loss), xp.where(is_bounded, 0.0, slope)
+    return Surrogate(loss, slope, is_clipped, is_bounded)
+
+
+def penalty(s: Any, log_ratio: Numbers, ratio: Numbers, advantages: Numbers) -> Surrogate:
+    """-ratio * A + penalty_coef * KL(old || new), estimated by k3 (Schulman et al. 2017, eq. 8)."""
+    plain, never = -ratio * advantages, xp.zeros_like(ratio)
+    loss = plain + s.penalty_coef * (ratio - 1 - log_ratio)
+    return Surrogate(loss, plain + s.penalty_coef * (ratio - 1), never, never)
+
+
+POLICY_LOSSES: Mapping[str, Callable[..., Surrogate]] = {"clip": clip, "penalty": penalty}
+POLICY_METRICS: Mapping[str, Metric] = {
+    "loss": Metric("term", "1", "Whole policy loss: pg_loss + entropy_loss + kl_loss.", "no trend is needed"),
+    "pg_loss": Metric("term", "1", "Policy gradient part, clipped or with penalty.", "near 0, mostly below"),
+    "entropy_loss": Metric("term", "1", "Minus the entropy times `algorithm.entropy_coef`.", "small beside pg_loss"),
+    "kl_loss": Metric("term", "1", "KL to the reference times `algorithm.kl_in_loss.coef`.", "small beside pg_loss"),
+    "clipfrac": Metric("mean", "fraction", "Tokens whose ratio was clipped.", "0.01 to 0.3; advice above 0.5"),
+    "clipfrac_lower": Metric("mean", "fraction", "Tokens at the bound of `algorithm.dual_clip`.", "near 0"),
+    "ppo_kl": Metric(
+        "mean", "nats per token", "KL(old || new), the plain estimate; may be below 0.", "below 0.05"
+    ),
+    "ppo_kl_k3": Metric(
+        "mean", "nats per token", "KL(old || new), the k3 estimate; never below 0.", "below 0.05"
+    ),
+    "ratio": Metric("mean", "1", "Mean ratio new / old probability.", "0.95 to 1.05"),
+    "ratio_max": Metric("largest", "1", "Largest ratio.", "below 10"),
+    "entropy": Metric(
+        "mean", "nats per token", "Entropy of the policy at the sampling temperature.", "falls slowly, stays above 0"
+    ),
+    "ref_kl": Metric(
+        "mean", "nats per token", "KL to the reference as the updates estimate it; 0 without `kl_in_loss`.", "below 0.5"
+    ),
+}  # fmt: skip
+PolicyMetrics = _tuple_type("PolicyMetrics", tuple(name for name in POLICY_METRICS if name != "loss"))
+
+
+def policy_loss(
+    s: Any,
+    logprob: Numbers,
+    entropy: Numbers,
+    old_logprob: Numbers,
+    advantages: Numbers,
+    weights: Numbers,
+    ref_logprob: Numbers = None,
+    importance_weights: Numbers = None,
+) -> tuple[tuple[Numbers, ...], Any]:
+    """weights * (importance * surrogate - entropy_coef * entropy + kl_coef * KL(policy || reference)).
+
+    Returns the slopes in `logprob` and `entropy`, and PolicyMetrics.
+    """
+    gap = logprob - old_logprob
+    log_ratio = clamped(gap, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    ratio = xp.exp(log_ratio)
+    surrogate = s.policy_loss(s, log_ratio, ratio, advantages)
+    loss, slope = surrogate.loss, xp.where(xp.abs(gap) > LOG_RATIO_LIMIT, 0.0, surrogate.slope)
+    if importance_weights is not None:
+        loss, slope = loss * importance_weights, slope * importance_weights
+    ref_kl = xp.zeros_like(logprob)
+    if ref_logprob is not None:
+        ref_kl, ref_slope = s.kl(logprob - ref_logprob)
+        slope = slope + s.kl_coef * ref_slope
+    metrics = PolicyMetrics(
+        pg_loss=weights * loss,
+        entropy_loss=-s.entropy_coef * weights * entropy,
+        kl_loss=s.kl_coef * weights * ref_kl,
+        clipfrac=surrogate.clipfrac,
+        clipfrac_lower=surrogate.clipfrac_lower,
+        ppo_kl=-log_ratio,
+        ppo_kl_k3=ratio - 1 - log_ratio,
+        ratio=ratio,
+        ratio_max=ratio,
+        entropy=entropy,
+        ref_kl=ref_kl,
+    )
+    return (weights * slope, -s.entropy_coef * weights), metrics
+
+
+OFFERED = ("logprob", "old_logprob", "log_ratio", "advantages", "entropy", "ref_logprob", "sequence_mean")
+"""What a policy loss of the user's is called with, as far as it has parameters for it: see `own_losses`."""
+
+
+# -- The value --
+
+
+VALUE_METRICS: Mapping[str, Metric] = {
+    "loss": Metric("term", "score squared", "Value loss, a half included.", "falls, then follows the returns' spread"),
+    "clipfrac": Metric("mean", "fraction", "Tokens whose clipped value error was the larger one.", "below 0.3"),
+    "value_mean": Metric("mean", "score", "Mean predicted value per token.", "near return/mean"),
+    "returns": Metric("spread"),
+    "errors": Metric("spread"),
+    "explained_variance": Metric(
+        "derived", "1", "1 - Var(return - value) / Var(return); NaN where all returns are equal.",
+        "rises from 0 towards 1",
+    ),
+}  # fmt: skip
+ValueMetrics = _tuple_type("ValueMetrics", tuple(name for name in VALUE_METRICS if name != "explained_variance"))
+
+
+def value_loss(
+    s: Any, values: Numbers, old_values: Numbers, returns: Numbers, weights: Numbers
+) -> tuple[tuple[Numbers, ...], Any]:
+    """weights * max((v - R)^2, (v_clipped - R)^2) / 2, v_clipped within +-value_clip of the old value.
+
+    Returns the slope in `values`, and ValueMetrics. Schulman et al. 2017's reference code (baselines).
+    """
+    errors = values - returns
+    square, slope, is_clipped = errors * errors, errors, xp.zeros_like(values)
+    if s.value_clip is not None:
+        step = values - old_values
+        limited = old_values + clamped(step, -s.value_clip, s.value_clip) - returns
+        # Within the clip the two squares differ by rounding only.
+        is_clipped = (xp.abs(step) > s.value_clip) & (limited * limited > square)
+        square, slope = xp.where(is_clipped, limited * limited, square), xp.where(is_clipped, 0.0, slope)
+    metrics = ValueMetrics(
+        loss=0.5 * weights * square, clipfrac=is_clipped, value_mean=values, returns=returns, errors=errors
+    )
+    return (weights * slope,), metrics
+
+
+# -- Their settings --
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is optimised: a formula, and its settings by name."""
+
+    formula: ClassVar[Callable[..., Any]]
+    """What a token adds; its parameters after `s` name the numbers of a token."""
+    trained: ClassVar[tuple[str, ...]]
+    """The numbers it has slopes in."""
+    metrics: ClassVar[tuple[str, ...]]
+
+    def __init_subclass__(cls, formula: Callable[..., Any], trained: tuple[str, ...], metrics: Any) -> None:
+        cls.formula, cls.trained, cls.metrics = staticmethod(formula), trained, metrics._fields
+
+    def settings(self) -> Any:
+        """`s` of the formula: by name, with a function in the place of its name."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        found = {n: named_function(n, x) if n in FUNCTIONS and isinstance(x, str) else x for n, x in given.items()}
+        return _tuple_type(f"{type(self).__name__}Settings", tuple(found))(**found)
+
+
+@dataclass(frozen=True)
+class PolicyObjective(Objective, formula=policy_loss, trained=("logprob", "entropy"), metrics=PolicyMetrics):
+    """`policy_loss`; the defaults are those of PPO-clip."""
+
+    policy_loss: str | Callable[..., Any] = "clip"
+    """One of POLICY_LOSSES, or a function of your own: see `own_losses`."""
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    dual_clip: float | None = None
+    """Bound c > 1 of the loss where the advantage is negative."""
+    penalty_coef: float = 0.0
+    entropy_coef: float = 0.0
+    kl: str = "low_var_kl"
+    kl_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.settings()
+        if self.dual_clip is not None and not self.dual_clip > 1:
+            raise ValueError(f"dual_clip is {self.dual_clip}, must exceed 1; pass None for none")
+
+    @property
+    def sees_sequences(self) -> bool:
+        """Whether a token's slope depends on the other tokens of its sequence."""
+        return callable(self.policy_loss) and "sequence_mean" in taken_by(self.policy_loss, OFFERED)
+
+    @property
+    def slopes_in_entropy(self) -> bool:
+        """Whether the entropy is differentiated at all."""
+        own = callable(self.policy_loss) and "entropy" in taken_by(self.policy_loss, OFFERED)
+        return own or self.entropy_coef != 0
+
+
+@dataclass(frozen=True)
+class ValueObjective(Objective, formula=value_loss, trained=("values",), metrics=ValueMetrics):
+    """`value_loss`."""
+
+    value_clip: float | None = None
+    """None: no clipping, and the old values play no part."""
+
+
+FUNCTIONS: Mapping[str, Mapping[str, Callable[..., Any]]] = {"policy_loss": POLICY_LOSSES, "kl": KL_ESTIMATES}
+"""Settings that name a function."""
+
+
+def named_function(setting: str, name: str) -> Callable[..., Any]:
+    """The function that a setting names; raises ValueError with the nearest name."""
+    choices = FUNCTIONS[setting]
+    if name not in choices:
+        nearest = difflib.get_close_matches(name, choices, n=1, cutoff=0.0)[0]
+        raise ValueError(f"{setting} is '{name}', must be one of {', '.join(choices)}; did you mean '{nearest}'?")
+    return choices[name]
+
+
+def inputs_of(formula: Callable[..., Any]) -> dict[str, bool]:
+    """The numbers of a token that a formula takes, in its order, and whether each must be given."""
+    parameters = list(inspect.signature(formula).parameters.values())[1:]
+    return {p.name: p.default is inspect.Parameter.empty for p in parameters}
+
+
+def metric_kind(name: str) -> str:
+    """What becomes of a metric; of those that no formula declares, the mean."""
+    found = POLICY_METRICS.get(name) or VALUE_METRICS.get(name)
+    return found.kind if found is not None else "mean"
+
+
+def taken_by(function: Callable[..., Any], offered: Sequence[str]) -> tuple[str, ...]:
+    """Those of the offered keyword arguments that a function has parameters for; all where it takes any."""
+    parameters = inspect.signature(function).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    return tuple(name for name in offered if takes_any or name in parameters)

@@ -1,0 +1,66 @@
+"""What steers the weight of a KL term from step to step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+
+def _finite(current_kl: float) -> float:
+    if not math.isfinite(current_kl):
+        raise ValueError(f"the measured KL is {current_kl}, must be finite; the log-probabilities are broken")
+    return current_kl
+
+
+class FixedKLController:
+    """The weight of a KL term that does not move; what the adaptive ones share with it."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Refuse a KL that is not finite; the weight stays."""
+        _finite(current_kl)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint."""
+        self.value = float(state["value"])
+
+
+class AdaptiveKLController(FixedKLController):
+    """A weight that moves towards a target KL: value *= 1 + clip(kl/target - 1, -.2, .2) * n_steps / horizon.
+
+    Ziegler et al. 2019, section 2.2. `target` and `current_kl` are in nats, both per token or both per response;
+    `horizon` and `n_steps` in samples.
+    """
+
+    def __init__(self, value: float, target: float, horizon: int) -> None:
+        super().__init__(value)
+        self.target, self.horizon = target, horizon
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Move after `n_steps` samples whose mean KL was `current_kl`."""
+        error = min(max(_finite(current_kl) / self.target - 1, -0.2), 0.2)
+        self.value *= 1 + error * n_steps / self.horizon
+
+
+class PenaltyController(FixedKLController):
+    """The weight of PPO-penalty: doubled above 1.5 x target, halved below target / 1.5.
+
+    Schulman et al. 2017, "Proximal Policy Optimization Algorithms", section 4; nats per token.
+    """
+
+    def __init__(self, value: float, target: float) -> None:
+        super().__init__(value)
+        self.target = target
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Move after a step whose updates ended at KL(old || new) = `current_kl`; `n_steps` plays no part."""
+        if _finite(current_kl) > 1.5 * self.target:
+            self.value *= 2
+        elif current_kl < self.target / 1.5:
+            self.value /= 2

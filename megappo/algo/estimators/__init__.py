@@ -1,0 +1,97 @@
+"""Ways to get advantages: a file each, with a function of the file's name; your own is named by its import path.
+
+An estimator gets, by keyword, those of these that it has parameters for:
+
+    rewards      (B, T) per token, the weighted KL subtracted where it is in the reward
+    values       (B, T) of the critic, which an estimator that takes them needs
+    mask         (B, T) bool
+    group_ids    (B,) int64; samples of one prompt share one, and lie on one rank
+    gamma, lam   the settings
+    gae          a function of rewards, values, mask, gamma and lam, by keyword, that does GAE
+
+and returns advantages and returns, both (B, T), 0 at masked positions. Whitening over the global batch follows where
+the settings ask for it, unless the function is `unwhitened`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from megappo_kernels.objectives import taken_by
+
+if TYPE_CHECKING:  # names of estimators are asked for where torch is not waited for
+    from torch import Tensor
+
+NAMES = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
+ARGUMENTS = ("rewards", "values", "mask", "group_ids", "gamma", "lam", "gae")
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class GAE(Protocol):
+    """`megappo_kernels.gae.gae`, on whichever device."""
+
+    def __call__(
+        self, *, rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+def unwhitened(compute: _Function) -> _Function:
+    """Declare an estimator whose advantages have their scale already."""
+    compute.whitens = False  # type: ignore[attr-defined]
+    return compute
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """A function that estimates advantages, and what its parameters say of it."""
+
+    name: str
+    compute: Callable[..., tuple[Tensor, Tensor]]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further keyword arguments."""
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether it cannot do without values."""
+        values = inspect.signature(self.compute).parameters.get("values")
+        return values is not None and values.default is inspect.Parameter.empty
+
+    @property
+    def takes_values(self) -> bool:
+        """Whether a critic is of use."""
+        return "values" in taken_by(self.compute, ARGUMENTS)
+
+    @property
+    def compares_samples(self) -> bool:
+        """Whether it needs several samples of a prompt."""
+        return "group_ids" in inspect.signature(self.compute).parameters
+
+    @property
+    def whitens(self) -> bool:
+        """Whether whitening may follow."""
+        return getattr(self.compute, "whitens", True)
+
+    def __call__(self, **offered: Any) -> tuple[Tensor, Tensor]:
+        """Estimate, given all of ARGUMENTS but `gae`, which may be; `values` may be None where they are not needed."""
+        from megappo.algo.masks import check_mask
+        from megappo_kernels.gae import gae
+
+        if self.needs_critic and offered["values"] is None:
+            raise ValueError(f"estimator '{self.name}' needs values; add a critic section, or choose grpo or rloo")
+        given = {"gae": gae, **offered}
+        found = self.compute(**{name: given[name] for name in taken_by(self.compute, ARGUMENTS)}, **self.options)
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise ValueError(f"estimator '{self.name}' returned {type(found).__name__}, must be (advantages, returns)")
+        check_mask(given["mask"], advantages=found[0], returns=found[1])
+        return found
+
+
+def builtin(name: str) -> Estimator:
+    """The estimator of NAMES."""
+    return Estimator(name, getattr(import_module(f"{__name__}.{name}"), name))

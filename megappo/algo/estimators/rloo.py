@@ -1,0 +1,23 @@
+"""Scores against the mean of the other samples of a prompt."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megappo.algo.estimators import unwhitened
+from megappo.algo.groups import Groups, spread
+from megappo.algo.masks import clean
+
+
+@unwhitened
+def rloo(*, rewards: Tensor, mask: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Score minus the mean of the group's other samples; a group of one keeps its score.
+
+    Ahmadian et al. 2024, "Back to Basics", eq. 3.
+    """
+    scores_B = clean(rewards, mask).sum(-1)
+    groups = Groups.of(scores_B, group_ids)
+    # Of n samples, the others' mean lies n / (n - 1) times as far away as the mean of all.
+    others_B = groups.deviations_B * groups.sizes_B / (groups.sizes_B - 1).clamp(min=1)
+    return spread(torch.where(groups.sizes_B > 1, others_B, scores_B), mask)

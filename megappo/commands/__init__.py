@@ -1,0 +1,87 @@
+"""The subcommands: one module each, with `add_arguments(parser)` and `run(arguments)`.
+
+A module is imported when its command is called, so that none waits for what another needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Protocol, cast
+
+from megappo.errors import ConfigError, shortened, whole_number
+
+
+class CommandModule(Protocol):
+    """What a module of a subcommand offers."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare what follows the command."""
+
+    def run(self, arguments: argparse.Namespace) -> bool | None:
+        """Do it; False: it was done, and the answer is no (exit code 1)."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand."""
+
+    help: str
+    on_ranks: bool = False
+    """Whether a launcher may start it as several ranks."""
+    takes_overrides: bool = False
+    """Whether `key=value` may follow its arguments."""
+
+
+COMMANDS = {
+    "train": Command("run PPO as a YAML file describes it", on_ranks=True, takes_overrides=True),
+    "plan": Command(
+        "say what a run will need and how fast it will be, before it is started",
+        takes_overrides=True,
+    ),
+    "doctor": Command(
+        "say what of this machine, or of all ranks, is fine, slow or broken", on_ranks=True, takes_overrides=True
+    ),
+    "serve": Command("run one SGLang server for trainers elsewhere, and keep it running", takes_overrides=True),
+    "eval": Command("score a model on data.validation", on_ranks=True, takes_overrides=True),
+    "export": Command("write a checkpoint of a run as a Hugging Face folder"),
+    "report": Command("show how a metric of a run went"),
+}
+"""By name, which is also the name of its module in this package."""
+
+
+def module_of(command: str) -> CommandModule:
+    """The module of a subcommand, imported now."""
+    return cast(CommandModule, import_module(f"{__name__}.{command}"))
+
+
+def whole_option(name: str, text: str, least: int, most: int) -> int:
+    """The whole number that an option has. Raises ConfigError for anything else, and outside of the bounds."""
+    number = whole_number(text)
+    if number is None or not least <= number <= most:
+        raise ConfigError(f"{name} is '{shortened(text)}', must be a whole number from {least} to {most}")
+    return number
+
+
+def seconds_option(name: str, text: str, most: float) -> float:
+    """The same for seconds, from 0."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= most:
+        raise ConfigError(f"{name} is '{shortened(text)}', must be a number of seconds from 0 to {most:g}")
+    return seconds
+
+
+def add_config_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    """A configuration and what it is to be overridden with."""
+    parser.add_argument("config", metavar="CONFIG", nargs="?" if optional else None, help="YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override such as run.steps=10")
+
+
+def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
+    """The devices that a run is planned for."""
+    parser.add_argument("--machine", metavar="NAME", help="h100, cpu, ... or a YAML file (default: by runtime.device)")
+    parser.add_argument("--gpus", metavar="N", help="devices, one per rank (default: the fewest the layouts need)")

@@ -1,0 +1,92 @@
+"""`megappo doctor`: all checks on one machine, or on all of a job where several ranks are started."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megappo.commands import add_config_arguments
+from megappo.config import Config, Derived, derive, load_config
+from megappo.doctor.devices import device_findings
+from megappo.doctor.engines import engine_findings
+from megappo.doctor.findings import Finding, any_broken, as_json, as_text, fine, merge, slow
+from megappo.doctor.machine import machine_findings
+from megappo.doctor.network import clock_finding, group_findings, group_kinds, meet, rendezvous_finding
+from megappo.doctor.settings import settings_findings
+from megappo.doctor.software import software_findings
+from megappo.plan.here import resolve_here
+from megappo.plan.planner import fewest_ranks, read_models
+from megappo.runtime.device import own_device
+from megappo.runtime.launchers import Ranks, read_ranks
+from megappo.runtime.objects import of_all_ranks
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What follows `megappo doctor`."""
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    add_config_arguments(parser, optional=True)
+
+
+def run(arguments: argparse.Namespace) -> bool:
+    """`megappo doctor`; whether nothing is broken."""
+    config = load_config(arguments.config, arguments.overrides) if arguments.config is not None else None
+    return doctor_command(config, arguments.config, as_json_text=arguments.json)
+
+
+def doctor_command(config: Config | None, config_path: str | None, *, as_json_text: bool = False) -> bool:
+    """Check and print; every rank calls this, rank 0 prints. Returns whether nothing is broken.
+
+    Raises ConfigError for settings that cannot run on so many ranks.
+    """
+    ranks = read_ranks(os.environ)
+    config = resolve_here(config) if config is not None else None
+    derived = None
+    machine = socket.gethostname()
+    own: list[Finding] = []
+    if ranks.local_rank == 0:
+        own = [*software_findings(config), *device_findings(config, ranks), *machine_findings(config, ranks)]
+    if config is not None and config_path is not None:
+        models = read_models(config, Path(config_path).parent / "models").models
+        world_size = ranks.world_size if ranks.world_size > 1 else fewest_ranks(config)
+        derived = derive(config, world_size, models.actor, models.critic, models.reference)
+        if ranks.local_rank == 0:
+            own += [
+                *settings_findings(config, models, world_size),
+                *engine_findings(config, models, ranks, world_size),
+            ]
+    if ranks.world_size == 1:
+        _print(merge([(machine, own)]), [machine], as_json_text)
+        return not any_broken(own)
+    problem = rendezvous_finding(ranks) or meet(ranks)
+    if problem is not None:  # each rank speaks for itself, as nothing can be gathered
+        _print(merge([(machine, [*own, problem])]), [machine], as_json_text)
+        return False
+    try:
+        return _together(machine, own, ranks, derived, as_json_text)
+    finally:
+        dist.destroy_process_group()
+
+
+def _together(machine: str, own: list[Finding], ranks: Ranks, derived: Derived | None, as_json_text: bool) -> bool:
+    """Gather what the machines found, measure what is between them, print on rank 0."""
+    everyone = of_all_ranks((machine, own))
+    machines = list(dict.fromkeys(name for name, _ in everyone))
+    found = merge(everyone)
+    if any_broken(found):
+        found.append(slow("group", "none was measured, as something is broken", "fix that first"))
+    else:
+        found.append(fine("rendezvous", f"{ranks.world_size} ranks met on {', '.join(machines)}"))
+        found.append(clock_finding(machine))
+        found += group_findings(group_kinds(derived, ranks.world_size), own_device(ranks))
+    if ranks.rank == 0:
+        _print(found, machines, as_json_text)
+    return not any_broken(found)
+
+
+def _print(findings: Sequence[Finding], machines: Sequence[str], as_json_text: bool) -> None:
+    print(as_json(findings, machines) if as_json_text else as_text(findings, len(machines)), flush=True)

@@ -1,0 +1,250 @@
+"""`megappo train --dry-run`: everything of a run but training, in one process and without a GPU."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megappo.commands import whole_option
+from megappo.config import Config, ConfigError, Derived, derive, print_table, resolve
+from megappo.config.base import LARGEST_WORLD
+from megappo.config.model_files import (
+    load_architecture,
+    load_tokenizer,
+    model_folder,
+    model_paths,
+    resolve_stop_token_ids,
+    role_folder,
+)
+from megappo.config.schema import DataSourceSettings
+from megappo.data import PromptDataset
+from megappo.data.sources import Record, read_records
+from megappo.doctor.findings import Finding
+from megappo.doctor.machine import disk
+from megappo.doctor.software import generation_finding, reward_findings
+from megappo.errors import RunError, one_line, raised_by_megappo, shortened
+from megappo.plan.engines import other_engine
+from megappo.plan.here import resolve_here
+from megappo.plan.inputs import Models
+from megappo.plan.machine_file import find_machine
+from megappo.plan.machines import Machine
+from megappo.plan.planner import default_machine, fewest_ranks, make_plan, read_models
+from megappo.plan.search import remedy
+from megappo.plugins import is_import_path
+from megappo.ppo.methods import check_methods
+from megappo.ppo.origins import open_origin
+from megappo.reshard.sources import SafetensorsSource
+from megappo.rewards.registry import check_reward
+from megappo.rewards.workers import RewardPool, RewardRequest
+from megappo.runtime.launchers import read_ranks
+
+_SCORED_SAMPLES = 8
+_ANSWER_FORMS = ("{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>")
+"""How models write an answer that some reward understands."""
+_SHOWN_CHARACTERS = 200
+
+Rows = Iterator[tuple[str, str]]
+"""(name, what was found) as they are printed."""
+
+
+def dry_run(
+    config: Config,
+    config_path: str,
+    overrides: Sequence[str],
+    *,
+    gpus_text: str | None = None,
+    machine_name: str | None = None,
+) -> None:
+    """Load tokenizer and data, score samples, look through the weights, plan; print what would run.
+
+    Raises ConfigError with every problem, not only the first.
+    """
+    machine = default_machine(config) if machine_name is None else find_machine(machine_name)
+    planned = resolve(config, on_cuda=machine.is_cuda)
+    # A machine that nobody named is only planned for: what is checked is the run as it would start here.
+    config = planned if machine_name is not None else resolve_here(config)
+    ranks = _ranks(config, gpus_text)
+    models = read_models(config, Path(config_path).parent / "models").models
+    derived = derive(config, ranks, models.actor, models.critic, models.reference)
+    print_table(config, derived)
+    problems: list[str] = []
+    for part in (
+        _prompts(config, models, ranks),
+        _reward(config),
+        _methods(config),
+        _weights(config),
+        _origins(config),
+        _machine(config),
+        _plan(planned, models, ranks, machine, named=machine_name is not None),
+    ):
+        problems += _print_part(part)
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))
+    _print("would run", _command(config_path, overrides, derived))
+    _print("dry run", "nothing was trained and nothing is left on the disk")
+
+
+def _ranks(config: Config, gpus_text: str | None) -> int:
+    """Ranks of the run: as asked for, as started, or the fewest on which the layouts stand."""
+    if gpus_text is not None:
+        return whole_option("--gpus", gpus_text, 1, LARGEST_WORLD)
+    started = read_ranks(os.environ).world_size
+    return started if started > 1 else fewest_ranks(config)
+
+
+def _print(name: str, words: str) -> None:
+    print(f"{name:<12} {words}", flush=True)
+
+
+def _print_part(part: Rows) -> tuple[str, ...]:
+    """Print a part's rows as they come; returns the problem that ended it, if one did."""
+    try:
+        for name, words in part:
+            _print(name, words)
+    except ConfigError as error:
+        return error.problems
+    except RunError as error:
+        return (str(error),)
+    except ValueError as error:
+        if not raised_by_megappo(error):
+            raise
+        return (one_line(str(error)),)
+    return ()
+
+
+def _prompts(config: Config, models: Models, ranks: int) -> Rows:
+    """Tokenizer, prompts of training and validation, stop tokens."""
+    tokenizer = load_tokenizer(config.model)
+    yield "tokenizer", f"{type(tokenizer).__name__}, {len(tokenizer)} tokens"
+    stops = resolve_stop_token_ids(
+        model_folder(config.model.path, weights=False), tokenizer, config.rollout.stop_token_ids
+    )
+    yield (
+        "stop tokens",
+        ", ".join(f"{i} {tokenizer.decode([i])!r}" for i in stops) or "none: responses have full length",
+    )
+    train = PromptDataset(config.data.train, config.data, tokenizer)
+    yield "data", _data_words(train, config.data.train, config)
+    epoch = len(train) / config.rollout.prompts_per_step
+    steps = derive(config, ranks, models.actor, models.critic, models.reference, prompts=len(train)).steps
+    yield "epochs", f"{epoch:.1f} steps take every prompt once; {steps} steps are {steps / epoch:.1f}"
+    if config.data.validation is not None:
+        yield (
+            "validation",
+            _data_words(PromptDataset(config.data.validation, config.data, tokenizer), config.data.validation, config),
+        )
+    first = train[0]
+    text, answer = (shortened(repr(shown), _SHOWN_CHARACTERS) for shown in (first.text, str(first.answer)))
+    yield "a prompt", f"{text}, {len(first.token_ids)} tokens, answer {answer}"
+
+
+def _data_words(prompts: PromptDataset, source: DataSourceSettings, config: Config) -> str:
+    lengths = [len(prompts[i].token_ids) for i in range(len(prompts))]
+    return (
+        f"{len(prompts)} prompts of {source.source}, {prompts.dropped} dropped and {prompts.truncated} cut as too "
+        f"long; {min(lengths)} to {max(lengths)} tokens, {sum(lengths) / len(lengths):.0f} in the mean, of at most "
+        f"{config.data.max_prompt_tokens}"
+    )
+
+
+def _reward(config: Config) -> Rows:
+    """The reward function on samples: the answers themselves, and nothing at all."""
+    for finding in reward_findings(config):
+        _refuse_broken(finding)
+    check_reward(config.reward)
+    if config.reward.model_path is not None:
+        size = sum(file.stat().st_size for file in Path(config.reward.model_path).glob("*.safetensors"))
+        yield "reward", f"the model in {config.reward.model_path}, {size / 1e9:.3g} GB, which the run loads"
+        return
+    limited = config.data.train.model_copy(update={"limit": _SCORED_SAMPLES})
+    stop = load_tokenizer(config.model).eos_token or ""
+    best, empty = _scores(config, read_records(limited), stop)
+    yield (
+        "reward",
+        f"{config.reward.function} gives the answers {best:.3g} and empty responses {empty:.3g}, in the mean",
+    )
+    if best <= empty:
+        yield "reward", "no written form of the answers scores above an empty response: look at one by hand"
+
+
+def _scores(config: Config, records: Sequence[Record], stop: str) -> tuple[float, float]:
+    """Mean score of the answers, in the form that scores best, and of empty responses; `stop` ends all."""
+    with RewardPool(config.reward.model_copy(update={"workers": 1})) as pool:
+
+        def mean(form: str) -> float:
+            answers = [form.format(record.answer) for record in records]
+            requests = [
+                RewardRequest(_prompt_text(record), answer, answer + stop, record.answer, record.metadata)
+                for record, answer in zip(records, answers, strict=True)
+            ]
+            return float(pool.score(requests).scores.mean())
+
+        return max(mean(form) for form in _ANSWER_FORMS), mean("")
+
+
+def _prompt_text(record: Record) -> str:
+    return record.prompt if isinstance(record.prompt, str) else str(record.prompt[-1]["content"])
+
+
+def _methods(config: Config) -> Rows:
+    """Estimator and policy loss, tried on a few numbers."""
+    check_methods(config)
+    own = [name for name in (config.algorithm.estimator, config.algorithm.policy_loss) if is_import_path(name)]
+    if own:
+        yield "algorithm", f"{' and '.join(own)}: imported, and tried on six tokens"
+
+
+def _weights(config: Config) -> Rows:
+    """Every tensor of every model, by the headers of the files."""
+    for role, path in model_paths(config).items():
+        if config.model.init == "random":
+            yield "weights", f"{role}: drawn from the seed; model.init is random"
+            continue
+        if not Path(path).is_dir():
+            yield "weights", f"{role}: {path} is fetched from the hub by the run, and not looked at here"
+            continue
+        folder = Path(path)
+        arch = load_architecture(folder, config.model)
+        count = SafetensorsSource(folder, arch).check(with_output_layer=role != "critic")
+        stored = " and float8 weights have their scales" if arch.stored_blocks else ""
+        yield "weights", f"{role}: all {count} tensors are in {folder}, in the shapes of its config.json{stored}"
+
+
+def _origins(config: Config) -> Rows:
+    """What the models of a new run begin with, where that is not their own folder."""
+    for role, settings in (("actor", config.actor), ("critic", config.critic)):
+        if settings is None or settings.start_from is None:
+            continue
+        arch = load_architecture(role_folder(config, role, weights=False), config.model)
+        yield "starts from", open_origin(settings.start_from, role, arch).words
+
+
+def _machine(config: Config) -> Rows:
+    """What the run needs of this machine's software and disk."""
+    for finding in (generation_finding(config), *disk(config.run.path)):
+        _refuse_broken(finding)
+        yield finding.check, finding.words
+
+
+def _refuse_broken(finding: Finding) -> None:
+    if finding.state == "broken":
+        raise ConfigError(f"{finding.words}; {finding.remedy}")
+
+
+def _plan(config: Config, models: Models, ranks: int, machine: Machine, *, named: bool) -> Rows:
+    """Memory and time; what does not fit is refused on a machine that was named, and told on the default one."""
+    plan = make_plan(config, models, machine, ranks)
+    if not plan.fits and named:
+        raise ConfigError(f"{plan.verdict}; {remedy(config, models, machine, ranks)[0]}")
+    yield "plan", f"{ranks} x {machine.words}: {plan.verdict}"
+    yield "plan", plan.bottleneck
+    yield "plan", other_engine(config, models, machine, ranks).sentence
+    if not plan.fits:
+        yield "plan", f"{remedy(config, models, machine, ranks)[0]}; another machine is named with --machine"
+
+
+def _command(config_path: str, overrides: Sequence[str], derived: Derived) -> str:
+    words = shlex.join(["-m", "megappo", "train", config_path, *overrides])
+    return f"torchrun --nproc-per-node {derived.world_size} {words}, or as many ranks over several machines"

@@ -1,0 +1,86 @@
+"""`megappo export`: a checkpoint of a run as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import chain
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megappo.checkpoint.identity import model_of
+from megappo.checkpoint.select import find_checkpoint
+from megappo.checkpoint.source import CheckpointSource
+from megappo.config.model_files import load_architecture, load_tokenizer, resolve_stop_token_ids
+from megappo.megatron.build import DTYPES
+from megappo.reshard.value_heads import EXPORTED
+from megappo.reshard.writer import write_critic, write_policy
+
+ROLES = ("actor", "critic")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What follows `megappo export`."""
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run")
+    parser.add_argument("out", metavar="OUT", help="folder to write")
+    parser.add_argument("--role", choices=ROLES, default="actor", help="(default: %(default)s)")
+    parser.add_argument(
+        "--step", metavar="N", default="latest", help="step of the checkpoint, best or latest (default: %(default)s)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Export, and print what the user should know."""
+    for sentence in export_run(arguments.run_dir, arguments.out, arguments.role, arguments.step):
+        print(sentence)
+
+
+def export_run(run_dir: str, out: str, role: str = "actor", step: str = "latest") -> list[str]:
+    """`megappo export RUN_DIR OUT`: actor or critic of a checkpoint as a Hugging Face folder, by one process without
+    GPUs, whether the run has finished or not. Returns what to tell the user.
+
+    `step` is a number, `best` or `latest`. Raises ValueError where there is no such checkpoint or role, where the
+    model's config.json is another one by now, and where OUT holds something. What fails leaves nothing in OUT.
+    """
+    directory, target = Path(run_dir), Path(out)
+    if not (directory / "config.yaml").exists():
+        raise ValueError(f"{directory} holds no config.yaml; name the directory of a run")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{target} is not an empty folder; name a new one to export to")
+    folder, marker, sentences = find_checkpoint(directory / "checkpoints", step)
+    config, model = model_of(marker, role)
+    arch = load_architecture(model, config.model)
+    source = CheckpointSource(folder, role, arch)
+    dtype, tokenizer = DTYPES[config.model.dtype], load_tokenizer(config.model)
+    with ExitStack() as undo:
+        undo.callback(_take_back, target, keep=target.exists())
+        if role == "critic":
+            write_critic(target, arch, _critic_tensors(source, dtype), tokenizer)
+        else:
+            tensors = ((name, tensor.to(dtype)) for name, tensor in source.tensors())
+            stops = resolve_stop_token_ids(model, tokenizer, config.rollout.stop_token_ids)
+            write_policy(target, arch, tensors, tokenizer, started_from=model, stop_token_ids=stops)
+        undo.pop_all()
+    return [*sentences, f"the {role} after step {marker.step} is in {target}"]
+
+
+def _take_back(folder: Path, *, keep: bool) -> None:
+    """Remove what was written to a folder that was empty, and the folder too unless it was there before."""
+    for part in list(folder.glob("*")):
+        if part.is_dir():
+            shutil.rmtree(part)
+        else:
+            part.unlink()
+    if not keep and folder.exists():
+        folder.rmdir()
+
+
+def _critic_tensors(source: CheckpointSource, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    head = source.value_head()
+    assert head is not None, "a critic's checkpoint has one"
+    for name, tensor in chain(source.tensors(), zip(EXPORTED, head, strict=True)):
+        yield name, tensor.to(dtype)

@@ -1,0 +1,228 @@
+"""`megappo serve`: one SGLang server for trainers elsewhere, with the arguments that megappo's own servers get.
+
+The server is started again when it dies or hangs, and ends with everything it made when this process is told to stop
+or is killed. SIGINT and SIGHUP stop at once. SIGTERM, which a scheduler sends to engines and trainers together, stops
+after `linger_seconds`, in which the trainers may still need answers. SIGUSR1 and SIGUSR2 are the trainers' business.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import secrets
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+
+from megappo.commands import add_config_arguments, seconds_option, whole_option
+from megappo.config import Config, ConfigError, load_config
+from megappo.config.model_files import load_architecture, load_tokenizer, model_folder, resolve_stop_token_ids
+from megappo.config.rules import server_rules
+from megappo.engines.sglang.client import ServerFailure, is_alive
+from megappo.engines.sglang.fleet import KEY_VARIABLE
+from megappo.engines.sglang.server import Server, ServerSpec, start_server
+from megappo.errors import RunError
+from megappo.observe.messages import tell
+from megappo.plan.here import resolve_here
+from megappo.runtime.sglang_cpu import require_sglang
+from megappo.runtime.store import free_port, listening_problem
+from megappo.runtime.waiting import wait_until
+
+_POLL_SECONDS = 0.2
+_HEALTH_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Service:
+    """One server and where it listens."""
+
+    spec: ServerSpec
+    port: int
+    key: str
+    index: int
+    """Its number among the engines of a run; names its log."""
+    linger_seconds: float
+
+
+class StopRequest:
+    """What signals have asked of this process."""
+
+    def __init__(self, linger_seconds: float) -> None:
+        self._linger, self._deadline = linger_seconds, math.inf
+
+    def receive(self, number: int, _frame: FrameType | None = None) -> None:
+        """A signal handler; a scheduler may repeat SIGTERM, which prolongs nothing."""
+        linger = self._linger if number == signal.SIGTERM else 0.0
+        self._deadline = min(self._deadline, time.monotonic() + linger)
+
+    @property
+    def due(self) -> bool:
+        """Whether to stop now."""
+        return time.monotonic() >= self._deadline
+
+    def wait(self, seconds: float) -> None:
+        """Sleep so long, or until it is due."""
+        wait_until(lambda: self.due, seconds, every_seconds=min(seconds, _POLL_SECONDS))
+
+
+@contextmanager
+def _signals(stop: StopRequest) -> Iterator[None]:
+    before = {n: signal.signal(n, stop.receive) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    before |= {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGUSR1, signal.SIGUSR2)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What follows `megappo serve`."""
+    parser.add_argument("--host", help="interface to listen on (default: rollout.sglang.host)")
+    parser.add_argument("--port", default="30000", help="port, 0: a free one (default: %(default)s)")
+    parser.add_argument("--index", default="0", help="number that names its log (default: %(default)s)")
+    parser.add_argument("--linger", default="0", metavar="SECONDS", help="go on so long after SIGTERM (default: 0)")
+    parser.add_argument("--ranks", action="store_true", help="print how many devices a server takes, instead")
+    add_config_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """`megappo serve`."""
+    config = load_config(arguments.config, arguments.overrides)
+    if arguments.ranks:
+        print(config.rollout.servers.tensor_parallel)
+        return
+    serve(
+        resolve_here(config),
+        host=arguments.host,
+        port=whole_option("--port", arguments.port, 0, 65535),
+        index=whole_option("--index", arguments.index, 0, 2**31 - 1),
+        linger_seconds=seconds_option("--linger", arguments.linger, 1e6),
+    )
+
+
+def serve(config: Config, *, host: str | None, port: int, index: int, linger_seconds: float) -> None:
+    """Serve until told to stop.
+
+    `port` 0 takes a free one. Raises ConfigError for settings that cannot be served and an address that cannot be
+    listened on, and RunError where the server dies too often.
+    """
+    service = make_service(config, host=host, port=port, index=index, linger_seconds=linger_seconds)
+    stop = StopRequest(linger_seconds)
+    with _signals(stop):
+        _supervise(service, stop)
+
+
+def make_service(config: Config, *, host: str | None, port: int, index: int, linger_seconds: float) -> Service:
+    """The server of these settings, checked. Raises as `serve` does."""
+    if not config.rollout.has_servers:
+        raise ConfigError(f"rollout.engine is '{config.rollout.engine}', serve needs sglang; set rollout.engine=sglang")
+    require_sglang()
+    problems = list(server_rules(config, load_architecture(config.model.path, config.model)))
+    if problems:
+        raise ConfigError(problems)
+    host = host or config.rollout.servers.host
+    check_address(host, port)
+    folder = model_folder(config.model.path, weights=False)
+    stops = resolve_stop_token_ids(folder, load_tokenizer(config.model), config.rollout.stop_token_ids)
+    spec = ServerSpec.of(config, folder, stops, memory_saver=False)
+    spec = replace(spec, settings=spec.settings.model_copy(update={"host": host}), seed=index)
+    key = os.environ.get(KEY_VARIABLE, "") or kept_key(spec.log_directory)
+    return Service(_placed(spec), port or free_port(host), key, index, linger_seconds)
+
+
+def kept_key(folder: Path) -> str:
+    """The key of the servers of a run that were given none, in a file that only its owner reads; made by the first.
+
+    Raises ConfigError for a file that others read too.
+    """
+    path = folder / "key"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        descriptor, made = tempfile.mkstemp(dir=folder)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(16))
+        with suppress(FileExistsError):  # a server beside this one was sooner
+            os.link(made, path)
+        os.unlink(made)
+    if path.stat().st_mode & 0o077:
+        raise ConfigError(f"others can read {path}, which holds the servers' key; remove it, and a new one is made")
+    tell(f"{KEY_VARIABLE} is empty, so the key is the one in {path}; export {KEY_VARIABLE}=$(cat {path})")
+    return path.read_text()
+
+
+def check_address(host: str, port: int) -> None:
+    """Raises ConfigError where nothing can listen."""
+    problem = listening_problem(host, port)
+    if problem is not None:
+        raise ConfigError(
+            f"nothing can listen on --host {host} --port {port} ({problem}); choose another port, or an address of "
+            "this machine"
+        )
+
+
+def _placed(spec: ServerSpec) -> ServerSpec:
+    """The specification with its GPUs, or without CUDA with its cores."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return replace(spec, cores=tuple(sorted(os.sched_getaffinity(0))))
+    first, ranks, count = spec.settings.first_device or 0, spec.settings.tensor_parallel, torch.cuda.device_count()
+    if first + ranks > count:
+        raise ConfigError(
+            f"rollout.sglang.tensor_parallel {ranks} from first_device {first} on needs {first + ranks} GPUs, this "
+            f"machine has {count}; a server stands on one machine"
+        )
+    return replace(spec, devices=tuple(range(first, first + ranks)))
+
+
+def _supervise(service: Service, stop: StopRequest) -> None:
+    """Start the server as often as `max_restarts` allows; one that never got ready twice running is given up."""
+    most, restarts, never_ready = service.spec.settings.max_restarts, 0, 0
+    while not stop.due:
+        server = start_server(service.spec, service.index, 0, restarts + 1, port=service.port, key=service.key)
+        try:
+            ready, reason = _watch(server, service, stop)
+        finally:
+            server.stop()
+        if reason is None:
+            return
+        never_ready = 0 if ready else never_ready + 1
+        if restarts == most or never_ready == 2:
+            raise RunError(f"{reason}; it was started {restarts + 1} times (rollout.sglang.max_restarts {most})")
+        restarts += 1
+        tell(f"{reason}; it is started again")
+
+
+def _watch(server: Server, service: Service, stop: StopRequest) -> tuple[bool, str | None]:
+    """Whether it got ready, and why it has to be replaced; None where this process is to stop."""
+    settings, ready = service.spec.settings, False
+    try:
+        while not stop.due and not (ready := server.is_ready()):
+            stop.wait(_POLL_SECONDS)
+    except ServerFailure as failure:
+        return False, str(failure)
+    if ready:
+        tell(f"{server.endpoint.name} is ready, its log is {server.log}")
+    # A bucket of a weight sync may keep it from answering for as long as the trainer waits for it.
+    patience = settings.sync_timeout_seconds + settings.health_timeout_seconds
+    answered = time.monotonic()
+    next_question = answered + _HEALTH_SECONDS
+    while not stop.due:
+        if not server.running:
+            return ready, f"{server.endpoint.name} died; {server.log} ends with: {server.tail()}"
+        now = time.monotonic()
+        if now >= next_question:
+            if is_alive(server.endpoint, _HEALTH_SECONDS):
+                answered = now
+            elif now - answered > patience:
+                return ready, f"{server.endpoint.name} has not answered for {now - answered:.0f} seconds"
+            next_question = time.monotonic() + _HEALTH_SECONDS
+        stop.wait(_POLL_SECONDS)
+    return ready, None

@@ -1,0 +1,157 @@
+"""The models that settings name: their folders, tokenizers and architectures, read before anything is built."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megappo.config.hub import hub_folder
+from megappo.config.schema import Config, ModelSettings
+from megappo.errors import ConfigError, either, reason
+from megappo.families import FAMILIES, architecture
+from megappo.families.architecture import ArchitectureConfig
+from megappo.families.declaration import Family
+from megappo.plugins import load
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+
+def load_architecture(path: str | Path, model: ModelSettings, *, key: str = "model.path") -> ArchitectureConfig:
+    """`read_architecture` as a run's settings have it: with a family of their own, and code from the model's folder."""
+    families = FAMILIES
+    if model.family is not None:
+        own: Family = load(model.family, "model.family", lambda found: isinstance(found, Family), "family")
+        families = {**families, own.model_type: own}
+    return read_architecture(path, families, trust_remote_code=model.trust_remote_code, key=key)
+
+
+def read_architecture(
+    path: str | Path,
+    families: Mapping[str, Family] = FAMILIES,
+    *,
+    trust_remote_code: bool = False,
+    key: str = "model.path",
+) -> ArchitectureConfig:
+    """The architecture of the model at a folder (relative to the working directory) or hub name.
+
+    `key` names the setting in errors. Raises ConfigError for a folder without a readable config.json, a hub name that
+    cannot be fetched and a model that is not supported.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        _refuse_no_model(str(path), key)
+        folder = hub_folder(str(path), key=key)
+    content = read_config_json(folder, key=key)
+    model_type = content.get("model_type") if isinstance(content, dict) else None
+    if model_type not in families:  # said before transformers is imported, and says it in words of its own
+        wrong = f"model_type '{model_type}' is not supported" if model_type else "its config.json has no model_type"
+        raise ConfigError(f"{key} '{folder}': {wrong}; use a model of {either(families)}")
+    hf_config = _hf_config(folder, trust_remote_code, key)
+    try:
+        return architecture(hf_config, families)
+    except ValueError as error:
+        raise ConfigError(f"{key} '{path}': {error}") from error
+
+
+def _refuse_no_model(path: str, key: str) -> None:
+    """What is neither a folder nor a name of the hub, which is then not asked."""
+    if Path(path).exists():
+        raise ConfigError(f"{key} '{path}' is a file; give the folder that holds config.json")
+    if path.startswith((".", "/", "~")) or path.count("/") != 1 or Path(path).parent.is_dir():
+        raise ConfigError(
+            f"{key} '{path}': there is no such folder (from {Path.cwd()}); "
+            "give a folder with config.json, or a hub name such as Qwen/Qwen2.5-0.5B"
+        )
+
+
+def read_config_json(folder: Path, *, key: str = "model.path") -> Any:
+    """What stands in a model's config.json. Raises ConfigError where there is none that can be read."""
+    try:
+        return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{key} '{folder}' has no config.json; give a Hugging Face model folder") from None
+    except OSError as error:
+        raise ConfigError(f"{key}: {folder / 'config.json'} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{key}: {folder / 'config.json'} is not valid JSON: {error}; fix it") from None
+
+
+def _hf_config(folder: Path, trust_remote_code: bool, key: str) -> PretrainedConfig:
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        hf_config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+        raise ConfigError(f"{key} '{folder}': its config.json is refused: {error}") from error
+    return hf_config
+
+
+def model_folder(path: str, *, weights: bool = True) -> Path:
+    """The local folder of a model; a hub name is fetched once per machine.
+
+    Fetches configuration and tokenizer, and safetensors with `weights`. Raises ConfigError where that fails.
+    """
+    return Path(path) if Path(path).is_dir() else hub_folder(path, key="the model", weights=weights)
+
+
+def role_folder(config: Config, role: str, *, weights: bool = True) -> Path:
+    """`model_folder` of a role; one without a model of its own has the actor's."""
+    return model_folder(model_paths(config).get(role, config.model.path), weights=weights)
+
+
+def tokenizer_folder(model: ModelSettings) -> Path:
+    """The local folder of a model's tokenizer. Raises ConfigError where there is none."""
+    if model.tokenizer is None:
+        return model_folder(model.path, weights=False)
+    own = Path(model.tokenizer)
+    return own if own.is_dir() else hub_folder(model.tokenizer, key="model.tokenizer")
+
+
+def load_tokenizer(model: ModelSettings) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model. Raises ConfigError where there is none."""
+    from transformers import AutoTokenizer
+
+    place = tokenizer_folder(model)
+    try:
+        return AutoTokenizer.from_pretrained(place, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError) as error:  # by what is missing or wrong in the folder
+        key = "model.tokenizer" if model.tokenizer else "model.path"
+        raise ConfigError(
+            f"{key} '{place}' holds no tokenizer that can be loaded ({reason(error)}); set "
+            "model.tokenizer to the folder or hub name of one"
+        ) from error
+
+
+def resolve_stop_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase, extra: Sequence[int]) -> tuple[int, ...]:
+    """Tokens that end a response: the tokenizer's, those of generation_config.json, and the configured ones."""
+    found = set(extra)
+    if tokenizer.eos_token_id is not None:
+        found.add(int(tokenizer.eos_token_id))
+    if (folder / "generation_config.json").exists():
+        from transformers import GenerationConfig
+
+        eos = GenerationConfig.from_pretrained(folder).eos_token_id
+        found |= {eos} if isinstance(eos, int) else set(eos or ())
+    return tuple(sorted(found))
+
+
+def load_architectures(config: Config, place: Callable[[str], str] = str) -> dict[str, ArchitectureConfig]:
+    """The architecture of each of `model_paths`, read where `place` has its path; errors name its setting."""
+    return {
+        role: load_architecture(place(path), config.model, key="model.path" if role == "actor" else f"{role}.path")
+        for role, path in model_paths(config).items()
+    }
+
+
+def model_paths(config: Config) -> dict[str, str]:
+    """The folder or hub name of the actor's model, and of every other role with one of its own, by role."""
+    paths = {"actor": config.model.path}
+    if config.critic is not None and config.critic.path is not None:
+        paths["critic"] = config.critic.path
+    if config.reference is not None and config.reference.path is not None:
+        paths["reference"] = config.reference.path
+    return paths

@@ -1,0 +1,162 @@
+"""What every generation engine can do, and how one is made: `rollout.engine` may name a class of your own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from megappo.config import Config
+    from megappo.reshard.stream import WeightStream
+    from megappo.runtime.interrupts import Stop
+    from megappo.runtime.process import Runtime
+
+
+class PendingCompletions(Protocol):
+    """What `AheadEngine.submit` returns."""
+
+    completions: dict[int, Completion]
+    """Those that are collected, by the number of their request."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to generate."""
+
+    temperature: float
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...]
+    greedy: bool = False
+    """Take the most likely token; log-probabilities are still those of the scaled distribution."""
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """One prompt. The response depends on weights, prompt, seed and parameters, not on its neighbours."""
+
+    token_ids: tuple[int, ...]
+    seed: int
+    prompt_id: int
+    """Number of its prompt among those of all ranks; all samples of a prompt have the same."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One response."""
+
+    token_ids: tuple[int, ...]
+    """As sampled, at least one; the stop token is included."""
+    logprobs: tuple[float, ...]
+    """Natural logarithms, of the temperature-scaled distribution."""
+    truncated: bool
+    """The length limit ended it, not a stop token."""
+    weight_version: int
+
+
+class Engine(Protocol):
+    """Token ids in, token ids and log-probabilities out."""
+
+    on_tokens: Callable[[], None]
+    """Called, from any thread, whenever tokens are known to have been made; does nothing until it is set."""
+
+    @property
+    def version(self) -> int:
+        """Version of the weights it holds; 0 before the first update."""
+        ...
+
+    def generate(
+        self,
+        requests: Sequence[GenerateRequest],
+        params: SamplingParams,
+        done: MutableMapping[int, Completion] | None = None,
+    ) -> list[Completion]:
+        """Complete every request, in order; every rank calls it, if only with no requests.
+
+        Raises RuntimeError without a complete set of weights, and Interrupted on every rank, within seconds,
+        where the run is asked to stop; `done` may then have what is complete, by the number of its request.
+        """
+        ...
+
+    def update_weights(self, named_tensors: WeightStream, version: int) -> None:
+        """Take a whole set of weights by Hugging Face names; a collective of the world.
+
+        The stream is consumed to its end whatever happens. Every parameter must arrive exactly once in its shape;
+        otherwise an error names the tensors and `generate` refuses until a whole set arrived.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release everything."""
+        ...
+
+
+class EngineFactory(Protocol):
+    """A class or a function that `rollout.engine` names by its import path, and what makes our own engines."""
+
+    def __call__(
+        self,
+        *,
+        config: Config,
+        folder: Path,
+        stop_token_ids: tuple[int, ...],
+        runtime: Runtime,
+        stop: Stop,
+        **options: Any,
+    ) -> Engine:
+        """Make this rank's engine; a collective of the world, once the models of the run are built.
+
+        Args:
+            config: all settings of the run.
+            folder: config.json and tokenizer of the actor's model; weights come by `update_weights` alone.
+            stop_token_ids: what ends a response, for who must know before `SamplingParams` say it.
+            runtime: this rank and its device, which the trainer uses too.
+            stop: what `generate` asks from time to time; who gives up for it comes to `stop.check()`.
+            options: `rollout.engine_options`.
+
+        Raises ValueError for what a user can fix.
+        """
+        ...
+
+
+@runtime_checkable
+class AheadEngine(Protocol):
+    """An engine that can generate while the trainer computes, which `rollout.ahead: 1` needs."""
+
+    def submit(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> PendingCompletions:
+        """Begin to complete requests and return at once."""
+        ...
+
+    def collect(self, pending: PendingCompletions, *, weights_changed: bool = False) -> list[Completion]:
+        """Wait for them, in order; every rank calls it. Raises Interrupted as `generate` does.
+
+        `weights_changed`: the stream of the last update has newer weights than the engine, which take over if the
+        engine has to be given weights again.
+        """
+        ...
+
+
+@runtime_checkable
+class ServedEngine(Protocol):
+    """An engine in processes of its own, which can fail, and must show that it holds what it was sent: after every
+    update it answers a probe, and between rollouts it gives its memory away."""
+
+    restarts: int
+    """Servers that were started again, over the run."""
+
+    def sleep(self) -> None:
+        """Give the device's memory to the trainer until the next update; the weights may be lost."""
+        ...
+
+    def sync_phases(self) -> dict[str, float]:
+        """Seconds of the last weight update on this rank, by phase."""
+        ...
+
+    def probe(self, request: GenerateRequest, params: SamplingParams) -> dict[int, Completion]:
+        """The answers of the servers that this rank looks after, by number; every rank calls it."""
+        ...
+
+    def judge(self, gaps: Mapping[int, float], tolerance_nats: float) -> float:
+        """The largest gap over all ranks' servers; every rank calls it. Raises where one exceeds the tolerance."""
+        ...

@@ -1,0 +1,66 @@
+"""From `rollout.engine` to the engine: one of ours by its name, or one of the user's by its import path."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+from megappo.config import Config
+from megappo.config.engine import ENGINES
+from megappo.config.schema import RolloutSettings
+from megappo.engines.protocol import Engine, EngineFactory
+from megappo.plugins import check_call, load_function
+from megappo.runtime.interrupts import Stop
+from megappo.runtime.process import Runtime
+from megappo.runtime.sglang_cpu import require_sglang
+
+_NEEDED = ("generate", "update_weights", "close")
+_NEEDED_AHEAD = ("submit", "collect")
+
+
+def find_engine(settings: RolloutSettings) -> EngineFactory:
+    """What makes the engine of settings that `resolve` has completed.
+
+    Raises ValueError for what cannot be imported, cannot be called as `EngineFactory` says, or is a class without the
+    methods of an engine, and RunError without an SGLang that runs here.
+    """
+    assert settings.engine is not None, "the settings were not resolved"
+    if settings.has_servers:
+        require_sglang()
+    factory = load_function(ENGINES.get(settings.engine, settings.engine), "rollout.engine")
+    given = ("config", "folder", "stop_token_ids", "runtime", "stop")
+    remedy = "change its parameters or rollout.engine_options"
+    check_call(factory, given, settings.engine_options, what=f"rollout.engine '{settings.engine}'", remedy=remedy)
+    if inspect.isclass(factory):
+        _check_methods(factory, settings)
+    return factory
+
+
+def make_engine(config: Config, folder: Path, stop_token_ids: tuple[int, ...], runtime: Runtime, stop: Stop) -> Engine:
+    """The engine of a run; a collective of the world. Raises as `find_engine` and what makes the engine do."""
+    factory = find_engine(config.rollout)
+    engine = factory(
+        config=config,
+        folder=folder,
+        stop_token_ids=stop_token_ids,
+        runtime=runtime,
+        stop=stop,
+        **config.rollout.engine_options,
+    )
+    _check_methods(engine, config.rollout)
+    return engine
+
+
+def _check_methods(engine: object, settings: RolloutSettings) -> None:
+    """Of a class, or of what a function returned."""
+    lacking = [name for name in _NEEDED if not callable(getattr(engine, name, None))]
+    if lacking:
+        raise ValueError(
+            f"rollout.engine '{settings.engine}' has no {', '.join(lacking)}; give it what "
+            "megappo.engines.protocol.Engine says"
+        )
+    if settings.ahead and not all(callable(getattr(engine, name, None)) for name in _NEEDED_AHEAD):
+        raise ValueError(
+            f"rollout.ahead is 1, but rollout.engine '{settings.engine}' has no {' and '.join(_NEEDED_AHEAD)} to "
+            "generate with meanwhile; add them, or set rollout.ahead to 0"
+        )

@@ -1,0 +1,234 @@
+"""Keeps one server alive and nothing of it alive after its owner: two processes between trainer and server.
+
+    python guard.py SCRATCH LOG -- COMMAND...
+
+Starts COMMAND in a session of its own, its output in LOG. When the owner closes the guard's standard input, which also
+happens when the owner is killed, or when COMMAND ends, everything that COMMAND started is ended and what it left in
+/dev/shm and in SCRATCH is removed. The keeper, which started it, does that. The witness, which the owner knows, does it
+where the keeper was killed, and the keeper also ends where the witness was. Where both were killed at once the kernel
+kills the server. Standard library only: it must start at once and survive anything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+_GRACE_SECONDS = 3.0
+KILL_SECONDS = 10.0
+_POLL_SECONDS = 0.5
+_SCAN_SECONDS = 5.0
+_MARK = "MEGAPPO_SERVER_SCRATCH"
+"""Variable that everything a server starts inherits, also in sessions of its own."""
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_SHM = "/dev/shm/"
+_OWN_SHM = ("sglang_loads_", "sgl_shm_", "torch_", "psm_", "sem.", "nccl-", "cuda.shm.", "multi_tokenizer_args_")
+"""What a server makes there; buckets of the trainer carry the trainer's process id and are left to it."""
+
+
+class _Process(NamedTuple):
+    parent: int
+    session: int
+    start: int
+    """In clock ticks; tells a process from a later one with its number."""
+
+
+def _processes() -> dict[int, _Process]:
+    """Everything that runs on this machine, zombies left out."""
+    found = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with suppress(OSError, ValueError, IndexError):
+                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+                if fields[0] != "Z":
+                    found[int(entry)] = _Process(int(fields[1]), int(fields[3]), int(fields[19]))
+    return found
+
+
+def session_pids(session: int) -> list[int]:
+    """Processes of a session."""
+    return [pid for pid, process in _processes().items() if process.session == session]
+
+
+class ServerProcesses:
+    """The processes of a server: its session, what has its mark in the environment, and all that any of these started,
+    remembered when the parent is gone."""
+
+    def __init__(self, session: int, scratch: str, guard: int | None = None) -> None:
+        """`guard` is a process that inherits what the server leaves, and has no other children."""
+        assert session > 1
+        self._session, self._guard, self._mark = session, guard, f"{_MARK}={scratch}".encode()
+        self._seen: set[tuple[int, int]] = set()
+
+    def alive(self) -> list[int]:
+        """Those that run, never this process or one that it descends from."""
+        table = _processes()
+        pid = os.getpid()
+        while pid in table:
+            pid = table.pop(pid).parent
+        found = {
+            pid
+            for pid, process in table.items()
+            if process.session == self._session
+            or process.parent == self._guard
+            or (pid, process.start) in self._seen
+            or self._is_marked(pid)
+        }
+        while more := {pid for pid, process in table.items() if process.parent in found} - found:
+            found |= more
+        self._seen |= {(pid, table[pid].start) for pid in found}
+        return sorted(found)
+
+    def _is_marked(self, pid: int) -> bool:
+        with suppress(OSError):
+            return self._mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return False
+
+    def end(self, grace_seconds: float) -> None:
+        """Ask, wait, kill; returns when none of them runs, or only what a driver keeps from dying."""
+        self._signal(signal.SIGTERM)
+        self._signal(signal.SIGCONT)  # a stopped process takes no notice of SIGTERM
+        deadline = time.monotonic() + grace_seconds
+        while time.monotonic() < deadline and self.alive():
+            time.sleep(0.05)
+        deadline = time.monotonic() + KILL_SECONDS
+        while time.monotonic() < deadline and self.alive():
+            self._signal(signal.SIGKILL)
+            time.sleep(0.05)
+
+    def _signal(self, number: int) -> None:
+        for pid in self.alive():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def shared_files(pids: list[int]) -> set[str]:
+    """Files in /dev/shm that these processes map or hold open and that a server may have made."""
+    found: set[str] = set()
+    for pid in pids:
+        with suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                if _SHM in line:
+                    found.add(line[line.index(_SHM) :].removesuffix(" (deleted)"))
+        with suppress(OSError):
+            for descriptor in os.listdir(f"/proc/{pid}/fd"):
+                with suppress(OSError):
+                    target = os.readlink(f"/proc/{pid}/fd/{descriptor}")
+                    if target.startswith(_SHM):
+                        found.add(target.removesuffix(" (deleted)"))
+    return {path for path in found if _made_by(path.removeprefix(_SHM), pids)}
+
+
+def _made_by(name: str, pids: list[int]) -> bool:
+    """torch names its segments after the process that made them."""
+    if name.startswith("torch_"):
+        return name.split("_")[1] in {str(pid) for pid in pids}
+    return name.startswith(_OWN_SHM)
+
+
+def clean_up(processes: ServerProcesses, files: set[str], scratch: str, grace_seconds: float) -> None:
+    """End a server and remove what it leaves: `files`, what it has in shared memory now, and last its scratch."""
+    files = files | shared_files(processes.alive())
+    processes.end(grace_seconds)
+    for path in files:
+        with suppress(OSError):
+            os.unlink(path)
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _start(command: list[str], scratch: str, log: str) -> subprocess.Popen[bytes]:
+    """The server, which the kernel kills as soon as this process is gone."""
+    keeper, libc = os.getpid(), ctypes.CDLL(None)
+
+    def prepare() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != keeper:  # it was gone before
+            os._exit(1)
+
+    with open(log, "ab", buffering=0) as out:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+            preexec_fn=prepare,
+            env=os.environ | {_MARK: scratch},
+        )
+
+
+def _keep(command: list[str], scratch: str, log: str, witness: int, report: int) -> None:
+    """Run the command until it, the owner or the witness ends. `witness` is a pipe that ends with the witness, which
+    reads from `report` what it would have to know."""
+    os.setsid()  # what kills the witness's session does not find this process
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    server = _start(command, scratch, log)
+    processes, files = ServerProcesses(server.pid, scratch, os.getpid()), set[str]()
+    said = f"server {server.pid}\n"
+    while server.poll() is None:
+        with suppress(BrokenPipeError):
+            os.write(report, said.encode())
+        next_scan, ready = time.monotonic() + _SCAN_SECONDS, list[int]()
+        while not ready and server.poll() is None and time.monotonic() < next_scan:
+            ready, _, _ = select.select([sys.stdin.fileno(), witness], [], [], _POLL_SECONDS)
+        if any(not os.read(descriptor, 1) for descriptor in ready):
+            break
+        found = shared_files(processes.alive())
+        said = "".join(f"file {path}\n" for path in sorted(found - files))
+        files |= found
+    clean_up(processes, files, scratch, _GRACE_SECONDS if server.poll() is None else 0.0)
+    with suppress(BrokenPipeError):
+        os.write(report, b"done\n")
+
+
+def _watch(scratch: str, report: int) -> None:
+    """Tell the owner the server's process id, and do the keeper's work if it cannot."""
+    session, files = 0, set[str]()
+    with os.fdopen(report, encoding="utf-8") as lines:
+        for line in lines:
+            word, _, value = line.rstrip("\n").partition(" ")
+            if word == "done":
+                return
+            if word == "file":
+                files.add(value)
+            else:
+                session = int(value)
+                print(session, flush=True)
+    if session:
+        clean_up(ServerProcesses(session, scratch, os.getpid()), files, scratch, 0.0)
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+def main() -> int:
+    """Run the command until it or the owner ends."""
+    scratch, log, command = sys.argv[1], sys.argv[2], sys.argv[4:]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # Ctrl-C reaches the owner, whose end is our order
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    witness, alive = os.pipe()
+    report, reports = os.pipe()
+    if os.fork() == 0:
+        os.close(alive)
+        os.close(report)
+        _keep(command, scratch, log, witness, reports)
+    else:
+        os.close(witness)
+        os.close(reports)
+        _watch(scratch, report)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,255 @@
+"""Starts one SGLang server as a child process and ends it, with everything it made."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import megappo
+from megappo.config import Config
+from megappo.config.engine import SGLangSettings
+from megappo.engines.sglang.client import Endpoint, ServerFailure, call
+from megappo.engines.sglang.guard import ServerProcesses, clean_up
+from megappo.errors import RunError
+from megappo.runtime.sglang_cpu import ENTRY_POINTS, PLATFORM_NAME
+from megappo.runtime.store import free_port
+from megappo.runtime.waiting import wait_until
+
+STOP_SECONDS = 20.0
+_FREEZE_SECONDS = 30.0
+_SCRUBBED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR")
+_SCRUBBED_PREFIXES = ("TORCHELASTIC_", "ROLE_", "GROUP_", "MASTER_", "TORCH_NCCL_", "SGLANG_", "TRITON_INTERPRET")
+
+
+class EngineError(RunError):
+    """The engine cannot go on: its servers cannot be started or reached, or refuse what it asks."""
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """What a server is started with."""
+
+    model_folder: Path
+    dtype: str
+    settings: SGLangSettings
+    stop_token_ids: tuple[int, ...]
+    trust_remote_code: bool
+    log_directory: Path
+    devices: tuple[int, ...] = ()
+    """GPUs by their number on this machine; none on a CPU."""
+    cores: tuple[int, ...] = ()
+    """CPU cores that it may use, on a machine without CUDA."""
+    memory_saver: bool = False
+    """Whether it can give its memory away."""
+    seed: int = 0
+
+    @classmethod
+    def of(cls, config: Config, folder: Path, stop_token_ids: tuple[int, ...], *, memory_saver: bool) -> ServerSpec:
+        """What a configuration asks for, before a server has its place."""
+        return cls(
+            model_folder=folder.absolute(),
+            dtype=config.model.dtype,
+            settings=config.rollout.servers,
+            stop_token_ids=stop_token_ids,
+            trust_remote_code=config.model.trust_remote_code,
+            log_directory=config.run.path.absolute() / "engines",
+            memory_saver=memory_saver,
+        )
+
+    def arguments(self, port: int, key: str) -> dict[str, Any]:
+        """SGLang's arguments as it reads them from a file."""
+        found: dict[str, Any] = {
+            "model-path": str(self.model_folder),
+            "load-format": "dummy",  # weights come from the actor only
+            "dtype": self.dtype,
+            "host": self.settings.host,
+            "port": port,
+            "api-key": key or None,
+            "tensor-parallel-size": self.settings.tensor_parallel,
+            "random-seed": self.seed,
+            "skip-tokenizer-init": True,  # tokens in, tokens out
+            "skip-server-warmup": True,
+            "sampling-backend": "pytorch",
+            "log-level": "warning",
+            # The actor's weights are plain, however those of its folder are stored.
+            "json-model-override-args": json.dumps(
+                {"eos_token_id": list(self.stop_token_ids) or None, "quantization_config": None}
+            ),
+        }
+        if self.settings.deterministic:
+            found["enable-deterministic-inference"] = True
+        if self.trust_remote_code:
+            found["trust-remote-code"] = True
+        if (tokens := self.settings.held_tokens(on_cuda=bool(self.devices))) is not None:
+            found["max-total-tokens"] = tokens
+        if self.devices:
+            found["mem-fraction-static"] = self.settings.memory_fraction
+            if self.memory_saver:
+                found["enable-memory-saver"] = True
+        else:
+            found |= {"device": "cpu", "attention-backend": "torch_native", "disable-overlap-schedule": True}
+        return found | self.settings.arguments
+
+    def environment(self, scratch: Path) -> dict[str, str]:
+        """The server's variables: ours without what torchrun set."""
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in _SCRUBBED and not name.startswith(_SCRUBBED_PREFIXES)
+        }
+        path = [str(Path(megappo.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        kept["TMPDIR"] = str(scratch)  # SGLang leaves its sockets there
+        # Its ranks, all on this machine, meet at a file: torch's store would listen on every interface.
+        kept["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch}/ranks"
+        kept["SGLANG_HEALTH_CHECK_TIMEOUT"] = str(max(1, int(self.settings.health_timeout_seconds)))
+        if self.devices:
+            kept["CUDA_VISIBLE_DEVICES"] = _visible(self.devices, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+        else:
+            path.insert(0, str(_advertise_platform(scratch)))
+            ranks = self.settings.tensor_parallel
+            share = max(1, len(self.cores) // ranks)
+            threads = self.settings.threads or share
+            kept |= {"SGLANG_PLATFORM": PLATFORM_NAME, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": str(threads)}
+            kept["OMP_WAIT_POLICY"] = "passive"  # the trainer's threads want the same cores
+            if ranks > 1:  # on one NUMA node SGLang wants to be told which cores belong to which rank
+                cores = [self.cores[(r * share + i) % len(self.cores)] for r in range(ranks) for i in range(share)]
+                groups = [cores[r * share : (r + 1) * share] for r in range(ranks)]
+                kept["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, group)) for group in groups)
+        kept["PYTHONPATH"] = os.pathsep.join(p for p in path if p)
+        return kept
+
+
+def _visible(devices: tuple[int, ...], ours: str) -> str:
+    """The devices in CUDA's words, where this process sees some of the machine's only."""
+    names = ours.split(",") if ours else []
+    return ",".join(names[d] if d < len(names) else str(d) for d in devices)
+
+
+def _advertise_platform(scratch: Path) -> Path:
+    """A folder for the import path in which SGLang finds its CPU plugins, also where megappo is not installed."""
+    site = scratch / "site"
+    if any(PLATFORM_NAME not in importlib.metadata.entry_points(group=group).names for group in ENTRY_POINTS):
+        info = site / f"megappo-{megappo.__version__}.dist-info"
+        info.mkdir(parents=True, exist_ok=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: megappo\nVersion: {megappo.__version__}\n")
+        lines = "\n".join(f"[{group}]\n{point}" for group, point in ENTRY_POINTS.items())
+        (info / "entry_points.txt").write_text(lines)
+    return site
+
+
+@dataclass
+class Server:
+    """One running server; made by `start_server`."""
+
+    endpoint: Endpoint
+    guard: subprocess.Popen[bytes]
+    session: int
+    """Process id of the server, which leads a session of its own."""
+    scratch: Path
+    """Its sockets and its key; removed by the guard, last of all."""
+    log: Path
+    deadline: float
+    settings: SGLangSettings
+    stopped: bool = field(default=False)
+
+    def wait_ready(self) -> None:
+        """Wait until it answers. Raises ServerFailure with the end of its log where it ends or hangs instead."""
+        wait_until(self.is_ready, math.inf, every_seconds=0.2)  # which knows when it is late
+
+    def is_ready(self) -> bool:
+        """Whether it answers by now. Raises ServerFailure with the end of its log where it ended or is late."""
+        if self.guard.poll() is not None:
+            raise ServerFailure(f"{self.endpoint.name} ended while it started; {self.log} ends with: {self.tail()}")
+        with suppress(ServerFailure):
+            call(self.endpoint, "/model_info", timeout_seconds=5.0, method="GET")
+            # SGLang sends itself this when it starts, now and then before it listens. Without it every weight sync
+            # waits half a second for Python's garbage collection, which looks through all that was imported.
+            call(self.endpoint, "/freeze_gc", timeout_seconds=_FREEZE_SECONDS)
+            return True
+        if time.monotonic() > self.deadline:
+            raise ServerFailure(
+                f"{self.endpoint.name} gave no answer within rollout.sglang.start_timeout_seconds "
+                f"{self.settings.start_timeout_seconds:g}; {self.log} ends with: {self.tail()}"
+            )
+        return False
+
+    def tail(self, characters: int = 1500) -> str:
+        """The end of its log."""
+        return self.log.read_text(errors="replace")[-characters:].strip() if self.log.exists() else ""
+
+    @property
+    def running(self) -> bool:
+        """Whether its process is there (it may hang)."""
+        return not self.stopped and self.guard.poll() is None
+
+    def stop(self) -> None:
+        """End it and what it made; returns when all of that is gone."""
+        if self.stopped:
+            return
+        self.stopped = True
+        assert self.guard.stdin is not None
+        with suppress(OSError):
+            self.guard.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self.guard.wait(STOP_SECONDS)
+        if self.guard.poll() != 0:
+            self._end_without_guard()
+
+    def _end_without_guard(self) -> None:
+        """The guard hangs, or it was killed: its keeper ends the server then, unless that is gone too."""
+        self.guard.kill()
+        self.guard.wait()
+        wait_until(lambda: not self.scratch.exists(), STOP_SECONDS, every_seconds=0.05)
+        clean_up(ServerProcesses(self.session, str(self.scratch)), set(), str(self.scratch), 0.0)
+
+
+def _own_name(host: str) -> str:
+    """What this machine calls an interface of its own in a URL."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host
+
+
+def start_server(
+    spec: ServerSpec, index: int, sender: int, starts: int, *, port: int | None = None, key: str | None = None
+) -> Server:
+    """Start a server, on a free port under a key of its own unless they are given; returns at once."""
+    # Short, because the names of sockets in it may not be longer than 107 bytes.
+    scratch = Path(tempfile.mkdtemp(prefix="mppo-", dir="/tmp"))
+    key = secrets.token_hex(16) if key is None else key
+    port = port or free_port(spec.settings.host)
+    config = scratch / "server.yaml"
+    config.touch(mode=0o600)  # it holds the key, which a command line would show to everybody
+    config.write_text(json.dumps({k: v for k, v in spec.arguments(port, key).items() if v is not None}))
+    spec.log_directory.mkdir(parents=True, exist_ok=True)
+    log = spec.log_directory / f"engine-{index}.log"
+    command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")), str(scratch), str(log), "--"]
+    command += [sys.executable, "-m", "sglang.launch_server", "--config", str(config)]
+    try:
+        guard = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=spec.environment(scratch),
+            start_new_session=True,
+            cwd=scratch,
+        )
+    except OSError:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+    assert guard.stdout is not None
+    session = int(guard.stdout.readline())
+    endpoint = Endpoint(index, f"http://{_own_name(spec.settings.host)}:{port}", key, sender, starts)
+    deadline = time.monotonic() + spec.settings.start_timeout_seconds
+    return Server(endpoint, guard, session, scratch, log.absolute(), deadline, spec.settings)

@@ -1,0 +1,213 @@
+"""The embedded engine: transformers' `generate` in the trainer's own process, on every rank.
+
+Shape legend: B sequences of a batch, V vocabulary, S new tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
+
+from megappo.config import Config
+from megappo.config.model_files import load_architecture
+from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
+from megappo.errors import first_of
+from megappo.families.architecture import ArchitectureConfig
+from megappo.families.parameters import model_parameters
+from megappo.observe.progress import PROGRESS, SAMPLES
+from megappo.runtime.interrupts import NeverStop, Stop
+from megappo.runtime.process import Runtime
+
+
+class _AskedToStop(Exception):
+    """Raised between two tokens to leave `generate` when the run is asked to stop."""
+
+
+class _Sampler(LogitsProcessor):
+    """Chooses the tokens itself and hands `generate` one-hot scores.
+
+    One uniform number per sequence and position, drawn from the sequence's own seed, inverts the cumulative
+    distribution: a response does not depend on its batch, and the log-probability is recorded where it is used.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[GenerateRequest],
+        params: SamplingParams,
+        device: torch.device,
+        on_tokens: Callable[[], None],
+        stop: Stop,
+    ) -> None:
+        self._params, self._on_tokens, self._stop = params, on_tokens, stop
+        self._uniforms_BS = torch.stack(
+            [torch.rand(params.max_new_tokens, generator=torch.Generator().manual_seed(r.seed)) for r in requests]
+        ).to(device)
+        self.tokens: list[Tensor] = []
+        self.logprobs: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self._on_tokens()
+        if self._stop.asked:
+            raise _AskedToStop
+        # `generate` hands over a float32 copy of its own; every pass over (B, V) counts.
+        shifted_BV = scores.float().div_(self._params.temperature)
+        shifted_BV.sub_(shifted_BV.amax(-1, keepdim=True))
+        exp_BV = shifted_BV.exp()
+        sum_B1 = exp_BV.sum(-1, keepdim=True)
+        if self._params.greedy:
+            choice_B1 = shifted_BV.argmax(-1, keepdim=True)
+        else:
+            cumulative_BV = exp_BV.cumsum_(-1)
+            # Below the total even where rounding would reach it, so that no token of probability 0 is chosen.
+            total_B1 = cumulative_BV[:, -1:]
+            wanted_B1 = self._uniforms_BS[:, len(self.tokens), None] * total_B1
+            wanted_B1 = torch.minimum(wanted_B1, torch.nextafter(total_B1, torch.zeros_like(total_B1)))
+            choice_B1 = torch.searchsorted(cumulative_BV, wanted_B1, right=True)
+        self.tokens.append(choice_B1[:, 0])
+        self.logprobs.append((shifted_BV.gather(1, choice_B1) - sum_B1.log())[:, 0])
+        return shifted_BV.fill_(-torch.inf).scatter_(1, choice_B1, 0.0)
+
+
+def _destinations(model: Any, arch: ArchitectureConfig) -> dict[str, Tensor]:
+    """Where each tensor of the stream belongs. transformers may keep the experts of a layer in common parameters."""
+    held = {name: parameter.data for name, parameter in model.named_parameters()}
+    found: dict[str, Tensor] = {}
+    packed = [parameter for parameter in model_parameters(arch) if parameter.packed in held]
+    for parameter in packed:
+        rows = [shape[0] for shape in parameter.shapes]
+        found |= zip(parameter.hf, held[parameter.packed][parameter.expert].split(rows), strict=True)
+    return found | {name: held[name] for name in held.keys() - {parameter.packed for parameter in packed}}
+
+
+class TransformersEngine:
+    """An `Engine` on transformers. Weights come from the stream only."""
+
+    def __init__(
+        self,
+        arch: ArchitectureConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        generate_batch_sequences: int,
+        trust_remote_code: bool = False,
+        stop: Stop | None = None,
+    ) -> None:
+        self._arch = arch
+        self._model: Any = AutoModelForCausalLM.from_config(
+            arch.hf_config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
+        )
+        self._model.to(device).eval().requires_grad_(False)
+        # Everything about generation is said per call; the folder's defaults (top_k, penalties) must not interfere.
+        self._model.generation_config = type(self._model.generation_config)()
+        self._device, self._batch_sequences = device, generate_batch_sequences
+        self.on_tokens: Callable[[], None] = lambda: None
+        self._stop: Stop = stop if stop is not None else NeverStop()
+        self._version = 0
+        self._complete = False
+
+    @property
+    def version(self) -> int:
+        """Version of the weights; 0 before the first update."""
+        return self._version
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """See `Engine.update_weights`; tied output weights need not arrive."""
+        self._complete = False
+        problems: list[str] = []
+        destinations = _destinations(self._model, self._arch)
+        missing = set(destinations)
+        for name, tensor in named_tensors:
+            parameter = destinations.get(name)
+            if parameter is None:
+                problems.append(f"'{name}' is unknown")
+            elif name not in missing:
+                problems.append(f"'{name}' came twice")
+            elif parameter.shape != tensor.shape:
+                problems.append(f"'{name}' has shape {tuple(tensor.shape)}, not {tuple(parameter.shape)}")
+            else:
+                parameter.copy_(tensor)
+                missing.discard(name)
+        problems += [f"'{name}' did not come" for name in sorted(missing)]
+        if problems:
+            raise ValueError(
+                f"weight update {version} is not a whole set: {first_of(problems, 5, '; ')}; send every parameter once"
+            )
+        self._version, self._complete = version, True
+
+    def generate(
+        self,
+        requests: Sequence[GenerateRequest],
+        params: SamplingParams,
+        done: MutableMapping[int, Completion] | None = None,
+    ) -> list[Completion]:
+        """See `Engine.generate`; sequences of similar length are batched together."""
+        if not self._complete:
+            raise RuntimeError("the engine is without a whole set of weights; update them first")
+        order = sorted(range(len(requests)), key=lambda i: len(requests[i].token_ids))
+        completions = done if done is not None else {}
+        PROGRESS.expect(SAMPLES, len(requests))
+        for start in range(0, len(order), self._batch_sequences):
+            batch = order[start : start + self._batch_sequences]
+            try:
+                answers = self._generate_batch([requests[i] for i in batch], params)
+            except _AskedToStop:
+                break
+            PROGRESS.add(SAMPLES, len(batch), tokens=sum(len(answer.token_ids) for answer in answers))
+            completions.update(zip(batch, answers, strict=True))
+        self._stop.check()  # raises on every rank where one of them has left the loop
+        return [completions[i] for i in range(len(requests))]
+
+    @torch.inference_mode()
+    def _generate_batch(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> list[Completion]:
+        longest = max(len(r.token_ids) for r in requests)
+        ids = torch.zeros(len(requests), longest, dtype=torch.int64)
+        attention = torch.zeros_like(ids)
+        for row, request in enumerate(requests):
+            ids[row, longest - len(request.token_ids) :] = torch.tensor(request.token_ids)
+            attention[row, longest - len(request.token_ids) :] = 1
+        sampler = _Sampler(requests, params, self._device, self.on_tokens, self._stop)
+        self._model.generate(
+            input_ids=ids.to(self._device),
+            attention_mask=attention.to(self._device),
+            logits_processor=LogitsProcessorList([sampler]),
+            do_sample=False,
+            max_new_tokens=params.max_new_tokens,
+            eos_token_id=list(params.stop_token_ids) or None,
+            pad_token_id=0,
+        )
+        tokens_BS = torch.stack(sampler.tokens, dim=1).cpu()
+        logprobs_BS = torch.stack(sampler.logprobs, dim=1).cpu()
+        return [
+            self._cut(tokens, logprobs, params)
+            for tokens, logprobs in zip(tokens_BS.tolist(), logprobs_BS.tolist(), strict=True)
+        ]
+
+    def _cut(self, tokens: list[int], logprobs: list[float], params: SamplingParams) -> Completion:
+        """End a response after its first stop token; what the batch went on with is not part of it."""
+        stop = next((i for i, token in enumerate(tokens) if token in params.stop_token_ids), None)
+        length = len(tokens) if stop is None else stop + 1
+        return Completion(tuple(tokens[:length]), tuple(logprobs[:length]), stop is None, self._version)
+
+    def close(self) -> None:
+        """Forget the model."""
+        self._complete = False
+        self._model = None
+
+
+def embedded_engine(
+    *, config: Config, folder: Path, stop_token_ids: tuple[int, ...], runtime: Runtime, stop: Stop
+) -> TransformersEngine:
+    """See `EngineFactory`."""
+    return TransformersEngine(
+        load_architecture(folder, config.model),
+        dtype=getattr(torch, config.rollout.dtype or config.model.dtype),
+        device=runtime.device,
+        generate_batch_sequences=config.rollout.generate_batch_sequences,
+        trust_remote_code=config.model.trust_remote_code,
+        stop=stop,
+    )

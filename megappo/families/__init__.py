@@ -1,0 +1,29 @@
+"""The model families: a file for each, which says all that other rooms must know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from megappo.families import llama, mistral, qwen2, qwen3, qwen3_moe
+from megappo.families.architecture import ArchitectureConfig
+from megappo.families.declaration import Family
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+FAMILIES: Mapping[str, Family] = {
+    module.FAMILY.model_type: module.FAMILY for module in (llama, qwen2, qwen3, qwen3_moe, mistral)
+}
+"""The families that ship, by `model_type` of config.json."""
+
+
+def architecture(hf_config: PretrainedConfig, families: Mapping[str, Family] = FAMILIES) -> ArchitectureConfig:
+    """Read an architecture from a Hugging Face configuration.
+
+    Raises ValueError for a family that is not among `families`, and for what the family refuses.
+    """
+    model_type = hf_config.model_type
+    if model_type not in families:
+        raise ValueError(f"model_type '{model_type}' is not supported; use a model of {', '.join(families)}")
+    return families[model_type].architecture(hf_config)

@@ -1,0 +1,75 @@
+"""What the trainer needs to know of a model, in one form for every family."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from megappo.families.declaration import Family
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes that layouts and batches depend on."""
+
+    family: str
+    """`model_type` of config.json."""
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn_hidden_size: int
+    """Of the MLP, or of each expert where there are experts."""
+    vocab_size: int
+    """Rows of the embedding, before padding for tensor parallelism."""
+    max_position_embeddings: int
+    """Tokens of the longest sequence."""
+    tied_embeddings: bool
+    experts: int = field(default=0, kw_only=True)
+    """Experts of each layer; 0: a dense model."""
+
+    @property
+    def query_width(self) -> int:
+        """Channels of a token's queries over all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def key_width(self) -> int:
+        """Channels of a token's keys over all heads, and of its values."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def shared_sizes(self) -> dict[str, int]:
+        """What tensor parallel ranks share out evenly, by its name in sentences; an expert is whole on its ranks."""
+        sizes = {"heads": self.heads, "KV heads": self.kv_heads}
+        return sizes if self.experts else sizes | {"FFN hidden size": self.ffn_hidden_size}
+
+
+@dataclass(frozen=True)
+class ArchitectureConfig(ModelShape):
+    """A decoder as its `config.json` says, read by its family."""
+
+    norm_eps: float
+    initializer_range: float
+    hf_config: PretrainedConfig = field(repr=False, compare=False)
+    """Of the plain model: without `quantization_config`, which says how the files were stored."""
+    declaration: Family = field(repr=False, compare=False)
+    """What its parameters are and how it is built."""
+    sliding_window: int | None = None
+    """Tokens each token sees, itself included; None: all before it."""
+    experts_per_token: int = 0
+    """Experts that each token is sent to; 0: a dense model."""
+    normalized_experts: bool = True
+    """The weights of a token's experts sum to 1 (`norm_topk_prob`)."""
+    stored_blocks: tuple[int, int] | None = field(default=None, compare=False)
+    """Rows and columns of the blocks that share a scale where the files hold float8 weights; None: plain weights."""
+
+
+def padded_vocab_size(vocab_size: int, tp: int, multiple: int) -> int:
+    """The vocabulary rounded up to `multiple`, or to a multiple of the tensor parallel size where that is 1."""
+    step = multiple if multiple > 1 else tp
+    return -(-vocab_size // step) * step

@@ -1,0 +1,146 @@
+"""The blocks that layers are made of.
+
+Shapes of matrices are (rows, columns) as transformers stores them: outputs by inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megappo.families.architecture import ArchitectureConfig
+from megappo.families.declaration import Block, PerToken, Weight
+
+
+def norm(megatron: str, hf: str, channels: int, alias: str = "") -> Weight:
+    """The weight of an RMSNorm."""
+    return Weight(megatron, {hf: (channels,)}, "replicated", alias=alias)
+
+
+def mlp_norm(arch: ArchitectureConfig) -> Weight:
+    """The norm before an MLP of whichever kind."""
+    alias = "mlp.linear_fc1.layer_norm_weight"
+    return norm("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", arch.hidden_size, alias)
+
+
+class Attention(Block):
+    """The norm before it, grouped queries with rotary positions, and the output matrix."""
+
+    def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
+        hidden, queries, keys = arch.hidden_size, arch.query_width, arch.key_width
+        qkv = {"self_attn.q_proj.weight": (queries, hidden)}
+        qkv |= dict.fromkeys(("self_attn.k_proj.weight", "self_attn.v_proj.weight"), (keys, hidden))
+        fused_norm = "self_attention.linear_qkv.layer_norm_weight"
+        return (
+            norm("input_layernorm.weight", "input_layernorm.weight", hidden, fused_norm),
+            Weight("self_attention.linear_qkv.weight", qkv, "qkv", fused="self_attn.qkv_proj.weight"),
+            Weight("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": (hidden, queries)}, "row"),
+        )
+
+    def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
+        from megappo.families.rope import rotary
+
+        scale = rotary(arch)[1]
+        return {
+            "window_size": None if arch.sliding_window is None else (arch.sliding_window - 1, 0),
+            # The factor that yarn puts on cosine and sine of both query and key.
+            "softmax_scale": None if scale == 1.0 else scale**2 * arch.head_dim**-0.5,
+        }
+
+
+class QueryKeyValueBiases(Block):
+    """Biases of queries, keys and values."""
+
+    def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
+        biases = {"self_attn.q_proj.bias": (arch.query_width,)}
+        biases |= dict.fromkeys(("self_attn.k_proj.bias", "self_attn.v_proj.bias"), (arch.key_width,))
+        return (Weight("self_attention.linear_qkv.bias", biases, "qkv", fused="self_attn.qkv_proj.bias"),)
+
+    def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
+        return {"add_qkv_bias": True}
+
+
+class QueryKeyNorms(Block):
+    """Norms over the channels of each head's query and key, before they are rotated."""
+
+    def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
+        names = (("self_attention.q_layernorm", "self_attn.q_norm"), ("self_attention.k_layernorm", "self_attn.k_norm"))
+        return tuple(norm(f"{megatron}.weight", f"{hf}.weight", arch.head_dim) for megatron, hf in names)
+
+    def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
+        return {"qk_layernorm": True}
+
+    def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused_norms: bool) -> PerToken:
+        """Queries made contiguous and a scale for each head; keys are a view of the QKV matrix' output. Torch's
+        composite on CPU works in float32 and keeps the normalised input as well."""
+        scales = 4.0 * (arch.heads + arch.kv_heads)
+        if fused_norms:
+            return PerToken(kept_bytes=scales + element_bytes * arch.query_width)
+        copied_keys = 4 * arch.key_width if element_bytes == 2 else 0
+        return PerToken(kept_bytes=scales + 4 * (2 * arch.query_width + arch.key_width) + copied_keys)
+
+
+class GatedMlp(Block):
+    """The norm before it, and SwiGLU: down(silu(gate) * up)."""
+
+    def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
+        hidden, ffn = arch.hidden_size, arch.ffn_hidden_size
+        gate_up = dict.fromkeys(("mlp.gate_proj.weight", "mlp.up_proj.weight"), (ffn, hidden))
+        return (
+            mlp_norm(arch),
+            Weight("mlp.linear_fc1.weight", gate_up, "column", fused="mlp.gate_up_proj.weight"),
+            Weight("mlp.linear_fc2.weight", {"mlp.down_proj.weight": (hidden, ffn)}, "row"),
+        )
+
+    def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
+        from torch.nn.functional import silu
+
+        return {"gated_linear_unit": True, "activation_func": silu}
+
+    def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused_norms: bool) -> PerToken:
+        """Gate and up, silu(gate), up, product."""
+        width = 5 * arch.ffn_hidden_size
+        return PerToken(kept_bytes=element_bytes * width, live_elements=width, moved_elements=width)
+
+
+class Experts(GatedMlp):
+    """The norm before it, a router, and in each expert SwiGLU.
+
+    No token is dropped and nothing is added to the loss: the router learns from the policy's objective alone.
+    """
+
+    def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
+        hidden, ffn = arch.hidden_size, arch.ffn_hidden_size
+        gate, up, down = (f"mlp.experts.{{expert}}.{name}_proj.weight" for name in ("gate", "up", "down"))
+        megatron = "mlp.experts.local_experts.{expert}"
+        w13 = {"fused": "mlp.experts.w13_weight", "packed": "mlp.experts.gate_up_proj"}
+        w2 = {"fused": "mlp.experts.w2_weight", "packed": "mlp.experts.down_proj"}
+        return (
+            mlp_norm(arch),
+            Weight("mlp.router.weight", {"mlp.gate.weight": (arch.experts, hidden)}, "replicated"),
+            Weight(f"{megatron}.linear_fc1.weight", dict.fromkeys((gate, up), (ffn, hidden)), "column", **w13),
+            Weight(f"{megatron}.linear_fc2.weight", {down: (hidden, ffn)}, "row", **w2),
+        )
+
+    def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
+        return super().megatron(arch) | {
+            "num_moe_experts": arch.experts,
+            "moe_ffn_hidden_size": arch.ffn_hidden_size,
+            "moe_router_topk": arch.experts_per_token,
+            # Otherwise the softmax of the chosen logits, which is that of all of them made to sum to 1 over the chosen.
+            "moe_router_pre_softmax": not arch.normalized_experts,
+            "moe_router_dtype": "fp32",
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+        }
+
+    def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused_norms: bool) -> PerToken:
+        """Kept: the router's logits, weights and choice; for each of a token's experts its input, SwiGLU, the product
+        times the expert's weight, and its places. A routed token's hidden state is sorted for sending, as received and
+        sorted by expert, and back."""
+        hidden, ffn, routed = arch.hidden_size, arch.ffn_hidden_size, arch.experts_per_token
+        return PerToken(
+            kept_bytes=10.0 * arch.experts + 24 * routed + routed * element_bytes * (hidden + 6 * ffn),
+            live_elements=routed * (6 * ffn + 4 * hidden),
+            moved_elements=routed * (5 * ffn + 4 * hidden),
+        )

@@ -1,0 +1,96 @@
+"""What a model family is: how its config.json is read, and the blocks that each of its layers is made of."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from megappo.families.architecture import ArchitectureConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+Shape = tuple[int, ...]
+Kind = Literal["replicated", "column", "row", "qkv", "vocab"]
+"""How tensor parallel ranks share out a parameter: not at all; the rows of each of its tensors (Megatron's column
+parallel layers); the columns of its one tensor; groups of query, key and value heads; the padded rows of a vocabulary.
+"""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter of each layer and the Hugging Face tensors it is made of, by their names within the layer.
+
+    With `{expert}` in its names it is there for every expert, whole on the ranks that hold the expert.
+    """
+
+    megatron: str
+    """Its one name in the map, in checkpoints and streams: that in Megatron's own layers."""
+    tensors: Mapping[str, Shape]
+    kind: Kind
+    alias: str = ""
+    """Its name in Transformer Engine's layers, where it is another."""
+    fused: str = ""
+    """SGLang's parameter that holds all of the tensors, where it is not named like the only one."""
+    packed: str = ""
+    """transformers' parameter that holds the tensors of every expert, where a model has no parameter for each."""
+
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether each expert of a layer has a tensor of this kind."""
+        return "{expert}" in self.megatron
+
+
+class PerToken(NamedTuple):
+    """What a block takes for each token, over all tensor parallel ranks (`megappo.plan.activations`)."""
+
+    kept_bytes: float = 0.0
+    """What forward keeps for backward."""
+    live_elements: int = 0
+    """There at once while it runs."""
+    moved_elements: int = 0
+    """Written and read again by a forward pass."""
+
+
+class Block:
+    """A part of every layer. A method that a block does not define says: nothing."""
+
+    def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
+        """The parameters of the block."""
+        return ()
+
+    def megatron(self, arch: ArchitectureConfig) -> Mapping[str, Any]:
+        """Fields of Megatron's TransformerConfig that make it part of the model."""
+        return {}
+
+    def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused_norms: bool) -> PerToken:
+        """What the planner counts for it, in a type of so many bytes; `fused_norms`: a norm is one kernel."""
+        return PerToken()
+
+
+@dataclass(frozen=True)
+class Family:
+    """The one declaration of a family, which loading, streaming, checkpoints, export, plans and engines walk."""
+
+    model_type: str
+    """`model_type` of the config.json files that the family reads."""
+    reads: tuple[Callable[[Any], Mapping[str, Any]], ...]
+    """Each gives fields of ArchitectureConfig from transformers' configuration, of which later ones win, and raises
+    ValueError for what the blocks do not build."""
+    blocks: tuple[Block, ...]
+    """Of each layer. Their order is that of the parameters in buckets and files."""
+
+    def architecture(self, hf_config: PretrainedConfig) -> ArchitectureConfig:
+        """The architecture of a model of this family. Raises ValueError for what it refuses."""
+        c = copy.deepcopy(hf_config)
+        fields = {name: value for read in self.reads for name, value in read(c).items()}
+        if hasattr(c, "quantization_config"):
+            del c.quantization_config
+        return ArchitectureConfig(family=self.model_type, hf_config=c, declaration=self, **fields)
+
+    def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused_norms: bool) -> PerToken:
+        """Of all blocks of a layer."""
+        found = [block.per_token(arch, element_bytes, fused_norms=fused_norms) for block in self.blocks]
+        return PerToken(*map(sum, zip(*found, strict=True)))

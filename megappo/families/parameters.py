@@ -1,0 +1,189 @@
+"""The one map between Hugging Face tensors and Megatron shards.
+
+A Megatron parameter is, on every tensor parallel rank, a concatenation of slices of Hugging Face tensors. `pieces`
+says which; loading reads the slices, streaming and export put them back. So there is one declaration per parameter,
+that of its family, and load, weight sync and export cannot disagree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from megappo.families.architecture import ArchitectureConfig
+from megappo.families.declaration import Kind, Shape, Weight
+
+_AXES: dict[Kind, int] = {"column": 0, "qkv": 0, "vocab": 0, "row": 1}
+EMBEDDING, OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
+HF_EMBEDDING, HF_OUTPUT_LAYER = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows (dim 0) or columns (dim 1) `start:stop` of a Hugging Face tensor."""
+
+    name: str
+    dim: int
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """Rows or columns in the piece."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One Megatron parameter and the Hugging Face tensors it is made of; see `Weight`."""
+
+    megatron: str
+    """Its name within the model, layers and experts numbered over all ranks."""
+    hf: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    """Shape of each of the Hugging Face tensors, in the order of their names."""
+    kind: Kind
+    fused: str = ""
+    packed: str = ""
+    layer: int | None = None
+    """Global layer number; None for embedding, final norm and output layer."""
+    expert: int | None = None
+    """Global number of the expert it belongs to; None for what every token passes. An expert is whole on the ranks that
+    hold it: tensor parallel ranks share out experts, not their matrices."""
+
+    @property
+    def axis(self) -> int | None:
+        """Along which tensor parallel ranks share it; None: every rank that has it has all of it."""
+        return _AXES.get(self.kind) if self.expert is None else None
+
+    @property
+    def engine_name(self) -> str:
+        """SGLang's name of the parameter that holds its tensors."""
+        return self.fused or self.hf[0]
+
+    @property
+    def stored(self) -> dict[str, tuple[str, ...]]:
+        """The whole tensors that checkpoints have of it, each with the Hugging Face tensors in it. Tensor ranks' shards
+        follow each other in query, key and value as Megatron has them; of a gated layer, each has a part of both."""
+        return {self.engine_name: self.hf} if self.kind == "qkv" else {name: (name,) for name in self.hf}
+
+    @property
+    def tensors(self) -> dict[str, Shape]:
+        """Shapes of its Hugging Face tensors by their names."""
+        return dict(zip(self.hf, self.shapes, strict=True))
+
+    @property
+    def elements(self) -> int:
+        """Elements of all its Hugging Face tensors together."""
+        return sum(math.prod(shape) for shape in self.shapes)
+
+
+def layer_weights(arch: ArchitectureConfig) -> list[Weight]:
+    """What each layer consists of."""
+    return [weight for block in arch.declaration.blocks for weight in block.weights(arch)]
+
+
+def canonical_names(arch: ArchitectureConfig) -> dict[str, str]:
+    """The one name, within a layer, of each parameter that Transformer Engine's layers call otherwise."""
+    return {weight.alias: weight.megatron for weight in layer_weights(arch) if weight.alias}
+
+
+def embedding(arch: ArchitectureConfig) -> Parameter:
+    """The first parameter of every model."""
+    return Parameter(EMBEDDING, (HF_EMBEDDING,), ((arch.vocab_size, arch.hidden_size),), "vocab")
+
+
+def model_parameters(arch: ArchitectureConfig, *, experts: Iterable[int] | None = None) -> Iterator[Parameter]:
+    """Every parameter of a causal language model of this architecture, in the order of its family's blocks.
+
+    With tied embeddings the output layer is not listed: it is the embedding. `experts`: only these of each layer.
+    """
+    chosen = tuple(experts) if experts is not None else range(arch.experts)
+    weights = layer_weights(arch)
+    yield embedding(arch)
+    for layer in range(arch.layers):
+        yield from (_in_layer(weight, layer) for weight in weights if not weight.is_of_experts)
+        for expert in chosen:
+            yield from (_in_layer(weight, layer, expert) for weight in weights if weight.is_of_experts)
+    yield Parameter("decoder.final_layernorm.weight", ("model.norm.weight",), ((arch.hidden_size,),), "replicated")
+    if not arch.tied_embeddings:
+        yield replace(embedding(arch), megatron=OUTPUT_LAYER, hf=(HF_OUTPUT_LAYER,))
+
+
+def _in_layer(weight: Weight, layer: int, expert: int | None = None) -> Parameter:
+    prefix = f"model.layers.{layer}."
+    return Parameter(
+        f"decoder.layers.{layer}.{weight.megatron.format(expert=expert)}",
+        tuple(prefix + name.format(expert=expert) for name in weight.tensors),
+        tuple(weight.tensors.values()),
+        weight.kind,
+        fused=weight.fused and prefix + weight.fused,
+        packed=weight.packed and prefix + weight.packed,
+        layer=layer,
+        expert=expert,
+    )
+
+
+def tensor_shapes(arch: ArchitectureConfig, *, output_layer: bool = True) -> dict[str, Shape]:
+    """Shapes of all Hugging Face tensors of this architecture by their names."""
+    parameters = (p for p in model_parameters(arch) if output_layer or p.megatron != OUTPUT_LAYER)
+    return {name: shape for p in parameters for name, shape in p.tensors.items()}
+
+
+@lru_cache(maxsize=64)
+def expert_parameters(arch: ArchitectureConfig) -> int:
+    """Weights of one expert in one layer; 0 for a dense model."""
+    of_experts = (weight for weight in layer_weights(arch) if weight.is_of_experts)
+    return sum(math.prod(shape) for weight in of_experts for shape in weight.tensors.values())
+
+
+def multiplied_parameters(arch: ArchitectureConfig) -> int:
+    """Weights that a token is multiplied with: all but an input embedding of its own and the experts it misses."""
+    active = model_parameters(arch, experts=range(arch.experts_per_token))
+    return sum(p.elements for p in active if arch.tied_embeddings or p.megatron != EMBEDDING)
+
+
+def pieces(arch: ArchitectureConfig, parameter: Parameter, tensor_rank: int, tp: int, padded_vocab: int) -> list[Piece]:
+    """The slices whose concatenation is the shard of `tensor_rank` out of `tp`.
+
+    A `vocab` shard ends with rows of padding where its pieces hold fewer rows than padded_vocab / tp.
+    """
+    named, dim = parameter.tensors.items(), parameter.axis
+    if dim is None:
+        return [Piece(name, 0, 0, shape[0]) for name, shape in named]
+    if parameter.kind == "qkv":
+        return _qkv_pieces(arch, parameter, tensor_rank, tp)
+    found = []
+    for name, shape in named:
+        part = (padded_vocab if parameter.kind == "vocab" else shape[dim]) // tp
+        start, stop = (min(n * part, shape[dim]) for n in (tensor_rank, tensor_rank + 1))
+        found.append(Piece(name, dim, start, stop))
+    return found
+
+
+def _qkv_pieces(arch: ArchitectureConfig, parameter: Parameter, tensor_rank: int, tp: int) -> list[Piece]:
+    """Megatron interleaves by key/value group: the group's queries, its key, its value."""
+    groups = arch.kv_heads // tp
+    found = []
+    for group in range(tensor_rank * groups, (tensor_rank + 1) * groups):
+        for name, shape in parameter.tensors.items():
+            rows = shape[0] // arch.kv_heads
+            found.append(Piece(name, 0, group * rows, (group + 1) * rows))
+    return found
+
+
+def shard_shape(arch: ArchitectureConfig, parameter: Parameter, tp: int, padded_vocab: int) -> Shape:
+    """Shape of the parameter on one tensor parallel rank."""
+    first = parameter.shapes[0]
+    if parameter.kind == "vocab":
+        return (padded_vocab // tp, *first[1:])
+    slices = pieces(arch, parameter, 0, tp, padded_vocab)
+    dim = slices[0].dim
+    return (*first[:dim], sum(p.size for p in slices), *first[dim + 1 :])
+
+
+def expert_share(arch: ArchitectureConfig, parameter: Parameter, ep: int) -> int | None:
+    """Which of the `ep` shares of the experts a parameter is in; None for what every token passes."""
+    return None if parameter.expert is None else parameter.expert * ep // arch.experts

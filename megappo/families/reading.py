@@ -1,0 +1,176 @@
+"""What families read of transformers' configuration: fields of ArchitectureConfig, by functions that families list.
+
+A setting that transformers does not read for a family, or reads in a way that the blocks do not build, raises
+ValueError: weights of another model would come out of it without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_SILU = ("silu", "swish")
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def decoder(c: Any) -> dict[str, Any]:
+    """The sizes of every decoder, by their usual names.
+
+    Raises ValueError for layers that differ, tokens that see those after them, and positions, head counts and stored
+    weights that are not covered.
+    """
+    if getattr(c, "is_heterogeneous", False):
+        raise ValueError("per_layer_config is not supported; use a model whose layers are alike")
+    if not getattr(c, "is_causal", True):
+        raise ValueError("is_causal: false lets tokens see those after them; use a model that generates from the left")
+    _check_rope(c)
+    heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(
+            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}; fix its config.json "
+            "(without num_key_value_heads the family's default holds)"
+        )
+    return {
+        "hidden_size": c.hidden_size,
+        "layers": c.num_hidden_layers,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": getattr(c, "head_dim", None) or c.hidden_size // heads,
+        "ffn_hidden_size": c.intermediate_size,
+        "vocab_size": c.vocab_size,
+        "max_position_embeddings": c.max_position_embeddings,
+        "tied_embeddings": c.tie_word_embeddings,
+        "norm_eps": c.rms_norm_eps,
+        "initializer_range": c.initializer_range,
+        "stored_blocks": _stored_blocks(c),
+    }
+
+
+def silu_mlp(c: Any) -> dict[str, Any]:
+    """Nothing. Raises ValueError for another activation, and for biases in the MLP."""
+    if c.hidden_act not in _SILU:
+        raise ValueError(f"hidden_act '{c.hidden_act}' is not supported; use a model with silu")
+    if getattr(c, "mlp_bias", False):
+        raise ValueError("mlp_bias: true is not supported; use a model without biases in its MLP")
+    return {}
+
+
+def no_attention_bias(c: Any) -> dict[str, Any]:
+    """Nothing. Raises ValueError for biases in the attention."""
+    if getattr(c, "attention_bias", False):
+        raise ValueError("attention_bias: true is not supported for this family; use a model without it")
+    return {}
+
+
+def _check_rope(c: Any) -> None:
+    rope = c.rope_parameters
+    if not isinstance(rope.get("rope_type"), str):
+        raise ValueError(f"rope_parameters of '{', '.join(rope)}' are not supported; use a model with one rope")
+    if rope["rope_type"] not in _ROPE_TYPES:
+        raise ValueError(f"rope type '{rope['rope_type']}' is not supported; use one of {', '.join(_ROPE_TYPES)}")
+    factor = rope.get("partial_rotary_factor", getattr(c, "partial_rotary_factor", None))
+    if factor is not None and factor != 1:
+        raise ValueError(
+            f"partial_rotary_factor {factor} is not supported; use a model that rotates all of a head (1, or none)"
+        )
+
+
+def no_window(c: Any) -> dict[str, Any]:
+    """For families without windows in transformers. Raises ValueError where config.json speaks of one."""
+    window = None if getattr(c, "use_sliding_window", None) is False else _stated_window(c)
+    if window is not None:
+        raise ValueError(
+            f"sliding_window {window} means nothing to transformers for {c.model_type}, whose tokens see all before "
+            "them; take it out of config.json, or use the model_type whose attention has the window"
+        )
+    return _agreeing(c, None)
+
+
+def window_of_every_layer(c: Any) -> dict[str, Any]:
+    """`sliding_window`, for families whose layers all have it. Raises ValueError where `layer_types` say otherwise."""
+    return _agreeing(c, _stated_window(c))
+
+
+def window_by_layer_types(c: Any) -> dict[str, Any]:
+    """`sliding_window`, for families in which it holds for the layers that `layer_types` calls sliding.
+
+    Raises ValueError for layers that differ.
+    """
+    window = _stated_window(c)
+    return _agreeing(c, window if "sliding_attention" in _layer_types(c) else None)
+
+
+def _layer_types(c: Any) -> tuple[str, ...]:
+    """The one kind of all layers, or nothing where config.json does not say it."""
+    kinds = tuple(dict.fromkeys(getattr(c, "layer_types", None) or ()))
+    other = [kind for kind in kinds if kind not in _LAYER_TYPES]
+    if other:
+        raise ValueError(f"layer_types of '{other[0]}' is not supported; use a model of {' or '.join(_LAYER_TYPES)}")
+    if len(kinds) > 1:
+        raise ValueError("a mix of full and sliding attention layers is not supported; use a model with one kind")
+    return kinds
+
+
+def _stated_window(c: Any) -> int | None:
+    _layer_types(c)
+    window: int | None = getattr(c, "sliding_window", None)
+    if window is not None and window < 1:
+        raise ValueError(f"sliding_window {window} must be at least 1 token, or null")
+    return window
+
+
+def _agreeing(c: Any, window: int | None) -> dict[str, Any]:
+    """The window that transformers applies. Raises ValueError where `layer_types` speak of the other kind."""
+    kinds = _layer_types(c)
+    if kinds and (kinds == ("sliding_attention",)) != (window is not None):
+        found = "no sliding_window" if window is None else f"a sliding_window of {window} in every layer"
+        raise ValueError(
+            f"layer_types of '{kinds[0]}' contradicts what transformers computes for this {c.model_type}, {found}; "
+            "make layer_types and sliding_window of config.json agree"
+        )
+    return {"sliding_window": window}
+
+
+def experts(c: Any) -> dict[str, Any]:
+    """Experts in every layer. Raises ValueError where some layers have none."""
+    if c.decoder_sparse_step != 1 or c.mlp_only_layers:
+        raise ValueError(
+            f"decoder_sparse_step {c.decoder_sparse_step} with mlp_only_layers {c.mlp_only_layers} mixes dense layers "
+            "among those with experts, which is not supported; use a model with experts in every layer"
+        )
+    if not 0 < c.num_experts_per_tok <= c.num_experts or c.num_experts < 2:
+        raise ValueError(
+            f"num_experts_per_tok {c.num_experts_per_tok} of num_experts {c.num_experts} is not supported; "
+            "use a model of at least 2 experts that sends each token to some of them"
+        )
+    return {
+        "ffn_hidden_size": c.moe_intermediate_size,
+        "experts": c.num_experts,
+        "experts_per_token": c.num_experts_per_tok,
+        "normalized_experts": c.norm_topk_prob,
+    }
+
+
+def _stored_blocks(c: Any) -> tuple[int, int] | None:
+    """Rows and columns of the blocks of float8 weights that share a scale, by `quantization_config`; None without one.
+
+    Raises ValueError for every other way in which weights may be quantised.
+    """
+    for name in ("compression_config", "quantization_config"):
+        said = getattr(c, name, None)
+        if said is None:
+            continue
+        content = {"quant_method": None, **(said if isinstance(said, Mapping) else {})}
+        blocks: Any = content.get("weight_block_size")
+        is_pair = isinstance(blocks, Sequence) and len(blocks) == 2 and all(type(n) is int and n > 0 for n in blocks)
+        usual = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+        other = {key: content[key] for key, value in usual.items() if content.get(key, value) != value}
+        if name == "quantization_config" and is_pair and not other:
+            return blocks[0], blocks[1]
+        words = ", ".join(f"{key} {value}" for key, value in (other or {"weight_block_size": blocks}).items())
+        raise ValueError(
+            f"{name} with {words} is not supported; use the model's plain weights, or float8 weights scaled in blocks "
+            "(quant_method fp8 with two numbers as weight_block_size)"
+        )
+    return None

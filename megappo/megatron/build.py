@@ -1,0 +1,297 @@
+"""Hugging Face architecture and layout in, Megatron-Core GPT models out."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from megappo.errors import RunError
+from megappo.families.architecture import ArchitectureConfig
+from megappo.families.parameters import EMBEDDING, OUTPUT_LAYER, Parameter, canonical_names, embedding, model_parameters
+from megappo.families.rope import rotary
+from megappo.families.weights import WeightSource, read_shard
+from megappo.megatron.attention import RMSNorm, SDPACoreAttention
+from megappo.megatron.heads import LogprobHead, ValueHead
+from megappo.megatron.layout import Layout
+from megappo.runtime.megatron_cpu import fix_experts
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine's layers are used: it is installed and there is a CUDA device for it."""
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """Everything about a model that is neither architecture nor layout."""
+
+    dtype: torch.dtype
+    device: torch.device
+    padded_vocab: int
+    temperature: float = 1.0
+    recompute: str = "none"
+    seed: int = 0
+    value_head_std: float | None = None
+    """Not None: a critic, its value head drawn with this standard deviation."""
+
+    @property
+    def is_critic(self) -> bool:
+        """Whether the output layer is a value head."""
+        return self.value_head_std is not None
+
+
+@dataclass(frozen=True)
+class RoleModel:
+    """The model chunks of one rank: one, or `vpp` of them with an interleaved pipeline."""
+
+    arch: ArchitectureConfig
+    layout: Layout
+    options: BuildOptions
+    config: TransformerConfig
+    chunks: list[GPTModel]
+
+    @property
+    def is_critic(self) -> bool:
+        """Whether the output layer is a value head."""
+        return self.options.is_critic
+
+    def parameters_here(self) -> list[tuple[Parameter, nn.Parameter]]:
+        """The mapped parameters of this rank, in the map's order; a critic's trunk has no output layer in it."""
+        held = self._held()
+        return [
+            (p, held[p.megatron])
+            for p in model_parameters(self.arch)
+            if p.megatron in held and not (self.is_critic and p.megatron == OUTPUT_LAYER)
+        ]
+
+    def _held(self) -> dict[str, nn.Parameter]:
+        """Every parameter of this rank by its canonical name."""
+        canonical = canonical_names(self.arch)
+        return {
+            _global_name(chunk, name, canonical): parameter
+            for chunk in self.chunks
+            for name, parameter in chunk.named_parameters()
+        }
+
+    def check_names(self) -> None:
+        """Raise RunError for a parameter that the map does not know, and for one of the map that belongs here and is
+        not held: it would be missing from every load, weight sync and export."""
+        held = self._held().keys()
+        here = {p.megatron for p in model_parameters(self.arch) if self._belongs_here(p)}
+        own = set()
+        if self.is_critic:
+            own = {OUTPUT_LAYER, "output_layer.bias"}
+        elif self.arch.tied_embeddings:  # the last stage's copy of the embedding
+            own = {OUTPUT_LAYER}
+        for names, words in ((held - here - own, "that the map does not know"), (here - held, "too few for the map")):
+            if names:
+                raise RunError(
+                    f"Megatron-Core built a model with parameters {words}, such as {', '.join(sorted(names)[:3])}; "
+                    "install the versions that setup.py asks for"
+                )
+
+    def _belongs_here(self, parameter: Parameter) -> bool:
+        if parameter.layer is not None:
+            layers = {layer.layer_number - 1: layer for chunk in self.chunks for layer in chunk.decoder.layers}
+            layer = layers.get(parameter.layer)
+            return layer is not None and (
+                parameter.expert is None or parameter.expert in layer.mlp.local_expert_indices
+            )
+        if parameter.megatron == EMBEDDING:
+            return self.chunks[0].pre_process
+        return self.chunks[-1].post_process and not (self.is_critic and parameter.megatron == OUTPUT_LAYER)
+
+
+def _global_name(chunk: GPTModel, name: str, canonical: Mapping[str, str]) -> str:
+    """Megatron numbers the layers of a chunk and the experts of a rank from 0; the map numbers those of the model."""
+    parts = name.split(".")
+    if parts[:2] != ["decoder", "layers"]:
+        return name
+    layer = chunk.decoder.layers[int(parts[2])]
+    parts[2] = str(layer.layer_number - 1)
+    if parts[3:6] == ["mlp", "experts", "local_experts"]:
+        parts[6] = str(layer.mlp.local_expert_indices[int(parts[6])])
+    in_layer = ".".join(parts[3:])
+    return ".".join([*parts[:3], canonical.get(in_layer, in_layer)])
+
+
+def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildOptions) -> TransformerConfig:
+    """Megatron's configuration of this architecture on this layout."""
+    recompute: dict[str, Any] = {}
+    if options.recompute == "full":
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    elif options.recompute == "selective":
+        recompute = {"recompute_granularity": "selective"}
+    settings = {name: value for block in arch.declaration.blocks for name, value in block.megatron(arch).items()}
+    pre_softmax = settings.pop("moe_router_pre_softmax", False)
+    config = TransformerConfig(
+        num_layers=arch.layers,
+        hidden_size=arch.hidden_size,
+        num_attention_heads=arch.heads,
+        num_query_groups=arch.kv_heads,
+        kv_channels=arch.head_dim,
+        ffn_hidden_size=arch.ffn_hidden_size,
+        layernorm_epsilon=arch.norm_eps,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method_std=arch.initializer_range,
+        perform_initialization=False,
+        use_cpu_initialization=options.device.type == "cpu",
+        params_dtype=options.dtype,
+        bf16=options.dtype == torch.bfloat16,
+        pipeline_dtype=options.dtype,
+        autocast_dtype=options.dtype,
+        tensor_model_parallel_size=layout.grid.tp,
+        pipeline_model_parallel_size=layout.grid.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        sequence_parallel=layout.sequence_parallel,
+        # Packed microbatches differ in length.
+        variable_seq_lengths=layout.grid.pp > 1,
+        moe_token_dispatcher_type="alltoall",  # checked with variable lengths even where there are no experts
+        expert_model_parallel_size=layout.grid.ep,
+        expert_tensor_parallel_size=1,
+        # Between two stages an interleaved schedule would put activations and gradients for the same neighbour into
+        # one batch, where they are matched by order and get swapped; overlapped, each has a call of its own.
+        overlap_p2p_comm=layout.vpp > 1,
+        batch_p2p_comm=layout.vpp == 1,
+        # Losses are sums already divided by the global count; Megatron must not divide again.
+        calculate_per_token_loss=True,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        # Without it, the router of a single expert learns nothing, which Megatron refuses and transformers computes.
+        moe_router_pre_softmax=pre_softmax or settings.get("moe_router_topk") == 1,
+        **settings,
+        **recompute,
+    )
+    config.moe_router_pre_softmax = pre_softmax
+    return config
+
+
+def _layer_spec(config: TransformerConfig, layout: Layout, vp_stage: int | None) -> Any:
+    """Transformer Engine's layers where it can run; otherwise Megatron's own with our attention and norm."""
+    parts = {"num_experts": config.num_moe_experts, "qk_layernorm": config.qk_layernorm}
+    if has_transformer_engine():
+        return get_gpt_layer_with_transformer_engine_spec(**parts)
+    layer = get_gpt_layer_local_spec(**parts, normalization="RMSNorm")
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = SDPACoreAttention
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    layers = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=layout.stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
+
+
+def build_model(arch: ArchitectureConfig, layout: Layout, options: BuildOptions, source: WeightSource) -> RoleModel:
+    """Build this rank's chunks of a role and fill them from `source`."""
+    if arch.experts:
+        fix_experts()
+    model_parallel_cuda_manual_seed(
+        options.seed, tp_rank=layout.tensor_rank, ep_rank=layout.expert_rank, etp_rank=0, force_reset_rng=True
+    )
+    config = transformer_config(arch, layout, options)
+    chunks = [_build_chunk(arch, layout, options, config, chunk) for chunk in range(layout.vpp)]
+    model = RoleModel(arch, layout, options, config, chunks)
+    model.check_names()
+    with torch.no_grad():
+        for entry, parameter in model.parameters_here():
+            _mark_partition(entry, parameter, layout)
+            parameter.copy_(
+                read_shard(source, arch, entry, parameter, layout.tensor_rank, layout.grid.tp, options.padded_vocab)
+            )
+        _fill_last_stage_copy(model, source)
+        _fill_value_head(model, source)
+    return model
+
+
+def _mark_partition(entry: Parameter, parameter: nn.Parameter, layout: Layout) -> None:
+    """Megatron does this where it initialises weights itself; without it a norm counts one shard for all.
+
+    A rank's experts are its own, whatever its tensor rank. Megatron takes them for dense parameters where one rank
+    holds them all, and would then miss what other tensor parallel ranks' tokens add to their gradients.
+    """
+    if entry.expert is not None:
+        parameter.allreduce = False  # type: ignore[attr-defined]
+        if not hasattr(parameter, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+        parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+    elif layout.grid.tp > 1 and entry.axis is not None and not hasattr(parameter, "tensor_model_parallel"):
+        set_tensor_model_parallel_attributes(parameter, True, entry.axis, 1)
+
+
+def _build_chunk(
+    arch: ArchitectureConfig, layout: Layout, options: BuildOptions, config: TransformerConfig, chunk: int
+) -> GPTModel:
+    vp_stage = chunk if layout.vpp > 1 else None
+    first = layout.stage == 0 and chunk == 0
+    last = layout.is_last_stage and chunk == layout.vpp - 1
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=_layer_spec(config, layout, vp_stage),
+        vocab_size=options.padded_vocab,
+        max_sequence_length=arch.max_position_embeddings,
+        pre_process=first,
+        post_process=last,
+        parallel_output=True,
+        share_embeddings_and_output_weights=arch.tied_embeddings and not options.is_critic,
+        position_embedding_type="rope",
+        pg_collection=layout.groups,
+        vp_stage=vp_stage,
+    )
+    model.to(options.device)  # Megatron makes the router's weight on the CPU, torch makes norms there
+    model.rotary_pos_emb.inv_freq = rotary(arch)[0].to(options.device)
+    if last and options.value_head_std is not None:
+        model.output_layer = ValueHead(layout, arch.hidden_size, options.dtype, options.device)
+        generator = torch.Generator().manual_seed(options.seed)
+        drawn = torch.randn(1, arch.hidden_size, generator=generator) * options.value_head_std
+        model.output_layer.weight.data.copy_(drawn)
+    elif last:
+        model.output_layer = LogprobHead(
+            layout,
+            model.output_layer.weight,
+            vocab_size=arch.vocab_size,
+            temperature=options.temperature,
+        )
+    return model
+
+
+def _fill_value_head(model: RoleModel, source: WeightSource) -> None:
+    """A trained head takes the place of the drawn one."""
+    last = model.chunks[-1]
+    head = source.value_head() if model.is_critic and last.post_process else None
+    if head is not None:
+        last.output_layer.weight.copy_(head.weight)
+        last.output_layer.bias.copy_(head.bias)
+
+
+def _fill_last_stage_copy(model: RoleModel, source: WeightSource) -> None:
+    """Tied embeddings under a pipeline: the last stage trains a copy of the first stage's embedding."""
+    last = model.chunks[-1]
+    if not (model.arch.tied_embeddings and last.post_process and not last.pre_process) or model.is_critic:
+        return
+    entry = embedding(model.arch)
+    weight, layout = last.output_layer.weight, model.layout
+    _mark_partition(entry, weight, layout)
+    weight.copy_(
+        read_shard(source, model.arch, entry, weight, layout.tensor_rank, layout.grid.tp, model.options.padded_vocab)
+    )

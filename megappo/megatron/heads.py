@@ -1,0 +1,118 @@
+"""Output layers that hand out what PPO needs instead of logits.
+
+Both stand at GPTModel's `output_layer` and keep its contract: `forward(hidden, weight, runtime_gather_output)` returns
+(output, None) with the output in Megatron's [rows, 1, channels]. Only the rows that predict response tokens are
+computed: `expect` names them before each microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor, nn
+
+from megappo.megatron.layout import Layout
+from megappo_kernels.lm_head import linear_logprob
+from megappo_kernels.losses import PolicyInputs
+from megappo_kernels.objectives import PolicyObjective
+from megappo_kernels.ppo_head import ppo_head_loss
+
+
+class _Head(nn.Module):
+    """Selects the expected rows of the hidden states, whole along the sequence."""
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__()
+        self.layout = layout
+        self._rows_N: Tensor | None = None
+
+    def _select(self, hidden: Tensor, *, partial_gradients: bool) -> Tensor:
+        """(t, 1, H) hidden states, or their sequence parallel part -> the expected rows (n, H).
+
+        `partial_gradients`: each tensor rank's gradient is a part to be summed (the head is split over ranks), not
+        the whole (the head is replicated).
+        """
+        assert self._rows_N is not None, "expect() comes before each forward"
+        if self.layout.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=partial_gradients, group=self.layout.groups.tp
+            )
+        return hidden.squeeze(1).index_select(0, self._rows_N)
+
+
+@dataclass(frozen=True)
+class PolicyTarget:
+    """What an update of the policy wants of a microbatch's response tokens."""
+
+    inputs: PolicyInputs
+    objective: PolicyObjective
+
+
+class LogprobHead(_Head):
+    """Language model head: log-probabilities of the response tokens, or the policy loss of an update, float32."""
+
+    def __init__(self, layout: Layout, weight: nn.Parameter | None, *, vocab_size: int, temperature: float) -> None:
+        super().__init__(layout)
+        self.weight = weight  # None where the tied embedding of the same stage is passed to forward
+        self.vocab_size = vocab_size
+        self.temperature = temperature
+        self._labels_N: Tensor | None = None
+        self._target: PolicyTarget | None = None
+        self.report: Mapping[str, Tensor] = {}
+        """What there is to report of the last microbatch's loss."""
+
+    def expect(self, rows_N: Tensor, labels_N: Tensor, target: PolicyTarget | None = None) -> None:
+        """Name the rows of the next microbatch, the tokens they predict (int64), and the loss where it is wanted."""
+        self._rows_N, self._labels_N, self._target = rows_N, labels_N, target
+
+    def forward(
+        self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        """[t, 1, H] -> [n, 1, 1] log-probabilities in nats; with a target [1, 1, 1]: the loss.
+
+        The loss adds the weight's gradient to its `main_grad` in forward already (see `ppo_head_loss`).
+        """
+        assert self._labels_N is not None
+        matrix = weight if weight is not None else self.weight
+        assert matrix is not None
+        rows_NH = self._select(hidden, partial_gradients=True)
+        where: dict[str, Any] = {
+            "temperature": self.temperature,
+            "tp_group": self.layout.groups.tp,
+            "valid_vocab": self.vocab_size,
+            "sequence_parallel": self.layout.sequence_parallel,
+        }
+        if self._target is None:
+            logprob_N, _ = linear_logprob(rows_NH, matrix, self._labels_N, entropy=False, **where)
+            return logprob_N[:, None, None], None
+        inputs, objective = self._target.inputs, self._target.objective
+        result = ppo_head_loss(
+            rows_NH, matrix, self._labels_N, inputs, objective=objective, accumulate_main_grad=True, **where
+        )
+        self.report = result.metrics
+        return result.loss[None, None, None], None
+
+
+class ValueHead(_Head):
+    """Scalar head of the critic, replicated over tensor ranks; float32 arithmetic whatever the trunk's type."""
+
+    def __init__(self, layout: Layout, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(layout)
+        self.weight = nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.zeros(1, dtype=dtype, device=device))
+
+    def expect(self, rows_N: Tensor, labels_N: Tensor) -> None:
+        """Name the rows of the next microbatch; the labels play no part."""
+        self._rows_N = rows_N
+
+    def forward(
+        self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        """[t, 1, H] -> [n, 1, 1]: the value of the state before each response token."""
+        rows_NH = self._select(hidden, partial_gradients=False).float()
+        values_N = rows_NH @ self.weight.float().T + self.bias.float()
+        return values_N.unsqueeze(1), None

@@ -1,0 +1,94 @@
+"""Megatron's data parallel wrapper, optimizer and learning rate schedule for one role."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megappo.config.roles import OptimizerSettings
+from megappo.megatron.build import RoleModel
+from megappo.megatron.optimizer_state import OptimizerState
+from megappo.megatron.schedule import finalize_summed_grads
+from megappo.runtime.megatron_cpu import param_groups_of_role
+
+
+class RoleOptimizer:
+    """Gradients, AdamW and the schedule of a role on one of its ranks; made by all of them together."""
+
+    def __init__(self, model: RoleModel, settings: OptimizerSettings, total_updates: int) -> None:
+        bf16 = model.options.dtype == torch.bfloat16
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=settings.distributed
+        )
+        self.chunks = [
+            DistributedDataParallel(model.config, ddp, chunk, pg_collection=model.layout.groups)
+            for chunk in model.chunks
+        ]
+        model.config.finalize_model_grads_func = finalize_summed_grads
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=settings.learning_rate,
+            min_lr=settings.min_learning_rate,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.beta1,
+            adam_beta2=settings.beta2,
+            adam_eps=settings.eps,
+            clip_grad=settings.clip_grad_norm,
+            bf16=bf16,
+            params_dtype=model.options.dtype,
+            use_distributed_optimizer=settings.distributed,
+        )
+        with param_groups_of_role(model.layout.role_group):
+            self.megatron = get_megatron_optimizer(
+                config, self.chunks, use_gloo_process_groups=False, pg_collection=model.layout.groups
+            )
+        self.state = OptimizerState(self.megatron, model.layout.groups.dp, model.layout.groups.expt_dp)
+        self._schedule = OptimizerParamScheduler(
+            self.megatron,
+            init_lr=0.0 if settings.warmup_updates else settings.learning_rate,
+            max_lr=settings.learning_rate,
+            min_lr=settings.min_learning_rate,
+            lr_warmup_steps=settings.warmup_updates,
+            lr_decay_steps=max(total_updates, settings.warmup_updates + 1),
+            lr_decay_style=settings.schedule,
+            start_wd=settings.weight_decay,
+            end_wd=settings.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+            use_checkpoint_opt_param_scheduler=False,
+        )
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the next update."""
+        return float(self.megatron.param_groups[0]["lr"])
+
+    @property
+    def updates(self) -> int:
+        """Updates applied so far."""
+        return int(self._schedule.num_steps)
+
+    def continue_after(self, updates: int) -> None:
+        """Set the schedule to where it stands after so many updates; the rate is a function of their number."""
+        self._schedule.num_steps = 0
+        self._schedule.step(increment=updates)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of the last minibatch."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.megatron.zero_grad()
+
+    def step(self) -> tuple[bool, float]:
+        """Apply the gradients unless their norm is not finite; returns (applied, norm before clipping)."""
+        self.megatron.prepare_grads()
+        grad_norm = float(self.megatron.get_grad_norm())
+        if not math.isfinite(grad_norm):
+            return False, grad_norm
+        self.megatron.step()
+        self._schedule.step(increment=1)
+        return True, grad_norm

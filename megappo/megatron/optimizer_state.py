@@ -1,0 +1,102 @@
+"""The optimizer's state of each parameter, read and written whole, whatever Megatron does with it.
+
+Megatron's own `load_state_dict` cannot be used with torch's Adam: it wants a state that a fresh optimizer lacks, copies
+into leaves that need gradients, and gives all parameters one shared `step`, which then counts them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor, nn
+
+from megappo.runtime.exchange import all_gather_varying
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Where this rank's part of a parameter's state lies."""
+
+    inner: Any
+    """Megatron's optimizer with the parameter in it."""
+    main: Tensor | None
+    """What the inner optimizer updates: the parameter, its float32 copy, or a part of one of them; None: no part."""
+    part: slice
+    """Elements of the flattened parameter whose state this rank holds."""
+
+
+class OptimizerState:
+    """Float32 weights and Adam's moments of a role's parameters on one rank."""
+
+    def __init__(self, optimizer: Any, replicas: dist.ProcessGroup, expert_replicas: dist.ProcessGroup) -> None:
+        """`optimizer` is what `get_megatron_optimizer` returned, `replicas` the data parallel group and
+        `expert_replicas` the ranks with the same experts."""
+        self._inners = getattr(optimizer, "chained_optimizers", [optimizer])
+        self._replicas, self._expert_replicas = replicas, expert_replicas
+        self._is_shared = any(isinstance(inner, DistributedOptimizer) for inner in self._inners)
+        """Whether the state is spread over data parallel ranks."""
+        self._owners = {
+            id(main): inner
+            for inner in self._inners
+            for group in inner.optimizer.param_groups
+            for main in group["params"]
+        }
+
+    def whole(self, parameter: nn.Parameter, *, moments: bool) -> dict[str, Tensor]:
+        """`weight`, and with `moments` also `exp_avg` and `exp_avg_sq`, in the parameter's shape and float32.
+
+        A collective of the ranks with the same parameter where the optimizer is distributed; elsewhere the tensors
+        themselves.
+        """
+        held = self._find(parameter)
+        is_expert = not getattr(parameter, "allreduce", True)
+        replicas = self._expert_replicas if is_expert else self._replicas
+        tensors: dict[str, Tensor] = {}
+        for name in ("weight", *(MOMENTS if moments else ())):
+            if held.main is None:
+                piece = torch.empty(0, dtype=torch.float32, device=parameter.device)
+            else:
+                piece = held.main if name == "weight" else held.inner.optimizer.state[held.main][name]
+            if self._is_shared:
+                piece = torch.cat(all_gather_varying(piece.detach().flatten(), group=replicas))
+            tensors[name] = piece.detach().float().view(parameter.shape)
+        return tensors
+
+    def restore(self, parameter: nn.Parameter, tensors: Mapping[str, Tensor], updates: int) -> None:
+        """Take over what `whole` gave after so many updates; before the first there are no moments."""
+        parameter.data.copy_(tensors["weight"])
+        held = self._find(parameter)
+        if held.main is None:
+            return
+        pieces = {name: tensor.flatten()[held.part].view(held.main.shape) for name, tensor in tensors.items()}
+        held.main.data.copy_(pieces["weight"])
+        if not updates:
+            return
+        adam = held.inner.optimizer
+        state: dict[str, Tensor] = {}
+        if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
+            state["step"] = torch.tensor(float(updates))  # one for each parameter, or they would count together
+        else:  # the fused implementations count once per group
+            for group in adam.param_groups:
+                group["step"] = updates
+        for name in MOMENTS:
+            state[name] = pieces[name].to(device=held.main.device, copy=True)
+        adam.state[held.main] = state
+
+    def _find(self, parameter: nn.Parameter) -> _Held:
+        if not self._is_shared:
+            main = getattr(parameter, "main_param", parameter)
+            return _Held(self._owners[id(main)], main, slice(0, parameter.numel()))
+        for inner in self._inners:
+            if parameter in inner.model_param_gbuf_map:
+                group, index = inner.model_param_group_index_map[parameter]
+                span = inner._get_model_param_range_map(parameter)["param"]
+                return _Held(inner, inner.optimizer.param_groups[group]["params"][index], slice(span.start, span.end))
+        return _Held(None, None, slice(0, 0))

@@ -1,0 +1,102 @@
+"""Which data parallel replica processes which sample, and in which packed microbatch.
+
+Pure functions of the lengths: every rank computes the same plan from the all-gathered lengths.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Samples that are packed together."""
+
+    sample_ids: tuple[int, ...]
+    is_filler: bool = False
+    """A repetition with zero weight, there because a schedule needs a multiple of microbatches."""
+
+
+@dataclass(frozen=True)
+class MicrobatchPlan:
+    """replicas[d] lists the microbatches of data parallel replica d in order."""
+
+    replicas: tuple[tuple[Microbatch, ...], ...]
+
+    def replica_of(self) -> dict[int, int]:
+        """The replica that processes each sample, by ascending id; repetitions as fillers aside."""
+        places = (
+            (sample_id, replica)
+            for replica, microbatches in enumerate(self.replicas)
+            for microbatch in microbatches
+            if not microbatch.is_filler
+            for sample_id in microbatch.sample_ids
+        )
+        return dict(sorted(places))
+
+
+def balance(costs: Sequence[int], n_bins: int) -> list[list[int]]:
+    """Distribute items over bins so that the sums are close (longest processing time first, Graham 1969).
+
+    Returns lists of item indices in increasing order; deterministic, ties go to the emptier, then the lower bin.
+    """
+    heap = [(0, 0, b) for b in range(n_bins)]
+    bins: list[list[int]] = [[] for _ in range(n_bins)]
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        total, count, b = heapq.heappop(heap)
+        bins[b].append(index)
+        heapq.heappush(heap, (total + costs[index], count + 1, b))
+    return [sorted(b) for b in bins]
+
+
+def pack(lengths: Sequence[int], budget_tokens: int) -> list[list[int]]:
+    """The fewest balanced bins of at most `budget_tokens` tokens each.
+
+    Raises ValueError where a single item exceeds the budget.
+    """
+    if not lengths:
+        return []
+    if max(lengths) > budget_tokens:
+        raise ValueError(
+            f"a sample of {max(lengths)} tokens exceeds the microbatch budget of {budget_tokens} tokens; "
+            "raise microbatch_budget_tokens"
+        )
+    n_bins = -(-sum(lengths) // budget_tokens)
+    while True:
+        bins = balance(lengths, n_bins)
+        if max(sum(lengths[i] for i in b) for b in bins) <= budget_tokens:
+            return [b for b in bins if b]
+        n_bins += 1
+
+
+def plan_microbatches(
+    lengths: Mapping[int, int], *, replicas: int, budget_tokens: int, multiple_of: int = 1, in_step: bool = False
+) -> MicrobatchPlan:
+    """Spread samples over replicas by tokens and pack each replica's share by the budget.
+
+    Args:
+        lengths: tokens of each sample id; the order of the mapping does not matter.
+        replicas: data parallel size.
+        budget_tokens: most tokens in a microbatch.
+        multiple_of: every replica gets a multiple of this many microbatches (interleaved pipelines need it).
+        in_step: every replica gets as many as the others (experts spread over replicas need it).
+
+    A replica's shortfall is filled with repetitions of the shortest sample that carry no weight, so every replica has
+    at least one microbatch.
+    """
+    ids = sorted(lengths)
+    shortest = min(ids, key=lambda i: (lengths[i], i))
+    planned: list[tuple[Microbatch, ...]] = []
+    for share in balance([lengths[i] for i in ids], replicas):
+        share_ids = [ids[i] for i in share]
+        microbatches = [
+            Microbatch(tuple(share_ids[i] for i in b)) for b in pack([lengths[i] for i in share_ids], budget_tokens)
+        ]
+        planned.append(tuple(microbatches))
+    counts = [max(1, -(-len(microbatches) // multiple_of)) * multiple_of for microbatches in planned]
+    if in_step:
+        counts = [max(counts)] * replicas
+    filler = Microbatch((shortest,), is_filler=True)
+    return MicrobatchPlan(tuple(m + (filler,) * (count - len(m)) for m, count in zip(planned, counts, strict=True)))

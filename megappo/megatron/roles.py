@@ -1,0 +1,188 @@
+"""Actor, critic and reference: models on their layouts, each seen by every rank of the world.
+
+A rank on which a role has no part of its model has an `AbsentRole` in its place, so all ranks call the same methods.
+`place` sends samples to the ranks of a role, see `placed`; the rest is what a role does with those that are there.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megappo.config.grid import Grid
+from megappo.families.architecture import ArchitectureConfig
+from megappo.families.parameters import Parameter
+from megappo.megatron.build import BuildOptions, RoleModel
+from megappo.megatron.layout import Layout
+from megappo.megatron.optimization import RoleOptimizer
+from megappo.megatron.packing import MicrobatchPlan
+from megappo.megatron.schedule import PackedBatch, PlacedSample, Task, pack_samples, run_schedule
+from megappo.runtime.objects import of_all_ranks
+from megappo.runtime.process import Runtime
+from megappo_kernels.metrics import combine, stacked
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a role stands, known on every rank."""
+
+    name: str
+    grid: Grid
+    budget_tokens: int
+    microbatch_multiple: int
+    """A replica's microbatches are a multiple of this: the pipeline size where it is interleaved, else 1."""
+
+
+class Role(ABC):
+    """A role on one rank of the world, which has a part of the model or none."""
+
+    def __init__(self, placement: Placement, arch: ArchitectureConfig, options: BuildOptions, runtime: Runtime) -> None:
+        self.placement, self.arch, self.options, self.runtime = placement, arch, options, runtime
+
+    @abstractmethod
+    def run_forward(self, plan: MicrobatchPlan, samples: Mapping[int, PlacedSample]) -> dict[int, Tensor]:
+        """The output (R,) float32 at the response tokens of each sample, on the ranks that hand out results."""
+
+    @abstractmethod
+    def parameters(self) -> list[nn.Parameter]:
+        """This rank's part of the model."""
+
+    @abstractmethod
+    def mapped_parameters(self) -> list[tuple[Parameter, nn.Parameter]]:
+        """See `RoleModel.parameters_here`."""
+
+    def copy_weights(self) -> list[Tensor]:
+        """This rank's part of the model, in the host's memory."""
+        return [p.detach().to("cpu", copy=True) for p in self.parameters()]
+
+    @torch.no_grad()
+    def exchange_weights(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        """Put what `copy_weights` gave once in the model's place; returns a copy of what was there."""
+        before = self.copy_weights()
+        for parameter, tensor in zip(self.parameters(), weights, strict=True):
+            parameter.copy_(tensor)
+        return before
+
+
+class AbsentRole(Role):
+    """A role on a rank outside of it: the rank hands samples over and takes results back."""
+
+    def run_forward(self, plan: MicrobatchPlan, samples: Mapping[int, PlacedSample]) -> dict[int, Tensor]:
+        return {}
+
+    def parameters(self) -> list[nn.Parameter]:
+        return []
+
+    def mapped_parameters(self) -> list[tuple[Parameter, nn.Parameter]]:
+        return []
+
+
+class LocalRole(Role):
+    """A role on one of its ranks."""
+
+    def __init__(self, placement: Placement, model: RoleModel, runtime: Runtime) -> None:
+        super().__init__(placement, model.arch, model.options, runtime)
+        self.model = model
+        self._chunks: Sequence[Any] = model.chunks
+
+    @property
+    def layout(self) -> Layout:
+        """The grid with this rank's place in it."""
+        return self.model.layout
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [p for chunk in self.model.chunks for p in chunk.parameters()]
+
+    def mapped_parameters(self) -> list[tuple[Parameter, nn.Parameter]]:
+        return self.model.parameters_here()
+
+    def run_forward(self, plan: MicrobatchPlan, samples: Mapping[int, PlacedSample]) -> dict[int, Tensor]:
+        batches = self._packed(plan, samples)
+        with self.runtime.megatron():
+            outputs = run_schedule(self._chunks, self.layout, batches, _Forward(), train=False)
+        if not self.layout.hands_out_results:
+            return {}
+        return {
+            sample_id: piece_N
+            for batch, output_N in zip(batches, outputs, strict=True)
+            if not batch.is_filler
+            for sample_id, piece_N in zip(batch.sample_ids, output_N.split(batch.response_lengths), strict=True)
+        }
+
+    def _packed(self, plan: MicrobatchPlan, samples: Mapping[int, PlacedSample]) -> list[PackedBatch]:
+        """The microbatches that the plan has for this rank's replica."""
+        return [
+            pack_samples([samples[i] for i in m.sample_ids], self.layout, self.runtime.device, is_filler=m.is_filler)
+            for m in plan.replicas[self.layout.replica]
+        ]
+
+
+class _Forward:
+    """Hands out what the output layer says: log-probabilities or values."""
+
+    def expect(self, head: Any, batch: PackedBatch) -> None:
+        """Name the rows and the tokens they predict."""
+        head.expect(batch.rows_N, batch.labels_N)
+
+    def finish(self, head: Any, output_NC: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """The output as it is; the sum is there for the schedule, nothing is differentiated."""
+        return output_NC.sum(), output_NC[:, 0].detach().float()
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one minibatch did; the same on every rank of the world."""
+
+    applied: bool
+    finite: bool
+    sums: dict[str, float]
+    """The report of the minibatch, as of `megappo_kernels.metrics`."""
+    grad_norm: float
+    """Global L2 norm before clipping; NaN where the update was refused before gradients were reduced."""
+    learning_rate: float
+
+
+class TrainedRole(LocalRole):
+    """A role with gradients and an optimizer, on one of its ranks."""
+
+    def __init__(self, placement: Placement, model: RoleModel, runtime: Runtime, optimizer: RoleOptimizer) -> None:
+        super().__init__(placement, model, runtime)
+        self.optimizer = optimizer
+        self._chunks = optimizer.chunks
+
+    def run_update(
+        self,
+        plan: MicrobatchPlan,
+        samples: Mapping[int, PlacedSample],
+        task: Task,
+        stop_above: tuple[str, float] | None,
+    ) -> Update:
+        """One optimizer update from all replicas' microbatches; see `PlacedBatch.update`."""
+        batches, optimizer = self._packed(plan, samples), self.optimizer
+        with self.runtime.megatron():
+            optimizer.zero_grad()
+            reports = run_schedule(self._chunks, self.layout, batches, task, train=True)
+            sums = self._reduce(batches, reports)
+            rate = optimizer.learning_rate
+            if stop_above is not None and sums[stop_above[0]] > stop_above[1] * sums["count"]:
+                return Update(False, True, sums, float("nan"), rate)
+            finite_loss = bool(torch.isfinite(torch.tensor(sums["loss"])))
+            applied, grad_norm = optimizer.step() if finite_loss else (False, float("nan"))
+        return Update(applied, applied, sums, grad_norm, rate)
+
+    def _reduce(self, batches: Sequence[PackedBatch], reports: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+        """Combine the reports of all microbatches and replicas; every rank of the role gets the result."""
+        local: dict[str, float] = {}
+        if self.layout.hands_out_results:
+            real = [r for b, r in zip(batches, reports, strict=True) if not b.is_filler] or [
+                {k: torch.zeros_like(v) for k, v in reports[0].items()}
+            ]
+            local = {name: float(value) for name, value in combine(stacked(real)).items()}
+        parts = [part for part in of_all_ranks(local, self.layout.role_group) if part]
+        of_role = {name: torch.tensor([part[name] for part in parts], dtype=torch.float64) for name in parts[0]}
+        return {name: float(value) for name, value in combine(of_role).items()}

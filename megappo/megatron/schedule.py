@@ -1,0 +1,146 @@
+"""Microbatches through Megatron's pipeline schedules.
+
+Shape legend: t tokens of a packed microbatch (padding segment included), N response tokens in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megappo.megatron.attention import PackedSegments, packed_segments
+from megappo.megatron.layout import Layout
+
+
+@dataclass(frozen=True)
+class PlacedSample:
+    """One sample on a rank that processes it, in the host's memory."""
+
+    sample_id: int
+    tokens_T: Tensor
+    """int64: the prompt, then the response."""
+    response_tokens: int
+    fields: Mapping[str, Tensor] = field(default_factory=dict)
+    """(R,) float32 each: what an update needs per response token."""
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Samples packed into one sequence, ready for the model."""
+
+    sample_ids: tuple[int, ...]
+    response_lengths: tuple[int, ...]
+    tokens_1t: Tensor
+    positions_1t: Tensor
+    segments: PackedSegments
+    rows_N: Tensor
+    """(N,) int64: positions in the pack whose output predicts a response token."""
+    labels_N: Tensor
+    """(N,) int64: the response token that each of the rows predicts."""
+    fields_N: Mapping[str, Tensor]
+    """float32: the samples' fields, one after another."""
+    is_filler: bool
+
+
+def pack_samples(
+    samples: Sequence[PlacedSample], layout: Layout, device: torch.device, *, is_filler: bool = False
+) -> PackedBatch:
+    """Pack samples, which have the same fields.
+
+    Under sequence parallelism the pack is filled up to a multiple of the tensor parallel size by a segment of its own,
+    which nothing reads.
+    """
+    lengths = [len(s.tokens_T) for s in samples]
+    responses = [s.response_tokens for s in samples]
+    starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    tokens = [s.tokens_T for s in samples]
+    missing = -sum(lengths) % layout.grid.tp if layout.sequence_parallel else 0
+    if missing:
+        tokens.append(torch.zeros(missing, dtype=torch.int64))
+        lengths.append(missing)
+    predicting = [
+        torch.arange(start + n - r - 1, start + n - 1) for start, n, r in zip(starts, lengths, responses, strict=False)
+    ]
+    return PackedBatch(
+        sample_ids=tuple(s.sample_id for s in samples),
+        response_lengths=tuple(responses),
+        tokens_1t=torch.cat(tokens).to(device).unsqueeze(0),
+        positions_1t=torch.cat([torch.arange(n) for n in lengths]).to(device).unsqueeze(0),
+        segments=packed_segments(tuple(lengths), device),
+        rows_N=torch.cat(predicting).to(device),
+        labels_N=torch.cat([s.tokens_T[-s.response_tokens :] for s in samples]).to(device),
+        fields_N={name: torch.cat([s.fields[name] for s in samples]).to(device) for name in samples[0].fields},
+        is_filler=is_filler,
+    )
+
+
+class Task(Protocol):
+    """What a pass through the model is for."""
+
+    def expect(self, head: Any, batch: PackedBatch) -> None:
+        """Tell the output layer, on the last stage, what the next microbatch wants of it."""
+
+    def finish(self, head: Any, output_NC: Tensor, batch: PackedBatch) -> tuple[Tensor, Any]:
+        """What the output layer made of it -> (the scalar to differentiate, what to report)."""
+
+
+def run_schedule(
+    chunks: Sequence[Any], layout: Layout, microbatches: Sequence[PackedBatch], task: Task, *, train: bool
+) -> list[Any]:
+    """Run all microbatches forward (and backward) through the pipeline.
+
+    Gradients are summed over microbatches and data parallel replicas. Returns on the last stage what `task` reported
+    for each microbatch in order, elsewhere an empty list.
+    """
+
+    def forward_step(batches: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        batch = next(batches)
+        gpt = model.module if hasattr(model, "ddp_config") else model
+        if gpt.post_process:
+            task.expect(gpt.output_layer, batch)
+        output = model(batch.tokens_1t, batch.positions_1t, None, packed_seq_params=batch.segments)
+
+        def finish(output_1NC: Tensor) -> tuple[Tensor, Tensor, Any]:
+            scalar, report = task.finish(gpt.output_layer, output_1NC.squeeze(0), batch)
+            # The second value is Megatron's token count, which `calculate_per_token_loss` would divide by.
+            return scalar, torch.zeros((), dtype=torch.int32, device=scalar.device), report
+
+        return output, finish
+
+    for chunk in chunks:
+        chunk.train(train)
+    schedule = get_forward_backward_func(pp_size=layout.grid.pp, vp_size=layout.vpp if layout.vpp > 1 else None)
+    iterators = [iter(microbatches) for _ in chunks]
+    with torch.set_grad_enabled(train):
+        reports = schedule(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(chunks) > 1 else iterators[0],
+            model=list(chunks) if len(chunks) > 1 else chunks[0],
+            num_microbatches=len(microbatches),
+            seq_length=microbatches[0].tokens_1t.shape[1],
+            micro_batch_size=1,
+            forward_only=not train,
+            pg_collection=layout.groups,
+            p2p_communicator=_p2p(chunks, layout),
+        )
+    return list(reports)
+
+
+def _p2p(chunks: Sequence[Any], layout: Layout) -> Any:
+    """The pipeline schedules want their communicator together with the process groups; one stage has none."""
+    if layout.grid.pp == 1:
+        return None
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    return P2PCommunicator(pp_group=layout.groups.pp, config=chunks[0].config)
+
+
+def finalize_summed_grads(models: list[Any], num_tokens: Tensor | None, **groups: Any) -> None:
+    """Megatron's finalisation without its division by tokens: our loss weights are already global."""
+    finalize_model_grads(models, None, **groups)

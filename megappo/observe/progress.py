@@ -1,0 +1,97 @@
+"""What this rank has done of the stage that it is in, counted where it is done and shown by whoever looks.
+
+One per process, as generation and updates count deep inside and from threads of their own, and a stage that takes
+minutes is to be told while it goes on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass
+class _Count:
+    """So many of so many things, with the tokens in them."""
+
+    total: int
+    since: float
+    done: int = 0
+    tokens: int = 0
+
+    @property
+    def is_finished(self) -> bool:
+        return self.done >= self.total
+
+
+class StageProgress:
+    """A stage and what is counted in it; any thread may call anything."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._stage, self._waits_for, self._since = "", "", clock()
+        self._counts: dict[str, _Count] = {}
+
+    def enter(self, stage: str, waits_for: str = "") -> None:
+        """A stage begins. Counts that are finished are forgotten; samples that are generated ahead go on."""
+        with self._lock:
+            self._stage, self._waits_for, self._since = stage, waits_for, self._clock()
+            self._counts = {name: count for name, count in self._counts.items() if not count.is_finished}
+
+    def leave(self) -> None:
+        """The stage has ended; nothing is shown until the next begins."""
+        with self._lock:
+            self._stage = ""
+
+    def expect(self, what: str, total: int) -> None:
+        """Begin to count up to `total` of `what`, such as `SAMPLES`."""
+        with self._lock:
+            self._counts[what] = _Count(total, self._clock())
+
+    def add(self, what: str, number: int, tokens: int = 0) -> None:
+        """So many more are done; nothing where none are expected."""
+        with self._lock:
+            if what in self._counts:
+                self._counts[what].done += number
+                self._counts[what].tokens += tokens
+
+    def forget(self) -> None:
+        """What is counted was given up."""
+        with self._lock:
+            self._counts.clear()
+
+    @property
+    def seconds(self) -> float:
+        """How long the stage has lasted; 0 where there is none."""
+        with self._lock:
+            return self._clock() - self._since if self._stage else 0.0
+
+    def text(self) -> str:
+        """One line: `rollout for 3 min 5 s: 12 of 64 samples of this rank, 1,234 tokens/s; waits for ...`."""
+        with self._lock:
+            if not self._stage:
+                return ""
+            now = self._clock()
+            counted = ", ".join(_words(name, count, now) for name, count in self._counts.items())
+            waits = f"; waits for {self._waits_for}" if self._waits_for else ""
+            return f"{self._stage} for {_duration(now - self._since)}{': ' if counted else ''}{counted}{waits}"
+
+
+def _words(name: str, count: _Count, now: float) -> str:
+    words = f"{count.done:,} of {count.total:,} {name}"
+    if count.tokens and now > count.since:
+        words += f", {count.tokens / (now - count.since):,.0f} tokens/s"
+    return words
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+PROGRESS = StageProgress()
+"""The progress of this process, counted where work is done and read by the console."""
+SAMPLES = "samples of this rank"

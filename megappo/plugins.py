@@ -1,0 +1,89 @@
+"""What users bring along, named by import path: `package.module:name`, wherever the settings take one."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from megappo.errors import either, nearest_word, reason
+
+
+@contextmanager
+def users_code(problem: str, remedy: str, but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Whatever the block raises, `but` for some, as ValueError with one sentence: the problem, the error, the remedy.
+
+    For what runs a user's functions, or the code of their objects and templates, which may raise anything.
+    """
+    try:
+        yield
+    except but:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{problem} ({type(error).__name__}: {reason(error)}); {remedy}") from error
+
+
+def is_import_path(name: str) -> bool:
+    """Whether a setting names something of the user's rather than one of our choices."""
+    return ":" in name
+
+
+def check_choice(name: str, choices: Iterable[str], setting: str = "") -> None:
+    """Raise ValueError for a name that is neither one of ours nor an import path; `setting` begins the sentence."""
+    known = list(choices)
+    if name not in known and not is_import_path(name):
+        all_forms, near = either([*known, "package.module:name"]), nearest_word(name, known)
+        raise ValueError(f"{setting} '{name}' is none of {all_forms}; did you mean '{near}'?".strip())
+
+
+def load_function(path: str, setting: str) -> Callable[..., Any]:
+    """Import `package.module:function`; `setting` names the place in errors."""
+    function: Callable[..., Any] = load(path, setting, callable, "function")
+    return function
+
+
+def load(path: str, setting: str, is_one: Callable[[Any], bool], word: str) -> Any:
+    """Import `package.module:name`; `setting` and `word` name the place and the kind of thing in errors.
+
+    Raises ValueError for what cannot be imported or is none by `is_one`.
+    """
+    module_name, _, name = path.partition(":")
+    if not name or not all(part.isidentifier() for part in module_name.split(".")):
+        raise ValueError(f"{setting} '{path}' is no path of a {word}; write package.module:{word}")
+    try:
+        with users_code(f"{setting} '{path}': module '{module_name}' failed", "fix it", but=(ImportError,)):
+            module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ValueError(
+            f"{setting} '{path}': module '{module_name}' cannot be imported ({reason(error)}); "
+            "install it or set PYTHONPATH"
+        ) from error
+    found = getattr(module, name, None)
+    if not is_one(found):
+        near = nearest_word(name, [n for n, v in vars(module).items() if is_one(v) and not n.startswith("_")])
+        hint = f"did you mean '{module_name}:{near}'?" if near else "define it there"
+        raise ValueError(f"{setting} '{path}': module '{module_name}' has no {word} '{name}'; {hint}")
+    return found
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
+    """The parameters of a function; None for some that are written in C."""
+    try:
+        return inspect.signature(function)
+    except ValueError:
+        return None
+
+
+def check_call(
+    function: Callable[..., Any], names: Iterable[str], options: Mapping[str, Any], *, what: str, remedy: str
+) -> None:
+    """Raise ValueError where a function does not take these keyword arguments: `names` and `options`."""
+    signature, names = signature_of(function), list(names)
+    try:
+        if signature is not None:
+            signature.bind(**dict.fromkeys(names), **options)
+    except TypeError as error:
+        call = ", ".join(f"{name}=" for name in (*names, *options))
+        raise ValueError(f"{what} cannot be called with ({call}): {error}; {remedy}") from error

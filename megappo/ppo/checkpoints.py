@@ -1,0 +1,304 @@
+"""What a run leaves to continue from, and how it goes on: wires the checkpoint room to the parts of a run."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megappo.checkpoint.clock import Clock
+from megappo.checkpoint.files import Marker, step_folder
+from megappo.checkpoint.identity import architecture_digest, weights_digest
+from megappo.checkpoint.randomness import random_states, restore_random_states
+from megappo.checkpoint.reader import load_values
+from megappo.checkpoint.shards import load_shards, role_shards, role_updates
+from megappo.checkpoint.versions import software_versions
+from megappo.checkpoint.writer import CheckpointWriter, Snapshot
+from megappo.config.model_files import role_folder
+from megappo.config.schema import CheckpointSettings
+from megappo.errors import RunError
+from megappo.megatron.roles import LocalRole, Update
+from megappo.observe.messages import tell
+from megappo.ppo.generation import Kept
+from megappo.ppo.parts import Parts
+from megappo.ppo.start import Start, checkpoints_directory
+from megappo.ppo.updates import MinibatchUpdate, RoleUpdates
+from megappo.reshard.stream import WeightStream
+from megappo.runtime.objects import from_rank
+
+_CLOSE_SECONDS = 60.0
+_RESPONSES = "responses"
+_ENGINE_WEIGHTS = "engine-weights"
+_MOST_REPLAYS = 3
+"""Replay folders that a run keeps at most: each holds models and optimizers."""
+
+
+def outcome_text(update: Update) -> dict[str, str]:
+    """The numbers of an update as text, so that they can be compared to the last bit, NaN included."""
+    numbers = {**update.sums, "grad_norm": update.grad_norm, "learning_rate": update.learning_rate}
+    return {name: repr(value) for name, value in sorted(numbers.items())}
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The end of a step: what a checkpoint of it holds besides models and optimizers."""
+
+    trainer: dict[str, Any]
+    """The trainer's state, in JSON's types."""
+    metrics: dict[str, float]
+    random: dict[str, Any]
+    """This rank's generators."""
+    responses: Kept
+    """This rank's, generated one step ahead, or kept of a step that was given up."""
+    engine_weights: Sequence[Tensor] = ()
+    """This rank's part of the actor as the engine has it, where it has to go on with older weights."""
+
+    @classmethod
+    def of(
+        cls,
+        trainer: dict[str, Any],
+        metrics: Mapping[str, float],
+        responses: Kept,
+        engine_weights: Sequence[Tensor] = (),
+    ) -> Boundary:
+        """The state now, random generators included, to be saved here or gone back to later."""
+        return cls(trainer, dict(metrics), random_states(), responses, engine_weights)
+
+    @property
+    def step(self) -> int:
+        """The last step that is done."""
+        return int(self.trainer["step"])
+
+
+class Resumed:
+    """The checkpoint that a run continues from; every rank calls every method."""
+
+    def __init__(self, parts: Parts, folder: Path, marker: Marker, identity: Mapping[str, str]) -> None:
+        """`identity`: digests of the models that are not in the checkpoint."""
+        self._parts, self._folder, self._marker, self._identity = parts, folder, marker, identity
+        self._roles = parts.trained
+
+    def load(self) -> dict[str, Any]:
+        """Put models and optimizers where the checkpoint was; returns the trainer's state.
+
+        Raises ValueError where the models are others than the run began with.
+        """
+        self._check_identity()
+        updates = self._marker.content["updates"]
+        lacking = [role.placement.name for role in self._roles if role.placement.name not in updates]
+        if lacking:
+            raise ValueError(f"{self._folder} holds no {lacking[0]}; remove it from the settings, or start a new run")
+        load_shards(self._folder, self._roles, updates, self._parts.runtime)
+        state: dict[str, Any] = self._marker.content["trainer"]
+        if self._parts.config.run.force_resume and self._has_other_data():
+            state = {**state, "cursor": self._parts.cursor.state_dict()}  # other data are begun at their beginning
+        return state
+
+    def _has_other_data(self) -> bool:
+        before, now = self._marker.content["trainer"]["cursor"], self._parts.cursor.state_dict()
+        return any(before[name] != now[name] for name in ("fingerprint", "seed", "shuffle"))
+
+    def restore_random_states(self) -> None:
+        """Put this rank's generators back, where the world has the size it had; nothing that is learned draws from
+        them, samples have seeds of their own."""
+        runtime = self._parts.runtime
+        if self._marker.content["world_size"] == runtime.world_size:
+            restore_random_states(load_values(self._folder / f"random-{runtime.rank:05d}.pt"))
+
+    def kept_responses(self) -> list[Kept]:
+        """What every rank had generated one step ahead; nothing where the run goes on with other data."""
+        if self._has_other_data():
+            return []
+        names = sorted(name for name in self._marker.files if name.startswith(f"{_RESPONSES}-"))
+        return [load_values(self._folder / name) for name in names]
+
+    def metrics(self) -> dict[str, float]:
+        """The metrics of the step that the checkpoint was written after."""
+        kept = self._marker.content["metrics"]
+        return {name: float(value) if isinstance(value, str) else value for name, value in kept.items()}
+
+    def engine_weights(self) -> list[Tensor] | None:
+        """This rank's part of the older actor with which the engine goes on; None where it has the newest weights, and
+        on another layout."""
+        before, layout = self._marker.content, self._parts.config.actor.layout.model_dump(mode="json")
+        is_there = any(name.startswith(f"{_ENGINE_WEIGHTS}-") for name in self._marker.files)
+        same = before["settings"]["actor"]["layout"] == layout
+        if not is_there or not same or before["world_size"] != self._parts.runtime.world_size:
+            return None
+        home = _weights_home(self._parts)
+        if home is None:
+            return []
+        found: list[Tensor] = load_values(self._folder / f"{_ENGINE_WEIGHTS}-{home:05d}.pt")
+        return found
+
+    def _check_identity(self) -> None:
+        before = self._marker.content["identity"]
+        for name, digest in self._identity.items():
+            if before.get(name) in (None, digest):
+                continue
+            if name == "reference" and self._parts.config.run.force_resume:
+                continue
+            what = "weights" if name == "reference" else "config.json"
+            raise ValueError(
+                f"the {what} of the {name} are not those the run began with (sha256 {digest[:12]}, then "
+                f"{before[name][:12]}); bring the folder back, or start a new run"
+            )
+
+
+class Checkpoints:
+    """Writes a run's checkpoints; every rank calls every method."""
+
+    def __init__(self, parts: Parts, start: Start) -> None:
+        """A collective of the world."""
+        self._parts, self._settings = parts, parts.config.checkpoint
+        self._roles = parts.trained
+        self._saved_step = -1 if start.is_open else start.step
+        self._clock = Clock(self._settings.every_minutes if self._settings is not None else None, time.monotonic())
+        self._writer: CheckpointWriter | None = None
+        self._identity: dict[str, str] = {}
+        if self._settings is not None:
+            directory, seconds = checkpoints_directory(parts.config), parts.config.runtime.collective_timeout_seconds
+            self._writer = CheckpointWriter(directory, self._settings, parts.runtime, seconds)
+        if self._settings is not None or start.checkpoint is not None:
+            self._identity = _identity(parts)
+        self.resumed: Resumed | None = None
+        """Where the run continues from a checkpoint, that one."""
+        if start.checkpoint is not None:
+            self.resumed = Resumed(parts, *start.checkpoint, self._identity)
+
+    def is_due(self, step: int) -> bool:
+        """Whether a checkpoint is written after this step: every so many steps or minutes, and after the last. A
+        collective of the world, once for every step."""
+        if self._settings is None:
+            return False
+        is_late = self._clock.is_late(time.monotonic())
+        if step == self._parts.derived.steps or step % self._settings.every_steps == 0:
+            return True
+        return from_rank(is_late)  # ranks may disagree about what is late
+
+    def save(self, boundary: Boundary, *, wait: bool) -> None:
+        """Write a checkpoint of the end of a step, unless there is one; with `wait` it is on disk afterwards.
+
+        Models and optimizers must be those of the boundary.
+        """
+        assert self._writer is not None, "is_due was not asked"
+        self._clock.restart(time.monotonic())
+        if boundary.step != self._saved_step:
+            self._saved_step = boundary.step
+            self._writer.save(self._snapshot(boundary), wait=wait)
+        elif wait:
+            self._writer.wait()
+        _tell_warnings(self._writer)
+
+    def save_interrupted(self, boundary: Boundary) -> str:
+        """Write a checkpoint of a run that was asked to stop; returns what to tell its user.
+
+        Raises RunError where the settings have no checkpoints.
+        """
+        if self._writer is None:
+            raise RunError(f"stopped after step {boundary.step} without a checkpoint, as checkpoint is null")
+        if self._parts.config.rollout.when_stopped == "keep" and self._anywhere(boundary.responses):
+            self._saved_step = -1  # the checkpoint of this step may be there without them
+        self.save(boundary, wait=True)
+        return f"stopped after step {boundary.step} with a checkpoint; the same command continues the run"
+
+    def _anywhere(self, responses: Kept) -> bool:
+        """Whether any rank has some; a collective of the world."""
+        dist.all_reduce(found := torch.tensor([len(responses)], device=self._parts.runtime.device))
+        return bool(found)
+
+    def keep_refused(self, updates: RoleUpdates, refused: MinibatchUpdate, boundary: Boundary) -> str:
+        """Save a minibatch with a non-finite loss or gradient and the models that met it, the first few times.
+
+        `boundary` is the end of the step before. Returns what to tell the user.
+        """
+        runtime, config = self._parts.runtime, self._parts.config
+        directory, step = config.run.path / "replay", boundary.step + 1
+        folder = step_folder(directory, step)
+        if from_rank(folder.exists() or (directory.is_dir() and len(list(directory.iterdir())) >= _MOST_REPLAYS)):
+            return ""
+        snapshot = self._snapshot(boundary)
+        kept = {
+            "role": updates.batch.role.placement.name,
+            "number": refused.number,
+            "weights": asdict(refused.weights),
+            "penalty_coef": updates.penalty_coef,
+            "outcome": outcome_text(refused.update),
+        }
+        settings = CheckpointSettings(keep_last=_MOST_REPLAYS, asynchronous=False)
+        writer = CheckpointWriter(directory, settings, runtime, config.runtime.collective_timeout_seconds)
+        content = {**snapshot.content, "refused": kept}
+        batch = updates.local_batch(refused.chosen)
+        writer.save(replace(snapshot, step=step, content=content, per_rank={"batch": batch}), wait=True)
+        _tell_warnings(writer)
+        return f"The batch is in {folder}; `megappo train --replay {folder}` repeats the update"
+
+    def _snapshot(self, boundary: Boundary) -> Snapshot:
+        runtime = self._parts.runtime
+        shards = {key: shard for role in self._roles for key, shard in role_shards(role).items()}
+        content = {
+            "trainer": boundary.trainer,
+            "updates": {role.placement.name: role_updates(role) for role in self._roles},
+            "world_size": runtime.world_size,
+            "identity": self._identity,
+            "architectures": self._parts.architectures,
+            "settings": self._parts.config.model_dump(mode="json"),
+            "steps": self._parts.derived.steps,
+            "versions": software_versions(),
+            "metrics": {n: v if math.isfinite(v) else str(v) for n, v in boundary.metrics.items()},
+        }
+        per_rank: dict[str, Any] = {"random": boundary.random}
+        if boundary.responses:
+            per_rank[_RESPONSES] = boundary.responses
+        if boundary.engine_weights and _weights_home(self._parts) == runtime.rank:
+            per_rank[_ENGINE_WEIGHTS] = list(boundary.engine_weights)
+        return Snapshot(boundary.step, shards, per_rank, content)
+
+    @property
+    def keeps_engine_weights(self) -> bool:
+        """Whether this rank writes the weights that the engine has, where they may be older than the actor's."""
+        return self._settings is not None and _weights_home(self._parts) == self._parts.runtime.rank
+
+    def finish(self) -> None:
+        """Wait until everything is on disk."""
+        if self._writer is not None:
+            self._writer.wait()
+            _tell_warnings(self._writer)
+
+    def close(self) -> None:
+        """Let a checkpoint under way be finished where the run ends early."""
+        if self._writer is not None:
+            self._writer.abandon(_CLOSE_SECONDS)
+
+
+def _weights_home(parts: Parts) -> int | None:
+    """The rank that writes for all replicas what this rank holds of the actor; None on ranks outside it."""
+    if not isinstance(parts.actor, LocalRole):
+        return None
+    layout = parts.actor.layout
+    first = layout.replica if layout.grid.replicas_in_step else 0  # replicas may hold other experts
+    return layout.grid.rank(first, layout.stage, layout.tensor_rank)
+
+
+def _tell_warnings(writer: CheckpointWriter) -> None:
+    for sentence in writer.warnings():  # the main rank's alone
+        tell(sentence)
+
+
+def _identity(parts: Parts) -> dict[str, str]:
+    """Digests of the models that are not in the checkpoint; a collective of the world."""
+    config = parts.config
+    found = {"model": architecture_digest(role_folder(config, "actor"))}
+    if config.critic is not None and config.critic.path is not None:
+        found["critic"] = architecture_digest(role_folder(config, "critic"))
+    if parts.reference is not None:
+        stream = WeightStream(parts.reference, config.rollout.sync_bucket_bytes)
+        found["reference"] = weights_digest(stream, parts.runtime)
+    return found

@@ -1,0 +1,114 @@
+"""From scores to what the updates need: KL in the reward, advantages, whitening, correction of the engine's gap.
+
+Works on this rank's own samples; only statistics are exchanged. B samples of this rank, R longest response.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megappo.algo.controllers import AdaptiveKLController, FixedKLController
+from megappo.algo.correction import importance_weights
+from megappo.algo.kl import apply_kl_to_rewards
+from megappo.config.algorithm import AlgorithmSettings
+from megappo.ppo.methods import find_estimator
+from megappo.runtime.tally import Tally
+from megappo.types import Experience, Scored
+from megappo_kernels.gae import gae
+from megappo_kernels.objectives import kl_estimate
+from megappo_kernels.whiten import masked_whiten, masked_whiten_stats, merge_whiten_stats
+
+
+class ExperienceMaker:
+    """Turns Scored into Experience; keeps the state of the adaptive KL controller."""
+
+    def __init__(self, algorithm: AlgorithmSettings, device: torch.device) -> None:
+        self._algorithm, self._device = algorithm, device
+        self._estimator = find_estimator(algorithm)
+        kl = algorithm.kl_in_reward
+        self.kl_controller: FixedKLController
+        if kl is not None and kl.controller == "adaptive":
+            self.kl_controller = AdaptiveKLController(kl.coef, kl.target_nats, kl.horizon)
+        else:
+            self.kl_controller = FixedKLController(kl.coef if kl is not None else 0.0)
+
+    def make(self, scored: Scored, step_sequences: int) -> tuple[Experience, dict[str, float]]:
+        """The step's experience and its metrics; a collective of the whole world.
+
+        Args:
+            scored: this rank's samples.
+            step_sequences: samples of the step over all ranks, by which the adaptive controller moves.
+        """
+        tally, mask_BR = Tally(), scored.rollouts.response_mask_BR
+        rewards_BR = self._rewards(scored, tally)
+        advantages_BR, returns_BR = self._estimator(
+            rewards=rewards_BR,
+            values=scored.values_BR,
+            mask=mask_BR,
+            group_ids=scored.rollouts.group_ids_B,
+            gamma=self._algorithm.gamma,
+            lam=self._algorithm.lam,
+            gae=self._gae,
+        )
+        if self._algorithm.whiten_advantages and self._estimator.whitens:
+            advantages_BR = masked_whiten(advantages_BR, mask_BR, self._global_stats(advantages_BR, mask_BR))
+        weights_BR, loss_mask_BR = self._correction(scored, tally)
+        tally.mean_and_std("advantage", advantages_BR, mask_BR)
+        tally.mean("return/mean", returns_BR, mask_BR)
+        tally.mean_and_std("reward", scored.scores_B)
+        tally.maximum("reward/max", scored.scores_B)
+        tally.minimum("reward/min", scored.scores_B)
+        numbers = tally.reduce(None, self._device)
+        if "kl/per_response" in numbers:
+            numbers["kl/coef"] = self.kl_controller.value
+            settings = self._algorithm.kl_in_reward
+            per_response = settings is not None and settings.per == "response"
+            self.kl_controller.update(numbers["kl/per_response" if per_response else "kl/mean"], step_sequences)
+        return Experience(scored, advantages_BR, returns_BR, weights_BR, loss_mask_BR), numbers
+
+    def _rewards(self, scored: Scored, tally: Tally) -> Tensor:
+        """Token rewards (B, R): the score on the last token, minus the weighted KL on every token."""
+        mask_BR = scored.rollouts.response_mask_BR
+        kl = torch.zeros_like(scored.old_logprob_BR)
+        if scored.ref_logprob_BR is not None:
+            settings = self._algorithm.kl_in_reward
+            kind = settings.kind if settings is not None else "kl"
+            kl = kl_estimate(scored.old_logprob_BR - scored.ref_logprob_BR, kind)
+            kl = torch.where(mask_BR, kl, 0.0)
+            tally.mean("kl/mean", kl, mask_BR)
+            tally.mean("kl/per_response", kl.sum(-1))
+        return apply_kl_to_rewards(scores=scored.scores_B, kl=kl, mask=mask_BR, coef=self.kl_controller.value)
+
+    def _gae(self, *, rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+        """GAE on the device it is fast on."""
+        here = (x.to(self._device) for x in (rewards, values, mask))
+        advantages_BR, returns_BR = gae(*here, gamma=gamma, lam=lam)
+        return advantages_BR.to(rewards.device), returns_BR.to(rewards.device)
+
+    def _global_stats(self, values_BR: Tensor, mask_BR: Tensor) -> Tensor:
+        """Whitening statistics over the samples of all ranks, merged in the order of ranks."""
+        local_3 = masked_whiten_stats(values_BR.to(self._device), mask_BR.to(self._device))
+        gathered = [torch.empty_like(local_3) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, local_3)
+        return merge_whiten_stats(torch.stack(gathered)).to(values_BR.device)
+
+    def _correction(self, scored: Scored, tally: Tally) -> tuple[Tensor | None, Tensor]:
+        """Importance weights for the engine's gap, and the mask of tokens that count."""
+        mask_BR = scored.rollouts.response_mask_BR
+        if self._algorithm.old_logprob != "corrected":
+            return None, mask_BR
+        settings = self._algorithm.correction
+        weights_BR, keep_BR = importance_weights(
+            old_logprob=scored.old_logprob_BR,
+            engine_logprob=scored.rollouts.engine_logprob_BR,
+            mask=mask_BR,
+            level=settings.level,
+            cap=settings.cap,
+            reject_above=settings.reject_above,
+        )
+        tally.mean("correction/weight_mean", weights_BR, mask_BR)
+        tally.mean("correction/truncated", (weights_BR >= settings.cap).float(), mask_BR)
+        tally.mean("correction/rejected", (~keep_BR).float(), mask_BR)
+        return weights_BR, keep_BR

@@ -1,0 +1,182 @@
+"""The responses of each step: generated when the step asks for them, or during the step before it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megappo.engines.protocol import AheadEngine, Completion, GenerateRequest, PendingCompletions
+from megappo.ppo.parts import Parts
+from megappo.ppo.sampling import SampleRequests, finish_rollout, prompts_of_rank, request_samples, sample_seed
+from megappo.types import Rollouts
+
+Kept = dict[int, dict[str, Tensor]]
+"""Responses by step, in tensors that a checkpoint can hold."""
+
+
+@dataclass
+class _Drawn:
+    """The prompts of a step, and what is known of their answers."""
+
+    wanted: SampleRequests
+    cursor: dict[str, Any]
+    """Where the cursor stood before it gave the prompts."""
+    answers: dict[int, Completion] = field(default_factory=dict)
+    """Responses that have come, by the number of their request in `wanted`."""
+    asked: tuple[int, ...] = ()
+    """The requests that were missing when they were asked for last."""
+    pending: PendingCompletions | None = None
+    """What has come of those, while they are on their way."""
+    is_whole: bool = False
+    """Every rank has all its answers."""
+
+    def ask_for_the_rest(self) -> list[GenerateRequest]:
+        """The requests without an answer, for the engine."""
+        self.asked = tuple(i for i in range(len(self.wanted.requests)) if i not in self.answers)
+        return [self.wanted.requests[i] for i in self.asked]
+
+    def take(self, done: Mapping[int, Completion]) -> None:
+        """Answers, by their number among what was asked for last."""
+        self.answers |= {self.asked[i]: completion for i, completion in done.items()}
+
+
+class Responses:
+    """Takes prompts from the cursor, step by step, and has them answered; a collective of the world."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        settings = parts.config.rollout
+        self._params = parts.sampling(settings.max_response_tokens)
+        self._keeps = settings.when_stopped == "keep"
+        self._drawn: dict[int, _Drawn] = {}
+
+    def of_step(self, step: int, *, weights_changed: bool) -> Rollouts:
+        """This rank's responses of a step; what was sampled is what is trained on, token by token.
+
+        `weights_changed`: the actor is newer than the engine, which matters where an engine has to be started again.
+        Raises Interrupted on every rank where the run is asked to stop.
+        """
+        self.settle(weights_changed=weights_changed)
+        drawn = self._drawn[step] if step in self._drawn else self._draw(step)
+        if not drawn.is_whole:
+            requests, done = drawn.ask_for_the_rest(), dict[int, Completion]()
+            try:
+                done |= dict(enumerate(self._parts.engine.generate(requests, self._params, done)))
+            finally:
+                drawn.take(done)
+            drawn.is_whole = True
+        if not self._keeps:
+            del self._drawn[step]
+        completions = [drawn.answers[i] for i in range(len(drawn.wanted.requests))]
+        return finish_rollout(drawn.wanted, completions, self._parts.tokenizer)
+
+    def begin(self, step: int) -> None:
+        """Have a later step's prompts answered from now on."""
+        engine = self._parts.engine
+        assert isinstance(engine, AheadEngine), "rules refuse rollout.ahead with other engines"
+        drawn = self._drawn[step] if step in self._drawn else self._draw(step)
+        drawn.pending = engine.submit(drawn.ask_for_the_rest(), self._params)
+
+    def settle(self, *, weights_changed: bool) -> None:
+        """Wait for everything that was begun. Raises Interrupted as `of_step` does."""
+        for drawn in self._drawn.values():
+            engine, pending = self._parts.engine, drawn.pending
+            if pending is None:
+                continue
+            assert isinstance(engine, AheadEngine)
+            try:
+                engine.collect(pending, weights_changed=weights_changed)
+            finally:
+                drawn.take(pending.completions)
+                drawn.pending = None
+            drawn.is_whole = True
+
+    def is_torn(self, step: int) -> bool:
+        """Whether a step was begun and given up, the same on every rank."""
+        return step in self._drawn and not self._drawn[step].is_whole
+
+    def cursor_state(self) -> dict[str, Any]:
+        """Where the cursor stood before it gave prompts that are not trained on yet."""
+        return next((drawn.cursor for drawn in self._drawn.values()), None) or self._parts.cursor.state_dict()
+
+    def forget(self, step: int) -> None:
+        """Drop what was kept of a step whose updates are done."""
+        self._drawn.pop(step, None)
+
+    def state_dict(self, step: int) -> Kept:
+        """This rank's responses of a step that is not trained on yet: all of them, or those that
+        `rollout.when_stopped` keeps."""
+        drawn = self._drawn.get(step)
+        if drawn is None or not drawn.answers or not (drawn.is_whole or self._keeps):
+            return {}
+        return {step: {"batch_2": self._batch_2(), **_keep(drawn)}}
+
+    def load_state_dict(self, kept: Sequence[Kept]) -> None:
+        """Take back what `state_dict` gave on every rank of a run, which may have had other ranks.
+
+        The prompts are drawn again. Where settings have changed so that the step has other samples, it is generated
+        anew.
+        """
+        everything = range(self._parts.derived.batch_sequences)
+        for step in sorted({step for of_rank in kept for step in of_rank}):
+            parts = [of_rank[step] for of_rank in kept if step in of_rank]
+            found = {i: c for part in parts for i, c in _completions(part).items()}
+            batches_2 = [part.get("batch_2", self._batch_2()) for part in parts]
+            if not all(torch.equal(batch_2, self._batch_2()) for batch_2 in batches_2) or max(found) not in everything:
+                continue
+            drawn = self._draw(step)
+            drawn.answers = {n: found[i] for n, i in enumerate(drawn.wanted.sample_ids) if i in found}
+            drawn.is_whole = len(found) == len(everything)
+
+    def _batch_2(self) -> Tensor:
+        """Prompts and samples of each in a step: what a sample's number stands for."""
+        settings = self._parts.config.rollout
+        return torch.tensor([settings.prompts_per_step, settings.samples_per_prompt])
+
+    def _draw(self, step: int) -> _Drawn:
+        cursor = self._parts.cursor.state_dict()
+        drawn = self._drawn[step] = _Drawn(self._wanted(step), cursor)
+        return drawn
+
+    def _wanted(self, step: int) -> SampleRequests:
+        config, parts = self._parts.config, self._parts
+        indices = parts.cursor.take(config.rollout.prompts_per_step)
+        return request_samples(
+            prompts_of_rank(parts.train_prompts, indices, parts.runtime),
+            samples_per_prompt=config.rollout.samples_per_prompt,
+            seed_of=lambda sample_id: sample_seed(config.run.seed, step, sample_id),
+        )
+
+
+def _keep(drawn: _Drawn) -> dict[str, Tensor]:
+    """The answers one after another, in tensors; B of them, at least one."""
+    numbers = sorted(drawn.answers)
+    answers = [drawn.answers[n] for n in numbers]
+    return {
+        "sample_ids_B": torch.tensor([drawn.wanted.sample_ids[n] for n in numbers]),
+        "lengths_B": torch.tensor([len(a.token_ids) for a in answers]),
+        "token_ids": torch.tensor([token for a in answers for token in a.token_ids]),
+        "logprobs": torch.tensor([logprob for a in answers for logprob in a.logprobs]),
+        "truncated_B": torch.tensor([a.truncated for a in answers]),
+        "weight_versions_B": torch.tensor([a.weight_version for a in answers]),
+    }
+
+
+def _completions(kept: Mapping[str, Tensor]) -> dict[int, Completion]:
+    lengths = kept["lengths_B"].tolist()
+    columns = zip(
+        kept["sample_ids_B"].tolist(),
+        kept["token_ids"].split(lengths),
+        kept["logprobs"].split(lengths),
+        kept["truncated_B"].tolist(),
+        kept["weight_versions_B"].tolist(),
+        strict=True,
+    )
+    return {
+        sample_id: Completion(tuple(tokens.tolist()), tuple(logprobs.tolist()), truncated, version)
+        for sample_id, tokens, logprobs, truncated, version in columns
+    }

@@ -1,0 +1,82 @@
+"""Updates that stand out from those before them, and the samples they were made of."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megappo.config.algorithm import JumpSettings
+from megappo.types import Experience
+
+_REMEMBERED = 50
+_FEWEST = 10
+"""Updates before which there is no median to stand out from."""
+
+
+@dataclass(frozen=True)
+class Jump:
+    """One update that stands out."""
+
+    role: str
+    minibatch: int
+    """Number of the minibatch in the step, from 0."""
+    reasons: tuple[str, ...]
+    samples: tuple[dict[str, Any], ...]
+    """Samples of the minibatch that this rank made, in JSON's types."""
+
+
+class JumpWatch:
+    """Remembers one role's gradient norms. Ranks that are shown the same numbers judge alike."""
+
+    def __init__(self, settings: JumpSettings) -> None:
+        self._settings = settings
+        self._norms: deque[float] = deque(maxlen=_REMEMBERED)
+
+    def judge(self, grad_norm: float, kl: float | None) -> tuple[str, ...]:
+        """Why an applied update stands out; nothing where it does not.
+
+        Args:
+            grad_norm: L2 norm of the gradient before clipping.
+            kl: KL(old || new) of the minibatch before the update, in nats per token; None for the critic.
+        """
+        reasons = []
+        ratio, bound = self._settings.grad_norm_ratio, self._settings.kl_nats
+        usual = statistics.median(self._norms) if len(self._norms) >= _FEWEST else None
+        if ratio is not None and usual is not None and grad_norm > ratio * usual:
+            reasons.append(f"gradient norm {grad_norm:.3g}, usually {usual:.3g}")
+        if bound is not None and kl is not None and kl > bound:
+            reasons.append(f"KL to the old policy {kl:.3g} nats per token, above {bound:g}")
+        self._norms.append(grad_norm)
+        return tuple(reasons)
+
+    def state_dict(self) -> list[float]:
+        """What a checkpoint keeps."""
+        return list(self._norms)
+
+    def load_state_dict(self, state: Sequence[float]) -> None:
+        """Remember what `state_dict` gave."""
+        self._norms = deque(state, maxlen=_REMEMBERED)
+
+
+def describe_samples(experience: Experience, chosen: Sequence[int]) -> tuple[dict[str, Any], ...]:
+    """What there is to say of these samples of this rank, in JSON's types."""
+    scored = experience.scored
+    rollouts, mask_BR = scored.rollouts, experience.loss_mask_BR
+    push_B = (experience.advantages_BR * mask_BR).abs().sum(-1)
+    lowest_B = scored.old_logprob_BR.masked_fill(~mask_BR, 0.0).amin(-1)
+    return tuple(
+        {
+            "sample_id": int(rollouts.sample_ids_B[b]),
+            "prompt": rollouts.prompts[b].text,
+            "response": rollouts.responses[b],
+            "raw_response": rollouts.raw_responses[b],
+            "score": float(scored.scores_B[b]),
+            "tokens": int(rollouts.response_lengths_B[b]),
+            "sum_abs_advantage": float(push_B[b]),
+            "lowest_old_logprob": float(lowest_B[b]),
+        }
+        for b in chosen
+    )

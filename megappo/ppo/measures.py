@@ -1,0 +1,103 @@
+"""Metrics of a step that no single stage owns; the same numbers on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from megappo.config.algorithm import AlgorithmSettings
+from megappo.engines.protocol import ServedEngine
+from megappo.errors import RunError
+from megappo.families.parameters import multiplied_parameters
+from megappo.observe.throughput import mfu, training_flops_per_token
+from megappo.ppo.parts import Parts
+from megappo.runtime.process import Runtime
+from megappo.runtime.tally import Tally
+from megappo.types import Rollouts
+from megappo_kernels.objectives import kl_estimate
+
+
+class MismatchError(RunError):
+    """The log-probabilities of engine and trainer are further apart than `algorithm.mismatch_stop_nats`."""
+
+
+def rollout_metrics(rollouts: Rollouts, runtime: Runtime, newest_version: int) -> dict[str, float]:
+    """Lengths and counts of the step over all ranks; `newest_version` is what the actor's weights are or will be."""
+    tally, responses = Tally(), rollouts.response_lengths_B
+    tally.mean("response/length", responses)
+    tally.maximum("response/length_max", responses)
+    tally.mean("response/truncated", rollouts.truncated_B)
+    tally.mean("response/special_tokens", rollouts.special_tokens_B)
+    tally.mean("prompt/length", rollouts.lengths_B - responses)
+    tally.mean("rollout/lag", newest_version - rollouts.weight_versions_B)
+    tally.total("step_tokens", float(rollouts.lengths_B.sum()))
+    tally.total("step_samples", float(len(responses)))
+    return tally.reduce(None, runtime.device)
+
+
+def check_mismatch(
+    trainer_logprob_BR: Tensor, rollouts: Rollouts, algorithm: AlgorithmSettings, runtime: Runtime
+) -> dict[str, float]:
+    """`mismatch/*`: how far the engine's log-probabilities are from the trainer's, in nats per token.
+
+    Raises MismatchError above `algorithm.mismatch_stop_nats`.
+    """
+    mask_BR = rollouts.response_mask_BR
+    trainer, engine = (x.masked_fill(~mask_BR, 0.0) for x in (trainer_logprob_BR, rollouts.engine_logprob_BR))
+    gap = trainer - engine
+    tally = Tally()
+    tally.mean("mismatch/mean", gap.abs(), mask_BR)
+    tally.maximum("mismatch/max", gap.abs(), mask_BR)
+    # Of KL(engine || trainer): the responses are samples of the engine.
+    tally.mean("mismatch/k3", kl_estimate(engine - trainer, "k3"), mask_BR)
+    tally.mean("mismatch/truncated", (gap > math.log(algorithm.correction.cap)).float(), mask_BR)
+    numbers = tally.reduce(None, runtime.device)
+    mean = numbers["mismatch/mean"]
+    if not mean <= algorithm.mismatch_stop_nats:
+        raise MismatchError(
+            f"engine and trainer log-probabilities differ by {mean:.3g} nats per token, above "
+            f"algorithm.mismatch_stop_nats {algorithm.mismatch_stop_nats}; the engine does not hold the actor's "
+            "weights, or computes in a type too coarse (rollout.dtype)"
+        )
+    return numbers
+
+
+def sync_metrics(seconds: float, total_bytes: int, version: int) -> dict[str, float]:
+    """`sync/*` of a weight stream that took `seconds`."""
+    return {
+        "sync/seconds": seconds,
+        "sync/gigabytes_per_second": total_bytes / 1e9 / max(seconds, 1e-9),
+        "sync/version": float(version),
+    }
+
+
+def engine_metrics(parts: Parts) -> dict[str, float]:
+    """`engine/*` and the phases of the last sync; empty with the embedded engine, which has neither."""
+    engine = parts.engine
+    if not isinstance(engine, ServedEngine):
+        return {}
+    phases = {f"sync/{name}_seconds": seconds for name, seconds in engine.sync_phases().items()}
+    return {"engine/restarts": float(engine.restarts), **phases}
+
+
+def actor_mfu(parts: Parts, metrics: Mapping[str, float]) -> dict[str, float]:
+    """`mfu` of the actor's updates in a finished step; empty where the device's peak is not known, as on a CPU."""
+    if "time/update_actor" not in metrics:
+        return {}
+    arch = parts.architecture
+    per_token = training_flops_per_token(
+        multiplied_parameters(arch),
+        layers=arch.layers,
+        heads=arch.heads,
+        head_dim=arch.head_dim,
+        sequence_tokens=metrics["step_tokens"] / metrics["step_samples"],
+    )
+    share = mfu(
+        metrics["step_tokens"] * parts.config.actor.epochs / metrics["time/update_actor"],
+        per_token,
+        devices=len(parts.actor.placement.grid.ranks),
+        device_name=parts.runtime.device_name,
+    )
+    return {} if share is None else {"mfu": share}

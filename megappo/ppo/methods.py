@@ -1,0 +1,77 @@
+"""From the section `algorithm` to its functions: estimator and policy loss, by name or by import path."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+import torch
+
+from megappo.algo.estimators import ARGUMENTS, Estimator, builtin
+from megappo.config import Config, ConfigError
+from megappo.config.algorithm import AlgorithmSettings
+from megappo.config.rules import estimator_rules
+from megappo.plugins import check_call, is_import_path, load_function
+from megappo_kernels.losses import PolicyInputs, ppo_token_loss
+from megappo_kernels.objectives import OFFERED, PolicyObjective, taken_by
+
+
+def find_estimator(algorithm: AlgorithmSettings) -> Estimator:
+    """What `algorithm.estimator` names. Raises ValueError for what cannot be imported or called."""
+    name, options = algorithm.estimator, algorithm.estimator_options
+    if not is_import_path(name):
+        return builtin(name)
+    compute = load_function(name, "algorithm.estimator")
+    what, remedy = f"algorithm.estimator '{name}'", "change its parameters or algorithm.estimator_options"
+    check_call(compute, taken_by(compute, ARGUMENTS), options, what=what, remedy=remedy)
+    return Estimator(name, compute, options)
+
+
+def find_objective(algorithm: AlgorithmSettings, penalty_coef: float) -> PolicyObjective:
+    """What an update of the policy minimises: `algorithm.policy_loss` with the settings that have its names.
+
+    `penalty_coef` is the weight of KL(old || new) with `policy_loss: penalty`. Raises ValueError for what cannot be
+    imported or called.
+    """
+    kl, name = algorithm.kl_in_loss, algorithm.policy_loss
+    given: dict[str, Any] = {f.name: getattr(algorithm, f.name, f.default) for f in fields(PolicyObjective)}
+    given |= {"penalty_coef": penalty_coef} | ({} if kl is None else {"kl": kl.kind, "kl_coef": kl.coef})
+    if is_import_path(name):
+        loss, options = load_function(name, "algorithm.policy_loss"), algorithm.policy_loss_options
+        what, remedy = f"algorithm.policy_loss '{name}'", "change its parameters or algorithm.policy_loss_options"
+        check_call(loss, taken_by(loss, OFFERED), options, what=what, remedy=remedy)
+        given["policy_loss"] = partial(loss, **options)
+    return PolicyObjective(**given)
+
+
+def check_methods(config: Config) -> None:
+    """Import what the settings name and try it on six tokens, before anything else takes time.
+
+    Raises ConfigError for what cannot be imported or called, does not fit the other sections, or returns nonsense.
+    """
+    algorithm = config.algorithm
+    estimator, objective = find_estimator(algorithm), find_objective(algorithm, algorithm.penalty.coef)
+    problems = list(estimator_rules(config, estimator))
+    if problems:
+        raise ConfigError(problems)
+    mask_BR = torch.tensor([[True, True, True], [True, False, False]])
+    numbers_BR = torch.linspace(-1, 1, 6).view(2, 3)
+    try:
+        estimator(
+            rewards=numbers_BR,
+            values=None if config.critic is None else -numbers_BR,
+            mask=mask_BR,
+            group_ids=torch.zeros(2, dtype=torch.int64),
+            gamma=algorithm.gamma,
+            lam=algorithm.lam,
+        )
+    except ValueError as error:
+        raise ConfigError(f"algorithm.estimator '{algorithm.estimator}': {error}") from error
+    sequences_BR = torch.tensor([[0, 0, 0], [1, 1, 1]])
+    given = {"old_logprob": numbers_BR - 2, "advantages": numbers_BR, "weights": mask_BR / 4}
+    inputs = PolicyInputs(**given, mask=mask_BR, ref_logprob=numbers_BR - 2, sequences=sequences_BR)
+    try:
+        ppo_token_loss(logprob=0.9 * numbers_BR - 2, entropy=numbers_BR + 1, inputs=inputs, objective=objective)
+    except ValueError as error:
+        raise ConfigError(f"algorithm.policy_loss '{algorithm.policy_loss}': {error}") from error

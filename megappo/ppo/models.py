@@ -1,0 +1,137 @@
+"""Builds the models of a run's roles on their layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megappo.config import Config, ConfigError, Derived, RoleNumbers
+from megappo.config.model_files import load_architecture, model_folder, model_paths, role_folder
+from megappo.config.roles import TrainedRoleSettings
+from megappo.families.architecture import ArchitectureConfig
+from megappo.families.weights import WeightSource
+from megappo.megatron.build import DTYPES, BuildOptions, build_model
+from megappo.megatron.layout import Layout, make_layout
+from megappo.megatron.optimization import RoleOptimizer
+from megappo.megatron.roles import AbsentRole, LocalRole, Placement, Role, TrainedRole
+from megappo.ppo.origins import open_origin
+from megappo.reshard.sources import RandomSource, SafetensorsSource
+from megappo.runtime.objects import agreed
+from megappo.runtime.process import Runtime
+
+ROLES = ("actor", "critic", "reference")
+
+
+def weight_sources(config: Config, roles: Sequence[str]) -> Mapping[Path, WeightSource]:
+    """The weights in each of these roles' folders, none with random weights.
+
+    Every rank looks through the headers of all files before any model is built, so that all find the same mistake.
+    """
+    sources: dict[Path, SafetensorsSource] = {}
+    if config.model.init == "random":
+        return sources
+    users: dict[Path, set[str]] = {}
+    for role, path in model_paths(config).items():
+        if role in roles:
+            users.setdefault(model_folder(path), set()).add(role)
+    for folder, there in users.items():  # once for all the roles that share it
+        sources[folder] = SafetensorsSource(folder, load_architecture(folder, config.model))
+        sources[folder].check(with_output_layer=there != {"critic"})
+    return sources
+
+
+class ModelBuilder:
+    """Every rank calls every method, in the same order."""
+
+    def __init__(
+        self, config: Config, derived: Derived, runtime: Runtime, *, roles: Sequence[str] = ROLES, resumed: bool = False
+    ) -> None:
+        """Look through the weights of these roles' folders; a collective of the world.
+
+        `resumed`: a checkpoint's weights come in the place of all that are built, so that what `start_from` names is
+        not needed any more. Raises ValueError on every rank where one of them cannot use a folder.
+        """
+        self._config, self._derived, self._runtime, self._resumed = config, derived, runtime, resumed
+        self._sources = agreed(lambda: weight_sources(config, roles))
+        self.origins: list[str] = []
+        """A sentence for each model that begins with other weights than those of its folder."""
+
+    def actor(self, *, trained: bool = True) -> Role:
+        """The policy, with an optimizer where it is to be trained."""
+        settings, numbers = self._config.actor, self._derived.actor
+        arch, source = self._weights("actor", settings.start_from)
+        options = self._options(numbers, settings.recompute)
+        role = self._role(*self._place("actor", settings, numbers), arch, source, options)
+        return self._trained(role, settings, numbers) if trained else role
+
+    def reference(self, actor: Role) -> Role | None:
+        """The frozen policy on the actor's layout, where there is one."""
+        if self._config.reference is None:
+            return None
+        arch, source = self._weights("reference", None)
+        layout = actor.layout if isinstance(actor, LocalRole) else None
+        return self._role(actor.placement, layout, arch, source, self._options(self._derived.actor, "none"))
+
+    def critic(self) -> Role | None:
+        """The value model, where there is one."""
+        settings, numbers = self._config.critic, self._derived.critic
+        if settings is None or numbers is None:
+            return None
+        arch, source = self._weights("critic", settings.start_from)
+        head = source.value_head()  # asked on every rank, as `_weights` is
+        if head is not None and settings.value_head_std and not self._resumed:
+            raise ConfigError(
+                f"critic.value_head_std {settings.value_head_std:g} is for a new value head, but the critic's weights "
+                "have one; set it to 0 to keep that one, or name a folder without a head"
+            )
+        options = self._options(numbers, settings.recompute, settings.value_head_std)
+        role = self._role(*self._place("critic", settings, numbers), arch, source, options)
+        return self._trained(role, settings, numbers)
+
+    def _weights(self, role: str, start_from: str | None) -> tuple[ArchitectureConfig, WeightSource]:
+        """On every rank, so that what is wrong with the weights is found where it can be told."""
+        folder = role_folder(self._config, role)
+        arch = load_architecture(folder, self._config.model)
+        if start_from is not None and not self._resumed:
+            origin = open_origin(start_from, role, arch, self._runtime)
+            self.origins.append(origin.words)
+            return arch, origin.source
+        if self._config.model.init == "random":
+            return arch, RandomSource(arch, self._config.run.seed)
+        return arch, self._sources[folder]
+
+    def _trained(self, role: Role, settings: TrainedRoleSettings, numbers: RoleNumbers) -> Role:
+        if not isinstance(role, LocalRole):
+            return role
+        with self._runtime.megatron():
+            optimizer = RoleOptimizer(role.model, settings.optimizer, numbers.total_updates)
+        return TrainedRole(role.placement, role.model, self._runtime, optimizer)
+
+    def _place(self, name: str, settings: TrainedRoleSettings, numbers: RoleNumbers) -> tuple[Placement, Layout | None]:
+        layout = make_layout(numbers.grid, vpp=numbers.vpp, sequence_parallel=settings.layout.sequence_parallel)
+        multiple = numbers.grid.pp if numbers.vpp > 1 else 1
+        return Placement(name, numbers.grid, settings.microbatch_budget_tokens, multiple), layout
+
+    def _role(
+        self,
+        placement: Placement,
+        layout: Layout | None,
+        arch: ArchitectureConfig,
+        source: WeightSource,
+        options: BuildOptions,
+    ) -> Role:
+        if layout is None:
+            return AbsentRole(placement, arch, options, self._runtime)
+        with self._runtime.megatron():
+            return LocalRole(placement, build_model(arch, layout, options, source), self._runtime)
+
+    def _options(self, numbers: RoleNumbers, recompute: str, value_head_std: float | None = None) -> BuildOptions:
+        return BuildOptions(
+            dtype=DTYPES[self._config.model.dtype],
+            device=self._runtime.device,
+            padded_vocab=numbers.padded_vocab_size,
+            temperature=self._config.rollout.temperature,
+            recompute=recompute,
+            seed=self._config.run.seed,
+            value_head_std=value_head_std,
+        )

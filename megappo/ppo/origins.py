@@ -1,0 +1,148 @@
+"""Where a run's models begin: with the weights of another run or of a Hugging Face folder (`start_from`).
+
+What a path names is recognised by what lies there. Another kind joins with `register_origin`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megappo.checkpoint.identity import architecture_fields, model_of
+from megappo.checkpoint.select import find_checkpoint
+from megappo.checkpoint.source import CheckpointSource
+from megappo.config.model_files import read_architecture
+from megappo.families import FAMILIES
+from megappo.families.architecture import ArchitectureConfig
+from megappo.families.weights import WeightSource
+from megappo.reshard.sources import SafetensorsSource
+from megappo.runtime.objects import agreed
+from megappo.runtime.process import Runtime
+
+_WITHOUT_MEANING = ("max_position_embeddings", "initializer_range")
+"""Fields of config.json that may differ between two models whose weights mean the same."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is asked of an origin: weights for a role."""
+
+    role: str
+    arch: ArchitectureConfig
+    step: str | None
+    """The words behind the path's `@`: a step or `best`; None: there were none."""
+    runtime: Runtime | None
+    """The run's ranks, which all read; None: this process reads alone."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Weights to begin with."""
+
+    source: WeightSource
+    words: str
+
+
+@dataclass(frozen=True)
+class OriginKind:
+    """A kind of place that holds weights."""
+
+    words: str
+    recognises: Callable[[Path], bool]
+    """Whether an existing path is such a place, judged by what lies there."""
+    open: Callable[[Path, Wanted], Origin]
+    """A collective of the world where there is a runtime. Raises ValueError for what cannot be used, on every rank."""
+
+
+_KINDS: dict[str, OriginKind] = {}
+
+
+def register_origin(name: str, kind: OriginKind) -> None:
+    """Let `start_from` name another kind of place; the first that recognises a path takes it."""
+    _KINDS[name] = kind
+
+
+def open_origin(text: str, role: str, arch: ArchitectureConfig, runtime: Runtime | None = None) -> Origin:
+    """The weights that `<role>.start_from: text` names; a collective of the world where there is a runtime.
+
+    Raises ValueError where there are none, or none of this architecture; on every rank, whichever of them finds it.
+    """
+    try:
+        path, step = _split(text)
+        kind = _kind(path) if runtime is None else agreed(lambda: _kind(path))
+        wanted = Wanted(role, arch, step, runtime)
+        return kind.open(path, wanted) if runtime is None else agreed(lambda: kind.open(path, wanted))
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{role}.start_from '{text}': {error}") from error
+
+
+def _kind(path: Path) -> OriginKind:
+    for kind in _KINDS.values():
+        if path.exists() and kind.recognises(path):
+            return kind
+    state = "is of no known kind" if path.exists() else f"does not exist (from {Path.cwd()})"
+    raise ValueError(f"{path} {state}; give {', or '.join(k.words for k in _KINDS.values())}")
+
+
+def _split(text: str) -> tuple[Path, str | None]:
+    """`runs/a@120` -> (runs/a, 120), unless there is a folder of that whole name. Raises ValueError for half of it."""
+    path, at, step = text.rpartition("@")
+    if not at or Path(text).exists():
+        return Path(text), None
+    if not path or not step:
+        raise ValueError("the @ stands between a run and its step; give RUN@STEP, RUN@best, or RUN alone")
+    return Path(path), step
+
+
+def _open_run(path: Path, wanted: Wanted) -> Origin:
+    folder, marker, sentences = find_checkpoint(path / "checkpoints", wanted.step or "latest", wanted.runtime)
+    source = CheckpointSource(folder, wanted.role, wanted.arch)
+    other = marker.content.get("architectures", {}).get(wanted.role)
+    if other is None:  # checkpoints of an earlier megappo do not say it
+        _, model = model_of(marker, wanted.role)
+        other = architecture_fields(_read(model, wanted))
+    _require_same(other, wanted)
+    return Origin(source, ". ".join([*sentences, f"the {wanted.role} begins with that of {folder}"]))
+
+
+def _open_folder(path: Path, wanted: Wanted) -> Origin:
+    if wanted.step is not None:
+        raise ValueError("a Hugging Face folder has no steps; remove what follows the @")
+    other = _read(path, wanted)
+    _require_same(architecture_fields(other), wanted)
+    source = SafetensorsSource(path, other)
+    source.check(with_output_layer=wanted.role != "critic")
+    return Origin(source, f"the {wanted.role} begins with {path}")
+
+
+def _read(folder: Path, wanted: Wanted) -> ArchitectureConfig:
+    """Without code from the folder, which may be somebody else's."""
+    return read_architecture(folder, {**FAMILIES, wanted.arch.family: wanted.arch.declaration}, key="the model")
+
+
+def _require_same(other: Mapping[str, Any], wanted: Wanted) -> None:
+    """Raises ValueError where weights of the other architecture would compute something else in the wanted one."""
+    # A critic has no output layer to tie.
+    without_meaning = (*_WITHOUT_MEANING, "tied_embeddings") if wanted.role == "critic" else _WITHOUT_MEANING
+    own = architecture_fields(wanted.arch)
+    different = [name for name in own if name not in without_meaning and other.get(name) != own[name]]
+    if different:
+        raise ValueError(
+            f"it differs in {', '.join(different)} from the {wanted.role}'s config.json; give a model of the same "
+            "architecture"
+        )
+
+
+register_origin(
+    "run",
+    OriginKind(
+        "a run directory (RUN for its newest checkpoint, RUN@STEP or RUN@best)",
+        lambda path: (path / "config.yaml").is_file() and (path / "checkpoints").is_dir(),
+        _open_run,
+    ),
+)
+register_origin(
+    "folder", OriginKind("a Hugging Face folder", lambda path: (path / "config.json").is_file(), _open_folder)
+)

@@ -1,0 +1,127 @@
+"""Puts the parts of a run together from its configuration: models on their layouts, engine, data, rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from megappo.checkpoint.identity import architecture_fields
+from megappo.config import Config, Derived
+from megappo.config.model_files import load_architecture, load_tokenizer, resolve_stop_token_ids, role_folder
+from megappo.data import Cursor, PromptDataset
+from megappo.engines.protocol import Engine, SamplingParams
+from megappo.engines.registry import make_engine
+from megappo.families.architecture import ArchitectureConfig
+from megappo.megatron.roles import Role
+from megappo.ppo.methods import check_methods
+from megappo.ppo.models import ROLES, ModelBuilder
+from megappo.reshard.stream import WeightStream
+from megappo.rewards.scorer import RewardScorer
+from megappo.runtime.interrupts import NeverStop, Stop
+from megappo.runtime.process import Runtime
+
+
+@dataclass(frozen=True)
+class Purpose:
+    """What the parts are for."""
+
+    training: bool = True
+    """False: there is an actor to generate with, but no optimizer, critic or reference."""
+    prompts: PromptDataset | None = None
+    """What to train on, where it was read already."""
+    resumed: bool = False
+    """See `ModelBuilder`."""
+    stop: Stop = field(default_factory=NeverStop)
+    """Says when to give up generating."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything the trainer works with."""
+
+    config: Config
+    derived: Derived
+    runtime: Runtime
+    tokenizer: PreTrainedTokenizerBase
+    architecture: ArchitectureConfig
+    stop_token_ids: tuple[int, ...]
+    train_prompts: PromptDataset
+    cursor: Cursor
+    validation_prompts: PromptDataset | None
+    reward: RewardScorer
+    engine: Engine
+    actor: Role
+    critic: Role | None
+    reference: Role | None
+    weights: WeightStream
+    stop: Stop
+    origins: tuple[str, ...] = ()
+    """A sentence for each model that begins with other weights than those of its folder."""
+    architectures: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The architectures of actor and critic as fields that a checkpoint keeps and compares, by role."""
+
+    @property
+    def trained(self) -> list[Role]:
+        """Actor and critic, where there is one."""
+        return [self.actor] if self.critic is None else [self.actor, self.critic]
+
+    def sampling(self, most_tokens: int, *, greedy: bool = False) -> SamplingParams:
+        """How to generate responses of at most so many tokens in this run."""
+        return SamplingParams(self.config.rollout.temperature, most_tokens, self.stop_token_ids, greedy)
+
+    def close(self) -> None:
+        """End worker processes and engines."""
+        self.reward.close()
+        self.engine.close()
+
+
+def training_prompts(config: Config) -> PromptDataset:
+    """The prompts to train on. Raises ValueError where data or tokenizer cannot be read."""
+    return PromptDataset(config.data.train, config.data, load_tokenizer(config.model))
+
+
+def assemble(config: Config, derived: Derived, runtime: Runtime, purpose: Purpose | None = None) -> Parts:
+    """Make every part; a collective of the whole world. Data and reward errors come before any model is built."""
+    purpose = purpose if purpose is not None else Purpose()
+    tokenizer = load_tokenizer(config.model)
+    prompts = purpose.prompts if purpose.prompts is not None else training_prompts(config)
+    validation = config.data.validation if config.evaluation is not None or not purpose.training else None
+    validation_prompts = PromptDataset(validation, config.data, tokenizer) if validation is not None else None
+    reward = RewardScorer(config.reward, runtime.device)
+    if purpose.training:
+        check_methods(config)
+    roles = ROLES if purpose.training else ("actor",)
+    models = ModelBuilder(config, derived, runtime, roles=roles, resumed=purpose.resumed)
+    actor = models.actor(trained=purpose.training)
+    folder = role_folder(config, "actor")
+    stop_token_ids = resolve_stop_token_ids(folder, tokenizer, config.rollout.stop_token_ids)
+    return Parts(
+        config=config,
+        derived=derived,
+        runtime=runtime,
+        tokenizer=tokenizer,
+        architecture=load_architecture(folder, config.model),
+        stop_token_ids=stop_token_ids,
+        train_prompts=prompts,
+        cursor=Cursor(len(prompts), config.run.seed, config.data.shuffle, fingerprint=prompts.fingerprint),
+        validation_prompts=validation_prompts,
+        reward=reward,
+        actor=actor,
+        reference=models.reference(actor) if purpose.training else None,
+        critic=models.critic() if purpose.training else None,
+        weights=WeightStream(actor, config.rollout.sync_bucket_bytes),
+        engine=make_engine(config, folder, stop_token_ids, runtime, purpose.stop),
+        origins=tuple(models.origins),
+        architectures=_architectures(config),
+        stop=purpose.stop,
+    )
+
+
+def _architectures(config: Config) -> dict[str, dict[str, Any]]:
+    return {
+        role: architecture_fields(load_architecture(role_folder(config, role), config.model))
+        for role in (("actor",) if config.critic is None else ("actor", "critic"))
+    }

@@ -1,0 +1,63 @@
+"""After a sync engines answer small prompts, and the actor says what it would have said."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from megappo.engines.protocol import GenerateRequest, ServedEngine
+from megappo.megatron.placed import place
+from megappo.ppo.measures import check_mismatch
+from megappo.ppo.parts import Parts
+from megappo.ppo.sampling import finish_rollout, request_samples
+from megappo.types import Prompts, Samples
+
+_PROMPT_TOKENS = 8
+_RESPONSE_TOKENS = 8
+
+
+def probe_engines(parts: Parts) -> dict[str, float]:
+    """Compare the log-probabilities of every engine's probe with the actor's; a collective of the world.
+
+    Empty for an engine that has nothing to probe. Raises SyncError beyond `rollout.sglang.probe_tolerance_nats`.
+    """
+    engine, config = parts.engine, parts.config
+    if not isinstance(engine, ServedEngine) or not config.rollout.servers.verify:
+        return {}
+    request = GenerateRequest(parts.train_prompts[0].token_ids[:_PROMPT_TOKENS], seed=0, prompt_id=0)
+    params = parts.sampling(min(_RESPONSE_TOKENS, config.rollout.max_response_tokens), greedy=True)
+    started = time.monotonic()
+    answers = engine.probe(request, params)
+    samples = Samples(
+        torch.tensor(list(answers), dtype=torch.int64),
+        tuple(torch.tensor(request.token_ids + answer.token_ids) for answer in answers.values()),
+        torch.tensor([len(answer.token_ids) for answer in answers.values()], dtype=torch.int64),
+    )
+    outputs_BR = place(parts.actor, samples).forward()
+    gaps = {
+        index: float((output_R[: len(answer.logprobs)] - torch.tensor(answer.logprobs)).abs().max())
+        for output_R, (index, answer) in zip(outputs_BR, answers.items(), strict=True)
+    }
+    gap = engine.judge(gaps, _tolerance(parts))
+    return {"sync/probe_gap": gap, "sync/probe_seconds": time.monotonic() - started}
+
+
+def probe_rollout(parts: Parts) -> None:
+    """Compare engine and actor on one token per rank, by the way of a step's responses; a collective of the world.
+
+    Raises MismatchError where they are not the same model.
+    """
+    rank = parts.runtime.rank
+    prompts = Prompts((parts.train_prompts[rank % len(parts.train_prompts)],), first_position=rank)
+    wanted = request_samples(prompts, samples_per_prompt=1, seed_of=lambda sample_id: sample_id)
+    completions = parts.engine.generate(wanted.requests, parts.sampling(1))
+    rollouts = finish_rollout(wanted, completions, parts.tokenizer)
+    check_mismatch(place(parts.actor, rollouts).forward(), rollouts, parts.config.algorithm, parts.runtime)
+
+
+def _tolerance(parts: Parts) -> float:
+    given = parts.config.rollout.servers.probe_tolerance_nats
+    if given is not None:
+        return given
+    return 1e-3 if parts.config.model.dtype == "float32" else 0.5

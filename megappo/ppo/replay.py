@@ -1,0 +1,135 @@
+"""Repeats an update that was refused because its loss or gradient was not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megappo.checkpoint.files import DamagedError, Marker, read_marker
+from megappo.checkpoint.reader import load_values
+from megappo.checkpoint.select import shared_problems
+from megappo.checkpoint.shards import load_shards
+from megappo.checkpoint.versions import require_readable
+from megappo.config import Config, derive_run
+from megappo.errors import RunError, first_of
+from megappo.megatron.placed import place
+from megappo.megatron.roles import Role
+from megappo.megatron.schedule import Task
+from megappo.plugins import is_import_path
+from megappo.ppo.checkpoints import outcome_text
+from megappo.ppo.methods import find_objective
+from megappo.ppo.models import ModelBuilder
+from megappo.ppo.start import run_steps
+from megappo.ppo.updates import LossWeights, PolicyTask, ValueTask
+from megappo.runtime.objects import of_all_ranks
+from megappo.runtime.process import Runtime, start_runtime
+from megappo.types import Samples
+
+_SHOWN = 8
+
+
+class ReplayError(RunError):
+    """A repeated update came out otherwise than the one that was refused."""
+
+
+def replay(path: str, world_size: int) -> None:
+    """Load the models and this rank's part of the batch from a folder in `<run directory>/replay`, repeat the update
+    and print what came of it, which samples and which gradients are not finite; every rank calls this.
+
+    Raises ValueError where the folder is damaged or was written by another number of ranks, ReplayError where the
+    update came out differently. No code that the folder holds or names is run.
+    """
+    folder = Path(path)
+    try:
+        marker = read_marker(folder)
+    except DamagedError as error:
+        raise ValueError(f"{folder} cannot be replayed: {error}; name a folder in a run's `replay`") from error
+    if "weights" not in marker.content.get("refused", ()):
+        raise ValueError(f"{folder} holds no batch that this version repeats; name a folder in a run's `replay`")
+    if marker.content["world_size"] != world_size:
+        raise ValueError(
+            f"{folder} was written by {marker.content['world_size']} ranks, there are {world_size}; start as many"
+        )
+    require_readable(folder, marker)
+    settings = marker.content["settings"]
+    settings["run"] |= {"steps": run_steps(marker), "epochs": None}
+    settings["rollout"] |= {"engine": "transformers", "sglang": None, "ahead": 0}  # nothing is generated
+    settings["model"]["trust_remote_code"] = False  # the folder may be somebody else's, and no family needs it
+    loss = settings["algorithm"]["policy_loss"]
+    of_users = {"model.family": settings["model"].get("family"), "algorithm.policy_loss": loss}
+    for key, name in of_users.items():
+        if name is not None and is_import_path(name):
+            raise ValueError(
+                f"{folder} is of {key} '{name}', code that a replay does not import because its folder names it; "
+                "continue the run from its checkpoint, which repeats the update"
+            )
+    config = Config.model_validate(settings)
+    with start_runtime(config.runtime) as runtime:
+        found = shared_problems(folder, marker, runtime)
+        if found:
+            raise ValueError(f"{folder} is damaged: {first_of(found, 3, '; ')}; it cannot be replayed")
+        derived = derive_run(config, world_size)
+        models = ModelBuilder(config, derived, runtime, roles=("actor", "critic"), resumed=True)
+        roles = [role for role in (models.actor(), models.critic()) if role is not None]
+        lines = _repeat(config, roles, runtime, folder, marker)
+        if runtime.is_main:
+            print("\n".join(lines))
+
+
+def _repeat(config: Config, roles: Sequence[Role], runtime: Runtime, folder: Path, marker: Marker) -> list[str]:
+    """Repeat the update; returns the lines that say what was found."""
+    kept = marker.content["refused"]
+    load_shards(folder, roles, marker.content["updates"], runtime)
+    role = next(role for role in roles if role.placement.name == kept["role"])
+    batch = load_values(folder / f"batch-{runtime.rank:05d}.pt")
+    samples = Samples(batch["sample_ids_B"], tuple(batch["sequences"]), batch["response_lengths_B"])
+    placed = place(role, samples, [_everywhere(samples.sample_ids_B.tolist())]).with_fields(batch["fields_BR"])
+    update = placed.update(0, _task(kept, config))
+    gradients = _everywhere(_nonfinite_gradients(role))
+    strange_outputs = _everywhere(_nonfinite(samples, [placed.forward()]))
+    strange_inputs = _everywhere(_nonfinite(samples, batch["fields_BR"].values()))
+    numbers = outcome_text(update)
+    different = [f"{n} {numbers[n]}, then {before}" for n, before in kept["outcome"].items() if numbers[n] != before]
+    if different:
+        raise ReplayError(f"the update did not come out as it did in the run: {first_of(different, _SHOWN, '; ')}")
+    return [
+        f"step {marker.step}, {kept['role']}, minibatch {kept['number'] + 1}: refused again, all numbers as in the run",
+        *(f"  {name} {text}" for name, text in numbers.items()),
+        f"samples with inputs of the loss that are not finite: {_listed(strange_inputs)}",
+        f"samples for which the model's output is not finite: {_listed(strange_outputs)}",
+        f"parameters with gradients that are not finite: {_listed(gradients)}",
+    ]
+
+
+def _task(kept: dict[str, Any], config: Config) -> Task:
+    weights = LossWeights(**kept["weights"])
+    if kept["role"] == "actor":
+        return PolicyTask(find_objective(config.algorithm, kept["penalty_coef"]), weights)
+    assert config.critic is not None
+    return ValueTask(config.critic.value_clip, weights)
+
+
+def _nonfinite(samples: Samples, tensors_BR: Collection[Tensor]) -> list[int]:
+    """Ids of samples with a number that is not finite at one of their response tokens."""
+    of_each = zip(samples.sample_ids_B.tolist(), samples.response_lengths_B.tolist(), strict=True)
+    return [
+        i for b, (i, n) in enumerate(of_each) if not all(bool(torch.isfinite(x_BR[b, :n]).all()) for x_BR in tensors_BR)
+    ]
+
+
+def _nonfinite_gradients(role: Role) -> list[str]:
+    here: list[tuple[Any, Any]] = role.mapped_parameters()
+    return [entry.megatron for entry, parameter in here if not bool(torch.isfinite(parameter.main_grad).all())]
+
+
+def _everywhere(found: list[Any]) -> list[Any]:
+    """What any rank found, without repetitions; a collective of the world."""
+    return sorted({item for part in of_all_ranks(found) for item in part})
+
+
+def _listed(found: list[Any]) -> str:
+    return first_of(found, _SHOWN) or "none"

@@ -1,0 +1,179 @@
+"""What a run says of itself: stage times on every rank; files, console and advice on the main rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+
+from torch import Tensor
+
+from megappo.config import Config, Derived, save_config
+from megappo.observe.console import make_view
+from megappo.observe.messages import MESSAGES, tell
+from megappo.observe.metrics import MetricsLog
+from megappo.observe.progress import PROGRESS
+from megappo.observe.stopwatch import Lap, StageTimer
+from megappo.observe.stragglers import Stragglers
+from megappo.ppo.advice import Advisor
+from megappo.ppo.jumps import Jump
+from megappo.runtime.objects import of_all_ranks
+from megappo.runtime.process import Runtime
+from megappo.types import Rollouts
+
+_JUMP_SAMPLES = 16
+# Counts that other metrics are made of.
+_INTERNAL = ("step_tokens", "step_samples")
+_AWAITED = {
+    "forward": "log-probabilities and values of all ranks' responses",
+    "update_critic": "the slowest rank of each minibatch",
+    "update_actor": "the slowest rank of each minibatch",
+    "sync": "the engines to take the weights over",
+    "evaluate": "answers to the validation prompts",
+    "checkpoint": "the disk, or the checkpoint before",
+    "export": "the model's files to be written",
+}
+"""What a stage waits for where nobody says it better."""
+
+
+class Reporter:
+    """Times the stages of a step and shows the step's metrics."""
+
+    def __init__(
+        self,
+        config: Config,
+        derived: Derived,
+        runtime: Runtime,
+        on_stage: Callable[[str, str], None] | None = None,
+        check_directory: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_stage` is told the name of each stage that begins, and what it waits for.
+
+        `check_directory` raises on every rank where what is logged would be lost.
+        """
+        self._check_directory = check_directory
+        self._config, self._runtime, self._on_stage = config, runtime, on_stage
+        self._view = make_view(config.logging.console if runtime.is_main else "quiet", derived.steps)
+        if runtime.is_main:
+            MESSAGES.show_in(self._view)
+        self._timer = StageTimer(runtime.synchronize, on_enter=self._view.stage)
+        self._advisor = Advisor(config.algorithm)
+        self._stragglers = Stragglers()
+        self._slow: dict[str, list[float]] = {}
+        self._log: MetricsLog | None = None
+        if runtime.is_main:
+            directory = config.run.path
+            directory.mkdir(parents=True, exist_ok=True)
+            save_config(config, directory / "config.yaml")
+            self._log = MetricsLog(directory, config.logging, config.run.name, config.model_dump(mode="json"))
+
+    def continue_after(self, step: int, *, is_open: bool) -> None:
+        """Forget what was logged of later steps, because they are run again; -1: everything. See
+        `MetricsLog.truncate_after`."""
+        if self._log is not None:
+            self._log.truncate_after(step, is_open=is_open)
+
+    def stage(self, name: str, waits_for: str = "") -> AbstractContextManager[Lap]:
+        """Time a stage of the step. `waits_for` says what is outstanding, should it never end."""
+        if self._on_stage is not None:
+            self._on_stage(name, waits_for)
+        PROGRESS.enter(name, waits_for or _AWAITED.get(name, ""))
+        return self._timer.stage(name)
+
+    def begin_step(self, step: int) -> None:
+        """Start the clock of a step."""
+        self._timer.reset()
+        if self._runtime.is_main:
+            self._view.begin_step(step)
+
+    def end_step(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """`time/*`, throughput and memory of the step; a collective of the world, which finds the slowest ranks."""
+        seconds = self._timer.total
+        of_ranks = of_all_ranks(self._timer.seconds)
+        self._slow = {stage: [times[stage] for times in of_ranks] for stage in self._timer.seconds}
+        return {
+            **{f"time/{name}": value for name, value in self._timer.seconds.items()},
+            "time/step": seconds,
+            "tokens_per_second": metrics["step_tokens"] / seconds,
+            "samples_per_second": metrics["step_samples"] / seconds,
+            "memory/peak_gigabytes": self._runtime.peak_memory_gigabytes(),
+        }
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write and show a finished step, with advice where the numbers ask for it; a collective of the world."""
+        self._check_directory()
+        if self._log is None:
+            return
+        shown = {name: value for name, value in metrics.items() if name not in _INTERNAL}
+        self._log.log(step, shown)
+        PROGRESS.leave()
+        self._view.step(step, shown)
+        for sentence in (*self._advisor.observe(step, shown), *self._stragglers.observe(step, self._slow)):
+            self.message(f"step {step}: {sentence}")
+
+    def note_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show an evaluation; before the first step there is no line to carry it."""
+        self.message(f"step {step}: validation reward {metrics['eval/reward_mean']:.3f}")
+        if step == 0 and self._log is not None:
+            self._log.log(step, metrics)
+
+    def samples(self, step: int, rollouts: Rollouts, scores_B: Tensor) -> None:
+        """Write a few of this rank's texts."""
+        if self._log is None:
+            return
+        chosen = range(min(self._config.logging.sample_texts, len(rollouts.responses)))
+        self._log.log_samples(
+            step,
+            [
+                {
+                    "prompt": rollouts.prompts[b].text,
+                    "response": rollouts.responses[b],
+                    "raw_response": rollouts.raw_responses[b],
+                    "answer": rollouts.prompts[b].answer,
+                    "score": float(scores_B[b]),
+                    "tokens": int(rollouts.response_lengths_B[b]),
+                }
+                for b in chosen
+            ],
+        )
+
+    def jump(self, step: int, jump: Jump) -> None:
+        """Write an update that stands out, with those of its samples that push most; a collective of the world."""
+        of_ranks = of_all_ranks(jump.samples)
+        if self._log is None:
+            return
+        samples = sorted((s for part in of_ranks for s in part), key=lambda s: -s["sum_abs_advantage"])
+        record = {"role": jump.role, "minibatch": jump.minibatch + 1, "reasons": jump.reasons}
+        self._log.log_jump(step, {**record, "of_samples": len(samples), "samples": samples[:_JUMP_SAMPLES]})
+        self.message(
+            f"step {step}: {jump.role} update {jump.minibatch + 1} stands out: {', '.join(jump.reasons)}; "
+            "its samples are in jumps.jsonl"
+        )
+
+    def message(self, text: str) -> None:
+        """Print a line on the main rank."""
+        if self._runtime.is_main:
+            tell(text)
+
+    def close(self) -> None:
+        """Close files and restore the terminal."""
+        PROGRESS.leave()
+        MESSAGES.show_in(None)
+        self._view.close()
+        if self._log is not None:
+            self._log.close()
+
+
+@contextmanager
+def reporting(
+    config: Config,
+    derived: Derived,
+    runtime: Runtime,
+    on_stage: Callable[[str, str], None] | None = None,
+    check_directory: Callable[[], None] = lambda: None,
+) -> Iterator[Reporter]:
+    """A reporter that is closed whatever happens."""
+    reporter = Reporter(config, derived, runtime, on_stage, check_directory)
+    try:
+        yield reporter
+    finally:
+        reporter.close()

@@ -1,0 +1,121 @@
+"""A run from beginning to end."""
+
+from __future__ import annotations
+
+from megappo.checkpoint.randomness import seed_generators
+from megappo.config import Config, Derived
+from megappo.config.model_files import model_folder
+from megappo.config.schema import PHASES
+from megappo.data import PromptDataset
+from megappo.errors import Interrupted
+from megappo.observe.progress import PROGRESS
+from megappo.ppo.checkpoints import Checkpoints
+from megappo.ppo.evaluation import evaluate_policy
+from megappo.ppo.parts import Parts, Purpose, assemble
+from megappo.ppo.reporting import Reporter, reporting
+from megappo.ppo.start import Start, choose_start
+from megappo.ppo.trainer import Trainer
+from megappo.reshard.writer import write_policy
+from megappo.runtime.interrupts import interruptible
+from megappo.runtime.lock import HeldDirectory, locked_directory
+from megappo.runtime.process import Runtime, start_runtime
+from megappo.runtime.watchdog import GENERATING, Watchdog, watched
+
+
+def train(config: Config, derived: Derived, prompts: PromptDataset | None = None) -> None:
+    """Train as the configuration says, from the newest checkpoint where there is one; every rank calls this.
+
+    `prompts` to train on, where they were read already.
+
+    Raises Interrupted after a run that was asked to stop has written a checkpoint.
+    """
+    with start_runtime(config.runtime) as runtime, locked_directory(config.run.path, runtime) as held:
+        seed_generators(config.run.seed, runtime.rank)
+        start = choose_start(config, derived, runtime)
+        config = start.config
+        watchdog = _watchdog(config, runtime)
+        on_stage = watchdog.enter if watchdog is not None else None
+        with (
+            watched(watchdog),
+            interruptible(runtime) as interrupts,
+            reporting(config, derived, runtime, on_stage, held.check) as reporter,
+        ):
+            purpose = Purpose(prompts=prompts, resumed=start.checkpoint is not None, stop=interrupts)
+            parts = assemble(config, derived, runtime, purpose)
+            if watchdog is not None:
+                parts.engine.on_tokens = watchdog.made_tokens
+            _train(parts, start, reporter, held)
+
+
+def _train(parts: Parts, start: Start, reporter: Reporter, held: HeldDirectory) -> None:
+    checkpoints = Checkpoints(parts, start)
+    try:
+        for sentence in (_data_line(parts), *parts.origins, *start.sentences):
+            reporter.message(sentence)
+        if start.sentences:  # there was a run before
+            reporter.continue_after(start.step, is_open=start.is_open)
+        trainer = Trainer(parts, reporter, checkpoints)
+        try:
+            trainer.train()
+        except Interrupted:
+            PROGRESS.forget()
+            held.check()
+            with reporter.stage("checkpoint"):
+                reporter.message(checkpoints.save_interrupted(trainer.boundary_when_stopped()))
+            raise
+        held.check()
+        checkpoints.finish()
+        with reporter.stage("export"):
+            _save(parts, reporter)
+    finally:
+        checkpoints.close()
+        parts.close()
+
+
+def _watchdog(config: Config, runtime: Runtime) -> Watchdog | None:
+    seconds = config.runtime.phase_timeout_seconds
+    if seconds is None:
+        return None
+    generating = PHASES if config.rollout.ahead else GENERATING
+    return Watchdog(config.run.path, config.runtime.phase_timeouts_seconds, seconds, runtime, generating=generating)
+
+
+def evaluate(config: Config, derived: Derived, prompts: PromptDataset | None = None) -> dict[str, float]:
+    """Score the model on `data.validation` with greedy decoding; every rank calls this."""
+    with start_runtime(config.runtime) as runtime:
+        parts = assemble(config, derived, runtime, Purpose(training=False, prompts=prompts))
+        try:
+            parts.engine.update_weights(parts.weights, 1)
+            metrics = evaluate_policy(parts)
+        finally:
+            parts.close()
+        if runtime.is_main:
+            for name, value in metrics.items():
+                print(f"{name}: {value:.4f}")
+    return metrics
+
+
+def _data_line(parts: Parts) -> str:
+    data = parts.train_prompts
+    return f"{len(data)} training prompts, {data.dropped} dropped and {data.truncated} cut as too long"
+
+
+def _save(parts: Parts, reporter: Reporter) -> None:
+    """The actor in Hugging Face's format."""
+    config = parts.config
+    if not config.run.export_final_model:
+        return
+    out = config.run.path / "final"
+    if parts.runtime.is_main:
+        write_policy(
+            out,
+            parts.architecture,
+            parts.weights,
+            parts.tokenizer,
+            started_from=model_folder(config.model.path, weights=False),
+            stop_token_ids=parts.stop_token_ids,
+        )
+        reporter.message(f"the trained actor is in {out}")
+    else:
+        for _ in parts.weights:
+            pass

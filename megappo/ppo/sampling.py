@@ -1,0 +1,90 @@
+"""Rollouts from prompts: seeds, requests, and the engine's answers as padded tensors."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from megappo.data import PromptDataset
+from megappo.engines.protocol import Completion, GenerateRequest
+from megappo.runtime.process import Runtime
+from megappo.types import Prompt, Prompts, Rollouts
+
+
+def sample_seed(seed: int, step: int, sample_id: int) -> int:
+    """A 63-bit seed that depends on run seed, step and sample alone, not on scheduling."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{sample_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def prompts_of_rank(dataset: PromptDataset, indices: Sequence[int], runtime: Runtime) -> Prompts:
+    """This rank's contiguous share of the step's prompts; shares differ by one at most."""
+    first = len(indices) * runtime.rank // runtime.world_size
+    stop = len(indices) * (runtime.rank + 1) // runtime.world_size
+    return Prompts(tuple(dataset[i] for i in indices[first:stop]), first)
+
+
+@dataclass(frozen=True)
+class SampleRequests:
+    """What is asked of the engine for this rank's prompts; samples of one prompt stand together."""
+
+    prompts: tuple[Prompt, ...]
+    """The prompt of each sample."""
+    sample_ids: tuple[int, ...]
+    samples_per_prompt: int
+    requests: tuple[GenerateRequest, ...]
+
+
+def request_samples(prompts: Prompts, *, samples_per_prompt: int, seed_of: Callable[[int], int]) -> SampleRequests:
+    """Sample every prompt `samples_per_prompt` times.
+
+    `seed_of` gives the seed of a sample by its position in the step's global batch.
+    """
+    repeated = tuple(prompt for prompt in prompts.prompts for _ in range(samples_per_prompt))
+    first = prompts.first_position * samples_per_prompt
+    sample_ids = tuple(range(first, first + len(repeated)))
+    requests = tuple(
+        GenerateRequest(p.token_ids, seed_of(i), i // samples_per_prompt)
+        for p, i in zip(repeated, sample_ids, strict=True)
+    )
+    return SampleRequests(repeated, sample_ids, samples_per_prompt, requests)
+
+
+def _special_token_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """What decoding leaves out: the named special tokens, and added ones that are only marked as such."""
+    marked = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return marked | set(tokenizer.all_special_ids)
+
+
+def finish_rollout(
+    wanted: SampleRequests, completions: Sequence[Completion], tokenizer: PreTrainedTokenizerBase
+) -> Rollouts:
+    """The engine's answers, of which there is at least one, as padded tensors."""
+    sample_ids = torch.tensor(wanted.sample_ids)
+    token_ids = [list(c.token_ids) for c in completions]
+    inside = [ids if c.truncated else ids[:-1] for ids, c in zip(token_ids, completions, strict=True)]
+    special = _special_token_ids(tokenizer)
+    lengths = torch.tensor([len(ids) for ids in token_ids])
+    mask_BR = torch.arange(int(lengths.max()))[None] < lengths[:, None]
+    logprob_BR = torch.zeros(mask_BR.shape)
+    logprob_BR[mask_BR] = torch.tensor([x for c in completions for x in c.logprobs])
+    return Rollouts(
+        prompts=wanted.prompts,
+        sample_ids_B=sample_ids,
+        group_ids_B=sample_ids // wanted.samples_per_prompt,
+        sequences=tuple(
+            torch.tensor(p.token_ids + c.token_ids) for p, c in zip(wanted.prompts, completions, strict=True)
+        ),
+        response_lengths_B=lengths,
+        engine_logprob_BR=logprob_BR,
+        response_mask_BR=mask_BR,
+        truncated_B=torch.tensor([c.truncated for c in completions]),
+        weight_versions_B=torch.tensor([c.weight_version for c in completions]),
+        responses=tuple(tokenizer.batch_decode(token_ids, skip_special_tokens=True)),
+        raw_responses=tuple(tokenizer.batch_decode(token_ids, skip_special_tokens=False)),
+        special_tokens_B=torch.tensor([sum(i in special for i in ids) for ids in inside]),
+    )

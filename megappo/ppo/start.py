@@ -1,0 +1,120 @@
+"""Where a run begins: at the newest checkpoint of its directory, or at nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megappo.checkpoint.changes import compare_settings, keep_kl_unit
+from megappo.checkpoint.files import Marker, put_all_in_place
+from megappo.checkpoint.select import select_checkpoint
+from megappo.checkpoint.versions import software_versions
+from megappo.config import Config, ConfigError, Derived, load_config
+from megappo.observe.metrics import read_metrics
+from megappo.runtime.objects import from_rank
+from megappo.runtime.process import Runtime
+
+
+def checkpoints_directory(config: Config) -> Path:
+    """Where a run's checkpoints lie."""
+    return config.run.path / "checkpoints"
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins."""
+
+    config: Config
+    """Its settings: those that were given, with what stays as the checkpoint has it."""
+    sentences: tuple[str, ...] = ()
+    """What the user should know of where the run begins."""
+    checkpoint: tuple[Path, Marker] | None = None
+    """The folder of the checkpoint that it continues from, and its marker; None: from nothing."""
+
+    @property
+    def step(self) -> int:
+        """The last step that is done, -1 before the evaluation that comes before the first."""
+        return self.checkpoint[1].step if self.checkpoint is not None else -1
+
+    @property
+    def is_open(self) -> bool:
+        """Whether that step is still to be evaluated and logged."""
+        return self.checkpoint is not None and bool(self.checkpoint[1].content["trainer"].get("is_open", False))
+
+
+def choose_start(config: Config, derived: Derived, runtime: Runtime) -> Start:
+    """The newest whole checkpoint of the run directory, or the beginning; a collective of the world.
+
+    Raises ConfigError where the directory holds a run that cannot be continued, or not with these settings.
+    """
+    if runtime.is_main:
+        put_all_in_place(checkpoints_directory(config))
+    chosen = select_checkpoint(checkpoints_directory(config), runtime)
+    if chosen is None:
+        return _begin(config, runtime)
+    folder, marker, sentences = chosen
+    steps = (run_steps(marker), derived.steps)
+    given, (then, config) = config, keep_kl_unit(marker.content["settings"], config)
+    changes = compare_settings(then, config.model_dump(mode="json"), steps)
+    if changes.dangerous and not config.run.force_resume:
+        raise ConfigError(
+            f"run.directory '{config.run.path}' holds a run with other settings ({'; '.join(changes.dangerous)}); set "
+            "them back, choose another run.directory, or set run.force_resume: true to go on with them"
+        )
+    sentences.append(f"continuing after step {marker.step} from {folder}")
+    sentences += [f"changed since then: {change}" for change in (*changes.dangerous, *changes.harmless)]
+    sentences += _kl_sentences(given, config)
+    before = marker.content["versions"]
+    for name, version in software_versions().items():
+        if before.get(name) != version:
+            sentences.append(f"changed since then: {name} {before.get(name)} -> {version}")
+    return Start(config, tuple(sentences), (folder, marker))
+
+
+def _kl_sentences(given: Config, kept: Config) -> list[str]:
+    """What the adaptive KL goes on with, where a new run of the same settings would do otherwise."""
+    asked, kl = given.algorithm.kl_in_reward, kept.algorithm.kl_in_reward
+    if asked is None or kl is None or asked.per == kl.per or kl.controller != "adaptive":
+        return []
+    return [
+        f"the adaptive KL goes on towards {kl.target_nats:g} nats per {kl.per}, as it began; set "
+        f"algorithm.kl_in_reward.per for another unit"
+    ]
+
+
+def run_steps(marker: Marker) -> int:
+    """How many PPO steps the run of a checkpoint was to have."""
+    # Checkpoints of before there were epochs have settings that say it.
+    return int(marker.content.get("steps") or marker.content["settings"]["run"]["steps"])
+
+
+def _begin(config: Config, runtime: Runtime) -> Start:
+    """A run without a checkpoint begins again, if it was stopped before it could have written one."""
+    problem, lost = from_rank(lost_steps(config) if runtime.is_main else (None, 0))
+    if problem is not None:
+        raise ConfigError(problem)
+    sentence = f"the run in {config.run.path} was stopped before its first checkpoint and begins again"
+    return Start(config, (sentence,) if lost else ())
+
+
+def lost_steps(config: Config) -> tuple[str | None, int]:
+    """(why the run directory cannot be used, logged lines that will be run again)."""
+    metrics = config.run.path / "metrics.jsonl"
+    if not metrics.exists() or not metrics.stat().st_size:
+        return None, 0
+    try:
+        lines = read_metrics(metrics)
+        saved = config.run.path / "config.yaml"
+        before = load_config(saved) if saved.exists() else None
+    except ValueError as error:
+        return str(error), 0
+    # In the background a checkpoint may have been under way until the next one was due.
+    settings = before.checkpoint if before is not None else None
+    last = lines[-1]["step"] if lines else -1
+    has_ended = (before is not None and last == before.run.steps) or (config.run.path / "final").exists()
+    if settings is not None and not has_ended and last < 2 * settings.every_steps:
+        return None, len(lines)
+    return (
+        f"run.directory '{config.run.path}' holds a run without any checkpoint to continue from; choose another "
+        "run.directory or run.name, or remove the folder"
+    ), 0

@@ -1,0 +1,323 @@
+"""The PPO step. Everything else in this package is one of its verbs.
+
+data -> rollout -> reward -> forward -> advantages -> update critic, actor -> weight sync (version + 1)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from megappo.algo.controllers import PenaltyController
+from megappo.engines.protocol import ServedEngine
+from megappo.errors import Interrupted
+from megappo.megatron.placed import PlacedBatch, place
+from megappo.megatron.roles import Update
+from megappo.ppo.checkpoints import Boundary, Checkpoints, Resumed
+from megappo.ppo.evaluation import evaluate_policy
+from megappo.ppo.experience import ExperienceMaker
+from megappo.ppo.generation import Responses
+from megappo.ppo.jumps import Jump, JumpWatch, describe_samples
+from megappo.ppo.measures import actor_mfu, check_mismatch, engine_metrics, rollout_metrics, sync_metrics
+from megappo.ppo.parts import Parts
+from megappo.ppo.probe import probe_engines, probe_rollout
+from megappo.ppo.reporting import Reporter
+from megappo.ppo.sampling import sample_seed
+from megappo.ppo.updates import (
+    MinibatchUpdate,
+    NonFiniteUpdateError,
+    RoleUpdates,
+    actor_updates,
+    critic_updates,
+    draw_minibatches,
+    step_metrics,
+)
+from megappo.types import Experience, Rollouts, Scored
+
+
+@dataclass(frozen=True)
+class PlacedStep:
+    """A step's samples on the ranks of each role, until the step is over."""
+
+    actor: PlacedBatch
+    critic: PlacedBatch | None
+
+
+class Trainer:
+    """Runs PPO on the parts of a run; every rank calls every method at the same time."""
+
+    def __init__(self, parts: Parts, reporter: Reporter, checkpoints: Checkpoints | None = None) -> None:
+        self.parts, self.config, self.reporter, self.checkpoints = parts, parts.config, reporter, checkpoints
+        self.algorithm = self.config.algorithm
+        self.experience_maker = ExperienceMaker(self.algorithm, parts.runtime.device)
+        self.penalty = PenaltyController(self.algorithm.penalty.coef, self.algorithm.penalty.target)
+        self.responses = Responses(parts)
+        self.step = 0
+        self.weight_version = 0
+        self.actor_changed = True
+        """Whether the actor is newer than the engine's weights."""
+        self.is_open = True
+        """The updates of `step` are done, its evaluation and its line in the log are not."""
+        self.engine_weights: list[Tensor] = []
+        """This rank's part of the actor as the engine has it, where that may be older than the actor."""
+        self.metrics: dict[str, float] = {}
+        self.next_metrics: dict[str, float] = {}
+        self.jump_watches = {role.placement.name: JumpWatch(self.algorithm.jumps) for role in parts.trained}
+        self.boundary: Boundary = Boundary.of(self.state_dict(), {}, {})
+
+    def train(self) -> None:
+        """All steps that are left, with evaluations and checkpoints in between."""
+        self.begin()
+        while self.step < self.parts.derived.steps:
+            self.step += 1
+            self.ppo_step()
+            self.finish_step()
+            self.end_step()
+
+    def begin(self) -> None:
+        """Give the engine the actor's weights: the first version, or the one a checkpoint was written with."""
+        was_open = False
+        resumed = self.checkpoints.resumed if self.checkpoints is not None else None
+        if resumed is not None:
+            self.load_state_dict(resumed.load())
+            was_open = self.is_open
+            self.boundary = Boundary.of(self.state_dict(), {}, {})
+            self._give_weights_again(resumed)
+            resumed.restore_random_states()
+            self.metrics = resumed.metrics()
+        else:
+            self.sync_weights()
+        self.finish_step()
+        if was_open and self.step:
+            self.end_step()  # the checkpoint has no evaluation of this step yet
+
+    def _give_weights_again(self, resumed: Resumed) -> None:
+        """The engine gets what it had. One step ahead that may be older than the actor; where its responses were not
+        whole yet, it goes on with them, or else the sync that was due is due again, with its number."""
+        was_changed, actor = self.actor_changed, self.parts.actor
+        older = resumed.engine_weights()
+        newest = actor.exchange_weights(older) if older is not None else None
+        self.weight_version -= 1
+        self.sync_weights()
+        probe_rollout(self.parts)
+        self.responses.load_state_dict(resumed.kept_responses())
+        if newest is not None:
+            self.responses.begin(self.step + 1)
+            actor.exchange_weights(newest)
+        self.actor_changed = was_changed
+
+    def finish_step(self) -> None:
+        """Evaluate and log a step, and note where the run stands. A run that is asked to stop meanwhile does what is
+        left of it when it goes on."""
+        try:
+            if self.is_open:
+                self.evaluate_if_due()
+                if self.step:
+                    self.reporter.log(self.step, self.metrics)
+                self.is_open = False
+            # What was begun for the next step is waited for, as that step would do at once.
+            self.responses.settle(weights_changed=self.actor_changed)
+            self._note_recovery()
+        except Interrupted:
+            self._note_boundary()
+            raise
+        self._note_boundary()
+
+    def end_step(self) -> None:
+        """Write a checkpoint where one is due, and stop if asked to."""
+        if self.checkpoints is not None and self.checkpoints.is_due(self.step):
+            with self.reporter.stage("checkpoint") as elapsed:
+                self.checkpoints.save(self.boundary, wait=self.step == self.parts.derived.steps)
+            self.next_metrics = {"time/checkpoint": elapsed.seconds}
+        if self.step < self.parts.derived.steps:
+            self.parts.stop.check()
+
+    def _note_boundary(self) -> None:
+        self.responses.forget(self.step)
+        is_behind = self.actor_changed and self.responses.is_torn(self.step + 1)
+        self.boundary = Boundary.of(
+            self.state_dict(),
+            self.metrics,
+            self.responses.state_dict(self.step + 1),
+            self.engine_weights if is_behind else [],
+        )
+
+    def boundary_when_stopped(self) -> Boundary:
+        """Where the run goes on, with the responses that it keeps."""
+        kept = self.responses.state_dict(self.boundary.step + 1) or self.boundary.responses
+        return replace(self.boundary, responses=kept)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps besides models and random states, in JSON's types."""
+        return {
+            "step": self.step,
+            "weight_version": self.weight_version,
+            "actor_changed": self.actor_changed,
+            "is_open": self.is_open,
+            "kl_controller": self.experience_maker.kl_controller.state_dict(),
+            "penalty": self.penalty.state_dict(),
+            "jumps": {name: watch.state_dict() for name, watch in self.jump_watches.items()},
+            "cursor": self.responses.cursor_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint. Raises ValueError where the data are others than the run began with."""
+        self.parts.cursor.load_state_dict(state["cursor"])
+        self.experience_maker.kl_controller.load_state_dict(state["kl_controller"])
+        self.penalty.load_state_dict(state["penalty"])
+        self.step, self.weight_version = state["step"], state["weight_version"]
+        self.actor_changed, self.is_open = state["actor_changed"], state.get("is_open", False)
+        for name, watch in self.jump_watches.items():
+            watch.load_state_dict(state["jumps"].get(name, ()))
+
+    def ppo_step(self) -> None:
+        """One step, in the order of the data."""
+        self.metrics, self.next_metrics = self.next_metrics, {}
+        self.reporter.begin_step(self.step)
+        rollouts = self.generate()
+        self.parts.stop.check()
+        scores_B = self.reward(rollouts)
+        placed, scored = self.forward(rollouts, scores_B)
+        self.parts.stop.check()
+        experience = self.estimate_advantages(scored)
+        self.update_critic(placed, experience)
+        self.update_actor(placed, experience)
+        if not self.config.rollout.ahead:
+            self.sync_weights()
+        self.metrics |= self.reporter.end_step(self.metrics)
+        self.metrics |= actor_mfu(self.parts, self.metrics)
+        self.is_open = True
+
+    def generate(self) -> Rollouts:
+        """The step's responses. One step ahead, the next step's are begun before this one is trained on."""
+        with self.reporter.stage("rollout", f"the {self.parts.derived.batch_sequences} responses of all ranks"):
+            rollouts = self.responses.of_step(self.step, weights_changed=self.actor_changed)
+        self._note_recovery()
+        newest = self.weight_version + self.actor_changed
+        self.metrics |= rollout_metrics(rollouts, self.parts.runtime, newest)
+        self.metrics["prompt/dropped"] = float(self.parts.train_prompts.dropped)
+        if not self.config.rollout.ahead:
+            if isinstance(self.parts.engine, ServedEngine):
+                self.parts.engine.sleep()
+        elif self.step < self.parts.derived.steps:
+            self._sync_if_behind()
+            self.responses.begin(self.step + 1)
+        return rollouts
+
+    def reward(self, rollouts: Rollouts) -> Tensor:
+        """One score per response of this rank."""
+        with self.reporter.stage("reward", f"{len(rollouts.responses)} scores of {self.config.reward.function}"):
+            scores_B, metrics = self.parts.reward.score(rollouts)
+        self.reporter.samples(self.step, rollouts, scores_B)
+        self.metrics |= metrics
+        return scores_B
+
+    def forward(self, rollouts: Rollouts, scores_B: Tensor) -> tuple[PlacedStep, Scored]:
+        """Send the samples to the ranks of each role; old and reference log-probabilities and values of every response
+        token. The reference stands where the actor does."""
+        parts = self.parts
+        with self.reporter.stage("forward"):
+            actor = place(parts.actor, rollouts, () if self._actor_waits else self.minibatches("actor"))
+            critic = place(parts.critic, rollouts, self.minibatches("critic")) if parts.critic else None
+            trainer_logprob = actor.forward()
+            reference = actor.seen_by(parts.reference).forward() if parts.reference else None
+            values = critic.forward() if critic else None
+        self.metrics |= check_mismatch(trainer_logprob, rollouts, self.algorithm, parts.runtime)
+        bypass = self.algorithm.old_logprob == "bypass"
+        old_logprob = rollouts.engine_logprob_BR if bypass else trainer_logprob
+        return PlacedStep(actor, critic), Scored(rollouts, scores_B, old_logprob, reference, values)
+
+    def estimate_advantages(self, scored: Scored) -> Experience:
+        """KL in the reward, advantages and returns, whitening over the global batch."""
+        with self.reporter.stage("advantages"):
+            experience, metrics = self.experience_maker.make(scored, self.parts.derived.batch_sequences)
+        self.metrics |= metrics
+        return experience
+
+    def update_critic(self, placed: PlacedStep, experience: Experience) -> None:
+        """Epochs of value updates."""
+        if placed.critic is not None:
+            with self.reporter.stage("update_critic"):
+                self.metrics |= self._run(critic_updates(placed.critic, experience, self.config), experience)
+
+    def update_actor(self, placed: PlacedStep, experience: Experience) -> None:
+        """Epochs of policy updates, none while the critic warms up."""
+        if self._actor_waits:
+            return
+        with self.reporter.stage("update_actor"):
+            metrics = self._run(actor_updates(placed.actor, experience, self.config, self.penalty.value), experience)
+        if self.algorithm.policy_loss == "penalty":
+            metrics["actor/penalty_coef"] = self.penalty.value
+            self.penalty.update(metrics["actor/ppo_kl_k3"], self.parts.derived.batch_sequences)
+        self.metrics |= metrics
+        self.actor_changed = True
+
+    @property
+    def _actor_waits(self) -> bool:
+        return self.config.critic is not None and self.step <= self.config.critic.warmup_steps
+
+    def minibatches(self, role: str) -> list[frozenset[int]]:
+        """Sample ids of each update of actor or critic in this step."""
+        settings, number = (self.config.critic, -2) if role == "critic" else (self.config.actor, -1)
+        assert settings is not None
+        seed = sample_seed(self.config.run.seed, self.step, number)
+        return draw_minibatches(settings, self.parts.derived.batch_sequences, seed)
+
+    def _run(self, updates: RoleUpdates, experience: Experience) -> dict[str, float]:
+        """All updates of a role; those that stand out are logged, and what was refused is kept. Returns metrics."""
+        name, found = updates.batch.role.placement.name, list[Update]()
+        for done in updates.run():
+            found.append(done.update)
+            if not done.update.finite:
+                self._refuse(updates, done)
+            elif done.update.applied:
+                reasons = self.jump_watches[name].judge(done.update.grad_norm, done.kl)
+                if reasons:
+                    samples = describe_samples(experience, done.chosen)
+                    self.reporter.jump(self.step, Jump(name, done.number, reasons, samples))
+        return {f"{name}/{metric}": value for metric, value in step_metrics(found).items()}
+
+    def _refuse(self, updates: RoleUpdates, refused: MinibatchUpdate) -> None:
+        """Keep the batch for a replay, and end the run where that is configured."""
+        name = updates.batch.role.placement.name
+        kept = self.checkpoints.keep_refused(updates, refused, self.boundary) if self.checkpoints is not None else ""
+        if self.algorithm.on_nonfinite == "stop":
+            raise NonFiniteUpdateError(
+                f"the {name}'s loss or gradient is not finite; its weights were left as they were. "
+                f"Lower {name}.optimizer.learning_rate, or set algorithm.on_nonfinite: skip to go on. {kept}"
+            )
+
+    def sync_weights(self) -> None:
+        """Stream the actor's weights into the engine under the next version."""
+        self.weight_version += 1
+        with self.reporter.stage("sync") as elapsed:
+            self.parts.engine.update_weights(self.parts.weights, self.weight_version)
+            self.metrics |= probe_engines(self.parts)
+        self.actor_changed = False
+        if self.config.rollout.ahead and self.checkpoints is not None and self.checkpoints.keeps_engine_weights:
+            self.engine_weights = self.parts.actor.copy_weights()
+        self.metrics |= sync_metrics(elapsed.seconds, self.parts.weights.total_bytes, self.weight_version)
+        self.metrics |= engine_metrics(self.parts)
+
+    def _sync_if_behind(self) -> None:
+        if self.actor_changed:
+            self.sync_weights()
+
+    def _note_recovery(self) -> None:
+        """An engine that was started again during a rollout may have taken the actor's newer weights."""
+        if self.parts.engine.version != self.weight_version:
+            self.weight_version, self.actor_changed = self.parts.engine.version, False
+
+    def evaluate_if_due(self) -> None:
+        """Greedy answers to the validation prompts, every `evaluation.every_steps` steps and before the first."""
+        evaluation = self.config.evaluation
+        if evaluation is not None and self.step % evaluation.every_steps == 0:
+            self.responses.settle(weights_changed=self.actor_changed)
+            self._note_recovery()
+            self._sync_if_behind()
+            with self.reporter.stage("evaluate") as elapsed:
+                metrics = evaluate_policy(self.parts)
+            self.metrics |= metrics | {"time/evaluate": elapsed.seconds}
+            self.reporter.note_evaluation(self.step, metrics)

@@ -1,0 +1,218 @@
+"""The updates of a role in a step: epochs x minibatches x microbatches, for actor and critic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megappo.algo.aggregation import Aggregation, token_weights
+from megappo.config import Config
+from megappo.config.roles import TrainedRoleSettings
+from megappo.errors import RunError
+from megappo.megatron.heads import PolicyTarget
+from megappo.megatron.placed import PlacedBatch
+from megappo.megatron.roles import Update
+from megappo.megatron.schedule import PackedBatch, Task
+from megappo.observe.progress import PROGRESS
+from megappo.ppo.methods import find_objective
+from megappo.runtime.exchange import all_gather_varying
+from megappo.types import Experience
+from megappo_kernels.losses import PolicyInputs, ppo_value_loss
+from megappo_kernels.metrics import shown
+from megappo_kernels.objectives import PolicyObjective
+
+
+class NonFiniteUpdateError(RunError):
+    """A loss or gradient was not finite; the weights were left alone."""
+
+
+def draw_minibatches(settings: TrainedRoleSettings, batch_sequences: int, seed: int) -> list[frozenset[int]]:
+    """Sample ids of each update of a step, a new order each epoch; the same on every rank with the same seed."""
+    generator, size = torch.Generator().manual_seed(seed), settings.minibatch_sequences
+    orders = [torch.randperm(batch_sequences, generator=generator).tolist() for _ in range(settings.epochs)]
+    return [frozenset(order[n : n + size]) for order in orders for n in range(0, batch_sequences, size)]
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """What the weight of a token in the loss depends on besides its own sequence."""
+
+    mode: Aggregation
+    """How token losses become one number (`algorithm.loss_aggregation`)."""
+    tokens: int
+    """Tokens of the whole minibatch, over all ranks, that the loss counts."""
+    sequences: int
+    """Samples of the whole minibatch, over all ranks, with a token that counts."""
+    norm_tokens: int
+    """The constant of `seq-mean-token-sum-norm`."""
+
+    def of(self, batch: PackedBatch, mask_N: Tensor) -> Tensor:
+        """(N,) float32, 0 where the mask is."""
+        weights = [
+            token_weights(
+                mask=mask_R[None],
+                mode=self.mode,
+                total_tokens=self.tokens,
+                total_sequences=self.sequences,
+                norm_tokens=self.norm_tokens,
+            )[0]
+            for mask_R in mask_N.split(batch.response_lengths)
+        ]
+        return torch.cat(weights)
+
+    def inputs(self, batch: PackedBatch) -> dict[str, Tensor]:
+        """What a loss is computed from: the samples' fields, with `mask` as bool, and `weights`."""
+        mask_N = (batch.fields_N["mask"] > 0) & (not batch.is_filler)
+        return {**batch.fields_N, "mask": mask_N, "weights": self.of(batch, mask_N)}
+
+
+@dataclass(frozen=True)
+class MinibatchUpdate:
+    """One update of a step."""
+
+    number: int
+    """Number of the minibatch in the step, from 0."""
+    chosen: tuple[int, ...]
+    """Those of this rank's samples that it was made of, by their place in the batch."""
+    weights: LossWeights
+    update: Update
+
+    @property
+    def kl(self) -> float | None:
+        """KL(old || new) of the minibatch before the update, in nats per token; None for the critic."""
+        total = self.update.sums.get("ppo_kl_k3")
+        return None if total is None else total / max(self.update.sums["count"], 1.0)
+
+
+@dataclass(frozen=True)
+class RoleUpdates:
+    """Everything that the updates of a role in a step are made of."""
+
+    batch: PlacedBatch
+    config: Config
+    fields_BR: dict[str, Tensor]
+    """What the loss needs of each of this rank's tokens; `mask` says which of them count."""
+    make_task: Callable[[LossWeights], Task]
+    stop_above: tuple[str, float] | None = None
+    penalty_coef: float = 0.0
+    """Weight of KL(old || new) in the loss, with `policy_loss: penalty`."""
+
+    def run(self) -> Iterator[MinibatchUpdate]:
+        """Go through the minibatches, one update at a time; a collective of the world.
+
+        Ends with the update that `stop_above` forbids. One that is not finite leaves the role as it met it, until the
+        next one is asked for.
+        """
+        batch = self.batch.with_fields(self.fields_BR)
+        ids, counts = batch.samples.sample_ids_B.tolist(), self._token_counts()
+        mode, norm_tokens = self.config.algorithm.loss_aggregation, self.config.rollout.max_response_tokens
+        PROGRESS.expect("minibatches", len(batch.minibatches))
+        for number, minibatch in enumerate(batch.minibatches):
+            PROGRESS.add("minibatches", int(number > 0))  # the one before it is done
+            tokens = [counts[i] for i in minibatch if counts[i] > 0]
+            if not tokens:
+                continue  # every sample was rejected
+            weights = LossWeights(mode, sum(tokens), len(tokens), norm_tokens)
+            update = batch.update(number, self.make_task(weights), stop_above=self.stop_above)
+            chosen = tuple(b for b, sample_id in enumerate(ids) if sample_id in minibatch)
+            yield MinibatchUpdate(number, chosen, weights, update)
+            if update.finite and not update.applied:
+                return
+
+    def local_batch(self, chosen: Sequence[int]) -> dict[str, Any]:
+        """Some of this rank's samples with their fields, as tensors and plain values."""
+        samples, rows = self.batch.samples, list(chosen)
+        return {
+            "sample_ids_B": samples.sample_ids_B[rows],
+            "sequences": [samples.sequences[b] for b in rows],
+            "response_lengths_B": samples.response_lengths_B[rows],
+            "fields_BR": {name: values_BR[rows] for name, values_BR in self.fields_BR.items()},
+        }
+
+    def _token_counts(self) -> dict[int, int]:
+        """Tokens that count of every sample of the step, on every rank."""
+        local = torch.stack([self.batch.samples.sample_ids_B, self.fields_BR["mask"].sum(-1)], dim=1)
+        gathered = all_gather_varying(local.to(self.batch.role.runtime.device))
+        return {int(i): int(n) for part in gathered for i, n in part.tolist()}
+
+
+def actor_updates(batch: PlacedBatch, experience: Experience, config: Config, penalty_coef: float) -> RoleUpdates:
+    """The updates of the policy; `penalty_coef` is the weight of KL(old || new) with `policy_loss: penalty`."""
+    scored, algorithm = experience.scored, config.algorithm
+    given = {
+        "old_logprob": scored.old_logprob_BR,
+        "advantages": experience.advantages_BR,
+        "mask": experience.loss_mask_BR,
+        "ref_logprob": scored.ref_logprob_BR,
+        "importance_weights": experience.importance_weights_BR,
+    }
+    fields_BR = {name: values_BR for name, values_BR in given.items() if values_BR is not None}
+    make_task = partial(PolicyTask, find_objective(algorithm, penalty_coef))
+    stop_above = None if algorithm.target_kl is None else ("ppo_kl_k3", algorithm.target_kl)
+    return RoleUpdates(batch, config, fields_BR, make_task, stop_above, penalty_coef)
+
+
+def critic_updates(batch: PlacedBatch, experience: Experience, config: Config) -> RoleUpdates:
+    """The updates of the value model."""
+    scored = experience.scored
+    assert config.critic is not None and scored.values_BR is not None
+    fields_BR = {
+        "old_values": scored.values_BR,
+        "returns": experience.returns_BR,
+        "mask": scored.rollouts.response_mask_BR,
+    }
+    return RoleUpdates(batch, config, fields_BR, partial(ValueTask, config.critic.value_clip))
+
+
+@dataclass(frozen=True)
+class PolicyTask:
+    """What the actor is run for in an update: its output layer computes the policy loss in the same pass."""
+
+    objective: PolicyObjective
+    weights: LossWeights
+
+    def expect(self, head: Any, batch: PackedBatch) -> None:
+        """Give the output layer the objective and its inputs for the rows of this microbatch."""
+        lengths = torch.tensor(batch.response_lengths, device=batch.rows_N.device)
+        sequences_N = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+        inputs = PolicyInputs(**self.weights.inputs(batch), sequences=sequences_N)
+        head.expect(batch.rows_N, batch.labels_N, PolicyTarget(inputs, self.objective))
+
+    def finish(self, head: Any, output_NC: Tensor, batch: PackedBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The loss, and its report."""
+        return output_NC[0, 0], head.report
+
+
+@dataclass(frozen=True)
+class ValueTask:
+    """What the critic is run for in an update: the value loss of its output."""
+
+    value_clip: float | None
+    weights: LossWeights
+
+    def expect(self, head: Any, batch: PackedBatch) -> None:
+        """Name the rows of the response tokens."""
+        head.expect(batch.rows_N, batch.labels_N)
+
+    def finish(self, head: Any, output_NC: Tensor, batch: PackedBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The loss, and its report."""
+        result = ppo_value_loss(values=output_NC[:, 0], value_clip=self.value_clip, **self.weights.inputs(batch))
+        return result.loss, result.metrics
+
+
+def step_metrics(updates: Sequence[Update]) -> dict[str, float]:
+    """Metrics of all updates of one role in a step: means per token over all minibatches; losses, norms and counts over
+    updates."""
+    applied = [u for u in updates if u.applied]
+    numbers = {"updates": float(len(applied)), "skipped_updates": float(sum(not u.finite for u in updates))}
+    if not updates:
+        return numbers
+    numbers["learning_rate"] = updates[-1].learning_rate
+    if applied:
+        numbers["grad_norm"] = sum(u.grad_norm for u in applied) / len(applied)
+    return numbers | shown([u.sums for u in updates])

@@ -1,0 +1,140 @@
+"""Writes models as Hugging Face folders."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+)
+
+from megappo.families.architecture import ArchitectureConfig
+from megappo.families.parameters import tensor_shapes
+from megappo.reshard.value_heads import EXPORTED
+
+_FILE_BYTES = 4 * 2**30
+_INDEX = "model.safetensors.index.json"
+_GENERATION = "generation_config.json"
+_OF_OTHER_HEADS = ("normalize_reward", "mean", "std", "value_head_prefix")
+"""What OpenRLHF's config.json says of a head; `SafetensorsSource.value_head` has scaled the weights by it."""
+
+
+def write_policy(
+    out: Path,
+    arch: ArchitectureConfig,
+    tensors: Iterable[tuple[str, Tensor]],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    started_from: Path,
+    stop_token_ids: Sequence[int],
+) -> None:
+    """Write a causal language model as transformers loads it: config, generation_config, tokenizer and safetensors.
+
+    `started_from`: the folder whose generation settings it keeps; what ended a response in the run ends one there too.
+    Raises ValueError where a tensor of the architecture is missing or of another shape: an export is whole or not at
+    all.
+    """
+    dtype = _write_tensors(out, tensors, tensor_shapes(arch))
+    _write_config(out, arch, dtype, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[arch.family], {})
+    _write_generation(out, arch, started_from, stop_token_ids)
+    tokenizer.save_pretrained(out)
+
+
+def write_critic(
+    out: Path, arch: ArchitectureConfig, tensors: Iterable[tuple[str, Tensor]], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Write a value model as AutoModelForTokenClassification loads it: its one logit at a token is the value of the
+    state after that token. Raises ValueError as `write_policy` does."""
+    wanted = tensor_shapes(arch, output_layer=False)
+    wanted |= zip(EXPORTED, ((1, arch.hidden_size), (1,)), strict=True)
+    dtype = _write_tensors(out, tensors, wanted)
+    model_class = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES[arch.family]
+    settings = {"num_labels": 1, "classifier_dropout": 0.0, "token_classification_bias": True}
+    _write_config(out, arch, dtype, model_class, settings, without=_OF_OTHER_HEADS)
+    tokenizer.save_pretrained(out)
+
+
+def _write_config(
+    out: Path,
+    arch: ArchitectureConfig,
+    dtype: torch.dtype,
+    model_class: str,
+    changes: Mapping[str, object],
+    *,
+    without: Sequence[str] = (),
+) -> None:
+    config = copy.deepcopy(arch.hf_config)
+    for name, value in {**changes, "dtype": dtype, "architectures": [model_class]}.items():
+        setattr(config, name, value)
+    for name in without:
+        if hasattr(config, name):
+            delattr(config, name)
+    config.save_pretrained(out)
+
+
+def _write_generation(out: Path, arch: ArchitectureConfig, folder: Path, stop_token_ids: Sequence[int]) -> None:
+    """As JSON: transformers' own class refuses files of some published models."""
+    if (folder / _GENERATION).exists():
+        content = json.loads((folder / _GENERATION).read_text(encoding="utf-8"))
+    else:
+        special = {name: getattr(arch.hf_config, name, None) for name in ("bos_token_id", "pad_token_id")}
+        content = {name: token for name, token in special.items() if token is not None}
+    if stop_token_ids:
+        content["eos_token_id"] = list(stop_token_ids) if len(stop_token_ids) > 1 else stop_token_ids[0]
+    (out / _GENERATION).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_tensors(out: Path, tensors: Iterable[tuple[str, Tensor]], wanted: dict[str, tuple[int, ...]]) -> torch.dtype:
+    """Write safetensors of at most 4 GiB; returns their type."""
+    out.mkdir(parents=True, exist_ok=True)
+    for old in (*out.glob("*.safetensors"), *out.glob(_INDEX)):  # of an earlier export, perhaps in more files
+        old.unlink()
+    files: list[dict[str, Tensor]] = [{}]
+    shapes: dict[str, tuple[int, ...]] = {}
+    weight_map: dict[str, int] = {}
+    size, total = 0, 0
+    for name, tensor in tensors:
+        n_bytes = tensor.numel() * tensor.element_size()
+        if files[-1] and size + n_bytes > _FILE_BYTES:
+            _save(out, files, len(files) - 1)
+            files.append({})
+            size = 0
+        files[-1][name] = tensor.detach().cpu().clone()
+        shapes[name], weight_map[name] = tuple(tensor.shape), len(files) - 1
+        size, total = size + n_bytes, total + n_bytes
+        dtype = tensor.dtype
+    if shapes != wanted:
+        wrong = sorted(n for n in wanted.keys() | shapes.keys() if wanted.get(n) != shapes.get(n))
+        raise ValueError(f"the weights do not make a whole model: {', '.join(wrong[:5])}; the export was not finished")
+    _finish(out, files, weight_map, total)
+    return dtype
+
+
+def _save(out: Path, files: list[dict[str, Tensor]], number: int) -> None:
+    path = out / f"part-{number:05d}.safetensors"
+    path.touch()
+    mode = path.stat().st_mode  # as the umask has it; safetensors makes files that only their owner can read
+    save_file(files[number], path, metadata={"format": "pt"})
+    path.chmod(mode)
+    files[number] = {}
+
+
+def _finish(out: Path, files: list[dict[str, Tensor]], weight_map: dict[str, int], total: int) -> None:
+    """Save the last file and give all of them the names transformers looks for."""
+    _save(out, files, len(files) - 1)
+    if len(files) == 1:
+        (out / "part-00000.safetensors").rename(out / "model.safetensors")
+        return
+    names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    for i, name in enumerate(names):
+        (out / f"part-{i:05d}.safetensors").rename(out / name)
+    index = {"metadata": {"total_size": total}, "weight_map": {n: names[i] for n, i in weight_map.items()}}
+    (out / _INDEX).write_text(json.dumps(index, indent=2))

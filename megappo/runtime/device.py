@@ -1,0 +1,58 @@
+"""The device of a rank, and what is prepared for it: where a run on GPUs begins otherwise than one on a CPU."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from megappo.config.schema import RuntimeSettings
+from megappo.errors import RunError
+from megappo.runtime.launchers import Ranks, binds_one_device
+
+
+def runs_on_cuda(settings: RuntimeSettings) -> bool:
+    """Whether a run of these settings would compute on GPUs here."""
+    return settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
+
+
+def device_index(ranks: Ranks, visible: int) -> int:
+    """The CUDA device of a rank on a machine that shows it so many. Raises RunError where there are too few."""
+    if visible == 1 and binds_one_device(os.environ):
+        return 0
+    needed = max(ranks.local_rank + 1, ranks.local_world_size or 0)
+    if needed > visible:
+        raise RunError(
+            f"{needed} ranks stand on this machine, which shows {visible} CUDA device{'s' if visible > 1 else ''}; "
+            f"start at most {visible} per machine"
+        )
+    return ranks.local_rank
+
+
+def own_device(ranks: Ranks) -> torch.device:
+    """The device of this process, from now on CUDA's current one. Raises RunError where there are too few."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", device_index(ranks, torch.cuda.device_count()))
+    torch.cuda.set_device(device)
+    return device
+
+
+def prepare_device(settings: RuntimeSettings, ranks: Ranks) -> torch.device:
+    """The device of a rank, ready for Megatron-Core. Raises ValueError where the settings want another kind."""
+    if runs_on_cuda(settings) != torch.cuda.is_available():
+        if settings.device == "cuda":
+            raise ValueError("runtime.device is cuda, but this machine shows no CUDA device; use runtime.device: cpu")
+        raise ValueError("runtime.device is cpu on a machine with CUDA; set CUDA_VISIBLE_DEVICES= to hide the devices")
+    # Megatron's tensor parallel layers want communication and computation in launch order.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    device = own_device(ranks)
+    if device.type == "cpu":
+        cores, here = len(os.sched_getaffinity(0)), ranks.local_world_size or ranks.world_size
+        torch.set_num_threads(settings.threads_per_rank or max(1, cores // here))
+        # Compiled fusions bring nothing on gloo and cost seconds at every new shape.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        from megappo.runtime.megatron_cpu import install
+
+        install()
+    return device

@@ -1,0 +1,249 @@
+"""Ranks from whatever started the processes: torchrun, `srun` or `mpirun`.
+
+The rest of the program reads torchrun's variables only: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`,
+`MASTER_ADDR`, `MASTER_PORT`. Where another launcher started this process, they are made from its variables here. Those
+that are set already are never changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import socket
+import subprocess
+import time
+import zlib
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megappo.config.base import LARGEST_WORLD
+from megappo.errors import ConfigError, shortened, whole_number
+
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_PORTS = range(10000, 30000)  # below what Linux hands out by itself
+_MPI = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
+)
+_MPI_JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_KVS", "PMI_PORT")
+_SCONTROL_SECONDS = 20
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The numbers that torchrun sets for each process."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int | None
+    """Ranks on this machine; None where the launcher does not say."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands among the ranks."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    """Ranks on this machine."""
+    job: str
+    """Names the job; the same on all ranks."""
+    first_machine: str | None
+    """Host name of rank 0's machine; None: not known."""
+
+
+def launcher_of(environment: Mapping[str, str]) -> str:
+    """What started this process: `torchrun` (or any other that sets its variables), `slurm`, `mpi` or `none`."""
+    if "RANK" in environment or "WORLD_SIZE" in environment:
+        return "torchrun"
+    # A batch script has SLURM's job variables too, but is no task: only `srun` sets those of a step.
+    if "SLURM_STEP_NUM_TASKS" in environment and "SLURM_PROCID" in environment:
+        return "slurm"
+    if any(names[0] in environment for names in _MPI):
+        return "mpi"
+    return "none"
+
+
+def adopt_launcher(environment: MutableMapping[str, str]) -> None:
+    """Set torchrun's variables from those of `srun` or `mpirun`, if one of them started this process.
+
+    Raises ConfigError where a variable is no number, or rank 0's machine cannot be told.
+    """
+    place = find_place(environment)
+    if place is None:
+        return
+    numbers = (place.rank, place.world_size, place.local_rank, place.local_world_size)
+    environment.update({name: str(number) for name, number in zip(RANK_VARIABLES, numbers, strict=True)})
+    if "MASTER_ADDR" not in environment:
+        environment["MASTER_ADDR"] = _master_address(place)
+    if "MASTER_PORT" not in environment:
+        environment["MASTER_PORT"] = str(_port(environment, place.job))
+
+
+def find_place(environment: Mapping[str, str]) -> Place | None:
+    """This process's place as `srun` or `mpirun` gave it; None where torchrun or nothing started it."""
+    match launcher_of(environment):
+        case "slurm":
+            return _slurm_place(environment)
+        case "mpi":
+            return _mpi_place(environment)
+    return None
+
+
+def is_main(environment: Mapping[str, str]) -> bool:
+    """Whether this process is rank 0, or the only one."""
+    return environment.get("RANK", "0") == "0"
+
+
+def read_world_size(environment: Mapping[str, str]) -> int:
+    """Ranks of the run; 1 where nothing says it. Raises ConfigError for what no run has."""
+    size = _number(environment, "WORLD_SIZE", 1)
+    if not 1 <= size <= LARGEST_WORLD:
+        raise ConfigError(f"WORLD_SIZE is {size}, must be from 1 to {LARGEST_WORLD}; start fewer processes")
+    return size
+
+
+def read_ranks(environment: Mapping[str, str]) -> Ranks:
+    """The numbers in torchrun's variables; one process without them. Raises ConfigError where they cannot be."""
+    world_size = read_world_size(environment)
+    if world_size > 1 and "RANK" not in environment:
+        raise ConfigError(f"WORLD_SIZE is {world_size}, but RANK is not set; start with torchrun, srun or mpirun")
+    rank = _number(environment, "RANK", 0)
+    if rank >= world_size:
+        raise ConfigError(f"RANK is {rank}, must be below WORLD_SIZE {world_size}; start with torchrun, srun or mpirun")
+    local = _number(environment, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environment else None
+    return Ranks(rank, world_size, _number(environment, "LOCAL_RANK", 0), local)
+
+
+def tell_torchrun(environment: Mapping[str, str], sentences: Sequence[str]) -> None:
+    """Leave why this worker ends where torchrun looks for it: it shows that at the end, in place of a traceback."""
+    path = environment.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return
+    words = "\n".join(sentences)
+    now = time.time_ns() // 10**9  # torch shows when each worker failed; nothing here depends on it
+    message = {"message": words, "extraInfo": {"py_callstack": words, "timestamp": str(now)}}
+    with contextlib.suppress(OSError):  # the sentences are on stderr too
+        Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
+
+
+def binds_one_device(environment: Mapping[str, str]) -> bool:
+    """Whether a launcher may have given each rank a device of its own to see (`--gpus-per-task`, `--gpu-bind`)."""
+    if "TORCHELASTIC_RUN_ID" in environment:
+        return False
+    return "SLURM_STEP_NUM_TASKS" in environment or any(names[0] in environment for names in _MPI)
+
+
+def _slurm_place(environment: Mapping[str, str]) -> Place:
+    node = _number(environment, "SLURM_NODEID", 0)
+    per_node = tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    if node >= len(per_node):
+        raise ConfigError(
+            f"SLURM_NODEID is {node}, but SLURM_STEP_TASKS_PER_NODE names {len(per_node)} nodes; start with srun"
+        )
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST", "")
+    return Place(
+        rank=_number(environment, "SLURM_PROCID"),
+        world_size=_number(environment, "SLURM_STEP_NUM_TASKS"),
+        local_rank=_number(environment, "SLURM_LOCALID", 0),
+        local_world_size=per_node[node],
+        job=f"{environment.get('SLURM_JOB_ID', '')}.{environment.get('SLURM_STEP_ID', '')}",
+        first_machine=first_host(nodes) or None,
+    )
+
+
+def _mpi_place(environment: Mapping[str, str]) -> Place:
+    names = next(names for names in _MPI if names[0] in environment)
+    rank, world_size, local_rank, local_world_size = (_number(environment, name) for name in names)
+    job = next((environment[name] for name in _MPI_JOB if name in environment), "")
+    return Place(rank, world_size, local_rank, local_world_size, job, first_machine=None)
+
+
+def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environment.get(name, "" if default is None else str(default))
+    number = whole_number(text)
+    if number is None:
+        raise ConfigError(
+            f"the environment variable {name} is '{shortened(text)}', must be a whole number; start with torchrun, "
+            "srun or mpirun"
+        )
+    return number
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """SLURM's `8(x2),4` as [8, 8, 4]. Raises ConfigError for anything else."""
+    counts: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if found is None:
+            raise ConfigError(
+                f"SLURM's tasks per node are '{shortened(text)}', must look like 8(x2),4; start with srun"
+            )
+        ranks, nodes = whole_number(found[1]), whole_number(found[2] or "1")
+        if ranks is None or nodes is None or ranks > LARGEST_WORLD or nodes > LARGEST_WORLD:
+            raise ConfigError(
+                f"SLURM's tasks per node are '{shortened(text)}', more than {LARGEST_WORLD}; start with srun"
+            )
+        counts += [ranks] * nodes
+    return counts
+
+
+def first_host(node_list: str) -> str:
+    """The first of SLURM's host list: `gpu[03-05,9],login` begins with gpu03. Empty for an empty list."""
+    first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", node_list)
+    assert first is not None
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
+
+
+def _master_address(place: Place) -> str:
+    """Rank 0's machine as others reach it."""
+    if place.local_world_size == place.world_size:
+        return "127.0.0.1"
+    if place.first_machine is None:
+        raise ConfigError(
+            f"mpirun started {place.world_size} ranks on several machines, but does not tell rank 0's; set MASTER_ADDR "
+            "to its name, such as mpirun -x MASTER_ADDR=node1"
+        )
+    if _resolves(place.first_machine):
+        return place.first_machine
+    address = _slurm_address(place.first_machine)
+    if address is None:
+        raise ConfigError(
+            f"the first machine of the job, '{place.first_machine}', has no address here; set MASTER_ADDR to one"
+        )
+    return address
+
+
+def _resolves(host: str) -> bool:
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        return False
+    return True
+
+
+def _slurm_address(node: str) -> str | None:
+    """The address SLURM itself uses for a node whose name no name server knows."""
+    if shutil.which("scontrol") is None:
+        return None
+    command: Sequence[str] = ("scontrol", "--oneliner", "show", "node", node)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return None
+    found = re.search(r"\bNodeAddr=(\S+)", done.stdout)
+    return found[1] if found is not None and _resolves(found[1]) else None
+
+
+def _port(environment: Mapping[str, str], job: str) -> int:
+    """A port all ranks agree on without talking: SLURM's reserved one, or one that follows from the job."""
+    reserved = re.match(r"\d+", environment.get("SLURM_STEP_RESV_PORTS", ""))
+    if reserved is not None:
+        return int(reserved[0])
+    return _PORTS[zlib.crc32(job.encode()) % len(_PORTS)]

@@ -1,0 +1,46 @@
+"""Collectives of Python objects: small things that ranks tell each other, pickled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+def from_rank(value: T, src: int = 0, group: dist.ProcessGroup | None = None) -> T:
+    """The `value` of global rank `src`, on every rank of the group (None: the world)."""
+    shared: list[Any] = [value]
+    dist.broadcast_object_list(shared, src=src, group=group)
+    found: T = shared[0]
+    return found
+
+
+def of_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Every rank's `value` on every rank of the group (None: the world), in the order of ranks."""
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+def attempt(work: Callable[[], T], caught: tuple[type[Exception], ...] = (ValueError, OSError)) -> tuple[T | None, str]:
+    """What this process's work gives, and why it failed, "" where it did not."""
+    try:
+        return work(), ""
+    except caught as error:
+        return None, str(error) or type(error).__name__
+
+
+def agreed(work: Callable[[], T], caught: tuple[type[Exception], ...] = (ValueError, OSError)) -> T:
+    """What this rank's work gives; a collective of the world.
+
+    Raises ValueError on every rank where the work of one failed, so that none waits for one that has stopped.
+    """
+    result, problem = attempt(work, caught)
+    problems = of_all_ranks(problem)
+    for rank, other in enumerate(problems):
+        if other:
+            raise ValueError(other if all(problems) else f"{other} (on rank {rank}, not on every other)")
+    return cast(T, result)

@@ -1,0 +1,87 @@
+"""What a user may bring along: an engine, a reward, a data source, an estimator and a policy loss. test_outside.py
+trains with a copy of this file that lies outside of the repository."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megappo.config import Config
+from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
+from megappo.reshard.stream import WeightStream
+from megappo.runtime.interrupts import Stop
+from megappo.runtime.process import Runtime
+
+
+class PlainEngine:
+    """As little as an engine can be: transformers in every rank, one sample after the other, without a cache."""
+
+    def __init__(
+        self, *, config: Config, folder: Path, stop_token_ids: tuple[int, ...], runtime: Runtime, stop: Stop, log: str
+    ) -> None:
+        self.version = 0
+        self.on_tokens: Callable[[], None] = lambda: None
+        self._stop, self._log = stop, Path(f"{log}-{runtime.rank}")
+        made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+        self._model: Any = made.to(runtime.device).eval().requires_grad_(False)
+
+    def update_weights(self, named_tensors: WeightStream, version: int) -> None:
+        parameters = dict(self._model.named_parameters())
+        for name, tensor in named_tensors:
+            parameters.pop(name).copy_(tensor)
+        assert not parameters
+        self.version = version
+
+    def generate(
+        self,
+        requests: Sequence[GenerateRequest],
+        params: SamplingParams,
+        done: MutableMapping[int, Completion] | None = None,
+    ) -> list[Completion]:
+        answers = [self._complete(request, params) for request in requests]
+        self._stop.check()
+        with self._log.open("a") as log:
+            print(len(answers), file=log)
+        return answers
+
+    def _complete(self, request: GenerateRequest, params: SamplingParams) -> Completion:
+        generator = torch.Generator().manual_seed(request.seed)
+        ids, logprobs = list(request.token_ids), list[float]()
+        while len(logprobs) < params.max_new_tokens and (not logprobs or ids[-1] not in params.stop_token_ids):
+            logp_V = (self._model(torch.tensor([ids])).logits[0, -1].float() / params.temperature).log_softmax(-1)
+            drawn = logp_V.argmax() if params.greedy else torch.multinomial(logp_V.exp(), 1, generator=generator)
+            ids.append(int(drawn))
+            logprobs.append(float(logp_V[ids[-1]]))
+            self.on_tokens()
+        response = tuple(ids[len(request.token_ids) :])
+        return Completion(response, tuple(logprobs), response[-1] not in params.stop_token_ids, self.version)
+
+    def close(self) -> None:
+        self._model = None
+
+
+def digits(*, prompt: str, response: str, answer: str | None, metadata: dict[str, Any]) -> float:
+    """How many characters of a response are digits."""
+    return sum(character.isdigit() for character in response) / 3
+
+
+def questions(*, size: int) -> Iterator[dict[str, str]]:
+    """Single-digit sums."""
+    for number in range(size):
+        yield {"prompt": f"{number % 5}+{number // 5}=", "answer": str(number % 5 + number // 5)}
+
+
+def rest_of_rewards(*, rewards: Tensor, values: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """What is still to come, undiscounted, against what the critic expects."""
+    returns = rewards.masked_fill(~mask, 0.0).flip(1).cumsum(1).flip(1).masked_fill(~mask, 0.0)
+    return scale * (returns - values.masked_fill(~mask, 0.0)), returns
+
+
+def reinforce(*, logprob: Tensor, advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """No ratio and no clip."""
+    return -advantages * logprob, {"surprise": -logprob}

@@ -1,0 +1,46 @@
+"""A model family that a user may bring along: Arcee, Llama with an MLP that squares and has no gate. Tests build and
+train with it; to megappo it is `model.family: package.module:FAMILY`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megappo.families.architecture import ArchitectureConfig
+from megappo.families.blocks import Attention, mlp_norm
+from megappo.families.declaration import Block, Family, PerToken, Weight
+from megappo.families.reading import decoder, no_attention_bias, no_window
+
+
+def squared_relu_mlp(c: Any) -> dict[str, Any]:
+    if c.hidden_act != "relu2" or c.mlp_bias:
+        raise ValueError(f"hidden_act '{c.hidden_act}', mlp_bias {c.mlp_bias}: use a model with relu2 and no biases")
+    return {}
+
+
+class SquaredReluMlp(Block):
+    """The norm before it, and down(relu(up)^2)."""
+
+    def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
+        hidden, ffn = arch.hidden_size, arch.ffn_hidden_size
+        return (
+            mlp_norm(arch),
+            Weight("mlp.linear_fc1.weight", {"mlp.up_proj.weight": (ffn, hidden)}, "column"),
+            Weight("mlp.linear_fc2.weight", {"mlp.down_proj.weight": (hidden, ffn)}, "row"),
+        )
+
+    def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
+        from megatron.core.activations import squared_relu
+
+        return {"gated_linear_unit": False, "activation_func": squared_relu}
+
+    def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused_norms: bool) -> PerToken:
+        width = 3 * arch.ffn_hidden_size  # up, relu, square
+        return PerToken(kept_bytes=element_bytes * width, live_elements=width, moved_elements=width)
+
+
+FAMILY = Family(
+    "arcee",
+    reads=(decoder, squared_relu_mlp, no_attention_bias, no_window),
+    blocks=(Attention(), SquaredReluMlp()),
+)

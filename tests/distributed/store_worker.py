@@ -1,0 +1,33 @@
+"""Counts a rank's connections to the store while it listens to signals and is watched; see test_exchange.py."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import psutil
+import torch.distributed as dist
+
+import megappo.megatron  # noqa: F401 - prepares a machine without CUDA before Megatron-Core is imported
+from megappo.config.schema import RuntimeSettings
+from megappo.runtime.interrupts import interruptible
+from megappo.runtime.process import start_runtime
+from megappo.runtime.watchdog import Watchdog, watched
+
+
+def main() -> None:
+    with start_runtime(RuntimeSettings()) as runtime:
+        watchdog = Watchdog(Path(sys.argv[1]), {}, 100.0, runtime)
+        with watched(watchdog), interruptible(runtime) as interrupts:
+            watchdog.enter("rollout")
+            watchdog.made_tokens()
+            interrupts.check()
+            port = int(os.environ["MASTER_PORT"])
+            to_store = [c for c in psutil.Process().net_connections() if c.raddr and c.raddr.port == port]
+            assert len(to_store) == 2, to_store
+            dist.barrier()
+
+
+if __name__ == "__main__":
+    main()

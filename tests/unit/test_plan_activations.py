@@ -1,0 +1,161 @@
+"""Bytes of activations, counted a second time: one entry per tensor that a layer makes."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from megappo.families.architecture import ArchitectureConfig
+from megappo.plan.activations import head_bytes, kept_bytes, layer_bytes_per_token, layers_in_flight, transient_bytes
+from unit import helpers_plan as odd
+from unit.helpers_plan import FFN as F
+from unit.helpers_plan import HEAD_DIM as D
+from unit.helpers_plan import HEADS, KV_HEADS, arch, role, with_experts, work
+from unit.helpers_plan import HIDDEN as H
+
+TP = 4
+"""Divides nothing, so that no share is whole."""
+Q, K = HEADS * D, KV_HEADS * D
+FLOAT = 4
+
+
+def norm(e: int, fused: bool) -> list[int]:
+    """Bytes that a norm over the hidden size keeps of a token: input and scale; in torch's operations, which compute in
+    float32, a copy of the input and the normalised input."""
+    return [H * e if fused else H * FLOAT, FLOAT, *([] if fused else [H * FLOAT])]
+
+
+def attention(e: int, fused: bool, qk_norm: bool, kernel: bool) -> list[int]:
+    """Bytes of each tensor of attention: query heads of width D, key and value heads of the same."""
+    queries, keys = [D * e] * HEADS, [D * e] * KV_HEADS
+    tensors = [*queries, *keys, *keys]  # from the QKV matrix
+    tensors += [*queries, *keys]  # rotated
+    tensors += queries  # into the output matrix
+    if qk_norm:
+        tensors += [FLOAT] * (HEADS + KV_HEADS)  # a scale for each head
+        if fused:
+            tensors += queries  # contiguous
+        else:
+            tensors += [D * FLOAT] * (HEADS + HEADS + KV_HEADS)  # copies of queries; normalised queries and keys
+            tensors += [D * FLOAT] * KV_HEADS if e == 2 else []  # copies of keys, which in float32 are views
+    if kernel:
+        tensors += [*queries, *keys, *keys, *queries] + [FLOAT] * HEADS  # query, key, value, output; log-sum-exp
+    return tensors
+
+
+def mlp(model: ArchitectureConfig, e: int) -> list[int]:
+    """Gate and up as one, silu(gate), up, product; of experts also the input and the weighted product."""
+    wide = [2 * F * e, F * e, F * e, F * e]
+    if not model.experts:
+        return wide
+    router = [FLOAT, FLOAT, 2] * model.experts + [FLOAT, FLOAT, 8, 8] * model.experts_per_token
+    return router + [H * e, *wide, F * e] * model.experts_per_token
+
+
+@pytest.mark.parametrize(
+    ("model", "e", "qk_norm", "sequence_parallel", "fused"),
+    itertools.product((arch, with_experts), (2, 4), (True, False), (True, False), (True, False)),
+)
+def test_what_a_layer_keeps_of_a_token(model: Any, e: int, qk_norm: bool, sequence_parallel: bool, fused: bool) -> None:
+    model = model(qk_norm=qk_norm)
+    setup = role(model, tp=TP, dtype_bytes=e, sequence_parallel=sequence_parallel)
+    share = TP if sequence_parallel else 1
+    norms = 2 * sum([*norm(e, fused), H * e])  # and their outputs
+    rotary = sum([D * e] * 4)  # cosine and sine, for queries and for keys
+    for recompute, kernel in (("none", True), ("selective", False)):
+        divided = sum(attention(e, fused, qk_norm, kernel) + mlp(model, e))
+        found = layer_bytes_per_token(setup, recompute=recompute, fused_norms=fused)
+        assert found == pytest.approx(norms / share + rotary + divided / TP, rel=1e-12)
+    found = layer_bytes_per_token(setup, recompute="full", fused_norms=fused)
+    assert found == pytest.approx(H * e / share, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("pp", "vpp", "stage", "microbatches", "layers"),
+    [
+        (2, 1, 0, 4, 6),  # two microbatches of three layers
+        (2, 1, 1, 4, 3),
+        (3, 1, 0, 2, 4),  # no more than there are
+        (2, 3, 0, 4, 7),  # 2 x 1 + 2 x 2 + 1 chunks of one layer
+        (2, 3, 1, 4, 5),
+        (3, 2, 0, 6, 8),  # 2 x 2 + 3 + 1
+        (3, 2, 2, 6, 4),
+        (2, 3, 0, 2, 6),  # no more than there are
+    ],
+)
+def test_layers_in_flight_by_hand(pp: int, vpp: int, stage: int, microbatches: int, layers: int) -> None:
+    assert layers_in_flight(role(pp=pp, vpp=vpp), stage, microbatches) == layers
+
+
+@pytest.mark.parametrize(
+    ("recompute", "cuda", "sharing"), [("none", True, TP), ("selective", False, 1), ("full", True, 1)]
+)
+def test_what_a_stage_keeps(recompute: str, cuda: bool, sharing: int) -> None:
+    """77 tokens of two microbatches on the first stage, of one on the last, which has the final norm as well."""
+    setup = role(tp=TP, recompute=recompute, sequence_parallel=sharing > 1)
+    of = {name: layer_bytes_per_token(setup, recompute=name, fused_norms=cuda) for name in (recompute, "none")}
+    whole = of["none"] if recompute == "full" else 0.0  # one layer, while its backward runs
+    assert kept_bytes(setup, 0, work(on_cuda=cuda)) == pytest.approx(77 * (2 * 3 * of[recompute] + whole), rel=1e-12)
+    last = 77 * (3 * of[recompute] + whole + sum(norm(2, cuda)) / sharing)
+    assert kept_bytes(setup, 1, work(on_cuda=cuda)) == pytest.approx(last, rel=1e-12)
+
+
+def test_what_a_small_minibatch_keeps() -> None:
+    """Two sequences of 30 tokens are fewer than the budget of 77."""
+    setup = role(minibatch_sequences=5)
+    assert setup.microbatch_tokens(30) == 60 and role().microbatch_tokens(30) == 77
+    per_token = layer_bytes_per_token(setup, recompute="none", fused_norms=True)
+    assert kept_bytes(setup, 0, work()) == pytest.approx(60 * 3 * per_token, rel=1e-12)
+
+
+@pytest.mark.parametrize("e", [2, 4])
+@pytest.mark.parametrize("cuda", [True, False])
+def test_what_the_output_layer_needs(e: int, cuda: bool) -> None:
+    """102 rows of the vocabulary on three ranks are 34."""
+    setup, critic = role(dtype_bytes=e), role(dtype_bytes=e, name="critic")
+    for train in (True, False):
+        assert head_bytes(setup, 0, work(on_cuda=cuda), train=train) == 0
+        rows = [77 * H * e, 77 * H * FLOAT]
+        assert head_bytes(critic, 1, work(on_cuda=cuda), train=train) == sum(rows) * (2 if train else 1)
+    selected, gradients = [77 * H * e] * 2, [77 * H * FLOAT, 77 * H * e]
+    logits = 77 * 34 * (FLOAT + (2 if e == 2 else 0))
+    training = sum([*selected, *gradients, logits, 34 * H * e])
+    assert head_bytes(setup, 1, work(on_cuda=cuda), train=True) == training
+    assert head_bytes(setup, 1, work(on_cuda=cuda), train=False) == 77 * H * e + 77 * 34 * FLOAT
+
+
+@pytest.mark.parametrize(("cuda", "chunk", "rows", "columns"), [(True, 2**31, 8192, 8192), (False, 2**28, 512, 896)])
+def test_a_large_output_layer_is_cut_into_pieces(cuda: bool, chunk: int, rows: int, columns: int) -> None:
+    setup = role(
+        arch(vocab_size=300_000), padded_vocab=300_000, minibatch_sequences=10**4, microbatch_budget_tokens=9999
+    )
+    training = 9999 * H * (2 * 2 + FLOAT + 2) + chunk + 100_000 * H * 2
+    assert head_bytes(setup, 1, work(on_cuda=cuda), train=True) == training
+    assert head_bytes(setup, 1, work(on_cuda=cuda), train=False) == 9999 * H * 2 + rows * columns * FLOAT
+
+
+@pytest.mark.parametrize("e", [2, 4])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_what_a_layer_needs_while_it_runs(e: int, sequence_parallel: bool) -> None:
+    """SwiGLU's tensors between two residual streams; of experts also what is sent, received and sorted."""
+    routed = odd.PER_TOKEN * sum([*mlp(arch(), e), F * e, *[H * e] * 4])
+    for model, inner, widest in ((arch(), sum(mlp(arch(), e)), 2 * F // 3), (with_experts(), routed, 2 * F)):
+        given: dict[str, Any] = {"dtype_bytes": e, "sequence_parallel": sequence_parallel}
+        setup = role(model, **given)
+        passing = 77 * (inner / 3 + 2 * H * e) + (77 * H * e if sequence_parallel else 0)
+        assert transient_bytes(setup, 0, work(), train=False) == pytest.approx(passing, rel=1e-12)
+        assert transient_bytes(setup, 0, work(), train=True) == pytest.approx(passing + widest * H * e, rel=1e-12)
+        shared = transient_bytes(role(model, tp=TP, **given), 0, work(), train=False)
+        assert passing - shared == pytest.approx(77 * (inner / 3 - inner / TP), rel=1e-9)
+
+
+def test_the_largest_weight() -> None:
+    """The vocabulary on the first stage and an actor's last one, gate and up elsewhere."""
+    small = role(arch(vocab_size=300), pp=3, padded_vocab=300)
+    assert [small.largest_weight(stage) for stage in range(3)] == [100 * H, 2 * F // 3 * H, 100 * H]
+    critic = role(arch(vocab_size=300), pp=3, padded_vocab=300, name="critic")
+    assert [critic.largest_weight(stage) for stage in range(3)] == [100 * H, 2 * F // 3 * H, 2 * F // 3 * H]
+    experts = role(with_experts(), pp=3)  # whole, however many ranks share them out
+    assert [experts.largest_weight(stage) for stage in range(3)] == [2 * F * H] * 3

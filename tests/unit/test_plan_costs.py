@@ -1,0 +1,313 @@
+"""Stages of a step counted by hand: FLOPs, bytes and launches, each on a machine on which nothing else takes time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megappo.families.architecture import ArchitectureConfig
+from megappo.plan.costs import StageCost, forward_cost, rollout_cost, sync_cost, update_cost
+from megappo.plan.inputs import RoleSetup, Setup
+from megappo.plan.machines import Machine
+from unit.helpers_plan import FFN as F
+from unit.helpers_plan import HEAD_DIM as D
+from unit.helpers_plan import (
+    HEADS,
+    KV_HEADS,
+    PER_TOKEN,
+    RESPONSE,
+    VOCAB,
+    arch,
+    machine,
+    role,
+    servers,
+    with_experts,
+    work,
+)
+from unit.helpers_plan import HIDDEN as H
+from unit.helpers_plan import PROMPT as P
+
+Stage = Callable[[Machine], StageCost]
+Q, K = HEADS * D, KV_HEADS * D
+T = P + RESPONSE
+LAUNCH_SECONDS = 0.4e-3
+
+
+def about(number: float) -> object:
+    return pytest.approx(number, rel=1e-9, abs=0)
+
+
+def arithmetic(stage: Stage) -> float:
+    """FLOPs of the busiest rank."""
+    cost = stage(machine(bfloat16_flops=1.0))
+    assert cost.bound_by == "compute"
+    return cost.seconds * 0.4
+
+
+def memory_bytes(stage: Stage) -> float:
+    """Bytes that it reads and writes."""
+    cost = stage(machine(memory_bandwidth=1.0))
+    assert cost.bound_by == "memory" and cost.seconds * 0.7 == about(cost.memory_bytes)
+    return cost.memory_bytes
+
+
+def launched_layers(stage: Stage) -> float:
+    """Layers whose kernels the host starts."""
+    cost = stage(machine())
+    assert cost.bound_by == "launches"
+    return cost.seconds / LAUNCH_SECONDS
+
+
+def sent_bytes(stage: Stage, devices_per_node: int) -> tuple[float, float]:
+    """Bytes that it sends inside its node, and out of it."""
+    found = []
+    waiting = stage(machine()).seconds
+    for link in ("intra_node_bandwidth", "inter_node_bandwidth"):
+        cost = stage(machine(**{link: 1e-3}, devices_per_node=devices_per_node))
+        found.append((cost.seconds - waiting) * 0.7e-3)
+    assert sum(found) == about(cost.link_bytes)
+    return found[0], found[1]
+
+
+def layer_weights(model: ArchitectureConfig) -> int:
+    """Of one layer, as a token meets them: QKV, output matrix, SwiGLU or router and chosen experts, norms."""
+    feed_forward = model.experts * H + PER_TOKEN * 3 * H * F if model.experts else 3 * H * F
+    return H * (Q + 2 * K) + Q * H + feed_forward + 2 * H + 2 * D
+
+
+def held(model: ArchitectureConfig, tp: int) -> int:
+    """Weights of three layers on one of `tp` ranks, experts left out."""
+    matrices = H * (Q + 2 * K) + Q * H + (0 if model.experts else 3 * H * F)
+    return 3 * (matrices // tp + model.experts * H + 2 * H + 2 * D)
+
+
+def forward(model: ArchitectureConfig) -> tuple[float, float]:
+    """FLOPs of a token in a layer (a sixth of the final norm is with each), and those of its attention: 30 scores of
+    each head and their product with the values."""
+    attention = 2 * 2 * T * Q
+    return 2 * (layer_weights(model) + H / 6) + attention, attention
+
+
+@pytest.mark.parametrize("model", [arch(), with_experts()], ids=["dense", "experts"])
+@pytest.mark.parametrize("critic", [False, True])
+def test_scoring(model: ArchitectureConfig, critic: bool) -> None:
+    """26 sequences of a replica, two at a time: 13 microbatches of 60 tokens, 38 of them responses, and a slot more for
+    the second stage to be reached."""
+    setup = role(model, name="critic" if critic else "actor")
+
+    def stage(m: Machine) -> StageCost:
+        return forward_cost([setup], work(), m)
+
+    layer, head = forward(model)[0], 2 * H * (1 if critic else VOCAB)
+    assert arithmetic(stage) == about(14 * (3 * 60 * layer + 38 * head) / 3)
+    assert stage(machine()).flops == about(104 * (T * 6 * layer + RESPONSE * head))
+    heaviest = held(model, 3) + 34 * H + (0 if critic else H) + 3 * model.experts * 3 * H * F
+    wide = 8 * H + 6 * Q + (PER_TOKEN * (5 * F + 4 * H) if model.experts else 5 * F)
+    assert memory_bytes(stage) == about(14 * (2 * heaviest + 2 * 2 * 60 * 3 * wide / 3))
+    assert launched_layers(stage) == about(14 * 3 * (1 + model.experts / 8))
+    assert stage(machine()).name == "forward"
+
+
+def test_scoring_takes_one_role_after_the_other() -> None:
+    roles = [role(), role(name="critic")]
+    together = forward_cost(roles, work(), machine(memory_bandwidth=1.0))
+    apart = [forward_cost([r], work(), machine(memory_bandwidth=1.0)) for r in roles]
+    for part in ("seconds", "flops", "memory_bytes", "link_bytes"):
+        assert getattr(together, part) == about(sum(getattr(cost, part) for cost in apart))
+
+
+@pytest.mark.parametrize(("recompute", "passes"), [("none", 3), ("selective", 3), ("full", 4)])
+@pytest.mark.parametrize("critic", [False, True])
+def test_updates(recompute: str, passes: int, critic: bool) -> None:
+    """Three minibatches, of each seven sequences on a replica in four microbatches of 52.5 tokens on average."""
+    setup = role(recompute=recompute, name="critic" if critic else "actor")
+
+    def stage(m: Machine) -> StageCost:
+        return update_cost(setup, work(), m)
+
+    layer, attention = forward(arch())
+    layer_flops = 3 * layer + {"none": 0, "selective": attention, "full": layer}[recompute]
+    head = 2 * H * 3 if critic else 2 * H * VOCAB * 4  # the logits are computed twice
+    assert arithmetic(stage) == about(3 * 5 * (3 * 52.5 * layer_flops + 33.25 * head) / 3)
+    assert stage(machine()).flops == about(3 * 28 * (T * 6 * layer_flops + RESPONSE * head))
+    heaviest = held(arch(), 3) + 34 * H + (0 if critic else H)
+    moved = passes * (2 * heaviest + 2 * 2 * 52.5 * 3 * (8 * H + 5 * F + 6 * Q) / 3)
+    gradients = (4 + 4) * heaviest  # added to in each microbatch
+    adam = (4 + 3 * 4 + 3 * 4 + 2) * heaviest
+    assert memory_bytes(stage) == about(3 * 5 * (moved + gradients) + 3 * adam)
+    assert launched_layers(stage) == about(3 * 5 * 3 * passes)
+    assert stage(machine()).name == f"update_{setup.name}"
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_updates_of_experts(distributed: bool) -> None:
+    """Two of twelve experts in each of three layers, which one other rank has as well; a pipeline of three chunks."""
+    setup = role(with_experts(), ep=6, vpp=3, distributed_optimizer=distributed, dtype_bytes=4)
+
+    def stage(m: Machine) -> StageCost:
+        return update_cost(setup, work(), m)
+
+    shared, experts = held(with_experts(), 3) + 34 * H + H, 3 * 2 * 3 * H * F
+    wide = 8 * H + 6 * Q + PER_TOKEN * (5 * F + 4 * H)
+    moved = 3 * (4 * (shared + experts) + 2 * 4 * 52.5 * 3 * wide / 3) + 8 * (shared + experts)
+    sharded = shared / 4 + experts / 2 if distributed else shared + experts
+    assert memory_bytes(stage) == about(3 * (4 + 1 / 3) * moved + 3 * (4 + 12 + 12 + 4) * sharded)
+    assert launched_layers(stage) == about(3 * (4 + 1 / 3) * 3 * 3 * (1 + 2 / 8))
+    reduced = 3 / 4 * shared + 1 / 2 * experts
+    all_reduce, scatter_and_gather = 2 * 4, 4 + 4
+    updates = 3 * reduced * (scatter_and_gather if distributed else all_reduce)
+    slots, hidden = 3 * (4 + 1 / 3), 52.5 * H * 4
+    tensor = 3 * 2 * 2 * 2 * (2 / 3) * hidden  # layers, all-reduces, ways, ring
+    to_experts = 3 * 2 * 2 * PER_TOKEN * hidden / 3 * 5 / 6
+    assert sum(sent_bytes(stage, 7)) == about(slots * (tensor + to_experts + 2 * hidden) + updates)
+
+
+@pytest.mark.parametrize(("recompute", "ways"), [("none", 2), ("full", 3)])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("devices", [7, 8, 11, 14, 29])
+def test_links_of_updates(recompute: str, ways: int, sequence_parallel: bool, devices: int) -> None:
+    """Ranks 5 to 7 are tensor parallel, those up to 10 a replica, up to 13 share out experts, up to 28 sum gradients.
+    Each of these stays in a node or not."""
+    setup = role(with_experts(), ep=6, sequence_parallel=sequence_parallel, recompute=recompute)
+    hidden, slots = 52.5 * H * 2, 3 * 5
+    gathers = ways * 2 * 2 + (2 if sequence_parallel else 0)  # an all-reduce is a scatter and a gather
+    sent = {
+        7: slots * 3 * gathers * 2 / 3 * hidden,
+        10: slots * 2 * hidden / (3 if sequence_parallel else 1),
+        13: slots * 3 * ways * 2 * PER_TOKEN * hidden / 3 * 5 / 6,
+        28: 3 * 8 * (3 / 4 * (held(with_experts(), 3) + 35 * H) + 1 / 2 * 3 * 2 * 3 * H * F),
+    }
+    inside = sum(n for last, n in sent.items() if last < devices)
+    found = sent_bytes(lambda m: update_cost(setup, work(), m), devices)
+    assert found == (pytest.approx(inside, abs=1e-3), pytest.approx(sum(sent.values()) - inside, abs=1e-3))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_links_of_scoring(sequence_parallel: bool) -> None:
+    setup = role(with_experts(), ep=6, sequence_parallel=sequence_parallel)
+    hidden = 60 * H * 2
+    tensor, to_experts = 3 * 2 * 2 * 2 / 3 * hidden, 3 * 2 * PER_TOKEN * hidden / 3 * 5 / 6
+    sent = 14 * (tensor + to_experts + hidden / (3 if sequence_parallel else 1))
+    assert sent_bytes(lambda m: forward_cost([setup], work(), m), 29) == (about(sent), 0)
+
+
+def test_a_role_on_one_rank_sends_nothing() -> None:
+    alone = role(tp=1, pp=1, dp=1)
+    assert update_cost(alone, work(), machine()).link_bytes == 0
+    assert update_cost(alone, work(), machine(intra_node_bandwidth=1.0)).bound_by == "launches"
+
+
+def totals(model: ArchitectureConfig) -> tuple[int, int, int]:
+    """Weights of the whole model, those that a token meets in the layers and the final norm, those of the output."""
+    met = 6 * layer_weights(model) + H
+    unmet = 6 * (model.experts - PER_TOKEN) * 3 * H * F if model.experts else 0
+    return met + unmet + 2 * VOCAB * H, met, VOCAB * H
+
+
+@pytest.mark.parametrize("model", [arch(), with_experts(), arch(kv_heads=HEADS)], ids=["dense", "experts", "heads"])
+def test_generation_by_the_embedded_engine(model: ArchitectureConfig) -> None:
+    """Thirteen sequences in batches of five, five and three; a step reads the weights and, for each sequence, keys and
+    values of its context: to attend, to append, and to repeat where several queries share them."""
+    wider = 2 * 6 * H * (model.kv_heads - KV_HEADS) * D
+    total, trunk, head = (n + more for n, more in zip(totals(model), (wider, wider, 0), strict=True))
+
+    def stage(m: Machine) -> StageCost:
+        return rollout_cost(model, work(), m)
+
+    context, scores = P + RESPONSE / 2, 2 * 2 * 6 * Q
+    prefill = 13 * (P * (2 * trunk + scores * P) + 2 * head)
+    decode = 13 * RESPONSE * (2 * (trunk + head) + scores * context)
+    assert arithmetic(stage) == about(prefill + decode)
+    assert stage(machine()).flops == about(29 * (prefill + decode))
+    cache = 2 * 2 * 6 * model.kv_heads * D * context
+    touched = 3 if model.kv_heads == HEADS else 3 + 2 * 3
+    logits = 8 * 4 * VOCAB
+    assert memory_bytes(stage) == about(3 * (1 + RESPONSE) * 2 * total + 13 * RESPONSE * (touched * cache + logits))
+    assert launched_layers(stage) == about(3 * 6 * (1 + RESPONSE))
+    assert stage(machine()).link_bytes == 0 and stage(machine()).name == "rollout"
+
+
+@pytest.mark.parametrize("cuda", [True, False])
+@pytest.mark.parametrize(("most", "running"), [(1000, 20.8), (7, 7)])
+def test_generation_by_servers(cuda: bool, most: int, running: float) -> None:
+    """Five servers of two ranks; 20.8 of 104 sequences each, of which all have room, or seven."""
+    given = servers(most_sequences=most)
+    if running > 7:
+        running = 21  # a sequence is whole
+    where = work(servers=given, on_cuda=cuda)
+
+    def stage(m: Machine) -> StageCost:
+        return rollout_cost(arch(), where, m)
+
+    total, trunk, head = totals(arch())
+    norms = 6 * (2 * H + 2 * D) + H
+    weights = (total - norms) / 2 + norms
+    steps, context, scores = 20.8 * RESPONSE / running, P + RESPONSE / 2, 2 * 2 * 6 * Q
+    prefill = 20.8 * (P * (2 * trunk + scores * P) + 2 * head)
+    step = running * (2 * (trunk + head) + scores * context)
+    waiting = steps * 2 * 6 * 10e-6 * 0.4  # for all-reduces
+    assert arithmetic(stage) == about((prefill + steps * step) / 2 + waiting)
+    assert stage(machine()).flops == about(5 * (prefill + steps * step))
+    cache = running * context * 2 * 2 * 6 * 1.5 * D  # a head and a half of three on each rank
+    moved = 2 * weights + steps * (2 * weights + cache + 8 * running * VOCAB)
+    assert stage(machine()).memory_bytes == about(moved)
+    waiting = steps * 2 * 6 * 10e-6
+    assert stage(machine(memory_bandwidth=1.0)).seconds == about(moved / 0.7 + waiting)
+    launches = 0 if cuda else 6 * (1 + steps) * LAUNCH_SECONDS
+    assert stage(machine()).seconds == about(launches + waiting)
+    tokens = steps * running + 20.8 * P
+    all_reduced = 2 * 6 * (2 * 1 / 2) * tokens * H * 2
+    assert sent_bytes(stage, 1) == (about(all_reduced), 0)
+    alone = rollout_cost(arch(), work(servers=servers(tensor_parallel=1)), machine())
+    assert (alone.seconds, alone.link_bytes) == (0, 0)
+
+
+def test_servers_share_a_machine_with_trainers_or_not() -> None:
+    """Arithmetic of a machine of which a trainer's rank has a 29th. Servers on another one have it whole; five servers
+    of two ranks on the same have a tenth each."""
+    whole = machine(bfloat16_flops=29 * 16.0, shared_by_ranks=True)
+    slow = []
+    for shares in (False, True):
+        given = servers(colocated=False, shares_machine=shares, tensor_parallel=2, max_total_tokens=500, static_bytes=0)
+        slow.append(rollout_cost(arch(), work(servers=given, on_cuda=False), whole.per_rank(29)).seconds)
+    on_gpu = rollout_cost(arch(), work(servers=given, on_cuda=False), machine(bfloat16_flops=16.0)).seconds
+    assert slow[0] == pytest.approx(on_gpu) and slow[1] == pytest.approx(slow[0] * 10 / 29, rel=1e-6)
+
+
+def setup_of(actor: RoleSetup, **changes: object) -> Setup:
+    return Setup(actor, None, None, work(**changes))
+
+
+def test_weights_for_the_embedded_engine() -> None:
+    """They are received once, and read and written for joining, converting and copying."""
+    model_bytes = 2 * totals(arch())[0]
+
+    def stage(m: Machine, ranks: int = 29) -> StageCost:
+        return sync_cost(setup_of(role(), world_size=ranks), m)
+
+    assert memory_bytes(stage) == about(6 * model_bytes)
+    assert sent_bytes(stage, 28) == (0, about(model_bytes)) and sent_bytes(stage, 29) == (about(model_bytes), 0)
+    assert stage(machine(), 1).link_bytes == 0 and stage(machine(), 2).link_bytes == model_bytes
+    assert stage(machine(), 7).seconds == 0 and stage(machine()).name == "sync"
+
+
+@pytest.mark.parametrize(("ranks", "servers_of_the_busiest"), [(2, 4), (3, 3), (7, 1), (8, 1)])
+@pytest.mark.parametrize("shares", [False, True])
+def test_weights_for_servers(ranks: int, servers_of_the_busiest: int, shares: bool) -> None:
+    """On the trainers' devices gathering counts, which takes longer than loading; to seven servers elsewhere each rank
+    that has some broadcasts to one after the other."""
+    model_bytes = 2 * totals(arch())[0]
+
+    def stage(m: Machine, **changes: Any) -> StageCost:
+        return sync_cost(setup_of(role(), world_size=ranks, servers=servers(count=7, **changes)), m)
+
+    assert memory_bytes(stage) == about(4 * model_bytes)
+    for devices, sent in ((ranks - 1, (0, about(model_bytes))), (ranks, (about(model_bytes), 0))):
+        assert sent_bytes(stage, devices) == sent
+    alone = sync_cost(setup_of(role(), world_size=1, servers=servers(tensor_parallel=1)), machine(memory_bandwidth=1.0))
+    assert (alone.memory_bytes, alone.link_bytes) == (about(4 * model_bytes), 0)
+    link = "intra_node_bandwidth" if shares else "inter_node_bandwidth"
+    apart = stage(machine(**{link: 1.0}, devices_per_node=10), colocated=False, shares_machine=shares)
+    assert apart.seconds * 0.7 == about(servers_of_the_busiest * model_bytes)
