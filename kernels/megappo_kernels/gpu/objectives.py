@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megappo_kernels.objectives import Objective, metric_kind
 
-BLOCK, WARPS = 1024, 8
+BLOCK, WARPS = 512, 4
 
 
 _in_triton: dict[FunctionType, Any] = {}
