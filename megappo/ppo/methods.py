@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -12,7 +14,7 @@ from megappo.algo.estimators import ARGUMENTS, Estimator, builtin
 from megappo.config import Config, ConfigError
 from megappo.config.algorithm import AlgorithmSettings
 from megappo.config.rules import estimator_rules
-from megappo.plugins import check_call, is_import_path, load_function
+from megappo.plugins import check_call, is_import_path, load_function, users_code
 from megappo_kernels.losses import PolicyInputs, ppo_token_loss
 from megappo_kernels.objectives import OFFERED, PolicyObjective, taken_by
 
@@ -48,7 +50,8 @@ def find_objective(algorithm: AlgorithmSettings, penalty_coef: float) -> PolicyO
 def check_methods(config: Config) -> None:
     """Import what the settings name and try it on six tokens, before anything else takes time.
 
-    Raises ConfigError for what cannot be imported or called, does not fit the other sections, or returns nonsense.
+    Raises ConfigError for what cannot be imported or called, does not fit the other sections, fails, or returns
+    nonsense.
     """
     algorithm = config.algorithm
     estimator, objective = find_estimator(algorithm), find_objective(algorithm, algorithm.penalty.coef)
@@ -57,7 +60,7 @@ def check_methods(config: Config) -> None:
         raise ConfigError(problems)
     mask_BR = torch.tensor([[True, True, True], [True, False, False]])
     numbers_BR = torch.linspace(-1, 1, 6).view(2, 3)
-    try:
+    with _tried("algorithm.estimator", algorithm.estimator):
         estimator(
             rewards=numbers_BR,
             values=None if config.critic is None else -numbers_BR,
@@ -66,12 +69,18 @@ def check_methods(config: Config) -> None:
             gamma=algorithm.gamma,
             lam=algorithm.lam,
         )
-    except ValueError as error:
-        raise ConfigError(f"algorithm.estimator '{algorithm.estimator}': {error}") from error
     sequences_BR = torch.tensor([[0, 0, 0], [1, 1, 1]])
     given = {"old_logprob": numbers_BR - 2, "advantages": numbers_BR, "weights": mask_BR / 4}
     inputs = PolicyInputs(**given, mask=mask_BR, ref_logprob=numbers_BR - 2, sequences=sequences_BR)
-    try:
+    with _tried("algorithm.policy_loss", algorithm.policy_loss):
         ppo_token_loss(logprob=0.9 * numbers_BR - 2, entropy=numbers_BR + 1, inputs=inputs, objective=objective)
+
+
+@contextmanager
+def _tried(setting: str, name: str) -> Iterator[None]:
+    """Whatever the block raises as ConfigError; what we raise ourselves says already what is wrong."""
+    try:
+        with users_code("it failed", "fix it", but=(ValueError,)):
+            yield
     except ValueError as error:
-        raise ConfigError(f"algorithm.policy_loss '{algorithm.policy_loss}': {error}") from error
+        raise ConfigError(f"{setting} '{name}': {error}") from error

@@ -178,8 +178,11 @@ class PolicyTask:
 
     def expect(self, head: Any, batch: PackedBatch) -> None:
         """Give the output layer the objective and its inputs for the rows of this microbatch."""
-        lengths = torch.tensor(batch.response_lengths, device=batch.rows_N.device)
-        sequences_N = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+        sequences_N = None
+        if self.objective.sees_sequences:  # made on the CPU: elsewhere repeat_interleave waits for the device
+            lengths = torch.tensor(batch.response_lengths)
+            sequences_N = torch.arange(len(lengths)).repeat_interleave(lengths)
+            sequences_N = sequences_N.to(batch.rows_N.device, non_blocking=True)
         inputs = PolicyInputs(**self.weights.inputs(batch), sequences=sequences_N)
         head.expect(batch.rows_N, batch.labels_N, PolicyTarget(inputs, self.objective))
 

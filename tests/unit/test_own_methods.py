@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,11 @@ from examples.dr_grpo import dr_grpo
 from examples.gspo import gspo
 from megappo.algo.estimators import Estimator, builtin
 from megappo.config import Config, ConfigError, load_config
+from megappo.megatron.attention import packed_segments
+from megappo.megatron.heads import PolicyTarget
+from megappo.megatron.schedule import PackedBatch
 from megappo.ppo.methods import check_methods, find_estimator, find_objective
+from megappo.ppo.updates import LossWeights, PolicyTask
 from megappo_kernels.backend import use_backend
 from megappo_kernels.losses import PolicyInputs, ppo_token_loss
 from megappo_kernels.objectives import POLICY_METRICS, PolicyObjective
@@ -125,6 +130,40 @@ def test_the_entropy_can_be_part_of_a_loss() -> None:
         assert relative(mine, truth) < 1e-5
 
 
+@dataclass
+class Asked:
+    """Stands in the place of an output layer."""
+
+    target: PolicyTarget | None = None
+
+    def expect(self, rows_N: Tensor, labels_N: Tensor, target: PolicyTarget) -> None:
+        self.target = target
+
+
+def sequences_told(policy_loss: Any, device: str) -> Tensor | None:
+    """What an update says of whose tokens a microbatch has: 2 of its first sample, 3 of its second."""
+    rows_N, ones_N = torch.ones(5, dtype=torch.int64, device=device), torch.ones(5)
+    fields_N = dict.fromkeys(("mask", "old_logprob", "advantages"), ones_N)
+    segments = packed_segments((5,), torch.device("cpu"))
+    batch = PackedBatch((4, 7), (2, 3), rows_N[None], rows_N[None], segments, rows_N, rows_N, fields_N, False)
+    asked, weights = Asked(), LossWeights("token-mean", tokens=5, sequences=2, norm_tokens=8)
+    PolicyTask(PolicyObjective(policy_loss=policy_loss), weights).expect(asked, batch)
+    assert asked.target is not None
+    return asked.target.inputs.sequences
+
+
+def test_sequences_are_told_to_those_who_ask() -> None:
+    assert sequences_told("clip", "cpu") is None and sequences_told(cispo, "cpu") is None
+    told = sequences_told(gspo, "cpu")
+    assert told is not None and told.tolist() == [0, 0, 1, 1, 1]
+
+
+def test_sequences_are_told_without_waiting_for_the_device() -> None:
+    """A tensor on `meta` has no values to wait for, so that whatever asks for them fails."""
+    told = sequences_told(gspo, "meta")
+    assert told is not None and told.is_meta
+
+
 def test_metrics_of_no_token_have_their_names() -> None:
     """So that ranks and microbatches without a token that counts report what the others do."""
     case = head("random", torch.float32, rows=4, features=8, vocab=40)
@@ -157,6 +196,18 @@ def constant(*, old_logprob: Tensor) -> Tensor:
 
 def odd_metrics(*, logprob: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return -logprob, {"mean": logprob.mean()}
+
+
+def misspelt(*, logprob: Tensor) -> Tensor:
+    return {"loss": -logprob}["los"]
+
+
+def of_other_shapes(*, rewards: Tensor) -> tuple[Tensor, Tensor]:
+    return rewards @ rewards, rewards
+
+
+def of_no_function(*, rewards: Tensor) -> tuple[Tensor, Tensor]:
+    return rewards, rewards("return")  # type: ignore[operator]
 
 
 def unknown(*, logprob: Tensor, reward: Tensor) -> Tensor:
@@ -192,6 +243,9 @@ UNUSABLE: list[tuple[tuple[str, ...], list[str]]] = [
     ((f"algorithm.policy_loss={ME}:a_sum",), ["returned shape (), must be a number per token, (4,)"]),
     ((f"algorithm.policy_loss={ME}:constant",), ["does not depend on the policy"]),
     ((f"algorithm.policy_loss={ME}:odd_metrics",), ["not named numbers of shape (4,)"]),
+    ((f"algorithm.policy_loss={ME}:misspelt",), ["algorithm.policy_loss", ": it failed (KeyError: 'los'); fix it"]),
+    ((*NO_CRITIC, f"algorithm.estimator={ME}:of_other_shapes"), ["algorithm.estimator", ": it failed (RuntimeError: "]),
+    ((*NO_CRITIC, f"algorithm.estimator={ME}:of_no_function"), ["TypeError: 'Tensor' object is not callable); fix"]),
     ((*NO_CRITIC, f"algorithm.estimator={ME}:one_tensor"), ["returned Tensor, must be (advantages, returns)"]),
     ((*NO_CRITIC, f"algorithm.estimator={ME}:scores"), ["advantages has shape (2,), must be the mask's (2, 3)"]),
     ((*NO_CRITIC, f"algorithm.estimator={ME}:with_critic"), ["needs a critic", "add the section critic"]),

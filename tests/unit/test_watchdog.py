@@ -20,7 +20,10 @@ GENERATES_SECONDS = 4.0
 LIMIT_SECONDS = 1.5
 TOLD_SECONDS = 1.0
 """How seldom a rank tells the others; so much earlier may the last be that they hear of."""
-SHORTEST = GENERATES_SECONDS + LIMIT_SECONDS - TOLD_SECONDS - 0.2
+LOOP_SECONDS = 0.1
+"""Between two turns of the loop, each of which may tell of tokens and notes how long it has lasted."""
+SHORTEST = GENERATES_SECONDS + LIMIT_SECONDS - TOLD_SECONDS - 2 * LOOP_SECONDS
+"""The last tokens are made a turn before the end at the latest, and what a rank noted last is a turn old at most."""
 
 
 def rank_of_two(rank: int, folder: Path, phase: str, generating: tuple[str, ...], lasted: Any) -> None:
@@ -36,7 +39,7 @@ def rank_of_two(rank: int, folder: Path, phase: str, generating: tuple[str, ...]
         lasted[rank] = time.monotonic() - start
         if rank == 0 and lasted[rank] < GENERATES_SECONDS:
             watchdog.made_tokens()
-        time.sleep(0.1)
+        time.sleep(LOOP_SECONDS)
 
 
 @pytest.mark.parametrize(
