@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,19 @@ def test_a_server_gets_no_variables_of_torchrun_and_no_key_on_its_command_line(
     assert on_gpu.environment(tmp_path)["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert on_gpu.arguments(1, "k")["enable-memory-saver"] is True
     assert "device" not in on_gpu.arguments(1, "k")
+
+
+def test_a_server_that_sleeps_gets_no_expandable_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch_memory_saver refuses them; the trainer's variables stay as they are."""
+    ours = "max_split_size_mb:128, expandable_segments:True,roundup_power2_divisions:[256:1,>:4]"
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    for name in names:
+        monkeypatch.setenv(name, ours)
+    awake = ServerSpec(tmp_path, "bfloat16", SGLangSettings(), (1,), False, tmp_path, devices=(0,))
+    asleep = replace(awake, memory_saver=True)
+    for name in names:
+        assert awake.environment(tmp_path)[name] == os.environ[name] == ours
+        assert asleep.environment(tmp_path)[name] == "max_split_size_mb:128,roundup_power2_divisions:[256:1,>:4]"
 
 
 SHAPE = ModelShape("llama", 64, 2, 4, 2, 16, 256, 16, 32, False)

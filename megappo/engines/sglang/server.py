@@ -30,6 +30,7 @@ from megappo.runtime.waiting import wait_until
 STOP_SECONDS = 20.0
 _FREEZE_SECONDS = 30.0
 _SCRUBBED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR")
+_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _SCRUBBED_PREFIXES = ("TORCHELASTIC_", "ROLE_", "GROUP_", "MASTER_", "TORCH_NCCL_", "SGLANG_", "TRITON_INTERPRET")
 
 
@@ -109,6 +110,8 @@ class ServerSpec:
             for name, value in os.environ.items()
             if name not in _SCRUBBED and not name.startswith(_SCRUBBED_PREFIXES)
         }
+        if self.memory_saver:
+            kept |= {name: _without_expandable_segments(kept[name]) for name in _ALLOCATOR_VARIABLES if name in kept}
         path = [str(Path(megappo.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         kept["TMPDIR"] = str(scratch)  # SGLang leaves its sockets there
         # Its ranks, all on this machine, meet at a file: torch's store would listen on every interface.
@@ -129,6 +132,11 @@ class ServerSpec:
                 kept["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, group)) for group in groups)
         kept["PYTHONPATH"] = os.pathsep.join(p for p in path if p)
         return kept
+
+
+def _without_expandable_segments(options: str) -> str:
+    """torch's allocator options without the one that torch_memory_saver, which gives memory away, refuses."""
+    return ",".join(option for option in options.split(",") if option.split(":")[0].strip() != "expandable_segments")
 
 
 def _visible(devices: tuple[int, ...], ours: str) -> str:
