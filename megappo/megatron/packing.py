@@ -44,10 +44,10 @@ def balance(costs: Sequence[int], n_bins: int) -> list[list[int]]:
     """
     heap = [(0, 0, b) for b in range(n_bins)]
     bins: list[list[int]] = [[] for _ in range(n_bins)]
-    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        total, count, b = heapq.heappop(heap)
+    for index in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
+        total, _, b = heapq.heappop(heap)
         bins[b].append(index)
-        heapq.heappush(heap, (total + costs[index], count + 1, b))
+        heapq.heappush(heap, (total + costs[index], len(bins[b]), b))
     return [sorted(b) for b in bins]
 
 
