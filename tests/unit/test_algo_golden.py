@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from megappo.algo.aggregation import Aggregation
+from megappo.algo.aggregation import Aggregation, token_weights
 from megappo.algo.controllers import AdaptiveKLController, FixedKLController, PenaltyController
 from megappo.algo.correction import importance_weights
 from megappo.algo.estimators import NAMES, builtin
@@ -121,6 +121,20 @@ def test_aggregation(mode: Aggregation, loss: float) -> None:
     mask = t([[True, True, False], [True, False, False], [False, False, False]])
     assert aggregate(loss=losses, mask=mask, mode=mode).item() == approx(loss)
     assert aggregate(loss=losses, mask=mask, mode="seq-mean-token-sum-norm", norm_tokens=6).item() == approx(6 / 12)
+
+
+def test_a_part_of_a_minibatch_has_the_weights_of_the_whole() -> None:
+    """Four of ten tokens, two of five sequences; each sequence's tokens share its fifth, or have a fixed part of it."""
+    mask = t([[True, True, True, False], [False, True, False, False]])
+    wanted: dict[Aggregation, tuple[float, float]] = {
+        "token-mean": (1 / 10, 1 / 10),
+        "seq-mean-token-sum": (1 / 5, 1 / 5),
+        "seq-mean-token-mean": (1 / 5 / 3, 1 / 5),
+        "seq-mean-token-sum-norm": (1 / 5 / 4, 1 / 5 / 4),
+    }
+    for mode, (of_three, alone) in wanted.items():
+        found = token_weights(mask=mask, mode=mode, total_tokens=10, total_sequences=5)
+        assert found.tolist() == [[approx(of_three)] * 3 + [0], [0, approx(alone), 0, 0]], mode
 
 
 def test_dual_clip_bounds_only_negative_advantages() -> None:

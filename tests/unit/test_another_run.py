@@ -114,6 +114,24 @@ def test_a_larger_vocabulary_is_no_padding(world: Path) -> None:
         open_origin(str(world / "run"), "actor", changed_arch(world / "model", vocab_size=VOCAB - 2))
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tied_embeddings": True}, "config.json says: lm_head.weight is in only one of them"),
+        (
+            {"layers": 1},
+            "config.json says: model.layers.1.input_layernorm.weight, model.layers.1.mlp.down_proj.weight, "
+            "model.layers.1.mlp.gate_proj.weight and 4 more are in only one of them",
+        ),
+    ],
+)
+def test_tensors_of_another_architecture_are_named(world: Path, changes: dict[str, Any], words: str) -> None:
+    arch = dataclasses.replace(read_architecture(world / "model"), **changes)
+    with pytest.raises(ValueError, match="the actor in .* is of another architecture") as refused:
+        CheckpointSource(world / "run/checkpoints/step-000001", "actor", arch)
+    assert words in str(refused.value)
+
+
 def rewrite(run: Path, **changes: Any) -> None:
     """Change a marker's content; None removes an entry."""
     folder = run / "checkpoints/step-000001"
@@ -136,7 +154,7 @@ def test_older_checkpoints_mean_what_their_model_folder_says(world: Path) -> Non
     with pytest.raises(ValueError, match="it differs in norm_eps"):
         open_origin(run, "actor", dataclasses.replace(arch, norm_eps=1e-2))
     changed_arch(world / "model", rms_norm_eps=1e-2)
-    with pytest.raises(ValueError, match=r"is not the one the run began with .*; bring back the folder as it was"):
+    with pytest.raises(ValueError, match=r"began with \(sha256 \w{12}, then \w{12}\); bring back the folder as it was"):
         open_origin(run, "actor", arch)
 
 

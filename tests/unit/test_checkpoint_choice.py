@@ -61,6 +61,8 @@ def test_a_checkpoint_is_found_by_its_name(tmp_path: Path, world: Runtime, alone
     )
     lowest = written(tmp_path / "b", world, {"keep_best": "-reward/mean"}, [0.1, 0.3])
     assert find_checkpoint(lowest, "best", runtime)[1].step == 1
+    only = written(tmp_path / "c", world, {"keep_best": "reward/mean"}, [0.1])
+    assert find_checkpoint(only, "best", runtime)[1].step == 1
 
 
 @pytest.mark.parametrize("alone", [True, False])

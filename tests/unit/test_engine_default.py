@@ -19,6 +19,7 @@ from megappo.plan.machine_file import find_machine
 from megappo.plan.machines import MACHINES, Machine
 from megappo.plan.planner import make_plan, read_models
 from megappo.runtime import device
+from unit.helpers_plan import machine
 
 ROOT = Path(__file__).parents[2]
 SMALL = ROOT / "configs" / "qwen3_0.6b_1gpu_gsm8k.yaml"
@@ -145,6 +146,16 @@ def test_the_other_engine_has_the_best_settings_that_fit() -> None:
         assert said in found.sentence
 
 
+def test_engines_that_take_as_long_are_told_so() -> None:
+    """Where starting kernels is all that takes time: one batch of a rank's 200 samples makes as many steps as a server
+    that runs all 400 of them, two batches make twice as many."""
+    instant = machine(is_cuda=False, shared_by_ranks=True, memory_bytes=1e15)
+    for batch, words in ((200, "as long as now: "), (100, "2 times faster: ")):
+        config = load_config(QUICKSTART, ["rollout.engine=transformers", f"rollout.generate_batch_sequences={batch}"])
+        models = read_models(config, None).models
+        assert words in other_engine(config, models, instant, 2).sentence
+
+
 def test_an_engine_that_does_not_fit_is_told() -> None:
     config = load_config(EXPERTS)
     models = read_models(config, ROOT / "configs" / "models").models
@@ -180,6 +191,11 @@ def test_deadlines_follow_the_plan_where_none_are_given(tmp_path: Path) -> None:
     save_config(slow, tmp_path / "config.yaml")
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["runtime"]["phase_timeouts_seconds"]["rollout"] == 4e3
     assert with_deadlines(load_config(tmp_path / "config.yaml"), 9000.0) == slow  # a run that goes on keeps its own
+    for seconds in (2e5, 1e9):  # no setting of seconds may be above a million
+        longest = with_deadlines(config, seconds)
+        assert longest.rollout.servers.request_timeout_seconds == min(4 * seconds, 1e6)
+        save_config(longest, tmp_path / "config.yaml")
+        assert load_config(tmp_path / "config.yaml") == longest
     fast = with_deadlines(config, 10.0)
     assert (fast.rollout.servers.request_timeout_seconds, fast.runtime) == (1800.0, config.runtime)
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from megappo_kernels.backend import use_backend
-from megappo_kernels.lm_head import linear_logprob
+from megappo_kernels.lm_head import linear_logprob, vocabulary_range
 from megappo_kernels.logits import logits_logprob
 from megappo_kernels.losses import PolicyInputs, ppo_token_loss
 from megappo_kernels.objectives import PolicyObjective
@@ -355,6 +356,15 @@ def test_forward_never_holds_the_logits() -> None:
         linear_logprob(case.hidden, case.weight, case.labels)
     largest_bytes = max(event.self_cpu_memory_usage for event in profiled.events())
     assert 0 < largest_bytes <= 4 * 64 * 1024 < 0.02 * 4 * 64 * 60_000
+
+
+def test_a_group_of_one_is_none() -> None:
+    """It has the whole vocabulary, so nothing is sent."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert vocabulary_range(40, dist.group.WORLD, 37) == vocabulary_range(40, None, 37) == (None, 0, 37)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
