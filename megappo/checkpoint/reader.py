@@ -56,6 +56,7 @@ _RECORDS: dict[tuple[str, str], type[_PickledRecord]] = {
         ("torch.serialization", ("_get_layout",)),
         ("torch", ("Size",)),
         ("pathlib", ("PosixPath",)),
+        ("builtins", ("getattr",)),  # Python before 3.11.4 pickles a member of an enumeration as a call of it
     )
     for name in names
 }
