@@ -99,7 +99,7 @@ def measure(config: Config, repeat: int) -> list[Row] | None:
     with start_runtime(config.runtime) as runtime:
         parts = assemble(config, derived, runtime, Purpose(training=False))
         try:
-            if parts.architecture.experts:
+            if parts.actor.arch.experts:
                 raise ConfigError("model.path has experts, which the other ways do not gather here; name a dense model")
             parts.engine.update_weights(parts.weights, 1)  # starts the servers
             check_peers(parts)

@@ -7,7 +7,7 @@ process, not to the file; they are kept as written.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,15 @@ def save_config(config: Config, path: str | os.PathLike[str]) -> None:
         f"# Every setting of this run, defaults included; written by megappo {__version__}.\n{dump_yaml(settings)}",
         encoding="utf-8",
     )
+
+
+def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of settings in plain types; an empty section is a value."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat_settings(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
 
 
 def read_text(path: Path) -> str:

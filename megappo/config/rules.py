@@ -6,7 +6,7 @@ Each function yields a sentence per broken rule: the dotted key with its value, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -171,13 +171,12 @@ def coverage_rules(roles: Iterable[RoleSpec], world_size: int) -> Iterator[str]:
     idle = [rank for rank in range(world_size) if rank not in covered]
     if not idle:
         return
-    plural = "rank" if len(idle) == 1 else "ranks"
     layouts = either(f"{role.name}.layout (ranks {format_ranks(role.layout.grid(world_size).ranks)})" for role in roles)
     how = "lower its first_rank" if idle[0] < min(covered) else "`ranks: null` takes all from first_rank"
     remedy = f"widen {layouts}: {how}"
     if idle[0] == len(covered):
         remedy += f", or start {len(covered)} {'process' if len(covered) == 1 else 'processes'}"
-    yield f"{plural} {format_ranks(idle)} of the world size {world_size} would stay idle; {remedy}"
+    yield f"{rank_words(idle)} of the world size {world_size} would stay idle; {remedy}"
 
 
 def parallel_rules(role: RoleSpec, model_name: str) -> Iterator[str]:
@@ -358,6 +357,11 @@ def format_ranks(ranks: Iterable[int]) -> str:
         else:
             runs.append([rank, rank])
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs) or "none"
+
+
+def rank_words(ranks: Sequence[int]) -> str:
+    """`rank 6`, `ranks 0-3, 6`."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}"
 
 
 def valid_tensor_parallel(shape: ModelShape) -> list[int]:

@@ -331,6 +331,11 @@ class Config(Settings):
     """What is written and shown."""
 
     @property
+    def trained(self) -> dict[str, ActorSettings | CriticSettings]:
+        """Actor and critic, where there is one, by their names."""
+        return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
+
+    @property
     def max_sequence_tokens(self) -> int:
         """Longest prompt and response together, evaluation aside."""
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from megappo.doctor.findings import Finding, broken, fine, slow
 from megappo.engines.registry import find_engine
 from megappo.errors import reason
 from megappo.plugins import is_import_path
+from megappo.runtime.packages import installed_version
 from megappo.runtime.sglang_cpu import TRIED_VERSION
 
 _REQUIREMENTS = Path(megappo.__file__).with_name("requirements.txt")
@@ -47,14 +47,6 @@ def software_findings(config: Config | None) -> Iterator[Finding]:
         yield _layers()
         yield from _optimizer()
     yield _collectives()
-
-
-def installed_version(name: str) -> str | None:
-    """The version of an installed package, None where it is not there."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def check_package(requirement: str) -> Finding | None:
@@ -88,13 +80,11 @@ def reward_findings(config: Config | None) -> Iterator[Finding]:
     """The package that the settings' reward needs."""
     package = _REWARD_PACKAGES.get(config.reward.function) if config is not None else None
     if package is not None:
-        missing = installed_version(package) is None
-        remedy = "pip install 'megappo[tasks]'"
-        yield (
-            broken("reward", f"{package} is not installed", remedy)
-            if missing
-            else fine("reward", f"{package} {installed_version(package)}")
-        )
+        version = installed_version(package)
+        if version is None:
+            yield broken("reward", f"{package} is not installed", "pip install 'megappo[tasks]'")
+        else:
+            yield fine("reward", f"{package} {version}")
 
 
 def generation_finding(config: Config | None) -> Finding:

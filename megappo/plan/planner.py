@@ -8,7 +8,7 @@ from pathlib import Path
 from megappo.config import Config, ConfigError, derive, resolve
 from megappo.config.base import LARGEST_WORLD
 from megappo.config.model_files import load_architectures
-from megappo.config.rules import format_ranks
+from megappo.config.rules import rank_words
 from megappo.plan.costs import StageCost, step_costs, step_seconds
 from megappo.plan.inputs import Models, Setup, make_setup
 from megappo.plan.machines import ASSUMED, MACHINES, Machine
@@ -102,10 +102,7 @@ def default_machine(config: Config) -> Machine:
 def fewest_ranks(config: Config) -> int:
     """The fewest ranks on which the layouts of a configuration stand."""
     open_sizes, ends = [], []
-    for settings in (config.actor, config.critic):
-        if settings is None:
-            continue
-        layout = settings.layout
+    for layout in (settings.layout for settings in config.trained.values()):
         size = layout.grid(LARGEST_WORLD).model_ranks
         ends.append(layout.first_rank + (layout.ranks or size))
         if layout.ranks is None:
@@ -170,11 +167,10 @@ def _check_servers(setup: Setup, memory_fraction: float) -> None:
 
 
 def _verdict(fullest: RankMemory, usable_bytes: float, fits: bool) -> str:
-    plural = "rank" if len(fullest.ranks) == 1 else "ranks"
     needs = "needs" if len(fullest.ranks) == 1 else "need"
     whose = " of the SGLang servers" if fullest.of_servers else ""
     return (
-        f"{'fits' if fits else 'does not fit'}: {plural} {format_ranks(fullest.ranks)}{whose} {needs} "
+        f"{'fits' if fits else 'does not fit'}: {rank_words(fullest.ranks)}{whose} {needs} "
         f"{_size_words(fullest.peak)} in {fullest.peak_stage}, {_size_words(usable_bytes)} are usable"
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 from megappo.checkpoint.randomness import seed_generators
 from megappo.config import Config, Derived
 from megappo.config.model_files import model_folder
@@ -12,7 +14,7 @@ from megappo.observe.progress import PROGRESS
 from megappo.ppo.checkpoints import Checkpoints
 from megappo.ppo.evaluation import evaluate_policy
 from megappo.ppo.parts import Parts, Purpose, assemble
-from megappo.ppo.reporting import Reporter, reporting
+from megappo.ppo.reporting import Reporter
 from megappo.ppo.start import Start, choose_start
 from megappo.ppo.trainer import Trainer
 from megappo.reshard.writer import write_policy
@@ -38,7 +40,7 @@ def train(config: Config, derived: Derived, prompts: PromptDataset | None = None
         with (
             watched(watchdog),
             interruptible(runtime) as interrupts,
-            reporting(config, derived, runtime, on_stage, held.check) as reporter,
+            closing(Reporter(config, derived, runtime, on_stage, held.check)) as reporter,
         ):
             purpose = Purpose(prompts=prompts, resumed=start.checkpoint is not None, stop=interrupts)
             parts = assemble(config, derived, runtime, purpose)
@@ -109,7 +111,7 @@ def _save(parts: Parts, reporter: Reporter) -> None:
     if parts.runtime.is_main:
         write_policy(
             out,
-            parts.architecture,
+            parts.actor.arch,
             parts.weights,
             parts.tokenizer,
             started_from=model_folder(config.model.path, weights=False),

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megappo.errors import RunError
+from megappo.runtime.packages import installed_version
 
 PLATFORM_NAME = "megappo_cpu"
 ENTRY_POINTS = {
@@ -32,10 +33,9 @@ _MASK = 0xFFFFFFFF
 
 def require_sglang() -> None:
     """Raises RunError without SGLang, or with one that does not run here."""
-    try:
-        version = importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError:
-        raise RunError("rollout.engine is sglang, which is not installed; pip install 'megappo[sglang]'") from None
+    version = installed_version("sglang")
+    if version is None:
+        raise RunError("rollout.engine is sglang, which is not installed; pip install 'megappo[sglang]'")
     if version != TRIED_VERSION and not torch.cuda.is_available():
         raise RunError(
             f"SGLang {version} is installed, on a CPU only {TRIED_VERSION} runs; pip install 'megappo[sglang]'"
@@ -107,7 +107,7 @@ def replace_gpu_code() -> None:
     - `adjust_config_with_unaligned_cpu_tp` (update_config.py:226) pads feed-forward sizes for those kernels.
     - `enable_batch_invariant_mode` (batch_invariant_ops.py:1010) registers Triton kernels for the device.
     """
-    version = importlib.metadata.version("sglang")
+    version = installed_version("sglang")
     if version != TRIED_VERSION:
         raise RuntimeError(f"SGLang {version} was not tried on a CPU; install sglang=={TRIED_VERSION}")
     # The sampler has bound the first name already when it is loaded before this, and binds it later otherwise.

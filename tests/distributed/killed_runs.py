@@ -155,7 +155,7 @@ def rewrite(arguments: list[str]) -> int:
         assert checkpoints.resumed is not None
         state = checkpoints.resumed.load()
         checkpoints._saved_step = -1
-        checkpoints.save(Boundary.of(state, {}, {}), wait=True)
+        checkpoints.save(Boundary(state, {}, {}), wait=True)
         parts.close()
     return 0
 
