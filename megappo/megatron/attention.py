@@ -8,7 +8,7 @@ L longest segment.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ class PackedSegments(PackedSeqParams):
     """Megatron's description of a packed microbatch, with the lengths on the host so that nothing synchronises."""
 
     lengths: tuple[int, ...] = ()
+    positions: Tensor = field(kw_only=True)
+    """(t,) int64: place of each token in its segment."""
     slots: Tensor | None = None
     """(t,) int64: place of each token in the (S, L) rectangle, None where segments are attended one by one."""
 
@@ -46,6 +48,7 @@ def packed_segments(lengths: tuple[int, ...], device: torch.device) -> PackedSeg
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         lengths=lengths,
+        positions=torch.cat([torch.arange(n) for n in lengths]).to(device),
         slots=slots,
     )
 
@@ -79,7 +82,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int
 
 
 class SDPACoreAttention(MegatronModule):
-    """Causal self-attention on torch's scaled_dot_product_attention, packed (thd) or dense (sbhd).
+    """Causal self-attention of packed segments on torch's scaled_dot_product_attention.
 
     Takes part in Megatron's layer spec as `core_attention`; the arguments are those Megatron passes.
     """
@@ -111,10 +114,7 @@ class SDPACoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """query (t,h,d), key and value (t,g,d) -> (t, h*d); dense: (s,b,h,d), (s,b,g,d) -> (s, b, h*d)."""
-        if packed_seq_params is None:
-            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-            return _attend(q, k, v, self.scale, self.window).permute(2, 0, 1, 3).flatten(2)
+        """query (t,h,d), key and value (t,g,d) -> (t, h*d)."""
         assert isinstance(packed_seq_params, PackedSegments)
         lengths, slots = packed_seq_params.lengths, packed_seq_params.slots
         if slots is not None:

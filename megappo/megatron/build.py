@@ -27,7 +27,8 @@ from megappo.families.weights import WeightSource, read_shard
 from megappo.megatron.attention import RMSNorm, SDPACoreAttention
 from megappo.megatron.heads import LogprobHead, ValueHead
 from megappo.megatron.layout import Layout
-from megappo.runtime.megatron_cpu import fix_experts
+from megappo.megatron.rotary import PackedRotary, rotate
+from megappo.runtime.megatron_cpu import fix_experts, rotate_packed_by
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -138,6 +139,7 @@ def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildO
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif options.recompute == "selective":
         recompute = {"recompute_granularity": "selective"}
+    rotate_packed_by(rotate)
     settings = {name: value for block in arch.declaration.blocks for name, value in block.megatron(arch).items()}
     pre_softmax = settings.pop("moe_router_pre_softmax", False)
     config = TransformerConfig(
@@ -178,6 +180,7 @@ def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildO
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
+        apply_rope_fusion=True,  # by `rotate`
         # Without it, the router of a single expert learns nothing, which Megatron refuses and transformers computes.
         moe_router_pre_softmax=pre_softmax or settings.get("moe_router_topk") == 1,
         **settings,
@@ -259,7 +262,7 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     model.to(options.device)  # Megatron makes the router's weight on the CPU, torch makes norms there
-    model.rotary_pos_emb.inv_freq = rotary(arch)[0].to(options.device)
+    model.rotary_pos_emb = PackedRotary(rotary(arch)[0].to(options.device), options.dtype)
     if last and options.value_head_std is not None:
         model.output_layer = ValueHead(layout, arch.hidden_size, options.dtype, options.device)
         generator = torch.Generator().manual_seed(options.seed)

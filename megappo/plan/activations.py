@@ -10,7 +10,6 @@ head size, F the feed-forward size, h and g the heads:
                2 e H            their outputs, which the matrices behind them keep
     attention  e (Q + 2K)       output of the QKV matrix
                e Q              queries made contiguous for their norm, 4 (h + g) for its scale  [q/k norms]
-               4 e d            cosine and sine for queries and keys
                e (Q + K)        after rotation
                e (2Q + 2K) + 4h inputs and output of the attention kernel, its log-sum-exp       [not recomputed]
                e Q              input of the output matrix
@@ -19,10 +18,10 @@ head size, F the feed-forward size, h and g the heads:
                k e (H + 6 F)    for each of k experts its input, SwiGLU, and the product times the expert's weight
 
 F is that of one expert, and routing is taken to be even: a rank's experts get as many tokens as it sends out. Tensor
-parallelism divides attention (but cosine and sine) and SwiGLU; sequence parallelism divides the residual part too
-(their section 4.2). Selective recomputation drops the attention kernel's own tensors (section 5), full recomputation
-keeps the layer's input only, e H, and one layer is whole while its backward runs. Transformer Engine's fused attention
-keeps less.
+parallelism divides attention and SwiGLU; sequence parallelism divides the residual part too (their section 4.2).
+Selective recomputation drops the attention kernel's own tensors (section 5), full recomputation keeps the layer's input
+only, e H, and one layer is whole while its backward runs. Cosine and sine of the positions, 2 e d, are there once for
+all layers that a microbatch passes on a rank. Transformer Engine's fused attention keeps less.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def layer_bytes_per_token(role: RoleSetup, *, recompute: str, fused_norms: bool)
     if recompute == "none":
         attention += e * (2 * q + 2 * kv) + 4 * arch.heads
     of_blocks = arch.declaration.per_token(arch, e, fused_norms=fused_norms).kept_bytes
-    return residual / rows + 4 * e * arch.head_dim + (attention + of_blocks) / role.grid.tp
+    return residual / rows + (attention + of_blocks) / role.grid.tp
 
 
 def _norm_input(width: int, e: int, fused: bool) -> float:
@@ -77,7 +76,8 @@ def kept_bytes(role: RoleSetup, stage: int, work: Workload) -> float:
     tokens = role.microbatch_tokens(work.sequence_tokens)
     per_token = layer_bytes_per_token(role, recompute=role.recompute, fused_norms=work.on_cuda)
     in_flight = layers_in_flight(role, stage, role.microbatches(work.sequence_tokens))
-    kept = in_flight * per_token * tokens
+    passes = in_flight * role.vpp / role.layers_per_stage
+    kept = (in_flight * per_token + passes * 2 * role.dtype_bytes * role.arch.head_dim) * tokens
     if role.recompute == "full":
         kept += layer_bytes_per_token(role, recompute="none", fused_norms=work.on_cuda) * tokens
     if stage == role.grid.pp - 1:

@@ -4,7 +4,7 @@ Megatron names CUDA in places that have nothing to do with kernels: `device="cud
 index, the type name of a gradient buffer, the generator of a random state. Two things answer for them here:
 `install()` fills in attributes of `torch.cuda` once per process, and `cuda_means_cpu()` is a torch-function mode that
 redirects what can only be seen at the call. Neither is used where CUDA exists: `install()` refuses to run there.
-`fix_experts()` and `param_groups_of_role()` are for GPUs too.
+`fix_experts()`, `rotate_packed_by()` and `param_groups_of_role()` are for GPUs too.
 """
 
 from __future__ import annotations
@@ -126,6 +126,18 @@ def fix_experts() -> None:
     if not torch.cuda.is_available():
         dispatcher: Any = token_dispatcher
         dispatcher.maybe_move_tensor_to_cpu = _to_host
+
+
+def rotate_packed_by(rotation: Callable[..., torch.Tensor]) -> None:
+    """Let models with `apply_rope_fusion` rotate packed queries and keys by `rotation(x, cu_seqlens, freqs, ...)`.
+
+    Megatron has a place for such a kernel (rope_utils.py:24/27) and fills it where Transformer Engine is installed; its
+    own rotation reads the lengths of the segments on the host in every layer (rope_utils.py:178-190).
+    """
+    from megatron.core.models.common.embeddings import rope_utils
+
+    utils: Any = rope_utils
+    utils.fused_apply_rotary_pos_emb_thd = rotation
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

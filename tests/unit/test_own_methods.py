@@ -145,7 +145,7 @@ def sequences_told(policy_loss: Any, device: str) -> Tensor | None:
     rows_N, ones_N = torch.ones(5, dtype=torch.int64, device=device), torch.ones(5)
     fields_N = dict.fromkeys(("mask", "old_logprob", "advantages"), ones_N)
     segments = packed_segments((5,), torch.device("cpu"))
-    batch = PackedBatch((4, 7), (2, 3), rows_N[None], rows_N[None], segments, rows_N, rows_N, fields_N, False)
+    batch = PackedBatch((4, 7), (2, 3), rows_N[None], segments, rows_N, rows_N, fields_N, False)
     asked, weights = Asked(), LossWeights("token-mean", tokens=5, sequences=2, norm_tokens=8)
     PolicyTask(PolicyObjective(policy_loss=policy_loss), weights).expect(asked, batch)
     assert asked.target is not None

@@ -63,11 +63,10 @@ def test_what_a_layer_keeps_of_a_token(model: Any, e: int, qk_norm: bool, sequen
     setup = role(model, tp=TP, dtype_bytes=e, sequence_parallel=sequence_parallel)
     share = TP if sequence_parallel else 1
     norms = 2 * sum([*norm(e, fused), H * e])  # and their outputs
-    rotary = sum([D * e] * 4)  # cosine and sine, for queries and for keys
     for recompute, kernel in (("none", True), ("selective", False)):
         divided = sum(attention(e, fused, qk_norm, kernel) + mlp(model, e))
         found = layer_bytes_per_token(setup, recompute=recompute, fused_norms=fused)
-        assert found == pytest.approx(norms / share + rotary + divided / TP, rel=1e-12)
+        assert found == pytest.approx(norms / share + divided / TP, rel=1e-12)
     found = layer_bytes_per_token(setup, recompute="full", fused_norms=fused)
     assert found == pytest.approx(H * e / share, rel=1e-12)
 
@@ -93,12 +92,16 @@ def test_layers_in_flight_by_hand(pp: int, vpp: int, stage: int, microbatches: i
     ("recompute", "cuda", "sharing"), [("none", True, TP), ("selective", False, 1), ("full", True, 1)]
 )
 def test_what_a_stage_keeps(recompute: str, cuda: bool, sharing: int) -> None:
-    """77 tokens of two microbatches on the first stage, of one on the last, which has the final norm as well."""
+    """77 tokens of two microbatches on the first stage, of one on the last, which has the final norm as well; each
+    microbatch brings the cosine and sine of its positions."""
     setup = role(tp=TP, recompute=recompute, sequence_parallel=sharing > 1)
     of = {name: layer_bytes_per_token(setup, recompute=name, fused_norms=cuda) for name in (recompute, "none")}
     whole = of["none"] if recompute == "full" else 0.0  # one layer, while its backward runs
-    assert kept_bytes(setup, 0, work(on_cuda=cuda)) == pytest.approx(77 * (2 * 3 * of[recompute] + whole), rel=1e-12)
-    last = 77 * (3 * of[recompute] + whole + sum(norm(2, cuda)) / sharing)
+    rotary = sum([D * 2] * 2)
+    assert kept_bytes(setup, 0, work(on_cuda=cuda)) == pytest.approx(
+        77 * (2 * (3 * of[recompute] + rotary) + whole), rel=1e-12
+    )
+    last = 77 * (3 * of[recompute] + rotary + whole + sum(norm(2, cuda)) / sharing)
     assert kept_bytes(setup, 1, work(on_cuda=cuda)) == pytest.approx(last, rel=1e-12)
 
 
@@ -107,7 +110,7 @@ def test_what_a_small_minibatch_keeps() -> None:
     setup = role(minibatch_sequences=5)
     assert setup.microbatch_tokens(30) == 60 and role().microbatch_tokens(30) == 77
     per_token = layer_bytes_per_token(setup, recompute="none", fused_norms=True)
-    assert kept_bytes(setup, 0, work()) == pytest.approx(60 * 3 * per_token, rel=1e-12)
+    assert kept_bytes(setup, 0, work()) == pytest.approx(60 * (3 * per_token + 4 * D), rel=1e-12)
 
 
 @pytest.mark.parametrize("e", [2, 4])
