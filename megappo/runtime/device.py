@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -36,6 +37,14 @@ def own_device(ranks: Ranks) -> torch.device:
     device = torch.device("cuda", device_index(ranks, torch.cuda.device_count()))
     torch.cuda.set_device(device)
     return device
+
+
+def thread_pool(workers: int, name: str) -> ThreadPoolExecutor:
+    """Threads whose current CUDA device is the caller's: CUDA keeps it per thread, and begins each with device 0."""
+    if not torch.cuda.is_initialized():
+        return ThreadPoolExecutor(workers, thread_name_prefix=name)
+    device = torch.cuda.current_device()
+    return ThreadPoolExecutor(workers, thread_name_prefix=name, initializer=torch.cuda.set_device, initargs=(device,))
 
 
 def prepare_device(settings: RuntimeSettings, ranks: Ranks) -> torch.device:

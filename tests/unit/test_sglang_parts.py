@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,16 @@ from transformers import PretrainedConfig
 from megappo.config.engine import SGLangSettings
 from megappo.config.load import load_config
 from megappo.config.rules import engine_rules, server_rules
+from megappo.engines.sglang.client import Endpoint
 from megappo.engines.sglang.server import ServerSpec
+from megappo.engines.sglang.sync import ServerSync, SyncRun
 from megappo.errors import RunError
 from megappo.families.architecture import ArchitectureConfig, ModelShape
 from megappo.families.blocks import Attention, Experts, GatedMlp, QueryKeyNorms, QueryKeyValueBiases
 from megappo.families.declaration import Block, Family
 from megappo.families.parameters import model_parameters, tensor_shapes
 from megappo.reshard.fingerprint import EngineShape, Fingerprints, differing
+from megappo.reshard.stream import Bucket
 from megappo.runtime import sglang_cpu
 
 ROOT = Path(__file__).parents[2]
@@ -88,6 +92,32 @@ def test_experts_of_several_buckets_make_one_fingerprint(tp: int) -> None:
         down = torch.stack([whole[f"{prefix}.{e}.down_proj.weight"].chunk(tp, dim=1)[rank] for e in range(4)])
         assert found[rank, f"{prefix}.w13_weight"] == checksum(torch.cat([gate, up], dim=1))
         assert found[rank, f"{prefix}.w2_weight"] == checksum(down)
+
+
+def test_threads_of_a_sync_work_on_the_device_of_their_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fingerprints on a GPU move tensors to the thread's current device, which would be device 0 of every rank."""
+    devices: dict[int, int] = {}
+    worked: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: devices.update({threading.get_ident(): device}))
+
+    both = threading.Barrier(2, timeout=60)  # the load and the fingerprints wait for each other, so these are two
+
+    class Watched:
+        def load(self, bucket: Bucket, flat_bytes: Tensor) -> None:
+            worked.append(threading.get_ident())
+            both.wait()
+
+        def close(self) -> None: ...
+
+    transport, nothing = Watched(), Bucket(0, (), ())
+    monkeypatch.setattr(Fingerprints, "of_bucket", lambda *_: transport.load(nothing, torch.empty(0)))
+    run = SyncRun([ServerSync(Endpoint(0, "", "", 0), transport)], EngineShape(arch(), 1), 60.0, verify=True)
+    run.load(nothing, torch.empty(0))
+    run.settle()
+    assert len(set(worked)) == 2 and threading.get_ident() not in worked
+    assert [devices[thread] for thread in worked] == [3, 3]
 
 
 def test_differences_are_named() -> None:
