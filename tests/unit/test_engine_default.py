@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -144,6 +145,21 @@ def test_the_other_engine_has_the_best_settings_that_fit() -> None:
         said = f"would take {best:.3g} seconds for the rollout, "
         said += f"{best / now:.2g} times as long: " if best > now else f"{now / best:.2g} times faster: "
         assert said in found.sentence
+
+
+def test_what_servers_are_tried() -> None:
+    """A few samples of a large model are generated fastest by two ranks together, though a third has no server then;
+    many long ones with the eight tenths of the memory that fit beside what stays of the roles."""
+    roomy, large = (dataclasses.replace(MACHINES["b200"], memory_bytes=n) for n in (2e12, 3e11))
+    embedded = ["rollout.engine=transformers", "rollout.sglang=null"]
+    cases = (
+        (MIDDLE, roomy, 3, ["rollout.prompts_per_step=3"], "rollout.sglang.tensor_parallel=2"),
+        (SMALL, large, 1, ["rollout.max_response_tokens=8192"], "rollout.sglang.memory_fraction=0.8"),
+    )
+    for model, its_machine, gpus, changes, override in cases:
+        models = read_models(load_config(model), ROOT / "configs" / "models").models
+        config = load_config(SMALL, [*embedded, *changes])
+        assert override in other_engine(config, models, its_machine, gpus).overrides
 
 
 def test_engines_that_take_as_long_are_told_so() -> None:
