@@ -22,6 +22,8 @@ from megappo_kernels.logits import logits_logprob
 from megappo_kernels.losses import PolicyInputs, ppo_token_loss
 from megappo_kernels.objectives import PolicyObjective
 from megappo_kernels.ppo_head import CHUNK_BYTES, ppo_head_loss
+from megappo_kernels.rows import Scaling, empty_statistics, logprob_and_entropy, merge_parts
+from megappo_kernels.softmax import update_statistics
 from oracles import kernels as reference
 from quick import cases
 from unit.helpers_kernels import KINDS, Head, Rounding, head, policy_inputs, relative
@@ -388,6 +390,24 @@ def test_forward_never_holds_the_logits() -> None:
         linear_logprob(case.hidden, case.weight, case.labels)
     largest_bytes = max(event.self_cpu_memory_usage for event in profiled.events())
     assert 0 < largest_bytes <= 4 * 64 * 1024 < 0.02 * 4 * 64 * 60_000
+
+
+def test_parts_of_a_vocabulary_merge_into_the_whole() -> None:
+    """Far apart, of several sizes, and one of padding alone."""
+    g = torch.Generator().manual_seed(0)
+    logits = 30 * torch.randn(9, 20, generator=g, dtype=torch.float64)
+    labels = torch.randint(0, 20, (9,), generator=g)
+    parts = []
+    for first, last in ((0, 3), (3, 19), (19, 20), (20, 20)):
+        parts.append(empty_statistics(9, logits))
+        if last > first:
+            update_statistics(
+                parts[-1], logits[:, first:last].clone(), labels - first, Scaling(1.0, None), entropy=True, triton=False
+            )
+    logprob, entropy = logprob_and_entropy(merge_parts(torch.stack(parts)), entropy=True)
+    true_logprob, true_entropy = reference.logits_logprob(logits, labels)
+    torch.testing.assert_close(logprob, true_logprob)
+    torch.testing.assert_close(entropy, true_entropy)
 
 
 def test_a_group_of_one_is_none() -> None:
