@@ -17,11 +17,12 @@ import torch.distributed as dist
 
 from megappo.checkpoint import files
 from megappo.checkpoint.changes import compare_settings
-from megappo.checkpoint.files import MARKER, CheckpointError, DamagedError, folders, prune, read_marker
+from megappo.checkpoint.files import MARKER, CheckpointError, DamagedError, Marker, folders, prune, read_marker
 from megappo.checkpoint.randomness import random_states, restore_random_states
 from megappo.checkpoint.select import NoCheckpointError, select_checkpoint
 from megappo.checkpoint.writer import CheckpointWriter
 from megappo.config.schema import CheckpointSettings
+from megappo.ppo.replay import replay
 from megappo.runtime.process import Runtime
 from unit.helpers_checkpoints import snapshot, write
 
@@ -306,3 +307,12 @@ def test_checkpoints_of_an_older_version_are_refused(
         write(tmp_path, runtime, 1)
     with pytest.raises(NoCheckpointError, match=f"has format {files.FORMAT - 1}, this version reads {files.FORMAT}"):
         select_checkpoint(tmp_path, runtime)
+
+
+def test_a_replay_that_an_earlier_version_wrote_is_refused(tmp_path: Path) -> None:
+    """Which kept other things of the minibatch than this one repeats it from."""
+    folder = files.step_folder(tmp_path, 3)
+    folder.mkdir()
+    files.write_marker(folder, Marker(3, {}, {"world_size": 1, "refused": {"role": "actor", "minibatch": 1}}))
+    with pytest.raises(ValueError, match="holds no batch that this version repeats; name a folder in a run's `replay`"):
+        replay(str(folder), world_size=1)
