@@ -190,7 +190,7 @@ def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildO
     return config
 
 
-def _layer_spec(config: TransformerConfig, layout: Layout, vp_stage: int | None) -> Any:
+def layer_spec(config: TransformerConfig, layout: Layout, vp_stage: int | None) -> Any:
     """Transformer Engine's layers where it can run; otherwise Megatron's own with our attention and norm."""
     parts = {"num_experts": config.num_moe_experts, "qk_layernorm": config.qk_layernorm}
     if has_transformer_engine():
@@ -250,7 +250,7 @@ def _build_chunk(
     last = layout.is_last_stage and chunk == layout.vpp - 1
     model = GPTModel(
         config=config,
-        transformer_layer_spec=_layer_spec(config, layout, vp_stage),
+        transformer_layer_spec=layer_spec(config, layout, vp_stage),
         vocab_size=options.padded_vocab,
         max_sequence_length=arch.max_position_embeddings,
         pre_process=first,

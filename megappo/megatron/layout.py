@@ -44,6 +44,11 @@ class Layout:
         return self.is_last_stage and self.tensor_rank == 0
 
 
+@dataclass(frozen=True)
+class Outside:
+    """In the place of a layout on a rank outside of the role."""
+
+
 def _own_group(families: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup | None:
     """Make every group of a family (all ranks of the world must take part); return the one that holds `rank`.
 
@@ -58,11 +63,8 @@ def _own_group(families: Sequence[Sequence[int]], rank: int) -> dist.ProcessGrou
     return own
 
 
-def make_layout(grid: Grid, *, vpp: int = 1, sequence_parallel: bool = False) -> Layout | None:
-    """Make the process groups of a role; a collective of the whole world.
-
-    Returns None on ranks outside the role.
-    """
+def make_layout(grid: Grid, *, vpp: int = 1, sequence_parallel: bool = False) -> Layout | Outside:
+    """Make the process groups of a role; a collective of the whole world."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     rank = dist.get_rank()
@@ -78,7 +80,7 @@ def make_layout(grid: Grid, *, vpp: int = 1, sequence_parallel: bool = False) ->
     ep, expert_dp, expert_mp = _expert_groups(grid, rank)
     place = grid.place(rank)
     if place is None or role is None:
-        return None
+        return Outside()
     groups = ProcessGroupCollection(
         tp=tp,
         pp=pp,

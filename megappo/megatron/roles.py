@@ -18,7 +18,7 @@ from megappo.config.grid import Grid
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.parameters import Parameter
 from megappo.megatron.build import BuildOptions, RoleModel
-from megappo.megatron.layout import Layout
+from megappo.megatron.layout import Layout, Outside
 from megappo.megatron.optimization import RoleOptimizer
 from megappo.megatron.packing import MicrobatchPlan
 from megappo.megatron.schedule import PackedBatch, PlacedSample, Task, pack_samples, run_schedule
@@ -43,6 +43,11 @@ class Role(ABC):
 
     def __init__(self, placement: Placement, arch: ArchitectureConfig, options: BuildOptions, runtime: Runtime) -> None:
         self.placement, self.arch, self.options, self.runtime = placement, arch, options, runtime
+
+    @property
+    @abstractmethod
+    def layout(self) -> Layout | Outside:
+        """The grid with this rank's place in it."""
 
     @abstractmethod
     def run_forward(self, plan: MicrobatchPlan, samples: Mapping[int, PlacedSample]) -> dict[int, Tensor]:
@@ -72,6 +77,8 @@ class Role(ABC):
 class AbsentRole(Role):
     """A role on a rank outside of it: the rank hands samples over and takes results back."""
 
+    layout = Outside()
+
     def run_forward(self, plan: MicrobatchPlan, samples: Mapping[int, PlacedSample]) -> dict[int, Tensor]:
         return {}
 
@@ -92,7 +99,7 @@ class LocalRole(Role):
 
     @property
     def layout(self) -> Layout:
-        """The grid with this rank's place in it."""
+        """See `Role.layout`."""
         return self.model.layout
 
     def parameters(self) -> list[nn.Parameter]:

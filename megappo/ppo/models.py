@@ -11,7 +11,7 @@ from megappo.config.roles import TrainedRoleSettings
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.weights import WeightSource
 from megappo.megatron.build import DTYPES, BuildOptions, build_model
-from megappo.megatron.layout import Layout, make_layout
+from megappo.megatron.layout import Layout, Outside, make_layout
 from megappo.megatron.optimization import RoleOptimizer
 from megappo.megatron.roles import AbsentRole, LocalRole, Placement, Role, TrainedRole
 from megappo.ppo.origins import open_origin
@@ -69,8 +69,7 @@ class ModelBuilder:
         if self._config.reference is None:
             return None
         arch, source = self._weights("reference", None)
-        layout = actor.layout if isinstance(actor, LocalRole) else None
-        return self._role(actor.placement, layout, arch, source, self._options(self._derived.actor, "none"))
+        return self._role(actor.placement, actor.layout, arch, source, self._options(self._derived.actor, "none"))
 
     def critic(self) -> Role | None:
         """The value model, where there is one."""
@@ -107,7 +106,9 @@ class ModelBuilder:
             optimizer = RoleOptimizer(role.model, settings.optimizer, numbers.total_updates)
         return TrainedRole(role.placement, role.model, self._runtime, optimizer)
 
-    def _place(self, name: str, settings: TrainedRoleSettings, numbers: RoleNumbers) -> tuple[Placement, Layout | None]:
+    def _place(
+        self, name: str, settings: TrainedRoleSettings, numbers: RoleNumbers
+    ) -> tuple[Placement, Layout | Outside]:
         layout = make_layout(numbers.grid, vpp=numbers.vpp, sequence_parallel=settings.layout.sequence_parallel)
         multiple = numbers.grid.pp if numbers.vpp > 1 else 1
         return Placement(name, numbers.grid, settings.microbatch_budget_tokens, multiple), layout
@@ -115,12 +116,12 @@ class ModelBuilder:
     def _role(
         self,
         placement: Placement,
-        layout: Layout | None,
+        layout: Layout | Outside,
         arch: ArchitectureConfig,
         source: WeightSource,
         options: BuildOptions,
     ) -> Role:
-        if layout is None:
+        if isinstance(layout, Outside):
             return AbsentRole(placement, arch, options, self._runtime)
         with self._runtime.megatron():
             return LocalRole(placement, build_model(arch, layout, options, source), self._runtime)
