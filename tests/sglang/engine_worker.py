@@ -13,22 +13,21 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import psutil
 import torch.distributed as dist
+from aiohttp import ClientSession
 
 import megappo.ppo.parts
 from distributed.models import VOCAB, write_model
 from megappo.config import derive_run, load_config
 from megappo.engines.protocol import GenerateRequest, SamplingParams
 from megappo.engines.sglang import SGLangEngine, SyncError
-from megappo.engines.sglang.client import Endpoint
-from megappo.engines.sglang.dispatch import Round
 from megappo.engines.sglang.guard import session_pids, shared_files
 from megappo.engines.sglang.transport import SharedTransport, share_buffers
 from megappo.megatron.placed import place
@@ -36,7 +35,7 @@ from megappo.ppo.measures import check_mismatch
 from megappo.ppo.parts import Parts, assemble
 from megappo.ppo.reporting import Reporter
 from megappo.ppo.trainer import Trainer
-from megappo.reshard.stream import Bucket
+from megappo.reshard.stream import Bucket, WeightStream
 from megappo.runtime.process import Runtime, start_runtime
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,6 +69,8 @@ class Bench:
             "data.validation=null",
         ]
         self.engine: SGLangEngine | None = None
+        self.weights: WeightStream | None = None
+        """Of the newest actor."""
         self.made = 0
 
     def trainer(self, layout: str) -> Trainer:
@@ -83,7 +84,7 @@ class Bench:
         with patch.object(megappo.ppo.parts, "make_engine", make):
             parts = assemble(config, derive_run(config, self.runtime.world_size), self.runtime)
         assert isinstance(parts.engine, SGLangEngine)
-        self.engine = parts.engine
+        self.engine, self.weights = parts.engine, parts.weights
         parts.reward.close()
         return Trainer(parts, Reporter(config, parts.derived, self.runtime))
 
@@ -138,33 +139,34 @@ def requests(rank: int, count: int = 24) -> list[GenerateRequest]:
 def struck(bench: Bench, number: int) -> Iterator[None]:
     """Server 0 gets a signal while it generates this rank's first requests and before it has the last of them, so that
     it always owes an answer, however fast it is."""
-    original, asked = Round._ask, [0]
+    assert bench.engine is not None
+    (url,) = (f"{endpoint.url}/generate" for endpoint in bench.engine.endpoints if endpoint.index == 0)
+    original, asked = ClientSession.post, [0]
 
-    async def ask(self: Round, session: Any, endpoint: Endpoint, group: list[int]) -> Any:
-        asked[0] += endpoint.index == 0
-        if endpoint.index == 0 and asked[0] == 2:
+    @asynccontextmanager
+    async def post(self: ClientSession, to: str, **given: Any) -> AsyncIterator[Any]:
+        asked[0] += to == url
+        if to == url and asked[0] == 2:
             await asyncio.sleep(0.1)
             for pid in session_pids(bench.sessions()[0]):
                 os.kill(pid, number)
-        return await original(self, session, endpoint, group)
+        async with original(self, to, **given) as answer:
+            yield answer
 
-    Round._ask = ask  # type: ignore[method-assign]
-    try:
+    with patch.object(ClientSession, "post", post):
         yield
-    finally:
-        Round._ask = original  # type: ignore[method-assign]
 
 
 def disturbed_rollout(bench: Bench, number: int) -> dict[str, Any]:
     """The same requests undisturbed and with a server struck down in the middle."""
     engine, rank = bench.engine, bench.runtime.rank
-    assert engine is not None
+    assert engine is not None and bench.weights is not None
     calm = engine.generate(requests(rank), LONG)
     restarts = engine.restarts
     with struck(bench, number) if rank == 0 else nullcontext():
         rough = engine.generate(requests(rank), LONG)
     survivors = sorted(engine.current)
-    engine._bring_up_to_date()
+    engine.update_weights(bench.weights, engine.version)  # to servers that were started again, too
     again = engine.generate(requests(rank), LONG)
     return {
         "answers": len(rough),

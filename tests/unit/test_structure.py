@@ -133,6 +133,47 @@ def test_the_step_fits_a_screen() -> None:
     assert (step.end_lineno or 0) - step.lineno < 60
 
 
+def private_members(source: str) -> Iterator[str]:
+    """What a file uses that others keep to themselves, by attribute, import, name in a string, or patch."""
+    for node in ast.walk(ast.parse(source)):
+        names: list[str] = []
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls", "super()"):
+            names = [node.attr]
+        elif isinstance(node, ast.ImportFrom):
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Call) and re.search(r"(attr|item|patch\.object)$", ast.unparse(node.func)):
+            names = [str(given.value) for given in node.args[1:2] if isinstance(given, ast.Constant)]
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"megappo(_kernels)?(\.\w+)+", str(node.value)):
+            names = str(node.value).split(".")
+        yield from (name for name in names if re.match(r"_[^_]", name))
+
+
+PUBLIC_ALL_THE_SAME = {"_exit", "_replace", "_asdict", "_make", "_fields"}
+"""Of Python's own modules and named tuples, which document them."""
+
+
+def test_tests_observe_what_everybody_can() -> None:
+    """They and the benchmarks reach into nothing private, so that what they hold on to is what users have."""
+    for path in [*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
+        assert not set(private_members(path.read_text())) - PUBLIC_ALL_THE_SAME, path
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "engine._complete = True",
+        "from megappo.rewards.workers import _Job",
+        "from megappo._hidden import thing",
+        "monkeypatch.setattr(engine, '_generate_batch', batch)",
+        "patch.object(engine, '_generate_batch', batch)",
+        "monkeypatch.setattr('megappo.rewards.workers._DIED', '')",
+    ],
+)
+def test_a_private_member_is_seen(line: str) -> None:
+    assert list(private_members(line))
+    assert not list(private_members("self._mine = cls._mine = other.__class__; super()._mine()"))
+
+
 def test_upstream_is_reached_through_megatron_core_only() -> None:
     for path in SOURCES:
         assert not [n for n in imports(path) if n.startswith("megatron.") and not n.startswith("megatron.core")], path
