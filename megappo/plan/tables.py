@@ -67,7 +67,7 @@ def search_view(proposals: Sequence[Proposal], gpus: int, machine: str) -> Rende
 def _memory_table(plan: Plan) -> Table:
     """One row per role on the fullest ranks: what stays, and what a stage adds."""
     ranks: RankMemory = plan.fullest_trainers
-    unit, size = _unit(plan)
+    unit, size = ("GB", _GIGA) if plan.fullest.peak >= _GIGA else ("MB", 1e6)
     more = f" and {plan.server_gpus} of SGLang's" if plan.server_gpus else ""
     title = f"{plan.name} on {plan.gpus} x {plan.machine}{more}: {unit} on {rank_words(ranks.ranks)}, the fullest"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
@@ -108,10 +108,6 @@ def _stage_table(plan: Plan) -> Table:
         numbers = (peak, stage.flops, stage.memory_bytes, stage.link_bytes)
         table.add_row(stage.name, *map(_prefixed, numbers), _short(stage.seconds), stage.bound_by)
     return table
-
-
-def _unit(plan: Plan) -> tuple[str, float]:
-    return ("GB", _GIGA) if plan.fullest.peak >= _GIGA else ("MB", 1e6)
 
 
 def _prefixed(number: float) -> str:
