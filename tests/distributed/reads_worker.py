@@ -83,7 +83,7 @@ def check(case: dict[str, Any], folder: Path, runtime: Runtime) -> int:
     arch = load_architecture(folder, ModelSettings(path=str(folder)))
     tp = case["tp"]
     layout = make_layout(Grid((0, 1), tp, case["pp"]), sequence_parallel=tp > 1)
-    assert layout is not None
+    assert isinstance(layout, Layout)
     vocab = padded_vocab_size(arch.vocab_size, tp, 8 * tp)
     options = BuildOptions(torch.float32, runtime.device, vocab, recompute=case["recompute"])
     samples = [PlacedSample(i, s, len(s) - 1) for i, s in enumerate(sequences(arch.vocab_size))]
