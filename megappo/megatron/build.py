@@ -24,7 +24,7 @@ from megappo.families.architecture import ArchitectureConfig
 from megappo.families.parameters import EMBEDDING, OUTPUT_LAYER, Parameter, canonical_names, embedding, model_parameters
 from megappo.families.rope import rotary
 from megappo.families.weights import WeightSource, read_shard
-from megappo.megatron.attention import RMSNorm, SDPACoreAttention
+from megappo.megatron.attention import PackedCoreAttention, RMSNorm
 from megappo.megatron.heads import LogprobHead, ValueHead
 from megappo.megatron.layout import Layout
 from megappo.megatron.rotary import PackedRotary, rotate
@@ -197,7 +197,7 @@ def layer_spec(config: TransformerConfig, layout: Layout, vp_stage: int | None) 
         return get_gpt_layer_with_transformer_engine_spec(**parts)
     layer = get_gpt_layer_local_spec(**parts, normalization="RMSNorm")
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = SDPACoreAttention
+    attention.core_attention = PackedCoreAttention
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
