@@ -44,9 +44,9 @@ class SGLangSettings(Settings):
     sync_address: Text | None = None
     """Address of the first machine at which servers reach the broadcast group; default: on every machine the one that
     its packets to a server bear."""
-    deterministic: bool = True
+    deterministic: bool | None = None
     """A response depends on its prompt and seed, not on what else the server computes (SGLang's deterministic
-    inference); false is faster and ignores seeds."""
+    inference); false is faster on GPUs and ignores seeds. Default: true on a CPU and with `when_stopped: keep`."""
     sleep: bool = True
     """Colocated servers on GPUs give their memory to the trainer between rollouts."""
     verify: bool = True

@@ -328,7 +328,7 @@ def server_rules(config: Config, shape: ModelShape) -> Iterator[str]:
             f"rollout.dtype is {rollout.dtype}, but SGLang takes the actor's tensors as they are; "
             f"set it to model.dtype {config.model.dtype}, or remove it"
         )
-    if rollout.when_stopped == "keep" and not rollout.servers.deterministic:
+    if rollout.when_stopped == "keep" and rollout.servers.deterministic is False:
         yield (
             "rollout.when_stopped is keep and rollout.sglang.deterministic false, which keeps the short responses and "
             "samples the long ones anew, which makes them shorter; set when_stopped to drop, or deterministic to true"

@@ -175,8 +175,8 @@ class RolloutSettings(Settings):
     max_response_tokens: PositiveInt
     """Longest response."""
     when_stopped: Literal["drop", "keep"] = "drop"
-    """What becomes of the responses that a step has when the run is told to stop: generated again from their seeds, or
-    kept in the checkpoint."""
+    """What becomes of the responses that a step has when the run is told to stop: generated again, or kept in the
+    checkpoint."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; every logprob of the run is of the scaled distribution."""
     top_p: Fraction = 1.0
@@ -217,6 +217,11 @@ class RolloutSettings(Settings):
         """Whether servers give their memory to the trainers between rollouts: on shared GPUs, where nothing is
         generated meanwhile."""
         return on_cuda and self.servers.placement == "colocated" and self.servers.sleep and not self.ahead
+
+    def servers_are_deterministic(self, *, on_cuda: bool) -> bool:
+        """Whether servers compute a response from its prompt and seed alone: where it costs little, or is needed."""
+        given = self.servers.deterministic
+        return (not on_cuda or self.when_stopped == "keep") if given is None else given
 
     @field_validator("engine")
     @classmethod

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megappo.families.architecture import ArchitectureConfig
 from megappo.observe.throughput import training_flops_per_token
@@ -237,7 +237,8 @@ def _served_rollout(arch: ArchitectureConfig, servers: Servers, work: Workload, 
 
     A step reads the weights and the keys and values of what runs, and writes float32 logits. On a GPU it is a CUDA
     graph, which costs no host time per layer. Under tensor parallelism two all-reduces per layer wait for each other;
-    they move 2 (t-1)/t of the hidden states and take at least `small_all_reduce_seconds`.
+    they move 2 (t-1)/t of the hidden states and take at least `small_all_reduce_seconds`. Deterministic inference makes
+    everything there take `deterministic_slowdown` times as long.
     """
     e, tp = work.engine_dtype_bytes, servers.tensor_parallel
     spent = _StageWork(_server_machine(machine, servers, work), e)
@@ -259,7 +260,9 @@ def _served_rollout(arch: ArchitectureConfig, servers: Servers, work: Workload, 
         spent.send(2 * arch.layers * ring * running, inside_node=True, times=steps)
         spent.send(2 * arch.layers * ring * sequences * work.prompt_tokens, inside_node=True)
         spent.wait(steps * 2 * arch.layers * ASSUMED.small_all_reduce_seconds)
-    return spent.cost("rollout")
+    cost = spent.cost("rollout")
+    slowdown = ASSUMED.deterministic_slowdown if servers.deterministic and work.on_cuda else 1.0
+    return replace(cost, seconds=slowdown * cost.seconds)
 
 
 def _server_machine(machine: Machine, servers: Servers, work: Workload) -> Machine:

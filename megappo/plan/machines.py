@@ -74,6 +74,9 @@ class Assumptions:
     """Host time to start the kernels of one layer forward, without CUDA graphs."""
     small_all_reduce_seconds: float = 10e-6
     """Of a few hundred kilobytes within a node, between the kernels of a CUDA graph."""
+    deterministic_slowdown: float = 1.34
+    """Times as long as otherwise that SGLang's deterministic inference takes on GPUs: its authors measured 34.35% more
+    (https://lmsys.org/blog/2025-09-22-sglang-deterministic)."""
     checkpoint_bytes_per_second: float = 2e9
     """Written by a node to a disk that all share."""
     memory_share: float = 0.95
@@ -89,7 +92,8 @@ class Assumptions:
             f"assumed: {self.compute_share:.0%} of peak FLOP/s, {self.bandwidth_share:.0%} of memory bandwidth, "
             f"{self.link_share:.0%} of link bandwidth, {1e3 * self.launch_seconds_per_layer:g} ms of host time per "
             "layer and forward pass (none when SGLang decodes on GPUs, where a small all-reduce takes "
-            f"{1e6 * self.small_all_reduce_seconds:g} us), {self.checkpoint_bytes_per_second / 1e9:g} GB/s of a "
+            f"{1e6 * self.small_all_reduce_seconds:g} us, and deterministic inference {self.deterministic_slowdown:g} times "
+            f"as long), {self.checkpoint_bytes_per_second / 1e9:g} GB/s of a "
             f"checkpoint per node, {self.memory_share:.0%} of memory less "
             f"{self.cuda_reserve_bytes / 1e9:g} GB per GPU for CUDA and NCCL, "
             f"{self.process_reserve_bytes / 1e9:g} GB per rank on a CPU; every sample at its longest, rewards and data "

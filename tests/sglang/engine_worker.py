@@ -28,6 +28,7 @@ from distributed.models import VOCAB, write_model
 from megappo.config import derive_run, load_config
 from megappo.engines.protocol import GenerateRequest, SamplingParams
 from megappo.engines.sglang import SGLangEngine, SyncError
+from megappo.engines.sglang.client import call
 from megappo.engines.sglang.guard import session_pids, shared_files
 from megappo.engines.sglang.transport import SharedTransport, share_buffers
 from megappo.megatron.placed import place
@@ -64,6 +65,7 @@ class Bench:
             "rollout.prompts_per_step=10",
             "actor.minibatch_sequences=40",
             "actor.optimizer.learning_rate=0.01",
+            "algorithm.mismatch_stop_nats=100",  # of a server that has not been given the update
             "logging={console: quiet, tensorboard: false}",
             "evaluation=null",
             "data.validation=null",
@@ -270,6 +272,13 @@ def experts_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
     return found | leave(bench)
 
 
+def plain_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
+    """Llama, one server of one rank that takes no seeds, as those on GPUs are by default."""
+    bench = Bench(folder, runtime, "llama", "deterministic: false", tie_word_embeddings=True)
+    found: dict[str, Any] = {"TP2": after_an_update(bench, "{tensor_parallel: 2}")}
+    return found | leave(bench)
+
+
 def broadcast_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
     """Llama with tied embeddings, weights through a broadcast group."""
     bench = Bench(folder, runtime, "llama", "placement: disaggregated", tie_word_embeddings=True)
@@ -322,9 +331,11 @@ def leave(bench: Bench) -> dict[str, Any]:
     addresses = listening([pid for s in sessions for pid in session_pids(s)])
     folders = [str(server.scratch) for server in bench.engine.fleet.servers.values()]
     assert all(Path(folder).is_dir() for folder in folders)
+    facts = [call(e, "/server_info", timeout_seconds=60, method="GET") for e in bench.engine.endpoints]
     bench.engine.close()
+    known = {"deterministic": [fact["enable_deterministic_inference"] for fact in facts]}
     places = {"urls": urls, "folders": folders, "files": files, "addresses": addresses}
-    return {"sessions": sessions, "forked": forked, "trainer_addresses": listening([os.getpid()])} | places
+    return known | {"sessions": sessions, "forked": forked, "trainer_addresses": listening([os.getpid()])} | places
 
 
 def main() -> None:

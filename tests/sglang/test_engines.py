@@ -50,6 +50,7 @@ LAYOUTS = [
     (SHARDED, "PP2"),
     pytest.param("experts_engine", "EP2", marks=slow),  # Qwen3 with experts, engine TP2
     pytest.param("experts_engine", "TP2xEP2", marks=slow),
+    pytest.param("plain_engine", "TP2", marks=slow),
     pytest.param("broadcast_engine", "TP2", marks=slow),
     pytest.param("broadcast_engine", "DP2", marks=slow),
     pytest.param("broadcast_engine", "external", marks=slow),
@@ -105,6 +106,13 @@ def test_a_tensor_that_stays_wrong_stops_the_run_by_name(scenario: Callable[[str
         assert "failed 3 times" in found["always"]["error"]
         assert "does not hold what was sent: model.layers.2.mlp.gate_up_proj.weight;" in found["always"]["error"] + ";"
         assert found["always"]["current"] == []  # nothing may generate with mixed weights
+
+
+@pytest.mark.parametrize(("name", "expected"), [(SHARDED, True), pytest.param("plain_engine", False, marks=slow)])
+def test_inference_is_deterministic_where_the_settings_say_so(
+    scenario: Callable[[str], Found], name: str, expected: bool
+) -> None:
+    assert {fact for found in scenario(name) for fact in found["deterministic"]} == {expected}
 
 
 def test_the_processes_of_a_server_are_forked(scenario: Callable[[str], Found]) -> None:

@@ -148,6 +148,16 @@ def test_a_decoding_step_by_hand() -> None:
     assert seconds(found, "rollout") == pytest.approx(decoding + arithmetic, rel=1e-6)
 
 
+def test_deterministic_inference_takes_longer_on_gpus() -> None:
+    """By default only what `when_stopped: keep` needs is paid for."""
+    fast = seconds(plan(memory_fraction=0.3), "rollout")
+    slow = pytest.approx(ASSUMED.deterministic_slowdown * fast)
+    assert seconds(plan(memory_fraction=0.3, deterministic="true"), "rollout") == slow != fast
+    assert seconds(plan("rollout.when_stopped=keep", memory_fraction=0.3), "rollout") == slow
+    on_cpu = [seconds(plan(machine="cpu", deterministic=choice), "rollout") for choice in ("true", "false", "null")]
+    assert len(set(on_cpu)) == 1
+
+
 def test_the_nearest_fit_lowers_the_servers_share() -> None:
     config = load_config(MIDDLE, ["rollout.engine=sglang", "rollout.sglang={memory_fraction: 0.7}"])
     proposal = nearest_fit(config, models(), MACHINES["h100"], 8)

@@ -210,6 +210,28 @@ def test_a_server_gets_no_variables_of_torchrun_and_no_key_on_its_command_line(
     assert "device" not in on_gpu.arguments(1, "k")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "on_cpu", "on_gpu"),
+    [
+        ([], True, False),
+        (["rollout.when_stopped=keep"], True, True),
+        (["rollout.sglang.deterministic=true"], True, True),
+        (["rollout.sglang.deterministic=false"], False, False),
+    ],
+)
+def test_seeds_count_where_they_cost_little_or_are_needed(
+    tmp_path: Path, overrides: list[str], on_cpu: bool, on_gpu: bool
+) -> None:
+    """SGLang makes a tensor of seeds with deterministic inference only, which samples in torch; else it has its own
+    way to sample."""
+    config = load_config(ROOT / "configs/sglang_quickstart.yaml", overrides)
+    for on_cuda, expected in ((False, on_cpu), (True, on_gpu)):
+        spec = ServerSpec.of(config, tmp_path, (1,), on_cuda=on_cuda)
+        arguments = replace(spec, devices=(0,) if on_cuda else ()).arguments(1, "k")
+        assert arguments.get("enable-deterministic-inference", False) is expected
+        assert arguments.get("sampling-backend") == ("pytorch" if expected else None)
+
+
 def test_a_server_that_sleeps_gets_no_expandable_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch_memory_saver refuses them; the trainer's variables stay as they are."""
     ours = "max_split_size_mb:128, expandable_segments:True,roundup_power2_divisions:[256:1,>:4]"

@@ -329,6 +329,5 @@ def served_engine(
     *, config: Config, folder: Path, stop_token_ids: tuple[int, ...], runtime: Runtime, stop: Stop
 ) -> SGLangEngine:
     """See `EngineFactory`; starts the servers."""
-    sleep = config.rollout.servers_sleep(on_cuda=runtime.on_cuda)
-    spec = ServerSpec.of(config, folder, stop_token_ids, memory_saver=sleep)
+    spec = ServerSpec.of(config, folder, stop_token_ids, on_cuda=runtime.on_cuda)
     return SGLangEngine(Fleet(spec, runtime), config.rollout.servers, runtime, stop)

@@ -54,10 +54,12 @@ class ServerSpec:
     """CPU cores that it may use, on a machine without CUDA."""
     memory_saver: bool = False
     """Whether it can give its memory away."""
+    deterministic: bool = False
+    """Whether a response follows from its prompt and seed."""
     seed: int = 0
 
     @classmethod
-    def of(cls, config: Config, folder: Path, stop_token_ids: tuple[int, ...], *, memory_saver: bool) -> ServerSpec:
+    def of(cls, config: Config, folder: Path, stop_token_ids: tuple[int, ...], *, on_cuda: bool) -> ServerSpec:
         """What a configuration asks for, before a server has its place."""
         return cls(
             model_folder=folder.absolute(),
@@ -66,7 +68,8 @@ class ServerSpec:
             stop_token_ids=stop_token_ids,
             trust_remote_code=config.model.trust_remote_code,
             log_directory=config.run.path.absolute() / "engines",
-            memory_saver=memory_saver,
+            memory_saver=config.rollout.servers_sleep(on_cuda=on_cuda),
+            deterministic=config.rollout.servers_are_deterministic(on_cuda=on_cuda),
         )
 
     def arguments(self, port: int, key: str) -> dict[str, Any]:
@@ -82,15 +85,14 @@ class ServerSpec:
             "random-seed": self.seed,
             "skip-tokenizer-init": True,  # tokens in, tokens out
             "skip-server-warmup": True,
-            "sampling-backend": "pytorch",
             "log-level": "warning",
             # The actor's weights are plain, however those of its folder are stored.
             "json-model-override-args": json.dumps(
                 {"eos_token_id": list(self.stop_token_ids) or None, "quantization_config": None}
             ),
         }
-        if self.settings.deterministic:
-            found["enable-deterministic-inference"] = True
+        if self.deterministic:
+            found |= {"enable-deterministic-inference": True, "sampling-backend": "pytorch"}  # no other takes seeds
         if self.trust_remote_code:
             found["trust-remote-code"] = True
         if (tokens := self.settings.held_tokens(on_cuda=bool(self.devices))) is not None:
