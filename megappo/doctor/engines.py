@@ -15,6 +15,8 @@ from megappo.doctor import machine
 from megappo.doctor.findings import Finding, broken, fine
 from megappo.engines.sglang.client import Endpoint, ServerFailure, call
 from megappo.engines.sglang.fleet import KEY_VARIABLE
+from megappo.engines.sglang.gpus import check_visible
+from megappo.errors import RunError
 from megappo.plan.inputs import Models, make_setup
 from megappo.plan.memory import bucket_bytes
 from megappo.runtime.launchers import Ranks
@@ -29,6 +31,11 @@ def engine_findings(config: Config, models: Models, ranks: Ranks, world_size: in
     if not config.rollout.has_servers:
         return
     settings = config.rollout.servers
+    try:
+        check_visible(settings)
+    except RunError as error:
+        problem, _, remedy = str(error).rpartition("; ")
+        yield broken("engines", problem, remedy)
     if not torch.cuda.is_available():
         setup = make_setup(config, models, world_size, on_cuda=False)
         local = 1 if (ranks.local_world_size or ranks.world_size) == ranks.world_size else ranks.local_world_size or 1

@@ -17,9 +17,14 @@ def runs_on_cuda(settings: RuntimeSettings) -> bool:
     return settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
 
 
+def sees_one_device(visible: int) -> bool:
+    """Whether each rank, where it sees so many devices, was given one of its own; it has the number 0 on every rank."""
+    return visible == 1 and binds_one_device(os.environ)
+
+
 def device_index(ranks: Ranks, visible: int) -> int:
     """The CUDA device of a rank on a machine that shows it so many. Raises RunError where there are too few."""
-    if visible == 1 and binds_one_device(os.environ):
+    if sees_one_device(visible):
         return 0
     needed = max(ranks.local_rank + 1, ranks.local_world_size or 0)
     if needed > visible:

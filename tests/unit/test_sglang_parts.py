@@ -20,6 +20,8 @@ from transformers import PretrainedConfig
 from megappo.config.engine import SGLangSettings
 from megappo.config.load import load_config
 from megappo.config.rules import engine_rules, server_rules
+from megappo.engines.registry import find_engine
+from megappo.engines.sglang import fleet
 from megappo.engines.sglang.client import Endpoint
 from megappo.engines.sglang.server import ServerSpec
 from megappo.engines.sglang.sync import ServerSync, SyncRun
@@ -31,6 +33,7 @@ from megappo.families.parameters import model_parameters, tensor_shapes
 from megappo.reshard.fingerprint import EngineShape, Fingerprints, differing
 from megappo.reshard.stream import Bucket
 from megappo.runtime import sglang_cpu
+from megappo.runtime.process import Runtime
 
 ROOT = Path(__file__).parents[2]
 
@@ -208,6 +211,59 @@ def test_a_server_gets_no_variables_of_torchrun_and_no_key_on_its_command_line(
     assert on_gpu.environment(tmp_path)["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert on_gpu.arguments(1, "k")["enable-memory-saver"] is True
     assert "device" not in on_gpu.arguments(1, "k")
+
+
+@pytest.fixture
+def one_gpu_per_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of four GPUs, of which `srun --gpus-per-task=1` shows each task one; this is the last one."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runtime: Runtime, **settings: Any) -> list[dict[str, str]]:
+    """The variables of the servers that this rank of a run starts."""
+    found: list[dict[str, str]] = []
+    monkeypatch.setattr(fleet, "of_all_ranks", lambda value: [value] * runtime.world_size)
+    monkeypatch.setattr(fleet, "agreed", lambda work, _caught: work())
+    monkeypatch.setattr(fleet, "start_server", lambda spec, *_: found.append(spec.environment(tmp_path)))
+    fleet.Fleet(ServerSpec(tmp_path, "bfloat16", SGLangSettings(**settings), (1,), False, tmp_path), runtime)
+    return found
+
+
+@pytest.mark.usefixtures("one_gpu_per_task")
+def test_a_server_gets_the_one_gpu_that_its_rank_sees(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whatever number the GPU has on the machine: for this rank it is number 0 of those in its own variable."""
+    last = Runtime(rank=3, world_size=4, local_rank=3, device=torch.device("cuda", 0))
+    assert [found["CUDA_VISIBLE_DEVICES"] for found in started(monkeypatch, tmp_path, last)] == ["3"]
+    config = load_config(ROOT / "configs/sglang_quickstart.yaml")
+    find_engine(config.rollout)
+    for given, words in (
+        ("{tensor_parallel: 2}", "tensor_parallel is 2, but each rank sees one GPU alone, .*; set it to 1, or let each"),
+        ("{placement: disaggregated}", "is disaggregated, but each rank sees one GPU alone, .*; set it to colocated"),
+    ):
+        rollout = load_config(ROOT / "configs/sglang_quickstart.yaml", [f"rollout.sglang={given}"]).rollout
+        with pytest.raises(RunError, match=words):
+            find_engine(rollout)
+
+
+def test_servers_stand_on_gpus_that_there_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where a rank sees all of the machine's GPUs, or some of them by names."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    third = Runtime(rank=2, world_size=4, local_rank=2, device=torch.device("cuda", 2))
+    found = started(monkeypatch, tmp_path, third, tensor_parallel=2)
+    assert [variables["CUDA_VISIBLE_DEVICES"] for variables in found] == ["2,3"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c,GPU-d")
+    assert started(monkeypatch, tmp_path, third)[0]["CUDA_VISIBLE_DEVICES"] == "GPU-c"
+    first = Runtime(rank=0, world_size=2, local_rank=0, device=torch.device("cuda", 0))
+    apart: dict[str, Any] = {"placement": "disaggregated", "engines": 2}
+    assert [f["CUDA_VISIBLE_DEVICES"] for f in started(monkeypatch, tmp_path, first, **apart)] == ["GPU-c"]
+    with pytest.raises(RunError, match="server 0 would stand on the GPUs 2 to 5, but a rank sees 4 here"):
+        started(monkeypatch, tmp_path, first, tensor_parallel=4, **apart)
 
 
 @pytest.mark.parametrize(

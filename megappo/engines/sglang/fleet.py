@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megappo.engines.sglang.client import Endpoint, ServerFailure, is_alive
+from megappo.engines.sglang.gpus import server_gpus
 from megappo.engines.sglang.server import EngineError, Server, ServerSpec, start_server
-from megappo.runtime.objects import of_all_ranks
+from megappo.errors import RunError
+from megappo.runtime.objects import agreed, of_all_ranks
 from megappo.runtime.process import Runtime
 from megappo.runtime.waiting import wait_until
 
@@ -46,9 +48,10 @@ class Fleet:
         self.servers: dict[int, Server] = {}
         self._starts = dict.fromkeys(self._mine, 0)
         self._restarts = dict.fromkeys(self._mine, 0)
-        if not self._external:
-            for index in self._mine:
-                self._start(index)
+        self._specs = agreed(lambda: {i: self._placed(i) for i in self._mine if not self._external}, (RunError,))
+        """Of own servers, also when they are started again."""
+        for index in self._specs:
+            self._start(index)
 
     @property
     def can_sleep(self) -> bool:
@@ -66,18 +69,13 @@ class Fleet:
 
     def _start(self, index: int) -> None:
         self._starts[index] += 1
-        self.servers[index] = start_server(self._placed(index), index, self._runtime.rank, self._starts[index])
+        self.servers[index] = start_server(self._specs[index], index, self._runtime.rank, self._starts[index])
 
     def _placed(self, index: int) -> ServerSpec:
         """The specification with this server's devices or cores."""
-        tp = self._settings.tensor_parallel
         if self._runtime.on_cuda:
-            first = self._settings.first_device
-            if self._settings.placement == "colocated":
-                start = (first or 0) + self._runtime.local_rank
-            else:
-                start = (self._ranks_here if first is None else first) + index * tp
-            return replace(self._spec, devices=tuple(range(start, start + tp)), seed=index)
+            gpus = server_gpus(self._settings, index, self._runtime.device.index, self._ranks_here)
+            return replace(self._spec, devices=gpus, seed=index)
         cores = sorted(os.sched_getaffinity(0))
         share = max(1, len(cores) // self._count)
         own = cores[index * share : (index + 1) * share] or cores

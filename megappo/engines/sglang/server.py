@@ -21,6 +21,7 @@ import megappo
 from megappo.config import Config
 from megappo.config.engine import SGLangSettings
 from megappo.engines.sglang.client import Endpoint, ServerFailure, call
+from megappo.engines.sglang.gpus import visible_devices
 from megappo.engines.sglang.guard import ServerProcesses, clean_up
 from megappo.errors import RunError
 from megappo.runtime.sglang_cpu import ENTRY_POINTS, PLATFORM_NAME
@@ -49,7 +50,7 @@ class ServerSpec:
     trust_remote_code: bool
     log_directory: Path
     devices: tuple[int, ...] = ()
-    """GPUs by their number on this machine; none on a CPU."""
+    """GPUs by their number among those that this process sees; none on a CPU."""
     cores: tuple[int, ...] = ()
     """CPU cores that it may use, on a machine without CUDA."""
     memory_saver: bool = False
@@ -120,7 +121,7 @@ class ServerSpec:
         kept["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch}/ranks"
         kept["SGLANG_HEALTH_CHECK_TIMEOUT"] = str(max(1, int(self.settings.health_timeout_seconds)))
         if self.devices:
-            kept["CUDA_VISIBLE_DEVICES"] = _visible(self.devices, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+            kept["CUDA_VISIBLE_DEVICES"] = visible_devices(self.devices, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
         else:
             path.insert(0, str(_advertise_platform(scratch)))
             ranks = self.settings.tensor_parallel
@@ -139,12 +140,6 @@ class ServerSpec:
 def _without_expandable_segments(options: str) -> str:
     """torch's allocator options without the one that torch_memory_saver, which gives memory away, refuses."""
     return ",".join(option for option in options.split(",") if option.split(":")[0].strip() != "expandable_segments")
-
-
-def _visible(devices: tuple[int, ...], ours: str) -> str:
-    """The devices in CUDA's words, where this process sees some of the machine's only."""
-    names = ours.split(",") if ours else []
-    return ",".join(names[d] if d < len(names) else str(d) for d in devices)
 
 
 def _advertise_platform(scratch: Path) -> Path:
