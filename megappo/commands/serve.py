@@ -30,7 +30,7 @@ from megappo.engines.sglang.server import Server, ServerSpec, start_server
 from megappo.errors import RunError
 from megappo.observe.messages import tell
 from megappo.plan.here import resolve_here
-from megappo.runtime.device import runs_on_cuda
+from megappo.runtime.device import device_bytes, runs_on_cuda
 from megappo.runtime.sglang_cpu import require_sglang
 from megappo.runtime.store import free_port, listening_problem
 from megappo.runtime.waiting import wait_until
@@ -127,7 +127,7 @@ def make_service(config: Config, *, host: str | None, port: int, index: int, lin
     check_address(host, port)
     folder = model_folder(config.model.path, weights=False)
     stops = resolve_stop_token_ids(folder, load_tokenizer(config.model), config.rollout.stop_token_ids)
-    spec = ServerSpec.of(config, folder, stops, on_cuda=runs_on_cuda(config.runtime))
+    spec = ServerSpec.of(config, folder, stops, on_cuda=runs_on_cuda(config.runtime), device_bytes=device_bytes())
     spec = replace(spec, settings=spec.settings.model_copy(update={"host": host}), memory_saver=False, seed=index)
     key = os.environ.get(KEY_VARIABLE, "") or kept_key(spec.log_directory)
     return Service(_placed(spec), port or free_port(host), key, index, linger_seconds)

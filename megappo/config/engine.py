@@ -34,7 +34,7 @@ class SGLangSettings(Settings):
     first_device: NonNegativeInt | None = None
     """First GPU of the servers on this machine; default: the trainers' (colocated), or the first after them."""
     memory_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.6
-    """Share of a GPU's memory for weights, keys and values of a server (SGLang's mem_fraction_static)."""
+    """Share of a GPU's memory for weights, keys and values of a server, whatever is free when it starts."""
     max_total_tokens: PositiveInt | None = None
     """Tokens whose keys and values a server holds; default: what memory_fraction allows, on a CPU 65536."""
     threads: Processes | None = None

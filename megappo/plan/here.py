@@ -47,9 +47,10 @@ def this_machine() -> Machine:
     """The machine of the planner's tables that is most like this one, with this one's memory and share of cores."""
     import torch
 
+    from megappo.runtime.device import device_bytes
+
     if torch.cuda.is_available():
-        total = float(torch.cuda.get_device_properties(0).total_memory)
-        return machine_like(torch.cuda.get_device_name(0), total)
+        return machine_like(torch.cuda.get_device_name(0), device_bytes())
     import psutil
 
     total = float(psutil.virtual_memory().total)

@@ -35,6 +35,11 @@ def device_index(ranks: Ranks, visible: int) -> int:
     return ranks.local_rank
 
 
+def device_bytes() -> float:
+    """Memory of a GPU of this machine, of which all are alike; 0 without CUDA."""
+    return float(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else 0.0
+
+
 def own_device(ranks: Ranks) -> torch.device:
     """The device of this process, from now on CUDA's current one. Raises RunError where there are too few."""
     if not torch.cuda.is_available():

@@ -27,11 +27,13 @@ import megappo.ppo.parts
 from distributed.models import VOCAB, write_model
 from megappo.config import derive_run, load_config
 from megappo.engines.protocol import GenerateRequest, SamplingParams
-from megappo.engines.sglang import SGLangEngine, SyncError
+from megappo.engines.sglang import EngineError, SGLangEngine, SyncError
 from megappo.engines.sglang.client import call
 from megappo.engines.sglang.guard import session_pids, shared_files
+from megappo.engines.sglang.inspection import check_server
 from megappo.engines.sglang.transport import SharedTransport, share_buffers
 from megappo.megatron.placed import place
+from megappo.plan.cache import PlannedCache
 from megappo.ppo.measures import check_mismatch
 from megappo.ppo.parts import Parts, assemble
 from megappo.ppo.reporting import Reporter
@@ -41,6 +43,7 @@ from megappo.runtime.process import Runtime, start_runtime
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT_WAITS = "stall_timeout_seconds: 3, health_timeout_seconds: 10, sync_timeout_seconds: 60"
+CACHE_TOKENS = 16384
 LONG = SamplingParams(temperature=1.0, max_new_tokens=50, stop_token_ids=(1,))
 
 
@@ -57,7 +60,7 @@ class Bench:
             f"model.path={self.model}",
             f"model.tokenizer={ROOT / 'configs/models/tiny_arithmetic'}",
             "model.init=pretrained",
-            f"rollout.sglang={{max_total_tokens: 16384, threads: 1, {SHORT_WAITS}, {sglang}}}",
+            f"rollout.sglang={{max_total_tokens: {CACHE_TOKENS}, threads: 1, {SHORT_WAITS}, {sglang}}}",
             "rollout.max_response_tokens=24",
             "rollout.temperature=0.8",
             "rollout.sync_bucket_bytes=12000",  # several buckets for a model of 100 kB
@@ -332,8 +335,13 @@ def leave(bench: Bench) -> dict[str, Any]:
     folders = [str(server.scratch) for server in bench.engine.fleet.servers.values()]
     assert all(Path(folder).is_dir() for folder in folders)
     facts = [call(e, "/server_info", timeout_seconds=60, method="GET") for e in bench.engine.endpoints]
+    known: dict[str, Any] = {"deterministic": [fact["enable_deterministic_inference"] for fact in facts]}
+    known["tokens"] = [fact["max_total_num_tokens"] for fact in facts]
+    try:
+        check_server(bench.engine.endpoints[0], PlannedCache(None, CACHE_TOKENS + 1), 60.0)
+    except EngineError as error:
+        known["too_long"] = str(error)
     bench.engine.close()
-    known = {"deterministic": [fact["enable_deterministic_inference"] for fact in facts]}
     places = {"urls": urls, "folders": folders, "files": files, "addresses": addresses}
     return known | {"sessions": sessions, "forked": forked, "trainer_addresses": listening([os.getpid()])} | places
 

@@ -115,6 +115,17 @@ def test_inference_is_deterministic_where_the_settings_say_so(
     assert {fact for found in scenario(name) for fact in found["deterministic"]} == {expected}
 
 
+@pytest.mark.parametrize("name", [TWO, SHARDED, BROADCAST])
+def test_servers_hold_the_tokens_that_they_were_told_to(scenario: Callable[[str], Found], name: str) -> None:
+    """Those that were started again too; and one that has too few is not used."""
+    for found in scenario(name):
+        assert set(found["tokens"]) == {16384}
+        assert (
+            "room for the keys and values of 16384 tokens, the longest prompt and response are 16385;"
+            in (found["too_long"])
+        )
+
+
 def test_the_processes_of_a_server_are_forked(scenario: Callable[[str], Found]) -> None:
     """The server itself, a detokenizer, and a scheduler for each of its two ranks."""
     assert [count for found in scenario(SHARDED) for count in found["forked"]] == [4]

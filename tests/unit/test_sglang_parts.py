@@ -30,12 +30,15 @@ from megappo.families.architecture import ArchitectureConfig, ModelShape
 from megappo.families.blocks import Attention, Experts, GatedMlp, QueryKeyNorms, QueryKeyValueBiases
 from megappo.families.declaration import Block, Family
 from megappo.families.parameters import model_parameters, tensor_shapes
+from megappo.plan.cache import PlannedCache
 from megappo.reshard.fingerprint import EngineShape, Fingerprints, differing
 from megappo.reshard.stream import Bucket
 from megappo.runtime import sglang_cpu
 from megappo.runtime.process import Runtime
 
 ROOT = Path(__file__).parents[2]
+TINY = ROOT / "configs" / "models" / "tiny_arithmetic"
+CACHE = PlannedCache(9000, 100)
 
 
 def arch(*blocks: Block, **changes: Any) -> ArchitectureConfig:
@@ -200,14 +203,14 @@ def test_a_server_gets_no_variables_of_torchrun_and_no_key_on_its_command_line(
     for name in ("RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "SGLANG_USE_CPU_ENGINE"):
         monkeypatch.setenv(name, "1")
     settings = SGLangSettings(tensor_parallel=2, arguments={"chunked-prefill-size": 64})
-    spec = ServerSpec(tmp_path, "float32", settings, (1, 5), False, tmp_path, cores=(0, 1, 2, 3))
+    spec = ServerSpec(tmp_path, "float32", settings, (1, 5), False, tmp_path, CACHE, cores=(0, 1, 2, 3))
     environment = spec.environment(tmp_path)
     assert not {"RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "SGLANG_USE_CPU_ENGINE"} & environment.keys()
     assert environment["SGLANG_CPU_OMP_THREADS_BIND"] == "0,1|2,3"
     arguments = spec.arguments(1234, "secret")
     assert arguments["api-key"] == "secret" and arguments["chunked-prefill-size"] == 64
     assert arguments["json-model-override-args"] == '{"eos_token_id": [1, 5], "quantization_config": null}'
-    on_gpu = ServerSpec(tmp_path, "bfloat16", settings, (1,), False, tmp_path, devices=(2, 3), memory_saver=True)
+    on_gpu = replace(spec, devices=(2, 3), memory_saver=True)
     assert on_gpu.environment(tmp_path)["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert on_gpu.arguments(1, "k")["enable-memory-saver"] is True
     assert "device" not in on_gpu.arguments(1, "k")
@@ -229,7 +232,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runtime: Runtime, *
     monkeypatch.setattr(fleet, "of_all_ranks", lambda value: [value] * runtime.world_size)
     monkeypatch.setattr(fleet, "agreed", lambda work, _caught: work())
     monkeypatch.setattr(fleet, "start_server", lambda spec, *_: found.append(spec.environment(tmp_path)))
-    fleet.Fleet(ServerSpec(tmp_path, "bfloat16", SGLangSettings(**settings), (1,), False, tmp_path), runtime)
+    fleet.Fleet(ServerSpec(tmp_path, "bfloat16", SGLangSettings(**settings), (1,), False, tmp_path, CACHE), runtime)
     return found
 
 
@@ -241,7 +244,10 @@ def test_a_server_gets_the_one_gpu_that_its_rank_sees(monkeypatch: pytest.Monkey
     config = load_config(ROOT / "configs/sglang_quickstart.yaml")
     find_engine(config.rollout)
     for given, words in (
-        ("{tensor_parallel: 2}", "tensor_parallel is 2, but each rank sees one GPU alone, .*; set it to 1, or let each"),
+        (
+            "{tensor_parallel: 2}",
+            "tensor_parallel is 2, but each rank sees one GPU alone, .*; set it to 1, or let each",
+        ),
         ("{placement: disaggregated}", "is disaggregated, but each rank sees one GPU alone, .*; set it to colocated"),
     ):
         rollout = load_config(ROOT / "configs/sglang_quickstart.yaml", [f"rollout.sglang={given}"]).rollout
@@ -275,14 +281,12 @@ def test_servers_stand_on_gpus_that_there_are(monkeypatch: pytest.MonkeyPatch, t
         (["rollout.sglang.deterministic=false"], False, False),
     ],
 )
-def test_seeds_count_where_they_cost_little_or_are_needed(
-    tmp_path: Path, overrides: list[str], on_cpu: bool, on_gpu: bool
-) -> None:
+def test_seeds_count_where_they_cost_little_or_are_needed(overrides: list[str], on_cpu: bool, on_gpu: bool) -> None:
     """SGLang makes a tensor of seeds with deterministic inference only, which samples in torch; else it has its own
     way to sample."""
     config = load_config(ROOT / "configs/sglang_quickstart.yaml", overrides)
     for on_cuda, expected in ((False, on_cpu), (True, on_gpu)):
-        spec = ServerSpec.of(config, tmp_path, (1,), on_cuda=on_cuda)
+        spec = ServerSpec.of(config, TINY, (1,), on_cuda=on_cuda, device_bytes=80e9 * on_cuda)
         arguments = replace(spec, devices=(0,) if on_cuda else ()).arguments(1, "k")
         assert arguments.get("enable-deterministic-inference", False) is expected
         assert arguments.get("sampling-backend") == ("pytorch" if expected else None)
@@ -294,11 +298,18 @@ def test_a_server_that_sleeps_gets_no_expandable_segments(tmp_path: Path, monkey
     names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     for name in names:
         monkeypatch.setenv(name, ours)
-    awake = ServerSpec(tmp_path, "bfloat16", SGLangSettings(), (1,), False, tmp_path, devices=(0,))
+    awake = ServerSpec(tmp_path, "bfloat16", SGLangSettings(), (1,), False, tmp_path, CACHE, devices=(0,))
     asleep = replace(awake, memory_saver=True)
     for name in names:
         assert awake.environment(tmp_path)[name] == os.environ[name] == ours
         assert asleep.environment(tmp_path)[name] == "max_split_size_mb:128,roundup_power2_divisions:[256:1,>:4]"
+
+
+def test_servers_elsewhere_have_as_many_tokens_as_they_have() -> None:
+    words = ["rollout.sglang={placement: disaggregated, urls: ['http://a:1'], memory_fraction: 0.1}"]
+    config = load_config(ROOT / "configs/sglang_quickstart.yaml", words)
+    spec = ServerSpec.of(config, TINY, (1,), on_cuda=True, device_bytes=1e6)
+    assert spec.cache == PlannedCache(None, config.max_sequence_tokens)
 
 
 SHAPE = ModelShape("llama", 64, 2, 4, 2, 16, 256, 16, 32, False)

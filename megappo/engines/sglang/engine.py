@@ -34,6 +34,7 @@ from megappo.engines.sglang.transport import (
 from megappo.observe.messages import tell
 from megappo.reshard.fingerprint import EngineShape
 from megappo.reshard.stream import WeightStream
+from megappo.runtime.device import device_bytes
 from megappo.runtime.interrupts import NeverStop, Stop
 from megappo.runtime.objects import from_rank, of_all_ranks
 from megappo.runtime.process import Runtime
@@ -329,5 +330,5 @@ def served_engine(
     *, config: Config, folder: Path, stop_token_ids: tuple[int, ...], runtime: Runtime, stop: Stop
 ) -> SGLangEngine:
     """See `EngineFactory`; starts the servers."""
-    spec = ServerSpec.of(config, folder, stop_token_ids, on_cuda=runtime.on_cuda)
+    spec = ServerSpec.of(config, folder, stop_token_ids, on_cuda=runtime.on_cuda, device_bytes=device_bytes())
     return SGLangEngine(Fleet(spec, runtime), config.rollout.servers, runtime, stop)

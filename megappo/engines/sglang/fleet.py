@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megappo.engines.sglang.client import Endpoint, ServerFailure, is_alive
 from megappo.engines.sglang.gpus import server_gpus
+from megappo.engines.sglang.inspection import check_server
 from megappo.engines.sglang.server import EngineError, Server, ServerSpec, start_server
 from megappo.errors import RunError
 from megappo.runtime.objects import agreed, of_all_ranks
@@ -105,18 +106,23 @@ class Fleet:
 
     def _await_first(self, index: int) -> Started:
         if self._external:
-            return Started((self._await_external(index),))
+            return self._taken_in(self._await_external(index))
         try:
             self.servers[index].wait_ready()
         except ServerFailure:
             # Another program may have taken the port in the meantime; a real fault shows the second time.
             return self._restart(index)
-        return Started((self.servers[index].endpoint,))
+        return self._taken_in(self.servers[index].endpoint)
+
+    def _taken_in(self, endpoint: Endpoint, restarts: int = 0) -> Started:
+        """A server that has just come up, looked at once."""
+        check_server(endpoint, self._spec.cache, self._settings.health_timeout_seconds)
+        return Started((endpoint,), restarts)
 
     def _recover(self, index: int) -> Started:
         """A server that still answers is given weights again; one that does not is replaced."""
         if self._external:
-            return Started((self._await_external(index),))
+            return self._taken_in(self._await_external(index))
         server = self.servers[index]
         if server.running and is_alive(server.endpoint, self._settings.health_timeout_seconds):
             self._starts[index] += 1  # a broadcast group with it may be broken: never used again
@@ -135,7 +141,7 @@ class Fleet:
         self.servers[index].stop()
         self._start(index)
         self.servers[index].wait_ready()
-        return Started((self.servers[index].endpoint,), restarts=1)
+        return self._taken_in(self.servers[index].endpoint, restarts=1)
 
     def _await_external(self, index: int) -> Endpoint:
         """Wait until a server that somebody else starts answers."""

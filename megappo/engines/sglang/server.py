@@ -20,15 +20,20 @@ from typing import Any
 import megappo
 from megappo.config import Config
 from megappo.config.engine import SGLangSettings
+from megappo.config.model_files import load_architecture
 from megappo.engines.sglang.client import Endpoint, ServerFailure, call
 from megappo.engines.sglang.gpus import visible_devices
 from megappo.engines.sglang.guard import ServerProcesses, clean_up
 from megappo.errors import RunError
+from megappo.plan.cache import PlannedCache, server_cache
 from megappo.runtime.sglang_cpu import ENTRY_POINTS, PLATFORM_NAME
 from megappo.runtime.store import free_port
 from megappo.runtime.waiting import wait_until
 
 STOP_SECONDS = 20.0
+_SHARE_OF_FREE_MEMORY = 0.99
+"""SGLang's mem_fraction_static: of what is free when a server starts. It is a second limit on keys and values beside
+their number of tokens, which we choose, and must not be the lower one."""
 _FREEZE_SECONDS = 30.0
 _SCRUBBED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR")
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -49,6 +54,7 @@ class ServerSpec:
     stop_token_ids: tuple[int, ...]
     trust_remote_code: bool
     log_directory: Path
+    cache: PlannedCache
     devices: tuple[int, ...] = ()
     """GPUs by their number among those that this process sees; none on a CPU."""
     cores: tuple[int, ...] = ()
@@ -60,8 +66,15 @@ class ServerSpec:
     seed: int = 0
 
     @classmethod
-    def of(cls, config: Config, folder: Path, stop_token_ids: tuple[int, ...], *, on_cuda: bool) -> ServerSpec:
-        """What a configuration asks for, before a server has its place."""
+    def of(
+        cls, config: Config, folder: Path, stop_token_ids: tuple[int, ...], *, on_cuda: bool, device_bytes: float = 0.0
+    ) -> ServerSpec:
+        """What a configuration asks for, before a server has its place. Raises ConfigError as `server_cache` does.
+
+        `device_bytes`: memory of a GPU; servers that somebody else starts have others.
+        """
+        own_bytes = 0.0 if config.rollout.servers.urls else device_bytes
+        arch = load_architecture(folder, config.model)
         return cls(
             model_folder=folder.absolute(),
             dtype=config.model.dtype,
@@ -69,6 +82,7 @@ class ServerSpec:
             stop_token_ids=stop_token_ids,
             trust_remote_code=config.model.trust_remote_code,
             log_directory=config.run.path.absolute() / "engines",
+            cache=server_cache(config, arch, on_cuda=on_cuda, device_bytes=own_bytes),
             memory_saver=config.rollout.servers_sleep(on_cuda=on_cuda),
             deterministic=config.rollout.servers_are_deterministic(on_cuda=on_cuda),
         )
@@ -96,10 +110,10 @@ class ServerSpec:
             found |= {"enable-deterministic-inference": True, "sampling-backend": "pytorch"}  # no other takes seeds
         if self.trust_remote_code:
             found["trust-remote-code"] = True
-        if (tokens := self.settings.held_tokens(on_cuda=bool(self.devices))) is not None:
-            found["max-total-tokens"] = tokens
+        if self.cache.tokens is not None:
+            found["max-total-tokens"] = self.cache.tokens
         if self.devices:
-            found["mem-fraction-static"] = self.settings.memory_fraction
+            found["mem-fraction-static"] = _SHARE_OF_FREE_MEMORY
             if self.memory_saver:
                 found["enable-memory-saver"] = True
         else:
@@ -121,6 +135,8 @@ class ServerSpec:
         kept["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch}/ranks"
         kept["SGLANG_HEALTH_CHECK_TIMEOUT"] = str(max(1, int(self.settings.health_timeout_seconds)))
         if self.devices:
+            # The trainers beside the ranks of a server may leave them unequal room.
+            kept["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
             kept["CUDA_VISIBLE_DEVICES"] = visible_devices(self.devices, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
         else:
             path.insert(0, str(_advertise_platform(scratch)))
