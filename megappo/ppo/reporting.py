@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 
 from torch import Tensor
 
@@ -96,7 +97,7 @@ class Reporter:
             "time/step": seconds,
             "tokens_per_second": metrics["step_tokens"] / seconds,
             "samples_per_second": metrics["step_samples"] / seconds,
-            "memory/peak_gigabytes": self._runtime.peak_memory_gigabytes(),
+            **{f"memory/{name}": value for name, value in asdict(self._runtime.memory()).items()},
         }
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

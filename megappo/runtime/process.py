@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import gc
 import os
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -18,6 +20,18 @@ from megappo.errors import RunError, reason
 from megappo.runtime.device import prepare_device
 from megappo.runtime.launchers import Ranks, adopt_launcher, read_ranks
 from megappo.runtime.store import listening_store
+
+
+@dataclass(frozen=True)
+class Memory:
+    """In GB (1e9 bytes)."""
+
+    peak_gigabytes: float
+    """Most that this rank has had so far: tensors on CUDA, the process on a CPU."""
+    reserved_gigabytes: float
+    """What it keeps from others: torch's allocator with its cache, on a CPU the process."""
+    free_gigabytes: float
+    """Of the device, on a CPU of the machine, whoever holds the rest."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +85,21 @@ class Runtime:
         if self.on_cuda:
             torch.cuda.synchronize()
 
-    def peak_memory_gigabytes(self) -> float:
-        """Peak memory of this rank in GB (1e9 bytes): of the device on CUDA, of the process on CPU."""
+    def release_cached_memory(self) -> None:
+        """Give what torch's allocator keeps for later back to the GPU, for other processes; on a CPU it keeps none."""
         if self.on_cuda:
-            return torch.cuda.max_memory_allocated() / 1e9
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+            gc.collect()  # cycles hold tensors
+            torch.cuda.synchronize()
+            torch.cuda.ipc_collect()  # what other processes had opened and have let go of
+            torch.cuda.empty_cache()
+
+    def memory(self) -> Memory:
+        """What this rank and its device hold now."""
+        if self.on_cuda:
+            free, _ = torch.cuda.mem_get_info()
+            return Memory(torch.cuda.max_memory_allocated() / 1e9, torch.cuda.memory_reserved() / 1e9, free / 1e9)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return Memory(peak / 1e9, psutil.Process().memory_info().rss / 1e9, psutil.virtual_memory().available / 1e9)
 
 
 def _join(settings: RuntimeSettings, backend: str, ranks: Ranks) -> None:

@@ -106,6 +106,7 @@ def replace_gpu_code() -> None:
       kernels.
     - `adjust_config_with_unaligned_cpu_tp` (update_config.py:226) pads feed-forward sizes for those kernels.
     - `enable_batch_invariant_mode` (batch_invariant_ops.py:1010) registers Triton kernels for the device.
+    - `release_memory_occupation` (weight_updater.py:379) waits for the device that torch was built for, there or not.
     """
     version = installed_version("sglang")
     if version != TRIED_VERSION:
@@ -118,6 +119,7 @@ def replace_gpu_code() -> None:
     runner.adjust_config_with_unaligned_cpu_tp = lambda model_config, *_args: model_config
     invariant: Any = importlib.import_module("sglang.srt.batch_invariant_ops")
     invariant.enable_batch_invariant_mode = enable_batch_invariant_mode
+    torch.get_device_module = _get_device_module  # type: ignore[assignment]
 
 
 @functools.cache
@@ -131,6 +133,14 @@ def enable_batch_invariant_mode(enable_bmm: bool = True) -> None:
     library.impl("mm", _mm, "CPU")
     library.impl("addmm", _addmm, "CPU")
     _REGISTERED.append(library)  # ends with the object
+
+
+_find_device_module = torch.get_device_module
+
+
+def _get_device_module(device: torch.device | str | None = None) -> Any:
+    """torch's function, for which a machine without CUDA has none, whatever torch was built for."""
+    return _find_device_module("cpu" if device is None else device)
 
 
 _REGISTERED: list[torch.library.Library] = []

@@ -9,6 +9,7 @@ for the test to judge.
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import os
 import signal
@@ -26,6 +27,7 @@ from aiohttp import ClientSession
 import megappo.ppo.parts
 from distributed.models import VOCAB, write_model
 from megappo.config import derive_run, load_config
+from megappo.config.schema import RolloutSettings
 from megappo.engines.protocol import GenerateRequest, SamplingParams
 from megappo.engines.sglang import EngineError, SGLangEngine, SyncError
 from megappo.engines.sglang.client import call
@@ -259,11 +261,47 @@ def two_engines(folder: Path, runtime: Runtime) -> dict[str, Any]:
     return found | leave(bench)
 
 
+@contextmanager
+def recorded(events: list[str]) -> Iterator[None]:
+    """What this rank asks of servers, parts of memory by their names, and when it gives back torch's cache; what it
+    asks several times running stands there once."""
+    original = http.client.HTTPConnection.request
+
+    def note(event: str) -> None:
+        if event == "cache" or events[-1:] != [event]:
+            events.append(event)
+
+    def request(self: Any, method: str, path: str, body: Any = None, *rest: Any) -> None:
+        note(" ".join([path.split("?")[0], *json.loads(body or "{}").get("tags", ())]))
+        original(self, method, path, body, *rest)
+
+    with (
+        patch.object(http.client.HTTPConnection, "request", request),
+        patch.object(Runtime, "release_cached_memory", lambda self: note("cache")),
+    ):
+        yield
+
+
+def asleep_and_awake(bench: Bench, layout: str) -> dict[str, Any]:
+    """The server sleeps between two syncs."""
+    trainer = bench.trainer(layout)
+    engine, events = trainer.parts.engine, list[str]()
+    assert isinstance(engine, SGLangEngine)
+    trainer.weight_version = engine.version
+    with recorded(events):
+        engine.sleep()
+        trainer.sync_weights()
+    return {"events": events, "mismatch": mismatch(trainer.parts, trainer, 4), "restarts": engine.restarts}
+
+
 def sharded_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
-    """Qwen3 with tied embeddings, one server of two ranks."""
-    bench = Bench(folder, runtime, "qwen3", "tensor_parallel: 2", tie_word_embeddings=True)
-    found: dict[str, Any] = {"TP2": after_an_update(bench, "{tensor_parallel: 2}")}
+    """Qwen3 with tied embeddings, one server of two ranks, which gives its memory away as if it were on the trainers'
+    GPUs: SGLang does everything but that."""
+    with patch.object(RolloutSettings, "servers_sleep", lambda *_, **__: True):
+        bench = Bench(folder, runtime, "qwen3", "tensor_parallel: 2", tie_word_embeddings=True)
+        found: dict[str, Any] = {"TP2": after_an_update(bench, "{tensor_parallel: 2}")}
     found["PP2"] = after_an_update(bench, "{pipeline_parallel: 2}")
+    found["asleep"] = asleep_and_awake(bench, "{tensor_parallel: 2}")
     return found | leave(bench)
 
 

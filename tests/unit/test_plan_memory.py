@@ -156,8 +156,9 @@ def test_memory_of_a_server(sleeps: bool, colocated: bool, cuda: bool, context: 
     assert found.weights == 2 * server_weights(model, 2)
     assert found.kv_cache == 10**5 * 2 * 2 * LAYERS * 1.5 * D
     assert found.workspace == 2 * 4 * 21 * 10**7 + context
-    assert found.syncing == found.weights + found.kv_cache + context
-    assert found.idle == (context if sleeps else found.syncing)
+    awake = found.weights + found.kv_cache + context
+    assert found.syncing == (found.weights + context if sleeps else awake)
+    assert found.idle == (context if sleeps else awake)
     few = servers(static_bytes=0.0, max_total_tokens=41)
     assert server_memory(model, few, work()).workspace == 2 * 4 * (41 / (PROMPT + RESPONSE / 2)) * 10**7 + CONTEXT_BYTES
 

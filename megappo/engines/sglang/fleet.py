@@ -38,6 +38,7 @@ class Fleet:
     def __init__(self, spec: ServerSpec, runtime: Runtime) -> None:
         """Start this rank's servers without waiting for them; a collective of the world."""
         self._spec, self._settings, self._runtime = spec, spec.settings, runtime
+        runtime.release_cached_memory()
         hosts = of_all_ranks((socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text()))
         self.one_host = len(set(hosts)) == 1
         """Whether all ranks can share memory."""
@@ -120,11 +121,12 @@ class Fleet:
         return Started((endpoint,), restarts)
 
     def _recover(self, index: int) -> Started:
-        """A server that still answers is given weights again; one that does not is replaced."""
+        """A server that still answers is given weights again; one that does not is replaced, and one that failed when
+        part of its memory was given away, as nothing can be asked of it."""
         if self._external:
             return self._taken_in(self._await_external(index))
         server = self.servers[index]
-        if server.running and is_alive(server.endpoint, self._settings.health_timeout_seconds):
+        if server.running and not server.released and is_alive(server.endpoint, self._settings.health_timeout_seconds):
             self._starts[index] += 1  # a broadcast group with it may be broken: never used again
             server.endpoint = replace(server.endpoint, starts=self._starts[index])
             return Started((server.endpoint,))
@@ -155,10 +157,6 @@ class Fleet:
                 f"{patience:g}; start it, or check its key in {KEY_VARIABLE}"
             )
         return endpoint
-
-    def own_endpoints(self) -> list[Endpoint]:
-        """Addresses of the servers that this rank started."""
-        return [server.endpoint for server in self.servers.values()]
 
     def close(self) -> None:
         """End this rank's servers, all at once."""

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,9 @@ _SHARE_OF_FREE_MEMORY = 0.99
 """SGLang's mem_fraction_static: of what is free when a server starts. It is a second limit on keys and values beside
 their number of tokens, which we choose, and must not be the lower one."""
 _FREEZE_SECONDS = 30.0
+_IDLE_SECONDS = 10
+WEIGHTS, CACHES = ("weights",), ("kv_cache", "cuda_graph")
+"""Parts of a server's memory by SGLang's names; it needs the second ones to generate only."""
 _SCRUBBED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR")
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _SCRUBBED_PREFIXES = ("TORCHELASTIC_", "ROLE_", "GROUP_", "MASTER_", "TORCH_NCCL_", "SGLANG_", "TRITON_INTERPRET")
@@ -184,6 +188,24 @@ class Server:
     deadline: float
     settings: SGLangSettings
     stopped: bool = field(default=False)
+    released: set[str] = field(default_factory=set)
+    """Parts whose memory it has given away; while there is one, it must not generate, not even for its health."""
+
+    def release(self, parts: Iterable[str]) -> None:
+        """Give the memory of `parts` away once it is idle. Raises ServerFailure, and is to be replaced then."""
+        if wanted := sorted(set(parts) - self.released):
+            self._ask(f"/flush_cache?timeout={_IDLE_SECONDS}", {})  # waits: a release while it is busy kills it
+            self.released |= set(wanted)
+            self._ask("/release_memory_occupation", {"tags": wanted})
+
+    def resume(self, parts: Iterable[str]) -> None:
+        """Take the memory of `parts` back; what was in it is lost. Raises as `release`."""
+        if wanted := sorted(set(parts) & self.released):
+            self._ask("/resume_memory_occupation", {"tags": wanted})
+            self.released -= set(wanted)
+
+    def _ask(self, path: str, body: dict[str, Any]) -> None:
+        call(self.endpoint, path, body, timeout_seconds=self.settings.sync_timeout_seconds)
 
     def wait_ready(self) -> None:
         """Wait until it answers. Raises ServerFailure with the end of its log where it ends or hangs instead."""
