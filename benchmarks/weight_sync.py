@@ -96,7 +96,7 @@ def measure(config: Config, repeat: int) -> list[Row] | None:
     from megappo.runtime.process import start_runtime
 
     derived = derive_run(config, int(os.environ.get("WORLD_SIZE", "1")))
-    with start_runtime(config.runtime) as runtime:
+    with start_runtime(config.runtime, with_servers=True) as runtime:
         parts = assemble(config, derived, runtime, Purpose(training=False))
         try:
             if parts.actor.arch.experts:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megappo.commands import add_config_arguments
 from megappo.config import Derived, derive, load_config
 from megappo.doctor.devices import device_findings
-from megappo.doctor.engines import engine_findings
+from megappo.doctor.engines import differing_settings, engine_findings
 from megappo.doctor.findings import Finding, any_broken, as_json, as_text, fine, merge, slow
 from megappo.doctor.machine import machine_findings
 from megappo.doctor.network import clock_finding, group_findings, group_kinds, meet, rendezvous_finding
@@ -69,6 +69,7 @@ def _together(machine: str, own: list[Finding], ranks: Ranks, derived: Derived |
     everyone = of_all_ranks((machine, own))
     machines = list(dict.fromkeys(name for name, _ in everyone))
     found = merge(everyone)
+    found += differing_settings(found)
     if any_broken(found):
         found.append(slow("group", "none was measured, as something is broken", "fix that first"))
     else:

@@ -31,7 +31,10 @@ def train(config: Config, derived: Derived, prompts: PromptDataset | None = None
 
     Raises Interrupted after a run that was asked to stop has written a checkpoint.
     """
-    with start_runtime(config.runtime) as runtime, locked_directory(config.run.path, runtime) as held:
+    with (
+        start_runtime(config.runtime, with_servers=config.rollout.has_servers) as runtime,
+        locked_directory(config.run.path, runtime) as held,
+    ):
         seed_generators(config.run.seed, runtime.rank)
         start = choose_start(config, derived, runtime)
         config = start.config
@@ -84,7 +87,7 @@ def _watchdog(config: Config, runtime: Runtime) -> Watchdog | None:
 
 def evaluate(config: Config, derived: Derived, prompts: PromptDataset | None = None) -> dict[str, float]:
     """Score the model on `data.validation` with greedy decoding; every rank calls this."""
-    with start_runtime(config.runtime) as runtime:
+    with start_runtime(config.runtime, with_servers=config.rollout.has_servers) as runtime:
         parts = assemble(config, derived, runtime, Purpose(training=False, prompts=prompts))
         try:
             parts.engine.update_weights(parts.weights, 1)

@@ -19,6 +19,7 @@ from megappo.config.schema import RuntimeSettings
 from megappo.errors import RunError, reason
 from megappo.runtime.device import prepare_device
 from megappo.runtime.launchers import Ranks, adopt_launcher, read_ranks
+from megappo.runtime.nccl import share_settings
 from megappo.runtime.store import listening_store
 
 
@@ -135,7 +136,7 @@ def _own_store(address: str, port: int, ranks: Ranks, timeout: datetime.timedelt
 
 
 @contextlib.contextmanager
-def start_runtime(settings: RuntimeSettings) -> Iterator[Runtime]:
+def start_runtime(settings: RuntimeSettings, *, with_servers: bool = False) -> Iterator[Runtime]:
     """Join the process group and prepare Megatron-Core for this machine; leave the group at the end.
 
     Reads `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`; without them the run
@@ -144,6 +145,8 @@ def start_runtime(settings: RuntimeSettings) -> Iterator[Runtime]:
     """
     adopt_launcher(os.environ)
     ranks = read_ranks(os.environ)
+    if with_servers:
+        share_settings(os.environ)
     runtime = Runtime(ranks.rank, ranks.world_size, ranks.local_rank, prepare_device(settings, ranks))
     if "MASTER_ADDR" not in os.environ:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # alone, so that nobody has to know the port

@@ -14,8 +14,9 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -29,10 +30,10 @@ from distributed.models import VOCAB, write_model
 from megappo.config import derive_run, load_config
 from megappo.config.schema import RolloutSettings
 from megappo.engines.protocol import GenerateRequest, SamplingParams
-from megappo.engines.sglang import EngineError, SGLangEngine, SyncError
+from megappo.engines.sglang import EngineError, SGLangEngine, SyncError, inspection
 from megappo.engines.sglang.client import call
 from megappo.engines.sglang.guard import session_pids, shared_files
-from megappo.engines.sglang.inspection import check_server
+from megappo.engines.sglang.inspection import check_room
 from megappo.engines.sglang.transport import SharedTransport, share_buffers
 from megappo.megatron.placed import place
 from megappo.plan.cache import PlannedCache
@@ -41,6 +42,7 @@ from megappo.ppo.parts import Parts, assemble
 from megappo.ppo.reporting import Reporter
 from megappo.ppo.trainer import Trainer
 from megappo.reshard.stream import Bucket, WeightStream
+from megappo.runtime.nccl import SETTINGS, own_stack
 from megappo.runtime.process import Runtime, start_runtime
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -330,7 +332,7 @@ def broadcast_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
     return found | leave(bench)
 
 
-def through_urls(folder: Path, runtime: Runtime, bench: Bench) -> dict[str, float]:
+def through_urls(folder: Path, runtime: Runtime, bench: Bench) -> dict[str, Any]:
     """The same server again, as one that somebody else started."""
     assert bench.engine is not None
     endpoint = bench.engine.endpoints[0]
@@ -342,7 +344,9 @@ def through_urls(folder: Path, runtime: Runtime, bench: Bench) -> dict[str, floa
         f"placement: disaggregated, urls: ['{endpoint.url}']",
         tie_word_embeddings=True,
     )
-    return after_an_update(other, "{tensor_parallel: 2}")
+    with patch.object(inspection, "own_stack", lambda environment: replace(own_stack(environment), torch="1.2.3")):
+        refusal = refused(lambda: after_an_update(other, "{tensor_parallel: 2}"))
+    return after_an_update(other, "{tensor_parallel: 2}") | {"refusal": refusal}
 
 
 def relatives(session: int) -> int:
@@ -362,6 +366,20 @@ def listening(pids: list[int]) -> list[str]:
     return sorted({s.laddr.ip for s in sockets})
 
 
+def nccl_variables(environment: Mapping[str, str]) -> list[str]:
+    """Those that both ends of a group must share."""
+    return [f"{name}={environment[name]}" for name in SETTINGS if name in environment]
+
+
+def refused(action: Callable[[], object]) -> str:
+    """The sentence of the engine's error; empty without one."""
+    try:
+        action()
+    except EngineError as error:
+        return str(error)
+    return ""
+
+
 def leave(bench: Bench) -> dict[str, Any]:
     """What this rank's servers had made, then their end."""
     sessions = bench.sessions()
@@ -375,10 +393,9 @@ def leave(bench: Bench) -> dict[str, Any]:
     facts = [call(e, "/server_info", timeout_seconds=60, method="GET") for e in bench.engine.endpoints]
     known: dict[str, Any] = {"deterministic": [fact["enable_deterministic_inference"] for fact in facts]}
     known["tokens"] = [fact["max_total_num_tokens"] for fact in facts]
-    try:
-        check_server(bench.engine.endpoints[0], PlannedCache(None, CACHE_TOKENS + 1), 60.0)
-    except EngineError as error:
-        known["too_long"] = str(error)
+    known["nccl"] = [sorted(nccl_variables(psutil.Process(session).environ())) for session in sessions]
+    known["trainer_nccl"] = sorted(nccl_variables(os.environ))
+    known["too_long"] = refused(lambda: check_room("server 0", facts[0], PlannedCache(None, CACHE_TOKENS + 1)))
     bench.engine.close()
     places = {"urls": urls, "folders": folders, "files": files, "addresses": addresses}
     return known | {"sessions": sessions, "forked": forked, "trainer_addresses": listening([os.getpid()])} | places
@@ -387,7 +404,7 @@ def leave(bench: Bench) -> dict[str, Any]:
 def main() -> None:
     scenario, out = sys.argv[1], Path(sys.argv[2])
     config = load_config(ROOT / "configs/sglang_quickstart.yaml", ["runtime.collective_timeout_seconds=300"])
-    with start_runtime(config.runtime) as runtime:
+    with start_runtime(config.runtime, with_servers=True) as runtime:
         found = globals()[scenario](out.parent, runtime)
         gathered: list[Any] = [None] * runtime.world_size
         dist.all_gather_object(gathered, found)

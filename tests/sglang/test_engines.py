@@ -5,15 +5,18 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import socket
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import torch
 
 from distributed.harness import launch
 from megappo.engines.sglang.guard import session_pids
+from megappo.runtime.nccl import SETTINGS
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("sglang") is None, reason="needs launch/requirements-sglang.txt"
@@ -130,6 +133,26 @@ def test_a_server_on_the_trainers_gpus_wakes_in_the_order_in_which_there_is_room
     for found in (starter, other):
         assert found["asleep"]["mismatch"] < EXACT
         assert found["asleep"]["restarts"] == 0
+
+
+@slow
+def test_a_server_elsewhere_with_another_torch_gets_no_weights(scenario: Callable[[str], Found]) -> None:
+    """Both ends are named, before a group is made that would hang or break."""
+    version = torch.__version__.partition("+")[0]
+    for found in scenario("broadcast_engine"):
+        assert re.search(
+            rf"server 0 \(http://.*\) has torch {version} and .*NCCL.*, the trainers have torch 1.2.3 and .*NCCL.*; "
+            "install the same versions",
+            found["external"]["refusal"],
+        )
+
+
+@pytest.mark.parametrize("name", [TWO, SHARDED, BROADCAST])
+def test_trainers_and_servers_have_the_same_settings_of_nccl(scenario: Callable[[str], Found], name: str) -> None:
+    chosen = sorted(f"{name}={value}" for name, value in SETTINGS.items())
+    for found in scenario(name):
+        assert found["trainer_nccl"] == chosen
+        assert all(variables == chosen for variables in found["nccl"])
 
 
 @pytest.mark.parametrize("name", [TWO, SHARDED, BROADCAST])

@@ -33,7 +33,7 @@ from megappo.families.parameters import model_parameters, tensor_shapes
 from megappo.plan.cache import PlannedCache
 from megappo.reshard.fingerprint import EngineShape, Fingerprints, differing
 from megappo.reshard.stream import Bucket
-from megappo.runtime import sglang_cpu
+from megappo.runtime import nccl, sglang_cpu
 from megappo.runtime.process import Runtime
 
 ROOT = Path(__file__).parents[2]
@@ -230,6 +230,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runtime: Runtime, *
     """The variables of the servers that this rank of a run starts."""
     found: list[dict[str, str]] = []
     monkeypatch.setattr(fleet, "of_all_ranks", lambda value: [value] * runtime.world_size)
+    monkeypatch.setattr(Runtime, "release_cached_memory", lambda self: None)
     monkeypatch.setattr(fleet, "agreed", lambda work, _caught: work())
     monkeypatch.setattr(fleet, "start_server", lambda spec, *_: found.append(spec.environment(tmp_path)))
     fleet.Fleet(ServerSpec(tmp_path, "bfloat16", SGLangSettings(**settings), (1,), False, tmp_path, CACHE), runtime)
@@ -270,6 +271,25 @@ def test_servers_stand_on_gpus_that_there_are(monkeypatch: pytest.MonkeyPatch, t
     assert [f["CUDA_VISIBLE_DEVICES"] for f in started(monkeypatch, tmp_path, first, **apart)] == ["GPU-c"]
     with pytest.raises(RunError, match="server 0 would stand on the GPUs 2 to 5, but a rank sees 4 here"):
         started(monkeypatch, tmp_path, first, tensor_parallel=4, **apart)
+
+
+@pytest.mark.parametrize("given", [{}, {"NCCL_NVLS_ENABLE": "1"}])
+def test_trainers_and_servers_get_the_same_settings_of_nccl(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: dict[str, str]
+) -> None:
+    """Where the user says nothing, what SGLang would set; what the user says holds for both."""
+    for name in nccl.SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    spec = ServerSpec(tmp_path, "float32", SGLangSettings(), (1,), False, tmp_path, CACHE)
+    server = spec.environment(tmp_path)
+    assert {name: server[name] for name in nccl.SETTINGS} == nccl.SETTINGS | given
+    trainer = dict(os.environ)
+    nccl.share_settings(trainer)
+    assert {name: trainer[name] for name in nccl.SETTINGS} == nccl.SETTINGS | given
+    told = json.loads(spec.arguments(1, "k")["extra-metric-labels"])
+    assert nccl.read_labels(told) == nccl.own_stack(trainer)
 
 
 @pytest.mark.parametrize(

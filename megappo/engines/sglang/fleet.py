@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megappo.engines.sglang.client import Endpoint, ServerFailure, is_alive
 from megappo.engines.sglang.gpus import server_gpus
-from megappo.engines.sglang.inspection import check_server
+from megappo.engines.sglang.inspection import check_room, check_stack, what_it_says
 from megappo.engines.sglang.server import EngineError, Server, ServerSpec, start_server
 from megappo.errors import RunError
 from megappo.runtime.objects import agreed, of_all_ranks
@@ -117,7 +117,10 @@ class Fleet:
 
     def _taken_in(self, endpoint: Endpoint, restarts: int = 0) -> Started:
         """A server that has just come up, looked at once."""
-        check_server(endpoint, self._spec.cache, self._settings.health_timeout_seconds)
+        said = what_it_says(endpoint, self._settings.health_timeout_seconds)
+        check_room(endpoint.name, said, self._spec.cache)
+        if self._external:
+            check_stack(endpoint.name, said, by_nccl=self._runtime.on_cuda)
         return Started((endpoint,), restarts)
 
     def _recover(self, index: int) -> Started:

@@ -27,6 +27,7 @@ from megappo.engines.sglang.gpus import visible_devices
 from megappo.engines.sglang.guard import ServerProcesses, clean_up
 from megappo.errors import RunError
 from megappo.plan.cache import PlannedCache, server_cache
+from megappo.runtime.nccl import own_stack, share_settings
 from megappo.runtime.sglang_cpu import ENTRY_POINTS, PLATFORM_NAME
 from megappo.runtime.store import free_port
 from megappo.runtime.waiting import wait_until
@@ -105,6 +106,7 @@ class ServerSpec:
             "skip-tokenizer-init": True,  # tokens in, tokens out
             "skip-server-warmup": True,
             "log-level": "warning",
+            "extra-metric-labels": json.dumps(own_stack(os.environ).labels()),  # whom it can form a group with
             # The actor's weights are plain, however those of its folder are stored.
             "json-model-override-args": json.dumps(
                 {"eos_token_id": list(self.stop_token_ids) or None, "quantization_config": None}
@@ -133,6 +135,7 @@ class ServerSpec:
         }
         if self.memory_saver:
             kept |= {name: _without_expandable_segments(kept[name]) for name in _ALLOCATOR_VARIABLES if name in kept}
+        share_settings(kept)
         path = [str(Path(megappo.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         kept["TMPDIR"] = str(scratch)  # SGLang leaves its sockets there
         # Its ranks, all on this machine, meet at a file: torch's store would listen on every interface.
