@@ -154,6 +154,7 @@ def test_what_servers_are_tried() -> None:
     embedded = ["rollout.engine=transformers", "rollout.sglang=null"]
     cases = (
         (MIDDLE, roomy, 3, ["rollout.prompts_per_step=3"], "rollout.sglang.tensor_parallel=2"),
+        (MIDDLE, roomy, 4, ["rollout.prompts_per_step=4"], "rollout.sglang.tensor_parallel=4"),
         (SMALL, large, 1, ["rollout.max_response_tokens=8192"], "rollout.sglang.memory_fraction=0.8"),
     )
     for model, its_machine, gpus, changes, override in cases:
