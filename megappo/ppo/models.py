@@ -11,7 +11,7 @@ from megappo.config.roles import TrainedRoleSettings
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.weights import WeightSource
 from megappo.megatron.build import DTYPES, BuildOptions, build_model
-from megappo.megatron.layout import Layout, Outside, make_layout
+from megappo.megatron.layout import Cut, Layout, Outside, make_layouts
 from megappo.megatron.optimization import RoleOptimizer
 from megappo.megatron.roles import AbsentRole, LocalRole, Placement, Role, TrainedRole
 from megappo.ppo.origins import open_origin
@@ -40,19 +40,31 @@ def weight_sources(config: Config, roles: Sequence[str]) -> Mapping[Path, Weight
     return sources
 
 
+def _cuts(config: Config, derived: Derived) -> dict[str, Cut]:
+    """How actor and critic are cut; the reference stands where the actor does."""
+    roles = {"actor": (config.actor, derived.actor), "critic": (config.critic, derived.critic)}
+    return {
+        name: Cut(numbers.grid, numbers.vpp, settings.layout.sequence_parallel)
+        for name, (settings, numbers) in roles.items()
+        if settings is not None and numbers is not None
+    }
+
+
 class ModelBuilder:
     """Every rank calls every method, in the same order."""
 
     def __init__(
         self, config: Config, derived: Derived, runtime: Runtime, *, roles: Sequence[str] = ROLES, resumed: bool = False
     ) -> None:
-        """Look through the weights of these roles' folders; a collective of the world.
+        """Look through the weights of these roles' folders and make their process groups; a collective of the world.
 
         `resumed`: a checkpoint's weights come in the place of all that are built, so that what `start_from` names is
         not needed any more. Raises ValueError on every rank where one of them cannot use a folder.
         """
         self._config, self._derived, self._runtime, self._resumed = config, derived, runtime, resumed
         self._sources = agreed(lambda: weight_sources(config, roles))
+        cuts = {role: cut for role, cut in _cuts(config, derived).items() if role in roles}
+        self._layouts = make_layouts(cuts, runtime.device.type, config.runtime.collective_timeout_seconds)
         self.origins: list[str] = []
         """A sentence for each model that begins with other weights than those of its folder."""
 
@@ -61,7 +73,7 @@ class ModelBuilder:
         settings, numbers = self._config.actor, self._derived.actor
         arch, source = self._weights("actor", settings.start_from)
         options = self._options(numbers, settings.recompute)
-        role = self._role(*self._place("actor", settings, numbers), arch, source, options)
+        role = self._role(self._placement("actor", settings, numbers), self._layouts["actor"], arch, source, options)
         return self._trained(role, settings, numbers) if trained else role
 
     def reference(self, actor: Role) -> Role | None:
@@ -69,7 +81,8 @@ class ModelBuilder:
         if self._config.reference is None:
             return None
         arch, source = self._weights("reference", None)
-        return self._role(actor.placement, actor.layout, arch, source, self._options(self._derived.actor, "none"))
+        options = self._options(self._derived.actor, "none")
+        return self._role(actor.placement, actor.layout, arch, source, options)
 
     def critic(self) -> Role | None:
         """The value model, where there is one."""
@@ -84,7 +97,7 @@ class ModelBuilder:
                 "have one; set it to 0 to keep that one, or name a folder without a head"
             )
         options = self._options(numbers, settings.recompute, settings.value_head_std)
-        role = self._role(*self._place("critic", settings, numbers), arch, source, options)
+        role = self._role(self._placement("critic", settings, numbers), self._layouts["critic"], arch, source, options)
         return self._trained(role, settings, numbers)
 
     def _weights(self, role: str, start_from: str | None) -> tuple[ArchitectureConfig, WeightSource]:
@@ -106,12 +119,9 @@ class ModelBuilder:
             optimizer = RoleOptimizer(role.model, settings.optimizer, numbers.total_updates)
         return TrainedRole(role.placement, role.model, self._runtime, optimizer)
 
-    def _place(
-        self, name: str, settings: TrainedRoleSettings, numbers: RoleNumbers
-    ) -> tuple[Placement, Layout | Outside]:
-        layout = make_layout(numbers.grid, vpp=numbers.vpp, sequence_parallel=settings.layout.sequence_parallel)
+    def _placement(self, name: str, settings: TrainedRoleSettings, numbers: RoleNumbers) -> Placement:
         multiple = numbers.grid.pp if numbers.vpp > 1 else 1
-        return Placement(name, numbers.grid, settings.microbatch_budget_tokens, multiple), layout
+        return Placement(name, numbers.grid, settings.microbatch_budget_tokens, multiple)
 
     def _role(
         self,

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megappo.config.schema import RuntimeSettings
 from megappo.errors import RunError, reason
 from megappo.runtime.device import prepare_device
+from megappo.runtime.groups import allow_connections, collective_backend, join_world
 from megappo.runtime.launchers import Ranks, adopt_launcher, read_ranks
 from megappo.runtime.nccl import share_settings
 from megappo.runtime.store import listening_store
@@ -57,7 +58,7 @@ class Runtime:
     @property
     def backend(self) -> str:
         """What carries collectives of tensors on its device."""
-        return "nccl" if self.on_cuda else "gloo"
+        return collective_backend(self.device.type)
 
     @property
     def device_name(self) -> str:
@@ -103,13 +104,14 @@ class Runtime:
         return Memory(peak / 1e9, psutil.Process().memory_info().rss / 1e9, psutil.virtual_memory().available / 1e9)
 
 
-def _join(settings: RuntimeSettings, backend: str, ranks: Ranks) -> None:
+def _join(settings: RuntimeSettings, device: torch.device, ranks: Ranks) -> None:
     """Meet the other ranks. Raises RunError where they cannot be met."""
+    allow_connections()
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     timeout = datetime.timedelta(seconds=settings.collective_timeout_seconds)
     try:
         store = None if _torchrun_has_a_store() else _own_store(address, int(port), ranks, timeout)
-        dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
+        join_world(device.type, ranks, timeout, store)
     except (dist.DistError, OSError) as error:
         raise RunError(
             f"rank {ranks.rank} of {ranks.world_size} could not meet the others at {address}:{port} "
@@ -125,9 +127,6 @@ def _torchrun_has_a_store() -> bool:
 
 def _own_store(address: str, port: int, ranks: Ranks, timeout: datetime.timedelta) -> dist.Store:
     if ranks.rank == 0:
-        # Every rank has two connections to it: at 512 ranks more files than the usual soft limit of 1024.
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         on_one_machine = ranks.local_world_size == ranks.world_size
         store = listening_store(address, port, ranks.world_size, timeout, on_one_machine=on_one_machine)
     else:
@@ -150,7 +149,7 @@ def start_runtime(settings: RuntimeSettings, *, with_servers: bool = False) -> I
     runtime = Runtime(ranks.rank, ranks.world_size, ranks.local_rank, prepare_device(settings, ranks))
     if "MASTER_ADDR" not in os.environ:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # alone, so that nobody has to know the port
-    _join(settings, runtime.backend, ranks)
+    _join(settings, runtime.device, ranks)
     _prepare_megatron()
     try:
         yield runtime

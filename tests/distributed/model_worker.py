@@ -27,7 +27,7 @@ from megappo.config.schema import ModelSettings, RuntimeSettings
 from megappo.families.architecture import padded_vocab_size
 from megappo.megatron import build
 from megappo.megatron.build import BuildOptions, RoleModel, build_model
-from megappo.megatron.layout import Layout, Outside, make_layout
+from megappo.megatron.layout import Cut, Layout, Outside, make_layouts
 from megappo.megatron.roles import AbsentRole, LocalRole, Placement, Role
 from megappo.megatron.schedule import PackedBatch, PlacedSample, pack_samples, run_schedule
 from megappo.reshard.sources import SafetensorsSource
@@ -120,7 +120,7 @@ def check(case: dict[str, Any], runtime: Runtime) -> dict[str, float] | None:
     ranks = tuple(range(case["tp"] * case["pp"] * case.get("dp", 1)))
     vpp, sp = case.get("vpp", 1), case.get("sp", False)
     grid = Grid(ranks, case["tp"], case["pp"], case.get("ep", 1))
-    layout = make_layout(grid, vpp=vpp, sequence_parallel=sp)
+    layout = make_layouts({"actor": Cut(grid, vpp, sp)}, "cpu", 120)["actor"]
     vocab = padded_vocab_size(arch.vocab_size, case["tp"], 8 * case["tp"])
     options = BuildOptions(
         torch.float32,

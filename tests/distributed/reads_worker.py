@@ -21,7 +21,7 @@ from megappo.config.model_files import load_architecture
 from megappo.config.schema import ModelSettings, RuntimeSettings
 from megappo.families.architecture import padded_vocab_size
 from megappo.megatron.build import BuildOptions, RoleModel, build_model
-from megappo.megatron.layout import Layout, make_layout
+from megappo.megatron.layout import Cut, Layout, make_layouts
 from megappo.megatron.schedule import PlacedSample, pack_samples, run_schedule
 from megappo.reshard.sources import SafetensorsSource
 from megappo.runtime.process import Runtime, start_runtime
@@ -82,7 +82,7 @@ def check(case: dict[str, Any], folder: Path, runtime: Runtime) -> int:
     """Reads of one case on this rank."""
     arch = load_architecture(folder, ModelSettings(path=str(folder)))
     tp = case["tp"]
-    layout = make_layout(Grid((0, 1), tp, case["pp"]), sequence_parallel=tp > 1)
+    layout = make_layouts({"actor": Cut(Grid((0, 1), tp, case["pp"]), 1, tp > 1)}, "cpu", 120)["actor"]
     assert isinstance(layout, Layout)
     vocab = padded_vocab_size(arch.vocab_size, tp, 8 * tp)
     options = BuildOptions(torch.float32, runtime.device, vocab, recompute=case["recompute"])

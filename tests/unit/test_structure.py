@@ -88,11 +88,13 @@ def test_a_clock_that_jumps_decides_nothing() -> None:
 
 
 def test_what_many_use_has_one_home() -> None:
-    """The nearest word, the wait with a deadline, and the way to a person at the terminal; `guard` runs alone."""
+    """The nearest word, the wait with a deadline, the way to a person at the terminal, and process groups, of which each
+    needs a timeout; `guard` runs alone."""
     homes = {
         r"^import difflib|^from difflib": {"errors.py"},
         r"\btime\.sleep\(": {"runtime/waiting.py", "engines/sglang/guard.py"},
         r"\bprint\(.*sys\.stderr": {"cli.py", "runtime/torchrun.py", "observe/messages.py"},
+        r"\b(new_group|init_process_group)\(": {"runtime/groups.py"},
         r"\.all_gather_object\(|\.broadcast_object_list\(": {"runtime/objects.py"},
     }
     for pattern, files in homes.items():
