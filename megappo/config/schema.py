@@ -115,6 +115,8 @@ class ModelSettings(Settings):
     """Folder or hub name of the tokenizer; default: `path`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of weights and activations; bfloat16 keeps float32 main weights in the optimizer."""
+    accelerations: Literal["auto", "torch"] = "auto"
+    """`auto`: Transformer Engine and NVIDIA's Apex on CUDA, where they are installed and work. `torch`: neither."""
     pad_vocab_to_multiple_of: int = Field(default=1, gt=0, le=2**20)
     """The vocabulary is padded to this multiple (at least to a multiple of the tensor parallel size when 1)."""
     trust_remote_code: bool = False

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,14 +28,12 @@ from megappo.megatron.attention import PackedCoreAttention, RMSNorm
 from megappo.megatron.heads import LogprobHead, ValueHead
 from megappo.megatron.layout import Layout
 from megappo.megatron.rotary import PackedRotary, rotate
+from megappo.runtime.accelerations import Accelerations
 from megappo.runtime.megatron_cpu import fix_experts, rotate_packed_by
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def has_transformer_engine() -> bool:
-    """Whether Transformer Engine's layers are used: it is installed and there is a CUDA device for it."""
-    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+_GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
+"""Transformer Engine's names of the experts of a rank."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +48,17 @@ class BuildOptions:
     seed: int = 0
     value_head_std: float | None = None
     """Not None: a critic, its value head drawn with this standard deviation."""
+    accelerations: Accelerations = field(default_factory=Accelerations)
 
     @property
     def is_critic(self) -> bool:
         """Whether the output layer is a value head."""
         return self.value_head_std is not None
+
+    @property
+    def has_engine_layers(self) -> bool:
+        """Whether layers are Transformer Engine's."""
+        return self.accelerations.uses_engine_layers(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,9 @@ def _global_name(chunk: GPTModel, name: str, canonical: Mapping[str, str]) -> st
     if parts[3:6] == ["mlp", "experts", "local_experts"]:
         parts[6] = str(layer.mlp.local_expert_indices[int(parts[6])])
     in_layer = ".".join(parts[3:])
+    if grouped := _GROUPED.fullmatch(in_layer):
+        expert = layer.mlp.local_expert_indices[int(grouped[2])]
+        in_layer = f"mlp.experts.local_experts.{expert}.{grouped[1]}.weight"
     return ".".join([*parts[:3], canonical.get(in_layer, in_layer)])
 
 
@@ -139,7 +146,8 @@ def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildO
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif options.recompute == "selective":
         recompute = {"recompute_granularity": "selective"}
-    rotate_packed_by(rotate)
+    if not options.has_engine_layers:
+        rotate_packed_by(rotate)
     settings = {name: value for block in arch.declaration.blocks for name, value in block.megatron(arch).items()}
     pre_softmax = settings.pop("moe_router_pre_softmax", False)
     config = TransformerConfig(
@@ -176,13 +184,12 @@ def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildO
         batch_p2p_comm=layout.vpp == 1,
         # Losses are sums already divided by the global count; Megatron must not divide again.
         calculate_per_token_loss=True,
-        bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        apply_rope_fusion=True,  # by `rotate`
+        apply_rope_fusion=True,  # by `rotate`, or by Transformer Engine's kernel
         # Without it, the router of a single expert learns nothing, which Megatron refuses and transformers computes.
         moe_router_pre_softmax=pre_softmax or settings.get("moe_router_topk") == 1,
+        **options.accelerations.switches(options.dtype, experts=bool(arch.experts)),
         **settings,
         **recompute,
     )
@@ -190,11 +197,11 @@ def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildO
     return config
 
 
-def layer_spec(config: TransformerConfig, layout: Layout, vp_stage: int | None) -> Any:
+def layer_spec(config: TransformerConfig, layout: Layout, vp_stage: int | None, options: BuildOptions) -> Any:
     """Transformer Engine's layers where it can run; otherwise Megatron's own with our attention and norm."""
     parts = {"num_experts": config.num_moe_experts, "qk_layernorm": config.qk_layernorm}
-    if has_transformer_engine():
-        return get_gpt_layer_with_transformer_engine_spec(**parts)
+    if options.has_engine_layers:
+        return get_gpt_layer_with_transformer_engine_spec(**parts, moe_grouped_gemm=config.moe_grouped_gemm)
     layer = get_gpt_layer_local_spec(**parts, normalization="RMSNorm")
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedCoreAttention
@@ -250,7 +257,7 @@ def _build_chunk(
     last = layout.is_last_stage and chunk == layout.vpp - 1
     model = GPTModel(
         config=config,
-        transformer_layer_spec=layer_spec(config, layout, vp_stage),
+        transformerlayer_spec=layer_spec(config, layout, vp_stage, options),
         vocab_size=options.padded_vocab,
         max_sequence_length=arch.max_position_embeddings,
         pre_process=first,
@@ -262,7 +269,11 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     model.to(options.device)  # Megatron makes the router's weight on the CPU, torch makes norms there
-    model.rotary_pos_emb = PackedRotary(rotary(arch)[0].to(options.device), options.dtype)
+    frequencies = rotary(arch)[0].to(options.device)
+    if options.has_engine_layers:
+        model.rotary_pos_emb.inv_freq = frequencies
+    else:
+        model.rotary_pos_emb = PackedRotary(frequencies, options.dtype)
     if last and options.value_head_std is not None:
         model.output_layer = ValueHead(layout, arch.hidden_size, options.dtype, options.device)
         generator = torch.Generator().manual_seed(options.seed)

@@ -71,6 +71,10 @@ class Outlook:
 
 def outlook(config: Config, world_size: int, machine: Machine) -> Outlook:
     """The plan of a run whose settings break no rule on so many ranks of a machine."""
+    import torch  # takes seconds, which refused settings need not wait for
+
+    from megappo.runtime.accelerations import find_accelerations
+
     models = read_models(config, None).models
     # A reward model's files are looked at by what loads them, and take no part in a rollout.
     reward = config.reward.model_copy(update={"model_path": None})
@@ -80,7 +84,10 @@ def outlook(config: Config, world_size: int, machine: Machine) -> Outlook:
     stages = step_costs(setup, share)
     rollout = next(stage.seconds for stage in stages if stage.name == "rollout")
     total = step_seconds(stages, setup.work.servers)
+    found = find_accelerations(config.model.accelerations)
+    dtype, experts = getattr(torch, config.model.dtype), bool(models.actor.experts or models.critic.experts)
     rows = (
+        ("layers", found.sentence(dtype, experts=experts)),
         (
             "plan",
             f"{machine.words}: a step of {total:.3g} seconds, {rollout:.3g} of them for the rollout, at full length",

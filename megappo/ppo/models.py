@@ -16,6 +16,7 @@ from megappo.megatron.optimization import RoleOptimizer
 from megappo.megatron.roles import AbsentRole, LocalRole, Placement, Role, TrainedRole
 from megappo.ppo.origins import open_origin
 from megappo.reshard.sources import RandomSource, SafetensorsSource
+from megappo.runtime.accelerations import find_accelerations
 from megappo.runtime.objects import agreed
 from megappo.runtime.process import Runtime
 
@@ -145,4 +146,5 @@ class ModelBuilder:
             recompute=recompute,
             seed=self._config.run.seed,
             value_head_std=value_head_std,
+            accelerations=find_accelerations(self._config.model.accelerations),
         )

@@ -195,6 +195,7 @@ def test_a_run_is_told_its_plan_and_gets_its_deadlines() -> None:
     config = resolve(load_config(QUICKSTART, ["rollout.engine=sglang"]), on_cuda=False)
     found = outlook(config, 2, MACHINES["cpu"])
     rows = dict(found.rows)
+    assert rows["layers"].startswith("torch's layers, as Transformer Engine "), "what it is without, and why"
     assert "of them for the rollout" in rows["plan"] and rows["other engine"].startswith("the embedded engine instead")
     assert found.config.rollout.servers.request_timeout_seconds == 1800.0
 
