@@ -159,7 +159,7 @@ def acceleration_findings(found: Accelerations, config: Config | None) -> Iterat
         yield fine("optimizer", "torch's AdamW")
         return
     dtype = getattr(torch, config.model.dtype) if config is not None else torch.bfloat16
-    words = found.sentence(dtype, experts=True)
+    words = found.sentence(dtype)
     if not wanted:
         yield fine("layers", words)
         return

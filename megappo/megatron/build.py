@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +16,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import nn
+from torch import Tensor, nn
 
 from megappo.errors import RunError
 from megappo.families.architecture import ArchitectureConfig
@@ -25,15 +24,15 @@ from megappo.families.parameters import EMBEDDING, OUTPUT_LAYER, Parameter, cano
 from megappo.families.rope import rotary
 from megappo.families.weights import WeightSource, read_shard
 from megappo.megatron.attention import PackedCoreAttention, RMSNorm
+from megappo.megatron.experts import use_grouped_experts
 from megappo.megatron.heads import LogprobHead, ValueHead
 from megappo.megatron.layout import Layout
 from megappo.megatron.rotary import PackedRotary, rotate
+from megappo.megatron.routing import TokenDispatcher
 from megappo.runtime.accelerations import Accelerations
-from megappo.runtime.megatron_cpu import fix_experts, rotate_packed_by
+from megappo.runtime.megatron_cpu import fix_router, rotate_packed_by
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
-"""Transformer Engine's names of the experts of a rank."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +61,33 @@ class BuildOptions:
 
 
 @dataclass(frozen=True)
+class HeldParameter:
+    """A parameter of the map on a rank that has its shard."""
+
+    entry: Parameter
+    parameter: nn.Parameter
+    """What Megatron trains: the shard, or those of all experts of this rank in one."""
+    place: int | None = None
+    """Of the shard in `parameter`, if that holds several."""
+
+    @property
+    def shard(self) -> Tensor:
+        """The weights, without a gradient; they share the parameter's memory."""
+        return self.part_of(self.parameter.detach())
+
+    def part_of(self, tensor: Tensor) -> Tensor:
+        """What belongs to the shard in a tensor that is shaped as the parameter."""
+        return tensor if self.place is None else tensor[self.place]
+
+    @property
+    def elements(self) -> slice:
+        """The shard's in the flattened parameter."""
+        size = self.parameter.numel() // (1 if self.place is None else len(self.parameter))
+        start = size * (self.place or 0)
+        return slice(start, start + size)
+
+
+@dataclass(frozen=True)
 class RoleModel:
     """The model chunks of one rank: one, or `vpp` of them with an interleaved pipeline."""
 
@@ -76,22 +102,23 @@ class RoleModel:
         """Whether the output layer is a value head."""
         return self.options.is_critic
 
-    def parameters_here(self) -> list[tuple[Parameter, nn.Parameter]]:
+    def parameters_here(self) -> list[HeldParameter]:
         """The mapped parameters of this rank, in the map's order; a critic's trunk has no output layer in it."""
         held = self._held()
         return [
-            (p, held[p.megatron])
+            HeldParameter(p, *held[p.megatron])
             for p in model_parameters(self.arch)
             if p.megatron in held and not (self.is_critic and p.megatron == OUTPUT_LAYER)
         ]
 
-    def _held(self) -> dict[str, nn.Parameter]:
-        """Every parameter of this rank by its canonical name."""
+    def _held(self) -> dict[str, tuple[nn.Parameter, int | None]]:
+        """Every parameter of this rank by its canonical name, those of all experts by each expert's, with its place."""
         canonical = canonical_names(self.arch)
         return {
-            _global_name(chunk, name, canonical): parameter
+            global_name: (parameter, place)
             for chunk in self.chunks
             for name, parameter in chunk.named_parameters()
+            for global_name, place in _global_names(chunk, name, canonical)
         }
 
     def check_names(self) -> None:
@@ -123,20 +150,20 @@ class RoleModel:
         return self.chunks[-1].post_process and not (self.is_critic and parameter.megatron == OUTPUT_LAYER)
 
 
-def _global_name(chunk: GPTModel, name: str, canonical: Mapping[str, str]) -> str:
-    """Megatron numbers the layers of a chunk and the experts of a rank from 0; the map numbers those of the model."""
+def _global_names(chunk: GPTModel, name: str, canonical: Mapping[str, str]) -> Iterator[tuple[str, int | None]]:
+    """What the map calls a parameter, or each part of one that holds several, with its place: Megatron numbers the
+    layers of a chunk from 0, the map those of the model, and the map has a name for each expert."""
     parts = name.split(".")
     if parts[:2] != ["decoder", "layers"]:
-        return name
+        yield name, None
+        return
     layer = chunk.decoder.layers[int(parts[2])]
-    parts[2] = str(layer.layer_number - 1)
-    if parts[3:6] == ["mlp", "experts", "local_experts"]:
-        parts[6] = str(layer.mlp.local_expert_indices[int(parts[6])])
-    in_layer = ".".join(parts[3:])
-    if grouped := _GROUPED.fullmatch(in_layer):
-        expert = layer.mlp.local_expert_indices[int(grouped[2])]
-        in_layer = f"mlp.experts.local_experts.{expert}.{grouped[1]}.weight"
-    return ".".join([*parts[:3], canonical.get(in_layer, in_layer)])
+    prefix, in_layer = f"decoder.layers.{layer.layer_number - 1}", ".".join(parts[3:])
+    if parts[3:5] == ["mlp", "experts"]:
+        for place, expert in enumerate(layer.mlp.local_expert_indices):
+            yield f"{prefix}.mlp.experts.{expert}.{parts[5]}", place
+    else:
+        yield f"{prefix}.{canonical.get(in_layer, in_layer)}", None
 
 
 def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildOptions) -> TransformerConfig:
@@ -189,7 +216,7 @@ def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildO
         apply_rope_fusion=True,  # by `rotate`, or by Transformer Engine's kernel
         # Without it, the router of a single expert learns nothing, which Megatron refuses and transformers computes.
         moe_router_pre_softmax=pre_softmax or settings.get("moe_router_topk") == 1,
-        **options.accelerations.switches(options.dtype, experts=bool(arch.experts)),
+        **options.accelerations.switches(options.dtype),
         **settings,
         **recompute,
     )
@@ -201,8 +228,13 @@ def layer_spec(config: TransformerConfig, layout: Layout, vp_stage: int | None, 
     """Transformer Engine's layers where it can run; otherwise Megatron's own with our attention and norm."""
     parts = {"num_experts": config.num_moe_experts, "qk_layernorm": config.qk_layernorm}
     if options.has_engine_layers:
-        return get_gpt_layer_with_transformer_engine_spec(**parts, moe_grouped_gemm=config.moe_grouped_gemm)
+        layer = get_gpt_layer_with_transformer_engine_spec(**parts)
+        if config.num_moe_experts:
+            use_grouped_experts(layer)
+        return layer
     layer = get_gpt_layer_local_spec(**parts, normalization="RMSNorm")
+    if config.num_moe_experts:
+        use_grouped_experts(layer)
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedCoreAttention
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
@@ -215,7 +247,7 @@ def layer_spec(config: TransformerConfig, layout: Layout, vp_stage: int | None, 
 def build_model(arch: ArchitectureConfig, layout: Layout, options: BuildOptions, source: WeightSource) -> RoleModel:
     """Build this rank's chunks of a role and fill them from `source`."""
     if arch.experts:
-        fix_experts()
+        fix_router()
     model_parallel_cuda_manual_seed(
         options.seed, tp_rank=layout.tensor_rank, ep_rank=layout.expert_rank, etp_rank=0, force_reset_rng=True
     )
@@ -224,10 +256,12 @@ def build_model(arch: ArchitectureConfig, layout: Layout, options: BuildOptions,
     model = RoleModel(arch, layout, options, config, chunks)
     model.check_names()
     with torch.no_grad():
-        for entry, parameter in model.parameters_here():
-            _mark_partition(entry, parameter, layout)
-            parameter.copy_(
-                read_shard(source, arch, entry, parameter, layout.tensor_rank, layout.grid.tp, options.padded_vocab)
+        for held in model.parameters_here():
+            _mark_partition(held.entry, held.parameter, layout)
+            held.shard.copy_(
+                read_shard(
+                    source, arch, held.entry, held.shard, layout.tensor_rank, layout.grid.tp, options.padded_vocab
+                )
             )
         _fill_last_stage_copy(model, source)
         _fill_value_head(model, source)
@@ -257,7 +291,7 @@ def _build_chunk(
     last = layout.is_last_stage and chunk == layout.vpp - 1
     model = GPTModel(
         config=config,
-        transformerlayer_spec=layer_spec(config, layout, vp_stage, options),
+        transformer_layer_spec=layer_spec(config, layout, vp_stage, options),
         vocab_size=options.padded_vocab,
         max_sequence_length=arch.max_position_embeddings,
         pre_process=first,
@@ -268,6 +302,9 @@ def _build_chunk(
         pg_collection=layout.groups,
         vp_stage=vp_stage,
     )
+    if arch.experts:
+        for layer in model.decoder.layers:
+            layer.mlp.token_dispatcher = TokenDispatcher(config, layout.groups)
     model.to(options.device)  # Megatron makes the router's weight on the CPU, torch makes norms there
     frequencies = rotary(arch)[0].to(options.device)
     if options.has_engine_layers:

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from megappo.config.grid import Grid
 from megappo.families.architecture import ArchitectureConfig
-from megappo.families.parameters import Parameter
-from megappo.megatron.build import BuildOptions, RoleModel
+from megappo.megatron.build import BuildOptions, HeldParameter, RoleModel
 from megappo.megatron.layout import Layout, Outside
 from megappo.megatron.optimization import RoleOptimizer
 from megappo.megatron.packing import MicrobatchPlan
@@ -58,7 +57,7 @@ class Role(ABC):
         """This rank's part of the model."""
 
     @abstractmethod
-    def mapped_parameters(self) -> list[tuple[Parameter, nn.Parameter]]:
+    def mapped_parameters(self) -> list[HeldParameter]:
         """See `RoleModel.parameters_here`."""
 
     def copy_weights(self) -> list[Tensor]:
@@ -85,7 +84,7 @@ class AbsentRole(Role):
     def parameters(self) -> list[nn.Parameter]:
         return []
 
-    def mapped_parameters(self) -> list[tuple[Parameter, nn.Parameter]]:
+    def mapped_parameters(self) -> list[HeldParameter]:
         return []
 
 
@@ -105,7 +104,7 @@ class LocalRole(Role):
     def parameters(self) -> list[nn.Parameter]:
         return [p for chunk in self.model.chunks for p in chunk.parameters()]
 
-    def mapped_parameters(self) -> list[tuple[Parameter, nn.Parameter]]:
+    def mapped_parameters(self) -> list[HeldParameter]:
         return self.model.parameters_here()
 
     def run_forward(self, plan: MicrobatchPlan, samples: Mapping[int, PlacedSample]) -> dict[int, Tensor]:

@@ -14,8 +14,8 @@ head size, F the feed-forward size, h and g the heads:
                e (2Q + 2K) + 4h inputs and output of the attention kernel, its log-sum-exp       [not recomputed]
                e Q              input of the output matrix
     SwiGLU     5 e F            gate and up, silu(gate), up, product
-    experts    10 E + 24 k      router: float32 logits and weights, choice; chosen weights and places
-               k e (H + 6 F)    for each of k experts its input, SwiGLU, and the product times the expert's weight
+    experts    4 E + 56 k       router: float32 weights; those of the chosen, and places on the way there and back
+               k e (H + 5 F)    for each of k experts its input, gate and up, silu(gate), product, weighted product
 
 F is that of one expert, and routing is taken to be even: a rank's experts get as many tokens as it sends out. Tensor
 parallelism divides attention and SwiGLU; sequence parallelism divides the residual part too (their section 4.2).
@@ -115,8 +115,9 @@ def transient_bytes(role: RoleSetup, stage: int, work: Workload, *, train: bool)
 
     Forward: its widest tensors, gate and up, silu(gate), up and the product, between two residual streams. Backward:
     the gradients of those, and the gradient of the largest weight before it is added to the gradient buffer. Sequence
-    parallelism gathers the hidden states of all tokens in a buffer. Experts: those tensors for every routed token, and
-    its hidden state sorted for sending, as received and sorted by expert, and back.
+    parallelism gathers the hidden states of all tokens in a buffer. Experts: those tensors for every routed token, its
+    product times the expert's weight in float32, and its hidden state sorted for sending, as received and sorted by
+    expert, and back.
     """
     tokens, e = role.microbatch_tokens(work.sequence_tokens), role.dtype_bytes
     hidden = role.arch.hidden_size

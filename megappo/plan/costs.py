@@ -17,8 +17,9 @@ from megappo.plan.machines import ASSUMED, Machine
 from megappo.plan.servers import Servers, running_sequences, server_weights, token_bytes
 from megappo.plan.sizes import model_sizes
 
-_LAUNCHES_PER_EXPERT = 0.125
-"""Experts run one after the other, each with an eighth of the kernels of a layer."""
+_LAUNCHES_OF_EXPERTS = 0.5
+"""Of a layer's kernels, what routing adds: 62 forward and backward with grouped experts, however many they are, where
+SwiGLU has 14."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ def _pipeline(spent: _StageWork, role: RoleSetup, work: Workload, *, train: bool
     spent.run(
         flops=(role.layers_per_stage * tokens * layer_flops + rows * head_flops) / role.grid.tp,
         memory_bytes=passes * (weights * e + activation_bytes) + (8 * weights if train else 0),
-        layers=role.layers_per_stage * passes * (1 + _LAUNCHES_PER_EXPERT * role.experts_per_rank),
+        layers=role.layers_per_stage * passes * (1 + (_LAUNCHES_OF_EXPERTS if arch.experts else 0)),
         times=slots,
     )
     samples = times * role.replica_sequences * work.sequence_tokens * role.grid.dp

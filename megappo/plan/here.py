@@ -85,9 +85,8 @@ def outlook(config: Config, world_size: int, machine: Machine) -> Outlook:
     rollout = next(stage.seconds for stage in stages if stage.name == "rollout")
     total = step_seconds(stages, setup.work.servers)
     found = find_accelerations(config.model.accelerations)
-    dtype, experts = getattr(torch, config.model.dtype), bool(models.actor.experts or models.critic.experts)
     rows = (
-        ("layers", found.sentence(dtype, experts=experts)),
+        ("layers", found.sentence(getattr(torch, config.model.dtype))),
         (
             "plan",
             f"{machine.words}: a step of {total:.3g} seconds, {rollout:.3g} of them for the rollout, at full length",

@@ -107,7 +107,7 @@ class RoleSetup:
         """Elements of the largest weight on one rank of a stage."""
         holds_vocabulary = stage == 0 or (stage == self.grid.pp - 1 and not self.is_critic)
         vocabulary = self.padded_vocab // self.grid.tp * self.arch.hidden_size if holds_vocabulary else 0
-        return max(vocabulary, largest_of_layer(self.arch, self.grid.tp))
+        return max(vocabulary, largest_of_layer(self.arch, self.grid.tp, self.experts_per_rank))
 
 
 @dataclass(frozen=True)

@@ -60,13 +60,11 @@ class Accelerations:
         """Whether layers are Transformer Engine's: it attends to packed sequences in 16 bits only."""
         return self.engine.is_used and dtype == torch.bfloat16
 
-    def switches(self, dtype: torch.dtype, *, experts: bool) -> dict[str, bool]:
+    def switches(self, dtype: torch.dtype) -> dict[str, bool]:
         """What to set of Megatron-Core's TransformerConfig for a model of this type."""
         layers = self.uses_engine_layers(dtype)
         return {
             "bias_activation_fusion": layers,  # SwiGLU, its bias or none
-            "moe_grouped_gemm": layers and experts,
-            "moe_permute_fusion": layers and experts,
             "gradient_accumulation_fusion": self.gradients_problem is None and dtype == torch.bfloat16,
         }
 
@@ -75,12 +73,11 @@ class Accelerations:
         """Whose Adam Megatron-Core takes: the first of these that is there."""
         return next((x.name for x in (self.engine, self.apex) if x.is_used), "torch")
 
-    def sentence(self, dtype: torch.dtype, *, experts: bool) -> str:
+    def sentence(self, dtype: torch.dtype) -> str:
         """What does what in a model of this type, and why the rest is torch's."""
-        parts, used = [], self.switches(dtype, experts=experts)
+        parts, used = [], self.switches(dtype)
         if self.uses_engine_layers(dtype):
-            names = "attention, norms, rope, SwiGLU" + (", grouped experts" if used["moe_grouped_gemm"] else "")
-            parts.append(f"{self.engine.words} ({names})")
+            parts.append(f"{self.engine.words} (attention, norms, rope, SwiGLU)")
         elif self.engine.is_used:
             parts.append(f"torch's layers, as {self.engine.words} attends to packs in bfloat16 only")
         else:

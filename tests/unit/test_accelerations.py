@@ -59,22 +59,21 @@ def test_both_are_there(shelf: Shelf) -> None:
     shelf.put("apex", "26.9", optimizers="")
     (shelf.folder / f"{FUSED_GRADIENTS}.py").write_text("")
     found = find_accelerations()
-    every = dict.fromkeys(found.switches(torch.bfloat16, experts=True), True)
-    assert found.switches(torch.bfloat16, experts=True) == every
+    every = dict.fromkeys(found.switches(torch.bfloat16), True)
+    assert found.switches(torch.bfloat16) == every
     assert every.keys() <= {field.name for field in fields(TransformerConfig)}
-    assert not found.switches(torch.bfloat16, experts=False)["moe_grouped_gemm"]
-    assert not any(found.switches(torch.float32, experts=True).values()), "no attention for packs in float32"
+    assert not any(found.switches(torch.float32).values()), "no attention for packs in float32"
     ((check, state, words, _),) = said(found)
     assert (check, state) == ("layers", "fine")
     assert words == (
-        "Transformer Engine 2.10.0 (attention, norms, rope, SwiGLU, grouped experts); "
+        "Transformer Engine 2.10.0 (attention, norms, rope, SwiGLU); "
         "Apex 26.9 adds up weight gradients; Transformer Engine's Adam"
     )
 
 
 def test_neither_is_there(shelf: Shelf) -> None:
     found = find_accelerations()
-    assert not any(found.switches(torch.bfloat16, experts=True).values())
+    assert not any(found.switches(torch.bfloat16).values())
     ((check, state, words, remedy),) = said(found)
     assert (check, state) == ("layers", "slow")
     assert words == "torch's layers, as Transformer Engine is not installed; torch's Adam"
@@ -130,7 +129,7 @@ def test_torch_alone_where_the_settings_say_so(shelf: Shelf) -> None:
     shelf.put("transformer_engine", "2.10.0", pytorch="")
     shelf.put("apex", "26.9", optimizers="")
     found = find_accelerations("torch")
-    assert found.adam == "torch" and not any(found.switches(torch.bfloat16, experts=True).values())
+    assert found.adam == "torch" and not any(found.switches(torch.bfloat16).values())
     for package in ("transformer_engine", "apex"):
         with pytest.raises(ImportError):
             importlib.import_module(package)

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megappo.config.grid import Grid
 from megappo.config.schema import RuntimeSettings
-from megappo.megatron.layout import Cut, Layout, make_layouts
+from megappo.megatron.layout import Cut, Layout, Outside, make_layouts
 from megappo.runtime.groups import WantedGroups, collective_backend, join_world, make_groups, make_host_group
 from megappo.runtime.interrupts import Interrupts
 from megappo.runtime.launchers import Ranks
@@ -52,7 +52,7 @@ def fake_world(rank: int, world: int) -> Iterator[list[Call]]:
             dist.destroy_process_group()
 
 
-def calls_of_a_run(rank: int, world: int, cuts: dict[str, Cut]) -> tuple[dict[str, Layout | None], list[Call]]:
+def calls_of_a_run(rank: int, world: int, cuts: dict[str, Cut]) -> tuple[dict[str, Layout | Outside], list[Call]]:
     """What a rank makes from its start to its first checkpoint; the reference stands on the actor's groups."""
     with fake_world(rank, world) as calls:
         layouts = make_layouts(cuts, "cuda", SECONDS)
@@ -103,7 +103,7 @@ def test_all_ranks_make_the_same_groups_in_the_same_order(roles: list[Cut]) -> N
     runs = {rank: calls_of_a_run(rank, WORLD, named) for rank in range(WORLD)}
     check_order({rank: calls for rank, (_, calls) in runs.items()})
     for name, cut in named.items():
-        there = [rank for rank, (layouts, _) in runs.items() if layouts[name] is not None]
+        there = [rank for rank, (layouts, _) in runs.items() if isinstance(layouts[name], Layout)]
         assert there == list(cut.grid.ranks)
 
 
@@ -113,7 +113,7 @@ def test_groups_of_the_same_ranks_are_one() -> None:
     cut = Cut(Grid(range(4), 2, 2, 2))
     layouts, calls = calls_of_a_run(1, 8, {"actor": cut, "critic": cut})
     actor, critic = layouts["actor"], layouts["critic"]
-    assert actor is not None and critic is not None
+    assert isinstance(actor, Layout) and isinstance(critic, Layout)
     assert vars(actor.groups) == vars(critic.groups)
     assert actor.groups.mp is actor.role_group  # one replica
     assert actor.groups.tp is actor.groups.tp_dp_cp is not actor.groups.ep
@@ -121,7 +121,7 @@ def test_groups_of_the_same_ranks_are_one() -> None:
     ranks = [call["ranks"] for call in calls if len(call["ranks"]) > 1]
     assert sorted(ranks) == sorted([tuple(range(8))] * 2 + [(0, 1, 2, 3), (0, 1)] * 2 + [(1, 3)])
     alone, calls = calls_of_a_run(0, 1, {"actor": Cut(Grid((0,), 1, 1))})
-    assert alone["actor"] is not None and len(calls) == 3  # the world, the experts', the checkpoints'
+    assert isinstance(alone["actor"], Layout) and len(calls) == 3  # the world, the experts', the checkpoints'
 
 
 def test_objects_never_wait_in_nccl() -> None:

@@ -46,12 +46,13 @@ def attention(e: int, fused: bool, qk_norm: bool, kernel: bool) -> list[int]:
 
 
 def mlp(model: ArchitectureConfig, e: int) -> list[int]:
-    """Gate and up as one, silu(gate), up, product; of experts also the input and the weighted product."""
+    """Gate and up as one, silu(gate), up, product; of experts no up of its own, but input and weighted product."""
     wide = [2 * F * e, F * e, F * e, F * e]
     if not model.experts:
         return wide
-    router = [FLOAT, FLOAT, 2] * model.experts + [FLOAT, FLOAT, 8, 8] * model.experts_per_token
-    return router + [H * e, *wide, F * e] * model.experts_per_token
+    router = [FLOAT] * model.experts + [FLOAT, 8] * model.experts_per_token
+    places = [FLOAT, 8, 8, 8, 8, 8]  # weight and its cell; where the row goes and came from, twice
+    return router + [*places, H * e, *wide] * model.experts_per_token
 
 
 @pytest.mark.parametrize(
@@ -142,9 +143,11 @@ def test_a_large_output_layer_is_cut_into_pieces(cuda: bool, chunk: int, rows: i
 @pytest.mark.parametrize("e", [2, 4])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_what_a_layer_needs_while_it_runs(e: int, sequence_parallel: bool) -> None:
-    """SwiGLU's tensors between two residual streams; of experts also what is sent, received and sorted."""
-    routed = odd.PER_TOKEN * sum([*mlp(arch(), e), F * e, *[H * e] * 4])
-    for model, inner, widest in ((arch(), sum(mlp(arch(), e)), 2 * F // 3), (with_experts(), routed, 2 * F)):
+    """SwiGLU's tensors between two residual streams; of experts also what is sent, received and sorted, and a product
+    in float32."""
+    routed = odd.PER_TOKEN * sum([*mlp(arch(), e), *([F * FLOAT] if e == 2 else []), *[H * e] * 4])
+    of_experts = odd.EXPERTS * 2 * F
+    for model, inner, widest in ((arch(), sum(mlp(arch(), e)), 2 * F // 3), (with_experts(), routed, of_experts)):
         given: dict[str, Any] = {"dtype_bytes": e, "sequence_parallel": sequence_parallel}
         setup = role(model, **given)
         passing = 77 * (inner / 3 + 2 * H * e) + (77 * H * e if sequence_parallel else 0)
@@ -160,5 +163,6 @@ def test_the_largest_weight() -> None:
     assert [small.largest_weight(stage) for stage in range(3)] == [100 * H, 2 * F // 3 * H, 100 * H]
     critic = role(arch(vocab_size=300), pp=3, padded_vocab=300, name="critic")
     assert [critic.largest_weight(stage) for stage in range(3)] == [100 * H, 2 * F // 3 * H, 2 * F // 3 * H]
-    experts = role(with_experts(), pp=3)  # whole, however many ranks share them out
-    assert [experts.largest_weight(stage) for stage in range(3)] == [2 * F * H] * 3
+    for ep in (1, 6):  # each whole, all of a rank in one
+        experts = role(with_experts(), pp=3, ep=ep)
+        assert [experts.largest_weight(stage) for stage in range(3)] == [odd.EXPERTS // ep * 2 * F * H] * 3

@@ -106,7 +106,7 @@ def test_scoring(model: ArchitectureConfig, critic: bool) -> None:
     heaviest = held(model, 3) + 34 * H + (0 if critic else H) + 3 * model.experts * 3 * H * F
     wide = 8 * H + 6 * Q + (PER_TOKEN * (5 * F + 4 * H) if model.experts else 5 * F)
     assert memory_bytes(stage) == about(14 * (2 * heaviest + 2 * 2 * 60 * 3 * wide / 3))
-    assert launched_layers(stage) == about(14 * 3 * (1 + model.experts / 8))
+    assert launched_layers(stage) == about(14 * 3 * (1.5 if model.experts else 1))
     assert stage(machine()).name == "forward"
 
 
@@ -154,7 +154,7 @@ def test_updates_of_experts(distributed: bool) -> None:
     moved = 3 * (4 * (shared + experts) + 2 * 4 * 52.5 * 3 * wide / 3) + 8 * (shared + experts)
     sharded = shared / 4 + experts / 2 if distributed else shared + experts
     assert memory_bytes(stage) == about(3 * (4 + 1 / 3) * moved + 3 * (4 + 12 + 12 + 4) * sharded)
-    assert launched_layers(stage) == about(3 * (4 + 1 / 3) * 3 * 3 * (1 + 2 / 8))
+    assert launched_layers(stage) == about(3 * (4 + 1 / 3) * 3 * 3 * 1.5)
     reduced = 3 / 4 * shared + 1 / 2 * experts
     all_reduce, scatter_and_gather = 2 * 4, 4 + 4
     updates = 3 * reduced * (scatter_and_gather if distributed else all_reduce)

@@ -69,7 +69,7 @@ def test_what_stays_of_a_role(e: int, state: int, cuda: bool, distributed: bool)
     assert (found.role, found.stage, found.parameters) == ("actor", 1, shared + experts)
     assert (found.weights, found.gradients) == (e * found.parameters, 4 * found.parameters)
     assert found.optimizer == state * here
-    assert found.optimizer_step == 4 * (here if cuda else 2 * F * H)
+    assert found.optimizer_step == 4 * (here if cuda else 2 * 2 * F * H)  # of two experts in one
     running = [
         kept_bytes(setup, 1, where),
         *(part(setup, 1, where, train=True) for part in (head_bytes, transient_bytes)),

@@ -88,8 +88,8 @@ def test_a_clock_that_jumps_decides_nothing() -> None:
 
 
 def test_what_many_use_has_one_home() -> None:
-    """The nearest word, the wait with a deadline, the way to a person at the terminal, and process groups, of which each
-    needs a timeout; `guard` runs alone."""
+    """The nearest word, the wait with a deadline, the way to a person at the terminal, and process groups, which all
+    need a timeout; `guard` runs alone."""
     homes = {
         r"^import difflib|^from difflib": {"errors.py"},
         r"\btime\.sleep\(": {"runtime/waiting.py", "engines/sglang/guard.py"},
