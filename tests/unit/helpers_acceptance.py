@@ -1,0 +1,44 @@
+"""Steps that go wrong in every way, for test_gpu_acceptance.py."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+from benchmarks.acceptance.registry import Place
+from benchmarks.acceptance.table import Row, Skip, judged, measured
+
+
+def sound(place: Place) -> Iterator[Row]:
+    """Says which process it ran in."""
+    yield measured("process", str(os.getpid()), pid=os.getpid())
+
+
+def unsound(place: Place) -> Iterator[Row]:
+    """Something that does not hold."""
+    yield judged("sum", 1 + 1 == 3, "2, bound 3")
+
+
+def raises(place: Place) -> Iterator[Row]:
+    """After its first row."""
+    yield measured("before", "1")
+    raise ValueError("a bad | value\nover two lines")
+
+
+def dies(place: Place) -> Iterator[Row]:
+    """As by a driver's error."""
+    yield measured("before", "1")
+    os.abort()
+
+
+def hangs(place: Place) -> Iterator[Row]:
+    """As a kernel that never ends."""
+    yield measured("before", "1")
+    time.sleep(1000)
+
+
+def cannot(place: Place) -> Iterator[Row]:
+    """Something is missing."""
+    yield measured("before", "1")
+    raise Skip("needs what is not here")
