@@ -179,8 +179,12 @@ def exactness(place: Place) -> Iterator[Row]:
 
 
 def _head(place: Place, n: int, h: int, v: int, dtype: torch.dtype) -> Iterator[Row]:
-    case = Inputs.make(n, h, v, dtype, place.device, seed=n + v)
+    needed = 8 * n * v * dtype.itemsize
     label = f"N={n} H={h} V={v} {str(dtype).removeprefix('torch.')}"
+    if place.device == "cuda" and torch.cuda.mem_get_info()[0] < needed:
+        yield skipped(label, f"needs {needed / 1e9:.0f} GB")
+        return
+    case = Inputs.make(n, h, v, dtype, place.device, seed=n + v)
     if not n:
         values = [*run_linear(case), *run_logits(case)]
         empty = [x for x in values if x.numel() and bool(x.any())]
@@ -240,7 +244,7 @@ def _per_token(place: Place) -> Iterator[Row]:
 
 def times(place: Place) -> Iterator[Row]:
     """Milliseconds of each provider, in units of its matrix products at the measured rate of this machine."""
-    shapes = [(16, 128, 512)] if place.tiny else [(8192, 1024, 151936), (8192, 4096, 151936)]
+    shapes = [(16, 128, 512)] if place.tiny else [(8192, 4096, 151936), (8192, 1024, 151936)]
     machine = Machine(place.device, 1 if place.tiny else 10)
     rate = matrix_rate(place)
     for n, h, v in shapes:

@@ -37,7 +37,7 @@ _HERE = "benchmarks.acceptance"
 STEPS = (
     Step("machine", 1, f"{_HERE}.machine:describe", 5, 60, "versions, memory, measured matrix rate and copy rate"),
     Step("kernels", 1, f"{_HERE}.kernels:exactness", 30, 120, "every kernel against float64, repeated bit for bit"),
-    Step("kernel-times", 1, f"{_HERE}.kernels:times", 40, 150, "the head beside public kernels and its floor"),
+    Step("kernel-times", 1, f"{_HERE}.kernels:times", 60, 180, "the head beside public kernels and its floor"),
     Step("oracle", 1, f"{_HERE}.ppo_step:against_oracle", 60, 200, "a PPO step in float32 against the oracle"),
     Step("mfu", 1, f"{_HERE}.ppo_step:speed", 30, 120, "updates in bfloat16: seconds, tokens/s, MFU"),
     Step("two-processes", 1, f"{_HERE}.two_processes:on_one_device", 20, 90, "exchange and TP head over gloo"),

@@ -144,10 +144,12 @@ def trainer(config: Config, kind: type[Reporter] = Reporter) -> Iterator[Trainer
     """The trainer of a run of one process, and the memory back afterwards."""
     with start_runtime(config.runtime) as runtime:
         parts: Parts = assemble(config, derive_run(config, runtime.world_size), runtime)
+        made = Trainer(parts, kind(config, parts.derived, runtime))
         try:
-            yield Trainer(parts, kind(config, parts.derived, runtime))
+            yield made
         finally:
             parts.close()
+            vars(made).clear()  # its name lives on where the block stands, and would hold the models
     del parts
     empty_cache()
 

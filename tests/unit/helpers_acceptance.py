@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Iterator
 
 from benchmarks.acceptance.registry import Place
@@ -42,3 +43,20 @@ def cannot(place: Place) -> Iterator[Row]:
     """Something is missing."""
     yield measured("before", "1")
     raise Skip("needs what is not here")
+
+
+def leaves_nothing(place: Place) -> Iterator[Row]:
+    """After a step, while the trainer's name is still there, models and optimizers are not."""
+    from benchmarks.acceptance import workload
+    from benchmarks.acceptance.ppo_step import one_step
+
+    size, held = workload.Size(4, 8, 8), []
+    folder = workload.model_folder(place, "0.6B")
+    with workload.trainer(workload.make_config(place, workload.settings(place, folder, size, "bfloat16"))) as trainer:
+        one_step(trainer, workload.samples(size, folder, ragged=True))
+        for role in trainer.parts.trained:
+            held += [weakref.ref(parameter) for parameter in role.parameters()]
+            held += [weakref.ref(p.main_grad) for p in role.parameters()]  # type: ignore[attr-defined]
+        del role
+    alive = sum(reference() is not None for reference in held)
+    yield judged("tensors", bool(held) and not alive, f"{alive} of {len(held)} are still there", held=len(held))

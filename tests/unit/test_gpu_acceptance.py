@@ -106,6 +106,14 @@ def test_updates_move_weights_by_more_than_their_bound(accepted: list[dict[str, 
     assert len(changed) == 4 and all(numbers["share_of_weights"] > 1e-4 for numbers in changed)
 
 
+@pytest.mark.slow
+def test_a_trainer_leaves_its_memory_to_the_next(tmp_path: Path) -> None:
+    report = Report(tmp_path / "table", {})
+    place = Place("cpu", True, str(tmp_path))
+    run_steps([step("leaves_nothing")], place, report, seconds=300, given=environment(), log=tmp_path / "log")
+    assert [row.verdict for row in report.rows] == ["ok"], report.rows
+
+
 def test_a_step_that_goes_wrong_ends_alone(tmp_path: Path) -> None:
     names = ("sound", "raises", "sound", "dies", "unsound", "cannot", "sound")
     report = run(tmp_path, [step(name) for name in names])
