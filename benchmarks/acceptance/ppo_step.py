@@ -267,7 +267,7 @@ def update_speed(place: Place, t: Trainer, size: Size, folder: Path, repeat: int
         t.update_actor(placed, experience)
         forwards.append(middle - start)
         updates.append(now(t) - begin)
-    arch = t.parts.architecture
+    arch = t.parts.actor.arch
     length = size.prompt + size.response
     flops = training_flops_per_token(
         multiplied_parameters(arch), layers=arch.layers, heads=arch.heads, head_dim=arch.head_dim,
