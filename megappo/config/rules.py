@@ -203,6 +203,20 @@ def parallel_rules(role: RoleSpec, model_name: str) -> Iterator[str]:
             f"{_nearest_pipelines(pp, vpp, shape.layers)}"
         )
     yield from _expert_rules(role, model_name)
+    yield from _recompute_rules(role, model_name)
+
+
+def _recompute_rules(role: RoleSpec, model_name: str) -> Iterator[str]:
+    """What is to be computed again is part of the model's layers."""
+    settings = role.settings
+    absent, present = ("mlp", "moe") if role.shape.experts else ("moe", "mlp")
+    if settings.recompute == "selective" and not settings.recompute_modules:
+        yield f"{role.name}.recompute is selective and recompute_modules empty; set recompute to none, or name a module"
+    if settings.recompute == "selective" and absent in settings.recompute_modules:
+        yield (
+            f"{role.name}.recompute_modules has {absent}, which layers of the {model_name} model do not have; "
+            f"write {present}"
+        )
 
 
 def _expert_rules(role: RoleSpec, model_name: str) -> Iterator[str]:

@@ -83,6 +83,8 @@ class QueryKeyNorms(Block):
 class GatedMlp(Block):
     """The norm before it, and SwiGLU: down(silu(gate) * up)."""
 
+    recompute_module = "mlp"
+
     def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
         hidden, ffn = arch.hidden_size, arch.ffn_hidden_size
         gate_up = dict.fromkeys(("mlp.gate_proj.weight", "mlp.up_proj.weight"), (ffn, hidden))
@@ -108,6 +110,8 @@ class Experts(GatedMlp):
 
     No token is dropped and nothing is added to the loss: the router learns from the policy's objective alone.
     """
+
+    recompute_module = "moe"
 
     def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
         hidden, ffn = arch.hidden_size, arch.ffn_hidden_size

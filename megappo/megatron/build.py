@@ -44,6 +44,8 @@ class BuildOptions:
     padded_vocab: int
     temperature: float = 1.0
     recompute: str = "none"
+    recompute_modules: tuple[str, ...] = ("core_attn",)
+    deallocate_pipeline_outputs: bool = True
     seed: int = 0
     value_head_std: float | None = None
     """Not None: a critic, its value head drawn with this standard deviation."""
@@ -172,7 +174,7 @@ def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildO
     if options.recompute == "full":
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif options.recompute == "selective":
-        recompute = {"recompute_granularity": "selective"}
+        recompute = {"recompute_granularity": "selective", "recompute_modules": list(options.recompute_modules)}
     if not options.has_engine_layers:
         rotate_packed_by(rotate)
     settings = {name: value for block in arch.declaration.blocks for name, value in block.megatron(arch).items()}
@@ -208,6 +210,7 @@ def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildO
         # Between two stages an interleaved schedule would put activations and gradients for the same neighbour into
         # one batch, where they are matched by order and get swapped; overlapped, each has a call of its own.
         overlap_p2p_comm=layout.vpp > 1,
+        deallocate_pipeline_outputs=options.deallocate_pipeline_outputs,
         batch_p2p_comm=layout.vpp == 1,
         # Losses are sums already divided by the global count; Megatron must not divide again.
         calculate_per_token_loss=True,

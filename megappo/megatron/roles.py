@@ -57,6 +57,10 @@ class Role(ABC):
         """This rank's part of the model."""
 
     @abstractmethod
+    def settle_weights(self) -> None:
+        """Wait for weights that are still on their way after an update; a forward pass does so by itself."""
+
+    @abstractmethod
     def mapped_parameters(self) -> list[HeldParameter]:
         """See `RoleModel.parameters_here`."""
 
@@ -84,6 +88,9 @@ class AbsentRole(Role):
     def parameters(self) -> list[nn.Parameter]:
         return []
 
+    def settle_weights(self) -> None:
+        return None
+
     def mapped_parameters(self) -> list[HeldParameter]:
         return []
 
@@ -103,6 +110,9 @@ class LocalRole(Role):
 
     def parameters(self) -> list[nn.Parameter]:
         return [p for chunk in self.model.chunks for p in chunk.parameters()]
+
+    def settle_weights(self) -> None:
+        return None
 
     def mapped_parameters(self) -> list[HeldParameter]:
         return self.model.parameters_here()
@@ -160,6 +170,13 @@ class TrainedRole(LocalRole):
         super().__init__(placement, model, runtime)
         self.optimizer = optimizer
         self._chunks = optimizer.chunks
+
+    def settle_weights(self) -> None:
+        self.optimizer.settle_weights()
+
+    def parameters(self) -> list[nn.Parameter]:
+        self.settle_weights()
+        return super().parameters()
 
     def run_update(
         self,

@@ -19,9 +19,10 @@ head size, F the feed-forward size, h and g the heads:
 
 F is that of one expert, and routing is taken to be even: a rank's experts get as many tokens as it sends out. Tensor
 parallelism divides attention and SwiGLU; sequence parallelism divides the residual part too (their section 4.2).
-Selective recomputation drops the attention kernel's own tensors (section 5), full recomputation keeps the layer's input
-only, e H, and one layer is whole while its backward runs. Cosine and sine of the positions, 2 e d, are there once for
-all layers that a microbatch passes on a rank. Transformer Engine's fused attention keeps less.
+Selective recomputation drops the attention kernel's own tensors (section 5) or those of the MLP or experts, as
+`recompute_modules` says, and has them again for the layer whose backward runs; full recomputation keeps the layer's
+input only, e H, and one layer is whole while its backward runs. Cosine and sine of the positions, 2 e d, are there once
+for all layers that a microbatch passes on a rank. Transformer Engine's fused attention keeps less.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ def layer_bytes_per_token(role: RoleSetup, *, recompute: str, fused_norms: bool)
         return e * hidden / rows
     residual = 2.0 * (_norm_input(hidden, e, fused_norms) + e * hidden)
     attention = float(e * (q + 2 * kv) + e * (q + kv) + e * q)
-    if recompute == "none":
+    dropped = role.recompute_modules if recompute == "selective" else ()
+    if "core_attn" not in dropped:
         attention += e * (2 * q + 2 * kv) + 4 * arch.heads
-    of_blocks = arch.declaration.per_token(arch, e, fused_norms=fused_norms).kept_bytes
+    of_blocks = arch.declaration.per_token(arch, e, fused_norms=fused_norms, without=dropped).kept_bytes
     return residual / rows + (attention + of_blocks) / role.grid.tp
 
 
@@ -78,6 +80,9 @@ def kept_bytes(role: RoleSetup, stage: int, work: Workload) -> float:
     in_flight = layers_in_flight(role, stage, role.microbatches(work.sequence_tokens))
     passes = in_flight * role.vpp / role.layers_per_stage
     kept = (in_flight * per_token + passes * 2 * role.dtype_bytes * role.arch.head_dim) * tokens
+    if role.recompute == "selective" and {"mlp", "moe"} & set(role.recompute_modules):
+        whole = layer_bytes_per_token(role, recompute="none", fused_norms=work.on_cuda)
+        kept += (whole - per_token) * tokens
     if role.recompute == "full":
         kept += layer_bytes_per_token(role, recompute="none", fused_norms=work.on_cuda) * tokens
     if stage == role.grid.pp - 1:

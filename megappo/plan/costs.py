@@ -137,18 +137,27 @@ def update_cost(role: RoleSetup, work: Workload, machine: Machine) -> StageCost:
     return spent.cost(f"update_{role.name}")
 
 
+def _selected_flops(role: RoleSetup, attention: float) -> float:
+    """FLOPs per token and layer of what selective recomputation computes again; an MLP has three matrices."""
+    arch = role.arch
+    mlp = 2.0 * 3 * arch.hidden_size * arch.ffn_hidden_size * (arch.experts_per_token or 1)
+    of = {"core_attn": attention, "mlp": mlp, "moe": mlp}
+    return sum(of[module] for module in set(role.recompute_modules))
+
+
 def _pipeline(spent: _StageWork, role: RoleSetup, work: Workload, *, train: bool, times: int) -> None:
     """Microbatches through the stages, `times` over.
 
     m microbatches through p stages of v chunks take m + (p-1)/v times the slowest stage (Narayanan et al. 2021,
-    section 2.2). Backward is two forward passes; full recomputation adds one, selective the attention kernel's.
+    section 2.2). Backward is two forward passes; full recomputation adds one, selective that of its modules.
     """
     arch, e = role.arch, role.dtype_bytes
     microbatches = role.microbatches(work.sequence_tokens)
     tokens = role.replica_sequences * work.sequence_tokens / microbatches
     rows = tokens * work.response_tokens / work.sequence_tokens
     layer, attention, head = forward_flops(role, work)
-    recomputed = {"none": 0.0, "selective": attention, "full": layer}[role.recompute] if train else 0.0
+    again = {"none": 0.0, "selective": _selected_flops(role, attention), "full": layer}
+    recomputed = again[role.recompute] if train else 0.0
     layer_flops = (3 if train else 1) * layer + recomputed
     head_flops = (3 if train else 1) * head + (head if train and not role.is_critic else 0.0)
     slots = times * (microbatches + (role.grid.pp - 1) / role.vpp)

@@ -51,6 +51,8 @@ class RoleSetup:
     padded_vocab: int
     dtype_bytes: int
     trained: bool = True
+    recompute_modules: tuple[str, ...] = ("core_attn",)
+    """What selective recomputation computes again."""
 
     @property
     def is_critic(self) -> bool:
@@ -203,6 +205,7 @@ def trained_role(config: Config, name: str, settings: RoleSettings, models: Mode
         vpp=numbers.vpp,
         sequence_parallel=settings.layout.sequence_parallel,
         recompute=settings.recompute,
+        recompute_modules=settings.recompute_modules,
         distributed_optimizer=settings.optimizer.distributed,
         microbatch_budget_tokens=settings.microbatch_budget_tokens,
         minibatch_sequences=settings.minibatch_sequences,

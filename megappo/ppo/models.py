@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megappo.config import Config, ConfigError, Derived, RoleNumbers
 from megappo.config.model_files import load_architecture, model_folder, model_paths, role_folder
@@ -73,7 +74,7 @@ class ModelBuilder:
         """The policy, with an optimizer where it is to be trained."""
         settings, numbers = self._config.actor, self._derived.actor
         arch, source = self._weights("actor", settings.start_from)
-        options = self._options(numbers, settings.recompute)
+        options = self._options(numbers, settings)
         role = self._role(self._placement("actor", settings, numbers), self._layouts["actor"], arch, source, options)
         return self._trained(role, settings, numbers) if trained else role
 
@@ -82,8 +83,7 @@ class ModelBuilder:
         if self._config.reference is None:
             return None
         arch, source = self._weights("reference", None)
-        options = self._options(self._derived.actor, "none")
-        return self._role(actor.placement, actor.layout, arch, source, options)
+        return self._role(actor.placement, actor.layout, arch, source, self._options(self._derived.actor))
 
     def critic(self) -> Role | None:
         """The value model, where there is one."""
@@ -97,7 +97,7 @@ class ModelBuilder:
                 f"critic.value_head_std {settings.value_head_std:g} is for a new value head, but the critic's weights "
                 "have one; set it to 0 to keep that one, or name a folder without a head"
             )
-        options = self._options(numbers, settings.recompute, settings.value_head_std)
+        options = self._options(numbers, settings, settings.value_head_std)
         role = self._role(self._placement("critic", settings, numbers), self._layouts["critic"], arch, source, options)
         return self._trained(role, settings, numbers)
 
@@ -137,14 +137,24 @@ class ModelBuilder:
         with self._runtime.megatron():
             return LocalRole(placement, build_model(arch, layout, options, source), self._runtime)
 
-    def _options(self, numbers: RoleNumbers, recompute: str, value_head_std: float | None = None) -> BuildOptions:
+    def _options(
+        self, numbers: RoleNumbers, trained: TrainedRoleSettings | None = None, value_head_std: float | None = None
+    ) -> BuildOptions:
+        """Those of a role that is trained with such settings, or of one that is not."""
+        kept: dict[str, Any] = {}
+        if trained is not None:
+            kept = {
+                "recompute": trained.recompute,
+                "recompute_modules": trained.recompute_modules,
+                "deallocate_pipeline_outputs": trained.layout.deallocate_pipeline_outputs,
+            }
         return BuildOptions(
             dtype=DTYPES[self._config.model.dtype],
             device=self._runtime.device,
             padded_vocab=numbers.padded_vocab_size,
             temperature=self._config.rollout.temperature,
-            recompute=recompute,
             seed=self._config.run.seed,
             value_head_std=value_head_std,
             accelerations=find_accelerations(self._config.model.accelerations),
+            **kept,
         )

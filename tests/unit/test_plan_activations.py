@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -68,6 +69,9 @@ def test_what_a_layer_keeps_of_a_token(model: Any, e: int, qk_norm: bool, sequen
         divided = sum(attention(e, fused, qk_norm, kernel) + mlp(model, e))
         found = layer_bytes_per_token(setup, recompute=recompute, fused_norms=fused)
         assert found == pytest.approx(norms / share + divided / TP, rel=1e-12)
+    parts = dataclasses.replace(setup, recompute_modules=("moe",) if model.experts else ("mlp",))
+    found = layer_bytes_per_token(parts, recompute="selective", fused_norms=fused)
+    assert found == pytest.approx(norms / share + sum(attention(e, fused, qk_norm, True)) / TP, rel=1e-12)
     found = layer_bytes_per_token(setup, recompute="full", fused_norms=fused)
     assert found == pytest.approx(H * e / share, rel=1e-12)
 
@@ -104,6 +108,13 @@ def test_what_a_stage_keeps(recompute: str, cuda: bool, sharing: int) -> None:
     )
     last = 77 * (3 * of[recompute] + rotary + whole + sum(norm(2, cuda)) / sharing)
     assert kept_bytes(setup, 1, work(on_cuda=cuda)) == pytest.approx(last, rel=1e-12)
+
+
+def test_a_recomputed_mlp_is_whole_for_one_layer() -> None:
+    setup = role(recompute="selective", recompute_modules=("mlp",))
+    dropped, whole = (layer_bytes_per_token(setup, recompute=name, fused_norms=True) for name in ("selective", "none"))
+    expected = 77 * (2 * (3 * dropped + 4 * D) + whole - dropped)
+    assert kept_bytes(setup, 0, work()) == pytest.approx(expected, rel=1e-12)
 
 
 def test_what_a_small_minibatch_keeps() -> None:

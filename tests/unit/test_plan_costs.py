@@ -141,6 +141,13 @@ def test_updates(recompute: str, passes: int, critic: bool) -> None:
     assert stage(machine()).name == f"update_{setup.name}"
 
 
+def test_what_is_computed_again_is_counted() -> None:
+    """SwiGLU's three matrices for every token, beside what is counted without recomputation."""
+    plain = update_cost(role(), work(), machine()).flops
+    again = update_cost(role(recompute="selective", recompute_modules=("mlp",)), work(), machine()).flops
+    assert again - plain == about(3 * 28 * T * 6 * 2 * 3 * H * F)
+
+
 @pytest.mark.parametrize("distributed", [False, True])
 def test_updates_of_experts(distributed: bool) -> None:
     """Two of twelve experts in each of three layers, which one other rank has as well; a pipeline of three chunks."""
