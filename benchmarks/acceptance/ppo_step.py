@@ -185,7 +185,18 @@ def _against_oracle(place: Place, name: str) -> Iterator[Row]:
         mine = stepped(t, given)
     empty_cache()
     found, weights = run_oracle(place, folder, reference, given, o, mine)
-    what = f"{name}, float32"
+    yield from compared(f"{name}, float32", shapes, mine, found, weights, given)
+
+
+def compared(
+    what: str,
+    shapes: Mapping[str, Tensor],
+    mine: Stepped,
+    found: Mapping[str, Any],
+    weights: Mapping[str, Mapping[str, Tensor]],
+    given: list[dict[str, Any]],
+) -> Iterator[Row]:
+    """A step beside the oracle's `found` and `weights`; `shapes` are the weights that both began with."""
     errors = {key: relative(values, torch.cat(found[key]).cpu()) for key, values in mine.samples.items()}
     yield within(f"{what}: scores and advantages", errors, NUMBERS)
     for role in ("actor", "critic"):

@@ -134,9 +134,14 @@ ACTOR_ONLY = ("critic=null", "algorithm.estimator=reinforce_plus_plus")
 
 def make_config(place: Place, content: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
     """From settings and overrides, as a run's."""
+    return resolve_here(load_config(write_settings(place, content), list(overrides)))
+
+
+def write_settings(place: Place, content: dict[str, Any]) -> Path:
+    """As a file."""
     path = Path(place.scratch) / "settings.yaml"
     path.write_text(yaml.safe_dump(content))
-    return resolve_here(load_config(path, list(overrides)))
+    return path
 
 
 @contextmanager

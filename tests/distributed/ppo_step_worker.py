@@ -52,7 +52,7 @@ def rollouts_of_rank(samples: list[dict[str, Any]], rank: int, world: int) -> Ro
 
 def run(scenario: dict[str, Any], runtime: Any, found: Path) -> None:
     """Build, score, estimate, update, save."""
-    config = resolve(load_config(scenario["config"], scenario["overrides"]), on_cuda=False)
+    config = resolve(load_config(scenario["config"], scenario["overrides"]), on_cuda=runtime.device.type == "cuda")
     parts = assemble(config, derive_run(config, runtime.world_size), runtime)
     trainer = Trainer(parts, Reporter(config, parts.derived, runtime))
     trainer.step = 1
