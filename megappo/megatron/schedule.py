@@ -107,7 +107,8 @@ def run_schedule(
         def finish(output_1NC: Tensor) -> tuple[Tensor, Tensor, Any]:
             scalar, report = task.finish(gpt.output_layer, output_1NC.squeeze(0), batch)
             # The second value is Megatron's token count, which `calculate_per_token_loss` would divide by.
-            return scalar, torch.zeros((), dtype=torch.int32, device=scalar.device), report
+            # The first is freed where `deallocate_pipeline_outputs` says so, which it does not take of a view.
+            return scalar.clone(), torch.zeros((), dtype=torch.int32, device=scalar.device), report
 
         return output, finish
 
