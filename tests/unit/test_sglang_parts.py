@@ -214,6 +214,10 @@ def test_a_server_gets_no_variables_of_torchrun_and_no_key_on_its_command_line(
     assert on_gpu.environment(tmp_path)["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert on_gpu.arguments(1, "k")["enable-memory-saver"] is True
     assert "device" not in on_gpu.arguments(1, "k")
+    # Ranks of a server that draw for themselves must be told what was drawn; seeds make that needless.
+    assert on_gpu.environment(tmp_path)["SYNC_TOKEN_IDS_ACROSS_TP"] == "1"
+    for same in (replace(on_gpu, deterministic=True), replace(on_gpu, settings=SGLangSettings())):
+        assert "SYNC_TOKEN_IDS_ACROSS_TP" not in same.environment(tmp_path)
 
 
 @pytest.fixture

@@ -141,6 +141,8 @@ class ServerSpec:
         # Its ranks, all on this machine, meet at a file: torch's store would listen on every interface.
         kept["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch}/ranks"
         kept["SGLANG_HEALTH_CHECK_TIMEOUT"] = str(max(1, int(self.settings.health_timeout_seconds)))
+        if self.settings.tensor_parallel > 1 and not self.deterministic:
+            kept["SYNC_TOKEN_IDS_ACROSS_TP"] = "1"  # ranks that drew other tokens would wait for each other for ever
         if self.devices:
             # The trainers beside the ranks of a server may leave them unequal room.
             kept["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
