@@ -44,9 +44,22 @@ class Switch:
     model: str = "0.6B"
 
 
+_OPTIMIZER = "actor.optimizer"
+_SHARDED = (f"{_OPTIMIZER}.distributed=true", f"{_OPTIMIZER}.overlap_grad_reduce=true")
 SWITCHES = (
     Switch("recompute: full", ("actor.recompute=full",), ("actor.recompute=none",)),
     Switch("recompute: selective", ("actor.recompute=selective",), ("actor.recompute=none",)),
+    Switch(
+        "recompute: MLPs", ("actor.recompute=selective", "actor.recompute_modules=[mlp]"), ("actor.recompute=none",)
+    ),
+    Switch(
+        "overlap_grad_reduce", (f"{_OPTIMIZER}.overlap_grad_reduce=true",), (f"{_OPTIMIZER}.overlap_grad_reduce=false",)
+    ),
+    Switch(
+        "overlap_param_gather",
+        (*_SHARDED, f"{_OPTIMIZER}.overlap_param_gather=true"),
+        (*_SHARDED, f"{_OPTIMIZER}.overlap_param_gather=false"),
+    ),
     Switch("optimizer.distributed", ("actor.optimizer.distributed=true",), ("actor.optimizer.distributed=false",)),
     Switch("one pack, not four", ("actor.microbatch_budget_tokens={all}",), ("actor.microbatch_budget_tokens={part}",)),
 )
