@@ -228,7 +228,7 @@ def _settings(task: _Search, name: str) -> Iterator[RoleSettings]:
     experts = divisors(max(1, arch.experts))
     for tp, pp, ep in itertools.product(valid_tensor_parallel(arch), divisors(arch.layers), experts):
         in_node = task.machine.shared_by_ranks or tp <= task.machine.devices_per_node
-        if pp > _DEEPEST_PIPELINE or tp * pp > task.gpus or not in_node or (arch.experts and ep % tp):
+        if pp > _DEEPEST_PIPELINE or tp * pp > task.gpus or not in_node:
             continue
         vpp = given.layout.virtual_pipeline_chunks
         chunks = vpp if pp > 1 and arch.layers % (pp * vpp) == 0 else 1

@@ -129,7 +129,10 @@ def test_updates_count_minibatches(monkeypatch: pytest.MonkeyPatch) -> None:
 
     samples = Samples(torch.arange(10), (torch.ones(5, dtype=torch.int64),) * 10, torch.full((10,), 3))
     batch: Any = SimpleNamespace(minibatches=minibatches, samples=samples, update=update)
-    batch.with_fields, batch.role = lambda fields: batch, SimpleNamespace(runtime=SimpleNamespace(device="cpu"))
+    batch.with_fields, batch.role = (
+        lambda fields: batch,
+        SimpleNamespace(runtime=SimpleNamespace(device="cpu"), settle_weights=lambda: None),
+    )
     monkeypatch.setattr(updates, "all_gather_varying", lambda local: [local])
     fields = {"mask": torch.ones(10, 3, dtype=torch.bool)}
     PROGRESS.enter("update_actor")
