@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import platform
 import re
 from pathlib import Path
@@ -10,7 +11,6 @@ import torch
 
 from megappo import __version__
 from megappo.checkpoint.files import Marker
-from megappo.runtime.packages import installed_version
 
 _PACKAGES = ("torch", "megatron-core", "transformers", "numpy", "triton", "sglang", "transformer-engine")
 TORCH_VERSIONS = ((2, 11), (2, 14))
@@ -19,9 +19,13 @@ TORCH_VERSIONS = ((2, 11), (2, 14))
 
 def software_versions() -> dict[str, str]:
     """Versions of everything that computes."""
-    found = {package: installed_version(package) for package in _PACKAGES}
-    own = {"megappo": __version__, "python": platform.python_version()}
-    return own | {package: version for package, version in found.items() if version is not None}
+    versions = {"megappo": __version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
 
 
 def require_readable(folder: Path, marker: Marker) -> None:

@@ -55,17 +55,20 @@ class Grid:
     @property
     def tensor_groups(self) -> list[list[int]]:
         """Ranks that share each layer of a stage."""
-        return [[self.rank(d, p, t) for t in range(self.tp)] for d in range(self.dp) for p in range(self.pp)]
+        stages = [(d, p) for d in range(self.dp) for p in range(self.pp)]
+        return [[self.rank(d, p, t) for t in range(self.tp)] for d, p in stages]
 
     @property
     def pipeline_groups(self) -> list[list[int]]:
         """Ranks that hand microbatches from stage to stage."""
-        return [[self.rank(d, p, t) for p in range(self.pp)] for d in range(self.dp) for t in range(self.tp)]
+        columns = [(d, t) for d in range(self.dp) for t in range(self.tp)]
+        return [[self.rank(d, p, t) for p in range(self.pp)] for d, t in columns]
 
     @property
     def data_groups(self) -> list[list[int]]:
         """Groups of ranks whose weights are the same, experts aside: one rank of each replica."""
-        return [[self.rank(d, p, t) for d in range(self.dp)] for p in range(self.pp) for t in range(self.tp)]
+        places = [(p, t) for p in range(self.pp) for t in range(self.tp)]
+        return [[self.rank(d, p, t) for d in range(self.dp)] for p, t in places]
 
     @property
     def expert_groups(self) -> list[list[int]]:

@@ -19,35 +19,43 @@ class Cursor:
         if dataset_size < 1:
             raise ValueError(f"dataset_size is {dataset_size}, must be at least 1; give the cursor a data set")
         self._size, self._seed, self._shuffle, self._fingerprint = dataset_size, seed, shuffle, fingerprint
-        self.epoch = 0
-        """Complete passes over the data."""
-        self.position = 0
-        """Prompts taken in this epoch; less than the size of the data set."""
+        self._epoch = 0
+        self._position = 0
         self._order = self._draw_order()
+
+    @property
+    def epoch(self) -> int:
+        """Complete passes over the data."""
+        return self._epoch
+
+    @property
+    def position(self) -> int:
+        """Prompts taken in this epoch; less than the size of the data set."""
+        return self._position
 
     def _draw_order(self) -> list[int]:
         if not self._shuffle:
             return list(range(self._size))
-        generator = torch.Generator().manual_seed(_generator_seed(self._seed, self.epoch))
+        generator = torch.Generator().manual_seed(_generator_seed(self._seed, self._epoch))
         return torch.randperm(self._size, generator=generator).tolist()
 
     def take(self, n: int) -> list[int]:
         """The next `n` indices, across ends of epochs."""
         taken: list[int] = []
         while len(taken) < n:
-            part = self._order[self.position : self.position + n - len(taken)]
+            part = self._order[self._position : self._position + n - len(taken)]
             taken += part
-            self.position += len(part)
-            if self.position == self._size:
-                self.epoch, self.position = self.epoch + 1, 0
+            self._position += len(part)
+            if self._position == self._size:
+                self._epoch, self._position = self._epoch + 1, 0
                 self._order = self._draw_order()
         return taken
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
         return {
-            "epoch": self.epoch,
-            "position": self.position,
+            "epoch": self._epoch,
+            "position": self._position,
             "fingerprint": self._fingerprint,
             "seed": self._seed,
             "shuffle": self._shuffle,
@@ -75,7 +83,7 @@ class Cursor:
                 f"the saved cursor stands at {position} in epoch {epoch}, outside of {self._size} prompts; "
                 "use a checkpoint that is whole"
             )
-        self.epoch, self.position = epoch, position
+        self._epoch, self._position = epoch, position
         self._order = self._draw_order()
 
 

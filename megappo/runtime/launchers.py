@@ -44,9 +44,14 @@ class Ranks:
 
 
 @dataclass(frozen=True)
-class Place(Ranks):
-    """The same where another launcher started the process, which says more."""
+class Place:
+    """Where this process stands among the ranks."""
 
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    """Ranks on this machine."""
     job: str
     """Names the job; the same on all ranks."""
     first_machine: str | None

@@ -23,18 +23,14 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
-from transformers import LogitsProcessorList
-
-from megappo.checkpoint import files
+from megappo.checkpoint import files, writer
 from megappo.cli import main
 from megappo.config import derive_run, load_config
+from megappo.engines.transformers_engine import _Sampler
 from megappo.megatron.placed import PlacedBatch
 from megappo.ppo.checkpoints import Boundary, Checkpoints
 from megappo.ppo.parts import assemble
@@ -88,7 +84,7 @@ def arm(step: int, at: str, die: Callable[[], None]) -> None:
 def stall(step: int, stage: str, at_token: Callable[[], None]) -> None:
     """Make generation slow in a stage of a step."""
     state: dict[str, Any] = {"step": 0, "stage": "", "tokens": 0, "asked": 0}
-    begin, enter, sample = Reporter.begin_step, Reporter.stage, LogitsProcessorList.__call__
+    begin, enter, sample = Reporter.begin_step, Reporter.stage, _Sampler.__call__
 
     def begin_step(self: Reporter, number: int) -> None:
         state.update(step=number)
@@ -100,47 +96,42 @@ def stall(step: int, stage: str, at_token: Callable[[], None]) -> None:
         state.update(stage=name, tokens=0)
         return enter(self, name, waits_for)
 
-    def sample_slowly(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def sample_slowly(self: Any, *args: Any) -> Any:
         if (state["step"], state["stage"]) == (step, stage):
             state["tokens"] += 1
             time.sleep(0.5)
             if state["tokens"] == 5:
                 at_token()
-        return sample(self, *args, **kwargs)
+        return sample(self, *args)
 
     Reporter.begin_step, Reporter.stage = begin_step, enter_stage  # type: ignore[method-assign, assignment]
-    LogitsProcessorList.__call__ = sample_slowly
+    _Sampler.__call__ = sample_slowly  # type: ignore[method-assign, assignment]
     if importlib.util.find_spec("sglang") is not None:
         _stall_servers(step, state)
 
 
 def _stall_servers(step: int, state: dict[str, Any]) -> None:
     """Of what a rank asks them in that step, probes aside, one group is answered."""
-    from aiohttp import ClientSession
+    from megappo.engines.sglang.dispatch import Round
 
-    post = ClientSession.post
+    ask = Round._ask
 
-    @asynccontextmanager
-    async def post_in_vain(self: ClientSession, url: str, **given: Any) -> AsyncIterator[Any]:
-        body = given["json"]
-        if state["step"] == step and "sampling_params" in body and "top_p" not in body["sampling_params"][0]:
+    async def ask_in_vain(self: Round, *args: Any) -> Any:
+        if state["step"] == step and not self._params.greedy:
             state["asked"] += 1
             await asyncio.sleep(10**6 if state["asked"] > 1 else 0)
-        async with post(self, url, **given) as answer:
-            yield answer
+        return await ask(self, *args)
 
-    ClientSession.post = post_in_vain
+    Round._ask = ask_in_vain  # type: ignore[method-assign, assignment]
 
 
 def _arm_checkpoint(step: int, at: str, die: Callable[[], None]) -> None:
-    save, mark = dcp.save, files.write_marker
+    finish, mark = writer.CheckpointWriter._finish_rank, files.write_marker
 
-    def save_shards(state: Any, *, storage_writer: Any, **kwargs: Any) -> Any:
-        metadata = save(state, storage_writer=storage_writer, **kwargs)
-        name = Path(storage_writer.path).name
-        if (name.removesuffix(".new"), at) == (files.step_folder(Path(), step).name, "shards_written"):
+    def finish_rank(self: Any, folder: Path, snapshot: Any) -> Any:
+        if (snapshot.step, at) == (step, "shards_written"):
             die()
-        return metadata
+        return finish(self, folder, snapshot)
 
     def write_marker(folder: Path, marker: Any) -> None:
         if (marker.step, at) == (step, "before_marker"):
@@ -149,7 +140,7 @@ def _arm_checkpoint(step: int, at: str, die: Callable[[], None]) -> None:
         if (marker.step, at) == (step, "after_marker"):
             die()
 
-    dcp.save = save_shards
+    writer.CheckpointWriter._finish_rank = finish_rank  # type: ignore[method-assign]
     files.write_marker = write_marker
 
 
@@ -160,10 +151,11 @@ def rewrite(arguments: list[str]) -> int:
         derived = derive_run(config, runtime.world_size)
         start = choose_start(config, derived, runtime)
         parts = assemble(config, derived, runtime)
-        resumed = Checkpoints(parts, start).resumed
-        assert resumed is not None
-        # One that has not begun from the checkpoint writes it, too.
-        Checkpoints(parts, replace(start, checkpoint=None)).save(Boundary(resumed.load(), {}, {}), wait=True)
+        checkpoints = Checkpoints(parts, start)
+        assert checkpoints.resumed is not None
+        state = checkpoints.resumed.load()
+        checkpoints._saved_step = -1
+        checkpoints.save(Boundary.of(state, {}, {}), wait=True)
         parts.close()
     return 0
 
