@@ -34,7 +34,8 @@ class PoolEnd:
         theirs.shutdown(socket.SHUT_WR)
         # A stopped process must not block a send for ever: it ends with OSError after a while.
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _TRANSFER_SECONDS, 0))
-        self._hang_up, self._requests = ours, Connection(ours.fileno(), readable=False)
+        # Each owner closes a descriptor of its own: one that is closed twice may be somebody else's by then.
+        self._hang_up, self._requests = ours, Connection(os.dup(ours.fileno()), readable=False)
         self.answers, their_answers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         """Readable where an answer waits, or the worker has ended."""
         self._theirs = (theirs, their_answers)
@@ -74,7 +75,7 @@ class PoolEnd:
     def close(self) -> None:
         """The worker sees the end of its requests, even where a forked process of ours still holds the socket."""
         self._hang_up.shutdown(socket.SHUT_RDWR)
-        self._hang_up.detach()  # one descriptor, which the connection closes
+        self._hang_up.close()
         self._requests.close()
         self.answers.close()
 

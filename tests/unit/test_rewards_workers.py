@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from megappo.config.schema import RewardSettings
+from megappo.rewards.channel import PoolEnd
 from megappo.rewards.scorer import RewardScorer
 from megappo.rewards.workers import RewardError, RewardPool, RewardRequest
 from megappo.types import Prompt, Rollouts
@@ -374,3 +376,13 @@ def test_scorer(world_of_one: None) -> None:
 def test_scorer_checks_first() -> None:
     with pytest.raises(ValueError, match="did you mean 'exact'"):
         RewardScorer(RewardSettings(function="exakt"), torch.device("cpu"))
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_a_channel_that_nobody_closed_closes_each_descriptor_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second time it may be somebody else's: a connection to another rank, for one."""
+    ignored: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+    PoolEnd()  # as where an error ends a run before its pool
+    gc.collect()
+    assert not ignored
