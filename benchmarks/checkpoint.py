@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ class Measurement:
         """A checkpoint of this moment."""
         from megappo.ppo.checkpoints import Boundary
 
-        self.checkpoints.save(Boundary.of(self.trainer.state_dict(), {}, {}), wait=wait)
+        self.checkpoints.save(Boundary(self.trainer.state_dict(), {}, {}), wait=wait)
 
     def next_save(self) -> None:
         """Let the next checkpoint be that of another step, with nothing under way."""
@@ -103,13 +104,13 @@ def measure(config: Config, repeat: int) -> list[Row] | None:
     from megappo.checkpoint.shards import load_shards, role_updates
     from megappo.ppo.checkpoints import Checkpoints
     from megappo.ppo.parts import assemble
-    from megappo.ppo.reporting import reporting
+    from megappo.ppo.reporting import Reporter
     from megappo.ppo.start import Start
     from megappo.ppo.trainer import Trainer
     from megappo.runtime.process import start_runtime
 
     derived = derive_run(config, int(os.environ.get("WORLD_SIZE", "1")))
-    with start_runtime(config.runtime) as runtime, reporting(config, derived, runtime) as reporter:
+    with start_runtime(config.runtime) as runtime, closing(Reporter(config, derived, runtime)) as reporter:
         parts = assemble(config, derived, runtime)
         checkpoints = Checkpoints(parts, Start(config))
         try:

@@ -73,7 +73,7 @@ def _peer(name: str, distribution: str, load: Callable[[], Callable[..., Any]], 
     if why_not is None:
         try:
             run = load()
-        except ImportError as error:
+        except (ImportError, AttributeError, RuntimeError) as error:
             why_not = f"cannot be imported: {error}" if version else f"not installed: {error}"
     elif not version:
         why_not = "not installed"

@@ -17,6 +17,7 @@ import platform
 import statistics
 import sys
 import tempfile
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -42,12 +43,12 @@ class StageTiming:
 def run_steps(config: Config, warmup: int, repeat: int) -> list[dict[str, float]] | None:
     """The metrics of the counted steps on the main rank, None elsewhere."""
     from megappo.ppo.parts import assemble
-    from megappo.ppo.reporting import reporting
+    from megappo.ppo.reporting import Reporter
     from megappo.ppo.trainer import Trainer
     from megappo.runtime.process import start_runtime
 
     derived = derive_run(config, int(os.environ.get("WORLD_SIZE", "1")))
-    with start_runtime(config.runtime) as runtime, reporting(config, derived, runtime) as reporter:
+    with start_runtime(config.runtime) as runtime, closing(Reporter(config, derived, runtime)) as reporter:
         parts = assemble(config, derived, runtime)
         try:
             trainer = Trainer(parts, reporter)

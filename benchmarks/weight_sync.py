@@ -96,10 +96,10 @@ def measure(config: Config, repeat: int) -> list[Row] | None:
     from megappo.runtime.process import start_runtime
 
     derived = derive_run(config, int(os.environ.get("WORLD_SIZE", "1")))
-    with start_runtime(config.runtime) as runtime:
+    with start_runtime(config.runtime, with_servers=True) as runtime:
         parts = assemble(config, derived, runtime, Purpose(training=False))
         try:
-            if parts.architecture.experts:
+            if parts.actor.arch.experts:
                 raise ConfigError("model.path has experts, which the other ways do not gather here; name a dense model")
             parts.engine.update_weights(parts.weights, 1)  # starts the servers
             check_peers(parts)

@@ -31,10 +31,10 @@ _SECONDS = 600.0
 
 def gather_parameters(parts: Parts, parameters: Sequence[Parameter], stage: int) -> list[tuple[str, Tensor]]:
     """Whole Hugging Face tensors of parameters of one pipeline stage, on every rank; a collective of the actor."""
-    actor, arch = parts.actor, parts.architecture
+    actor, arch = parts.actor, parts.actor.arch
     assert isinstance(actor, LocalRole), "the actor must be on every rank"
     layout, grid = actor.layout, actor.placement.grid
-    here = {p.megatron: tensor.detach() for p, tensor in actor.model.parameters_here()}
+    here = {held.entry.megatron: held.shard for held in actor.model.parameters_here()}
     vocab = parts.derived.actor.padded_vocab_size
     dtype, device = parts.weights.buckets[0].slots[0].dtype, parts.runtime.device
     shards, waits = [], []

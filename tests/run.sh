@@ -22,13 +22,13 @@ install_slurm() {
 }
 quick=()
 beside=(tests/slurm tests/sglang)
-here=(tests/unit tests/distributed)
+here=(tests/unit tests/distributed tests/gpu)
 case "${1:-}" in
 --quick)
     shift
     quick=(--quick)
     beside+=(tests/distributed)
-    here=(tests/unit)
+    here=(tests/unit tests/gpu)
     ;;
 --affected)
     shift

@@ -1,8 +1,9 @@
 """Compiles every Triton kernel for GPU generations without having one: `python -m megappo_kernels.aot`.
 
 Each kernel is compiled in every combination of its switches that changes the code, with the tile sizes that are used,
-and must neither spill registers nor ask for more shared memory than the chip has. Prints a line per kernel and chip;
-exits with 1 where a kernel fails.
+and must neither spill registers nor ask for more shared memory than the chip has. With `--few`, of a kernel's
+combinations only the fullest, those that differ from it in one switch, and the emptiest. Prints a line per kernel and
+chip; exits with 1 where a kernel fails.
 """
 
 from __future__ import annotations
@@ -28,8 +29,11 @@ from triton.compiler import ASTSource
 from megappo_kernels.gpu import gae, head, objectives, rows, whiten
 from megappo_kernels.objectives import FUNCTIONS, Objective, PolicyObjective, ValueObjective, inputs_of
 
-SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
+SHARED_BYTES = {capability: kib * 1024 for capability, kib in _KIB.items()}
 """Most shared memory a block may have, by compute capability: CUDA C++ Programming Guide, table of technical limits."""
+CHIPS = (80, 90, 100, 120)
+"""Generations compiled for by default: those between them run the code of one of these, from the same tiles."""
 
 
 class Kind(str):
@@ -45,8 +49,8 @@ class Variant:
     arguments: Mapping[str, Any]
     warps: int
     stages: int
-    capability: int | None = None
-    """The GPU generation (compute capability times ten) that it is for; None: all of them."""
+    aligned: bool = True
+    """Whether integers that are specialised on are multiples of 16."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +69,13 @@ class Report:
         return self.spill_bytes == 0 and self.shared_bytes <= SHARED_BYTES[self.capability]
 
 
-def _switches(**choices: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
+def _switches(few: bool, **choices: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
+    """Combinations of choices, of which the last of each is the fullest and the first the emptiest."""
+    fullest, emptiest = tuple(c[-1] for c in choices.values()), tuple(c[0] for c in choices.values())
     for values in itertools.product(*choices.values()):
-        yield dict(zip(choices, values, strict=True))
+        differences = sum(a is not b for a, b in zip(values, fullest, strict=True))
+        if not few or differences <= 1 or values == emptiest:
+            yield dict(zip(choices, values, strict=True))
 
 
 _POINTERS = {"labels": "*i64", "starts": "*i64", "mask": "*u8"}
@@ -82,7 +90,7 @@ def _kind(name: str) -> Kind:
 
 
 def _variant(
-    kernel: Any, switches: dict[str, Any], sizes: dict[str, Any], warps: int, stages: int = 3, **special: str
+    kernel: Any, switches: dict[str, Any], sizes: dict[str, Any], warps: int, *, stages: int = 3, **special: str
 ) -> Variant:
     constants = switches | sizes
     shown = [f"{k}={v}" if not isinstance(v, bool) else k for k, v in switches.items() if v is not False]
@@ -92,7 +100,7 @@ def _variant(
     return Variant(name, kernel, {n: given[n] if n in given else _kind(n) for n in kernel.arg_names}, warps, stages)
 
 
-def _fused_variant(switches: dict[str, Any], capability: int, tile: head.Tile) -> Variant:
+def _fused_variant(switches: dict[str, Any], tile: head.Tile) -> Variant:
     sizes = {"DESCRIPTORS": tile.descriptors, "WIDEN": False, "GROUP": head.GROUP_M}
     sizes |= {"TILES": head.SPLIT_COLUMNS // tile.n, "BM": tile.m, "BN": tile.n, "BK": tile.k}
     operands = {"hidden": "*bf16", "weight": "*bf16"}
@@ -101,11 +109,21 @@ def _fused_variant(switches: dict[str, Any], capability: int, tile: head.Tile) -
             "hidden": f"tensordesc<bf16[{tile.m}, {tile.k}]>",
             "weight": f"tensordesc<bf16[{tile.n}, {tile.k}]>",
         }
-    variant = _variant(head.fused_kernel, switches, sizes, tile.warps, tile.stages, **operands)
-    return replace(variant, capability=capability)
+    return _variant(head.fused_kernel, switches, sizes, tile.warps, stages=tile.stages, **operands)
 
 
-def _objective_variants(objective: type[Objective]) -> Iterator[Variant]:
+def _row_variants(few: bool) -> Iterator[Variant]:
+    """Statistics of rows and their gradient, for a vocabulary that is a multiple of 16: it makes loads wide."""
+    for switches in _switches(few, PER_ROW=(False, True), CAPPED=(False, True), ENTROPY=(False, True)):
+        for logits in ("*fp32", "*bf16"):
+            sizes = {"BLOCK": rows.STATISTICS_BLOCK}
+            yield _variant(rows.statistics_kernel, switches, sizes, rows.WARPS, logits=logits)
+        for logits, out in (("*fp32", "*bf16"), ("*fp32", "*fp32"), ("*bf16", "*bf16")):
+            sizes = {"BLOCK": rows.GRADIENT_BLOCK}
+            yield _variant(rows.gradient_kernel, switches, sizes, rows.WARPS, logits=logits, out=out)
+
+
+def _objective_variants(few: bool, objective: type[Objective]) -> Iterator[Variant]:
     """With and without what is optional of numbers and settings, and with each function that a setting can name."""
     pointer, number, hints = Kind("*fp32"), Kind("fp32"), get_type_hints(objective)
     numbers = {name: (pointer,) if must else (None, pointer) for name, must in inputs_of(objective.formula).items()}
@@ -114,7 +132,7 @@ def _objective_variants(objective: type[Objective]) -> Iterator[Variant]:
         for name in (field.name for field in fields(objective))
     }
     settings |= {n: tuple(dict.fromkeys(FUNCTIONS[n].values())) for n in settings if n in FUNCTIONS}
-    for chosen in _switches(**numbers, **settings):
+    for chosen in _switches(few, **numbers, **settings):
         if "kl" in chosen and chosen["ref_logprob"] is None and chosen["kl"] is not settings["kl"][0]:
             continue  # there is nothing to estimate
         given = objective().settings()._replace(**{name: chosen[name] for name in settings})
@@ -127,21 +145,17 @@ def _objective_variants(objective: type[Objective]) -> Iterator[Variant]:
         yield Variant(name, objectives.objective_kernel, arguments, objectives.WARPS, 3)
 
 
-def variants() -> Iterator[Variant]:
-    """Every kernel with every combination of switches that is ever launched."""
-    yes_no = (False, True)
-    for switches in _switches(PER_ROW=yes_no, CAPPED=yes_no, ENTROPY=yes_no):
-        for logits in ("*fp32", "*bf16"):
-            sizes = {"BLOCK": rows.STATISTICS_BLOCK}
-            yield _variant(rows.statistics_kernel, switches, sizes, rows.WARPS, logits=logits)
-        for logits, out in (("*fp32", "*bf16"), ("*fp32", "*fp32"), ("*bf16", "*bf16")):
-            sizes = {"BLOCK": rows.GRADIENT_BLOCK}
-            yield _variant(rows.gradient_kernel, switches, sizes, rows.WARPS, logits=logits, out=out)
-        for capability, tile in head.TILES.items():
-            yield _fused_variant(switches, capability, tile)
+def variants(capability: int, *, few: bool = False) -> Iterator[Variant]:
+    """Every kernel with every combination of switches that is ever launched on a GPU generation."""
+    for switches in _switches(few, PER_ROW=(False, True), CAPPED=(False, True), ENTROPY=(False, True)):
+        yield _fused_variant(switches, head.tile_for(capability))
+    for variant in _row_variants(few):
+        yield variant
+        if not few:
+            yield replace(variant, name=f"{variant.name} odd", aligned=False)
     for objective in (PolicyObjective, ValueObjective):
-        yield from _objective_variants(objective)
-    for switches, mask in itertools.product(_switches(PACKED=yes_no), ("*u8", "*fp32")):
+        yield from _objective_variants(few, objective)
+    for switches, mask in itertools.product(_switches(few, PACKED=(False, True)), ("*u8", "*fp32")):
         yield _variant(gae.gae_kernel, switches, {"BLOCK": gae.BLOCK}, gae.WARPS, mask=mask)
     yield _variant(whiten.whiten_kernel, {}, {"BLOCK": whiten.BLOCK}, whiten.WARPS)
 
@@ -149,8 +163,8 @@ def variants() -> Iterator[Variant]:
 def compile_variant(variant: Variant, capability: int) -> Report:
     """Compile for one chip and read what the assembler says."""
     signature, constants, aligned = {}, {}, {}
-    for i, name in enumerate(variant.kernel.arg_names):
-        argument = variant.arguments[name]
+    for i, parameter in enumerate(variant.kernel.params):
+        argument = variant.arguments[name := parameter.name]
         parts = argument if isinstance(argument, tuple) and any(isinstance(x, Kind) for x in argument) else None
         kinds = [str(x) if isinstance(x, Kind) else "constexpr" for x in parts or (argument,)]
         signature[name] = kinds[0] if parts is None else getattr(parts, "_make", tuple)(kinds)
@@ -158,14 +172,20 @@ def compile_variant(variant: Variant, capability: int) -> Report:
             path = (i,) if parts is None else (i, j)
             if kind == "constexpr":
                 constants[path] = x
-            # Pointers are 16-byte aligned, as torch's are, and so are rows of hidden states; other sizes may be any.
-            elif kind.startswith("*") or name == "features":
+            # As Triton finds it at a launch: torch's memory is aligned, and so are rows of hidden states.
+            elif _is_aligned(kind, parameter) and (variant.aligned or kind.startswith("*") or name == "features"):
                 aligned[path] = [["tt.divisibility", 16]]
     source = ASTSource(fn=variant.kernel, signature=signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": variant.warps, "num_stages": variant.stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     registers, spill_bytes = resource_usage(compiled.asm["cubin"])
     return Report(variant.name, capability, registers, spill_bytes, compiled.metadata.shared)
+
+
+def _is_aligned(kind: str, parameter: Any) -> bool:
+    if kind.startswith("*"):
+        return not parameter.do_not_specialize_on_alignment
+    return kind == "i32" and not parameter.do_not_specialize
 
 
 def resource_usage(cubin: bytes) -> tuple[int, int]:
@@ -184,24 +204,24 @@ def resource_usage(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def compile_all(capabilities: Sequence[int], jobs: int) -> Iterator[Report]:
+def compile_all(capabilities: Sequence[int], jobs: int, *, few: bool = False) -> Iterator[Report]:
     """Every variant for every chip, in processes of their own."""
-    indices = [(i, c) for i, v in enumerate(variants()) for c in capabilities if v.capability in (None, c)]
+    indices = [(c, few, i) for c in capabilities for i, _ in enumerate(variants(c, few=few))]
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         yield from pool.map(_compile_index, indices, chunksize=8)
 
 
-def _compile_index(what: tuple[int, int]) -> Report:
+def _compile_index(what: tuple[int, bool, int]) -> Report:
     """Kernels cannot be pickled, so a process finds them by their place in `variants`."""
-    index, capability = what
-    return compile_variant(next(itertools.islice(variants(), index, None)), capability)
+    capability, few, index = what
+    return compile_variant(next(itertools.islice(variants(capability, few=few), index, None)), capability)
 
 
 def main(arguments: list[str]) -> int:
-    """Compile for the capabilities given, by default for 80, 90 and 100."""
-    capabilities = [int(a) for a in arguments] or list(SHARED_BYTES)
+    """Compile for the capabilities given, by default for those of `CHIPS`."""
+    capabilities = [int(a) for a in arguments if a != "--few"] or list(CHIPS)
     failed = 0
-    for report in compile_all(capabilities, os.cpu_count() or 1):
+    for report in compile_all(capabilities, os.cpu_count() or 1, few="--few" in arguments):
         failed += not report.fits
         verdict = "" if report.fits else "   DOES NOT FIT"
         print(

@@ -68,7 +68,8 @@ def ppo_head_loss(
             the metrics and get a zero gradient.
         objective: default: PPO-clip with 0.2.
         accumulate_main_grad: add the weight's gradient to `weight.main_grad` (float32, Megatron's) during forward and
-            set `weight.grad_added_to_main_grad`; backward then hands autograd a placeholder.
+            set `weight.grad_added_to_main_grad`; backward then leaves a placeholder without memory of its own as
+            `weight.grad`, for Megatron's hooks, which drop it.
         upstream: with `accumulate_main_grad`, the gradient that the loss will receive in backward, which refuses
             any other.
 
@@ -165,13 +166,21 @@ class _HandedOut(torch.autograd.Function):
         options: _Options = ctx.options
         if options.accumulate_main_grad:
             _expect_upstream(grads[0], options.upstream)
-            # Megatron's hook wants a gradient to come; it adds it only to weights that are embeddings too.
-            shared = getattr(weight_VH, "zero_out_wgrad", False)
-            grad_weight_VH = torch.zeros_like(weight_VH) if shared else torch.empty_like(weight_VH)
+            _leave_placeholder(weight_VH)
         else:
             grad_hidden_TH.mul_(grads[0])
             grad_weight_VH = grad_weight_VH.mul_(grads[0]).to(weight_VH.dtype)
         return grad_hidden_TH, grad_weight_VH, None, None
+
+
+def _leave_placeholder(weight_VH: Tensor) -> None:
+    """Megatron's hooks run without a gradient of ours too, but want `grad` to be there where reductions overlap.
+
+    One number stands for all: autograd would copy a gradient of such strides, so it does not pass through autograd.
+    A weight that is an embedding on the same stage (`zero_out_wgrad`) gets its other gradient in the same place.
+    """
+    if weight_VH.grad is None and not getattr(weight_VH, "zero_out_wgrad", False):
+        weight_VH.grad = weight_VH.new_zeros(()).expand_as(weight_VH)
 
 
 def _expect_upstream(grad: Tensor, upstream: float) -> None:

@@ -48,7 +48,8 @@ place_engines() {
     TRAINER_WORDS+=("rollout.sglang.urls=[$(printf "'%s'," "${URLS[@]}")]")
 }
 
-# start_engines WORDS...: the engines' step, in the background. Trainers that lose it are told to stop.
+# start_engines WORDS...: the engines' step, in the background. Trainers that lose it are told to stop; TRAINERS is the
+# name of their step.
 start_engines() {
     ENGINE_LOGS=$LOGS/engines
     mkdir -p "$ENGINE_LOGS"
@@ -71,12 +72,12 @@ run_engines() {
     if [ ! -e "$ENGINE_LOGS/stopping" ]; then
         echo "megappo: the engines' step ended (exit code $code), so the trainers are told to stop; see $ENGINE_LOGS" >&2
         tail -qn 3 "$ENGINE_LOGS"/engine-*.log >&2
-        signal_step train TERM
+        signal_step "${TRAINERS:-train}" TERM
         for _ in $(seq 60); do
             [ ! -e "$ENGINE_LOGS/stopping" ] || return 0
             sleep 1
         done
-        signal_step train KILL
+        signal_step "${TRAINERS:-train}" KILL
     fi
 }
 

@@ -141,6 +141,9 @@ run_ranks() {
     if [ -n "${SLURM_CPUS_ON_NODE:-}" ] && [ "$SLURM_CPUS_ON_NODE" -ge "$per_node" ]; then
         options+=(--cpus-per-task $((SLURM_CPUS_ON_NODE / per_node)))
     fi
+    if [ -n "${MEGAPPO_STEP_MINUTES:-}" ]; then
+        options+=(--time "$MEGAPPO_STEP_MINUTES") # the step's, within the job's
+    fi
     if [ -n "${SLURM_GPUS_ON_NODE:-}" ]; then
         options+=(--gpu-bind=none) # NCCL wants to see the node's other GPUs
     fi

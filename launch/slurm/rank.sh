@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # One rank of a job. Its output and its exit code go to files in MEGAPPO_RANK_LOGS. Signals reach megappo because it is
-# in this shell's process group; the shell outlives them to write down the exit code.
+# in this shell's process group; the shell outlives them to write down the exit code. MEGAPPO_PROGRAM names another Python
+# module than megappo.
 set -uo pipefail
 rank=${RANK:-$SLURM_PROCID}
 trap : HUP INT TERM USR1 USR2
@@ -14,7 +15,7 @@ if [ -n "${MEGAPPO_STOP_FILE:-}" ]; then # torchrun stands between SLURM and thi
         exit 0
     fi
 fi
-python -m megappo "$@" >>"$MEGAPPO_RANK_LOGS/rank-$rank.log" 2>&1
+python -m "${MEGAPPO_PROGRAM:-megappo}" "$@" >>"$MEGAPPO_RANK_LOGS/rank-$rank.log" 2>&1
 code=$?
 echo "$code" >"$MEGAPPO_RANK_LOGS/exit-$rank"
 if [ "$code" = 85 ]; then

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megappo.config import Config
+from megappo.config.load import flat_settings
 from megappo.config.schema import OLD_PYTHON_PREFIX
 from megappo.errors import show
 
@@ -37,7 +38,7 @@ class Changes:
 
 def compare_settings(before: Mapping[str, Any], now: Mapping[str, Any], steps: tuple[int, int]) -> Changes:
     """Both configurations in JSON's types; `steps`: how many the run had, and has now, however they are given."""
-    old, new = dict(_flat(before)), dict(_flat(now))
+    old, new = dict(flat_settings(before)), dict(flat_settings(now))
     for key in _SOURCES & old.keys():
         old[key] = str(old[key]).removeprefix(OLD_PYTHON_PREFIX)
     harmless: list[str] = []
@@ -74,15 +75,6 @@ def keep_kl_unit(before: Mapping[str, Any], config: Config) -> tuple[Mapping[str
         {**before, "algorithm": {**before["algorithm"], "kl_in_reward": old}},
         config.model_copy(update={"algorithm": algorithm}),
     )
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value); an empty section is a value."""
-    for name, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 def _is_in(key: str, sections: tuple[str, ...]) -> bool:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 
 def seed_generators(seed: int, rank: int) -> None:
@@ -34,7 +33,7 @@ def random_states() -> dict[str, Any]:
         "numpy": [kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, cached],
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "megatron": {name: _copy(state) for name, state in get_cuda_rng_tracker().get_states().items()},
+        "megatron": {name: state.detach().cpu().clone() for name, state in get_cuda_rng_tracker().get_states().items()},
     }
 
 
@@ -50,7 +49,3 @@ def restore_random_states(states: dict[str, Any]) -> None:
     if states["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
     get_cuda_rng_tracker().set_states(states["megatron"])
-
-
-def _copy(state: Tensor) -> Tensor:
-    return state.detach().cpu().clone()

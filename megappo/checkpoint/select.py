@@ -102,19 +102,12 @@ def _shared_folders(directory: Path, runtime: Runtime | None) -> list[tuple[Path
 
 def _check(folder: Path, runtime: Runtime | None) -> tuple[Marker | None, list[str]]:
     """The marker and what is wrong with the checkpoint; the same on every rank."""
-    marker, found = _from_main(lambda: _marker(folder), runtime)
+    marker, problem = _from_main(lambda: attempt(lambda: files.read_marker(folder), (DamagedError,)), runtime)
     if marker is None:
-        return None, found
+        return None, [problem]
     if runtime is None:
         return marker, files.problems(folder, sorted(marker.files.items()))
     return marker, shared_problems(folder, marker, runtime)
-
-
-def _marker(folder: Path) -> tuple[Marker | None, list[str]]:
-    try:
-        return files.read_marker(folder), []
-    except DamagedError as error:
-        return None, [str(error)]
 
 
 def shared_problems(folder: Path, marker: Marker, runtime: Runtime) -> list[str]:

@@ -15,14 +15,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner, mcore_to_pyt_state_dict
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megappo.checkpoint.files import DamagedError
 from megappo.checkpoint.reader import ShardReader, read_metadata
 from megappo.errors import reason
 from megappo.families.parameters import Parameter, embedding
-from megappo.megatron.build import RoleModel
+from megappo.megatron.build import HeldParameter, RoleModel
 from megappo.megatron.optimizer_state import MOMENTS
 from megappo.megatron.roles import LocalRole, Role, TrainedRole
 from megappo.runtime.objects import agreed, from_rank
@@ -35,20 +35,25 @@ VALUE_HEAD = ("value_head.weight", "value_head.bias")
 class _Entry:
     """A parameter that this rank holds."""
 
-    of: Parameter
-    parameter: nn.Parameter
+    held: HeldParameter
     is_copy: bool = False
     """The last stage's copy of a tied embedding, which the first stage writes."""
 
+    @property
+    def of(self) -> Parameter:
+        """What the map says of it."""
+        return self.held.entry
+
 
 def _entries(model: RoleModel) -> Iterator[_Entry]:
-    yield from (_Entry(entry, parameter) for entry, parameter in model.parameters_here())
+    yield from map(_Entry, model.parameters_here())
     last = model.chunks[-1]
     if last.post_process and model.is_critic:
         for name, parameter in zip(VALUE_HEAD, (last.output_layer.weight, last.output_layer.bias), strict=True):
-            yield _Entry(Parameter(name, (name,), (tuple(parameter.shape),), "replicated"), parameter)
+            entry = Parameter(name, (name,), (tuple(parameter.shape),), "replicated")
+            yield _Entry(HeldParameter(entry, parameter))
     elif last.post_process and model.arch.tied_embeddings and not last.pre_process:
-        yield _Entry(embedding(model.arch), last.output_layer.weight, is_copy=True)
+        yield _Entry(HeldParameter(embedding(model.arch), last.output_layer.weight), is_copy=True)
 
 
 def role_updates(role: Role) -> int:
@@ -67,7 +72,7 @@ def role_shards(role: Role) -> dict[str, ShardedTensor]:
     layout = role.layout
     shards: dict[str, ShardedTensor] = {}
     for entry in _entries(role.model):
-        tensors = role.optimizer.state.whole(entry.parameter, moments=role.optimizer.updates > 0)
+        tensors = role.optimizer.state.whole(entry.held, moments=role.optimizer.updates > 0)
         is_first = layout.replica == 0 and (entry.of.axis is not None or layout.tensor_rank == 0)
         if entry.of.expert is not None:  # whole on every rank that holds it, which are others than those of the rest
             is_first = layout.expert_replica == 0
@@ -101,7 +106,7 @@ def load_shards(folder: Path, roles: Sequence[Role], updates: Mapping[str, int],
     for role in here:
         for entry in _entries(role.model):
             for kind in ("weight", *(MOMENTS if updates[role.placement.name] else ())):
-                zeros = torch.zeros(entry.parameter.shape, dtype=torch.float32)
+                zeros = torch.zeros(entry.held.shard.shape, dtype=torch.float32)
                 wanted |= _sharded(role, entry, kind, zeros)
     read_tensors(folder, wanted, runtime)
     for role in here:
@@ -144,5 +149,5 @@ def _restore(role: TrainedRole, loaded: Mapping[str, ShardedTensor], updates: in
             kind: torch.cat([loaded[key].data for key in _keys(role, entry, kind)])
             for kind in ("weight", *(MOMENTS if updates else ()))
         }
-        role.optimizer.state.restore(entry.parameter, tensors, updates)
+        role.optimizer.state.restore(entry.held, tensors, updates)
     role.optimizer.continue_after(updates)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import re
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 
 from megappo import __version__
 from megappo.checkpoint.files import Marker
+from megappo.runtime.packages import installed_version
 
 _PACKAGES = ("torch", "megatron-core", "transformers", "numpy", "triton", "sglang", "transformer-engine")
 TORCH_VERSIONS = ((2, 11), (2, 14))
@@ -19,13 +19,9 @@ TORCH_VERSIONS = ((2, 11), (2, 14))
 
 def software_versions() -> dict[str, str]:
     """Versions of everything that computes."""
-    versions = {"megappo": __version__, "python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
+    found = {package: installed_version(package) for package in _PACKAGES}
+    own = {"megappo": __version__, "python": platform.python_version()}
+    return own | {package: version for package, version in found.items() if version is not None}
 
 
 def require_readable(folder: Path, marker: Marker) -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.torch import mcore_to_pyt_state_dict
@@ -27,6 +26,7 @@ from megappo.checkpoint import files
 from megappo.checkpoint.files import CheckpointError, Marker, Stamp
 from megappo.checkpoint.reader import METADATA
 from megappo.config.schema import CheckpointSettings
+from megappo.runtime.groups import make_host_group
 from megappo.runtime.objects import attempt, of_all_ranks
 from megappo.runtime.process import Runtime
 from megappo.runtime.waiting import wait_until
@@ -53,9 +53,7 @@ class CheckpointWriter:
     def __init__(self, directory: Path, settings: CheckpointSettings, runtime: Runtime, timeout_seconds: int) -> None:
         """Make the process group; a collective of the world."""
         self._directory, self._settings, self._runtime = directory, settings, runtime
-        group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_seconds))
-        assert isinstance(group, dist.ProcessGroup), "every rank is in it"
-        self._group = group
+        self._group = make_host_group("checkpoint", datetime.timedelta(seconds=timeout_seconds))
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._warnings: list[str] = []

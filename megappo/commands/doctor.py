@@ -11,9 +11,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megappo.commands import add_config_arguments
-from megappo.config import Config, Derived, derive, load_config
+from megappo.config import Derived, derive, load_config
 from megappo.doctor.devices import device_findings
-from megappo.doctor.engines import engine_findings
+from megappo.doctor.engines import differing_settings, engine_findings
 from megappo.doctor.findings import Finding, any_broken, as_json, as_text, fine, merge, slow
 from megappo.doctor.machine import machine_findings
 from megappo.doctor.network import clock_finding, group_findings, group_kinds, meet, rendezvous_finding
@@ -33,32 +33,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> bool:
-    """`megappo doctor`; whether nothing is broken."""
-    config = load_config(arguments.config, arguments.overrides) if arguments.config is not None else None
-    return doctor_command(config, arguments.config, as_json_text=arguments.json)
-
-
-def doctor_command(config: Config | None, config_path: str | None, *, as_json_text: bool = False) -> bool:
-    """Check and print; every rank calls this, rank 0 prints. Returns whether nothing is broken.
+    """`megappo doctor`: check and print; every rank calls this, rank 0 prints. Returns whether nothing is broken.
 
     Raises ConfigError for settings that cannot run on so many ranks.
     """
-    ranks = read_ranks(os.environ)
-    config = resolve_here(config) if config is not None else None
+    ranks, path, as_json_text = read_ranks(os.environ), arguments.config, arguments.json
+    config = resolve_here(load_config(path, arguments.overrides)) if path is not None else None
     derived = None
     machine = socket.gethostname()
     own: list[Finding] = []
     if ranks.local_rank == 0:
         own = [*software_findings(config), *device_findings(config, ranks), *machine_findings(config, ranks)]
-    if config is not None and config_path is not None:
-        models = read_models(config, Path(config_path).parent / "models").models
+    if config is not None:
+        models = read_models(config, Path(path).parent / "models").models
         world_size = ranks.world_size if ranks.world_size > 1 else fewest_ranks(config)
         derived = derive(config, world_size, models.actor, models.critic, models.reference)
         if ranks.local_rank == 0:
-            own += [
-                *settings_findings(config, models, world_size),
-                *engine_findings(config, models, ranks, world_size),
-            ]
+            own += settings_findings(config, models, world_size)
+            own += engine_findings(config, models, ranks, world_size)
     if ranks.world_size == 1:
         _print(merge([(machine, own)]), [machine], as_json_text)
         return not any_broken(own)
@@ -77,6 +69,7 @@ def _together(machine: str, own: list[Finding], ranks: Ranks, derived: Derived |
     everyone = of_all_ranks((machine, own))
     machines = list(dict.fromkeys(name for name, _ in everyone))
     found = merge(everyone)
+    found += differing_settings(found)
     if any_broken(found):
         found.append(slow("group", "none was measured, as something is broken", "fix that first"))
     else:

@@ -214,11 +214,10 @@ def _weights(config: Config) -> Rows:
 
 def _origins(config: Config) -> Rows:
     """What the models of a new run begin with, where that is not their own folder."""
-    for role, settings in (("actor", config.actor), ("critic", config.critic)):
-        if settings is None or settings.start_from is None:
-            continue
-        arch = load_architecture(role_folder(config, role, weights=False), config.model)
-        yield "starts from", open_origin(settings.start_from, role, arch).words
+    for role, settings in config.trained.items():
+        if settings.start_from is not None:
+            arch = load_architecture(role_folder(config, role, weights=False), config.model)
+            yield "starts from", open_origin(settings.start_from, role, arch).words
 
 
 def _machine(config: Config) -> Rows:

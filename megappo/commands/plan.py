@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megappo.commands import add_config_arguments, add_machine_arguments, whole_option
-from megappo.config import Config, ConfigError, load_config
+from megappo.config import ConfigError, load_config
 from megappo.config.base import LARGEST_WORLD
 from megappo.plan.engines import other_engine
 from megappo.plan.machine_file import find_machine
@@ -26,36 +26,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> bool:
-    """`megappo plan`; whether the run fits."""
-    return plan_command(
-        load_config(arguments.config, arguments.overrides),
-        arguments.config,
-        machine_name=arguments.machine,
-        gpus_text=arguments.gpus,
-        as_json=arguments.json,
-        search=arguments.search,
-    )
-
-
-def plan_command(
-    config: Config,
-    config_path: str,
-    *,
-    machine_name: str | None = None,
-    gpus_text: str | None = None,
-    as_json: bool = False,
-    search: bool = False,
-) -> bool:
-    """Print the plan of a configuration from a file, or with `search` the fastest layouts for it; whether it fits.
+    """`megappo plan`: print the plan of a configuration, or the fastest layouts for it; whether it fits.
 
     Raises ConfigError for settings that cannot run, an unknown machine or number of devices, and a search that finds
     nothing.
     """
-    machine = default_machine(config) if machine_name is None else find_machine(machine_name)
-    gpus = fewest_ranks(config) if gpus_text is None else whole_option("--gpus", gpus_text, 1, LARGEST_WORLD)
-    found = read_models(config, Path(config_path).parent / "models")
+    config, as_json = load_config(arguments.config, arguments.overrides), arguments.json
+    machine = default_machine(config) if arguments.machine is None else find_machine(arguments.machine)
+    gpus = fewest_ranks(config) if arguments.gpus is None else whole_option("--gpus", arguments.gpus, 1, LARGEST_WORLD)
+    found = read_models(config, Path(arguments.config).parent / "models")
     console = Console()
-    if search:
+    if arguments.search:
         layouts = best_layouts(config, found.models, machine, gpus)
         if not layouts:
             raise ConfigError(remedy(config, found.models, machine, gpus)[0])
@@ -72,14 +53,6 @@ def plan_command(
     else:
         console.print(plan_view(plan))
         # Sentences go out unwrapped, so that overrides can be copied.
-        for line in (
-            plan.verdict,
-            *([advice] if advice else []),
-            plan.bottleneck,
-            other.sentence,
-            plan.stopping.sentence(config),
-        ):
-            print(line)
-        for line in (*found.notes, plan.assumptions):
-            print(line)
+        answer = [plan.verdict, advice, plan.bottleneck, other.sentence, plan.stopping.sentence(config)]
+        print("\n".join(line for line in (*answer, *found.notes, plan.assumptions) if line))
     return plan.fits

@@ -30,6 +30,7 @@ from megappo.engines.sglang.server import Server, ServerSpec, start_server
 from megappo.errors import RunError
 from megappo.observe.messages import tell
 from megappo.plan.here import resolve_here
+from megappo.runtime.device import device_bytes, runs_on_cuda
 from megappo.runtime.sglang_cpu import require_sglang
 from megappo.runtime.store import free_port, listening_problem
 from megappo.runtime.waiting import wait_until
@@ -93,34 +94,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """`megappo serve`."""
+    """`megappo serve`: serve until told to stop.
+
+    Port 0 takes a free one. Raises ConfigError for settings that cannot be served and an address that cannot be
+    listened on, and RunError where the server dies too often.
+    """
     config = load_config(arguments.config, arguments.overrides)
     if arguments.ranks:
         print(config.rollout.servers.tensor_parallel)
         return
-    serve(
+    service = make_service(
         resolve_here(config),
         host=arguments.host,
         port=whole_option("--port", arguments.port, 0, 65535),
         index=whole_option("--index", arguments.index, 0, 2**31 - 1),
         linger_seconds=seconds_option("--linger", arguments.linger, 1e6),
     )
-
-
-def serve(config: Config, *, host: str | None, port: int, index: int, linger_seconds: float) -> None:
-    """Serve until told to stop.
-
-    `port` 0 takes a free one. Raises ConfigError for settings that cannot be served and an address that cannot be
-    listened on, and RunError where the server dies too often.
-    """
-    service = make_service(config, host=host, port=port, index=index, linger_seconds=linger_seconds)
-    stop = StopRequest(linger_seconds)
+    stop = StopRequest(service.linger_seconds)
     with _signals(stop):
         _supervise(service, stop)
 
 
 def make_service(config: Config, *, host: str | None, port: int, index: int, linger_seconds: float) -> Service:
-    """The server of these settings, checked. Raises as `serve` does."""
+    """The server of these settings, checked. Raises as `run` does."""
     if not config.rollout.has_servers:
         raise ConfigError(f"rollout.engine is '{config.rollout.engine}', serve needs sglang; set rollout.engine=sglang")
     require_sglang()
@@ -131,8 +127,8 @@ def make_service(config: Config, *, host: str | None, port: int, index: int, lin
     check_address(host, port)
     folder = model_folder(config.model.path, weights=False)
     stops = resolve_stop_token_ids(folder, load_tokenizer(config.model), config.rollout.stop_token_ids)
-    spec = ServerSpec.of(config, folder, stops, memory_saver=False)
-    spec = replace(spec, settings=spec.settings.model_copy(update={"host": host}), seed=index)
+    spec = ServerSpec.of(config, folder, stops, on_cuda=runs_on_cuda(config.runtime), device_bytes=device_bytes())
+    spec = replace(spec, settings=spec.settings.model_copy(update={"host": host}), memory_saver=False, seed=index)
     key = os.environ.get(KEY_VARIABLE, "") or kept_key(spec.log_directory)
     return Service(_placed(spec), port or free_port(host), key, index, linger_seconds)
 

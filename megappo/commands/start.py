@@ -13,10 +13,12 @@ def start(command: Literal["train", "eval"], config: Config) -> None:
     """Fill in what follows from this machine, check against the ranks, show the run and begin it."""
     from megappo.engines.registry import find_engine
     from megappo.plan.here import outlook, resolve_here, this_machine
+    from megappo.runtime.accelerations import find_accelerations
 
     world_size, prompts = read_world_size(os.environ), None
     check_run(config, world_size)  # refuses most mistakes before torch is imported
     config = resolve_here(config)
+    find_accelerations(config.model.accelerations)  # before anything imports Megatron-Core
     check_run(config, world_size)  # and the rest before the data are tokenised
     find_engine(config.rollout)
     if config.run.epochs is not None:

@@ -83,17 +83,16 @@ def derive(
     which `run.epochs` are no number of steps yet. Raises ConfigError with a sentence per problem.
     """
     steps = _steps(config, prompts)
-    actor = RoleSpec("actor", config.actor, actor_shape)
-    critic = RoleSpec("critic", config.critic, critic_shape or actor_shape) if config.critic is not None else None
-    roles = [actor] if critic is None else [actor, critic]
+    shapes = {"actor": actor_shape, "critic": critic_shape or actor_shape}
+    roles = [RoleSpec(name, settings, shapes[name]) for name, settings in config.trained.items()]
     problems = list(_problems(config, world_size, roles, reference_shape, steps))
     if problems:
         raise ConfigError(dict.fromkeys(problems))
-    warmup_steps = config.critic.warmup_steps if config.critic is not None else 0
+    numbers = {r.name: role_numbers(config, r, world_size, _trained_steps(config, r, steps)) for r in roles}
     return Derived(
         world_size=world_size,
-        actor=role_numbers(config, actor, world_size, max(0, (steps or 0) - warmup_steps)),
-        critic=role_numbers(config, critic, world_size, steps or 0) if critic is not None else None,
+        actor=numbers["actor"],
+        critic=numbers.get("critic"),
         batch_sequences=config.rollout.batch_sequences,
         max_sequence_tokens=config.max_sequence_tokens,
         notes=(*_notes(config, roles), *kl_target_notes(config)),
@@ -156,14 +155,15 @@ def _problems(
         batch_problems = list(rules.batch_rules(config, role, world_size))
         yield from batch_problems
         if not batch_problems:
-            yield from _warmup_problems(config, role, steps or 0)
+            updates = _trained_steps(config, role, steps) * role.settings.updates(config.rollout.batch_sequences)
+            if updates:
+                yield from rules.warmup_rules(role, updates)
 
 
-def _warmup_problems(config: Config, role: RoleSpec, steps: int) -> Iterator[str]:
-    if role.name == "actor" and config.critic is not None:
-        steps -= config.critic.warmup_steps
-    if steps > 0:
-        yield from rules.warmup_rules(role, steps * role.settings.updates(config.rollout.batch_sequences))
+def _trained_steps(config: Config, role: RoleSpec, steps: int | None) -> int:
+    """Steps in which a role is updated; 0: not known. The actor waits while the critic warms up."""
+    waits = config.critic.warmup_steps if role.name == "actor" and config.critic is not None else 0
+    return max(0, (steps or 0) - waits)
 
 
 def role_numbers(config: Config, role: RoleSpec, world_size: int, steps: int) -> RoleNumbers:
@@ -260,9 +260,7 @@ def print_table(
 
 def _role_rows(name: str, config: Config, numbers: RoleNumbers) -> list[tuple[str, str]]:
     """A role's layout and its updates."""
-    settings = config.critic if name == "critic" else config.actor
-    assert settings is not None
-    grid = numbers.grid
+    settings, grid = config.trained[name], numbers.grid
     layout = f"ranks {format_ranks(grid.ranks)}: TP {grid.tp} x PP {grid.pp} x DP {grid.dp}"
     layout += f", EP {grid.ep}" if grid.ep > 1 else ""
     layout += f", VPP {numbers.vpp}" if numbers.vpp > 1 else ""

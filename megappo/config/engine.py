@@ -34,7 +34,7 @@ class SGLangSettings(Settings):
     first_device: NonNegativeInt | None = None
     """First GPU of the servers on this machine; default: the trainers' (colocated), or the first after them."""
     memory_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.6
-    """Share of a GPU's memory for weights, keys and values of a server (SGLang's mem_fraction_static)."""
+    """Share of a GPU's memory for weights, keys and values of a server, whatever is free when it starts."""
     max_total_tokens: PositiveInt | None = None
     """Tokens whose keys and values a server holds; default: what memory_fraction allows, on a CPU 65536."""
     threads: Processes | None = None
@@ -44,9 +44,9 @@ class SGLangSettings(Settings):
     sync_address: Text | None = None
     """Address of the first machine at which servers reach the broadcast group; default: on every machine the one that
     its packets to a server bear."""
-    deterministic: bool = True
+    deterministic: bool | None = None
     """A response depends on its prompt and seed, not on what else the server computes (SGLang's deterministic
-    inference); false is faster and ignores seeds."""
+    inference); false is faster on GPUs and ignores seeds. Default: true on a CPU and with `when_stopped: keep`."""
     sleep: bool = True
     """Colocated servers on GPUs give their memory to the trainer between rollouts."""
     verify: bool = True

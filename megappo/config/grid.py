@@ -55,20 +55,17 @@ class Grid:
     @property
     def tensor_groups(self) -> list[list[int]]:
         """Ranks that share each layer of a stage."""
-        stages = [(d, p) for d in range(self.dp) for p in range(self.pp)]
-        return [[self.rank(d, p, t) for t in range(self.tp)] for d, p in stages]
+        return [[self.rank(d, p, t) for t in range(self.tp)] for d in range(self.dp) for p in range(self.pp)]
 
     @property
     def pipeline_groups(self) -> list[list[int]]:
         """Ranks that hand microbatches from stage to stage."""
-        columns = [(d, t) for d in range(self.dp) for t in range(self.tp)]
-        return [[self.rank(d, p, t) for p in range(self.pp)] for d, t in columns]
+        return [[self.rank(d, p, t) for p in range(self.pp)] for d in range(self.dp) for t in range(self.tp)]
 
     @property
     def data_groups(self) -> list[list[int]]:
         """Groups of ranks whose weights are the same, experts aside: one rank of each replica."""
-        places = [(p, t) for p in range(self.pp) for t in range(self.tp)]
-        return [[self.rank(d, p, t) for d in range(self.dp)] for p, t in places]
+        return [[self.rank(d, p, t) for d in range(self.dp)] for p in range(self.pp) for t in range(self.tp)]
 
     @property
     def expert_groups(self) -> list[list[int]]:

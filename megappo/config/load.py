@@ -7,7 +7,7 @@ process, not to the file; they are kept as written.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,8 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     """
     data = parse_yaml(read_text(Path(path)), str(path))
     if data is None:
-        raise ConfigError(f"{path} is empty; it needs the sections {', '.join(_required_sections())}")
+        needed = ", ".join(name for name, field in Config.model_fields.items() if field.is_required())
+        raise ConfigError(f"{path} is empty; it needs the sections {needed}")
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds {show(data)}, must be sections of `key: value` lines")
     given = [_parse_override(override) for override in overrides]
@@ -56,6 +57,15 @@ def save_config(config: Config, path: str | os.PathLike[str]) -> None:
     )
 
 
+def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of settings in plain types; an empty section is a value."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat_settings(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
 def read_text(path: Path) -> str:
     """The text of a YAML file; raises ConfigError where there is none."""
     try:
@@ -67,10 +77,6 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; give the path of a YAML file") from None
-
-
-def _required_sections() -> list[str]:
-    return [name for name, field in Config.model_fields.items() if field.is_required()]
 
 
 def _parse_override(override: str) -> tuple[Key, Any]:

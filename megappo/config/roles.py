@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -18,6 +18,9 @@ from megappo.config.base import (
     Settings,
 )
 from megappo.config.grid import Grid
+
+RecomputeModules = Annotated[tuple[Literal["core_attn", "mlp", "moe"], ...], Field(strict=False)]
+"""Parts of a layer as Megatron calls them; what it has for norms runs with Transformer Engine only."""
 
 
 class LayoutSettings(Settings):
@@ -37,6 +40,8 @@ class LayoutSettings(Settings):
     """First global rank of this role."""
     ranks: Ranks | None = None
     """How many ranks the role stands on; default: all from `first_rank`."""
+    deallocate_pipeline_outputs: bool = True
+    """Free what a pipeline stage computed once it is sent; backward needs only where it came from."""
 
     def grid(self, world_size: int) -> Grid:
         """Where the role stands; may reach beyond the world, or hold no whole copies, where `placement_rules`
@@ -67,6 +72,34 @@ class OptimizerSettings(Settings):
     """Gradients are scaled down to this global L2 norm; 0: no clipping."""
     distributed: bool = False
     """Shard optimizer state over data parallel ranks (Megatron's distributed optimizer)."""
+    overlap_grad_reduce: bool | None = None
+    """Sum gradients over data parallel ranks while backward goes on; default: on CUDA."""
+    overlap_param_gather: bool | None = None
+    """Gather the weights that other ranks updated while the next forward pass begins; needs `distributed` and
+    `overlap_grad_reduce`; default: where both are."""
+
+    def reduces_in_backward(self, *, on_cuda: bool) -> bool:
+        """Whether gradients are summed over ranks while backward goes on."""
+        return on_cuda if self.overlap_grad_reduce is None else self.overlap_grad_reduce
+
+    def gathers_in_forward(self, *, on_cuda: bool) -> bool:
+        """Whether updated weights arrive while the next forward pass begins."""
+        possible = self.distributed and self.reduces_in_backward(on_cuda=on_cuda)
+        return possible if self.overlap_param_gather is None else self.overlap_param_gather
+
+    @model_validator(mode="after")
+    def _gathers_what_is_sharded(self) -> OptimizerSettings:
+        if self.overlap_param_gather and not self.distributed:
+            raise ValueError(
+                "overlap_param_gather is true, but without distributed every rank updates all weights itself; "
+                "set distributed to true, or remove overlap_param_gather"
+            )
+        if self.overlap_param_gather and not self.overlap_grad_reduce:
+            raise ValueError(
+                "overlap_param_gather is true, which Megatron has only together with overlap_grad_reduce; "
+                "set overlap_grad_reduce to true, or remove overlap_param_gather"
+            )
+        return self
 
     @model_validator(mode="after")
     def _min_below_peak(self) -> OptimizerSettings:
@@ -94,7 +127,10 @@ class TrainedRoleSettings(Settings):
     """Weights to begin a new run with: another run's (`RUN`, `RUN@STEP`, `RUN@best`) or a Hugging Face folder's;
     default: those of the role's model. A run that continues does not read them again."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation recomputation: attention only (`selective`) or whole layers (`full`)."""
+    """Activation recomputation: of parts of each layer (`selective`) or of whole layers (`full`)."""
+    recompute_modules: RecomputeModules = ("core_attn",)
+    """What `selective` computes again in backward: the attention kernel (`core_attn`; on GPUs it keeps little), MLPs
+    (`mlp`), layers of experts (`moe`)."""
 
     def minibatches(self, batch_sequences: int) -> int:
         """Minibatches in one pass over a step's samples, each an update."""

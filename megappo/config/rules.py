@@ -6,7 +6,7 @@ Each function yields a sentence per broken rule: the dotted key with its value, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -171,13 +171,12 @@ def coverage_rules(roles: Iterable[RoleSpec], world_size: int) -> Iterator[str]:
     idle = [rank for rank in range(world_size) if rank not in covered]
     if not idle:
         return
-    plural = "rank" if len(idle) == 1 else "ranks"
     layouts = either(f"{role.name}.layout (ranks {format_ranks(role.layout.grid(world_size).ranks)})" for role in roles)
     how = "lower its first_rank" if idle[0] < min(covered) else "`ranks: null` takes all from first_rank"
     remedy = f"widen {layouts}: {how}"
     if idle[0] == len(covered):
         remedy += f", or start {len(covered)} {'process' if len(covered) == 1 else 'processes'}"
-    yield f"{plural} {format_ranks(idle)} of the world size {world_size} would stay idle; {remedy}"
+    yield f"{rank_words(idle)} of the world size {world_size} would stay idle; {remedy}"
 
 
 def parallel_rules(role: RoleSpec, model_name: str) -> Iterator[str]:
@@ -204,6 +203,20 @@ def parallel_rules(role: RoleSpec, model_name: str) -> Iterator[str]:
             f"{_nearest_pipelines(pp, vpp, shape.layers)}"
         )
     yield from _expert_rules(role, model_name)
+    yield from _recompute_rules(role, model_name)
+
+
+def _recompute_rules(role: RoleSpec, model_name: str) -> Iterator[str]:
+    """What is to be computed again is part of the model's layers."""
+    settings = role.settings
+    absent, present = ("mlp", "moe") if role.shape.experts else ("moe", "mlp")
+    if settings.recompute == "selective" and not settings.recompute_modules:
+        yield f"{role.name}.recompute is selective and recompute_modules empty; set recompute to none, or name a module"
+    if settings.recompute == "selective" and absent in settings.recompute_modules:
+        yield (
+            f"{role.name}.recompute_modules has {absent}, which layers of the {model_name} model do not have; "
+            f"write {present}"
+        )
 
 
 def _expert_rules(role: RoleSpec, model_name: str) -> Iterator[str]:
@@ -329,7 +342,7 @@ def server_rules(config: Config, shape: ModelShape) -> Iterator[str]:
             f"rollout.dtype is {rollout.dtype}, but SGLang takes the actor's tensors as they are; "
             f"set it to model.dtype {config.model.dtype}, or remove it"
         )
-    if rollout.when_stopped == "keep" and not rollout.servers.deterministic:
+    if rollout.when_stopped == "keep" and rollout.servers.deterministic is False:
         yield (
             "rollout.when_stopped is keep and rollout.sglang.deterministic false, which keeps the short responses and "
             "samples the long ones anew, which makes them shorter; set when_stopped to drop, or deterministic to true"
@@ -358,6 +371,11 @@ def format_ranks(ranks: Iterable[int]) -> str:
         else:
             runs.append([rank, rank])
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs) or "none"
+
+
+def rank_words(ranks: Sequence[int]) -> str:
+    """`rank 6`, `ranks 0-3, 6`."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}"
 
 
 def valid_tensor_parallel(shape: ModelShape) -> list[int]:

@@ -115,6 +115,8 @@ class ModelSettings(Settings):
     """Folder or hub name of the tokenizer; default: `path`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of weights and activations; bfloat16 keeps float32 main weights in the optimizer."""
+    accelerations: Literal["auto", "torch"] = "auto"
+    """`auto`: Transformer Engine and NVIDIA's Apex on CUDA, where they are installed and work. `torch`: neither."""
     pad_vocab_to_multiple_of: int = Field(default=1, gt=0, le=2**20)
     """The vocabulary is padded to this multiple (at least to a multiple of the tensor parallel size when 1)."""
     trust_remote_code: bool = False
@@ -175,8 +177,8 @@ class RolloutSettings(Settings):
     max_response_tokens: PositiveInt
     """Longest response."""
     when_stopped: Literal["drop", "keep"] = "drop"
-    """What becomes of the responses that a step has when the run is told to stop: generated again from their seeds, or
-    kept in the checkpoint."""
+    """What becomes of the responses that a step has when the run is told to stop: generated again, or kept in the
+    checkpoint."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; every logprob of the run is of the scaled distribution."""
     top_p: Fraction = 1.0
@@ -217,6 +219,11 @@ class RolloutSettings(Settings):
         """Whether servers give their memory to the trainers between rollouts: on shared GPUs, where nothing is
         generated meanwhile."""
         return on_cuda and self.servers.placement == "colocated" and self.servers.sleep and not self.ahead
+
+    def servers_are_deterministic(self, *, on_cuda: bool) -> bool:
+        """Whether servers compute a response from its prompt and seed alone: where it costs little, or is needed."""
+        given = self.servers.deterministic
+        return (not on_cuda or self.when_stopped == "keep") if given is None else given
 
     @field_validator("engine")
     @classmethod
@@ -329,6 +336,11 @@ class Config(Settings):
     """What a stopped run continues from; null: nothing."""
     logging: LoggingSettings = LoggingSettings()
     """What is written and shown."""
+
+    @property
+    def trained(self) -> dict[str, ActorSettings | CriticSettings]:
+        """Actor and critic, where there is one, by their names."""
+        return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
 
     @property
     def max_sequence_tokens(self) -> int:

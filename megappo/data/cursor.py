@@ -19,43 +19,35 @@ class Cursor:
         if dataset_size < 1:
             raise ValueError(f"dataset_size is {dataset_size}, must be at least 1; give the cursor a data set")
         self._size, self._seed, self._shuffle, self._fingerprint = dataset_size, seed, shuffle, fingerprint
-        self._epoch = 0
-        self._position = 0
-        self._order = self._draw_order()
-
-    @property
-    def epoch(self) -> int:
+        self.epoch = 0
         """Complete passes over the data."""
-        return self._epoch
-
-    @property
-    def position(self) -> int:
+        self.position = 0
         """Prompts taken in this epoch; less than the size of the data set."""
-        return self._position
+        self._order = self._draw_order()
 
     def _draw_order(self) -> list[int]:
         if not self._shuffle:
             return list(range(self._size))
-        generator = torch.Generator().manual_seed(_generator_seed(self._seed, self._epoch))
+        generator = torch.Generator().manual_seed(_generator_seed(self._seed, self.epoch))
         return torch.randperm(self._size, generator=generator).tolist()
 
     def take(self, n: int) -> list[int]:
         """The next `n` indices, across ends of epochs."""
         taken: list[int] = []
         while len(taken) < n:
-            part = self._order[self._position : self._position + n - len(taken)]
+            part = self._order[self.position : self.position + n - len(taken)]
             taken += part
-            self._position += len(part)
-            if self._position == self._size:
-                self._epoch, self._position = self._epoch + 1, 0
+            self.position += len(part)
+            if self.position == self._size:
+                self.epoch, self.position = self.epoch + 1, 0
                 self._order = self._draw_order()
         return taken
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
         return {
-            "epoch": self._epoch,
-            "position": self._position,
+            "epoch": self.epoch,
+            "position": self.position,
             "fingerprint": self._fingerprint,
             "seed": self._seed,
             "shuffle": self._shuffle,
@@ -83,7 +75,7 @@ class Cursor:
                 f"the saved cursor stands at {position} in epoch {epoch}, outside of {self._size} prompts; "
                 "use a checkpoint that is whole"
             )
-        self._epoch, self._position = epoch, position
+        self.epoch, self.position = epoch, position
         self._order = self._draw_order()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
 import torch
@@ -15,11 +15,16 @@ from megappo.doctor import machine
 from megappo.doctor.findings import Finding, broken, fine
 from megappo.engines.sglang.client import Endpoint, ServerFailure, call
 from megappo.engines.sglang.fleet import KEY_VARIABLE
+from megappo.engines.sglang.gpus import check_visible
+from megappo.engines.sglang.inspection import stack_problem, what_it_says
+from megappo.errors import RunError
 from megappo.plan.inputs import Models, make_setup
 from megappo.plan.memory import bucket_bytes
 from megappo.runtime.launchers import Ranks
+from megappo.runtime.nccl import own_stack
 from megappo.runtime.store import listening_problem
 
+NCCL = "nccl"
 _REACH_SECONDS = 3.0
 _ANSWER_SECONDS = 10.0
 
@@ -29,6 +34,13 @@ def engine_findings(config: Config, models: Models, ranks: Ranks, world_size: in
     if not config.rollout.has_servers:
         return
     settings = config.rollout.servers
+    if by_nccl():
+        yield nccl_finding()
+    try:
+        check_visible(settings)
+    except RunError as error:
+        problem, _, remedy = str(error).rpartition("; ")
+        yield broken("engines", problem, remedy)
     if not torch.cuda.is_available():
         setup = make_setup(config, models, world_size, on_cuda=False)
         local = 1 if (ranks.local_world_size or ranks.world_size) == ranks.world_size else ranks.local_world_size or 1
@@ -73,7 +85,35 @@ def server_finding(url: str, key: str) -> Finding:
     if "model_path" not in answer:
         words = f"{url} of rollout.sglang.urls is a port of another program, which does not answer as SGLang does"
         return broken("engines", words, "end that program, or start the server on another port (megappo serve --port)")
-    return fine("engines", f"{url} serves {answer['model_path']}")
+    return _stack_finding(endpoint, url) or fine("engines", f"{url} serves {answer['model_path']}")
+
+
+def by_nccl() -> bool:
+    """Whether weights would go over NCCL."""
+    return torch.cuda.is_available()
+
+
+def _stack_finding(endpoint: Endpoint, url: str) -> Finding | None:
+    """A finding where it has other versions or settings than trainers here would have."""
+    try:
+        said = what_it_says(endpoint, _ANSWER_SECONDS)
+    except ServerFailure:
+        return None  # it is busy, or older
+    problem, _ = stack_problem(url, said, by_nccl=by_nccl())
+    return None if problem is None else broken("engines", *problem.rsplit("; ", 1))
+
+
+def nccl_finding() -> Finding:
+    """NCCL's settings of trainers and own servers; the doctor compares them over machines."""
+    return fine(NCCL, f"{own_stack(os.environ).settings}, for trainers and servers")
+
+
+def differing_settings(findings: Sequence[Finding]) -> Iterator[Finding]:
+    """A finding where machines would join one group with different settings."""
+    found = [finding for finding in findings if finding.check == NCCL]
+    if len(found) > 1:
+        words = "; ".join(f"{', '.join(f.machines)}: {f.words.partition(', ')[0]}" for f in found)
+        yield broken(NCCL, f"machines differ ({words})", "export the same values on all of them")
 
 
 def _addresses(wanted: dict[str, str]) -> Iterator[Finding]:

@@ -18,12 +18,14 @@ from megappo.config import Derived, RoleNumbers
 from megappo.config.rules import format_ranks
 from megappo.doctor.findings import Finding, broken, fine, slow
 from megappo.errors import reason
+from megappo.runtime.groups import WantedGroups, allow_connections, join_world, make_groups
 from megappo.runtime.launchers import Ranks
 from megappo.runtime.objects import of_all_ranks
 from megappo.runtime.store import listening_problem
 from megappo.runtime.waiting import wait_until
 
 MEET_SECONDS = 60
+_TIMEOUT = datetime.timedelta(seconds=2 * MEET_SECONDS)
 _CONNECT_SECONDS = 5.0
 _CLOCK_SECONDS = 0.5
 _SLOWEST_SHARE = 0.5
@@ -117,14 +119,9 @@ def _connect(address: str, port: int, remedy: str) -> Finding | None:
 
 def meet(ranks: Ranks) -> Finding | None:
     """Join the process group; a finding where that fails."""
-    has_cuda = torch.cuda.is_available()
     try:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if has_cuda else "gloo",
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            timeout=datetime.timedelta(seconds=2 * MEET_SECONDS),
-        )
+        allow_connections()
+        join_world("cuda" if torch.cuda.is_available() else "cpu", ranks, _TIMEOUT)
         dist.barrier()
     except RuntimeError as error:  # gloo's own errors, and torch's DistError
         remedy = "check that all ranks were started and that machines reach each other on all ports"
@@ -152,24 +149,20 @@ def clock_finding(machine: str) -> Finding:
 
 def group_findings(found: Sequence[GroupKind], device: torch.device) -> Iterator[Finding]:
     """The speed of every kind; a collective of the world, findings are the same on all ranks."""
-    for kind in found:
-        yield judge(kind, _measure(kind, device), device.type)
+    own = make_groups([WantedGroups(kind.name, kind.groups) for kind in found], device.type, _TIMEOUT)
+    for kind, group in zip(found, own, strict=True):
+        yield judge(kind, _measure(kind, group, device), device.type)
 
 
-def _measure(kind: GroupKind, device: torch.device) -> dict[tuple[int, ...], Measured]:
-    """All groups of the kind at the same time, as in training; the slowest rank of each counts."""
-    own: dist.ProcessGroup | None = None
-    members: tuple[int, ...] = ()
-    for ranks in kind.groups:
-        group = dist.new_group(list(ranks))
-        if isinstance(group, dist.ProcessGroup):  # elsewhere it is a number
-            own, members = group, ranks
+def _measure(kind: GroupKind, own: dist.ProcessGroup | None, device: torch.device) -> dict[tuple[int, ...], Measured]:
+    """All groups of the kind at the same time, as in training; the slowest rank of each counts. `own`: this rank's."""
     mine = (0.0, 0.0)
     if own is not None:
+        members = dist.get_process_group_ranks(own)
         exchange = _neighbours if kind.point_to_point else _sum
         small, large = torch.ones(1, device=device), torch.ones(_MESSAGE_BYTES[device.type] // 4, device=device)
         exchange(large, own, members)  # connections are made in the first call
-        dist.barrier(own)
+        dist.all_reduce(small, group=own)
         mine = (
             _seconds(exchange, small, own, members, _SMALL_ROUNDS),
             _seconds(exchange, large, own, members, _ROUNDS),
@@ -181,8 +174,6 @@ def _measure(kind: GroupKind, device: torch.device) -> dict[tuple[int, ...], Mea
         share = 1.0 if kind.point_to_point else 2 * (len(ranks) - 1) / len(ranks)
         seconds = max(everyone[rank][1] for rank in ranks)
         result[ranks] = Measured(max(everyone[rank][0] for rank in ranks), share * n_bytes / seconds)
-    if own is not None:
-        dist.destroy_process_group(own)
     return result
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -18,6 +17,8 @@ from megappo.doctor.findings import Finding, broken, fine, slow
 from megappo.engines.registry import find_engine
 from megappo.errors import reason
 from megappo.plugins import is_import_path
+from megappo.runtime.accelerations import FUSED_GRADIENTS, Accelerations, find_accelerations
+from megappo.runtime.packages import installed_version
 from megappo.runtime.sglang_cpu import TRIED_VERSION
 
 _REQUIREMENTS = Path(megappo.__file__).with_name("requirements.txt")
@@ -41,20 +42,12 @@ def software_findings(config: Config | None) -> Iterator[Finding]:
     if any(f.check in ("torch", "megatron-core") for f in unfit):
         return
     yield _kernels()
+    found = find_accelerations(config.model.accelerations if config is not None else "auto")
     megatron = _megatron()
     yield megatron
     if megatron.state == "fine":
-        yield _layers()
-        yield from _optimizer()
+        yield from acceleration_findings(found, config)
     yield _collectives()
-
-
-def installed_version(name: str) -> str | None:
-    """The version of an installed package, None where it is not there."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def check_package(requirement: str) -> Finding | None:
@@ -88,13 +81,11 @@ def reward_findings(config: Config | None) -> Iterator[Finding]:
     """The package that the settings' reward needs."""
     package = _REWARD_PACKAGES.get(config.reward.function) if config is not None else None
     if package is not None:
-        missing = installed_version(package) is None
-        remedy = "pip install 'megappo[tasks]'"
-        yield (
-            broken("reward", f"{package} is not installed", remedy)
-            if missing
-            else fine("reward", f"{package} {installed_version(package)}")
-        )
+        version = installed_version(package)
+        if version is None:
+            yield broken("reward", f"{package} is not installed", "pip install 'megappo[tasks]'")
+        else:
+            yield fine("reward", f"{package} {version}")
 
 
 def generation_finding(config: Config | None) -> Finding:
@@ -154,43 +145,32 @@ def _megatron() -> Finding:
     return fine("megatron", f"megatron-core {installed_version('megatron-core')} imports")
 
 
-def _layers() -> Finding:
-    """Which implementation of the transformer's layers a model is built from."""
+def acceleration_findings(found: Accelerations, config: Config | None) -> Iterator[Finding]:
+    """What layers, sums of gradients and the optimizer are made of, and what would make them faster."""
     import torch
 
-    version = installed_version("transformer-engine") or installed_version("transformer_engine")
-    if not torch.cuda.is_available():
-        return fine("layers", "Megatron's torch layers, torch's SDPA attention; Transformer Engine needs CUDA")
-    if importlib.util.find_spec("transformer_engine") is None:
-        words = "Megatron's torch layers and torch's SDPA attention, for want of Transformer Engine"
-        return slow("layers", words, "pip install megappo[te]")
-    try:
-        importlib.import_module("transformer_engine.pytorch")
-    except (ImportError, OSError) as error:
-        remedy = "reinstall it for this torch and CUDA, or uninstall it"
-        return broken("layers", f"Transformer Engine {version} cannot be imported ({reason(error)})", remedy)
-    return fine("layers", f"Transformer Engine {version}, its attention included")
-
-
-def _optimizer() -> Iterator[Finding]:
-    import torch
-    from megatron.core import optimizer
-
-    library = optimizer.Adam.__module__.split(".")[0]
-    names = {
-        "transformer_engine": "Transformer Engine's fused Adam",
-        "apex": "apex's fused Adam",
-        "torch": "torch's AdamW",
-    }
-    words = names.get(library, library)
-    impostor = importlib.util.find_spec("apex") is not None and importlib.util.find_spec("apex.optimizers") is None
+    wanted = config is None or config.model.accelerations == "auto"
+    impostor = found.apex.problem is not None and "another project" in found.apex.problem
     if impostor:
-        remedy = "pip uninstall apex; NVIDIA's is built from its sources"
-        yield slow("apex", f"version {installed_version('apex')} is another project of that name", remedy)
-    if library == "torch" and torch.cuda.is_available():
-        yield slow("optimizer", words, "pip install megappo[te], or build NVIDIA's apex, for a fused one")
-    else:
-        yield fine("optimizer", words)
+        words, remedy = f"version {found.apex.version} {found.apex.problem}", "NVIDIA's is built from its sources"
+        yield slow("apex", words, f"pip uninstall apex; {remedy}")
+    if not torch.cuda.is_available():
+        yield fine("layers", "Megatron's torch layers, torch's SDPA attention; Transformer Engine needs CUDA")
+        yield fine("optimizer", "torch's AdamW")
+        return
+    dtype = getattr(torch, config.model.dtype) if config is not None else torch.bfloat16
+    words = found.sentence(dtype)
+    if not wanted:
+        yield fine("layers", words)
+        return
+    remedies = []
+    if not found.engine.is_used:
+        absent = found.engine.version is None
+        remedies.append("pip install megappo[te]" if absent else "reinstall Transformer Engine, or uninstall it")
+    if found.gradients_problem is not None:
+        remedies.append(f"build NVIDIA's Apex with {FUSED_GRADIENTS}")
+    remedy = f"{' and '.join(remedies)}; launch/README.md says how"
+    yield slow("layers", words, remedy) if remedies else fine("layers", words)
 
 
 def _collectives() -> Finding:

@@ -22,11 +22,14 @@ def find_engine(settings: RolloutSettings) -> EngineFactory:
     """What makes the engine of settings that `resolve` has completed.
 
     Raises ValueError for what cannot be imported, cannot be called as `EngineFactory` says, or is a class without the
-    methods of an engine, and RunError without an SGLang that runs here.
+    methods of an engine, and RunError without an SGLang that runs here, or the GPUs that its servers need.
     """
     assert settings.engine is not None, "the settings were not resolved"
     if settings.has_servers:
+        from megappo.engines.sglang.gpus import check_visible
+
         require_sglang()
+        check_visible(settings.servers)
     factory = load_function(ENGINES.get(settings.engine, settings.engine), "rollout.engine")
     given = ("config", "folder", "stop_token_ids", "runtime", "stop")
     remedy = "change its parameters or rollout.engine_options"

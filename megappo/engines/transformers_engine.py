@@ -107,13 +107,8 @@ class TransformersEngine:
         self._device, self._batch_sequences = device, generate_batch_sequences
         self.on_tokens: Callable[[], None] = lambda: None
         self._stop: Stop = stop if stop is not None else NeverStop()
-        self._version = 0
+        self.version = 0
         self._complete = False
-
-    @property
-    def version(self) -> int:
-        """Version of the weights; 0 before the first update."""
-        return self._version
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See `Engine.update_weights`; tied output weights need not arrive."""
@@ -137,7 +132,7 @@ class TransformersEngine:
             raise ValueError(
                 f"weight update {version} is not a whole set: {first_of(problems, 5, '; ')}; send every parameter once"
             )
-        self._version, self._complete = version, True
+        self.version, self._complete = version, True
 
     def generate(
         self,
@@ -191,7 +186,7 @@ class TransformersEngine:
         """End a response after its first stop token; what the batch went on with is not part of it."""
         stop = next((i for i, token in enumerate(tokens) if token in params.stop_token_ids), None)
         length = len(tokens) if stop is None else stop + 1
-        return Completion(tuple(tokens[:length]), tuple(logprobs[:length]), stop is None, self._version)
+        return Completion(tuple(tokens[:length]), tuple(logprobs[:length]), stop is None, self.version)
 
     def close(self) -> None:
         """Forget the model."""

@@ -83,6 +83,8 @@ class QueryKeyNorms(Block):
 class GatedMlp(Block):
     """The norm before it, and SwiGLU: down(silu(gate) * up)."""
 
+    recompute_module = "mlp"
+
     def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
         hidden, ffn = arch.hidden_size, arch.ffn_hidden_size
         gate_up = dict.fromkeys(("mlp.gate_proj.weight", "mlp.up_proj.weight"), (ffn, hidden))
@@ -109,17 +111,19 @@ class Experts(GatedMlp):
     No token is dropped and nothing is added to the loss: the router learns from the policy's objective alone.
     """
 
+    recompute_module = "moe"
+
     def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
         hidden, ffn = arch.hidden_size, arch.ffn_hidden_size
         gate, up, down = (f"mlp.experts.{{expert}}.{name}_proj.weight" for name in ("gate", "up", "down"))
-        megatron = "mlp.experts.local_experts.{expert}"
+        megatron = "mlp.experts.{expert}"  # Megatron-Core has one parameter for all experts of a rank
         w13 = {"fused": "mlp.experts.w13_weight", "packed": "mlp.experts.gate_up_proj"}
         w2 = {"fused": "mlp.experts.w2_weight", "packed": "mlp.experts.down_proj"}
         return (
             mlp_norm(arch),
             Weight("mlp.router.weight", {"mlp.gate.weight": (arch.experts, hidden)}, "replicated"),
-            Weight(f"{megatron}.linear_fc1.weight", dict.fromkeys((gate, up), (ffn, hidden)), "column", **w13),
-            Weight(f"{megatron}.linear_fc2.weight", {down: (hidden, ffn)}, "row", **w2),
+            Weight(f"{megatron}.weight1", dict.fromkeys((gate, up), (ffn, hidden)), "column", **w13),
+            Weight(f"{megatron}.weight2", {down: (hidden, ffn)}, "row", **w2),
         )
 
     def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
@@ -135,12 +139,14 @@ class Experts(GatedMlp):
         }
 
     def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused_norms: bool) -> PerToken:
-        """Kept: the router's logits, weights and choice; for each of a token's experts its input, SwiGLU, the product
-        times the expert's weight, and its places. A routed token's hidden state is sorted for sending, as received and
-        sorted by expert, and back."""
+        """Kept: the router's weights; for each of a token's experts its choice and weight, the places of its row on the
+        way there and back, its input, gate and up, silu(gate), the product, and that times the expert's weight, which
+        is made in float32. A routed token's hidden state is sorted for sending, as received and sorted by expert, and
+        back."""
         hidden, ffn, routed = arch.hidden_size, arch.ffn_hidden_size, arch.experts_per_token
+        widened = (4 // element_bytes if element_bytes < 4 else 0) * ffn
         return PerToken(
-            kept_bytes=10.0 * arch.experts + 24 * routed + routed * element_bytes * (hidden + 6 * ffn),
-            live_elements=routed * (6 * ffn + 4 * hidden),
+            kept_bytes=4.0 * arch.experts + 56 * routed + routed * element_bytes * (hidden + 5 * ffn),
+            live_elements=routed * (5 * ffn + widened + 4 * hidden),
             moved_elements=routed * (5 * ffn + 4 * hidden),
         )

@@ -57,6 +57,9 @@ class PerToken(NamedTuple):
 class Block:
     """A part of every layer. A method that a block does not define says: nothing."""
 
+    recompute_module = ""
+    """The word of `recompute_modules` by which backward computes all of it again."""
+
     def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
         """The parameters of the block."""
         return ()
@@ -90,7 +93,10 @@ class Family:
             del c.quantization_config
         return ArchitectureConfig(family=self.model_type, hf_config=c, declaration=self, **fields)
 
-    def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused_norms: bool) -> PerToken:
-        """Of all blocks of a layer."""
-        found = [block.per_token(arch, element_bytes, fused_norms=fused_norms) for block in self.blocks]
-        return PerToken(*map(sum, zip(*found, strict=True)))
+    def per_token(
+        self, arch: ArchitectureConfig, element_bytes: int, *, fused_norms: bool, without: Sequence[str] = ()
+    ) -> PerToken:
+        """Of all blocks of a layer but those that are recomputed by these modules."""
+        blocks = [block for block in self.blocks if block.recompute_module not in without]
+        found = [block.per_token(arch, element_bytes, fused_norms=fused_norms) for block in blocks]
+        return PerToken(*map(sum, zip(*found, strict=True))) if found else PerToken()

@@ -8,7 +8,8 @@ L longest segment.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import inspect
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,10 +17,14 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention
 
 # A rectangle of S x L is one call of SDPA instead of S; it pays off while it is not mostly padding.
 _MOST_PADDING = 2.0
+
+# torch 2.11 lets queries share keys without being asked.
+_ASKS_FOR_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 
 
 @dataclass
@@ -27,6 +32,8 @@ class PackedSegments(PackedSeqParams):
     """Megatron's description of a packed microbatch, with the lengths on the host so that nothing synchronises."""
 
     lengths: tuple[int, ...] = ()
+    positions: Tensor = field(kw_only=True)
+    """(t,) int64: place of each token in its segment."""
     slots: Tensor | None = None
     """(t,) int64: place of each token in the (S, L) rectangle, None where segments are attended one by one."""
 
@@ -46,6 +53,7 @@ def packed_segments(lengths: tuple[int, ...], device: torch.device) -> PackedSeg
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         lengths=lengths,
+        positions=torch.cat([torch.arange(n) for n in lengths]).to(device),
         slots=slots,
     )
 
@@ -78,8 +86,45 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int
     return torch.cat(blocks, dim=-2)
 
 
-class SDPACoreAttention(MegatronModule):
-    """Causal self-attention on torch's scaled_dot_product_attention, packed (thd) or dense (sbhd).
+def takes_packs(dtype: torch.dtype, head_dim: int, capability: tuple[int, int] | None) -> bool:
+    """Whether torch's variable-length attention computes such heads: a whole pack in one call, without padding.
+
+    Its flash kernels (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp) want Ampere or later. float16 is
+    no type of ours. `capability`: of the GPU, None on a CPU.
+    """
+    return capability is not None and capability >= (8, 0) and dtype == torch.bfloat16 and head_dim in range(8, 257, 8)
+
+
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def attend_pack(
+    query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, *, scale: float, window: int | None
+) -> Tensor:
+    """All segments of (t, h, d) queries and (t, g, d) keys and values in one call of torch's variable-length attention;
+    with a window each token sees the last `window` tokens."""
+    grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if _ASKS_FOR_GROUPS else {}
+    out = varlen.varlen_attn(
+        query,
+        key,
+        value,
+        segments.cu_seqlens_q,
+        segments.cu_seqlens_kv,
+        segments.max_seqlen_q,
+        segments.max_seqlen_kv,
+        scale=scale,
+        # How many tokens before and after its own a token sees; (-1, 0) is the causal kernel.
+        window_size=(-1 if window is None else window - 1, 0),
+        **grouped,
+    )
+    assert isinstance(out, Tensor)  # as nothing else is asked for
+    return out
+
+
+class PackedCoreAttention(MegatronModule):
+    """Causal self-attention of packed segments: torch's variable-length attention where a GPU has it for the type, else
+    torch's scaled_dot_product_attention.
 
     Takes part in Megatron's layer spec as `core_attention`; the arguments are those Megatron passes.
     """
@@ -111,11 +156,11 @@ class SDPACoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """query (t,h,d), key and value (t,g,d) -> (t, h*d); dense: (s,b,h,d), (s,b,g,d) -> (s, b, h*d)."""
-        if packed_seq_params is None:
-            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-            return _attend(q, k, v, self.scale, self.window).permute(2, 0, 1, 3).flatten(2)
+        """query (t,h,d), key and value (t,g,d) -> (t, h*d)."""
         assert isinstance(packed_seq_params, PackedSegments)
+        if takes_packs(query.dtype, query.shape[-1], _capability(query.device)):
+            out = attend_pack(query, key, value, packed_seq_params, scale=self.scale, window=self.window)
+            return out.flatten(1)
         lengths, slots = packed_seq_params.lengths, packed_seq_params.slots
         if slots is not None:
             return self._attend_rectangle(query, key, value, len(lengths), max(lengths), slots)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,24 +16,23 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import nn
+from torch import Tensor, nn
 
 from megappo.errors import RunError
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.parameters import EMBEDDING, OUTPUT_LAYER, Parameter, canonical_names, embedding, model_parameters
 from megappo.families.rope import rotary
 from megappo.families.weights import WeightSource, read_shard
-from megappo.megatron.attention import RMSNorm, SDPACoreAttention
+from megappo.megatron.attention import PackedCoreAttention, RMSNorm
+from megappo.megatron.experts import use_grouped_experts
 from megappo.megatron.heads import LogprobHead, ValueHead
 from megappo.megatron.layout import Layout
-from megappo.runtime.megatron_cpu import fix_experts
+from megappo.megatron.rotary import PackedRotary, rotate
+from megappo.megatron.routing import TokenDispatcher
+from megappo.runtime.accelerations import Accelerations
+from megappo.runtime.megatron_cpu import fix_router, rotate_packed_by
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def has_transformer_engine() -> bool:
-    """Whether Transformer Engine's layers are used: it is installed and there is a CUDA device for it."""
-    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
 @dataclass(frozen=True)
@@ -46,14 +44,49 @@ class BuildOptions:
     padded_vocab: int
     temperature: float = 1.0
     recompute: str = "none"
+    recompute_modules: tuple[str, ...] = ("core_attn",)
+    deallocate_pipeline_outputs: bool = True
     seed: int = 0
     value_head_std: float | None = None
     """Not None: a critic, its value head drawn with this standard deviation."""
+    accelerations: Accelerations = field(default_factory=Accelerations)
 
     @property
     def is_critic(self) -> bool:
         """Whether the output layer is a value head."""
         return self.value_head_std is not None
+
+    @property
+    def has_engine_layers(self) -> bool:
+        """Whether layers are Transformer Engine's."""
+        return self.accelerations.uses_engine_layers(self.dtype)
+
+
+@dataclass(frozen=True)
+class HeldParameter:
+    """A parameter of the map on a rank that has its shard."""
+
+    entry: Parameter
+    parameter: nn.Parameter
+    """What Megatron trains: the shard, or those of all experts of this rank in one."""
+    place: int | None = None
+    """Of the shard in `parameter`, if that holds several."""
+
+    @property
+    def shard(self) -> Tensor:
+        """The weights, without a gradient; they share the parameter's memory."""
+        return self.part_of(self.parameter.detach())
+
+    def part_of(self, tensor: Tensor) -> Tensor:
+        """What belongs to the shard in a tensor that is shaped as the parameter."""
+        return tensor if self.place is None else tensor[self.place]
+
+    @property
+    def elements(self) -> slice:
+        """The shard's in the flattened parameter."""
+        size = self.parameter.numel() // (1 if self.place is None else len(self.parameter))
+        start = size * (self.place or 0)
+        return slice(start, start + size)
 
 
 @dataclass(frozen=True)
@@ -71,22 +104,23 @@ class RoleModel:
         """Whether the output layer is a value head."""
         return self.options.is_critic
 
-    def parameters_here(self) -> list[tuple[Parameter, nn.Parameter]]:
+    def parameters_here(self) -> list[HeldParameter]:
         """The mapped parameters of this rank, in the map's order; a critic's trunk has no output layer in it."""
         held = self._held()
         return [
-            (p, held[p.megatron])
+            HeldParameter(p, *held[p.megatron])
             for p in model_parameters(self.arch)
             if p.megatron in held and not (self.is_critic and p.megatron == OUTPUT_LAYER)
         ]
 
-    def _held(self) -> dict[str, nn.Parameter]:
-        """Every parameter of this rank by its canonical name."""
+    def _held(self) -> dict[str, tuple[nn.Parameter, int | None]]:
+        """Every parameter of this rank by its canonical name, those of all experts by each expert's, with its place."""
         canonical = canonical_names(self.arch)
         return {
-            _global_name(chunk, name, canonical): parameter
+            global_name: (parameter, place)
             for chunk in self.chunks
             for name, parameter in chunk.named_parameters()
+            for global_name, place in _global_names(chunk, name, canonical)
         }
 
     def check_names(self) -> None:
@@ -118,17 +152,20 @@ class RoleModel:
         return self.chunks[-1].post_process and not (self.is_critic and parameter.megatron == OUTPUT_LAYER)
 
 
-def _global_name(chunk: GPTModel, name: str, canonical: Mapping[str, str]) -> str:
-    """Megatron numbers the layers of a chunk and the experts of a rank from 0; the map numbers those of the model."""
+def _global_names(chunk: GPTModel, name: str, canonical: Mapping[str, str]) -> Iterator[tuple[str, int | None]]:
+    """What the map calls a parameter, or each part of one that holds several, with its place: Megatron numbers the
+    layers of a chunk from 0, the map those of the model, and the map has a name for each expert."""
     parts = name.split(".")
     if parts[:2] != ["decoder", "layers"]:
-        return name
+        yield name, None
+        return
     layer = chunk.decoder.layers[int(parts[2])]
-    parts[2] = str(layer.layer_number - 1)
-    if parts[3:6] == ["mlp", "experts", "local_experts"]:
-        parts[6] = str(layer.mlp.local_expert_indices[int(parts[6])])
-    in_layer = ".".join(parts[3:])
-    return ".".join([*parts[:3], canonical.get(in_layer, in_layer)])
+    prefix, in_layer = f"decoder.layers.{layer.layer_number - 1}", ".".join(parts[3:])
+    if parts[3:5] == ["mlp", "experts"]:
+        for place, expert in enumerate(layer.mlp.local_expert_indices):
+            yield f"{prefix}.mlp.experts.{expert}.{parts[5]}", place
+    else:
+        yield f"{prefix}.{canonical.get(in_layer, in_layer)}", None
 
 
 def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildOptions) -> TransformerConfig:
@@ -137,7 +174,9 @@ def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildO
     if options.recompute == "full":
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif options.recompute == "selective":
-        recompute = {"recompute_granularity": "selective"}
+        recompute = {"recompute_granularity": "selective", "recompute_modules": list(options.recompute_modules)}
+    if not options.has_engine_layers:
+        rotate_packed_by(rotate)
     settings = {name: value for block in arch.declaration.blocks for name, value in block.megatron(arch).items()}
     pre_softmax = settings.pop("moe_router_pre_softmax", False)
     config = TransformerConfig(
@@ -171,15 +210,16 @@ def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildO
         # Between two stages an interleaved schedule would put activations and gradients for the same neighbour into
         # one batch, where they are matched by order and get swapped; overlapped, each has a call of its own.
         overlap_p2p_comm=layout.vpp > 1,
+        deallocate_pipeline_outputs=options.deallocate_pipeline_outputs,
         batch_p2p_comm=layout.vpp == 1,
         # Losses are sums already divided by the global count; Megatron must not divide again.
         calculate_per_token_loss=True,
-        bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
+        apply_rope_fusion=True,  # by `rotate`, or by Transformer Engine's kernel
         # Without it, the router of a single expert learns nothing, which Megatron refuses and transformers computes.
         moe_router_pre_softmax=pre_softmax or settings.get("moe_router_topk") == 1,
+        **options.accelerations.switches(options.dtype),
         **settings,
         **recompute,
     )
@@ -187,14 +227,19 @@ def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildO
     return config
 
 
-def _layer_spec(config: TransformerConfig, layout: Layout, vp_stage: int | None) -> Any:
+def layer_spec(config: TransformerConfig, layout: Layout, vp_stage: int | None, options: BuildOptions) -> Any:
     """Transformer Engine's layers where it can run; otherwise Megatron's own with our attention and norm."""
     parts = {"num_experts": config.num_moe_experts, "qk_layernorm": config.qk_layernorm}
-    if has_transformer_engine():
-        return get_gpt_layer_with_transformer_engine_spec(**parts)
+    if options.has_engine_layers:
+        layer = get_gpt_layer_with_transformer_engine_spec(**parts)
+        if config.num_moe_experts:
+            use_grouped_experts(layer)
+        return layer
     layer = get_gpt_layer_local_spec(**parts, normalization="RMSNorm")
+    if config.num_moe_experts:
+        use_grouped_experts(layer)
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = SDPACoreAttention
+    attention.core_attention = PackedCoreAttention
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
@@ -205,7 +250,7 @@ def _layer_spec(config: TransformerConfig, layout: Layout, vp_stage: int | None)
 def build_model(arch: ArchitectureConfig, layout: Layout, options: BuildOptions, source: WeightSource) -> RoleModel:
     """Build this rank's chunks of a role and fill them from `source`."""
     if arch.experts:
-        fix_experts()
+        fix_router()
     model_parallel_cuda_manual_seed(
         options.seed, tp_rank=layout.tensor_rank, ep_rank=layout.expert_rank, etp_rank=0, force_reset_rng=True
     )
@@ -214,10 +259,12 @@ def build_model(arch: ArchitectureConfig, layout: Layout, options: BuildOptions,
     model = RoleModel(arch, layout, options, config, chunks)
     model.check_names()
     with torch.no_grad():
-        for entry, parameter in model.parameters_here():
-            _mark_partition(entry, parameter, layout)
-            parameter.copy_(
-                read_shard(source, arch, entry, parameter, layout.tensor_rank, layout.grid.tp, options.padded_vocab)
+        for held in model.parameters_here():
+            _mark_partition(held.entry, held.parameter, layout)
+            held.shard.copy_(
+                read_shard(
+                    source, arch, held.entry, held.shard, layout.tensor_rank, layout.grid.tp, options.padded_vocab
+                )
             )
         _fill_last_stage_copy(model, source)
         _fill_value_head(model, source)
@@ -247,7 +294,7 @@ def _build_chunk(
     last = layout.is_last_stage and chunk == layout.vpp - 1
     model = GPTModel(
         config=config,
-        transformer_layer_spec=_layer_spec(config, layout, vp_stage),
+        transformer_layer_spec=layer_spec(config, layout, vp_stage, options),
         vocab_size=options.padded_vocab,
         max_sequence_length=arch.max_position_embeddings,
         pre_process=first,
@@ -258,8 +305,15 @@ def _build_chunk(
         pg_collection=layout.groups,
         vp_stage=vp_stage,
     )
+    if arch.experts:
+        for layer in model.decoder.layers:
+            layer.mlp.token_dispatcher = TokenDispatcher(config, layout.groups)
     model.to(options.device)  # Megatron makes the router's weight on the CPU, torch makes norms there
-    model.rotary_pos_emb.inv_freq = rotary(arch)[0].to(options.device)
+    frequencies = rotary(arch)[0].to(options.device)
+    if options.has_engine_layers:
+        model.rotary_pos_emb.inv_freq = frequencies
+    else:
+        model.rotary_pos_emb = PackedRotary(frequencies, options.dtype)
     if last and options.value_head_std is not None:
         model.output_layer = ValueHead(layout, arch.hidden_size, options.dtype, options.device)
         generator = torch.Generator().manual_seed(options.seed)

@@ -1,23 +1,34 @@
-"""Process groups of one role. Roles live on their own groups, so an actor and a critic of different layouts may share
-ranks or stand apart; Megatron's global state is not used."""
+"""Process groups of the roles. Roles live on their own groups, so an actor and a critic of different layouts may share
+ranks or stand apart; Megatron's global state is not used. Where groups of theirs have the same ranks they are one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import datetime
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from megappo.config.grid import Grid
+from megappo.runtime.groups import WantedGroups, make_groups
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 @dataclass(frozen=True)
+class Cut:
+    """How a role's model is cut: what its layout is made of."""
+
+    grid: Grid
+    vpp: int = 1
+    sequence_parallel: bool = False
+
+
+@dataclass(frozen=True)
 class Layout:
-    """A grid, this rank's place in it and the groups it needs. Made by `make_layout` on every rank of the world."""
+    """A grid, this rank's place in it and the groups it needs. Made by `make_layouts` on every rank of the world."""
 
     grid: Grid
     vpp: int
@@ -44,78 +55,79 @@ class Layout:
         return self.is_last_stage and self.tensor_rank == 0
 
 
-def _own_group(families: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup | None:
-    """Make every group of a family (all ranks of the world must take part); return the one that holds `rank`.
+@dataclass(frozen=True)
+class Outside:
+    """In the place of a layout on a rank outside of the role."""
 
-    None outside all of them: Megatron's finalize_model_grads stumbles over the integer new_group returns there.
+
+def make_layouts(cuts: Mapping[str, Cut], device_type: str, timeout_seconds: int) -> dict[str, Layout | Outside]:
+    """Make the process groups of all roles at once, by their names; a collective of the whole world.
+
+    A role's layout is Outside on ranks that are not of it.
     """
-    own: dist.ProcessGroup | None = None
-    for members in families:
-        group = dist.new_group(list(members))
-        if rank in members:
-            assert isinstance(group, dist.ProcessGroup)
-            own = group
-    return own
+    wanted = {role: _wanted_groups(role, cut.grid) for role, cut in cuts.items()}
+    kinds = [kind for of_role in wanted.values() for kind in of_role.values()]
+    own = iter(make_groups(kinds, device_type, datetime.timedelta(seconds=timeout_seconds)))
+    groups = {role: {name: next(own) for name in of_role} for role, of_role in wanted.items()}
+    return {role: _layout(cut, groups[role]) for role, cut in cuts.items()}
 
 
-def make_layout(grid: Grid, *, vpp: int = 1, sequence_parallel: bool = False) -> Layout | None:
-    """Make the process groups of a role; a collective of the whole world.
+def _wanted_groups(role: str, grid: Grid) -> dict[str, WantedGroups]:
+    """Every kind of group that a role needs, under Megatron's name of it.
 
-    Returns None on ranks outside the role.
+    Those of the experts are kept apart also where they hold the same ranks as others: Megatron adds up gradient norms
+    of dense and expert parameters by comparing groups.
     """
+    shares, copies, stages = grid.expert_groups, grid.expert_replicas, grid.pipeline_groups
+    dense: dict[str, Sequence[Sequence[int]]] = {
+        "tp": grid.tensor_groups,
+        "pp": stages,
+        "dp": grid.data_groups,
+        "mp": [grid.replica_ranks(d) for d in range(grid.dp)],
+        "cp": [[rank] for rank in grid.ranks],
+        "tp_dp_cp": [grid.stage_ranks(p) for p in range(grid.pp)],
+        "embd": [sorted({ranks[0], ranks[-1]}) for ranks in stages],
+        "pos_embd": [ranks[:1] for ranks in stages],
+    }
+    same = [zip(*shares[s * copies : (s + 1) * copies], strict=True) for s in range(grid.pp)]
+    experts = {
+        "ep": shares,
+        "expt_dp": [list(ranks) for of_stage in same for ranks in of_stage],
+        "tp_ep_pp": [[r for share in shares[copy::copies] for r in share] for copy in range(copies)],
+    }
+    return {
+        **{name: WantedGroups(f"{role} {name}", groups) for name, groups in dense.items()},
+        **{name: WantedGroups(f"{role} {name}", groups, apart="experts") for name, groups in experts.items()},
+        "role": WantedGroups(role, [grid.ranks], carries_objects=True),
+    }
+
+
+def _layout(cut: Cut, own: Mapping[str, dist.ProcessGroup | None]) -> Layout | Outside:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    rank = dist.get_rank()
-    tp = _own_group(grid.tensor_groups, rank)
-    pp = _own_group(grid.pipeline_groups, rank)
-    dp = _own_group(grid.data_groups, rank)
-    mp = _own_group([grid.replica_ranks(d) for d in range(grid.dp)], rank)
-    single = _own_group([[r] for r in grid.ranks], rank)
-    tp_dp = _own_group([grid.stage_ranks(p) for p in range(grid.pp)], rank)
-    embd = _own_group([sorted({stages[0], stages[-1]}) for stages in grid.pipeline_groups], rank)
-    pos_embd = _own_group([stages[:1] for stages in grid.pipeline_groups], rank)
-    role = _own_group([grid.ranks], rank)
-    ep, expert_dp, expert_mp = _expert_groups(grid, rank)
-    place = grid.place(rank)
+    place, role = cut.grid.place(dist.get_rank()), own["role"]
     if place is None or role is None:
-        return None
+        return Outside()
     groups = ProcessGroupCollection(
-        tp=tp,
-        pp=pp,
-        mp=mp,
-        embd=embd,
-        pos_embd=pos_embd,
-        cp=single,
-        tp_cp=tp,
-        ep=ep,
-        expt_tp=single,
-        tp_ep=ep,
-        tp_ep_pp=expert_mp,
-        dp=dp,
-        dp_cp=dp,
-        tp_dp_cp=tp_dp,
-        expt_dp=expert_dp,
-        intra_dp_cp=dp,
-        intra_expt_dp=expert_dp,
+        tp=own["tp"],
+        pp=own["pp"],
+        mp=own["mp"],
+        embd=own["embd"],
+        pos_embd=own["pos_embd"],
+        cp=own["cp"],
+        tp_cp=own["tp"],
+        ep=own["ep"],
+        expt_tp=own["cp"],
+        tp_ep=own["ep"],
+        tp_ep_pp=own["tp_ep_pp"],
+        dp=own["dp"],
+        dp_cp=own["dp"],
+        tp_dp_cp=own["tp_dp_cp"],
+        expt_dp=own["expt_dp"],
+        intra_dp_cp=own["dp"],
+        intra_expt_dp=own["expt_dp"],
         inter_dist_opt=None,
         intra_dist_opt=role,
     )
-    expert_place = grid.expert_place(place[0], place[2])
-    return Layout(grid, vpp, sequence_parallel, *place, *expert_place, groups, role)
-
-
-def _expert_groups(
-    grid: Grid, rank: int
-) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """This rank's expert parallel group, the ranks with the same experts, and all experts of all stages once.
-
-    Groups of their own also where they hold the same ranks as others: Megatron adds up gradient norms of dense and
-    expert parameters by comparing groups.
-    """
-    shares, copies = grid.expert_groups, grid.expert_replicas
-    ep = _own_group(shares, rank)
-    expert_dp = _own_group(
-        [list(same) for s in range(grid.pp) for same in zip(*shares[s * copies : (s + 1) * copies], strict=True)], rank
-    )
-    expert_mp = _own_group([[r for share in shares[copy::copies] for r in share] for copy in range(copies)], rank)
-    return ep, expert_dp, expert_mp
+    expert_place = cut.grid.expert_place(place[0], place[2])
+    return Layout(cut.grid, cut.vpp, cut.sequence_parallel, *place, *expert_place, groups, role)

@@ -20,15 +20,23 @@ class RoleOptimizer:
     """Gradients, AdamW and the schedule of a role on one of its ranks; made by all of them together."""
 
     def __init__(self, model: RoleModel, settings: OptimizerSettings, total_updates: int) -> None:
-        bf16 = model.options.dtype == torch.bfloat16
+        bf16, on_cuda = model.options.dtype == torch.bfloat16, model.options.device.type == "cuda"
+        self._gathers_late = settings.gathers_in_forward(on_cuda=on_cuda)
         ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=settings.distributed
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=settings.reduces_in_backward(on_cuda=on_cuda),
+            overlap_param_gather=self._gathers_late,
+            align_param_gather=self._gathers_late,  # all of them begin with `step`
+            use_distributed_optimizer=settings.distributed,
         )
         self.chunks = [
             DistributedDataParallel(model.config, ddp, chunk, pg_collection=model.layout.groups)
             for chunk in model.chunks
         ]
         model.config.finalize_model_grads_func = finalize_summed_grads
+        if ddp.overlap_grad_reduce:  # they are added up over the microbatches first
+            without_sync = [chunk.no_sync for chunk in self.chunks]
+            model.config.no_sync_func = without_sync if len(without_sync) > 1 else without_sync[0]
         config = OptimizerConfig(
             optimizer="adam",
             lr=settings.learning_rate,
@@ -91,4 +99,14 @@ class RoleOptimizer:
             return False, grad_norm
         self.megatron.step()
         self._schedule.step(increment=1)
+        if self._gathers_late:
+            for chunk in self.chunks:
+                chunk.start_param_sync()
         return True, grad_norm
+
+    def settle_weights(self) -> None:
+        """Wait until the weights that other ranks updated are here, as each part of the model does before it runs."""
+        for chunk in self.chunks if self._gathers_late else ():
+            for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
+                if group.param_gather_handle is not None:
+                    group.finish_param_sync(skip_next_bucket_dispatch=True)

@@ -15,18 +15,19 @@ import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
+from megappo.megatron.build import HeldParameter
 from megappo.runtime.exchange import all_gather_varying
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
-class _Held:
+class _Main:
     """Where this rank's part of a parameter's state lies."""
 
     inner: Any
     """Megatron's optimizer with the parameter in it."""
-    main: Tensor | None
+    tensor: Tensor | None
     """What the inner optimizer updates: the parameter, its float32 copy, or a part of one of them; None: no part."""
     part: slice
     """Elements of the flattened parameter whose state this rank holds."""
@@ -49,54 +50,64 @@ class OptimizerState:
             for main in group["params"]
         }
 
-    def whole(self, parameter: nn.Parameter, *, moments: bool) -> dict[str, Tensor]:
-        """`weight`, and with `moments` also `exp_avg` and `exp_avg_sq`, in the parameter's shape and float32.
+    def whole(self, held: HeldParameter, *, moments: bool) -> dict[str, Tensor]:
+        """`weight`, and with `moments` also `exp_avg` and `exp_avg_sq`, in the shard's shape and float32.
 
         A collective of the ranks with the same parameter where the optimizer is distributed; elsewhere the tensors
         themselves.
         """
-        held = self._find(parameter)
-        is_expert = not getattr(parameter, "allreduce", True)
+        main = self._find(held.parameter)
+        is_expert = not getattr(held.parameter, "allreduce", True)
         replicas = self._expert_replicas if is_expert else self._replicas
+        mine, _ = _overlap(main.part, held.elements)
         tensors: dict[str, Tensor] = {}
         for name in ("weight", *(MOMENTS if moments else ())):
-            if held.main is None:
-                piece = torch.empty(0, dtype=torch.float32, device=parameter.device)
+            if main.tensor is None:
+                piece = torch.empty(0, dtype=torch.float32, device=held.parameter.device)
             else:
-                piece = held.main if name == "weight" else held.inner.optimizer.state[held.main][name]
+                state = main.tensor if name == "weight" else main.inner.optimizer.state[main.tensor][name]
+                piece = state.detach().flatten()[mine]
             if self._is_shared:
-                piece = torch.cat(all_gather_varying(piece.detach().flatten(), group=replicas))
-            tensors[name] = piece.detach().float().view(parameter.shape)
+                piece = torch.cat(all_gather_varying(piece, group=replicas))
+            tensors[name] = piece.float().view(held.shard.shape)
         return tensors
 
-    def restore(self, parameter: nn.Parameter, tensors: Mapping[str, Tensor], updates: int) -> None:
+    def restore(self, held: HeldParameter, tensors: Mapping[str, Tensor], updates: int) -> None:
         """Take over what `whole` gave after so many updates; before the first there are no moments."""
-        parameter.data.copy_(tensors["weight"])
-        held = self._find(parameter)
-        if held.main is None:
+        held.shard.copy_(tensors["weight"])
+        main = self._find(held.parameter)
+        if main.tensor is None:
             return
-        pieces = {name: tensor.flatten()[held.part].view(held.main.shape) for name, tensor in tensors.items()}
-        held.main.data.copy_(pieces["weight"])
-        if not updates:
-            return
-        adam = held.inner.optimizer
-        state: dict[str, Tensor] = {}
-        if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
-            state["step"] = torch.tensor(float(updates))  # one for each parameter, or they would count together
-        else:  # the fused implementations count once per group
-            for group in adam.param_groups:
-                group["step"] = updates
-        for name in MOMENTS:
-            state[name] = pieces[name].to(device=held.main.device, copy=True)
-        adam.state[held.main] = state
+        mine, given = _overlap(main.part, held.elements)
+        kept = {"weight": main.tensor.data, **(_moments(main.inner.optimizer, main.tensor, updates) if updates else {})}
+        for name, state in kept.items():
+            state.view(-1)[mine].copy_(tensors[name].flatten()[given])
 
-    def _find(self, parameter: nn.Parameter) -> _Held:
+    def _find(self, parameter: nn.Parameter) -> _Main:
         if not self._is_shared:
             main = getattr(parameter, "main_param", parameter)
-            return _Held(self._owners[id(main)], main, slice(0, parameter.numel()))
+            return _Main(self._owners[id(main)], main, slice(0, parameter.numel()))
         for inner in self._inners:
             if parameter in inner.model_param_gbuf_map:
                 group, index = inner.model_param_group_index_map[parameter]
                 span = inner._get_model_param_range_map(parameter)["param"]
-                return _Held(inner, inner.optimizer.param_groups[group]["params"][index], slice(span.start, span.end))
-        return _Held(None, None, slice(0, 0))
+                return _Main(inner, inner.optimizer.param_groups[group]["params"][index], slice(span.start, span.end))
+        return _Main(None, None, slice(0, 0))
+
+
+def _overlap(part: slice, wanted: slice) -> tuple[slice, slice]:
+    """Of two runs of elements: where what they share stands in the first, and where in the second."""
+    start = max(part.start, wanted.start)
+    stop = max(start, min(part.stop, wanted.stop))
+    return slice(start - part.start, stop - part.start), slice(start - wanted.start, stop - wanted.start)
+
+
+def _moments(adam: Any, main: Tensor, updates: int) -> dict[str, Tensor]:
+    """Those of a tensor after so many updates, for `restore` to fill."""
+    state = adam.state[main]
+    if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
+        state["step"] = torch.tensor(float(updates))  # one for each parameter, or they would count together
+    else:  # the fused implementations count once per group
+        for group in adam.param_groups:
+            group["step"] = updates
+    return {name: state.setdefault(name, torch.zeros_like(main)) for name in MOMENTS}

@@ -91,10 +91,8 @@ def plan_microbatches(
     planned: list[tuple[Microbatch, ...]] = []
     for share in balance([lengths[i] for i in ids], replicas):
         share_ids = [ids[i] for i in share]
-        microbatches = [
-            Microbatch(tuple(share_ids[i] for i in b)) for b in pack([lengths[i] for i in share_ids], budget_tokens)
-        ]
-        planned.append(tuple(microbatches))
+        packs = pack([lengths[i] for i in share_ids], budget_tokens)
+        planned.append(tuple(Microbatch(tuple(share_ids[i] for i in indices)) for indices in packs))
     counts = [max(1, -(-len(microbatches) // multiple_of)) * multiple_of for microbatches in planned]
     if in_step:
         counts = [max(counts)] * replicas

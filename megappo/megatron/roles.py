@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from megappo.config.grid import Grid
 from megappo.families.architecture import ArchitectureConfig
-from megappo.families.parameters import Parameter
-from megappo.megatron.build import BuildOptions, RoleModel
-from megappo.megatron.layout import Layout
+from megappo.megatron.build import BuildOptions, HeldParameter, RoleModel
+from megappo.megatron.layout import Layout, Outside
 from megappo.megatron.optimization import RoleOptimizer
 from megappo.megatron.packing import MicrobatchPlan
 from megappo.megatron.schedule import PackedBatch, PlacedSample, Task, pack_samples, run_schedule
@@ -44,6 +43,11 @@ class Role(ABC):
     def __init__(self, placement: Placement, arch: ArchitectureConfig, options: BuildOptions, runtime: Runtime) -> None:
         self.placement, self.arch, self.options, self.runtime = placement, arch, options, runtime
 
+    @property
+    @abstractmethod
+    def layout(self) -> Layout | Outside:
+        """The grid with this rank's place in it."""
+
     @abstractmethod
     def run_forward(self, plan: MicrobatchPlan, samples: Mapping[int, PlacedSample]) -> dict[int, Tensor]:
         """The output (R,) float32 at the response tokens of each sample, on the ranks that hand out results."""
@@ -53,7 +57,11 @@ class Role(ABC):
         """This rank's part of the model."""
 
     @abstractmethod
-    def mapped_parameters(self) -> list[tuple[Parameter, nn.Parameter]]:
+    def settle_weights(self) -> None:
+        """Wait for weights that are still on their way after an update; a forward pass does so by itself."""
+
+    @abstractmethod
+    def mapped_parameters(self) -> list[HeldParameter]:
         """See `RoleModel.parameters_here`."""
 
     def copy_weights(self) -> list[Tensor]:
@@ -72,13 +80,18 @@ class Role(ABC):
 class AbsentRole(Role):
     """A role on a rank outside of it: the rank hands samples over and takes results back."""
 
+    layout = Outside()
+
     def run_forward(self, plan: MicrobatchPlan, samples: Mapping[int, PlacedSample]) -> dict[int, Tensor]:
         return {}
 
     def parameters(self) -> list[nn.Parameter]:
         return []
 
-    def mapped_parameters(self) -> list[tuple[Parameter, nn.Parameter]]:
+    def settle_weights(self) -> None:
+        return None
+
+    def mapped_parameters(self) -> list[HeldParameter]:
         return []
 
 
@@ -92,13 +105,16 @@ class LocalRole(Role):
 
     @property
     def layout(self) -> Layout:
-        """The grid with this rank's place in it."""
+        """See `Role.layout`."""
         return self.model.layout
 
     def parameters(self) -> list[nn.Parameter]:
         return [p for chunk in self.model.chunks for p in chunk.parameters()]
 
-    def mapped_parameters(self) -> list[tuple[Parameter, nn.Parameter]]:
+    def settle_weights(self) -> None:
+        return None
+
+    def mapped_parameters(self) -> list[HeldParameter]:
         return self.model.parameters_here()
 
     def run_forward(self, plan: MicrobatchPlan, samples: Mapping[int, PlacedSample]) -> dict[int, Tensor]:
@@ -154,6 +170,13 @@ class TrainedRole(LocalRole):
         super().__init__(placement, model, runtime)
         self.optimizer = optimizer
         self._chunks = optimizer.chunks
+
+    def settle_weights(self) -> None:
+        self.optimizer.settle_weights()
+
+    def parameters(self) -> list[nn.Parameter]:
+        self.settle_weights()
+        return super().parameters()
 
     def run_update(
         self,

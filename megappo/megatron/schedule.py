@@ -37,7 +37,6 @@ class PackedBatch:
     sample_ids: tuple[int, ...]
     response_lengths: tuple[int, ...]
     tokens_1t: Tensor
-    positions_1t: Tensor
     segments: PackedSegments
     rows_N: Tensor
     """(N,) int64: positions in the pack whose output predicts a response token."""
@@ -71,7 +70,6 @@ def pack_samples(
         sample_ids=tuple(s.sample_id for s in samples),
         response_lengths=tuple(responses),
         tokens_1t=torch.cat(tokens).to(device).unsqueeze(0),
-        positions_1t=torch.cat([torch.arange(n) for n in lengths]).to(device).unsqueeze(0),
         segments=packed_segments(tuple(lengths), device),
         rows_N=torch.cat(predicting).to(device),
         labels_N=torch.cat([s.tokens_T[-s.response_tokens :] for s in samples]).to(device),
@@ -104,12 +102,13 @@ def run_schedule(
         gpt = model.module if hasattr(model, "ddp_config") else model
         if gpt.post_process:
             task.expect(gpt.output_layer, batch)
-        output = model(batch.tokens_1t, batch.positions_1t, None, packed_seq_params=batch.segments)
+        output = model(batch.tokens_1t, batch.segments.positions[None], None, packed_seq_params=batch.segments)
 
         def finish(output_1NC: Tensor) -> tuple[Tensor, Tensor, Any]:
             scalar, report = task.finish(gpt.output_layer, output_1NC.squeeze(0), batch)
             # The second value is Megatron's token count, which `calculate_per_token_loss` would divide by.
-            return scalar, torch.zeros((), dtype=torch.int32, device=scalar.device), report
+            # The first is freed where `deallocate_pipeline_outputs` says so, which it does not take of a view.
+            return scalar.clone(), torch.zeros((), dtype=torch.int32, device=scalar.device), report
 
         return output, finish
 

@@ -124,6 +124,16 @@ METRICS: dict[str, MetricDoc] = {
     "memory/peak_gigabytes": MetricDoc(
         "GB (1e9 bytes)", "Peak memory of the first rank: of its device, on CPU of its process.", "below the device's"
     ),
+    "memory/reserved_gigabytes": MetricDoc(
+        "GB (1e9 bytes)",
+        "What the first rank keeps from others when the step ends: torch's allocator, on CPU the process.",
+        "steady",
+    ),
+    "memory/free_gigabytes": MetricDoc(
+        "GB (1e9 bytes)",
+        "Free then on its device, where servers are awake again; on CPU of the machine.",
+        "steady and above 0",
+    ),
     "eval/reward_mean": MetricDoc("score", "Mean score of greedy answers to the validation prompts.", "rises"),
     "eval/response_length": MetricDoc("tokens", "Mean length of those answers.", "like response/length"),
 }

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 _METRICS_FILE = "metrics.jsonl"
 _SAMPLES_FILE = "samples.jsonl"
@@ -15,25 +15,23 @@ _JUMPS_FILE = "jumps.jsonl"
 _NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
-class ChosenLogs(Protocol):
-    """Which logs to write besides the files."""
-
-    @property
-    def tensorboard(self) -> bool: ...
-    @property
-    def wandb_project(self) -> str | None: ...
-
-
 class MetricsLog:
     """`metrics.jsonl`, `samples.jsonl` and `jumps.jsonl` always, TensorBoard and Weights & Biases by configuration."""
 
-    def __init__(self, directory: Path, settings: ChosenLogs, run_name: str, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        run_name: str,
+        config: Mapping[str, Any],
+        *,
+        tensorboard: bool = True,
+        wandb_project: str | None = None,
+    ) -> None:
         """Append to the files of `directory`, which is made where it is missing; for one rank only.
 
         Args:
             directory: the run directory.
-            settings: which logs to write.
-            run_name: the name of the run at Weights & Biases.
+            run_name: the name of the run at Weights & Biases, where it has a `wandb_project`.
             config: the whole configuration in JSON's types, for the same.
 
         Raises ValueError where wandb is asked for and not installed.
@@ -42,9 +40,9 @@ class MetricsLog:
         self._wandb: Any = None
         self._tensorboard: Any = None
         directory.mkdir(parents=True, exist_ok=True)
-        if settings.wandb_project is not None:
-            self._wandb = _start_wandb(settings.wandb_project, run_name, config, directory)
-        if settings.tensorboard:
+        if wandb_project is not None:
+            self._wandb = _start_wandb(wandb_project, run_name, config, directory)
+        if tensorboard:
             self._tensorboard = _start_tensorboard(directory, first_step=None)
         self._files = {name: _open(directory / name) for name in (_METRICS_FILE, _SAMPLES_FILE, _JUMPS_FILE)}
 

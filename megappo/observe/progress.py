@@ -21,10 +21,6 @@ class _Count:
     done: int = 0
     tokens: int = 0
 
-    @property
-    def is_finished(self) -> bool:
-        return self.done >= self.total
-
 
 class StageProgress:
     """A stage and what is counted in it; any thread may call anything."""
@@ -39,7 +35,7 @@ class StageProgress:
         """A stage begins. Counts that are finished are forgotten; samples that are generated ahead go on."""
         with self._lock:
             self._stage, self._waits_for, self._since = stage, waits_for, self._clock()
-            self._counts = {name: count for name, count in self._counts.items() if not count.is_finished}
+            self._counts = {name: count for name, count in self._counts.items() if count.done < count.total}
 
     def leave(self) -> None:
         """The stage has ended; nothing is shown until the next begins."""

@@ -10,19 +10,19 @@ head size, F the feed-forward size, h and g the heads:
                2 e H            their outputs, which the matrices behind them keep
     attention  e (Q + 2K)       output of the QKV matrix
                e Q              queries made contiguous for their norm, 4 (h + g) for its scale  [q/k norms]
-               4 e d            cosine and sine for queries and keys
                e (Q + K)        after rotation
                e (2Q + 2K) + 4h inputs and output of the attention kernel, its log-sum-exp       [not recomputed]
                e Q              input of the output matrix
     SwiGLU     5 e F            gate and up, silu(gate), up, product
-    experts    10 E + 24 k      router: float32 logits and weights, choice; chosen weights and places
-               k e (H + 6 F)    for each of k experts its input, SwiGLU, and the product times the expert's weight
+    experts    4 E + 56 k       router: float32 weights; those of the chosen, and places on the way there and back
+               k e (H + 5 F)    for each of k experts its input, gate and up, silu(gate), product, weighted product
 
 F is that of one expert, and routing is taken to be even: a rank's experts get as many tokens as it sends out. Tensor
-parallelism divides attention (but cosine and sine) and SwiGLU; sequence parallelism divides the residual part too
-(their section 4.2). Selective recomputation drops the attention kernel's own tensors (section 5), full recomputation
-keeps the layer's input only, e H, and one layer is whole while its backward runs. Transformer Engine's fused attention
-keeps less.
+parallelism divides attention and SwiGLU; sequence parallelism divides the residual part too (their section 4.2).
+Selective recomputation drops the attention kernel's own tensors (section 5) or those of the MLP or experts, as
+`recompute_modules` says, and has them again for the layer whose backward runs; full recomputation keeps the layer's
+input only, e H, and one layer is whole while its backward runs. Cosine and sine of the positions, 2 e d, are there once
+for all layers that a microbatch passes on a rank. Transformer Engine's fused attention keeps less.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ def layer_bytes_per_token(role: RoleSetup, *, recompute: str, fused_norms: bool)
         return e * hidden / rows
     residual = 2.0 * (_norm_input(hidden, e, fused_norms) + e * hidden)
     attention = float(e * (q + 2 * kv) + e * (q + kv) + e * q)
-    if recompute == "none":
+    dropped = role.recompute_modules if recompute == "selective" else ()
+    if "core_attn" not in dropped:
         attention += e * (2 * q + 2 * kv) + 4 * arch.heads
-    of_blocks = arch.declaration.per_token(arch, e, fused_norms=fused_norms).kept_bytes
-    return residual / rows + 4 * e * arch.head_dim + (attention + of_blocks) / role.grid.tp
+    of_blocks = arch.declaration.per_token(arch, e, fused_norms=fused_norms, without=dropped).kept_bytes
+    return residual / rows + (attention + of_blocks) / role.grid.tp
 
 
 def _norm_input(width: int, e: int, fused: bool) -> float:
@@ -77,7 +78,11 @@ def kept_bytes(role: RoleSetup, stage: int, work: Workload) -> float:
     tokens = role.microbatch_tokens(work.sequence_tokens)
     per_token = layer_bytes_per_token(role, recompute=role.recompute, fused_norms=work.on_cuda)
     in_flight = layers_in_flight(role, stage, role.microbatches(work.sequence_tokens))
-    kept = in_flight * per_token * tokens
+    passes = in_flight * role.vpp / role.layers_per_stage
+    kept = (in_flight * per_token + passes * 2 * role.dtype_bytes * role.arch.head_dim) * tokens
+    if role.recompute == "selective" and {"mlp", "moe"} & set(role.recompute_modules):
+        whole = layer_bytes_per_token(role, recompute="none", fused_norms=work.on_cuda)
+        kept += (whole - per_token) * tokens
     if role.recompute == "full":
         kept += layer_bytes_per_token(role, recompute="none", fused_norms=work.on_cuda) * tokens
     if stage == role.grid.pp - 1:
@@ -115,8 +120,9 @@ def transient_bytes(role: RoleSetup, stage: int, work: Workload, *, train: bool)
 
     Forward: its widest tensors, gate and up, silu(gate), up and the product, between two residual streams. Backward:
     the gradients of those, and the gradient of the largest weight before it is added to the gradient buffer. Sequence
-    parallelism gathers the hidden states of all tokens in a buffer. Experts: those tensors for every routed token, and
-    its hidden state sorted for sending, as received and sorted by expert, and back.
+    parallelism gathers the hidden states of all tokens in a buffer. Experts: those tensors for every routed token, its
+    product times the expert's weight in float32, and its hidden state sorted for sending, as received and sorted by
+    expert, and back.
     """
     tokens, e = role.microbatch_tokens(work.sequence_tokens), role.dtype_bytes
     hidden = role.arch.hidden_size

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megappo.families.architecture import ArchitectureConfig
 from megappo.observe.throughput import training_flops_per_token
@@ -17,8 +17,9 @@ from megappo.plan.machines import ASSUMED, Machine
 from megappo.plan.servers import Servers, running_sequences, server_weights, token_bytes
 from megappo.plan.sizes import model_sizes
 
-_LAUNCHES_PER_EXPERT = 0.125
-"""Experts run one after the other, each with an eighth of the kernels of a layer."""
+_LAUNCHES_OF_EXPERTS = 0.5
+"""Of a layer's kernels, what routing adds: 62 forward and backward with grouped experts, however many they are, where
+SwiGLU has 14."""
 
 
 @dataclass(frozen=True)
@@ -136,18 +137,27 @@ def update_cost(role: RoleSetup, work: Workload, machine: Machine) -> StageCost:
     return spent.cost(f"update_{role.name}")
 
 
+def _selected_flops(role: RoleSetup, attention: float) -> float:
+    """FLOPs per token and layer of what selective recomputation computes again; an MLP has three matrices."""
+    arch = role.arch
+    mlp = 2.0 * 3 * arch.hidden_size * arch.ffn_hidden_size * (arch.experts_per_token or 1)
+    of = {"core_attn": attention, "mlp": mlp, "moe": mlp}
+    return sum(of[module] for module in set(role.recompute_modules))
+
+
 def _pipeline(spent: _StageWork, role: RoleSetup, work: Workload, *, train: bool, times: int) -> None:
     """Microbatches through the stages, `times` over.
 
     m microbatches through p stages of v chunks take m + (p-1)/v times the slowest stage (Narayanan et al. 2021,
-    section 2.2). Backward is two forward passes; full recomputation adds one, selective the attention kernel's.
+    section 2.2). Backward is two forward passes; full recomputation adds one, selective that of its modules.
     """
     arch, e = role.arch, role.dtype_bytes
     microbatches = role.microbatches(work.sequence_tokens)
     tokens = role.replica_sequences * work.sequence_tokens / microbatches
     rows = tokens * work.response_tokens / work.sequence_tokens
     layer, attention, head = forward_flops(role, work)
-    recomputed = {"none": 0.0, "selective": attention, "full": layer}[role.recompute] if train else 0.0
+    again = {"none": 0.0, "selective": _selected_flops(role, attention), "full": layer}
+    recomputed = again[role.recompute] if train else 0.0
     layer_flops = (3 if train else 1) * layer + recomputed
     head_flops = (3 if train else 1) * head + (head if train and not role.is_critic else 0.0)
     slots = times * (microbatches + (role.grid.pp - 1) / role.vpp)
@@ -159,7 +169,7 @@ def _pipeline(spent: _StageWork, role: RoleSetup, work: Workload, *, train: bool
     spent.run(
         flops=(role.layers_per_stage * tokens * layer_flops + rows * head_flops) / role.grid.tp,
         memory_bytes=passes * (weights * e + activation_bytes) + (8 * weights if train else 0),
-        layers=role.layers_per_stage * passes * (1 + _LAUNCHES_PER_EXPERT * role.experts_per_rank),
+        layers=role.layers_per_stage * passes * (1 + (_LAUNCHES_OF_EXPERTS if arch.experts else 0)),
         times=slots,
     )
     samples = times * role.replica_sequences * work.sequence_tokens * role.grid.dp
@@ -237,7 +247,8 @@ def _served_rollout(arch: ArchitectureConfig, servers: Servers, work: Workload, 
 
     A step reads the weights and the keys and values of what runs, and writes float32 logits. On a GPU it is a CUDA
     graph, which costs no host time per layer. Under tensor parallelism two all-reduces per layer wait for each other;
-    they move 2 (t-1)/t of the hidden states and take at least `small_all_reduce_seconds`.
+    they move 2 (t-1)/t of the hidden states and take at least `small_all_reduce_seconds`. Deterministic inference makes
+    everything there take `deterministic_slowdown` times as long.
     """
     e, tp = work.engine_dtype_bytes, servers.tensor_parallel
     spent = _StageWork(_server_machine(machine, servers, work), e)
@@ -259,7 +270,9 @@ def _served_rollout(arch: ArchitectureConfig, servers: Servers, work: Workload, 
         spent.send(2 * arch.layers * ring * running, inside_node=True, times=steps)
         spent.send(2 * arch.layers * ring * sequences * work.prompt_tokens, inside_node=True)
         spent.wait(steps * 2 * arch.layers * ASSUMED.small_all_reduce_seconds)
-    return spent.cost("rollout")
+    cost = spent.cost("rollout")
+    slowdown = ASSUMED.deterministic_slowdown if servers.deterministic and work.on_cuda else 1.0
+    return replace(cost, seconds=slowdown * cost.seconds)
 
 
 def _server_machine(machine: Machine, servers: Servers, work: Workload) -> Machine:

@@ -47,9 +47,10 @@ def this_machine() -> Machine:
     """The machine of the planner's tables that is most like this one, with this one's memory and share of cores."""
     import torch
 
+    from megappo.runtime.device import device_bytes
+
     if torch.cuda.is_available():
-        total = float(torch.cuda.get_device_properties(0).total_memory)
-        return machine_like(torch.cuda.get_device_name(0), total)
+        return machine_like(torch.cuda.get_device_name(0), device_bytes())
     import psutil
 
     total = float(psutil.virtual_memory().total)
@@ -70,6 +71,10 @@ class Outlook:
 
 def outlook(config: Config, world_size: int, machine: Machine) -> Outlook:
     """The plan of a run whose settings break no rule on so many ranks of a machine."""
+    import torch  # takes seconds, which refused settings need not wait for
+
+    from megappo.runtime.accelerations import find_accelerations
+
     models = read_models(config, None).models
     # A reward model's files are looked at by what loads them, and take no part in a rollout.
     reward = config.reward.model_copy(update={"model_path": None})
@@ -79,7 +84,9 @@ def outlook(config: Config, world_size: int, machine: Machine) -> Outlook:
     stages = step_costs(setup, share)
     rollout = next(stage.seconds for stage in stages if stage.name == "rollout")
     total = step_seconds(stages, setup.work.servers)
+    found = find_accelerations(config.model.accelerations)
     rows = (
+        ("layers", found.sentence(getattr(torch, config.model.dtype))),
         (
             "plan",
             f"{machine.words}: a step of {total:.3g} seconds, {rollout:.3g} of them for the rollout, at full length",

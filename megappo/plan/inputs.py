@@ -51,6 +51,8 @@ class RoleSetup:
     padded_vocab: int
     dtype_bytes: int
     trained: bool = True
+    recompute_modules: tuple[str, ...] = ("core_attn",)
+    """What selective recomputation computes again."""
 
     @property
     def is_critic(self) -> bool:
@@ -107,7 +109,7 @@ class RoleSetup:
         """Elements of the largest weight on one rank of a stage."""
         holds_vocabulary = stage == 0 or (stage == self.grid.pp - 1 and not self.is_critic)
         vocabulary = self.padded_vocab // self.grid.tp * self.arch.hidden_size if holds_vocabulary else 0
-        return max(vocabulary, largest_of_layer(self.arch, self.grid.tp))
+        return max(vocabulary, largest_of_layer(self.arch, self.grid.tp, self.experts_per_rank))
 
 
 @dataclass(frozen=True)
@@ -203,6 +205,7 @@ def trained_role(config: Config, name: str, settings: RoleSettings, models: Mode
         vpp=numbers.vpp,
         sequence_parallel=settings.layout.sequence_parallel,
         recompute=settings.recompute,
+        recompute_modules=settings.recompute_modules,
         distributed_optimizer=settings.optimizer.distributed,
         microbatch_budget_tokens=settings.microbatch_budget_tokens,
         minibatch_sequences=settings.minibatch_sequences,

@@ -74,6 +74,9 @@ class Assumptions:
     """Host time to start the kernels of one layer forward, without CUDA graphs."""
     small_all_reduce_seconds: float = 10e-6
     """Of a few hundred kilobytes within a node, between the kernels of a CUDA graph."""
+    deterministic_slowdown: float = 1.34
+    """Times as long as otherwise that SGLang's deterministic inference takes on GPUs: its authors measured 34.35% more
+    (https://lmsys.org/blog/2025-09-22-sglang-deterministic)."""
     checkpoint_bytes_per_second: float = 2e9
     """Written by a node to a disk that all share."""
     memory_share: float = 0.95
@@ -89,7 +92,8 @@ class Assumptions:
             f"assumed: {self.compute_share:.0%} of peak FLOP/s, {self.bandwidth_share:.0%} of memory bandwidth, "
             f"{self.link_share:.0%} of link bandwidth, {1e3 * self.launch_seconds_per_layer:g} ms of host time per "
             "layer and forward pass (none when SGLang decodes on GPUs, where a small all-reduce takes "
-            f"{1e6 * self.small_all_reduce_seconds:g} us), {self.checkpoint_bytes_per_second / 1e9:g} GB/s of a "
+            f"{1e6 * self.small_all_reduce_seconds:g} us and deterministic inference {self.deterministic_slowdown:g} "
+            f"times as long), {self.checkpoint_bytes_per_second / 1e9:g} GB/s of a "
             f"checkpoint per node, {self.memory_share:.0%} of memory less "
             f"{self.cuda_reserve_bytes / 1e9:g} GB per GPU for CUDA and NCCL, "
             f"{self.process_reserve_bytes / 1e9:g} GB per rank on a CPU; every sample at its longest, rewards and data "
@@ -100,10 +104,13 @@ class Assumptions:
 ASSUMED = Assumptions()
 
 
-def _tensor_core_peak(device_name: str) -> float:
-    peak = peak_flops(device_name)
+def _gpu(
+    name: str, words: str, float32: float, memory: float, bandwidth: float, intra_node: float, inter_node: float
+) -> Machine:
+    """A GPU, eight in a node; the first of its `words` names it in the table of peaks."""
+    peak = peak_flops(words.replace(",", " ").split()[0])
     assert peak is not None
-    return peak
+    return Machine(name, words, peak, float32, memory, bandwidth, intra_node, inter_node, 8, is_cuda=True)
 
 
 CPU_CORES = 56
@@ -115,39 +122,25 @@ MACHINES = {
         # NVIDIA A100 Tensor Core GPU data sheet, column SXM: 19.5 TFLOP/s FP32, NVLink 600 GB/s in both directions
         # together; 40 GB with 1,555 GB/s, 80 GB with 2,039 GB/s. DGX A100 data sheet: 8 GPUs, a ConnectX-6 of 200 Gb/s
         # for each.
-        Machine(
-            "a100-40", "A100, 40 GB", _tensor_core_peak("A100"), 19.5e12, 40e9, 1.555e12, 300e9, 25e9, 8, is_cuda=True
-        ),
-        Machine(
-            "a100-80", "A100, 80 GB", _tensor_core_peak("A100"), 19.5e12, 80e9, 2.039e12, 300e9, 25e9, 8, is_cuda=True
-        ),
+        _gpu("a100-40", "A100, 40 GB", 19.5e12, 40e9, 1.555e12, 300e9, 25e9),
+        _gpu("a100-80", "A100, 80 GB", 19.5e12, 80e9, 2.039e12, 300e9, 25e9),
         # NVIDIA H100 Tensor Core GPU data sheet, column SXM: 67 TFLOP/s FP32, 80 GB, 3.35 TB/s, NVLink 900 GB/s in both
         # directions together. DGX H100 data sheet: 8 GPUs, a ConnectX-7 of 400 Gb/s for each.
-        Machine(
-            "h100", "H100 SXM, 80 GB", _tensor_core_peak("H100"), 67e12, 80e9, 3.35e12, 450e9, 50e9, 8, is_cuda=True
-        ),
+        _gpu("h100", "H100 SXM, 80 GB", 67e12, 80e9, 3.35e12, 450e9, 50e9),
         # "Insights into DeepSeek-V3" (arXiv:2505.09343): an H100 whose NVLink has 400 GB/s in both directions together,
         # eight in a node with a ConnectX-7 of 400 Gb/s for each.
-        Machine(
-            "h800", "H800 SXM, 80 GB", _tensor_core_peak("H800"), 67e12, 80e9, 3.35e12, 200e9, 50e9, 8, is_cuda=True
-        ),
+        _gpu("h800", "H800 SXM, 80 GB", 67e12, 80e9, 3.35e12, 200e9, 50e9),
         # NVIDIA H200 Tensor Core GPU data sheet, column SXM: as the H100 but 141 GB, 4.8 TB/s. DGX H200: as DGX H100.
-        Machine(
-            "h200", "H200 SXM, 141 GB", _tensor_core_peak("H200"), 67e12, 141e9, 4.8e12, 450e9, 50e9, 8, is_cuda=True
-        ),
+        _gpu("h200", "H200 SXM, 141 GB", 67e12, 141e9, 4.8e12, 450e9, 50e9),
         # Specifications published by SemiAnalysis in November 2023: 44 TFLOP/s FP32, 96 GB, 4.0 TB/s, NVLink 900 GB/s
         # in both directions together, eight on an HGX board; the network as of DGX H100.
-        Machine("h20", "H20 SXM, 96 GB", _tensor_core_peak("H20"), 44e12, 96e9, 4.0e12, 450e9, 50e9, 8, is_cuda=True),
+        _gpu("h20", "H20 SXM, 96 GB", 44e12, 96e9, 4.0e12, 450e9, 50e9),
         # NVIDIA DGX B200 data sheet, an eighth: 1,440 GB and 64 TB/s of memory, NVLink 14.4 TB/s in both directions
         # together, ConnectX-7 of 400 Gb/s. NVIDIA HGX platform page, HGX B200: 600 TFLOP/s FP32 for eight.
-        Machine(
-            "b200", "B200 SXM, 180 GB", _tensor_core_peak("B200"), 75e12, 180e9, 8e12, 900e9, 50e9, 8, is_cuda=True
-        ),
+        _gpu("b200", "B200 SXM, 180 GB", 75e12, 180e9, 8e12, 900e9, 50e9),
         # NVIDIA L40S data sheet: 91.6 TFLOP/s FP32, 48 GB, 864 GB/s, no NVLink, PCIe Gen4 x16 of 64 GB/s in both
         # directions together. It names no network: 8 devices in a node, 200 Gb/s for each, are an assumption.
-        Machine(
-            "l40s", "L40S PCIe, 48 GB", _tensor_core_peak("L40S"), 91.6e12, 48e9, 864e9, 32e9, 25e9, 8, is_cuda=True
-        ),
+        _gpu("l40s", "L40S PCIe, 48 GB", 91.6e12, 48e9, 864e9, 32e9, 25e9),
         # Intel Xeon Platinum 8480+ (ark.intel.com): 56 cores, 2.0 GHz base, eight DDR5-4800 channels of 38.4 GB/s.
         # Intel 64 optimization manual, per core and cycle: 2,048 bfloat16 operations with AMX, 64 float32 ones with two
         # AVX-512 FMA units. Memory size: a 64 GB module per channel. Ranks talk through memory; 100 Gb/s Ethernet.

@@ -151,7 +151,7 @@ def server_memory(arch: ArchitectureConfig, servers: Servers, work: Workload) ->
     """One rank of an SGLang server (`megappo.plan.servers`).
 
     Beside trainers on a GPU it has a CUDA context of its own. Asleep it keeps nothing else; woken for a weight sync it
-    has all of its memory again.
+    has its weights, and keys and values only after it.
     """
     e, tp = work.engine_dtype_bytes, servers.tensor_parallel
     weights = e * server_weights(arch, tp)
@@ -162,7 +162,8 @@ def server_memory(arch: ArchitectureConfig, servers: Servers, work: Workload) ->
     context = ASSUMED.cuda_reserve_bytes if servers.colocated and work.on_cuda else 0.0
     workspace = server_workspace(arch, servers, e, running) + context
     idle = context if servers.sleeps else weights + cache + context
-    return EngineMemory(weights, cache, workspace, idle=idle, syncing=weights + cache + context)
+    syncing = weights + context if servers.sleeps else weights + cache + context
+    return EngineMemory(weights, cache, workspace, idle=idle, syncing=syncing)
 
 
 def _on_trainers(arch: ArchitectureConfig, work: Workload) -> EngineMemory:

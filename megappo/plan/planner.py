@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from megappo.config import Config, ConfigError, derive, resolve
+from megappo.config import Config, derive, resolve
 from megappo.config.base import LARGEST_WORLD
 from megappo.config.model_files import load_architectures
-from megappo.config.rules import format_ranks
+from megappo.config.rules import rank_words
+from megappo.plan.cache import check_cache
 from megappo.plan.costs import StageCost, step_costs, step_seconds
-from megappo.plan.inputs import Models, Setup, make_setup
+from megappo.plan.inputs import Models, make_setup
 from megappo.plan.machines import ASSUMED, MACHINES, Machine
 from megappo.plan.memory import RankMemory, rank_memory
-from megappo.plan.servers import cache_tokens, server_weights, token_bytes
+from megappo.plan.sizes import size_words
 from megappo.plan.stopping import Stopping, stopping
 
 _BOUND_WORDS = {
@@ -102,10 +103,7 @@ def default_machine(config: Config) -> Machine:
 def fewest_ranks(config: Config) -> int:
     """The fewest ranks on which the layouts of a configuration stand."""
     open_sizes, ends = [], []
-    for settings in (config.actor, config.critic):
-        if settings is None:
-            continue
-        layout = settings.layout
+    for layout in (settings.layout for settings in config.trained.values()):
         size = layout.grid(LARGEST_WORLD).model_ranks
         ends.append(layout.first_rank + (layout.ranks or size))
         if layout.ranks is None:
@@ -123,7 +121,8 @@ def make_plan(config: Config, models: Models, machine: Machine, gpus: int) -> Pl
     derive(config, gpus, models.actor, models.critic, models.reference)
     share = machine.per_rank(gpus)
     setup = make_setup(config, models, gpus, on_cuda=machine.is_cuda, device_bytes=share.memory_bytes)
-    _check_servers(setup, config.rollout.servers.memory_fraction)
+    if setup.work.servers is not None:
+        check_cache(setup.actor.arch, setup.work, config.rollout.servers.memory_fraction)
     ranks, stages, servers = rank_memory(setup), step_costs(setup, share), setup.work.servers
     seconds = step_seconds(stages, servers)
     tokens = setup.work.batch_sequences * setup.work.sequence_tokens
@@ -148,39 +147,13 @@ def make_plan(config: Config, models: Models, machine: Machine, gpus: int) -> Pl
     )
 
 
-def _check_servers(setup: Setup, memory_fraction: float) -> None:
-    servers, work, arch = setup.work.servers, setup.work, setup.actor.arch
-    if servers is None:
-        return
-    e, tp = work.engine_dtype_bytes, servers.tensor_parallel
-    tokens = cache_tokens(arch, servers, e)
-    if tokens >= work.cache_tokens:
-        return
-    if servers.max_total_tokens is not None and servers.max_total_tokens < work.cache_tokens:
-        raise ConfigError(
-            f"rollout.sglang.max_total_tokens {servers.max_total_tokens} is below the longest prompt and response, "
-            f"{work.cache_tokens} tokens; set at least that"
-        )
-    needed = e * server_weights(arch, tp) + work.cache_tokens * token_bytes(arch, tp, e)
-    raise ConfigError(
-        f"rollout.sglang.memory_fraction {memory_fraction:g} gives a server {_size_words(servers.static_bytes)} of "
-        f"each device, weights and the longest sequence take {_size_words(needed)}; raise it, or "
-        f"rollout.sglang.tensor_parallel {tp}"
-    )
-
-
 def _verdict(fullest: RankMemory, usable_bytes: float, fits: bool) -> str:
-    plural = "rank" if len(fullest.ranks) == 1 else "ranks"
     needs = "needs" if len(fullest.ranks) == 1 else "need"
     whose = " of the SGLang servers" if fullest.of_servers else ""
     return (
-        f"{'fits' if fits else 'does not fit'}: {plural} {format_ranks(fullest.ranks)}{whose} {needs} "
-        f"{_size_words(fullest.peak)} in {fullest.peak_stage}, {_size_words(usable_bytes)} are usable"
+        f"{'fits' if fits else 'does not fit'}: {rank_words(fullest.ranks)}{whose} {needs} "
+        f"{size_words(fullest.peak)} in {fullest.peak_stage}, {size_words(usable_bytes)} are usable"
     )
-
-
-def _size_words(n_bytes: float) -> str:
-    return f"{n_bytes / 1e9:.1f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.1f} MB"
 
 
 def _bottleneck(stages: tuple[StageCost, ...], seconds: float) -> str:

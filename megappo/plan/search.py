@@ -11,9 +11,10 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megappo.config import Config, ConfigError, derive, resolve
+from megappo.config.load import flat_settings
 from megappo.config.roles import LayoutSettings
 from megappo.config.rules import (
     RoleSpec,
@@ -144,8 +145,7 @@ def _larger(machine: Machine) -> list[Machine]:
 def _check_step(config: Config, models: Models, gpus: int) -> None:
     """Refuse what breaks a rule on every layout: what is wrong on one rank with room for the longest sample."""
     longest = config.max_sequence_tokens
-    for name in _trained(config):
-        settings = _section(config, name)
+    for name, settings in config.trained.items():
         budget = max(longest, settings.microbatch_budget_tokens)
         plain = settings.model_copy(update={"layout": LayoutSettings(), "microbatch_budget_tokens": budget})
         config = config.model_copy(update={name: plain})
@@ -157,26 +157,15 @@ def _check_step(config: Config, models: Models, gpus: int) -> None:
 
 def _everywhere(config: Config) -> Config:
     """The configuration with its roles on all ranks."""
-    for name in _trained(config):
-        settings = _section(config, name)
+    for name, settings in config.trained.items():
         layout = settings.layout.model_copy(update={"first_rank": 0, "ranks": None})
         config = config.model_copy(update={name: settings.model_copy(update={"layout": layout})})
     return config
 
 
-def _trained(config: Config) -> tuple[str, ...]:
-    return ("actor",) if config.critic is None else ("actor", "critic")
-
-
-def _section(config: Config, name: str) -> RoleSettings:
-    settings = config.critic if name == "critic" else config.actor
-    assert settings is not None
-    return settings
-
-
 def _fits(task: _Search) -> Iterator[Proposal]:
     """What fits, in order, each combination of TP and PP once."""
-    choices = [list(_choices(task, name)) for name in _trained(task.config)]
+    choices = [list(_choices(task, name)) for name in task.config.trained]
     share, batches = task.machine.per_rank(task.gpus), list(_engine_batches(task))
     sized = []
     for roles in itertools.product(*choices):
@@ -219,7 +208,7 @@ def _choices(task: _Search, name: str) -> Iterator[_Choice]:
         if peak <= share.usable_bytes:
             scored = [role] if name == "critic" or reference is None else [role, reference_role(role, task.models)]
             seconds = update_cost(role, work, share).seconds + forward_cost(scored, work, share).seconds
-            changes = _distance(_section(task.config, name), settings)
+            changes = _distance(task.config.trained[name], settings)
             choice = _Choice(settings, role, changes, seconds, resident, peak)
             found.setdefault((role.grid.tp, role.grid.pp), []).append(choice)
     for same_sizes in found.values():
@@ -232,14 +221,14 @@ def _choices(task: _Search, name: str) -> Iterator[_Choice]:
 
 def _settings(task: _Search, name: str) -> Iterator[RoleSettings]:
     """Every setting of a role that the search knows and that its model, its ranks and the step allow."""
-    given = _section(task.config, name)
+    given = task.config.trained[name]
     arch = task.models.of(name)
     longest = task.config.max_sequence_tokens
     budgets = sorted({given.microbatch_budget_tokens, *(longest * 2**n for n in range(4))})
     experts = divisors(max(1, arch.experts))
     for tp, pp, ep in itertools.product(valid_tensor_parallel(arch), divisors(arch.layers), experts):
         in_node = task.machine.shared_by_ranks or tp <= task.machine.devices_per_node
-        if pp > _DEEPEST_PIPELINE or tp * pp > task.gpus or not in_node or (arch.experts and ep % tp):
+        if pp > _DEEPEST_PIPELINE or tp * pp > task.gpus or not in_node:
             continue
         vpp = given.layout.virtual_pipeline_chunks
         chunks = vpp if pp > 1 and arch.layers % (pp * vpp) == 0 else 1
@@ -326,17 +315,10 @@ def _overrides(given: Config, tried: Config) -> Iterator[str]:
     """`key=value` for each setting of `tried` that is another in `given`."""
     if tried.rollout.sglang is not None and given.rollout.sglang is None:
         given = given.model_copy(update={"rollout": given.rollout.model_copy(update={"sglang": given.rollout.servers})})
-    before, after = _flat(given.model_dump()), _flat(tried.model_dump())
-    for key, value in after.items():
+    before = dict(flat_settings(given.model_dump()))
+    for key, value in flat_settings(tried.model_dump()):
         if before.get(key) != value:
             yield f"{key}={value if isinstance(value, str) else show(value)}"
-
-
-def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return flat
 
 
 def _words(task: _Search, settings: RoleSettings) -> str:

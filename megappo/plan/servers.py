@@ -40,6 +40,8 @@ class Servers:
     static_bytes: float
     """Of a device, for weights, keys and values; 0 where a number of tokens is set instead."""
     max_total_tokens: int | None
+    deterministic: bool
+    """Computes a response from its prompt and seed alone, which costs speed on GPUs."""
     most_sequences: int
     """Most sequences that all ranks together keep at one server."""
 
@@ -68,6 +70,7 @@ def find_servers(config: Config, world_size: int, *, on_cuda: bool, device_bytes
         ahead=bool(config.rollout.ahead),
         static_bytes=settings.memory_fraction * device_bytes if on_cuda else 0.0,
         max_total_tokens=settings.held_tokens(on_cuda=on_cuda),
+        deterministic=config.rollout.servers_are_deterministic(on_cuda=on_cuda),
         most_sequences=settings.max_inflight_sequences * world_size,
     )
 

@@ -1,4 +1,4 @@
-"""Numbers of weights, counted from the map that loads them."""
+"""Numbers of weights, counted from the map that loads them, and how bytes are worded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,14 @@ def whole_parameters(arch: ArchitectureConfig) -> int:
 
 
 @lru_cache(maxsize=256)
-def largest_of_layer(arch: ArchitectureConfig, tp: int) -> int:
-    """Elements of the largest weight of a layer on one tensor parallel rank."""
-    here = (p for p in model_parameters(arch, experts=(0,)) if p.layer == 0)
-    return max(math.prod(shard_shape(arch, p, tp, arch.vocab_size)) for p in here)
+def largest_of_layer(arch: ArchitectureConfig, tp: int, experts_here: int) -> int:
+    """Elements of the largest weight of a layer on one tensor parallel rank, which has its experts in one."""
+    here = [p for p in model_parameters(arch, experts=(0,)) if p.layer == 0]
+    shapes = [shard_shape(arch, p, tp, arch.vocab_size) for p in here]
+    held = [1 if p.expert is None else experts_here for p in here]
+    return max(n * math.prod(shape) for n, shape in zip(held, shapes, strict=True))
+
+
+def size_words(n_bytes: float) -> str:
+    """`1.5 GB` or `20.0 MB`."""
+    return f"{n_bytes / 1e9:.1f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.1f} MB"

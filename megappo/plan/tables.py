@@ -16,7 +16,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megappo.config.rules import format_ranks
+from megappo.config.rules import rank_words
 from megappo.plan.engines import OtherEngine
 from megappo.plan.memory import RankMemory
 from megappo.plan.planner import Plan
@@ -67,9 +67,9 @@ def search_view(proposals: Sequence[Proposal], gpus: int, machine: str) -> Rende
 def _memory_table(plan: Plan) -> Table:
     """One row per role on the fullest ranks: what stays, and what a stage adds."""
     ranks: RankMemory = plan.fullest_trainers
-    unit, size = _unit(plan)
+    unit, size = ("GB", _GIGA) if plan.fullest.peak >= _GIGA else ("MB", 1e6)
     more = f" and {plan.server_gpus} of SGLang's" if plan.server_gpus else ""
-    title = f"{plan.name} on {plan.gpus} x {plan.machine}{more}: {unit} on {_rank_words(ranks)}, the fullest"
+    title = f"{plan.name} on {plan.gpus} x {plan.machine}{more}: {unit} on {rank_words(ranks.ranks)}, the fullest"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     table.add_column("", no_wrap=True)
     for name in ("weights", "grads", "optimizer", "activ.", "head", "layer", "adds"):
@@ -108,14 +108,6 @@ def _stage_table(plan: Plan) -> Table:
         numbers = (peak, stage.flops, stage.memory_bytes, stage.link_bytes)
         table.add_row(stage.name, *map(_prefixed, numbers), _short(stage.seconds), stage.bound_by)
     return table
-
-
-def _rank_words(ranks: RankMemory) -> str:
-    return f"{'rank' if len(ranks.ranks) == 1 else 'ranks'} {format_ranks(ranks.ranks)}"
-
-
-def _unit(plan: Plan) -> tuple[str, float]:
-    return ("GB", _GIGA) if plan.fullest.peak >= _GIGA else ("MB", 1e6)
 
 
 def _prefixed(number: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megappo.checkpoint.clock import Clock
 from megappo.checkpoint.files import Marker, step_folder
-from megappo.checkpoint.identity import architecture_digest, weights_digest
+from megappo.checkpoint.identity import architecture_digest, architecture_fields, weights_digest
 from megappo.checkpoint.randomness import random_states, restore_random_states
 from megappo.checkpoint.reader import load_values
 from megappo.checkpoint.shards import load_shards, role_shards, role_updates
@@ -48,28 +48,17 @@ def outcome_text(update: Update) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Boundary:
-    """The end of a step: what a checkpoint of it holds besides models and optimizers."""
+    """The end of a step: what a checkpoint of it holds besides models and optimizers, to be saved or gone back to."""
 
     trainer: dict[str, Any]
     """The trainer's state, in JSON's types."""
     metrics: dict[str, float]
-    random: dict[str, Any]
-    """This rank's generators."""
     responses: Kept
     """This rank's, generated one step ahead, or kept of a step that was given up."""
     engine_weights: Sequence[Tensor] = ()
     """This rank's part of the actor as the engine has it, where it has to go on with older weights."""
-
-    @classmethod
-    def of(
-        cls,
-        trainer: dict[str, Any],
-        metrics: Mapping[str, float],
-        responses: Kept,
-        engine_weights: Sequence[Tensor] = (),
-    ) -> Boundary:
-        """The state now, random generators included, to be saved here or gone back to later."""
-        return cls(trainer, dict(metrics), random_states(), responses, engine_weights)
+    random: dict[str, Any] = field(default_factory=random_states)
+    """This rank's generators as they are now."""
 
     @property
     def step(self) -> int:
@@ -248,7 +237,7 @@ class Checkpoints:
             "updates": {role.placement.name: role_updates(role) for role in self._roles},
             "world_size": runtime.world_size,
             "identity": self._identity,
-            "architectures": self._parts.architectures,
+            "architectures": {role.placement.name: architecture_fields(role.arch) for role in self._roles},
             "settings": self._parts.config.model_dump(mode="json"),
             "steps": self._parts.derived.steps,
             "versions": software_versions(),

@@ -138,18 +138,16 @@ class Responses:
         return torch.tensor([settings.prompts_per_step, settings.samples_per_prompt])
 
     def _draw(self, step: int) -> _Drawn:
-        cursor = self._parts.cursor.state_dict()
-        drawn = self._drawn[step] = _Drawn(self._wanted(step), cursor)
-        return drawn
-
-    def _wanted(self, step: int) -> SampleRequests:
         config, parts = self._parts.config, self._parts
+        cursor = parts.cursor.state_dict()
         indices = parts.cursor.take(config.rollout.prompts_per_step)
-        return request_samples(
+        wanted = request_samples(
             prompts_of_rank(parts.train_prompts, indices, parts.runtime),
             samples_per_prompt=config.rollout.samples_per_prompt,
             seed_of=lambda sample_id: sample_seed(config.run.seed, step, sample_id),
         )
+        drawn = self._drawn[step] = _Drawn(wanted, cursor)
+        return drawn
 
 
 def _keep(drawn: _Drawn) -> dict[str, Tensor]:

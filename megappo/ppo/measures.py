@@ -86,7 +86,7 @@ def actor_mfu(parts: Parts, metrics: Mapping[str, float]) -> dict[str, float]:
     """`mfu` of the actor's updates in a finished step; empty where the device's peak is not known, as on a CPU."""
     if "time/update_actor" not in metrics:
         return {}
-    arch = parts.architecture
+    arch = parts.actor.arch
     per_token = training_flops_per_token(
         multiplied_parameters(arch),
         layers=arch.layers,

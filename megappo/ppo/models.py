@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megappo.config import Config, ConfigError, Derived, RoleNumbers
 from megappo.config.model_files import load_architecture, model_folder, model_paths, role_folder
@@ -11,11 +12,12 @@ from megappo.config.roles import TrainedRoleSettings
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.weights import WeightSource
 from megappo.megatron.build import DTYPES, BuildOptions, build_model
-from megappo.megatron.layout import Layout, make_layout
+from megappo.megatron.layout import Cut, Layout, Outside, make_layouts
 from megappo.megatron.optimization import RoleOptimizer
 from megappo.megatron.roles import AbsentRole, LocalRole, Placement, Role, TrainedRole
 from megappo.ppo.origins import open_origin
 from megappo.reshard.sources import RandomSource, SafetensorsSource
+from megappo.runtime.accelerations import find_accelerations
 from megappo.runtime.objects import agreed
 from megappo.runtime.process import Runtime
 
@@ -40,19 +42,31 @@ def weight_sources(config: Config, roles: Sequence[str]) -> Mapping[Path, Weight
     return sources
 
 
+def _cuts(config: Config, derived: Derived) -> dict[str, Cut]:
+    """How actor and critic are cut; the reference stands where the actor does."""
+    roles = {"actor": (config.actor, derived.actor), "critic": (config.critic, derived.critic)}
+    return {
+        name: Cut(numbers.grid, numbers.vpp, settings.layout.sequence_parallel)
+        for name, (settings, numbers) in roles.items()
+        if settings is not None and numbers is not None
+    }
+
+
 class ModelBuilder:
     """Every rank calls every method, in the same order."""
 
     def __init__(
         self, config: Config, derived: Derived, runtime: Runtime, *, roles: Sequence[str] = ROLES, resumed: bool = False
     ) -> None:
-        """Look through the weights of these roles' folders; a collective of the world.
+        """Look through the weights of these roles' folders and make their process groups; a collective of the world.
 
         `resumed`: a checkpoint's weights come in the place of all that are built, so that what `start_from` names is
         not needed any more. Raises ValueError on every rank where one of them cannot use a folder.
         """
         self._config, self._derived, self._runtime, self._resumed = config, derived, runtime, resumed
         self._sources = agreed(lambda: weight_sources(config, roles))
+        cuts = {role: cut for role, cut in _cuts(config, derived).items() if role in roles}
+        self._layouts = make_layouts(cuts, runtime.device.type, config.runtime.collective_timeout_seconds)
         self.origins: list[str] = []
         """A sentence for each model that begins with other weights than those of its folder."""
 
@@ -60,8 +74,8 @@ class ModelBuilder:
         """The policy, with an optimizer where it is to be trained."""
         settings, numbers = self._config.actor, self._derived.actor
         arch, source = self._weights("actor", settings.start_from)
-        options = self._options(numbers, settings.recompute)
-        role = self._role(*self._place("actor", settings, numbers), arch, source, options)
+        options = self._options(numbers, settings)
+        role = self._role(self._placement("actor", settings, numbers), self._layouts["actor"], arch, source, options)
         return self._trained(role, settings, numbers) if trained else role
 
     def reference(self, actor: Role) -> Role | None:
@@ -69,8 +83,7 @@ class ModelBuilder:
         if self._config.reference is None:
             return None
         arch, source = self._weights("reference", None)
-        layout = actor.layout if isinstance(actor, LocalRole) else None
-        return self._role(actor.placement, layout, arch, source, self._options(self._derived.actor, "none"))
+        return self._role(actor.placement, actor.layout, arch, source, self._options(self._derived.actor))
 
     def critic(self) -> Role | None:
         """The value model, where there is one."""
@@ -84,8 +97,8 @@ class ModelBuilder:
                 f"critic.value_head_std {settings.value_head_std:g} is for a new value head, but the critic's weights "
                 "have one; set it to 0 to keep that one, or name a folder without a head"
             )
-        options = self._options(numbers, settings.recompute, settings.value_head_std)
-        role = self._role(*self._place("critic", settings, numbers), arch, source, options)
+        options = self._options(numbers, settings, settings.value_head_std)
+        role = self._role(self._placement("critic", settings, numbers), self._layouts["critic"], arch, source, options)
         return self._trained(role, settings, numbers)
 
     def _weights(self, role: str, start_from: str | None) -> tuple[ArchitectureConfig, WeightSource]:
@@ -107,31 +120,41 @@ class ModelBuilder:
             optimizer = RoleOptimizer(role.model, settings.optimizer, numbers.total_updates)
         return TrainedRole(role.placement, role.model, self._runtime, optimizer)
 
-    def _place(self, name: str, settings: TrainedRoleSettings, numbers: RoleNumbers) -> tuple[Placement, Layout | None]:
-        layout = make_layout(numbers.grid, vpp=numbers.vpp, sequence_parallel=settings.layout.sequence_parallel)
+    def _placement(self, name: str, settings: TrainedRoleSettings, numbers: RoleNumbers) -> Placement:
         multiple = numbers.grid.pp if numbers.vpp > 1 else 1
-        return Placement(name, numbers.grid, settings.microbatch_budget_tokens, multiple), layout
+        return Placement(name, numbers.grid, settings.microbatch_budget_tokens, multiple)
 
     def _role(
         self,
         placement: Placement,
-        layout: Layout | None,
+        layout: Layout | Outside,
         arch: ArchitectureConfig,
         source: WeightSource,
         options: BuildOptions,
     ) -> Role:
-        if layout is None:
+        if isinstance(layout, Outside):
             return AbsentRole(placement, arch, options, self._runtime)
         with self._runtime.megatron():
             return LocalRole(placement, build_model(arch, layout, options, source), self._runtime)
 
-    def _options(self, numbers: RoleNumbers, recompute: str, value_head_std: float | None = None) -> BuildOptions:
+    def _options(
+        self, numbers: RoleNumbers, trained: TrainedRoleSettings | None = None, value_head_std: float | None = None
+    ) -> BuildOptions:
+        """Those of a role that is trained with such settings, or of one that is not."""
+        kept: dict[str, Any] = {}
+        if trained is not None:
+            kept = {
+                "recompute": trained.recompute,
+                "recompute_modules": trained.recompute_modules,
+                "deallocate_pipeline_outputs": trained.layout.deallocate_pipeline_outputs,
+            }
         return BuildOptions(
             dtype=DTYPES[self._config.model.dtype],
             device=self._runtime.device,
             padded_vocab=numbers.padded_vocab_size,
             temperature=self._config.rollout.temperature,
-            recompute=recompute,
             seed=self._config.run.seed,
             value_head_std=value_head_std,
+            accelerations=find_accelerations(self._config.model.accelerations),
+            **kept,
         )

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from megappo.checkpoint.identity import architecture_fields
 from megappo.config import Config, Derived
-from megappo.config.model_files import load_architecture, load_tokenizer, resolve_stop_token_ids, role_folder
+from megappo.config.model_files import load_tokenizer, resolve_stop_token_ids, role_folder
 from megappo.data import Cursor, PromptDataset
 from megappo.engines.protocol import Engine, SamplingParams
 from megappo.engines.registry import make_engine
-from megappo.families.architecture import ArchitectureConfig
 from megappo.megatron.roles import Role
 from megappo.ppo.methods import check_methods
 from megappo.ppo.models import ROLES, ModelBuilder
@@ -46,7 +42,6 @@ class Parts:
     derived: Derived
     runtime: Runtime
     tokenizer: PreTrainedTokenizerBase
-    architecture: ArchitectureConfig
     stop_token_ids: tuple[int, ...]
     train_prompts: PromptDataset
     cursor: Cursor
@@ -60,8 +55,6 @@ class Parts:
     stop: Stop
     origins: tuple[str, ...] = ()
     """A sentence for each model that begins with other weights than those of its folder."""
-    architectures: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """The architectures of actor and critic as fields that a checkpoint keeps and compares, by role."""
 
     @property
     def trained(self) -> list[Role]:
@@ -103,7 +96,6 @@ def assemble(config: Config, derived: Derived, runtime: Runtime, purpose: Purpos
         derived=derived,
         runtime=runtime,
         tokenizer=tokenizer,
-        architecture=load_architecture(folder, config.model),
         stop_token_ids=stop_token_ids,
         train_prompts=prompts,
         cursor=Cursor(len(prompts), config.run.seed, config.data.shuffle, fingerprint=prompts.fingerprint),
@@ -115,13 +107,5 @@ def assemble(config: Config, derived: Derived, runtime: Runtime, purpose: Purpos
         weights=WeightStream(actor, config.rollout.sync_bucket_bytes),
         engine=make_engine(config, folder, stop_token_ids, runtime, purpose.stop),
         origins=tuple(models.origins),
-        architectures=_architectures(config),
         stop=purpose.stop,
     )
-
-
-def _architectures(config: Config) -> dict[str, dict[str, Any]]:
-    return {
-        role: architecture_fields(load_architecture(role_folder(config, role), config.model))
-        for role in (("actor",) if config.critic is None else ("actor", "critic"))
-    }

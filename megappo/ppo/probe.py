@@ -39,7 +39,8 @@ def probe_engines(parts: Parts) -> dict[str, float]:
         index: float((output_R[: len(answer.logprobs)] - torch.tensor(answer.logprobs)).abs().max())
         for output_R, (index, answer) in zip(outputs_BR, answers.items(), strict=True)
     }
-    gap = engine.judge(gaps, _tolerance(parts))
+    default_nats = 1e-3 if config.model.dtype == "float32" else 0.5
+    gap = engine.judge(gaps, config.rollout.servers.probe_tolerance_nats or default_nats)
     return {"sync/probe_gap": gap, "sync/probe_seconds": time.monotonic() - started}
 
 
@@ -54,10 +55,3 @@ def probe_rollout(parts: Parts) -> None:
     completions = parts.engine.generate(wanted.requests, parts.sampling(1))
     rollouts = finish_rollout(wanted, completions, parts.tokenizer)
     check_mismatch(place(parts.actor, rollouts).forward(), rollouts, parts.config.algorithm, parts.runtime)
-
-
-def _tolerance(parts: Parts) -> float:
-    given = parts.config.rollout.servers.probe_tolerance_nats
-    if given is not None:
-        return given
-    return 1e-3 if parts.config.model.dtype == "float32" else 0.5

@@ -122,8 +122,10 @@ def _nonfinite(samples: Samples, tensors_BR: Collection[Tensor]) -> list[int]:
 
 
 def _nonfinite_gradients(role: Role) -> list[str]:
-    here: list[tuple[Any, Any]] = role.mapped_parameters()
-    return [entry.megatron for entry, parameter in here if not bool(torch.isfinite(parameter.main_grad).all())]
+    here: list[tuple[Any, Any]] = [(held, held.parameter) for held in role.mapped_parameters()]
+    return [
+        held.entry.megatron for held, parameter in here if not torch.isfinite(held.part_of(parameter.main_grad)).all()
+    ]
 
 
 def _everywhere(found: list[Any]) -> list[Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict
 
 from torch import Tensor
 
@@ -36,7 +37,7 @@ _AWAITED = {
 
 
 class Reporter:
-    """Times the stages of a step and shows the step's metrics."""
+    """Times the stages of a step and shows the step's metrics; to be closed whatever happens."""
 
     def __init__(
         self,
@@ -64,7 +65,8 @@ class Reporter:
             directory = config.run.path
             directory.mkdir(parents=True, exist_ok=True)
             save_config(config, directory / "config.yaml")
-            self._log = MetricsLog(directory, config.logging, config.run.name, config.model_dump(mode="json"))
+            logs = config.logging.model_dump(include={"tensorboard", "wandb_project"})
+            self._log = MetricsLog(directory, config.run.name, config.model_dump(mode="json"), **logs)
 
     def continue_after(self, step: int, *, is_open: bool) -> None:
         """Forget what was logged of later steps, because they are run again; -1: everything. See
@@ -95,7 +97,7 @@ class Reporter:
             "time/step": seconds,
             "tokens_per_second": metrics["step_tokens"] / seconds,
             "samples_per_second": metrics["step_samples"] / seconds,
-            "memory/peak_gigabytes": self._runtime.peak_memory_gigabytes(),
+            **{f"memory/{name}": value for name, value in asdict(self._runtime.memory()).items()},
         }
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -161,19 +163,3 @@ class Reporter:
         self._view.close()
         if self._log is not None:
             self._log.close()
-
-
-@contextmanager
-def reporting(
-    config: Config,
-    derived: Derived,
-    runtime: Runtime,
-    on_stage: Callable[[str, str], None] | None = None,
-    check_directory: Callable[[], None] = lambda: None,
-) -> Iterator[Reporter]:
-    """A reporter that is closed whatever happens."""
-    reporter = Reporter(config, derived, runtime, on_stage, check_directory)
-    try:
-        yield reporter
-    finally:
-        reporter.close()

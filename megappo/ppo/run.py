@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 from megappo.checkpoint.randomness import seed_generators
 from megappo.config import Config, Derived
 from megappo.config.model_files import model_folder
@@ -12,7 +14,7 @@ from megappo.observe.progress import PROGRESS
 from megappo.ppo.checkpoints import Checkpoints
 from megappo.ppo.evaluation import evaluate_policy
 from megappo.ppo.parts import Parts, Purpose, assemble
-from megappo.ppo.reporting import Reporter, reporting
+from megappo.ppo.reporting import Reporter
 from megappo.ppo.start import Start, choose_start
 from megappo.ppo.trainer import Trainer
 from megappo.reshard.writer import write_policy
@@ -29,7 +31,10 @@ def train(config: Config, derived: Derived, prompts: PromptDataset | None = None
 
     Raises Interrupted after a run that was asked to stop has written a checkpoint.
     """
-    with start_runtime(config.runtime) as runtime, locked_directory(config.run.path, runtime) as held:
+    with (
+        start_runtime(config.runtime, with_servers=config.rollout.has_servers) as runtime,
+        locked_directory(config.run.path, runtime) as held,
+    ):
         seed_generators(config.run.seed, runtime.rank)
         start = choose_start(config, derived, runtime)
         config = start.config
@@ -38,7 +43,7 @@ def train(config: Config, derived: Derived, prompts: PromptDataset | None = None
         with (
             watched(watchdog),
             interruptible(runtime) as interrupts,
-            reporting(config, derived, runtime, on_stage, held.check) as reporter,
+            closing(Reporter(config, derived, runtime, on_stage, held.check)) as reporter,
         ):
             purpose = Purpose(prompts=prompts, resumed=start.checkpoint is not None, stop=interrupts)
             parts = assemble(config, derived, runtime, purpose)
@@ -82,7 +87,7 @@ def _watchdog(config: Config, runtime: Runtime) -> Watchdog | None:
 
 def evaluate(config: Config, derived: Derived, prompts: PromptDataset | None = None) -> dict[str, float]:
     """Score the model on `data.validation` with greedy decoding; every rank calls this."""
-    with start_runtime(config.runtime) as runtime:
+    with start_runtime(config.runtime, with_servers=config.rollout.has_servers) as runtime:
         parts = assemble(config, derived, runtime, Purpose(training=False, prompts=prompts))
         try:
             parts.engine.update_weights(parts.weights, 1)
@@ -109,7 +114,7 @@ def _save(parts: Parts, reporter: Reporter) -> None:
     if parts.runtime.is_main:
         write_policy(
             out,
-            parts.architecture,
+            parts.actor.arch,
             parts.weights,
             parts.tokenizer,
             started_from=model_folder(config.model.path, weights=False),

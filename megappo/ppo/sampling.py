@@ -54,12 +54,6 @@ def request_samples(prompts: Prompts, *, samples_per_prompt: int, seed_of: Calla
     return SampleRequests(repeated, sample_ids, samples_per_prompt, requests)
 
 
-def _special_token_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """What decoding leaves out: the named special tokens, and added ones that are only marked as such."""
-    marked = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return marked | set(tokenizer.all_special_ids)
-
-
 def finish_rollout(
     wanted: SampleRequests, completions: Sequence[Completion], tokenizer: PreTrainedTokenizerBase
 ) -> Rollouts:
@@ -67,7 +61,8 @@ def finish_rollout(
     sample_ids = torch.tensor(wanted.sample_ids)
     token_ids = [list(c.token_ids) for c in completions]
     inside = [ids if c.truncated else ids[:-1] for ids, c in zip(token_ids, completions, strict=True)]
-    special = _special_token_ids(tokenizer)
+    # What decoding leaves out: the named special tokens, and added ones that are only marked as such.
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} | {*tokenizer.all_special_ids}
     lengths = torch.tensor([len(ids) for ids in token_ids])
     mask_BR = torch.arange(int(lengths.max()))[None] < lengths[:, None]
     logprob_BR = torch.zeros(mask_BR.shape)

@@ -65,7 +65,7 @@ class Trainer:
         self.metrics: dict[str, float] = {}
         self.next_metrics: dict[str, float] = {}
         self.jump_watches = {role.placement.name: JumpWatch(self.algorithm.jumps) for role in parts.trained}
-        self.boundary: Boundary = Boundary.of(self.state_dict(), {}, {})
+        self.boundary = Boundary(self.state_dict(), {}, {})
 
     def train(self) -> None:
         """All steps that are left, with evaluations and checkpoints in between."""
@@ -83,7 +83,7 @@ class Trainer:
         if resumed is not None:
             self.load_state_dict(resumed.load())
             was_open = self.is_open
-            self.boundary = Boundary.of(self.state_dict(), {}, {})
+            self.boundary = Boundary(self.state_dict(), {}, {})
             self._give_weights_again(resumed)
             resumed.restore_random_states()
             self.metrics = resumed.metrics()
@@ -137,9 +137,9 @@ class Trainer:
     def _note_boundary(self) -> None:
         self.responses.forget(self.step)
         is_behind = self.actor_changed and self.responses.is_torn(self.step + 1)
-        self.boundary = Boundary.of(
+        self.boundary = Boundary(
             self.state_dict(),
-            self.metrics,
+            dict(self.metrics),
             self.responses.state_dict(self.step + 1),
             self.engine_weights if is_behind else [],
         )
@@ -260,10 +260,8 @@ class Trainer:
 
     def minibatches(self, role: str) -> list[frozenset[int]]:
         """Sample ids of each update of actor or critic in this step."""
-        settings, number = (self.config.critic, -2) if role == "critic" else (self.config.actor, -1)
-        assert settings is not None
-        seed = sample_seed(self.config.run.seed, self.step, number)
-        return draw_minibatches(settings, self.parts.derived.batch_sequences, seed)
+        seed = sample_seed(self.config.run.seed, self.step, -2 if role == "critic" else -1)
+        return draw_minibatches(self.config.trained[role], self.parts.derived.batch_sequences, seed)
 
     def _run(self, updates: RoleUpdates, experience: Experience) -> dict[str, float]:
         """All updates of a role; those that stand out are logged, and what was refused is kept. Returns metrics."""

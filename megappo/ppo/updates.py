@@ -106,8 +106,14 @@ class RoleUpdates:
         """Go through the minibatches, one update at a time; a collective of the world.
 
         Ends with the update that `stop_above` forbids. One that is not finite leaves the role as it met it, until the
-        next one is asked for.
+        next one is asked for. Afterwards the role's weights are whole everywhere.
         """
+        try:
+            yield from self._run()
+        finally:
+            self.batch.role.settle_weights()
+
+    def _run(self) -> Iterator[MinibatchUpdate]:
         batch = self.batch.with_fields(self.fields_BR)
         ids, counts = batch.samples.sample_ids_B.tolist(), self._token_counts()
         mode, norm_tokens = self.config.algorithm.loss_aggregation, self.config.rollout.max_response_tokens

@@ -11,7 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any
@@ -91,10 +91,6 @@ class Worker:
         with suppress(OSError):  # that it has ended already is noticed where its answer is read
             self.channel.started(choice)
 
-    def welcome(self, pid: int) -> None:
-        """Note that the worker has imported the function and takes requests."""
-        self.pid, self.ready = pid, True
-
     @property
     def speaks(self) -> bool:
         """Whether something came that was not read yet; its end counts."""
@@ -151,7 +147,7 @@ class _Job:
             self.scores[index] = score
 
 
-class RewardPool:
+class RewardPool(AbstractContextManager["RewardPool"]):
     """Worker processes that apply one reward function; use as a context manager or `close` it."""
 
     def __init__(self, settings: RewardSettings) -> None:
@@ -172,9 +168,6 @@ class RewardPool:
         except (ValueError, RewardError, OSError):
             self.close()
             raise
-
-    def __enter__(self) -> RewardPool:
-        return self
 
     def __exit__(self, *_exc: object) -> None:
         self.close()
@@ -264,7 +257,7 @@ class RewardPool:
     def _welcome(self, worker: Worker, state: str, found: int | str) -> None:
         if state == "broken":
             raise ValueError(found)
-        worker.welcome(int(found))
+        worker.pid, worker.ready = int(found), True
 
     def _lose(self, worker: Worker, job: _Job, reason: str) -> None:
         """Replace a worker; the sample it was at fails, the others wait for another worker."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -16,9 +17,14 @@ def runs_on_cuda(settings: RuntimeSettings) -> bool:
     return settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
 
 
+def sees_one_device(visible: int) -> bool:
+    """Whether each rank, where it sees so many devices, was given one of its own; it has the number 0 on every rank."""
+    return visible == 1 and binds_one_device(os.environ)
+
+
 def device_index(ranks: Ranks, visible: int) -> int:
     """The CUDA device of a rank on a machine that shows it so many. Raises RunError where there are too few."""
-    if visible == 1 and binds_one_device(os.environ):
+    if sees_one_device(visible):
         return 0
     needed = max(ranks.local_rank + 1, ranks.local_world_size or 0)
     if needed > visible:
@@ -29,6 +35,11 @@ def device_index(ranks: Ranks, visible: int) -> int:
     return ranks.local_rank
 
 
+def device_bytes() -> float:
+    """Memory of a GPU of this machine, of which all are alike; 0 without CUDA."""
+    return float(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else 0.0
+
+
 def own_device(ranks: Ranks) -> torch.device:
     """The device of this process, from now on CUDA's current one. Raises RunError where there are too few."""
     if not torch.cuda.is_available():
@@ -36,6 +47,14 @@ def own_device(ranks: Ranks) -> torch.device:
     device = torch.device("cuda", device_index(ranks, torch.cuda.device_count()))
     torch.cuda.set_device(device)
     return device
+
+
+def thread_pool(workers: int, name: str) -> ThreadPoolExecutor:
+    """Threads whose current CUDA device is the caller's: CUDA keeps it per thread, and begins each with device 0."""
+    if not torch.cuda.is_initialized():
+        return ThreadPoolExecutor(workers, thread_name_prefix=name)
+    device = torch.cuda.current_device()
+    return ThreadPoolExecutor(workers, thread_name_prefix=name, initializer=torch.cuda.set_device, initargs=(device,))
 
 
 def prepare_device(settings: RuntimeSettings, ranks: Ranks) -> torch.device:

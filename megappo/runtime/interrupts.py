@@ -94,7 +94,8 @@ class Interrupts:
 
     def check(self) -> None:
         """Raise Interrupted on every rank if any of them was asked to stop; a collective of the world."""
-        asked = torch.tensor([max(self._signal, self._heard)], device=self._runtime.device)
+        # In the host's memory: servers on the GPUs of ranks that wait here may still generate for others.
+        asked = torch.tensor([max(self._signal, self._heard)])
         dist.all_reduce(asked, op=dist.ReduceOp.MAX)
         if int(asked):
             raise Interrupted(signal.Signals(int(asked)))

@@ -44,14 +44,9 @@ class Ranks:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where this process stands among the ranks."""
+class Place(Ranks):
+    """The same where another launcher started the process, which says more."""
 
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    """Ranks on this machine."""
     job: str
     """Names the job; the same on all ranks."""
     first_machine: str | None

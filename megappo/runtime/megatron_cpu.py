@@ -4,7 +4,7 @@ Megatron names CUDA in places that have nothing to do with kernels: `device="cud
 index, the type name of a gradient buffer, the generator of a random state. Two things answer for them here:
 `install()` fills in attributes of `torch.cuda` once per process, and `cuda_means_cpu()` is a torch-function mode that
 redirects what can only be seen at the call. Neither is used where CUDA exists: `install()` refuses to run there.
-`fix_experts()` and `param_groups_of_role()` are for GPUs too.
+`fix_router()`, `rotate_packed_by()` and `param_groups_of_role()` are for GPUs too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _NoStream:
     wait_stream = wait_event = synchronize = record = wait = _nothing
 
     def record_event(self, *_args: Any, **_kwargs: Any) -> _NoStream:
-        """An event that has happened (token_dispatcher.py:895 waits for it)."""
+        """An event that has happened (token_dispatcher.py:895 waits for it, which a benchmark runs beside ours)."""
         return _NoStream()
 
 
@@ -110,26 +110,26 @@ def install() -> None:
 
 
 @functools.cache
-def fix_experts() -> None:
-    """Let layers with experts run without Transformer Engine, and on a CPU.
-
-    - 0.16.1 asks for `te_general_gemm` (moe_utils.py:1192, 1225), a name that only an installed Transformer Engine
-      gives it; None is its own word for "not there".
-    - The dispatcher makes the sizes of its all-to-all host values only where they lie on a GPU
-      (moe_utils.py:1093/1184), and gloo refuses tensors there.
-    """
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+def fix_router() -> None:
+    """Let routers run without Transformer Engine: 0.16.1 asks for `te_general_gemm` (moe_utils.py:1192, 1225), a name
+    that only an installed Transformer Engine gives it; None is its own word for "not there"."""
+    from megatron.core.transformer.moe import moe_utils
 
     utils: Any = moe_utils
     if not hasattr(utils, "te_general_gemm"):
         utils.te_general_gemm = None
-    if not torch.cuda.is_available():
-        dispatcher: Any = token_dispatcher
-        dispatcher.maybe_move_tensor_to_cpu = _to_host
 
 
-def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+def rotate_packed_by(rotation: Callable[..., torch.Tensor]) -> None:
+    """Let models with `apply_rope_fusion` rotate packed queries and keys by `rotation(x, cu_seqlens, freqs, ...)`.
+
+    Megatron has a place for such a kernel (rope_utils.py:24/27) and fills it where Transformer Engine is installed; its
+    own rotation reads the lengths of the segments on the host in every layer (rope_utils.py:178-190).
+    """
+    from megatron.core.models.common.embeddings import rope_utils
+
+    utils: Any = rope_utils
+    utils.fused_apply_rotary_pos_emb_thd = rotation
 
 
 @contextmanager

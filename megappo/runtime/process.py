@@ -5,19 +5,35 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import gc
 import os
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from megappo.config.schema import RuntimeSettings
 from megappo.errors import RunError, reason
 from megappo.runtime.device import prepare_device
+from megappo.runtime.groups import allow_connections, collective_backend, join_world
 from megappo.runtime.launchers import Ranks, adopt_launcher, read_ranks
+from megappo.runtime.nccl import share_settings
 from megappo.runtime.store import listening_store
+
+
+@dataclass(frozen=True)
+class Memory:
+    """In GB (1e9 bytes)."""
+
+    peak_gigabytes: float
+    """Most that this rank has had so far: tensors on CUDA, the process on a CPU."""
+    reserved_gigabytes: float
+    """What it keeps from others: torch's allocator with its cache, on a CPU the process."""
+    free_gigabytes: float
+    """Of the device, on a CPU of the machine, whoever holds the rest."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +58,7 @@ class Runtime:
     @property
     def backend(self) -> str:
         """What carries collectives of tensors on its device."""
-        return "nccl" if self.on_cuda else "gloo"
+        return collective_backend(self.device.type)
 
     @property
     def device_name(self) -> str:
@@ -71,20 +87,31 @@ class Runtime:
         if self.on_cuda:
             torch.cuda.synchronize()
 
-    def peak_memory_gigabytes(self) -> float:
-        """Peak memory of this rank in GB (1e9 bytes): of the device on CUDA, of the process on CPU."""
+    def release_cached_memory(self) -> None:
+        """Give what torch's allocator keeps for later back to the GPU, for other processes; on a CPU it keeps none."""
         if self.on_cuda:
-            return torch.cuda.max_memory_allocated() / 1e9
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+            gc.collect()  # cycles hold tensors
+            torch.cuda.synchronize()
+            torch.cuda.ipc_collect()  # what other processes had opened and have let go of
+            torch.cuda.empty_cache()
+
+    def memory(self) -> Memory:
+        """What this rank and its device hold now."""
+        if self.on_cuda:
+            free, _ = torch.cuda.mem_get_info()
+            return Memory(torch.cuda.max_memory_allocated() / 1e9, torch.cuda.memory_reserved() / 1e9, free / 1e9)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return Memory(peak / 1e9, psutil.Process().memory_info().rss / 1e9, psutil.virtual_memory().available / 1e9)
 
 
-def _join(settings: RuntimeSettings, backend: str, ranks: Ranks) -> None:
+def _join(settings: RuntimeSettings, device: torch.device, ranks: Ranks) -> None:
     """Meet the other ranks. Raises RunError where they cannot be met."""
+    allow_connections()
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     timeout = datetime.timedelta(seconds=settings.collective_timeout_seconds)
     try:
         store = None if _torchrun_has_a_store() else _own_store(address, int(port), ranks, timeout)
-        dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
+        join_world(device.type, ranks, timeout, store)
     except (dist.DistError, OSError) as error:
         raise RunError(
             f"rank {ranks.rank} of {ranks.world_size} could not meet the others at {address}:{port} "
@@ -100,9 +127,6 @@ def _torchrun_has_a_store() -> bool:
 
 def _own_store(address: str, port: int, ranks: Ranks, timeout: datetime.timedelta) -> dist.Store:
     if ranks.rank == 0:
-        # Every rank has two connections to it: at 512 ranks more files than the usual soft limit of 1024.
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         on_one_machine = ranks.local_world_size == ranks.world_size
         store = listening_store(address, port, ranks.world_size, timeout, on_one_machine=on_one_machine)
     else:
@@ -111,7 +135,7 @@ def _own_store(address: str, port: int, ranks: Ranks, timeout: datetime.timedelt
 
 
 @contextlib.contextmanager
-def start_runtime(settings: RuntimeSettings) -> Iterator[Runtime]:
+def start_runtime(settings: RuntimeSettings, *, with_servers: bool = False) -> Iterator[Runtime]:
     """Join the process group and prepare Megatron-Core for this machine; leave the group at the end.
 
     Reads `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`; without them the run
@@ -120,10 +144,12 @@ def start_runtime(settings: RuntimeSettings) -> Iterator[Runtime]:
     """
     adopt_launcher(os.environ)
     ranks = read_ranks(os.environ)
+    if with_servers:
+        share_settings(os.environ)
     runtime = Runtime(ranks.rank, ranks.world_size, ranks.local_rank, prepare_device(settings, ranks))
     if "MASTER_ADDR" not in os.environ:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # alone, so that nobody has to know the port
-    _join(settings, runtime.backend, ranks)
+    _join(settings, runtime.device, ranks)
     _prepare_megatron()
     try:
         yield runtime

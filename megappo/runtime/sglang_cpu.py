@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megappo.errors import RunError
+from megappo.runtime.packages import installed_version
 
 PLATFORM_NAME = "megappo_cpu"
 ENTRY_POINTS = {
@@ -32,10 +33,9 @@ _MASK = 0xFFFFFFFF
 
 def require_sglang() -> None:
     """Raises RunError without SGLang, or with one that does not run here."""
-    try:
-        version = importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError:
-        raise RunError("rollout.engine is sglang, which is not installed; pip install 'megappo[sglang]'") from None
+    version = installed_version("sglang")
+    if version is None:
+        raise RunError("rollout.engine is sglang, which is not installed; pip install 'megappo[sglang]'")
     if version != TRIED_VERSION and not torch.cuda.is_available():
         raise RunError(
             f"SGLang {version} is installed, on a CPU only {TRIED_VERSION} runs; pip install 'megappo[sglang]'"
@@ -106,8 +106,9 @@ def replace_gpu_code() -> None:
       kernels.
     - `adjust_config_with_unaligned_cpu_tp` (update_config.py:226) pads feed-forward sizes for those kernels.
     - `enable_batch_invariant_mode` (batch_invariant_ops.py:1010) registers Triton kernels for the device.
+    - `release_memory_occupation` (weight_updater.py:379) waits for the device that torch was built for, there or not.
     """
-    version = importlib.metadata.version("sglang")
+    version = installed_version("sglang")
     if version != TRIED_VERSION:
         raise RuntimeError(f"SGLang {version} was not tried on a CPU; install sglang=={TRIED_VERSION}")
     # The sampler has bound the first name already when it is loaded before this, and binds it later otherwise.
@@ -118,6 +119,7 @@ def replace_gpu_code() -> None:
     runner.adjust_config_with_unaligned_cpu_tp = lambda model_config, *_args: model_config
     invariant: Any = importlib.import_module("sglang.srt.batch_invariant_ops")
     invariant.enable_batch_invariant_mode = enable_batch_invariant_mode
+    torch.get_device_module = _get_device_module  # type: ignore[assignment]
 
 
 @functools.cache
@@ -131,6 +133,14 @@ def enable_batch_invariant_mode(enable_bmm: bool = True) -> None:
     library.impl("mm", _mm, "CPU")
     library.impl("addmm", _addmm, "CPU")
     _REGISTERED.append(library)  # ends with the object
+
+
+_find_device_module = torch.get_device_module
+
+
+def _get_device_module(device: torch.device | str | None = None) -> Any:
+    """torch's function, for which a machine without CUDA has none, whatever torch was built for."""
+    return _find_device_module("cpu" if device is None else device)
 
 
 _REGISTERED: list[torch.library.Library] = []

@@ -32,7 +32,8 @@ def listening_store(
     family, kind, _, _, place = places[0]
     found = {str(found[4][0]) for found in places}
     is_plain = found == {address} or address == "localhost"
-    if not (is_plain or on_one_machine) and (len(found) > 1 or any(map(_is_loopback, found))):
+    loops_back = any(name.startswith("127.") or name == "::1" for name in found)
+    if not (is_plain or on_one_machine) and (len(found) > 1 or loops_back):
         return dist.TCPStore(address, port, world_size, True, timeout, wait_for_workers)
     with socket.socket(family, kind) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -47,10 +48,6 @@ def listening_store(
         return dist.TCPStore(
             address, port, world_size, True, timeout, wait_for_workers, master_listen_fd=listener.detach()
         )
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
 
 
 @contextmanager

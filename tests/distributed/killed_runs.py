@@ -23,14 +23,18 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megappo.checkpoint import files, writer
+import torch.distributed.checkpoint as dcp
+from transformers import LogitsProcessorList
+
+from megappo.checkpoint import files
 from megappo.cli import main
 from megappo.config import derive_run, load_config
-from megappo.engines.transformers_engine import _Sampler
 from megappo.megatron.placed import PlacedBatch
 from megappo.ppo.checkpoints import Boundary, Checkpoints
 from megappo.ppo.parts import assemble
@@ -84,7 +88,7 @@ def arm(step: int, at: str, die: Callable[[], None]) -> None:
 def stall(step: int, stage: str, at_token: Callable[[], None]) -> None:
     """Make generation slow in a stage of a step."""
     state: dict[str, Any] = {"step": 0, "stage": "", "tokens": 0, "asked": 0}
-    begin, enter, sample = Reporter.begin_step, Reporter.stage, _Sampler.__call__
+    begin, enter, sample = Reporter.begin_step, Reporter.stage, LogitsProcessorList.__call__
 
     def begin_step(self: Reporter, number: int) -> None:
         state.update(step=number)
@@ -96,42 +100,47 @@ def stall(step: int, stage: str, at_token: Callable[[], None]) -> None:
         state.update(stage=name, tokens=0)
         return enter(self, name, waits_for)
 
-    def sample_slowly(self: Any, *args: Any) -> Any:
+    def sample_slowly(self: Any, *args: Any, **kwargs: Any) -> Any:
         if (state["step"], state["stage"]) == (step, stage):
             state["tokens"] += 1
             time.sleep(0.5)
             if state["tokens"] == 5:
                 at_token()
-        return sample(self, *args)
+        return sample(self, *args, **kwargs)
 
     Reporter.begin_step, Reporter.stage = begin_step, enter_stage  # type: ignore[method-assign, assignment]
-    _Sampler.__call__ = sample_slowly  # type: ignore[method-assign, assignment]
+    LogitsProcessorList.__call__ = sample_slowly
     if importlib.util.find_spec("sglang") is not None:
         _stall_servers(step, state)
 
 
 def _stall_servers(step: int, state: dict[str, Any]) -> None:
     """Of what a rank asks them in that step, probes aside, one group is answered."""
-    from megappo.engines.sglang.dispatch import Round
+    from aiohttp import ClientSession
 
-    ask = Round._ask
+    post = ClientSession.post
 
-    async def ask_in_vain(self: Round, *args: Any) -> Any:
-        if state["step"] == step and not self._params.greedy:
+    @asynccontextmanager
+    async def post_in_vain(self: ClientSession, url: str, **given: Any) -> AsyncIterator[Any]:
+        body = given["json"]
+        if state["step"] == step and "sampling_params" in body and "top_p" not in body["sampling_params"][0]:
             state["asked"] += 1
             await asyncio.sleep(10**6 if state["asked"] > 1 else 0)
-        return await ask(self, *args)
+        async with post(self, url, **given) as answer:
+            yield answer
 
-    Round._ask = ask_in_vain  # type: ignore[method-assign, assignment]
+    ClientSession.post = post_in_vain
 
 
 def _arm_checkpoint(step: int, at: str, die: Callable[[], None]) -> None:
-    finish, mark = writer.CheckpointWriter._finish_rank, files.write_marker
+    save, mark = dcp.save, files.write_marker
 
-    def finish_rank(self: Any, folder: Path, snapshot: Any) -> Any:
-        if (snapshot.step, at) == (step, "shards_written"):
+    def save_shards(state: Any, *, storage_writer: Any, **kwargs: Any) -> Any:
+        metadata = save(state, storage_writer=storage_writer, **kwargs)
+        name = Path(storage_writer.path).name
+        if (name.removesuffix(".new"), at) == (files.step_folder(Path(), step).name, "shards_written"):
             die()
-        return finish(self, folder, snapshot)
+        return metadata
 
     def write_marker(folder: Path, marker: Any) -> None:
         if (marker.step, at) == (step, "before_marker"):
@@ -140,7 +149,7 @@ def _arm_checkpoint(step: int, at: str, die: Callable[[], None]) -> None:
         if (marker.step, at) == (step, "after_marker"):
             die()
 
-    writer.CheckpointWriter._finish_rank = finish_rank  # type: ignore[method-assign]
+    dcp.save = save_shards
     files.write_marker = write_marker
 
 
@@ -151,11 +160,10 @@ def rewrite(arguments: list[str]) -> int:
         derived = derive_run(config, runtime.world_size)
         start = choose_start(config, derived, runtime)
         parts = assemble(config, derived, runtime)
-        checkpoints = Checkpoints(parts, start)
-        assert checkpoints.resumed is not None
-        state = checkpoints.resumed.load()
-        checkpoints._saved_step = -1
-        checkpoints.save(Boundary.of(state, {}, {}), wait=True)
+        resumed = Checkpoints(parts, start).resumed
+        assert resumed is not None
+        # One that has not begun from the checkpoint writes it, too.
+        Checkpoints(parts, replace(start, checkpoint=None)).save(Boundary(resumed.load(), {}, {}), wait=True)
         parts.close()
     return 0
 

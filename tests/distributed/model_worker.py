@@ -27,14 +27,14 @@ from megappo.config.schema import ModelSettings, RuntimeSettings
 from megappo.families.architecture import padded_vocab_size
 from megappo.megatron import build
 from megappo.megatron.build import BuildOptions, RoleModel, build_model
-from megappo.megatron.layout import Layout, make_layout
+from megappo.megatron.layout import Cut, Layout, Outside, make_layouts
 from megappo.megatron.roles import AbsentRole, LocalRole, Placement, Role
 from megappo.megatron.schedule import PackedBatch, PlacedSample, pack_samples, run_schedule
 from megappo.reshard.sources import SafetensorsSource
 from megappo.reshard.stream import WeightStream
 from megappo.runtime.process import Runtime, start_runtime
 
-local_layers = build._layer_spec
+local_layers = build.layer_spec
 
 
 def sequences(vocab: int) -> list[torch.Tensor]:
@@ -120,7 +120,7 @@ def check(case: dict[str, Any], runtime: Runtime) -> dict[str, float] | None:
     ranks = tuple(range(case["tp"] * case["pp"] * case.get("dp", 1)))
     vpp, sp = case.get("vpp", 1), case.get("sp", False)
     grid = Grid(ranks, case["tp"], case["pp"], case.get("ep", 1))
-    layout = make_layout(grid, vpp=vpp, sequence_parallel=sp)
+    layout = make_layouts({"actor": Cut(grid, vpp, sp)}, "cpu", 120)["actor"]
     vocab = padded_vocab_size(arch.vocab_size, case["tp"], 8 * case["tp"])
     options = BuildOptions(
         torch.float32,
@@ -132,16 +132,16 @@ def check(case: dict[str, Any], runtime: Runtime) -> dict[str, float] | None:
     placement = Placement("actor", grid, budget_tokens=1, microbatch_multiple=1)
     role: Role = AbsentRole(placement, arch, options, runtime)
     output, tokens = None, sequences(arch.vocab_size)
-    if layout is not None:
+    if isinstance(layout, Layout):
         layers = fused_layers if case.get("fused") else local_layers
-        with runtime.megatron(), patch.object(build, "_layer_spec", layers):
+        with runtime.megatron(), patch.object(build, "layer_spec", layers):
             model = build_model(arch, layout, options, SafetensorsSource(folder, arch))
             role = LocalRole(placement, model, runtime)
             output = forward(model, layout, tokens, case.get("train", False))
             if case.get("train"):
                 check_tracker()
     streamed = {name: tensor.clone() for name, tensor in WeightStream(role, case.get("bucket_bytes", 10_000))}
-    if layout is None or not layout.hands_out_results:
+    if isinstance(layout, Outside) or not layout.hands_out_results:
         return None
     assert output is not None
     plain = Path(case.get("plain", folder))

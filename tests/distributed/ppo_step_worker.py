@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from megappo.config import derive_run, load_config, resolve
 from megappo.config.schema import RuntimeSettings
-from megappo.megatron.roles import LocalRole
+from megappo.megatron.roles import LocalRole, TrainedRole
 from megappo.ppo.parts import assemble
 from megappo.ppo.reporting import Reporter
 from megappo.ppo.trainer import Trainer
@@ -52,7 +52,7 @@ def rollouts_of_rank(samples: list[dict[str, Any]], rank: int, world: int) -> Ro
 
 def run(scenario: dict[str, Any], runtime: Any, found: Path) -> None:
     """Build, score, estimate, update, save."""
-    config = resolve(load_config(scenario["config"], scenario["overrides"]), on_cuda=False)
+    config = resolve(load_config(scenario["config"], scenario["overrides"]), on_cuda=runtime.device.type == "cuda")
     parts = assemble(config, derive_run(config, runtime.world_size), runtime)
     trainer = Trainer(parts, Reporter(config, parts.derived, runtime))
     trainer.step = 1
@@ -90,8 +90,29 @@ def run(scenario: dict[str, Any], runtime: Any, found: Path) -> None:
         plans = {role: [sorted(m) for m in trainer.minibatches(role)] for role in ("actor", "critic")}
         merged = {str(k): v for part in gathered for k, v in part.items()}
         found.write_text(
-            json.dumps({"stopped": stopped, "metrics": trainer.metrics, "samples": merged, "minibatches": plans})
+            json.dumps(
+                {
+                    "stopped": stopped,
+                    "metrics": trainer.metrics,
+                    "samples": merged,
+                    "minibatches": plans,
+                    "built": {role: built(getattr(parts, role)) for role in plans},
+                }
+            )
         )
+
+
+def built(role: Any) -> dict[str, Any]:
+    """What Megatron was told of speed and memory, where rank 0 has a part of the role."""
+    if not isinstance(role, TrainedRole):
+        return {}
+    ddp, config = role.optimizer.chunks[0].ddp_config, role.model.config
+    return {
+        "reduces": ddp.overlap_grad_reduce,
+        "gathers": ddp.overlap_param_gather,
+        "modules": config.recompute_modules,
+        "frees": config.deallocate_pipeline_outputs,
+    }
 
 
 def critic_weights(trainer: Trainer, runtime: Any) -> dict[str, torch.Tensor]:

@@ -46,6 +46,7 @@ ORACLE = Settings(
     adam_eps=1e-3,
 )
 
+PARTS = ["recompute=selective", "recompute_modules=[core_attn, mlp]"]
 TWO_PROCESSES: dict[str, list[str]] = {
     "tp2": ["actor.layout.tensor_parallel=2", "critic.layout.tensor_parallel=2"],
     "pp2": ["actor.layout.pipeline_parallel=2", "critic.layout.pipeline_parallel=2"],
@@ -79,6 +80,17 @@ TWO_PROCESSES: dict[str, list[str]] = {
         "actor.recompute=full",
         "critic.recompute=selective",
     ],
+    "pp2-recompute-parts": [
+        "actor.layout.pipeline_parallel=2",
+        "actor.layout.deallocate_pipeline_outputs=false",
+        "critic.layout.tensor_parallel=2",
+        *(f"{role}.{x}" for role in ("actor", "critic") for x in PARTS),
+    ],
+    "dp2-overlap": [
+        "actor.optimizer.overlap_grad_reduce=true",
+        "actor.optimizer.distributed=true",
+        "critic.optimizer.overlap_grad_reduce=true",
+    ],
 }
 FOUR_PROCESSES = {
     "tp2-pp2": [
@@ -88,12 +100,25 @@ FOUR_PROCESSES = {
         "critic.layout.pipeline_parallel=2",
     ],
     "tp2-dp2": ["actor.layout.tensor_parallel=2", "critic.layout.pipeline_parallel=2"],
+    "vpp2-dp2-overlap": [
+        *TWO_PROCESSES["vpp2"],
+        "critic.layout.virtual_pipeline_chunks=1",
+        *(f"{r}.optimizer.{x}=true" for r in ("actor", "critic") for x in ("distributed", "overlap_grad_reduce")),
+    ],
 }
 # Models with experts. Two and four ranks may hold them within a tensor parallel group or across data replicas.
 SP2 = [f"{role}.layout.{x}" for role in ("actor", "critic") for x in ("tensor_parallel=2", "sequence_parallel=true")]
 EP2 = ["actor.layout.expert_parallel=2", "critic.layout.expert_parallel=2"]
 TWO_EXPERTS: dict[str, list[str]] = {
     "ep2-experts": EP2,
+    "ep2-overlap-experts": [
+        *EP2,
+        "actor.optimizer.overlap_grad_reduce=true",
+        "actor.optimizer.distributed=true",
+        "critic.optimizer.overlap_grad_reduce=true",
+        "actor.recompute=selective",
+        "actor.recompute_modules=[core_attn, moe]",
+    ],
     "ep2-distributed-experts": [*EP2, "actor.optimizer.distributed=true", "critic.optimizer.distributed=true"],
     "sp2-experts": [
         *SP2,
@@ -297,6 +322,15 @@ def test_the_step_uses_what_it_should(world: World) -> None:
     assert metrics["critic/clipfrac"] > 0.05
     assert metrics["actor/grad_norm"] > ORACLE.clip_grad_norm
     assert metrics["kl/mean"] != 0
+
+
+def test_the_settings_of_speed_reach_megatron(world: World) -> None:
+    """What is exact in these scenarios is what they are named after."""
+    built = world.result("dp2-overlap")["built"]
+    assert built["actor"] == {"reduces": True, "gathers": True, "modules": ["core_attn"], "frees": True}
+    assert built["critic"] == {"reduces": True, "gathers": False, "modules": ["core_attn"], "frees": True}
+    built = world.result("pp2-recompute-parts")["built"]
+    assert built["actor"] == {"reduces": False, "gathers": False, "modules": ["core_attn", "mlp"], "frees": False}
 
 
 @pytest.mark.parametrize("name", ["cispo-tp2", "gspo-tp2"])

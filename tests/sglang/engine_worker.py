@@ -9,38 +9,45 @@ for the test to judge.
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import psutil
 import torch.distributed as dist
+from aiohttp import ClientSession
 
 import megappo.ppo.parts
 from distributed.models import VOCAB, write_model
 from megappo.config import derive_run, load_config
+from megappo.config.schema import RolloutSettings
 from megappo.engines.protocol import GenerateRequest, SamplingParams
-from megappo.engines.sglang import SGLangEngine, SyncError
-from megappo.engines.sglang.client import Endpoint
-from megappo.engines.sglang.dispatch import Round
+from megappo.engines.sglang import EngineError, SGLangEngine, SyncError, inspection
+from megappo.engines.sglang.client import call
 from megappo.engines.sglang.guard import session_pids, shared_files
+from megappo.engines.sglang.inspection import check_room
 from megappo.engines.sglang.transport import SharedTransport, share_buffers
 from megappo.megatron.placed import place
+from megappo.plan.cache import PlannedCache
 from megappo.ppo.measures import check_mismatch
 from megappo.ppo.parts import Parts, assemble
 from megappo.ppo.reporting import Reporter
 from megappo.ppo.trainer import Trainer
-from megappo.reshard.stream import Bucket
+from megappo.reshard.stream import Bucket, WeightStream
+from megappo.runtime.nccl import SETTINGS, own_stack
 from megappo.runtime.process import Runtime, start_runtime
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT_WAITS = "stall_timeout_seconds: 3, health_timeout_seconds: 10, sync_timeout_seconds: 60"
+CACHE_TOKENS = 16384
 LONG = SamplingParams(temperature=1.0, max_new_tokens=50, stop_token_ids=(1,))
 
 
@@ -57,7 +64,7 @@ class Bench:
             f"model.path={self.model}",
             f"model.tokenizer={ROOT / 'configs/models/tiny_arithmetic'}",
             "model.init=pretrained",
-            f"rollout.sglang={{max_total_tokens: 16384, threads: 1, {SHORT_WAITS}, {sglang}}}",
+            f"rollout.sglang={{max_total_tokens: {CACHE_TOKENS}, threads: 1, {SHORT_WAITS}, {sglang}}}",
             "rollout.max_response_tokens=24",
             "rollout.temperature=0.8",
             "rollout.sync_bucket_bytes=12000",  # several buckets for a model of 100 kB
@@ -65,11 +72,14 @@ class Bench:
             "rollout.prompts_per_step=10",
             "actor.minibatch_sequences=40",
             "actor.optimizer.learning_rate=0.01",
+            "algorithm.mismatch_stop_nats=100",  # of a server that has not been given the update
             "logging={console: quiet, tensorboard: false}",
             "evaluation=null",
             "data.validation=null",
         ]
         self.engine: SGLangEngine | None = None
+        self.weights: WeightStream | None = None
+        """Of the newest actor."""
         self.made = 0
 
     def trainer(self, layout: str) -> Trainer:
@@ -83,7 +93,7 @@ class Bench:
         with patch.object(megappo.ppo.parts, "make_engine", make):
             parts = assemble(config, derive_run(config, self.runtime.world_size), self.runtime)
         assert isinstance(parts.engine, SGLangEngine)
-        self.engine = parts.engine
+        self.engine, self.weights = parts.engine, parts.weights
         parts.reward.close()
         return Trainer(parts, Reporter(config, parts.derived, self.runtime))
 
@@ -138,33 +148,34 @@ def requests(rank: int, count: int = 24) -> list[GenerateRequest]:
 def struck(bench: Bench, number: int) -> Iterator[None]:
     """Server 0 gets a signal while it generates this rank's first requests and before it has the last of them, so that
     it always owes an answer, however fast it is."""
-    original, asked = Round._ask, [0]
+    assert bench.engine is not None
+    (url,) = (f"{endpoint.url}/generate" for endpoint in bench.engine.endpoints if endpoint.index == 0)
+    original, asked = ClientSession.post, [0]
 
-    async def ask(self: Round, session: Any, endpoint: Endpoint, group: list[int]) -> Any:
-        asked[0] += endpoint.index == 0
-        if endpoint.index == 0 and asked[0] == 2:
+    @asynccontextmanager
+    async def post(self: ClientSession, to: str, **given: Any) -> AsyncIterator[Any]:
+        asked[0] += to == url
+        if to == url and asked[0] == 2:
             await asyncio.sleep(0.1)
             for pid in session_pids(bench.sessions()[0]):
                 os.kill(pid, number)
-        return await original(self, session, endpoint, group)
+        async with original(self, to, **given) as answer:
+            yield answer
 
-    Round._ask = ask  # type: ignore[method-assign]
-    try:
+    with patch.object(ClientSession, "post", post):
         yield
-    finally:
-        Round._ask = original  # type: ignore[method-assign]
 
 
 def disturbed_rollout(bench: Bench, number: int) -> dict[str, Any]:
     """The same requests undisturbed and with a server struck down in the middle."""
     engine, rank = bench.engine, bench.runtime.rank
-    assert engine is not None
+    assert engine is not None and bench.weights is not None
     calm = engine.generate(requests(rank), LONG)
     restarts = engine.restarts
     with struck(bench, number) if rank == 0 else nullcontext():
         rough = engine.generate(requests(rank), LONG)
     survivors = sorted(engine.current)
-    engine._bring_up_to_date()
+    engine.update_weights(bench.weights, engine.version)  # to servers that were started again, too
     again = engine.generate(requests(rank), LONG)
     return {
         "answers": len(rough),
@@ -252,11 +263,47 @@ def two_engines(folder: Path, runtime: Runtime) -> dict[str, Any]:
     return found | leave(bench)
 
 
+@contextmanager
+def recorded(events: list[str]) -> Iterator[None]:
+    """What this rank asks of servers, parts of memory by their names, and when it gives back torch's cache; what it
+    asks several times running stands there once."""
+    original = http.client.HTTPConnection.request
+
+    def note(event: str) -> None:
+        if event == "cache" or events[-1:] != [event]:
+            events.append(event)
+
+    def request(self: Any, method: str, path: str, body: Any = None, *rest: Any) -> None:
+        note(" ".join([path.split("?")[0], *json.loads(body or "{}").get("tags", ())]))
+        original(self, method, path, body, *rest)
+
+    with (
+        patch.object(http.client.HTTPConnection, "request", request),
+        patch.object(Runtime, "release_cached_memory", lambda self: note("cache")),
+    ):
+        yield
+
+
+def asleep_and_awake(bench: Bench, layout: str) -> dict[str, Any]:
+    """The server sleeps between two syncs."""
+    trainer = bench.trainer(layout)
+    engine, events = trainer.parts.engine, list[str]()
+    assert isinstance(engine, SGLangEngine)
+    trainer.weight_version = engine.version
+    with recorded(events):
+        engine.sleep()
+        trainer.sync_weights()
+    return {"events": events, "mismatch": mismatch(trainer.parts, trainer, 4), "restarts": engine.restarts}
+
+
 def sharded_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
-    """Qwen3 with tied embeddings, one server of two ranks."""
-    bench = Bench(folder, runtime, "qwen3", "tensor_parallel: 2", tie_word_embeddings=True)
-    found: dict[str, Any] = {"TP2": after_an_update(bench, "{tensor_parallel: 2}")}
+    """Qwen3 with tied embeddings, one server of two ranks, which gives its memory away as if it were on the trainers'
+    GPUs: SGLang does everything but that."""
+    with patch.object(RolloutSettings, "servers_sleep", lambda *_, **__: True):
+        bench = Bench(folder, runtime, "qwen3", "tensor_parallel: 2", tie_word_embeddings=True)
+        found: dict[str, Any] = {"TP2": after_an_update(bench, "{tensor_parallel: 2}")}
     found["PP2"] = after_an_update(bench, "{pipeline_parallel: 2}")
+    found["asleep"] = asleep_and_awake(bench, "{tensor_parallel: 2}")
     return found | leave(bench)
 
 
@@ -265,6 +312,13 @@ def experts_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
     bench = Bench(folder, runtime, "qwen3_moe", "tensor_parallel: 2", tie_word_embeddings=False)
     found: dict[str, Any] = {"EP2": after_an_update(bench, "{expert_parallel: 2}")}
     found["TP2xEP2"] = after_an_update(bench, "{tensor_parallel: 2, expert_parallel: 2, sequence_parallel: true}")
+    return found | leave(bench)
+
+
+def plain_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
+    """Llama, one server of one rank that takes no seeds, as those on GPUs are by default."""
+    bench = Bench(folder, runtime, "llama", "deterministic: false", tie_word_embeddings=True)
+    found: dict[str, Any] = {"TP2": after_an_update(bench, "{tensor_parallel: 2}")}
     return found | leave(bench)
 
 
@@ -278,7 +332,7 @@ def broadcast_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
     return found | leave(bench)
 
 
-def through_urls(folder: Path, runtime: Runtime, bench: Bench) -> dict[str, float]:
+def through_urls(folder: Path, runtime: Runtime, bench: Bench) -> dict[str, Any]:
     """The same server again, as one that somebody else started."""
     assert bench.engine is not None
     endpoint = bench.engine.endpoints[0]
@@ -290,7 +344,9 @@ def through_urls(folder: Path, runtime: Runtime, bench: Bench) -> dict[str, floa
         f"placement: disaggregated, urls: ['{endpoint.url}']",
         tie_word_embeddings=True,
     )
-    return after_an_update(other, "{tensor_parallel: 2}")
+    with patch.object(inspection, "own_stack", lambda environment: replace(own_stack(environment), torch="1.2.3")):
+        refusal = refused(lambda: after_an_update(other, "{tensor_parallel: 2}"))
+    return after_an_update(other, "{tensor_parallel: 2}") | {"refusal": refusal}
 
 
 def relatives(session: int) -> int:
@@ -310,6 +366,20 @@ def listening(pids: list[int]) -> list[str]:
     return sorted({s.laddr.ip for s in sockets})
 
 
+def nccl_variables(environment: Mapping[str, str]) -> list[str]:
+    """Those that both ends of a group must share."""
+    return [f"{name}={environment[name]}" for name in SETTINGS if name in environment]
+
+
+def refused(action: Callable[[], object]) -> str:
+    """The sentence of the engine's error; empty without one."""
+    try:
+        action()
+    except EngineError as error:
+        return str(error)
+    return ""
+
+
 def leave(bench: Bench) -> dict[str, Any]:
     """What this rank's servers had made, then their end."""
     sessions = bench.sessions()
@@ -320,15 +390,21 @@ def leave(bench: Bench) -> dict[str, Any]:
     addresses = listening([pid for s in sessions for pid in session_pids(s)])
     folders = [str(server.scratch) for server in bench.engine.fleet.servers.values()]
     assert all(Path(folder).is_dir() for folder in folders)
+    facts = [call(e, "/server_info", timeout_seconds=60, method="GET") for e in bench.engine.endpoints]
+    known: dict[str, Any] = {"deterministic": [fact["enable_deterministic_inference"] for fact in facts]}
+    known["tokens"] = [fact["max_total_num_tokens"] for fact in facts]
+    known["nccl"] = [sorted(nccl_variables(psutil.Process(session).environ())) for session in sessions]
+    known["trainer_nccl"] = sorted(nccl_variables(os.environ))
+    known["too_long"] = refused(lambda: check_room("server 0", facts[0], PlannedCache(None, CACHE_TOKENS + 1)))
     bench.engine.close()
     places = {"urls": urls, "folders": folders, "files": files, "addresses": addresses}
-    return {"sessions": sessions, "forked": forked, "trainer_addresses": listening([os.getpid()])} | places
+    return known | {"sessions": sessions, "forked": forked, "trainer_addresses": listening([os.getpid()])} | places
 
 
 def main() -> None:
     scenario, out = sys.argv[1], Path(sys.argv[2])
     config = load_config(ROOT / "configs/sglang_quickstart.yaml", ["runtime.collective_timeout_seconds=300"])
-    with start_runtime(config.runtime) as runtime:
+    with start_runtime(config.runtime, with_servers=True) as runtime:
         found = globals()[scenario](out.parent, runtime)
         gathered: list[Any] = [None] * runtime.world_size
         dist.all_gather_object(gathered, found)

@@ -23,6 +23,7 @@ if importlib.util.find_spec("aiohttp") is None:
 from aiohttp import web
 
 from megappo.engines.sglang.dispatch import Outcome, Round
+from megappo.observe.progress import PROGRESS
 
 PARAMS = SamplingParams(temperature=0.5, max_new_tokens=4, stop_token_ids=(1,))
 Answer = Callable[[dict[str, Any]], Any]
@@ -128,6 +129,22 @@ def test_work_follows_speed() -> None:
     assert outcome.completions[3].logprobs == (-0.5, -0.25)
     sampling = fast.bodies[0]["sampling_params"][0]
     assert sampling["temperature"] == 0.5 and sampling["stop_token_ids"] == [1] and "sampling_seed" in sampling
+
+
+def test_samples_and_tokens_are_counted() -> None:
+    seen: list[str] = []
+    PROGRESS.enter("rollout")
+    requests = {i: GenerateRequest((2, 100 + i), seed=i, prompt_id=i) for i in range(9)}
+    servers = [StandIn(0, 0.01).endpoint]
+    on_tokens = lambda: seen.append(PROGRESS.text())  # noqa: E731 - asked just before the answers are counted
+    sent = Round(servers, requests, PARAMS, 7, settings(max_inflight_sequences=3), on_tokens)
+    assert "0 of 9 samples of this rank" in PROGRESS.text()
+    assert complete(sent.result(), 9)
+    seen.append(PROGRESS.text())
+    PROGRESS.leave()
+    counts = [int(text.split(": ")[1].split(" of 9 samples")[0]) for text in seen]
+    assert counts == sorted(set(counts)) and counts[0] == 0 and counts[-1] == 9 and len(counts) > 3
+    assert "tokens/s" in seen[-1]
 
 
 def test_everything_is_under_way_at_once() -> None:

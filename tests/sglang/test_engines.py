@@ -5,15 +5,18 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import socket
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import torch
 
 from distributed.harness import launch
 from megappo.engines.sglang.guard import session_pids
+from megappo.runtime.nccl import SETTINGS
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("sglang") is None, reason="needs launch/requirements-sglang.txt"
@@ -50,6 +53,7 @@ LAYOUTS = [
     (SHARDED, "PP2"),
     pytest.param("experts_engine", "EP2", marks=slow),  # Qwen3 with experts, engine TP2
     pytest.param("experts_engine", "TP2xEP2", marks=slow),
+    pytest.param("plain_engine", "TP2", marks=slow),
     pytest.param("broadcast_engine", "TP2", marks=slow),
     pytest.param("broadcast_engine", "DP2", marks=slow),
     pytest.param("broadcast_engine", "external", marks=slow),
@@ -105,6 +109,61 @@ def test_a_tensor_that_stays_wrong_stops_the_run_by_name(scenario: Callable[[str
         assert "failed 3 times" in found["always"]["error"]
         assert "does not hold what was sent: model.layers.2.mlp.gate_up_proj.weight;" in found["always"]["error"] + ";"
         assert found["always"]["current"] == []  # nothing may generate with mixed weights
+
+
+@pytest.mark.parametrize(("name", "expected"), [(SHARDED, True), pytest.param("plain_engine", False, marks=slow)])
+def test_inference_is_deterministic_where_the_settings_say_so(
+    scenario: Callable[[str], Found], name: str, expected: bool
+) -> None:
+    assert {fact for found in scenario(name) for fact in found["deterministic"]} == {expected}
+
+
+def test_a_server_on_the_trainers_gpus_wakes_in_the_order_in_which_there_is_room(
+    scenario: Callable[[str], Found],
+) -> None:
+    """Weights, sync, keys and values; every rank gives torch's cache back before each of the two that take memory."""
+    sleep = ["/flush_cache", "/release_memory_occupation cuda_graph kv_cache weights"]
+    sync = ["/end_weight_update", "/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"]
+    sync += ["/weights_checker", "/flush_cache", "/update_weight_version"]
+    wake = ["cache", "/resume_memory_occupation weights", *sync, "cache"]
+    wake += ["/resume_memory_occupation cuda_graph kv_cache"]
+    starter, other = scenario(SHARDED)
+    assert starter["asleep"]["events"] == sleep + wake
+    assert other["asleep"]["events"] == ["cache", "cache"]
+    for found in (starter, other):
+        assert found["asleep"]["mismatch"] < EXACT
+        assert found["asleep"]["restarts"] == 0
+
+
+@slow
+def test_a_server_elsewhere_with_another_torch_gets_no_weights(scenario: Callable[[str], Found]) -> None:
+    """Both ends are named, before a group is made that would hang or break."""
+    version = torch.__version__.partition("+")[0]
+    for found in scenario("broadcast_engine"):
+        assert re.search(
+            rf"server 0 \(http://.*\) has torch {version} and .*NCCL.*, the trainers have torch 1.2.3 and .*NCCL.*; "
+            "install the same versions",
+            found["external"]["refusal"],
+        )
+
+
+@pytest.mark.parametrize("name", [TWO, SHARDED, BROADCAST])
+def test_trainers_and_servers_have_the_same_settings_of_nccl(scenario: Callable[[str], Found], name: str) -> None:
+    chosen = sorted(f"{name}={value}" for name, value in SETTINGS.items())
+    for found in scenario(name):
+        assert found["trainer_nccl"] == chosen
+        assert all(variables == chosen for variables in found["nccl"])
+
+
+@pytest.mark.parametrize("name", [TWO, SHARDED, BROADCAST])
+def test_servers_hold_the_tokens_that_they_were_told_to(scenario: Callable[[str], Found], name: str) -> None:
+    """Those that were started again too; and one that has too few is not used."""
+    for found in scenario(name):
+        assert set(found["tokens"]) == {16384}
+        assert (
+            "room for the keys and values of 16384 tokens, the longest prompt and response are 16385;"
+            in (found["too_long"])
+        )
 
 
 def test_the_processes_of_a_server_are_forked(scenario: Callable[[str], Found]) -> None:

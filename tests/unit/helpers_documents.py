@@ -16,7 +16,7 @@ from megappo.cli import main, parse
 from megappo.commands import COMMANDS
 from megappo.config import load_config
 
-ELSEWHERE = {"ensure_environment", "export", "git", "hf", "mypy", "pip", "pre-commit", "ruff"}
+ELSEWHERE = {"apptainer", "docker", "ensure_environment", "export", "git", "hf", "mypy", "pip", "pre-commit", "ruff"}
 """Programs and shell functions that are not looked into."""
 PLACEHOLDERS = {"CONFIG": "configs/quickstart.yaml", "RUN_DIR": "runs/my-run", "OUT": "out", "FOLDER": "folder"}
 PREFIXES = ("bash ", "launch/", "megappo ", "mpirun ", "python ", "sbatch ", "srun ", "torchrun ")

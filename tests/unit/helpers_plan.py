@@ -81,7 +81,7 @@ def servers(**changes: Any) -> Servers:
     """Five servers of two ranks each on the trainers' devices."""
     given = Servers(
         count=5, tensor_parallel=2, colocated=True, shares_machine=False, sleeps=True, ahead=False,
-        static_bytes=2e6, max_total_tokens=None, most_sequences=1000,
+        static_bytes=2e6, max_total_tokens=None, deterministic=False, most_sequences=1000,
     )  # fmt: skip
     return dataclasses.replace(given, **changes)
 

@@ -8,6 +8,7 @@ import resource
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ import pytest
 import torch
 
 from megappo.cli import main
+from megappo.doctor.engines import differing_settings, nccl_finding
+from megappo.doctor.findings import merge
+from megappo.runtime.nccl import own_stack
 from unit import helpers_broken as worlds
 
 DRY = ("train", worlds.QUICKSTART, "--dry-run")
@@ -159,6 +163,49 @@ def test_what_listens_where_a_server_should(
         code, found = findings(capsys, *elsewhere(port))
     assert code == (state == "broken")
     expect(found["engines"], state, words, remedy)
+
+
+@pytest.mark.usefixtures("sglang")
+@pytest.mark.parametrize(
+    ("on_cuda", "changes", "words", "remedy"),
+    [
+        (False, {}, "serves /models/a", ""),
+        (True, {}, "serves /models/a", ""),
+        (False, {"torch": "1.2.3"}, "has torch 1.2.3 and ", "install the same versions"),
+        (False, {"nccl": "2.1"}, "serves /models/a", ""),  # nothing goes over it
+        (True, {"nccl": "2.1"}, " and NCCL 2.1, the trainers have torch ", "install the same versions"),
+        (
+            True,
+            {"nvls": "1"},
+            "NCCL_NVLS_ENABLE=1, the trainers with NCCL_CUMEM_ENABLE=0 and NCCL_NVLS_ENABLE=0",
+            "export",
+        ),
+    ],
+)
+def test_a_server_with_which_no_group_can_be_formed(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    on_cuda: bool,
+    changes: dict[str, str],
+    words: str,
+    remedy: str,
+) -> None:
+    stack = replace(own_stack(os.environ), **changes)
+    monkeypatch.setattr("megappo.doctor.engines.by_nccl", lambda: on_cuda)
+    with worlds.answering(200, {"model_path": "/models/a", "extra_metric_labels": stack.labels()}) as port:
+        code, found = findings(capsys, *elsewhere(port))
+    assert code == bool(remedy)
+    expect(found["engines"], "broken" if remedy else "fine", words, remedy)
+
+
+def test_machines_with_other_settings_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = nccl_finding()
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    theirs = nccl_finding()
+    assert list(differing_settings(merge([("a", [ours]), ("b", [ours])]))) == []
+    (found,) = differing_settings(merge([("a", [ours]), ("b", [theirs]), ("c", [ours])]))
+    assert found.state == "broken" and found.remedy == "export the same values on all of them"
+    assert "a, c: NCCL_CUMEM_ENABLE=0 and NCCL_NVLS_ENABLE=0; b: NCCL_CUMEM_ENABLE=0 and NCCL_NVLS_EN" in found.words
 
 
 @pytest.mark.usefixtures("sglang")

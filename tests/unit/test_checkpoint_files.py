@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ import torch
 import torch.distributed as dist
 
 from megappo.checkpoint import files
-from megappo.checkpoint.changes import compare_settings
-from megappo.checkpoint.files import MARKER, CheckpointError, DamagedError, folders, prune, read_marker
+from megappo.checkpoint.changes import Changes, compare_settings
+from megappo.checkpoint.files import MARKER, CheckpointError, DamagedError, Marker, folders, prune, read_marker
 from megappo.checkpoint.randomness import random_states, restore_random_states
 from megappo.checkpoint.select import NoCheckpointError, select_checkpoint
 from megappo.checkpoint.writer import CheckpointWriter
 from megappo.config.schema import CheckpointSettings
+from megappo.ppo.replay import replay
 from megappo.runtime.process import Runtime
 from unit.helpers_checkpoints import snapshot, write
 
@@ -130,6 +132,26 @@ def test_a_finished_one_stays_until_its_successor_is_finished(
     files.put_all_in_place(tmp_path)
     chosen = select_checkpoint(tmp_path, runtime)
     assert chosen is not None and chosen[1].step == 1
+
+
+def test_what_other_machines_wrote_is_waited_for(
+    tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that all share may show a file some time after it was written."""
+    really = files.stamp
+
+    def hidden_for_a_while(path: Path) -> files.Stamp:
+        found = really(path)
+        if path.suffix == ".pt":
+            elsewhere = path.rename(tmp_path / path.name)
+            threading.Timer(0.3, elsewhere.rename, (path,)).start()
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "stamp", hidden_for_a_while)
+        write(tmp_path / "run", runtime, 1)
+    chosen = select_checkpoint(tmp_path / "run", runtime)
+    assert chosen is not None and chosen[1].step == 1 and not chosen[2]
 
 
 def test_nothing_to_choose(tmp_path: Path, runtime: Runtime) -> None:
@@ -279,6 +301,8 @@ def test_changed_settings_are_told_apart() -> None:
         "actor": {"optimizer": {"schedule": "constant", "learning_rate": 1e-4}},
         "reference": {"path": "r"},
     }
+    read_again = json.loads(json.dumps(before))
+    assert compare_settings(before, read_again, (10, 10)) == Changes((), ())
     changes = compare_settings(before, now, (10, 20))
     assert changes.harmless == ("actor.optimizer.learning_rate: 0.001 -> 0.0001", "run.steps: 10 -> 20")
     assert changes.dangerous == ("reference.path: not set -> 'r'",)
@@ -306,3 +330,12 @@ def test_checkpoints_of_an_older_version_are_refused(
         write(tmp_path, runtime, 1)
     with pytest.raises(NoCheckpointError, match=f"has format {files.FORMAT - 1}, this version reads {files.FORMAT}"):
         select_checkpoint(tmp_path, runtime)
+
+
+def test_a_replay_that_an_earlier_version_wrote_is_refused(tmp_path: Path) -> None:
+    """Which kept other things of the minibatch than this one repeats it from."""
+    folder = files.step_folder(tmp_path, 3)
+    folder.mkdir()
+    files.write_marker(folder, Marker(3, {}, {"world_size": 1, "refused": {"role": "actor", "minibatch": 1}}))
+    with pytest.raises(ValueError, match="holds no batch that this version repeats; name a folder in a run's `replay`"):
+        replay(str(folder), world_size=1)

@@ -80,6 +80,12 @@ BROKEN: list[tuple[int, tuple[str, ...], list[str]]] = [
     (3, ("actor.layout.tensor_parallel=3",), ["4 (heads) or 2 (KV heads) of the actor", "the nearest is 2"]),
     (4, ("critic.layout.tensor_parallel=4",), ["critic.layout.tensor_parallel 4", "critic model"]),
     (1, ("actor.layout.sequence_parallel=true",), ["sequence_parallel needs tensor_parallel above 1", "to 2"]),
+    (
+        1,
+        ("actor.recompute=selective", "actor.recompute_modules=[moe]"),
+        ["actor.recompute_modules has moe", "layers of the actor model", "write mlp"],
+    ),
+    (1, ("critic.recompute=selective", "critic.recompute_modules=[]"), ["critic.recompute is selective", "to none"]),
     (1, ("actor.layout.virtual_pipeline_chunks=2",), ["virtual_pipeline_chunks 2 needs pipeline_parallel above 1"]),
     (3, ("actor.layout.pipeline_parallel=3",), ["x virtual_pipeline_chunks 1 = 3", "4 layers", "2 x 1 or 4 x 1"]),
     (8, ("actor.layout.pipeline_parallel=8",), ["8 does not divide the 4 layers", "4 x 1"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -146,6 +147,22 @@ def test_the_other_engine_has_the_best_settings_that_fit() -> None:
         assert said in found.sentence
 
 
+def test_what_servers_are_tried() -> None:
+    """A few samples of a large model are generated fastest by two ranks together, though a third has no server then;
+    many long ones with the eight tenths of the memory that fit beside what stays of the roles."""
+    roomy, large = (dataclasses.replace(MACHINES["b200"], memory_bytes=n) for n in (2e12, 3e11))
+    embedded = ["rollout.engine=transformers", "rollout.sglang=null"]
+    cases = (
+        (MIDDLE, roomy, 3, ["rollout.prompts_per_step=3"], "rollout.sglang.tensor_parallel=2"),
+        (MIDDLE, roomy, 4, ["rollout.prompts_per_step=4"], "rollout.sglang.tensor_parallel=4"),
+        (SMALL, large, 1, ["rollout.max_response_tokens=8192"], "rollout.sglang.memory_fraction=0.8"),
+    )
+    for model, its_machine, gpus, changes, override in cases:
+        models = read_models(load_config(model), ROOT / "configs" / "models").models
+        config = load_config(SMALL, [*embedded, *changes])
+        assert override in other_engine(config, models, its_machine, gpus).overrides
+
+
 def test_engines_that_take_as_long_are_told_so() -> None:
     """Where starting kernels is all that takes time: one batch of a rank's 200 samples makes as many steps as a server
     that runs all 400 of them, two batches make twice as many."""
@@ -178,6 +195,7 @@ def test_a_run_is_told_its_plan_and_gets_its_deadlines() -> None:
     config = resolve(load_config(QUICKSTART, ["rollout.engine=sglang"]), on_cuda=False)
     found = outlook(config, 2, MACHINES["cpu"])
     rows = dict(found.rows)
+    assert rows["layers"].startswith("torch's layers, as Transformer Engine "), "what it is without, and why"
     assert "of them for the rollout" in rows["plan"] and rows["other engine"].startswith("the embedded engine instead")
     assert found.config.rollout.servers.request_timeout_seconds == 1800.0
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import silu
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from distributed.models import EXPERTS, write_model
@@ -146,6 +148,31 @@ def test_settings_that_say_what_is_built_are_accepted(tmp_path: Path) -> None:
         kinds = {} if family == "mistral" else FULL
         folder = written(tmp_path / family, family, sliding_window=None, **said, **kinds)
         assert read_architecture(folder).layers == 1
+
+
+def test_what_megatron_is_told_of_a_layer(tmp_path: Path) -> None:
+    """A token is in its own window. YaRN's factor, 0.1 ln(4) + 1 (Peng et al. 2024), is on cosine and sine of query and
+    of key, so its square is in the scale of their product."""
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+    scale = (0.1 * math.log(4) + 1) ** 2 / math.sqrt(8)
+    experts = {"num_moe_experts": 8, "moe_ffn_hidden_size": 24, "moe_router_topk": 2, "moe_router_dtype": "fp32"}
+    experts |= {"moe_router_pre_softmax": False, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
+    cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("llama", {}, {}),
+        ("llama", {"rope_parameters": yarn}, {"softmax_scale": pytest.approx(scale, rel=1e-6)}),
+        ("mistral", {"sliding_window": WINDOW}, {"window_size": (WINDOW - 1, 0)}),
+        ("qwen2", {}, {"add_qkv_bias": True}),
+        ("qwen3", {}, {"qk_layernorm": True}),
+        ("qwen3_moe", {"norm_topk_prob": True}, {"qk_layernorm": True, **experts}),
+        ("qwen3_moe", {"norm_topk_prob": False}, {"qk_layernorm": True, **experts, "moe_router_pre_softmax": True}),
+    ]
+    usual = {"window_size": None, "softmax_scale": None, "gated_linear_unit": True, "activation_func": silu}
+    for number, (family, changes, told) in enumerate(cases):
+        arch = read_architecture(written(tmp_path / str(number), family, **changes))
+        found: dict[str, Any] = {}
+        for block in arch.declaration.blocks:
+            found |= block.megatron(arch)
+        assert found == usual | told, (family, changes)
 
 
 def arcee(folder: Path, family: str) -> ArchitectureConfig:

@@ -19,12 +19,14 @@ from megappo.errors import RunError
 from megappo.families import architecture
 from megappo.families.architecture import ArchitectureConfig, padded_vocab_size
 from megappo.families.parameters import (
+    Piece,
     expert_parameters,
     expert_share,
     model_parameters,
     multiplied_parameters,
     pieces,
     shard_shape,
+    tensor_shapes,
 )
 from megappo.families.weights import read_shard, scatter_shard
 from megappo.megatron.build import BuildOptions, RoleModel
@@ -52,8 +54,23 @@ def test_cutting_and_joining_gives_the_model_back(tmp_path: Path, family: str, t
             scatter_shard(shard, pieces(arch, entry, rank, tp, vocab), whole)
         joined |= whole
     assert joined.keys() == reference.keys()
+    assert tensor_shapes(arch, output_layer=False).keys() == reference.keys() - {"lm_head.weight"}
     for name, tensor in joined.items():
         assert torch.equal(tensor, reference[name]), name
+
+
+def test_groups_of_heads_follow_each_other(tmp_path: Path) -> None:
+    """Of four groups of two query heads of 8 channels, a key and a value, the second of two ranks has the last two."""
+    folder = write_model(tmp_path / "m", "llama", 1, hidden_size=64, num_attention_heads=8, num_key_value_heads=4)
+    arch = architecture(AutoConfig.from_pretrained(folder))
+    entry = next(p for p in model_parameters(arch) if p.kind == "qkv")
+    rows = (("q", 32, 48), ("k", 16, 24), ("v", 16, 24), ("q", 48, 64), ("k", 24, 32), ("v", 24, 32))
+    wanted = [Piece(f"model.layers.0.self_attn.{name}_proj.weight", 0, start, stop) for name, start, stop in rows]
+    assert pieces(arch, entry, 1, 2, VOCAB + 1) == wanted
+    assert shard_shape(arch, entry, 2, VOCAB + 1) == (64, 64)
+    assert entry.engine_name == "model.layers.0.self_attn.qkv_proj.weight"
+    alone = next(p for p in model_parameters(arch) if p.kind == "row")
+    assert alone.engine_name == alone.hf[0] == "model.layers.0.self_attn.o_proj.weight"
 
 
 def test_random_weights_do_not_depend_on_the_layout(tmp_path: Path) -> None:
@@ -143,7 +160,7 @@ def test_transformer_engine_names_are_the_parameters_of_the_map(llama_8b: Archit
     assert len(set(names) - {p.megatron for p in model_parameters(llama_8b)}) == 64
     model = held_model(llama_8b, names)
     model.check_names()
-    here = [p for p, _ in model.parameters_here()]
+    here = [held.entry for held in model.parameters_here()]
     assert here == list(model_parameters(llama_8b))
     assert sum(len(p.hf) for p in here) == 291
 

@@ -11,7 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import embedding
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megappo_kernels.backend import use_backend
 from megappo_kernels.lm_head import linear_logprob, vocabulary_range
@@ -19,6 +22,8 @@ from megappo_kernels.logits import logits_logprob
 from megappo_kernels.losses import PolicyInputs, ppo_token_loss
 from megappo_kernels.objectives import PolicyObjective
 from megappo_kernels.ppo_head import CHUNK_BYTES, ppo_head_loss
+from megappo_kernels.rows import Scaling, empty_statistics, logprob_and_entropy, merge_parts
+from megappo_kernels.softmax import update_statistics
 from oracles import kernels as reference
 from quick import cases
 from unit.helpers_kernels import KINDS, Head, Rounding, head, policy_inputs, relative
@@ -237,15 +242,44 @@ def test_gradients_are_handed_out_once() -> None:
         out.loss.backward()
 
 
-def test_an_embedding_that_shares_the_weight_gets_zeros_beside_main_grad() -> None:
-    case = head("random", torch.float32, rows=5, features=8, vocab=50)
-    case.weight.main_grad = torch.zeros(case.weight.shape)  # type: ignore[attr-defined]
-    case.weight.zero_out_wgrad = True  # type: ignore[attr-defined]
-    ppo_head_loss(
-        case.hidden, case.weight, case.labels, policy_inputs(torch.zeros(5), 0), accumulate_main_grad=True
-    ).loss.backward()
-    assert case.weight.grad is not None and (case.weight.grad == 0).all()
-    assert case.weight.main_grad.abs().sum() > 0  # type: ignore[attr-defined]
+class LargestAllocation(TorchDispatchMode):
+    """Bytes of the largest tensor that came to be while it was active."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in given:
+                self.bytes = max(self.bytes, x.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize("is_embedding", [False, True])
+def test_backward_into_main_grad_allocates_no_second_weight(is_embedding: bool) -> None:
+    """What is large is the gradient of an embedding that shares the weight, which Megatron's hook adds to main_grad."""
+    case = head("random", torch.float32, rows=5, features=8, vocab=4000)
+    weight: Any = case.weight
+    weight.main_grad = torch.zeros(weight.shape)
+    seen: list[Tensor | None] = []
+    node = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    node.register_hook(lambda *_: seen.append(weight.grad))  # where Megatron's hook is, under any wrapper
+    inputs = policy_inputs(torch.zeros(5), 0)
+    loss = ppo_head_loss(case.hidden, weight, case.labels, inputs, accumulate_main_grad=True).loss
+    if is_embedding:
+        weight.zero_out_wgrad = True
+        loss = loss + embedding(torch.tensor([7]), weight).sum()
+    before = weight.main_grad.clone()
+    with LargestAllocation() as largest:
+        loss.backward()
+    (placeholder,) = seen
+    assert placeholder is not None and placeholder.shape == weight.shape
+    assert torch.equal(weight.main_grad, before) and before.abs().sum() > 0
+    if is_embedding:
+        assert torch.equal(placeholder.nonzero()[:, 0].unique(), torch.tensor([7]))
+    else:
+        assert not placeholder.any() and 0 < largest.bytes < weight.nbytes / 100
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -356,6 +390,24 @@ def test_forward_never_holds_the_logits() -> None:
         linear_logprob(case.hidden, case.weight, case.labels)
     largest_bytes = max(event.self_cpu_memory_usage for event in profiled.events())
     assert 0 < largest_bytes <= 4 * 64 * 1024 < 0.02 * 4 * 64 * 60_000
+
+
+def test_parts_of_a_vocabulary_merge_into_the_whole() -> None:
+    """Far apart, of several sizes, and one of padding alone."""
+    g = torch.Generator().manual_seed(0)
+    logits = 30 * torch.randn(9, 20, generator=g, dtype=torch.float64)
+    labels = torch.randint(0, 20, (9,), generator=g)
+    parts = []
+    for first, last in ((0, 3), (3, 19), (19, 20), (20, 20)):
+        parts.append(empty_statistics(9, logits))
+        if last > first:
+            update_statistics(
+                parts[-1], logits[:, first:last].clone(), labels - first, Scaling(1.0, None), entropy=True, triton=False
+            )
+    logprob, entropy = logprob_and_entropy(merge_parts(torch.stack(parts)), entropy=True)
+    true_logprob, true_entropy = reference.logits_logprob(logits, labels)
+    torch.testing.assert_close(logprob, true_logprob)
+    torch.testing.assert_close(entropy, true_entropy)
 
 
 def test_a_group_of_one_is_none() -> None:

@@ -5,6 +5,7 @@ import math
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from megappo.config.schema import LoggingSettings
 from megappo.megatron.roles import Update
 from megappo.observe.metric_docs import METRICS
 from megappo.observe.metrics import MetricsLog, read_metrics
@@ -20,12 +20,12 @@ from megappo.ppo.updates import step_metrics
 from megappo_kernels.losses import ppo_value_loss
 from unit.helpers_kernels import token_loss
 
-FILES_ONLY = LoggingSettings(tensorboard=False)
+FILES_ONLY: dict[str, Any] = {"tensorboard": False}
 ROOT = Path(__file__).parents[2]
 
 
 def test_a_line_has_the_step_first_and_sorted_names(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path / "run", FILES_ONLY, "r", {})
+    log = MetricsLog(tmp_path / "run", "r", {}, **FILES_ONLY)
     log.log(3, {"b": 2.0, "a": 1.0})
     # Flushed: readable before the end of the run.
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 3, "a": 1.0, "b": 2.0}\n'
@@ -34,7 +34,7 @@ def test_a_line_has_the_step_first_and_sorted_names(tmp_path: Path) -> None:
 
 
 def test_nonfinite_values_stay_valid_json_and_come_back(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path, FILES_ONLY, "r", {})
+    log = MetricsLog(tmp_path, "r", {}, **FILES_ONLY)
     log.log(1, {"x": math.nan, "y": math.inf, "z": -math.inf})
     log.log_samples(1, [{"score": math.nan, "response": "\ud800 \u2028 é"}])
     log.close()
@@ -58,7 +58,7 @@ def metrics(draw: DrawFn) -> dict[str, float]:
 @given(st.lists(metrics(), max_size=5))
 def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, steps: list[dict[str, float]]) -> None:
     directory = tmp_path_factory.mktemp("run")
-    log = MetricsLog(directory, FILES_ONLY, "r", {})
+    log = MetricsLog(directory, "r", {}, **FILES_ONLY)
     for step, numbers in enumerate(steps, start=1):
         log.log(step, numbers)
     log.close()
@@ -70,14 +70,14 @@ def test_a_killed_run_is_readable_and_can_be_continued(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "a": 1.0}\n{"step": 2, "a')
     assert read_metrics(path) == [{"step": 1, "a": 1.0}]
-    log = MetricsLog(tmp_path, FILES_ONLY, "r", {})
+    log = MetricsLog(tmp_path, "r", {}, **FILES_ONLY)
     log.log(2, {"a": 2.0})
     log.close()
     assert read_metrics(path) == [{"step": 1, "a": 1.0}, {"step": 2, "a": 2.0}]
 
 
 def test_a_resumed_run_forgets_later_steps(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path, FILES_ONLY, "r", {})
+    log = MetricsLog(tmp_path, "r", {}, **FILES_ONLY)
     for step in range(5):
         log.log(step, {"a": math.nan})
         log.log_samples(step, [{"response": f"\ud800 \u2028 \r\n {step}"}] * 2)
@@ -86,7 +86,7 @@ def test_a_resumed_run_forgets_later_steps(tmp_path: Path) -> None:
     log.close()
     with (tmp_path / "samples.jsonl").open("a") as file:
         file.write('{"step": 5, "respo')  # killed while writing
-    log = MetricsLog(tmp_path, FILES_ONLY, "r", {})
+    log = MetricsLog(tmp_path, "r", {}, **FILES_ONLY)
     log.truncate_after(2)
     # At once, to the byte, with nothing left beside it.
     kept = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -104,7 +104,7 @@ def test_a_resumed_run_forgets_later_steps(tmp_path: Path) -> None:
 
 
 def test_a_truncation_that_fails_leaves_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = MetricsLog(tmp_path, FILES_ONLY, "r", {})
+    log = MetricsLog(tmp_path, "r", {}, **FILES_ONLY)
     log.log(1, {"a": 1.0})
     log.log(2, {"a": 2.0})
     before = (tmp_path / "metrics.jsonl").read_bytes()
@@ -128,7 +128,7 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
 def test_tensorboard_holds_the_numbers(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
-    log = MetricsLog(tmp_path, LoggingSettings(), "r", {})
+    log = MetricsLog(tmp_path, "r", {})
     log.log(1, {"reward/mean": 0.25})
     log.log(2, {"reward/mean": 0.5})
     log.close()
@@ -140,11 +140,11 @@ def test_tensorboard_holds_the_numbers(tmp_path: Path) -> None:
 def test_tensorboard_forgets_later_steps_of_a_resumed_run(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    log = MetricsLog(tmp_path, LoggingSettings(), "r", {})
+    log = MetricsLog(tmp_path, "r", {})
     for step in range(1, 5):
         log.log(step, {"reward/mean": 0.25})
     log.close()
-    log = MetricsLog(tmp_path, LoggingSettings(), "r", {})
+    log = MetricsLog(tmp_path, "r", {})
     log.truncate_after(2)
     log.log(3, {"reward/mean": 0.5})
     log.close()
@@ -156,7 +156,7 @@ def test_tensorboard_forgets_later_steps_of_a_resumed_run(tmp_path: Path) -> Non
 def test_missing_wandb_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match=r"logging\.wandb_project is 'p', but wandb .* 'megappo\[wandb\]'"):
-        MetricsLog(tmp_path, LoggingSettings(tensorboard=False, wandb_project="p"), "r", {})
+        MetricsLog(tmp_path, "r", {}, tensorboard=False, wandb_project="p")
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
@@ -175,7 +175,7 @@ def test_wandb_gets_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             calls.append(("finish", None))
 
     monkeypatch.setitem(sys.modules, "wandb", FakeWandb())
-    log = MetricsLog(tmp_path, LoggingSettings(tensorboard=False, wandb_project="p"), "r", {})
+    log = MetricsLog(tmp_path, "r", {}, tensorboard=False, wandb_project="p")
     log.log(1, {"a": 1.0})
     log.close()
     assert calls == [("init", "p"), ("log", (1, {"a": 1.0})), ("finish", None)]

@@ -145,7 +145,7 @@ def sequences_told(policy_loss: Any, device: str) -> Tensor | None:
     rows_N, ones_N = torch.ones(5, dtype=torch.int64, device=device), torch.ones(5)
     fields_N = dict.fromkeys(("mask", "old_logprob", "advantages"), ones_N)
     segments = packed_segments((5,), torch.device("cpu"))
-    batch = PackedBatch((4, 7), (2, 3), rows_N[None], rows_N[None], segments, rows_N, rows_N, fields_N, False)
+    batch = PackedBatch((4, 7), (2, 3), rows_N[None], segments, rows_N, rows_N, fields_N, False)
     asked, weights = Asked(), LossWeights("token-mean", tokens=5, sequences=2, norm_tokens=8)
     PolicyTask(PolicyObjective(policy_loss=policy_loss), weights).expect(asked, batch)
     assert asked.target is not None
@@ -218,8 +218,16 @@ def one_tensor(*, rewards: Tensor) -> Tensor:
     return rewards
 
 
+def three(*, rewards: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return rewards, rewards, rewards
+
+
 def scores(*, rewards: Tensor) -> tuple[Tensor, Tensor]:
-    return rewards.sum(-1), rewards.sum(-1)
+    return rewards.sum(-1), rewards
+
+
+def sums(*, rewards: Tensor) -> tuple[Tensor, Tensor]:
+    return rewards, rewards.sum(-1)
 
 
 def with_critic(*, rewards: Tensor, values: Tensor, half: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -247,7 +255,9 @@ UNUSABLE: list[tuple[tuple[str, ...], list[str]]] = [
     ((*NO_CRITIC, f"algorithm.estimator={ME}:of_other_shapes"), ["algorithm.estimator", ": it failed (RuntimeError: "]),
     ((*NO_CRITIC, f"algorithm.estimator={ME}:of_no_function"), ["TypeError: 'Tensor' object is not callable); fix"]),
     ((*NO_CRITIC, f"algorithm.estimator={ME}:one_tensor"), ["returned Tensor, must be (advantages, returns)"]),
+    ((*NO_CRITIC, f"algorithm.estimator={ME}:three"), ["returned tuple, must be (advantages, returns)"]),
     ((*NO_CRITIC, f"algorithm.estimator={ME}:scores"), ["advantages has shape (2,), must be the mask's (2, 3)"]),
+    ((*NO_CRITIC, f"algorithm.estimator={ME}:sums"), ["returns has shape (2,), must be the mask's (2, 3)"]),
     ((*NO_CRITIC, f"algorithm.estimator={ME}:with_critic"), ["needs a critic", "add the section critic"]),
     ((f"algorithm.estimator={ME}:of_groups",), ["critic is given but", "has none", "critic=null"]),
     (

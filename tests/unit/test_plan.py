@@ -465,6 +465,9 @@ def test_fewest_ranks() -> None:
     assert ranks() == 8
     assert ranks("critic.layout.tensor_parallel=2", "actor.layout.tensor_parallel=4") == 4
     assert ranks("critic.layout.pipeline_parallel=3") == 24
+    sixes = "critic.layout={tensor_parallel: 2, pipeline_parallel: 3}"
+    assert ranks("actor.layout.tensor_parallel=4", sixes) == 12  # a multiple of both
+    assert ranks("actor.layout={tensor_parallel: 4, ranks: 4}", sixes) == 6  # the actor has its four
     assert ranks("critic.layout.first_rank=8", "actor.layout.ranks=8") == 16
     assert ranks("critic.layout.first_rank=4", "actor.layout.ranks=8", "critic.layout.tensor_parallel=2") == 8
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -46,12 +47,13 @@ def attention(e: int, fused: bool, qk_norm: bool, kernel: bool) -> list[int]:
 
 
 def mlp(model: ArchitectureConfig, e: int) -> list[int]:
-    """Gate and up as one, silu(gate), up, product; of experts also the input and the weighted product."""
+    """Gate and up as one, silu(gate), up, product; of experts no up of its own, but input and weighted product."""
     wide = [2 * F * e, F * e, F * e, F * e]
     if not model.experts:
         return wide
-    router = [FLOAT, FLOAT, 2] * model.experts + [FLOAT, FLOAT, 8, 8] * model.experts_per_token
-    return router + [H * e, *wide, F * e] * model.experts_per_token
+    router = [FLOAT] * model.experts + [FLOAT, 8] * model.experts_per_token
+    places = [FLOAT, 8, 8, 8, 8, 8]  # weight and its cell; where the row goes and came from, twice
+    return router + [*places, H * e, *wide] * model.experts_per_token
 
 
 @pytest.mark.parametrize(
@@ -63,11 +65,13 @@ def test_what_a_layer_keeps_of_a_token(model: Any, e: int, qk_norm: bool, sequen
     setup = role(model, tp=TP, dtype_bytes=e, sequence_parallel=sequence_parallel)
     share = TP if sequence_parallel else 1
     norms = 2 * sum([*norm(e, fused), H * e])  # and their outputs
-    rotary = sum([D * e] * 4)  # cosine and sine, for queries and for keys
     for recompute, kernel in (("none", True), ("selective", False)):
         divided = sum(attention(e, fused, qk_norm, kernel) + mlp(model, e))
         found = layer_bytes_per_token(setup, recompute=recompute, fused_norms=fused)
-        assert found == pytest.approx(norms / share + rotary + divided / TP, rel=1e-12)
+        assert found == pytest.approx(norms / share + divided / TP, rel=1e-12)
+    parts = dataclasses.replace(setup, recompute_modules=("moe",) if model.experts else ("mlp",))
+    found = layer_bytes_per_token(parts, recompute="selective", fused_norms=fused)
+    assert found == pytest.approx(norms / share + sum(attention(e, fused, qk_norm, True)) / TP, rel=1e-12)
     found = layer_bytes_per_token(setup, recompute="full", fused_norms=fused)
     assert found == pytest.approx(H * e / share, rel=1e-12)
 
@@ -93,13 +97,24 @@ def test_layers_in_flight_by_hand(pp: int, vpp: int, stage: int, microbatches: i
     ("recompute", "cuda", "sharing"), [("none", True, TP), ("selective", False, 1), ("full", True, 1)]
 )
 def test_what_a_stage_keeps(recompute: str, cuda: bool, sharing: int) -> None:
-    """77 tokens of two microbatches on the first stage, of one on the last, which has the final norm as well."""
+    """77 tokens of two microbatches on the first stage, of one on the last, which has the final norm as well; each
+    microbatch brings the cosine and sine of its positions."""
     setup = role(tp=TP, recompute=recompute, sequence_parallel=sharing > 1)
     of = {name: layer_bytes_per_token(setup, recompute=name, fused_norms=cuda) for name in (recompute, "none")}
     whole = of["none"] if recompute == "full" else 0.0  # one layer, while its backward runs
-    assert kept_bytes(setup, 0, work(on_cuda=cuda)) == pytest.approx(77 * (2 * 3 * of[recompute] + whole), rel=1e-12)
-    last = 77 * (3 * of[recompute] + whole + sum(norm(2, cuda)) / sharing)
+    rotary = sum([D * 2] * 2)
+    assert kept_bytes(setup, 0, work(on_cuda=cuda)) == pytest.approx(
+        77 * (2 * (3 * of[recompute] + rotary) + whole), rel=1e-12
+    )
+    last = 77 * (3 * of[recompute] + rotary + whole + sum(norm(2, cuda)) / sharing)
     assert kept_bytes(setup, 1, work(on_cuda=cuda)) == pytest.approx(last, rel=1e-12)
+
+
+def test_a_recomputed_mlp_is_whole_for_one_layer() -> None:
+    setup = role(recompute="selective", recompute_modules=("mlp",))
+    dropped, whole = (layer_bytes_per_token(setup, recompute=name, fused_norms=True) for name in ("selective", "none"))
+    expected = 77 * (2 * (3 * dropped + 4 * D) + whole - dropped)
+    assert kept_bytes(setup, 0, work()) == pytest.approx(expected, rel=1e-12)
 
 
 def test_what_a_small_minibatch_keeps() -> None:
@@ -107,7 +122,7 @@ def test_what_a_small_minibatch_keeps() -> None:
     setup = role(minibatch_sequences=5)
     assert setup.microbatch_tokens(30) == 60 and role().microbatch_tokens(30) == 77
     per_token = layer_bytes_per_token(setup, recompute="none", fused_norms=True)
-    assert kept_bytes(setup, 0, work()) == pytest.approx(60 * 3 * per_token, rel=1e-12)
+    assert kept_bytes(setup, 0, work()) == pytest.approx(60 * (3 * per_token + 4 * D), rel=1e-12)
 
 
 @pytest.mark.parametrize("e", [2, 4])
@@ -139,9 +154,11 @@ def test_a_large_output_layer_is_cut_into_pieces(cuda: bool, chunk: int, rows: i
 @pytest.mark.parametrize("e", [2, 4])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_what_a_layer_needs_while_it_runs(e: int, sequence_parallel: bool) -> None:
-    """SwiGLU's tensors between two residual streams; of experts also what is sent, received and sorted."""
-    routed = odd.PER_TOKEN * sum([*mlp(arch(), e), F * e, *[H * e] * 4])
-    for model, inner, widest in ((arch(), sum(mlp(arch(), e)), 2 * F // 3), (with_experts(), routed, 2 * F)):
+    """SwiGLU's tensors between two residual streams; of experts also what is sent, received and sorted, and a product
+    in float32."""
+    routed = odd.PER_TOKEN * sum([*mlp(arch(), e), *([F * FLOAT] if e == 2 else []), *[H * e] * 4])
+    of_experts = odd.EXPERTS * 2 * F
+    for model, inner, widest in ((arch(), sum(mlp(arch(), e)), 2 * F // 3), (with_experts(), routed, of_experts)):
         given: dict[str, Any] = {"dtype_bytes": e, "sequence_parallel": sequence_parallel}
         setup = role(model, **given)
         passing = 77 * (inner / 3 + 2 * H * e) + (77 * H * e if sequence_parallel else 0)
@@ -157,5 +174,6 @@ def test_the_largest_weight() -> None:
     assert [small.largest_weight(stage) for stage in range(3)] == [100 * H, 2 * F // 3 * H, 100 * H]
     critic = role(arch(vocab_size=300), pp=3, padded_vocab=300, name="critic")
     assert [critic.largest_weight(stage) for stage in range(3)] == [100 * H, 2 * F // 3 * H, 2 * F // 3 * H]
-    experts = role(with_experts(), pp=3)  # whole, however many ranks share them out
-    assert [experts.largest_weight(stage) for stage in range(3)] == [2 * F * H] * 3
+    for ep in (1, 6):  # each whole, all of a rank in one
+        experts = role(with_experts(), pp=3, ep=ep)
+        assert [experts.largest_weight(stage) for stage in range(3)] == [odd.EXPERTS // ep * 2 * F * H] * 3

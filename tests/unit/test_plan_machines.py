@@ -106,8 +106,8 @@ def test_the_machine_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
         words = f"a share of {cores} cores and 10 GB"
         assert found == dataclasses.replace(expected, memory_bytes=10e9, words=words)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=150 * 10**9))
+    monkeypatch.setattr(torch.cuda, "get_device_name", ["NVIDIA H200"].__getitem__)  # of device 0, the only one
+    monkeypatch.setattr(torch.cuda, "get_device_properties", [SimpleNamespace(total_memory=150 * 10**9)].__getitem__)
     expected = dataclasses.replace(MACHINES["h200"], memory_bytes=150e9, words="NVIDIA H200, 150 GB")
     assert this_machine() == expected
 

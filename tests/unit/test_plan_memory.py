@@ -69,7 +69,7 @@ def test_what_stays_of_a_role(e: int, state: int, cuda: bool, distributed: bool)
     assert (found.role, found.stage, found.parameters) == ("actor", 1, shared + experts)
     assert (found.weights, found.gradients) == (e * found.parameters, 4 * found.parameters)
     assert found.optimizer == state * here
-    assert found.optimizer_step == 4 * (here if cuda else 2 * F * H)
+    assert found.optimizer_step == 4 * (here if cuda else 2 * 2 * F * H)  # of two experts in one
     running = [
         kept_bytes(setup, 1, where),
         *(part(setup, 1, where, train=True) for part in (head_bytes, transient_bytes)),
@@ -156,8 +156,9 @@ def test_memory_of_a_server(sleeps: bool, colocated: bool, cuda: bool, context: 
     assert found.weights == 2 * server_weights(model, 2)
     assert found.kv_cache == 10**5 * 2 * 2 * LAYERS * 1.5 * D
     assert found.workspace == 2 * 4 * 21 * 10**7 + context
-    assert found.syncing == found.weights + found.kv_cache + context
-    assert found.idle == (context if sleeps else found.syncing)
+    awake = found.weights + found.kv_cache + context
+    assert found.syncing == (found.weights + context if sleeps else awake)
+    assert found.idle == (context if sleeps else awake)
     few = servers(static_bytes=0.0, max_total_tokens=41)
     assert server_memory(model, few, work()).workspace == 2 * 4 * (41 / (PROMPT + RESPONSE / 2)) * 10**7 + CONTEXT_BYTES
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from pydantic import TypeAdapter
 
 from megappo.cli import main
 from megappo.config import load_config
+from megappo.engines.sglang import ServerSpec
 from megappo.plan.inputs import Models
 from megappo.plan.machines import ASSUMED, MACHINES
 from megappo.plan.planner import Plan, make_plan, read_models
@@ -84,6 +86,37 @@ def test_colocated_servers_sleep() -> None:
     assert buckets == asleep.sync == pytest.approx((2 + 1 / 8) * 2 * 151936 * 4096)  # the embedding is above a bucket
 
 
+@pytest.mark.parametrize(
+    ("path", "machine", "gpus"),
+    [
+        ("qwen3_235b_a22b_16node_dapo_math", "h200", 128),
+        ("qwen3_30b_a3b_4node_math", "h100", 32),
+        ("qwen3_8b_8gpu_math", "h100", 8),
+    ],
+)
+def test_servers_hold_what_is_planned_whatever_is_free_when_they_start(path: str, machine: str, gpus: int) -> None:
+    """SGLang holds as many tokens as it is told, or fewer where their keys and values are more than what is free before
+    it loads the weights, times its mem_fraction_static, less the weights (its kv_cache_configurator.py)."""
+    config = load_config(ROOT / f"configs/{path}.yaml")
+    found = read_models(config, ROOT / "configs" / "models").models
+    device = MACHINES[machine].memory_bytes
+    folder = ROOT / "configs" / "models" / Path(config.model.path).name
+    spec = ServerSpec.of(config, folder, (1,), on_cuda=True, device_bytes=device)
+    asked = replace(spec, devices=tuple(range(config.rollout.servers.tensor_parallel))).arguments(1, "key")
+    tp, share = config.rollout.servers.tensor_parallel, config.rollout.servers.memory_fraction
+    weights, of_token = 2 * server_weights(found.actor, tp), token_bytes(found.actor, tp, 2)
+    assert asked["max-total-tokens"] == int((share * device - weights) / of_token) > 4 * config.max_sequence_tokens
+
+    def held(free: float) -> int:
+        return min(asked["max-total-tokens"], int((asked["mem-fraction-static"] * free - weights) / of_token))
+
+    planned = make_plan(config, found, MACHINES[machine], gpus)
+    assert planned.fits
+    trainers = max(sum(role.resident for role in ranks.roles) for ranks in planned.ranks)
+    assert held(device - trainers) == held(device) == asked["max-total-tokens"]
+    assert share * (device - trainers) - weights < 0.7 * asked["max-total-tokens"] * of_token  # were it a share of that
+
+
 def test_servers_on_a_cpu_share_the_machine_with_all_ranks() -> None:
     """Two servers of two ranks beside eight trainers: each of these counts for half a server rank."""
     found = plan(engines=2, tensor_parallel=2, machine="cpu").fullest.engine
@@ -146,6 +179,16 @@ def test_a_decoding_step_by_hand() -> None:
     prompts = samples * (prompt * layers + 2 * 151936 * 4096)
     arithmetic = prompts / (MACHINES["h200"].bfloat16_flops * ASSUMED.compute_share)
     assert seconds(found, "rollout") == pytest.approx(decoding + arithmetic, rel=1e-6)
+
+
+def test_deterministic_inference_takes_longer_on_gpus() -> None:
+    """By default only what `when_stopped: keep` needs is paid for."""
+    fast = seconds(plan(memory_fraction=0.3), "rollout")
+    slow = pytest.approx(ASSUMED.deterministic_slowdown * fast)
+    assert seconds(plan(memory_fraction=0.3, deterministic="true"), "rollout") == slow != fast
+    assert seconds(plan("rollout.when_stopped=keep", memory_fraction=0.3), "rollout") == slow
+    on_cpu = [seconds(plan(machine="cpu", deterministic=choice), "rollout") for choice in ("true", "false", "null")]
+    assert len(set(on_cpu)) == 1
 
 
 def test_the_nearest_fit_lowers_the_servers_share() -> None:

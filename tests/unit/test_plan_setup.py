@@ -86,7 +86,7 @@ def test_servers_of_settings() -> None:
     words = ["rollout.sglang={tensor_parallel: 2, memory_fraction: 0.25, max_inflight_sequences: 10}"]
     expected = Servers(
         count=4, tensor_parallel=2, colocated=True, shares_machine=False, sleeps=True, ahead=False, static_bytes=25e9,
-        max_total_tokens=None, most_sequences=80,
+        max_total_tokens=None, deterministic=False, most_sequences=80,
     )  # fmt: skip
 
     def find(*more: str, on_cuda: bool = True) -> Servers | None:
@@ -97,13 +97,15 @@ def test_servers_of_settings() -> None:
     on_cpu = find(on_cuda=False)
     assert on_cpu is not None
     assert on_cpu == dataclasses.replace(
-        expected, count=on_cpu.count, shares_machine=True, sleeps=False, static_bytes=0.0, max_total_tokens=65536
-    )
+        expected, count=on_cpu.count, shares_machine=True, sleeps=False, static_bytes=0.0, max_total_tokens=65536,
+        deterministic=True,
+    )  # fmt: skip
     assert find("rollout.sglang.sleep=false") == dataclasses.replace(expected, sleeps=False)
     assert find("rollout.sglang.max_total_tokens=5000") == dataclasses.replace(expected, max_total_tokens=5000)
     elsewhere = find("rollout.sglang.placement=disaggregated", "rollout.sglang.engines=3")
     assert elsewhere == dataclasses.replace(expected, count=3, colocated=False, sleeps=False) and elsewhere.beside
     urls = ("rollout.sglang.placement=disaggregated", "rollout.sglang.urls=[http://a:1, http://b:1]")
+    assert find("rollout.when_stopped=keep") == dataclasses.replace(expected, deterministic=True)
     running = find(*urls, on_cuda=False)
     assert running is not None and not running.shares_machine and running.beside and running.count == 2
     ahead = find("rollout.ahead=1", "algorithm.old_logprob=corrected")

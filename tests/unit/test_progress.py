@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,15 +14,10 @@ import pytest
 import torch
 
 from megappo.config import load_config
-from megappo.config.engine import SGLangSettings
-from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
-from megappo.engines.sglang.dispatch import Round
-from megappo.engines.transformers_engine import TransformersEngine
 from megappo.megatron.roles import Update
 from megappo.observe.console import LiveView, PlainView
 from megappo.observe.progress import PROGRESS, SAMPLES, StageProgress
 from megappo.ppo import updates
-from megappo.runtime.interrupts import NeverStop
 from megappo.types import Samples
 
 
@@ -122,40 +116,6 @@ def test_the_live_view_shows_the_counts(monkeypatch: pytest.MonkeyPatch) -> None
     view.close()
 
 
-def test_the_embedded_engine_counts_samples_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine: Any = object.__new__(TransformersEngine)
-    engine._complete, engine._asleep, engine._batch_sequences, engine._stop = True, False, 2, NeverStop()
-    seen: list[str] = []
-
-    def batch(requests: list[GenerateRequest], params: SamplingParams) -> list[Completion]:
-        seen.append(PROGRESS.text())
-        return [Completion((1, 2, 3), (0.0, 0.0, 0.0), False, 1) for _ in requests]
-
-    monkeypatch.setattr(engine, "_generate_batch", batch)
-    requests = [SimpleNamespace(token_ids=(1,) * n) for n in (3, 1, 2)]
-    PROGRESS.enter("rollout")
-    engine.generate(requests, None)
-    seen.append(PROGRESS.text())
-    PROGRESS.leave()
-    assert [text.split(": ")[1].split(" samples")[0] for text in seen] == ["0 of 3", "2 of 3", "3 of 3"]
-    assert "tokens/s" in seen[2]
-
-
-def test_servers_count_samples_and_tokens() -> None:
-    params = SamplingParams(temperature=1.0, max_new_tokens=4, stop_token_ids=(), greedy=False)
-    requests = {n: GenerateRequest((1, 2), seed=n, prompt_id=n) for n in range(4)}
-    PROGRESS.enter("rollout")
-    sent = Round([], requests, params, 1, SGLangSettings())
-    assert "0 of 4 samples" in PROGRESS.text()
-    assert not sent.result().completions  # nobody is there to ask
-    answered: Any = Future()
-    answered.set_result([Completion((1, 2, 3), (0.0, 0.0, 0.0), False, 1)] * 3)
-    lane: Any = SimpleNamespace(calls={answered: [0, 1, 2]}, sequences=3, last_answer=0.0)
-    sent._take(lane, answered)
-    assert "3 of 4 samples of this rank" in PROGRESS.text() and "tokens/s" in PROGRESS.text()
-    PROGRESS.leave()
-
-
 def test_updates_count_minibatches(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(Path(__file__).parent / "config_base.yaml", ["actor.minibatch_sequences=4", "actor.epochs=2"])
     minibatches = updates.draw_minibatches(config.actor, 10, seed=1)
@@ -169,7 +129,10 @@ def test_updates_count_minibatches(monkeypatch: pytest.MonkeyPatch) -> None:
 
     samples = Samples(torch.arange(10), (torch.ones(5, dtype=torch.int64),) * 10, torch.full((10,), 3))
     batch: Any = SimpleNamespace(minibatches=minibatches, samples=samples, update=update)
-    batch.with_fields, batch.role = lambda fields: batch, SimpleNamespace(runtime=SimpleNamespace(device="cpu"))
+    batch.with_fields, batch.role = (
+        lambda fields: batch,
+        SimpleNamespace(runtime=SimpleNamespace(device="cpu"), settle_weights=lambda: None),
+    )
     monkeypatch.setattr(updates, "all_gather_varying", lambda local: [local])
     fields = {"mask": torch.ones(10, 3, dtype=torch.bool)}
     PROGRESS.enter("update_actor")

@@ -14,6 +14,7 @@ from megappo.config.model_files import read_architecture
 from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
 from megappo.engines.transformers_engine import TransformersEngine
 from megappo.errors import Interrupted
+from megappo.observe.progress import PROGRESS
 from megappo.ppo.sampling import finish_rollout, request_samples, sample_seed
 from megappo.runtime.interrupts import Stop
 from megappo.types import Prompt, Prompts
@@ -60,6 +61,19 @@ def test_special_tokens_are_shown_and_counted() -> None:
     assert rollouts.responses == ("3",) * 4
     assert rollouts.raw_responses == ("3<eos>", "<pad>3", "<pad><pad>3<eos>", "3<eos><pad>")
     assert rollouts.special_tokens_B.tolist() == [0, 1, 2, 2]
+
+
+def test_samples_and_tokens_are_counted(folder: Path, model) -> None:  # type: ignore[no-untyped-def]
+    engine = make_engine(folder, batch=2)
+    engine.update_weights(model.named_parameters(), 1)
+    seen: list[str] = []
+    engine.on_tokens = lambda: seen.append(PROGRESS.text())
+    PROGRESS.enter("rollout")
+    engine.generate(requests(3), SamplingParams(temperature=1.0, max_new_tokens=1, stop_token_ids=()))
+    seen.append(PROGRESS.text())
+    PROGRESS.leave()
+    assert [text.split(": ")[1].split(" samples")[0] for text in seen] == ["0 of 3", "2 of 3", "3 of 3"]
+    assert "tokens/s" in seen[2]
 
 
 PARAMS = SamplingParams(temperature=0.7, max_new_tokens=9, stop_token_ids=(1, 17))

@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,25 @@ from transformers import PretrainedConfig
 from megappo.config.engine import SGLangSettings
 from megappo.config.load import load_config
 from megappo.config.rules import engine_rules, server_rules
+from megappo.engines.registry import find_engine
+from megappo.engines.sglang import fleet
+from megappo.engines.sglang.client import Endpoint
 from megappo.engines.sglang.server import ServerSpec
+from megappo.engines.sglang.sync import ServerSync, SyncRun
 from megappo.errors import RunError
 from megappo.families.architecture import ArchitectureConfig, ModelShape
 from megappo.families.blocks import Attention, Experts, GatedMlp, QueryKeyNorms, QueryKeyValueBiases
 from megappo.families.declaration import Block, Family
 from megappo.families.parameters import model_parameters, tensor_shapes
+from megappo.plan.cache import PlannedCache
 from megappo.reshard.fingerprint import EngineShape, Fingerprints, differing
-from megappo.runtime import sglang_cpu
+from megappo.reshard.stream import Bucket
+from megappo.runtime import nccl, sglang_cpu
+from megappo.runtime.process import Runtime
 
 ROOT = Path(__file__).parents[2]
+TINY = ROOT / "configs" / "models" / "tiny_arithmetic"
+CACHE = PlannedCache(9000, 100)
 
 
 def arch(*blocks: Block, **changes: Any) -> ArchitectureConfig:
@@ -88,6 +98,32 @@ def test_experts_of_several_buckets_make_one_fingerprint(tp: int) -> None:
         down = torch.stack([whole[f"{prefix}.{e}.down_proj.weight"].chunk(tp, dim=1)[rank] for e in range(4)])
         assert found[rank, f"{prefix}.w13_weight"] == checksum(torch.cat([gate, up], dim=1))
         assert found[rank, f"{prefix}.w2_weight"] == checksum(down)
+
+
+def test_threads_of_a_sync_work_on_the_device_of_their_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fingerprints on a GPU move tensors to the thread's current device, which would be device 0 of every rank."""
+    devices: dict[int, int] = {}
+    worked: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: devices.update({threading.get_ident(): device}))
+
+    both = threading.Barrier(2, timeout=60)  # the load and the fingerprints wait for each other, so these are two
+
+    class Watched:
+        def load(self, bucket: Bucket, flat_bytes: Tensor) -> None:
+            worked.append(threading.get_ident())
+            both.wait()
+
+        def close(self) -> None: ...
+
+    transport, nothing = Watched(), Bucket(0, (), ())
+    monkeypatch.setattr(Fingerprints, "of_bucket", lambda *_: transport.load(nothing, torch.empty(0)))
+    run = SyncRun([ServerSync(Endpoint(0, "", "", 0), transport)], EngineShape(arch(), 1), 60.0, verify=True)
+    run.load(nothing, torch.empty(0))
+    run.settle()
+    assert len(set(worked)) == 2 and threading.get_ident() not in worked
+    assert [devices[thread] for thread in worked] == [3, 3]
 
 
 def test_differences_are_named() -> None:
@@ -167,17 +203,117 @@ def test_a_server_gets_no_variables_of_torchrun_and_no_key_on_its_command_line(
     for name in ("RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "SGLANG_USE_CPU_ENGINE"):
         monkeypatch.setenv(name, "1")
     settings = SGLangSettings(tensor_parallel=2, arguments={"chunked-prefill-size": 64})
-    spec = ServerSpec(tmp_path, "float32", settings, (1, 5), False, tmp_path, cores=(0, 1, 2, 3))
+    spec = ServerSpec(tmp_path, "float32", settings, (1, 5), False, tmp_path, CACHE, cores=(0, 1, 2, 3))
     environment = spec.environment(tmp_path)
     assert not {"RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "SGLANG_USE_CPU_ENGINE"} & environment.keys()
     assert environment["SGLANG_CPU_OMP_THREADS_BIND"] == "0,1|2,3"
     arguments = spec.arguments(1234, "secret")
     assert arguments["api-key"] == "secret" and arguments["chunked-prefill-size"] == 64
     assert arguments["json-model-override-args"] == '{"eos_token_id": [1, 5], "quantization_config": null}'
-    on_gpu = ServerSpec(tmp_path, "bfloat16", settings, (1,), False, tmp_path, devices=(2, 3), memory_saver=True)
+    on_gpu = replace(spec, devices=(2, 3), memory_saver=True)
     assert on_gpu.environment(tmp_path)["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert on_gpu.arguments(1, "k")["enable-memory-saver"] is True
     assert "device" not in on_gpu.arguments(1, "k")
+    # Ranks of a server that draw for themselves must be told what was drawn; seeds make that needless.
+    assert on_gpu.environment(tmp_path)["SYNC_TOKEN_IDS_ACROSS_TP"] == "1"
+    for same in (replace(on_gpu, deterministic=True), replace(on_gpu, settings=SGLangSettings())):
+        assert "SYNC_TOKEN_IDS_ACROSS_TP" not in same.environment(tmp_path)
+
+
+@pytest.fixture
+def one_gpu_per_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of four GPUs, of which `srun --gpus-per-task=1` shows each task one; this is the last one."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runtime: Runtime, **settings: Any) -> list[dict[str, str]]:
+    """The variables of the servers that this rank of a run starts."""
+    found: list[dict[str, str]] = []
+    monkeypatch.setattr(fleet, "of_all_ranks", lambda value: [value] * runtime.world_size)
+    monkeypatch.setattr(Runtime, "release_cached_memory", lambda self: None)
+    monkeypatch.setattr(fleet, "agreed", lambda work, _caught: work())
+    monkeypatch.setattr(fleet, "start_server", lambda spec, *_: found.append(spec.environment(tmp_path)))
+    fleet.Fleet(ServerSpec(tmp_path, "bfloat16", SGLangSettings(**settings), (1,), False, tmp_path, CACHE), runtime)
+    return found
+
+
+@pytest.mark.usefixtures("one_gpu_per_task")
+def test_a_server_gets_the_one_gpu_that_its_rank_sees(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whatever number the GPU has on the machine: for this rank it is number 0 of those in its own variable."""
+    last = Runtime(rank=3, world_size=4, local_rank=3, device=torch.device("cuda", 0))
+    assert [found["CUDA_VISIBLE_DEVICES"] for found in started(monkeypatch, tmp_path, last)] == ["3"]
+    config = load_config(ROOT / "configs/sglang_quickstart.yaml")
+    find_engine(config.rollout)
+    for given, words in (
+        (
+            "{tensor_parallel: 2}",
+            "tensor_parallel is 2, but each rank sees one GPU alone, .*; set it to 1, or let each",
+        ),
+        ("{placement: disaggregated}", "is disaggregated, but each rank sees one GPU alone, .*; set it to colocated"),
+    ):
+        rollout = load_config(ROOT / "configs/sglang_quickstart.yaml", [f"rollout.sglang={given}"]).rollout
+        with pytest.raises(RunError, match=words):
+            find_engine(rollout)
+
+
+def test_servers_stand_on_gpus_that_there_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where a rank sees all of the machine's GPUs, or some of them by names."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    third = Runtime(rank=2, world_size=4, local_rank=2, device=torch.device("cuda", 2))
+    found = started(monkeypatch, tmp_path, third, tensor_parallel=2)
+    assert [variables["CUDA_VISIBLE_DEVICES"] for variables in found] == ["2,3"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c,GPU-d")
+    assert started(monkeypatch, tmp_path, third)[0]["CUDA_VISIBLE_DEVICES"] == "GPU-c"
+    first = Runtime(rank=0, world_size=2, local_rank=0, device=torch.device("cuda", 0))
+    apart: dict[str, Any] = {"placement": "disaggregated", "engines": 2}
+    assert [f["CUDA_VISIBLE_DEVICES"] for f in started(monkeypatch, tmp_path, first, **apart)] == ["GPU-c"]
+    with pytest.raises(RunError, match="server 0 would stand on the GPUs 2 to 5, but a rank sees 4 here"):
+        started(monkeypatch, tmp_path, first, tensor_parallel=4, **apart)
+
+
+@pytest.mark.parametrize("given", [{}, {"NCCL_NVLS_ENABLE": "1"}])
+def test_trainers_and_servers_get_the_same_settings_of_nccl(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: dict[str, str]
+) -> None:
+    """Where the user says nothing, what SGLang would set; what the user says holds for both."""
+    for name in nccl.SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    spec = ServerSpec(tmp_path, "float32", SGLangSettings(), (1,), False, tmp_path, CACHE)
+    server = spec.environment(tmp_path)
+    assert {name: server[name] for name in nccl.SETTINGS} == nccl.SETTINGS | given
+    trainer = dict(os.environ)
+    nccl.share_settings(trainer)
+    assert {name: trainer[name] for name in nccl.SETTINGS} == nccl.SETTINGS | given
+    told = json.loads(spec.arguments(1, "k")["extra-metric-labels"])
+    assert nccl.read_labels(told) == nccl.own_stack(trainer)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "on_cpu", "on_gpu"),
+    [
+        ([], True, False),
+        (["rollout.when_stopped=keep"], True, True),
+        (["rollout.sglang.deterministic=true"], True, True),
+        (["rollout.sglang.deterministic=false"], False, False),
+    ],
+)
+def test_seeds_count_where_they_cost_little_or_are_needed(overrides: list[str], on_cpu: bool, on_gpu: bool) -> None:
+    """SGLang makes a tensor of seeds with deterministic inference only, which samples in torch; else it has its own
+    way to sample."""
+    config = load_config(ROOT / "configs/sglang_quickstart.yaml", overrides)
+    for on_cuda, expected in ((False, on_cpu), (True, on_gpu)):
+        spec = ServerSpec.of(config, TINY, (1,), on_cuda=on_cuda, device_bytes=80e9 * on_cuda)
+        arguments = replace(spec, devices=(0,) if on_cuda else ()).arguments(1, "k")
+        assert arguments.get("enable-deterministic-inference", False) is expected
+        assert arguments.get("sampling-backend") == ("pytorch" if expected else None)
 
 
 def test_a_server_that_sleeps_gets_no_expandable_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,11 +322,18 @@ def test_a_server_that_sleeps_gets_no_expandable_segments(tmp_path: Path, monkey
     names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     for name in names:
         monkeypatch.setenv(name, ours)
-    awake = ServerSpec(tmp_path, "bfloat16", SGLangSettings(), (1,), False, tmp_path, devices=(0,))
+    awake = ServerSpec(tmp_path, "bfloat16", SGLangSettings(), (1,), False, tmp_path, CACHE, devices=(0,))
     asleep = replace(awake, memory_saver=True)
     for name in names:
         assert awake.environment(tmp_path)[name] == os.environ[name] == ours
         assert asleep.environment(tmp_path)[name] == "max_split_size_mb:128,roundup_power2_divisions:[256:1,>:4]"
+
+
+def test_servers_elsewhere_have_as_many_tokens_as_they_have() -> None:
+    words = ["rollout.sglang={placement: disaggregated, urls: ['http://a:1'], memory_fraction: 0.1}"]
+    config = load_config(ROOT / "configs/sglang_quickstart.yaml", words)
+    spec = ServerSpec.of(config, TINY, (1,), on_cuda=True, device_bytes=1e6)
+    assert spec.cache == PlannedCache(None, config.max_sequence_tokens)
 
 
 SHAPE = ModelShape("llama", 64, 2, 4, 2, 16, 256, 16, 32, False)

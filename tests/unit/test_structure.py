@@ -88,11 +88,13 @@ def test_a_clock_that_jumps_decides_nothing() -> None:
 
 
 def test_what_many_use_has_one_home() -> None:
-    """The nearest word, the wait with a deadline, and the way to a person at the terminal; `guard` runs alone."""
+    """The nearest word, the wait with a deadline, the way to a person at the terminal, and process groups, which all
+    need a timeout; `guard` runs alone."""
     homes = {
         r"^import difflib|^from difflib": {"errors.py"},
         r"\btime\.sleep\(": {"runtime/waiting.py", "engines/sglang/guard.py"},
         r"\bprint\(.*sys\.stderr": {"cli.py", "runtime/torchrun.py", "observe/messages.py"},
+        r"\b(new_group|init_process_group)\(": {"runtime/groups.py"},
         r"\.all_gather_object\(|\.broadcast_object_list\(": {"runtime/objects.py"},
     }
     for pattern, files in homes.items():
@@ -118,7 +120,7 @@ def function_lines(path: Path) -> Iterator[tuple[str, int]]:
     """Functions and how long they are, but for kernels in Triton's language, which cannot call what is not inlined."""
     nodes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     for node in nodes:
-        if "triton.jit" not in map(ast.unparse, node.decorator_list):
+        if not any(ast.unparse(decorator).startswith("triton.jit") for decorator in node.decorator_list):
             yield node.name, (node.end_lineno or 0) - node.lineno + 1
 
 
@@ -131,6 +133,55 @@ def test_the_step_fits_a_screen() -> None:
     tree = ast.parse((ROOT / "megappo" / "ppo" / "trainer.py").read_text())
     step = next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "ppo_step")
     assert (step.end_lineno or 0) - step.lineno < 60
+
+
+def kept_private() -> set[str]:
+    """Names that our code gives to what it keeps to itself: functions, classes, attributes and constants."""
+    nodes = [node for path in SOURCES for node in ast.walk(ast.parse(path.read_text()))]
+    names = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    names |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    names |= {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
+    of_named_tuples = {"_replace", "_asdict", "_make", "_fields"}  # which Python documents
+    return {name for name in names if re.match(r"_[^_]", name)} - of_named_tuples
+
+
+PRIVATE = kept_private()
+
+
+def private_members(source: str) -> set[str]:
+    """What a file uses of it, by attribute, import, name in a string, or patch."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls", "super()"):
+            found.add(node.attr)
+        elif isinstance(node, ast.ImportFrom):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Call) and re.search(r"(attr|item|patch\.object)$", ast.unparse(node.func)):
+            found |= {str(given.value) for given in node.args[1:2] if isinstance(given, ast.Constant)}
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"megappo(_kernels)?(\.\w+)+", str(node.value)):
+            found |= {*str(node.value).split(".")}
+    return found & PRIVATE
+
+
+def test_tests_observe_what_everybody_can() -> None:
+    """They and the benchmarks reach into nothing private of ours, so that they hold on to what users have."""
+    for path in [*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
+        assert not private_members(path.read_text()), path
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "engine._complete = True",
+        "from megappo.rewards.workers import _Job",
+        "monkeypatch.setattr(engine, '_generate_batch', batch)",
+        "patch.object(engine, '_generate_batch', batch)",
+        "monkeypatch.setattr('megappo.rewards.workers._DIED', '')",
+    ],
+)
+def test_a_private_member_is_seen(line: str) -> None:
+    assert private_members(line)
+    assert not private_members("self._complete = cls._complete = other.__class__; os._exit(1); super()._complete()")
 
 
 def test_upstream_is_reached_through_megatron_core_only() -> None:

@@ -20,7 +20,10 @@ def compose(a1, b1, c1, d1, e1, a2, b2, c2, d2, e2):
     return a2 * a1, a2 * b1 + b2, c2 * c1, c2 * d1 + d2 * a1, c2 * e1 + d2 * b1 + e2
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["length"],
+    do_not_specialize_on_alignment=["rewards", "values", "mask", "bootstrap", "advantages", "starts"],
+)
 def gae_kernel(
     rewards,
     values,

@@ -45,7 +45,7 @@ def load_valid(pointer, offsets, valid):
     return pointer if pointer is None else tl.load(pointer + offsets, mask=valid, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["mask"])
 def objective_kernel(
     numbers,
     mask,
@@ -81,6 +81,12 @@ def objective_kernel(
             tl.store(place, tl.sum(x, 0))
 
 
+def aligned(x: Tensor) -> Tensor:
+    """Contiguous and at 16 bytes, copied where it is not: pointers in a tuple cannot be exempt from specialisation."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
 def compiled_settings(settings: Any) -> Any:
     """The settings of an objective with its functions in Triton's language."""
     return type(settings)(*(in_triton(x) if callable(x) else x for x in settings))
@@ -105,7 +111,7 @@ def launch_objective(
     programs = max(1, triton.cdiv(like.numel(), BLOCK))
     partials = torch.zeros(programs, 1 + 2 * len(objective.metrics), dtype=torch.float32, device=like.device)
     objective_kernel[(programs,)](
-        tuple(x if x is None else x.contiguous() for x in numbers.values()),
+        tuple(x if x is None else aligned(x) for x in numbers.values()),
         mask.contiguous().view(torch.uint8),
         slopes,
         partials,

@@ -38,7 +38,10 @@ def soft_cap(z, cap):
     return cap * tl.where(tl.abs(x) < 0.05, small, tl.where(x < 0, -large, large))
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["stats_stride"],
+    do_not_specialize_on_alignment=["labels", "inverse_temperatures", "stats"],
+)
 def statistics_kernel(
     logits,
     row_stride,
@@ -90,7 +93,10 @@ def statistics_kernel(
     tl.store(stats + 3 * stats_stride + row, t)
 
 
-@triton.jit
+_PER_ROW = ["labels", "inverse_temperatures", "max_row", "sum_row", "weighted_row", "grad_logprob", "grad_entropy"]
+
+
+@triton.jit(do_not_specialize_on_alignment=_PER_ROW)
 def gradient_kernel(
     logits,
     row_stride,

@@ -10,7 +10,7 @@ from torch import Tensor
 BLOCK, WARPS = 4096, 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["values", "mask"])
 def whiten_kernel(values, mask, partials, n, BLOCK: tl.constexpr):
     """Count, mean and sum of squared deviations of a block into `partials` (programs, 3)."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -253,7 +253,8 @@ class Round:
 
 
 def _sampling(request: GenerateRequest, params: SamplingParams) -> dict[str, Any]:
-    """SGLang's parameters. The seed counts with deterministic inference, together with the position of each token."""
+    """SGLang's parameters. The seed counts with deterministic inference only, together with the position of each token:
+    without it SGLang makes no tensor of seeds, and draws from a generator of the server's."""
     chosen: dict[str, Any] = {
         "temperature": params.temperature,
         "max_new_tokens": params.max_new_tokens,

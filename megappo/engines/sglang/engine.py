@@ -17,10 +17,10 @@ from torch import Tensor
 from megappo.config import Config
 from megappo.config.engine import SGLangSettings
 from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
-from megappo.engines.sglang.client import Endpoint, ServerFailure, call
+from megappo.engines.sglang.client import Endpoint, ServerFailure
 from megappo.engines.sglang.dispatch import Round
 from megappo.engines.sglang.fleet import Fleet, Started
-from megappo.engines.sglang.server import EngineError, ServerSpec
+from megappo.engines.sglang.server import CACHES, WEIGHTS, EngineError, Server, ServerSpec
 from megappo.engines.sglang.sync import ServerSync, SyncRun, SyncSeconds
 from megappo.engines.sglang.transport import (
     BroadcastTransport,
@@ -34,6 +34,7 @@ from megappo.engines.sglang.transport import (
 from megappo.observe.messages import tell
 from megappo.reshard.fingerprint import EngineShape
 from megappo.reshard.stream import WeightStream
+from megappo.runtime.device import device_bytes
 from megappo.runtime.interrupts import NeverStop, Stop
 from megappo.runtime.objects import from_rank, of_all_ranks
 from megappo.runtime.process import Runtime
@@ -158,19 +159,20 @@ class SGLangEngine:
         """See `Engine.update_weights`; takes the stream's buckets. Raises SyncError where a server cannot be brought
         to hold them."""
         self._weights, self._version = named_tensors, version
-        self._wake()
         self.current = set()
         self._bring_up_to_date()
+        self._asleep = False
 
     def _bring_up_to_date(self) -> None:
         """Start what is dead, give weights to what has none, until every server holds this version."""
         problems: dict[int, str] = {}
         for _ in range(self.settings.sync_attempts):
+            self._give_back()
             self._revive()
             stale = [e for e in self._endpoints if e.index not in self.current]
             if not stale:
                 return
-            problems = self._sync(stale)
+            problems = self._renew(stale)
             self.current |= {e.index for e in stale}
             self._note_failures(problems)
             if not problems:
@@ -194,8 +196,26 @@ class SGLangEngine:
         self._endpoints = [(known | fresh)[index] for index in sorted(known | fresh)]
         self._suspects = set()
 
+    def _renew(self, stale: Sequence[Endpoint]) -> dict[int, str]:
+        """One attempt to bring servers to this version; what went wrong, by server, the same on every rank.
+
+        On the trainers' GPUs keys and values get their memory last, when buckets need none any more.
+        """
+        if not self.fleet.can_sleep:
+            return self._sync(stale)
+
+        def make_ready(server: Server) -> None:
+            server.release(CACHES)  # one that has just started
+            server.resume(WEIGHTS)
+
+        problems = self._each_own(stale, make_ready)
+        problems |= self._sync([endpoint for endpoint in stale if endpoint.index not in problems])
+        self._give_back()
+        synced = [endpoint for endpoint in stale if endpoint.index not in problems]
+        return problems | self._each_own(synced, lambda server: server.resume(CACHES))
+
     def _sync(self, stale: Sequence[Endpoint]) -> dict[int, str]:
-        """One attempt to bring servers to this version; what went wrong, by server, the same on every rank."""
+        """Send the weights; what went wrong, by server, the same on every rank."""
         weights = self._weights
         assert weights is not None
         buffers, shared = self._make_buffers(weights)
@@ -295,25 +315,26 @@ class SGLangEngine:
     def sleep(self) -> None:
         """See `ServedEngine.sleep`: colocated servers on GPUs, where the trainer can use their memory."""
         if self.fleet.can_sleep and not self._asleep:
-            self._control("/release_memory_occupation")
+            self._note_failures(self._each_own(self._endpoints, lambda server: server.release((*WEIGHTS, *CACHES))))
             self._asleep = True
             self.current = set()
 
-    def _wake(self) -> None:
-        """Take the memory back; the weights are lost."""
-        if self._asleep:
-            self._control("/resume_memory_occupation")
-            self._asleep = False
+    def _give_back(self) -> None:
+        """Every rank gives back what torch's allocator keeps, before servers on the trainers' GPUs want it."""
+        if self.fleet.can_sleep:
+            self._runtime.release_cached_memory()
+            of_all_ranks(None)  # a server may stand on the GPUs of several ranks
 
-    def _control(self, path: str) -> None:
-        """Tell this rank's servers; one that does not obey is dealt with by the next sync."""
-        failed = set()
-        for endpoint in self.fleet.own_endpoints():
-            try:
-                call(endpoint, path, {}, timeout_seconds=self.settings.sync_timeout_seconds)
-            except ServerFailure:
-                failed.add(endpoint.index)
-        self._suspects |= {index for indices in of_all_ranks(failed) for index in indices}
+    def _each_own(self, endpoints: Sequence[Endpoint], action: Callable[[Server], None]) -> dict[int, str]:
+        """Do something with those of these servers that this rank started; what went wrong on all ranks, by server."""
+        failed = {}
+        for endpoint in endpoints:
+            if endpoint.index in self.fleet.servers:
+                try:
+                    action(self.fleet.servers[endpoint.index])
+                except ServerFailure as failure:
+                    failed[endpoint.index] = str(failure)
+        return {index: reason for found in of_all_ranks(failed) for index, reason in found.items()}
 
     def close(self) -> None:
         """End the servers of this rank and everything they made."""
@@ -329,6 +350,5 @@ def served_engine(
     *, config: Config, folder: Path, stop_token_ids: tuple[int, ...], runtime: Runtime, stop: Stop
 ) -> SGLangEngine:
     """See `EngineFactory`; starts the servers."""
-    sleep = config.rollout.servers_sleep(on_cuda=runtime.on_cuda)
-    spec = ServerSpec.of(config, folder, stop_token_ids, memory_saver=sleep)
+    spec = ServerSpec.of(config, folder, stop_token_ids, on_cuda=runtime.on_cuda, device_bytes=device_bytes())
     return SGLangEngine(Fleet(spec, runtime), config.rollout.servers, runtime, stop)

@@ -10,8 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megappo.engines.sglang.client import Endpoint, ServerFailure, is_alive
+from megappo.engines.sglang.gpus import server_gpus
+from megappo.engines.sglang.inspection import check_room, check_stack, what_it_says
 from megappo.engines.sglang.server import EngineError, Server, ServerSpec, start_server
-from megappo.runtime.objects import of_all_ranks
+from megappo.errors import RunError
+from megappo.runtime.objects import agreed, of_all_ranks
 from megappo.runtime.process import Runtime
 from megappo.runtime.waiting import wait_until
 
@@ -35,6 +38,7 @@ class Fleet:
     def __init__(self, spec: ServerSpec, runtime: Runtime) -> None:
         """Start this rank's servers without waiting for them; a collective of the world."""
         self._spec, self._settings, self._runtime = spec, spec.settings, runtime
+        runtime.release_cached_memory()
         hosts = of_all_ranks((socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text()))
         self.one_host = len(set(hosts)) == 1
         """Whether all ranks can share memory."""
@@ -46,9 +50,10 @@ class Fleet:
         self.servers: dict[int, Server] = {}
         self._starts = dict.fromkeys(self._mine, 0)
         self._restarts = dict.fromkeys(self._mine, 0)
-        if not self._external:
-            for index in self._mine:
-                self._start(index)
+        self._specs = agreed(lambda: {i: self._placed(i) for i in self._mine if not self._external}, (RunError,))
+        """Of own servers, also when they are started again."""
+        for index in self._specs:
+            self._start(index)
 
     @property
     def can_sleep(self) -> bool:
@@ -66,18 +71,13 @@ class Fleet:
 
     def _start(self, index: int) -> None:
         self._starts[index] += 1
-        self.servers[index] = start_server(self._placed(index), index, self._runtime.rank, self._starts[index])
+        self.servers[index] = start_server(self._specs[index], index, self._runtime.rank, self._starts[index])
 
     def _placed(self, index: int) -> ServerSpec:
         """The specification with this server's devices or cores."""
-        tp = self._settings.tensor_parallel
         if self._runtime.on_cuda:
-            first = self._settings.first_device
-            if self._settings.placement == "colocated":
-                start = (first or 0) + self._runtime.local_rank
-            else:
-                start = (self._ranks_here if first is None else first) + index * tp
-            return replace(self._spec, devices=tuple(range(start, start + tp)), seed=index)
+            gpus = server_gpus(self._settings, index, self._runtime.device.index, self._ranks_here)
+            return replace(self._spec, devices=gpus, seed=index)
         cores = sorted(os.sched_getaffinity(0))
         share = max(1, len(cores) // self._count)
         own = cores[index * share : (index + 1) * share] or cores
@@ -107,20 +107,29 @@ class Fleet:
 
     def _await_first(self, index: int) -> Started:
         if self._external:
-            return Started((self._await_external(index),))
+            return self._taken_in(self._await_external(index))
         try:
             self.servers[index].wait_ready()
         except ServerFailure:
             # Another program may have taken the port in the meantime; a real fault shows the second time.
             return self._restart(index)
-        return Started((self.servers[index].endpoint,))
+        return self._taken_in(self.servers[index].endpoint)
+
+    def _taken_in(self, endpoint: Endpoint, restarts: int = 0) -> Started:
+        """A server that has just come up, looked at once."""
+        said = what_it_says(endpoint, self._settings.health_timeout_seconds)
+        check_room(endpoint.name, said, self._spec.cache)
+        if self._external:
+            check_stack(endpoint.name, said, by_nccl=self._runtime.on_cuda)
+        return Started((endpoint,), restarts)
 
     def _recover(self, index: int) -> Started:
-        """A server that still answers is given weights again; one that does not is replaced."""
+        """A server that still answers is given weights again; one that does not is replaced, and one that failed when
+        part of its memory was given away, as nothing can be asked of it."""
         if self._external:
-            return Started((self._await_external(index),))
+            return self._taken_in(self._await_external(index))
         server = self.servers[index]
-        if server.running and is_alive(server.endpoint, self._settings.health_timeout_seconds):
+        if server.running and not server.released and is_alive(server.endpoint, self._settings.health_timeout_seconds):
             self._starts[index] += 1  # a broadcast group with it may be broken: never used again
             server.endpoint = replace(server.endpoint, starts=self._starts[index])
             return Started((server.endpoint,))
@@ -137,7 +146,7 @@ class Fleet:
         self.servers[index].stop()
         self._start(index)
         self.servers[index].wait_ready()
-        return Started((self.servers[index].endpoint,), restarts=1)
+        return self._taken_in(self.servers[index].endpoint, restarts=1)
 
     def _await_external(self, index: int) -> Endpoint:
         """Wait until a server that somebody else starts answers."""
@@ -151,10 +160,6 @@ class Fleet:
                 f"{patience:g}; start it, or check its key in {KEY_VARIABLE}"
             )
         return endpoint
-
-    def own_endpoints(self) -> list[Endpoint]:
-        """Addresses of the servers that this rank started."""
-        return [server.endpoint for server in self.servers.values()]
 
     def close(self) -> None:
         """End this rank's servers, all at once."""

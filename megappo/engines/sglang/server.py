@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,15 +21,25 @@ from typing import Any
 import megappo
 from megappo.config import Config
 from megappo.config.engine import SGLangSettings
+from megappo.config.model_files import load_architecture
 from megappo.engines.sglang.client import Endpoint, ServerFailure, call
+from megappo.engines.sglang.gpus import visible_devices
 from megappo.engines.sglang.guard import ServerProcesses, clean_up
 from megappo.errors import RunError
+from megappo.plan.cache import PlannedCache, server_cache
+from megappo.runtime.nccl import own_stack, share_settings
 from megappo.runtime.sglang_cpu import ENTRY_POINTS, PLATFORM_NAME
 from megappo.runtime.store import free_port
 from megappo.runtime.waiting import wait_until
 
 STOP_SECONDS = 20.0
+_SHARE_OF_FREE_MEMORY = 0.99
+"""SGLang's mem_fraction_static: of what is free when a server starts. It is a second limit on keys and values beside
+their number of tokens, which we choose, and must not be the lower one."""
 _FREEZE_SECONDS = 30.0
+_IDLE_SECONDS = 10
+WEIGHTS, CACHES = ("weights",), ("kv_cache", "cuda_graph")
+"""Parts of a server's memory by SGLang's names; it needs the second ones to generate only."""
 _SCRUBBED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR")
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _SCRUBBED_PREFIXES = ("TORCHELASTIC_", "ROLE_", "GROUP_", "MASTER_", "TORCH_NCCL_", "SGLANG_", "TRITON_INTERPRET")
@@ -48,17 +59,27 @@ class ServerSpec:
     stop_token_ids: tuple[int, ...]
     trust_remote_code: bool
     log_directory: Path
+    cache: PlannedCache
     devices: tuple[int, ...] = ()
-    """GPUs by their number on this machine; none on a CPU."""
+    """GPUs by their number among those that this process sees; none on a CPU."""
     cores: tuple[int, ...] = ()
     """CPU cores that it may use, on a machine without CUDA."""
     memory_saver: bool = False
     """Whether it can give its memory away."""
+    deterministic: bool = False
+    """Whether a response follows from its prompt and seed."""
     seed: int = 0
 
     @classmethod
-    def of(cls, config: Config, folder: Path, stop_token_ids: tuple[int, ...], *, memory_saver: bool) -> ServerSpec:
-        """What a configuration asks for, before a server has its place."""
+    def of(
+        cls, config: Config, folder: Path, stop_token_ids: tuple[int, ...], *, on_cuda: bool, device_bytes: float = 0.0
+    ) -> ServerSpec:
+        """What a configuration asks for, before a server has its place. Raises ConfigError as `server_cache` does.
+
+        `device_bytes`: memory of a GPU; servers that somebody else starts have others.
+        """
+        own_bytes = 0.0 if config.rollout.servers.urls else device_bytes
+        arch = load_architecture(folder, config.model)
         return cls(
             model_folder=folder.absolute(),
             dtype=config.model.dtype,
@@ -66,7 +87,9 @@ class ServerSpec:
             stop_token_ids=stop_token_ids,
             trust_remote_code=config.model.trust_remote_code,
             log_directory=config.run.path.absolute() / "engines",
-            memory_saver=memory_saver,
+            cache=server_cache(config, arch, on_cuda=on_cuda, device_bytes=own_bytes),
+            memory_saver=config.rollout.servers_sleep(on_cuda=on_cuda),
+            deterministic=config.rollout.servers_are_deterministic(on_cuda=on_cuda),
         )
 
     def arguments(self, port: int, key: str) -> dict[str, Any]:
@@ -82,21 +105,21 @@ class ServerSpec:
             "random-seed": self.seed,
             "skip-tokenizer-init": True,  # tokens in, tokens out
             "skip-server-warmup": True,
-            "sampling-backend": "pytorch",
             "log-level": "warning",
+            "extra-metric-labels": json.dumps(own_stack(os.environ).labels()),  # whom it can form a group with
             # The actor's weights are plain, however those of its folder are stored.
             "json-model-override-args": json.dumps(
                 {"eos_token_id": list(self.stop_token_ids) or None, "quantization_config": None}
             ),
         }
-        if self.settings.deterministic:
-            found["enable-deterministic-inference"] = True
+        if self.deterministic:
+            found |= {"enable-deterministic-inference": True, "sampling-backend": "pytorch"}  # no other takes seeds
         if self.trust_remote_code:
             found["trust-remote-code"] = True
-        if (tokens := self.settings.held_tokens(on_cuda=bool(self.devices))) is not None:
-            found["max-total-tokens"] = tokens
+        if self.cache.tokens is not None:
+            found["max-total-tokens"] = self.cache.tokens
         if self.devices:
-            found["mem-fraction-static"] = self.settings.memory_fraction
+            found["mem-fraction-static"] = _SHARE_OF_FREE_MEMORY
             if self.memory_saver:
                 found["enable-memory-saver"] = True
         else:
@@ -112,13 +135,18 @@ class ServerSpec:
         }
         if self.memory_saver:
             kept |= {name: _without_expandable_segments(kept[name]) for name in _ALLOCATOR_VARIABLES if name in kept}
+        share_settings(kept)
         path = [str(Path(megappo.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         kept["TMPDIR"] = str(scratch)  # SGLang leaves its sockets there
         # Its ranks, all on this machine, meet at a file: torch's store would listen on every interface.
         kept["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch}/ranks"
         kept["SGLANG_HEALTH_CHECK_TIMEOUT"] = str(max(1, int(self.settings.health_timeout_seconds)))
+        if self.settings.tensor_parallel > 1 and not self.deterministic:
+            kept["SYNC_TOKEN_IDS_ACROSS_TP"] = "1"  # ranks that drew other tokens would wait for each other for ever
         if self.devices:
-            kept["CUDA_VISIBLE_DEVICES"] = _visible(self.devices, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+            # The trainers beside the ranks of a server may leave them unequal room.
+            kept["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
+            kept["CUDA_VISIBLE_DEVICES"] = visible_devices(self.devices, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
         else:
             path.insert(0, str(_advertise_platform(scratch)))
             ranks = self.settings.tensor_parallel
@@ -137,12 +165,6 @@ class ServerSpec:
 def _without_expandable_segments(options: str) -> str:
     """torch's allocator options without the one that torch_memory_saver, which gives memory away, refuses."""
     return ",".join(option for option in options.split(",") if option.split(":")[0].strip() != "expandable_segments")
-
-
-def _visible(devices: tuple[int, ...], ours: str) -> str:
-    """The devices in CUDA's words, where this process sees some of the machine's only."""
-    names = ours.split(",") if ours else []
-    return ",".join(names[d] if d < len(names) else str(d) for d in devices)
 
 
 def _advertise_platform(scratch: Path) -> Path:
@@ -171,6 +193,24 @@ class Server:
     deadline: float
     settings: SGLangSettings
     stopped: bool = field(default=False)
+    released: set[str] = field(default_factory=set)
+    """Parts whose memory it has given away; while there is one, it must not generate, not even for its health."""
+
+    def release(self, parts: Iterable[str]) -> None:
+        """Give the memory of `parts` away once it is idle. Raises ServerFailure, and is to be replaced then."""
+        if wanted := sorted(set(parts) - self.released):
+            self._ask(f"/flush_cache?timeout={_IDLE_SECONDS}", {})  # waits: a release while it is busy kills it
+            self.released |= set(wanted)
+            self._ask("/release_memory_occupation", {"tags": wanted})
+
+    def resume(self, parts: Iterable[str]) -> None:
+        """Take the memory of `parts` back; what was in it is lost. Raises as `release`."""
+        if wanted := sorted(set(parts) & self.released):
+            self._ask("/resume_memory_occupation", {"tags": wanted})
+            self.released -= set(wanted)
+
+    def _ask(self, path: str, body: dict[str, Any]) -> None:
+        call(self.endpoint, path, body, timeout_seconds=self.settings.sync_timeout_seconds)
 
     def wait_ready(self) -> None:
         """Wait until it answers. Raises ServerFailure with the end of its log where it ends or hangs instead."""

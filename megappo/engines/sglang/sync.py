@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +20,7 @@ from megappo.engines.sglang.transport import Transport
 from megappo.errors import first_of
 from megappo.reshard.fingerprint import EngineShape, Fingerprints, differing
 from megappo.reshard.stream import Bucket
+from megappo.runtime.device import thread_pool
 
 
 @dataclass
@@ -71,7 +72,7 @@ class SyncRun:
 
     def __post_init__(self) -> None:
         self._fingerprints = Fingerprints(self.shape)
-        self._pool = ThreadPoolExecutor(2 * len(self.servers) + 1, thread_name_prefix="megappo-sync")
+        self._pool = thread_pool(2 * len(self.servers) + 1, "megappo-sync")
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:

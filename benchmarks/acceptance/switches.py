@@ -1,0 +1,136 @@
+"""Settings that change how fast an update is and must not change what it does: each on and off.
+
+A new one is a line of SWITCHES.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from benchmarks.acceptance.ppo_step import Speed, update_speed
+from benchmarks.acceptance.registry import Place
+from benchmarks.acceptance.table import Row, measured, skipped, within
+from benchmarks.acceptance.workload import (
+    ACTOR_ONLY,
+    Size,
+    empty_cache,
+    make_config,
+    model_folder,
+    rollouts,
+    samples,
+    settings,
+    trainer,
+)
+from megappo.errors import ConfigError
+from megappo.ppo.trainer import Trainer
+
+NATS = {"float32": 1e-5, "bfloat16": 0.05}
+"""Bound of the mean gap of log-probabilities before the update."""
+CHANGES = {"float32": 1e-3, "bfloat16": 0.1}
+"""Bound of the relative difference of all changes of weights."""
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A setting, and what it is compared with."""
+
+    name: str
+    on: tuple[str, ...]
+    off: tuple[str, ...] = ()
+    model: str = "0.6B"
+
+
+_OPTIMIZER = "actor.optimizer"
+_SHARDED = (f"{_OPTIMIZER}.distributed=true", f"{_OPTIMIZER}.overlap_grad_reduce=true")
+SWITCHES = (
+    Switch("recompute: full", ("actor.recompute=full",), ("actor.recompute=none",)),
+    Switch("recompute: selective", ("actor.recompute=selective",), ("actor.recompute=none",)),
+    Switch(
+        "recompute: MLPs", ("actor.recompute=selective", "actor.recompute_modules=[mlp]"), ("actor.recompute=none",)
+    ),
+    Switch(
+        "overlap_grad_reduce", (f"{_OPTIMIZER}.overlap_grad_reduce=true",), (f"{_OPTIMIZER}.overlap_grad_reduce=false",)
+    ),
+    Switch(
+        "overlap_param_gather",
+        (*_SHARDED, f"{_OPTIMIZER}.overlap_param_gather=true"),
+        (*_SHARDED, f"{_OPTIMIZER}.overlap_param_gather=false"),
+    ),
+    Switch("optimizer.distributed", ("actor.optimizer.distributed=true",), ("actor.optimizer.distributed=false",)),
+    Switch("one pack, not four", ("actor.microbatch_budget_tokens={all}",), ("actor.microbatch_budget_tokens={part}",)),
+)
+
+
+@dataclass(frozen=True)
+class Side:
+    """What an update did with a switch on or off; tensors in the host's memory."""
+
+    logprob: Tensor
+    changes: list[Tensor]
+    speed: Speed
+
+
+def on_and_off(place: Place) -> Iterator[Row]:
+    """Every switch: the numbers of an update and its seconds."""
+    dtype = "float32" if place.device == "cpu" else "bfloat16"
+    cache: dict[tuple[str, ...], Side] = {}
+    for switch in SWITCHES:
+        try:
+            on, off = _side(place, switch, switch.on, dtype, cache), _side(place, switch, switch.off, dtype, cache)
+        except ConfigError as error:
+            yield skipped(switch.name, "; ".join(error.problems))
+            continue
+        gap = float((on.logprob - off.logprob).abs().mean())
+        yield within(f"{switch.name}: log-probabilities, {dtype}", {"mean gap, nats": gap}, NATS[dtype])
+        squares = sum(float((a - b).square().sum()) for a, b in zip(on.changes, off.changes, strict=True))
+        sizes = sum(float(b.square().sum()) for b in off.changes)
+        yield within(
+            f"{switch.name}: changes of weights, {dtype}", {"changes": (squares / sizes) ** 0.5}, CHANGES[dtype]
+        )
+        yield measured(
+            f"{switch.name}: time", f"on: {on.speed.words(place)}, peak {on.speed.peak_bytes / 1e9:.1f} GB; off: "
+            f"{off.speed.words(place)}, peak {off.speed.peak_bytes / 1e9:.1f} GB; on takes "
+            f"{on.speed.seconds / off.speed.seconds:.2f} of off",
+            on_seconds=on.speed.seconds, off_seconds=off.speed.seconds,
+            on_peak_bytes=on.speed.peak_bytes, off_peak_bytes=off.speed.peak_bytes,
+        )  # fmt: skip
+
+
+def _side(
+    place: Place, switch: Switch, overrides: tuple[str, ...], dtype: str, cache: dict[tuple[str, ...], Side]
+) -> Side:
+    """Update the model once for its numbers, then for the clock; settings that many compare with are run once."""
+    size = Size(8, 8, 24) if place.tiny else Size(32, 256, 768)
+    whole = size.samples * (size.prompt + size.response)
+    names = {"all": whole, "part": whole // 4}
+    # As large as a gradient, so that Adam's step is not the sign of rounding noise.
+    given = [
+        "actor.optimizer.learning_rate=0.001",
+        "actor.optimizer.eps=1.0e-5",
+        f"actor.microbatch_budget_tokens={names['part']}",
+    ]
+    words = [word.replace("{all}", str(names["all"])).replace("{part}", str(names["part"])) for word in overrides]
+    key = (switch.model, *words)
+    if key not in cache:
+        folder = model_folder(place, switch.model)
+        with trainer(make_config(place, settings(place, folder, size, dtype), [*ACTOR_ONLY, *given, *words])) as t:
+            logprob, changes = numbers(t, size, folder)
+            cache[key] = Side(logprob, changes, update_speed(place, t, size, folder, 1 if place.tiny else 3))
+        empty_cache()
+    return cache[key]
+
+
+def numbers(t: Trainer, size: Size, folder: Path) -> tuple[Tensor, list[Tensor]]:
+    """Log-probabilities before an update, and what it changed in each parameter."""
+    rollout, scores_B = rollouts(samples(size, folder, ragged=True))
+    before = t.parts.actor.copy_weights()
+    t.step = 1
+    placed, scored = t.forward(rollout, scores_B)
+    t.update_actor(placed, t.estimate_advantages(scored))
+    after = t.parts.actor.copy_weights()
+    changes = [(a.float() - b.float()) for a, b in zip(after, before, strict=True)]
+    return scored.old_logprob_BR[rollout.response_mask_BR], changes

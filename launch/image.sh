@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# What Dockerfile and megappo.def do inside a CUDA image with compiler, cuDNN and NCCL headers: a Python environment in
+# /opt/venv with everything that is pinned, and megappo from /opt/megappo. Takes an hour or more, nearly all of it Apex and
+# Transformer Engine; MAX_JOBS bounds the compilers that run at once, each of which wants some GB.
+set -euo pipefail
+
+export DEBIAN_FRONTEND=noninteractive PIP_NO_CACHE_DIR=1
+apt-get update
+apt-get install -y --no-install-recommends build-essential ca-certificates git libnuma1 ninja-build python3 python3-dev python3-venv
+rm -rf /var/lib/apt/lists/*
+
+python3 -m venv /opt/venv
+export PATH=/opt/venv/bin:$PATH
+cd /opt/megappo
+pip install --upgrade pip
+pip install -r launch/requirements-sglang.txt
+# The build's own needs, which pip does not install without isolation.
+pip install cmake ninja packaging pybind11 setuptools wheel
+export MAX_JOBS=${MAX_JOBS:-8} TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-"8.0 9.0 10.0 12.0"}
+export APEX_CPP_EXT=1 APEX_CUDA_EXT=1
+pip install --no-build-isolation -r launch/requirements-cuda.txt
+pip install --no-deps .

@@ -1,0 +1,56 @@
+"""What a server says of itself when it is up, compared with what the run needs of it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from megappo.engines.sglang.client import Endpoint, call
+from megappo.engines.sglang.server import EngineError
+from megappo.observe.messages import tell
+from megappo.plan.cache import PlannedCache
+from megappo.runtime.nccl import group_problem, own_stack, read_labels
+
+_LARGEST_PAGE_TOKENS = 256
+"""SGLang holds whole pages of tokens, and leaves the rest of the last one out."""
+
+
+def what_it_says(endpoint: Endpoint, timeout_seconds: float) -> dict[str, Any]:
+    """Its arguments as it understood them, and what it made of its memory. Raises ServerFailure."""
+    return call(endpoint, "/server_info", timeout_seconds=timeout_seconds, method="GET")
+
+
+def check_room(name: str, said: dict[str, Any], cache: PlannedCache) -> None:
+    """Raises EngineError for a server without room for the longest sequence; tells where it is less than planned."""
+    held = said.get("max_total_num_tokens")
+    if held is None:
+        return
+    if held < cache.longest_tokens:
+        raise EngineError(
+            f"{name} has room for the keys and values of {held} tokens, the longest prompt and response are "
+            f"{cache.longest_tokens}; free memory of its GPUs, or lower what the trainers hold there"
+        )
+    if cache.tokens is not None and held < cache.tokens - _LARGEST_PAGE_TOKENS:
+        tell(
+            f"{name} has room for the keys and values of {held} tokens, planned were {cache.tokens}; less was free "
+            "when it started"
+        )
+
+
+def stack_problem(name: str, said: dict[str, Any], *, by_nccl: bool) -> tuple[str | None, bool]:
+    """Why this process should broadcast nothing to a server, None where it may, and whether the server told enough to
+    know."""
+    theirs, ours = read_labels(said.get("extra_metric_labels")), own_stack(os.environ)
+    return (None, False) if theirs is None else (group_problem(name, theirs, ours, by_nccl=by_nccl), True)
+
+
+def check_stack(name: str, said: dict[str, Any], *, by_nccl: bool) -> None:
+    """Raises EngineError for a server with which no group can be formed; tells where it does not say what it has."""
+    problem, is_known = stack_problem(name, said, by_nccl=by_nccl)
+    if problem is not None:
+        raise EngineError(problem)
+    if not is_known:
+        tell(
+            f"{name} does not say its versions of torch and NCCL, as one of `megappo serve` does; it needs those of "
+            f"the trainers, {own_stack(os.environ).versions}"
+        )

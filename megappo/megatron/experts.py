@@ -1,0 +1,72 @@
+"""The experts of a layer as grouped products, in place of Megatron's `SequentialMLP`.
+
+Megatron-Core's experts for machines without Transformer Engine are a list of MLPs that run one after the other, the
+numbers of their rows read on the host. Here they are two stacked weights and two products.
+
+Shape legend: L experts of this rank, R rows that it has for them; H hidden size, F size of an expert.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.nn.functional import grouped_mm, linear  # `grouped_mm`: since torch 2.10
+
+_GROUPED_TYPES = (torch.bfloat16, torch.float32)
+_GROUPED_ROW_BYTES = 16
+
+
+def takes_grouped(dtype: torch.dtype, *widths: int) -> bool:
+    """Whether torch's grouped product, forward and backward, takes matrices whose rows have these widths."""
+    return dtype in _GROUPED_TYPES and all(width * dtype.itemsize % _GROUPED_ROW_BYTES == 0 for width in widths)
+
+
+def expert_products(rows_RI: Tensor, weight_LOI: Tensor, counts_L: Tensor) -> Tensor:
+    """(R, O): each row times the transposed weight of its expert; `counts_L` rows of each stand in the experts' order.
+
+    Where torch has no grouped product for the type or the widths, or there is no row, one product after the other, for
+    which the host reads the counts.
+    """
+    if len(rows_RI) and takes_grouped(rows_RI.dtype, *weight_LOI.shape[1:]):
+        return grouped_mm(rows_RI, weight_LOI.transpose(1, 2), offs=counts_L.cumsum(0, dtype=torch.int32))
+    counts = counts_L.tolist() if len(rows_RI) else [0] * len(weight_LOI)
+    parts = zip(rows_RI.split(counts), weight_LOI.unbind(), strict=True)
+    return torch.cat([linear(part, weight) for part, weight in parts])
+
+
+class GroupedExperts(MegatronModule):
+    """This rank's experts of a layer, each of them whole."""
+
+    def __init__(self, n_experts: int, config: TransformerConfig, **_of_megatron: Any) -> None:
+        """As Megatron's layer calls it; the rest is process groups and, in 0.19, a name."""
+        super().__init__(config=config)
+        hidden, ffn = config.hidden_size, config.moe_ffn_hidden_size
+        assert ffn is not None and not config.add_bias_linear
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        made = partial(torch.empty, dtype=config.params_dtype, device=device)
+        self.weight1 = nn.Parameter(made(n_experts, ffn * (2 if config.gated_linear_unit else 1), hidden))
+        self.weight2 = nn.Parameter(made(n_experts, hidden, ffn))
+
+    def forward(self, rows_RH: Tensor, counts_L: Tensor, weights_R: Tensor) -> tuple[Tensor, None]:
+        """(R, H), and no bias: what the expert of each row makes of it, times the row's weight."""
+        inner = expert_products(rows_RH, self.weight1, counts_L)
+        if self.config.gated_linear_unit:
+            gate, up = inner.chunk(2, dim=-1)
+            inner_RF = self.config.activation_func(gate) * up
+        else:
+            inner_RF = self.config.activation_func(inner)
+        weighted_RF = (inner_RF * weights_R.unsqueeze(-1)).to(inner_RF.dtype)  # the router's weights are float32
+        return expert_products(weighted_RF, self.weight2, counts_L), None
+
+
+def use_grouped_experts(layer: ModuleSpec) -> None:
+    """Put them into the spec of a layer."""
+    mlp = layer.submodules.mlp  # Megatron-Core 0.16 has a spec there, 0.19 a function that builds it
+    submodules = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
+    submodules.experts = GroupedExperts

@@ -1,0 +1,44 @@
+"""Rotary positions of a packed microbatch.
+
+Megatron's own rotation of packed sequences reads the segments' lengths on the host, twice for queries and twice for
+keys of every layer, and computes cosine and sine anew each time. Here they are computed once per microbatch, for the
+positions that the pack brings along.
+Shape legend: t tokens of a packed microbatch, h heads, d channels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megappo.megatron.attention import PackedSegments
+
+
+class PackedRotary(nn.Module):
+    """Stands at GPTModel's `rotary_pos_emb`, with the two methods that GPTModel calls."""
+
+    def __init__(self, inverse_frequencies: Tensor, dtype: torch.dtype) -> None:
+        """`inverse_frequencies`: (d/2,) float32, on the model's device; `dtype`: of the activations."""
+        super().__init__()
+        self.inverse_frequencies, self.dtype = inverse_frequencies, dtype
+
+    def get_rotary_seq_len(
+        self, _context: Any, _decoder: Any, _input: Any, _config: Any, packed_seq_params: PackedSegments
+    ) -> Tensor:
+        """What GPTModel hands to `forward`: not a length but the position of every token, (t,)."""
+        return packed_seq_params.positions
+
+    def forward(self, positions: Tensor, *, packed_seq: bool, cp_group: Any) -> Tensor:
+        """(t,) -> (2, t, 1, d): cosine and sine, in one tensor, as Megatron takes a pair for queries and keys."""
+        angles = torch.outer(positions.float(), self.inverse_frequencies)
+        angles = torch.cat((angles, angles), dim=-1)[:, None]
+        return torch.stack((angles.cos(), angles.sin())).to(self.dtype)
+
+
+def rotate(x: Tensor, _cu_seqlens: Tensor, cosine_sine: Tensor, **_of_context_parallelism: Any) -> Tensor:
+    """Rotate each pair of channels i and i + d/2 of (t, h, d) by its token's angles."""
+    cosine, sine = cosine_sine
+    first, second = x.chunk(2, dim=-1)
+    return x * cosine + torch.cat((-second, first), dim=-1) * sine

@@ -1,0 +1,53 @@
+"""How many tokens' keys and values a server is told to hold, and whether its longest sequence fits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megappo.config import Config, ConfigError
+from megappo.families.architecture import ArchitectureConfig
+from megappo.plan.inputs import Workload, workload
+from megappo.plan.servers import cache_tokens, server_weights, token_bytes
+from megappo.plan.sizes import size_words
+
+
+@dataclass(frozen=True)
+class PlannedCache:
+    """Keys and values of a server."""
+
+    tokens: int | None
+    """Most of them at the same time; None: nobody knows here, as for servers that somebody else starts."""
+    longest_tokens: int
+    """Of the longest sequence that it is asked for; with less it could not serve."""
+
+
+def server_cache(config: Config, arch: ArchitectureConfig, *, on_cuda: bool, device_bytes: float) -> PlannedCache:
+    """The cache of each server of a configuration, the same whenever it starts.
+
+    SGLang would size it by what is free at that moment, which beside trainers is as much as they leave just then.
+    `device_bytes`: memory of its device; 0 on a CPU, and where it is not known. Raises as `check_cache` does.
+    """
+    work = workload(config, 1, on_cuda=on_cuda, device_bytes=device_bytes)
+    return check_cache(arch, work, config.rollout.servers.memory_fraction)
+
+
+def check_cache(arch: ArchitectureConfig, work: Workload, memory_fraction: float) -> PlannedCache:
+    """The cache of each server that does this work. Raises ConfigError where its longest sequence has no room."""
+    servers = work.servers
+    assert servers is not None
+    e, tp = work.engine_dtype_bytes, servers.tensor_parallel
+    tokens = cache_tokens(arch, servers, e)
+    if tokens >= work.cache_tokens:
+        return PlannedCache(int(tokens) if math.isfinite(tokens) else None, work.cache_tokens)
+    if servers.max_total_tokens is not None and servers.max_total_tokens < work.cache_tokens:
+        raise ConfigError(
+            f"rollout.sglang.max_total_tokens {servers.max_total_tokens} is below the longest prompt and response, "
+            f"{work.cache_tokens} tokens; set at least that"
+        )
+    needed = e * server_weights(arch, tp) + work.cache_tokens * token_bytes(arch, tp, e)
+    raise ConfigError(
+        f"rollout.sglang.memory_fraction {memory_fraction:g} gives a server {size_words(servers.static_bytes)} of "
+        f"each device, weights and the longest sequence take {size_words(needed)}; raise it, or "
+        f"rollout.sglang.tensor_parallel {tp}"
+    )

@@ -1,0 +1,155 @@
+"""What Transformer Engine and Apex give a run: whether they can be used, why not, and what they switch on.
+
+Megatron-Core takes both wherever it can import them, and guards against ImportError alone. So what is broken, or not to
+be used, is hidden from it, which `find_accelerations` must do before `megatron.core` is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from packaging.specifiers import SpecifierSet
+
+from megappo.errors import reason
+from megappo.runtime.packages import installed_version
+
+Choice = Literal["auto", "torch"]
+ENGINES = {"0.16": ">=2.9.0a0,<2.12"}
+"""Versions of Transformer Engine that a Megatron-Core was made for, by its own metadata; others set no bound."""
+FUSED_GRADIENTS = "fused_weight_gradient_mlp_cuda"
+"""Apex's extension that Megatron-Core asks for before any layer, Transformer Engine's too, adds up weight gradients."""
+
+
+@dataclass(frozen=True)
+class Library:
+    """One of the two on this machine."""
+
+    name: str
+    version: str | None
+    problem: str | None = None
+    """Why it is not used, as the end of a sentence that its name begins; None: it is."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether it can be imported here and is wanted."""
+        return self.problem is None
+
+    @property
+    def words(self) -> str:
+        """Its name and version."""
+        return f"{self.name} {self.version}" if self.version else self.name
+
+
+@dataclass(frozen=True)
+class Accelerations:
+    """What is used of them."""
+
+    engine: Library = Library("Transformer Engine", None, "was not looked for")
+    apex: Library = Library("Apex", None, "was not looked for")
+    gradients_problem: str | None = "was not looked for"
+    """Why gradients are not added up in Apex's extension; None: they are."""
+
+    def uses_engine_layers(self, dtype: torch.dtype) -> bool:
+        """Whether layers are Transformer Engine's: it attends to packed sequences in 16 bits only."""
+        return self.engine.is_used and dtype == torch.bfloat16
+
+    def switches(self, dtype: torch.dtype) -> dict[str, bool]:
+        """What to set of Megatron-Core's TransformerConfig for a model of this type."""
+        layers = self.uses_engine_layers(dtype)
+        return {
+            "bias_activation_fusion": layers,  # SwiGLU, its bias or none
+            "gradient_accumulation_fusion": self.gradients_problem is None and dtype == torch.bfloat16,
+        }
+
+    @property
+    def adam(self) -> str:
+        """Whose Adam Megatron-Core takes: the first of these that is there."""
+        return next((x.name for x in (self.engine, self.apex) if x.is_used), "torch")
+
+    def sentence(self, dtype: torch.dtype) -> str:
+        """What does what in a model of this type, and why the rest is torch's."""
+        parts, used = [], self.switches(dtype)
+        if self.uses_engine_layers(dtype):
+            parts.append(f"{self.engine.words} (attention, norms, rope, SwiGLU)")
+        elif self.engine.is_used:
+            parts.append(f"torch's layers, as {self.engine.words} attends to packs in bfloat16 only")
+        else:
+            parts.append(f"torch's layers, as {self.engine.words} {self.engine.problem}")
+        if used["gradient_accumulation_fusion"]:
+            parts.append(f"{self.apex.words} adds up weight gradients")
+        elif self.engine.is_used or self.apex.is_used:
+            parts.append(f"torch adds up weight gradients, as {FUSED_GRADIENTS} {self.gradients_problem}")
+        parts.append(f"{self.adam}'s Adam")
+        return "; ".join(parts)
+
+
+@functools.cache
+def find_accelerations(choice: Choice = "auto") -> Accelerations:
+    """What this process can use; whatever it cannot is hidden from imports that come later."""
+    unwanted = None
+    if not torch.cuda.is_available():
+        unwanted = "needs CUDA"
+    elif choice == "torch":
+        unwanted = "is not wanted by model.accelerations"
+    engine = _transformer_engine(unwanted)
+    apex = _apex(unwanted)
+    gradients = apex.problem if not apex.is_used else _import_problem(FUSED_GRADIENTS)
+    if not engine.is_used:
+        _hide("transformer_engine")
+    if not apex.is_used:
+        _hide("apex")
+    if gradients is not None:
+        _hide(FUSED_GRADIENTS)
+    return Accelerations(engine, apex, gradients)
+
+
+def _transformer_engine(unwanted: str | None) -> Library:
+    version = installed_version("transformer-engine")
+    if importlib.util.find_spec("transformer_engine") is None:
+        return Library("Transformer Engine", version, "is not installed")
+    problem = unwanted or _refusal(version) or _import_problem("transformer_engine.pytorch")
+    return Library("Transformer Engine", version, problem)
+
+
+def _refusal(version: str | None) -> str | None:
+    """Why the Megatron-Core that is here cannot use this version."""
+    megatron = installed_version("megatron-core") or ""
+    bounds = ENGINES.get(".".join(megatron.split(".")[:2]))
+    if version is None or bounds is None or SpecifierSet(bounds).contains(version, prereleases=True):
+        return None
+    return f"is none of {bounds}, which Megatron-Core {megatron} was made for; 0.19, on Python 3.12, takes later ones"
+
+
+def _apex(unwanted: str | None) -> Library:
+    spec, version = importlib.util.find_spec("apex"), installed_version("apex")
+    if spec is None:
+        return Library("Apex", version, "is not installed")
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    if not any((folder / "optimizers").is_dir() for folder in folders):
+        return Library("Apex", version, "is another project of that name")
+    return Library("Apex", version, unwanted or _import_problem("apex.optimizers"))
+
+
+def _import_problem(module: str) -> str | None:
+    """Why a module cannot be imported; None: it can, and is."""
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        return "is not installed" if error.name == module else f"cannot be imported ({reason(error)})"
+    except Exception as error:  # noqa: BLE001 - a build for another torch or CUDA raises what it likes
+        return f"cannot be imported ({reason(error)})"
+    return None
+
+
+def _hide(package: str) -> None:
+    """Let every later import of a package raise ImportError, as if it were not installed."""
+    for name in [n for n in sys.modules if n.startswith(f"{package}.")]:
+        del sys.modules[name]
+    sys.modules[package] = None  # type: ignore[assignment]

@@ -1,0 +1,41 @@
+"""On a GPU: packed attention in bfloat16 is that of float32, within bfloat16's rounding."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import megappo.megatron  # noqa: F401
+from megappo.megatron.attention import attend_pack, packed_segments, takes_packs
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+
+LENGTHS = (130, 1, 517, 64)
+
+
+@pytest.mark.parametrize(("window", "groups", "width"), itertools.product((None, 100), (4, 1), (64, 128)))
+def test_a_pack_in_one_call(window: int | None, groups: int, width: int) -> None:
+    assert takes_packs(torch.bfloat16, width, torch.cuda.get_device_capability())
+    device, g = torch.device("cuda"), torch.Generator().manual_seed(1)
+    segments, total = packed_segments(LENGTHS, device), sum(LENGTHS)
+    given = [torch.randn(total, n, width, generator=g).to(device, torch.bfloat16) for n in (4, groups, groups)]
+    leaves = [x.requires_grad_() for x in given]
+    query, key, value = leaves
+    out = attend_pack(query, key, value, segments, scale=width**-0.5, window=window)
+    weights = torch.randn(out.shape, generator=g).to(device)
+    gradients = torch.autograd.grad((out.float() * weights).sum(), leaves)
+    exact = [x.detach().float().requires_grad_() for x in given]
+    pieces = []
+    for q, k, v in zip(*(x.split(LENGTHS) for x in exact), strict=True):
+        k, v = (x.repeat_interleave(4 // groups, dim=1) for x in (k, v))
+        scores = torch.einsum("ihd,jhd->hij", q, k) * width**-0.5
+        places = torch.arange(len(q), device=device)
+        distance = places[None] - places[:, None]
+        hidden = (distance > 0) | (distance <= -(window or len(q)))
+        pieces.append(torch.einsum("hij,jhd->ihd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v))
+    truth = torch.cat(pieces)
+    true_gradients = torch.autograd.grad((truth * weights).sum(), exact)
+    for mine, theirs in zip((out, *gradients), (truth, *true_gradients), strict=True):
+        assert float((mine.float() - theirs).norm() / theirs.norm()) < 0.02

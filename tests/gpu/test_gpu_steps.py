@@ -1,0 +1,32 @@
+"""Every step of the acceptance command, on a real GPU; skipped where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.acceptance.registry import STEPS, Place, Step
+from benchmarks.acceptance.runner import environment, run_steps
+from benchmarks.acceptance.table import Report
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models are written once."""
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name)
+def test_step(step: Step, scratch: Path, tmp_path: Path) -> None:
+    report = Report(tmp_path / step.name, {"device": torch.cuda.get_device_name()})
+    place = Place("cuda", False, str(scratch))
+    run_steps([step], place, report, seconds=step.most_seconds, given=environment(), log=tmp_path / "log")
+    failed = [f"{row.what}: {row.result}" for row in report.rows if row.verdict == "failed"]
+    assert report.rows and not failed, "\n".join(failed) + (tmp_path / "log").read_text()[-3000:]

@@ -1,0 +1,58 @@
+"""Real SLURM: the acceptance job of nodes runs whole on two virtual ones, with SGLang, and says what failed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from slurm.cluster import Cluster
+from slurm.jobs import ROOT, job_environment
+
+SMALL = (
+    "configs/sglang_quickstart.yaml", "actor.layout={}", "critic.layout={}", "rollout.prompts_per_step=10",
+    "actor.minibatch_sequences=40", "critic.minibatch_sequences=40", "runtime.threads_per_rank=1",
+)  # fmt: skip
+STEPS = ["links", "layouts", "engine", "engine-tp", "broadcast", "kill", "resume", "learning"]
+
+
+def accept(cluster: Cluster, folder: Path, *words: str) -> tuple[dict[str, str], Path, list[dict[str, Any]]]:
+    """What became of a job on both nodes, its logs, and the rows of its table."""
+    environment = job_environment(cluster, MEGAPPO_LOGS=folder / "logs", MEGAPPO_ENGINE_LINGER=1)
+    command = ["sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", f"--output={folder}/job.out"]
+    job = int(cluster.run(*command, "launch/slurm/acceptance.sbatch", *words, cwd=ROOT, env=environment).strip())
+    state = cluster.wait(job, "COMPLETED", "FAILED", "NODE_FAIL", "CANCELLED", seconds=1200)
+    logs = folder / "logs" / str(job) / "attempt-0"
+    table = logs / "node-acceptance.json"
+    return state, logs, json.loads(table.read_text())["rows"] if table.exists() else []
+
+
+@pytest.mark.timeout(1300)
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs launch/requirements-sglang.txt")
+def test_two_nodes_are_accepted(cluster: Cluster, tmp_path: Path) -> None:
+    state, logs, rows = accept(cluster, tmp_path, *SMALL)
+    told = cluster.log(state) + (logs / "node-acceptance.md").read_text()
+    assert state["JobState"] == "COMPLETED", told
+    assert list(dict.fromkeys(row["step"] for row in rows)) == STEPS
+    by_step = {step: {row["what"]: row for row in rows if row["step"] == step} for step in STEPS}
+    assert {row["verdict"] for row in rows} == {"ok", "measured", "skipped"}
+    assert [row["step"] for row in rows if row["verdict"] == "skipped"] == ["engine-tp"], "a node has one rank here"
+    assert {what.split(":")[0] for what in by_step["layouts"]} == {"DP2", "TP2 with sequence parallelism", "PP2", "EP2"}
+    for step in ("engine", "broadcast"):
+        assert by_step[step]["steps"]["result"] == "3 of 3"
+        assert by_step[step]["sync"]["numbers"]["gigabytes_per_second"] > 0
+    assert "equal to the last bit" in by_step["resume"]["metrics of all steps, killed and continued"]["result"]
+    shown = (logs / "node-acceptance.md").read_text()
+    assert all(row["what"] in shown for row in rows) and "2 x 1, CPU" in shown
+
+
+@pytest.mark.timeout(600)
+def test_what_fails_does_not_end_the_others(cluster: Cluster, tmp_path: Path) -> None:
+    """A configuration that no rank can read: each step that needs it fails, with its sentence; so does the job."""
+    state, _, rows = accept(cluster, tmp_path, "configs/quickstart.yaml", "actor.nonsense=1")
+    assert (state["JobState"], state["ExitCode"]) == ("FAILED", "1:0")
+    verdicts = {row["step"]: row["verdict"] for row in rows}
+    assert verdicts == dict.fromkeys(STEPS, "failed") | {"layouts": "ok", "engine-tp": "skipped"}
+    assert all("nonsense" in row["result"] for row in rows if row["step"] in ("links", "engine", "learning"))

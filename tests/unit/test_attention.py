@@ -1,0 +1,144 @@
+"""Packed attention: which kernel is taken, and that the one for GPUs is told what the one for CPUs computes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megappo.megatron import attention
+from megappo.megatron.attention import PackedCoreAttention, PackedSegments, packed_segments, takes_packs
+
+LENGTHS = (5, 1, 9, 2)
+SCALE = 0.3
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "capability", "taken"),
+    [
+        (torch.bfloat16, 128, (9, 0), True),
+        (torch.bfloat16, 8, (8, 0), True),
+        (torch.bfloat16, 256, (12, 0), True),
+        (torch.float32, 128, (9, 0), False),
+        (torch.bfloat16, 128, (7, 5), False),
+        (torch.bfloat16, 128, None, False),
+        (torch.bfloat16, 12, (9, 0), False),
+        (torch.bfloat16, 264, (9, 0), False),
+    ],
+)
+def test_the_kernel_is_taken_for_what_it_computes(
+    dtype: torch.dtype, head_dim: int, capability: tuple[int, int] | None, taken: bool
+) -> None:
+    assert takes_packs(dtype, head_dim, capability) is taken
+
+
+Segment = tuple[Tensor, Tensor, Tensor, Tensor, slice, slice]
+
+
+def segments_of(
+    query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, dropout: float,
+    is_causal: bool, *, scale: float, left: int, right: int,
+) -> Iterator[Segment]:  # fmt: skip
+    """Queries, keys, values for each query head, and the probabilities (h, i, j) that aten's `_flash_attention_forward`
+    documents, of each segment, with the checks of its kernel."""
+    assert cu_q.dtype == cu_k.dtype == torch.int32 and cu_q.is_contiguous() and cu_k.is_contiguous()
+    assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
+    assert type(max_q) is type(max_k) is int and not dropout
+    heads, groups, width = query.shape[1], key.shape[1], query.shape[2]
+    assert heads % groups == 0 and width % 8 == 0 and width <= 256
+    right = 0 if is_causal else right
+    for q0, q1, k0, k1 in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:], strict=True):
+        rows, columns = slice(int(q0), int(q1)), slice(int(k0), int(k1))
+        q, k, v = query[rows], *(x[columns].repeat_interleave(heads // groups, dim=1) for x in (key, value))
+        assert len(q) <= max_q and len(k) <= max_k
+        distance = torch.arange(len(k))[None] - torch.arange(len(q))[:, None] - (len(k) - len(q))
+        hidden = (distance > right) if right >= 0 else torch.zeros_like(distance, dtype=torch.bool)
+        hidden |= (distance < -left) if left >= 0 else False
+        scores = torch.einsum("ihd,jhd->hij", q, k) * scale
+        yield q, k, v, scores.masked_fill(hidden, -torch.inf).softmax(-1), rows, columns
+
+
+def backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, _out: Tensor, _statistics: Tensor, *rest: Any,
+    scale: float, window_size_left: int, window_size_right: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Gradients of queries, keys and values."""
+    found = [torch.zeros(x.shape) for x in (query, key, value)]
+    windows: dict[str, Any] = {"left": window_size_left, "right": window_size_right}
+    for q, k, v, p, rows, columns in segments_of(query, key, value, *rest[:6], scale=scale, **windows):
+        given = torch.einsum("ihd,jhd->hij", grad[rows], v)
+        of_scores = p * (given - (given * p).sum(-1, keepdim=True)) * scale
+        found[0][rows] = torch.einsum("hij,jhd->ihd", of_scores, k)
+        for total, per_head in (
+            (found[1], torch.einsum("hij,ihd->jhd", of_scores, q)),
+            (found[2], torch.einsum("hij,ihd->jhd", p, grad[rows])),
+        ):
+            total[columns] = per_head.unflatten(1, (key.shape[1], -1)).sum(2)
+    return tuple(found)
+
+
+@pytest.fixture
+def flash_on_cpu() -> Iterator[list[dict[str, Any]]]:
+    """Stands where torch's variable-length attention calls its CUDA kernels; gives what each forward was told."""
+    calls: list[dict[str, Any]] = []
+
+    def forward(*tensors: Any, return_debug_mask: Any = None, **options: Any) -> tuple[Tensor, ...]:
+        given = tensors[:9]  # behind them some versions pass `return_debug_mask`
+        windows = {"left": options["window_size_left"], "right": options["window_size_right"]}
+        calls.append({"max": list(given[5:7]), "causal": given[8], **windows})
+        segments = segments_of(*given, scale=options["scale"], **windows)
+        out = torch.cat([torch.einsum("hij,jhd->ihd", p, v) for _, _, v, p, _, _ in segments])
+        statistics = torch.zeros(given[0].shape[1], len(given[0]))
+        unused = torch.zeros(2, dtype=torch.uint64)
+        return out, statistics, unused, unused.clone(), torch.zeros(0)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", forward, "CPU")
+    library.impl("_flash_attention_backward", backward, "CPU")
+    yield calls
+    library._destroy()
+
+
+def config_with(window: int | None) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig  # once megappo has prepared it
+
+    return TransformerConfig(
+        num_layers=1,
+        hidden_size=32,
+        num_attention_heads=4,
+        attention_dropout=0.0,
+        window_size=None if window is None else (window - 1, 0),
+    )
+
+
+def outputs(core: Any, segments: PackedSegments, heads: int, groups: int) -> list[Tensor]:
+    """The result and its gradients, of queries and keys of this many heads."""
+    g = torch.Generator().manual_seed(3)
+    total = sum(LENGTHS)
+    # As Megatron hands them over: parts of one matrix, values not contiguous.
+    both = torch.randn(total, heads + 2 * groups, 8, generator=g, requires_grad=True)
+    query, key, value = both.split([heads, groups, groups], dim=1)
+    out = core(query, key, value, None, packed_seq_params=segments)
+    assert out.shape == (total, heads * 8)
+    (gradient,) = torch.autograd.grad(out, both, torch.randn(out.shape, generator=g))
+    return [out.detach(), gradient]
+
+
+@pytest.mark.parametrize(("window", "groups"), itertools.product((None, 3, 100), (4, 2, 1)))
+def test_one_call_computes_what_the_segments_do(
+    flash_on_cpu: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, window: int | None, groups: int
+) -> None:
+    core = PackedCoreAttention(config_with(window), 1, None, "self", softmax_scale=SCALE)
+    segments = packed_segments(LENGTHS, torch.device("cpu"))
+    expected = outputs(core, segments, 4, groups)
+    assert not flash_on_cpu
+    monkeypatch.setattr(attention, "takes_packs", lambda *_: True)
+    found = outputs(core, segments, 4, groups)
+    (call,) = flash_on_cpu  # one for the whole pack
+    assert call == {"max": [9, 9], "causal": window is None, "left": -1 if window is None else window - 1, "right": 0}
+    for mine, theirs in zip(found, expected, strict=True):
+        assert float((mine - theirs).abs().max()) < 1e-5
