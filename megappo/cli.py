@@ -1,7 +1,8 @@
 """The command line: a subcommand of `megappo.commands`, and what its end means to whoever started it.
 
 Settings, models and layout are checked on every rank before anything else starts; what a user can fix is one line
-per problem on stderr (rank 0 only) and exit code 2.
+per problem on stderr and exit code 2. Rank 0 says it at once; another rank waits for that, and says it where it is
+still alive: launchers end all ranks with the first, and a file may be missing on one node alone.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import errno
 import os
 import sys
+import time
 from collections.abc import Sequence
 
 from megappo import __version__
@@ -27,6 +29,7 @@ from megappo.errors import (
 from megappo.runtime.launchers import adopt_launcher, is_main, tell_torchrun
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
+RANK_0_SPEAKS_WITHIN = 15.0  # seconds: what the start of one rank may be behind another's
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,5 +90,6 @@ def _report(error: ValueError | RunError) -> None:
     sentences = [f"megappo: error: {problem}" for problem in problems]
     tell_torchrun(os.environ, sentences)
     if not is_main(os.environ) and not isinstance(error, RunError):
-        return  # every rank finds what is wrong with the settings; one says it
+        time.sleep(RANK_0_SPEAKS_WITHIN)
+        sentences.insert(0, f"megappo: rank {os.environ['RANK']}, which rank 0 has not ended before:")
     print("\n".join(sentences), file=sys.stderr)

@@ -94,16 +94,18 @@ def rows(step: NodeStep, shape: Shape, code: int) -> Iterator[Row]:
         count = len(_metrics(shape.logs / "killed-run"))
         yield judged("killed", code != 0 and _KILLED_AFTER <= count < _STEPS, f"after {count} of {_STEPS} steps")
     elif code != 0:
-        said = _last_words(shape.logs / step.name / "rank-0.log")
-        yield failed("the step", f"a rank ended with {code}; the first one's last words: {said}")
+        yield failed("the step", f"a rank ended with {code}; the first one's last words: {_last_words(shape, step)}")
     elif step.name == LAYOUTS:
         yield from (Row.of(row) for row in json.loads((shape.logs / f"{LAYOUTS}.json").read_text()))
     else:
         yield from _JUDGES.get(step.name, _of_a_run)(shape.logs / step.name)
 
 
-def _last_words(log: Path) -> str:
-    return " / ".join(log.read_text(errors="replace").split("\n")[-4:])[:300] if log.exists() else "none"
+def _last_words(shape: Shape, step: NodeStep) -> str:
+    """Of the first rank that has said anything."""
+    logs = (shape.logs / step.name / f"rank-{rank}.log" for rank in range(shape.nodes * shape.ranks_per_node))
+    said = (log.read_text(errors="replace") for log in logs if log.exists())
+    return " / ".join(next(filter(None, said), "none").split("\n")[-4:])[:300]
 
 
 def _metrics(directory: Path) -> list[dict[str, Any]]:

@@ -157,6 +157,9 @@ run_ranks() {
     if grep -qsx -e "$REQUEUE_CODE" -e "$HANG_CODE" "$MEGAPPO_RANK_LOGS"/exit-*; then
         return "$REQUEUE_CODE"
     fi
+    if [ ! -s "$MEGAPPO_RANK_LOGS/rank-0.log" ]; then # only others found a mistake, as where a node lacks a file
+        find "$MEGAPPO_RANK_LOGS" -name 'rank-*.log' -size +0 | sort -V | head -n 1 | xargs -r cat
+    fi
     # The ranks' exit codes decide: torchrun's agents may lose each other when all ranks have ended well.
     if [ "$(cat "$MEGAPPO_RANK_LOGS"/exit-* 2>/dev/null | grep -cx 0)" = $((NODES * RANKS_PER_NODE)) ]; then
         return 0

@@ -6,7 +6,9 @@ Usage: killed_runs.py ATTEMPTS.json, a list of {"arguments", "processes", "kill"
   the second minibatch of `update_critic` or `update_actor`, before or after a checkpoint's marker is written, or at a
   token (see `stall`).
 - `stall` in `kill` names a stage of that step, in which every rank takes half a second for a token of the embedded
-  engine; the rank that is to get a signal `at: token` gets it at the fifth. SGLang's answers of that step do not come.
+  engine; the rank that is to get a signal `at: token` gets it at the fifth. Of SGLang's answers of that step one comes
+  to each rank.
+- `after_answers` in `kill` has the rank wait for these answers of all ranks first.
 - `ctrl_c`: once step 1 is logged, all ranks get SIGINT as torchrun would send it, and a second later once more.
 - `rewrite`: the run is not continued, its newest checkpoint is loaded and written again in the arguments' layout.
 Prints what the attempts print, and fails where an attempt does not end as expected ("killed" or an exit code).
@@ -26,6 +28,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +47,12 @@ from megappo.runtime.process import start_runtime
 from megappo.runtime.store import free_port
 
 
-def make_end(name: str | None, removed: Path | None) -> Callable[[], None]:
-    """What sends this process a signal, or sleeps for ever, or deletes a folder."""
+def make_end(name: str | None, removed: Path | None, awaited: list[Event]) -> Callable[[], None]:
+    """What waits for events and then sends this process a signal, or sleeps for ever, or deletes a folder."""
 
     def die() -> None:
+        for event in awaited:
+            assert event.wait(120), "a rank has no answer"
         if removed is not None:
             shutil.rmtree(removed)
         elif name is None:
@@ -85,8 +90,8 @@ def arm(step: int, at: str, die: Callable[[], None]) -> None:
     _arm_checkpoint(step, at, die)
 
 
-def stall(step: int, stage: str, at_token: Callable[[], None]) -> None:
-    """Make generation slow in a stage of a step."""
+def stall(step: int, stage: str, at_token: Callable[[], None], answered: Event) -> None:
+    """Make generation slow in a stage of a step; `answered` is set by the one answer of a server."""
     state: dict[str, Any] = {"step": 0, "stage": "", "tokens": 0, "asked": 0}
     begin, enter, sample = Reporter.begin_step, Reporter.stage, LogitsProcessorList.__call__
 
@@ -111,10 +116,10 @@ def stall(step: int, stage: str, at_token: Callable[[], None]) -> None:
     Reporter.begin_step, Reporter.stage = begin_step, enter_stage  # type: ignore[method-assign, assignment]
     LogitsProcessorList.__call__ = sample_slowly
     if importlib.util.find_spec("sglang") is not None:
-        _stall_servers(step, state)
+        _stall_servers(step, state, answered)
 
 
-def _stall_servers(step: int, state: dict[str, Any]) -> None:
+def _stall_servers(step: int, state: dict[str, Any], answered: Event) -> None:
     """Of what a rank asks them in that step, probes aside, one group is answered."""
     from aiohttp import ClientSession
 
@@ -123,11 +128,14 @@ def _stall_servers(step: int, state: dict[str, Any]) -> None:
     @asynccontextmanager
     async def post_in_vain(self: ClientSession, url: str, **given: Any) -> AsyncIterator[Any]:
         body = given["json"]
-        if state["step"] == step and "sampling_params" in body and "top_p" not in body["sampling_params"][0]:
+        samples = state["step"] == step and "sampling_params" in body and "top_p" not in body["sampling_params"][0]
+        if samples:
             state["asked"] += 1
             await asyncio.sleep(10**6 if state["asked"] > 1 else 0)
         async with post(self, url, **given) as answer:
             yield answer
+        if samples:
+            answered.set()
 
     ClientSession.post = post_in_vain
 
@@ -168,17 +176,19 @@ def rewrite(arguments: list[str]) -> int:
     return 0
 
 
-def rank_main(rank: int, processes: int, port: int, attempt: dict[str, Any]) -> None:
+def rank_main(rank: int, port: int, attempt: dict[str, Any], answered: list[Event]) -> None:
     """One rank of an attempt."""
+    processes = len(answered)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes), LOCAL_WORLD_SIZE=str(processes))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     kill = attempt.get("kill")
     if kill is not None:
         removed = run_directory(attempt["arguments"]) if kill.get("remove") else None
-        die = make_end(kill.get("signal", "SIGKILL"), removed) if kill["rank"] == rank else lambda: None
+        await_answers = answered if kill.get("after_answers") else []
+        die = make_end(kill.get("signal", "SIGKILL"), removed, await_answers) if kill["rank"] == rank else lambda: None
         arm(kill["step"], kill["at"], die)
         if "stall" in kill:
-            stall(kill["step"], kill["stall"], die)
+            stall(kill["step"], kill["stall"], die, answered[rank])
     sys.exit(rewrite(attempt["arguments"]) if attempt.get("rewrite") else main(attempt["arguments"]))
 
 
@@ -203,7 +213,8 @@ def run(attempt: dict[str, Any]) -> str:
     """All ranks of an attempt; returns "killed" or the exit code of the first that ended otherwise than with 0."""
     context = multiprocessing.get_context("fork")
     port, n = free_port("127.0.0.1"), attempt["processes"]
-    ranks = [context.Process(target=rank_main, args=(r, n, port, attempt)) for r in range(n)]
+    answered = [context.Event() for _ in range(n)]
+    ranks = [context.Process(target=rank_main, args=(r, port, attempt, answered)) for r in range(n)]
     for process in ranks:
         process.start()
     if attempt.get("ctrl_c"):

@@ -36,7 +36,7 @@ def test_one_step_ahead_stopped_killed_and_continued(tmp_path: Path) -> None:
     checkpoint, so it is trained on although newer weights are there."""
     settings = ("run.steps=4", "checkpoint.every_steps=1", "checkpoint.keep_last=9", "rollout.when_stopped=keep")
     config, run = "sglang_disaggregated", tmp_path / "killed"
-    stop = {"rank": 1, "step": 2, "at": "update_critic", "signal": "SIGUSR1", "stall": "rollout"}
+    stop = {"rank": 1, "step": 2, "at": "update_critic", "signal": "SIGUSR1", "stall": "rollout", "after_answers": True}
     output = attempts(
         tmp_path,
         train(tmp_path / "whole", *settings, config=config),

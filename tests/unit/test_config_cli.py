@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megappo import __version__
-from megappo.cli import main
+from megappo.cli import RANK_0_SPEAKS_WITHIN, main
 from megappo.config import Config, ConfigError
 from megappo.errors import Interrupted
 
@@ -123,7 +123,7 @@ def test_settings_are_refused_before_the_data_of_epochs_are_read(
     assert words in capsys.readouterr().err
 
 
-def test_quiet_and_other_ranks_print_nothing(
+def test_quiet_and_other_ranks(
     calls: list[tuple[Any, ...]],
     model: str,
     capsys: pytest.CaptureFixture[str],
@@ -133,9 +133,14 @@ def test_quiet_and_other_ranks_print_nothing(
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     assert main(["train", str(BASE_PATH), model]) == 0
-    assert main(["train", str(BASE_PATH), model, "run.steps=0"]) == 2
     captured = capsys.readouterr()
     assert (captured.out, captured.err, len(calls)) == ("", "", 2)
+    waited: list[float] = []
+    monkeypatch.setattr("time.sleep", waited.append)
+    assert main(["train", str(BASE_PATH), model, "run.steps=0"]) == 2
+    assert waited == [RANK_0_SPEAKS_WITHIN], "rank 0 ends all ranks by then, unless only this one found a mistake"
+    first, *sentences = capsys.readouterr().err.splitlines()
+    assert "rank 1" in first and any("run.steps is 0" in sentence for sentence in sentences)
 
 
 def test_world_size_comes_from_the_environment(
