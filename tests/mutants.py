@@ -27,12 +27,15 @@ import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 ROOT = Path(__file__).parents[1]
 AREAS = {path.stem: path for path in sorted((ROOT / ".cosmic-ray").glob("*.toml"))}
 # Operators, comparisons and constants. Other operators of Cosmic Ray ask whether a name is used at all.
 KINDS = ("Replace", "NumberReplacer", "AddNot", "ZeroIterationForLoop")
+
+Ending = Literal["passed", "failed", "hung"]
+WORDS: dict[Ending, str] = {"passed": "SURVIVED", "failed": "noticed", "hung": "hung"}
 
 Position = tuple[int, int]
 """Line from 1 and column from 0, in characters."""
@@ -132,7 +135,7 @@ class Verdict:
     """What became of a mutant."""
 
     mutant: Any
-    noticed: bool
+    ending: Ending
     diff: str
 
 
@@ -155,15 +158,15 @@ def judge(work: tuple[Any, Sequence[str], float]) -> Verdict:
     operator = get_operator(change.operator_name)(**change.operator_args)
     with use_mutation(copy / change.module_path, operator, change.occurrence) as (before, after):
         assert after is not None, change
-        noticed = not passes(copy, arguments, timeout_seconds)
+        ending = run_tests(copy, arguments, timeout_seconds)
     _free_copies.put(copy)
     name = str(change.module_path)
     lines = difflib.unified_diff(before.splitlines(), after.splitlines(), name, name, lineterm="")
-    return Verdict(item, noticed, "\n".join(lines))
+    return Verdict(item, ending, "\n".join(lines))
 
 
-def passes(copy: Path, arguments: Sequence[str], timeout_seconds: float) -> bool:
-    """Whether the tests of a copy pass in time, in a child that finds torch imported already."""
+def run_tests(copy: Path, arguments: Sequence[str], timeout_seconds: float) -> Ending:
+    """How the tests of a copy end, in a child that finds torch imported already."""
     child = os.fork()
     if child == 0:
         os.setsid()
@@ -184,7 +187,8 @@ def passes(copy: Path, arguments: Sequence[str], timeout_seconds: float) -> bool
     if not done:
         os.killpg(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    return bool(done) and status == 0
+        return "hung"
+    return "passed" if status == 0 else "failed"
 
 
 def import_what_tests_import() -> None:
@@ -208,24 +212,24 @@ def main() -> None:
     import_what_tests_import()
     with tempfile.TemporaryDirectory(prefix="mutants-") as work:
         copies = [copied_repository(Path(work) / str(job)) for job in range(given.jobs)]
-        if not passes(copies[0], arguments, 10 * settings["timeout"]):
+        if run_tests(copies[0], arguments, 10 * settings["timeout"]) != "passed":
             raise SystemExit(f"the tests fail without any change: {settings['test-command']}")
         mutants = sampled_mutants(copies[0], config, given.sample, f"{given.area}-{given.seed}")
         fork = multiprocessing.get_context("fork")
         free = fork.Queue()
         for copy in copies:
             free.put(copy)
-        killed = 0
+        noticed = 0
         with fork.Pool(given.jobs, _begin_judging, (free,)) as pool:
             todo = [(item, arguments, settings["timeout"]) for item in mutants]
             for number, verdict in enumerate(pool.imap(judge, todo), 1):
-                killed += verdict.noticed
+                noticed += verdict.ending != "passed"
                 change = verdict.mutant.mutations[0]
                 where = f"{change.module_path}:{change.start_pos[0]} {change.operator_name}"
-                print(f"{number}/{len(mutants)} {'noticed ' if verdict.noticed else 'SURVIVED'} {where}", flush=True)
-                if not verdict.noticed:
+                print(f"{number}/{len(mutants)} {WORDS[verdict.ending]:<8} {where}", flush=True)
+                if verdict.ending == "passed":
                     print(verdict.diff, flush=True)
-    print(f"{given.area}, seed {given.seed}: {killed} of {len(mutants)} noticed ({killed / len(mutants):.0%})")
+    print(f"{given.area}, seed {given.seed}: {noticed} of {len(mutants)} noticed ({noticed / len(mutants):.0%})")
 
 
 if __name__ == "__main__":
