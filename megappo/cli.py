@@ -11,7 +11,6 @@ import argparse
 import errno
 import os
 import sys
-import time
 from collections.abc import Sequence
 
 from megappo import __version__
@@ -27,6 +26,7 @@ from megappo.errors import (
     raised_by_megappo,
 )
 from megappo.runtime.launchers import adopt_launcher, is_main, tell_torchrun
+from megappo.runtime.waiting import wait_until
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 RANK_0_SPEAKS_WITHIN = 15.0  # seconds: what the start of one rank may be behind another's
@@ -90,6 +90,6 @@ def _report(error: ValueError | RunError) -> None:
     sentences = [f"megappo: error: {problem}" for problem in problems]
     tell_torchrun(os.environ, sentences)
     if not is_main(os.environ) and not isinstance(error, RunError):
-        time.sleep(RANK_0_SPEAKS_WITHIN)
+        wait_until(lambda: False, RANK_0_SPEAKS_WITHIN, every_seconds=0.2)  # a launcher ends this process meanwhile
         sentences.insert(0, f"megappo: rank {os.environ['RANK']}, which rank 0 has not ended before:")
     print("\n".join(sentences), file=sys.stderr)
