@@ -1,6 +1,6 @@
 """Which data parallel replica processes which sample, and in which packed microbatch.
 
-Pure functions of the lengths: every rank computes the same plan from the all-gathered lengths.
+Pure functions of the lengths, in whole numbers: every rank computes the same plan from the all-gathered lengths.
 """
 
 from __future__ import annotations
@@ -8,6 +8,34 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from megappo.families.architecture import ArchitectureConfig
+from megappo.families.parameters import multiplied_parameters
+
+
+@dataclass(frozen=True)
+class SampleCost:
+    """The work that a sample is, in FLOPs: of its tokens, and of the pairs of tokens that attend to each other.
+
+    In microbatches of equal tokens the one that holds a single long sample takes longest.
+    """
+
+    of_token: int
+    of_pair: int
+    window: int | None = None
+    """Tokens each token sees, itself included; None: all before it."""
+
+    def of(self, tokens: int) -> int:
+        """Of a sample of so many tokens, of which each sees itself and those before it."""
+        seen = tokens if self.window is None else min(tokens, self.window)
+        pairs = seen * (seen + 1) // 2 + (tokens - seen) * seen
+        return tokens * self.of_token + pairs * self.of_pair
+
+
+def sample_cost(arch: ArchitectureConfig) -> SampleCost:
+    """Forward and backward of a model (Chowdhery et al. 2022, appendix B, with the causal mask discounted)."""
+    of_pair = 12 * arch.layers * arch.query_width
+    return SampleCost(6 * multiplied_parameters(arch), of_pair, arch.sliding_window)
 
 
 @dataclass(frozen=True)
@@ -24,6 +52,11 @@ class MicrobatchPlan:
     """replicas[d] lists the microbatches of data parallel replica d in order."""
 
     replicas: tuple[tuple[Microbatch, ...], ...]
+    busiest_flops: int
+    """Of the replica with most to do, fillers included; where replicas wait for each other in every microbatch, of the
+    costliest of each."""
+    mean_flops: float
+    """Of all replicas, fillers aside."""
 
     def replica_of(self) -> dict[int, int]:
         """The replica that processes each sample, by ascending id; repetitions as fillers aside."""
@@ -51,8 +84,8 @@ def balance(costs: Sequence[int], n_bins: int) -> list[list[int]]:
     return [sorted(b) for b in bins]
 
 
-def pack(lengths: Sequence[int], budget_tokens: int) -> list[list[int]]:
-    """The fewest balanced bins of at most `budget_tokens` tokens each.
+def pack(lengths: Sequence[int], budget_tokens: int, cost: SampleCost) -> list[list[int]]:
+    """The fewest bins of at most `budget_tokens` tokens each of about equal costs, the costliest first.
 
     Raises ValueError where a single item exceeds the budget.
     """
@@ -63,21 +96,30 @@ def pack(lengths: Sequence[int], budget_tokens: int) -> list[list[int]]:
             f"a sample of {max(lengths)} tokens exceeds the microbatch budget of {budget_tokens} tokens; "
             "raise microbatch_budget_tokens"
         )
+    costs = [cost.of(n) for n in lengths]
     n_bins = -(-sum(lengths) // budget_tokens)
     while True:
-        bins = balance(lengths, n_bins)
-        if max(sum(lengths[i] for i in b) for b in bins) <= budget_tokens:
-            return [b for b in bins if b]
+        # Bins of equal costs may be over the budget where bins of equal tokens are not.
+        for bins in (balance(costs, n_bins), balance(lengths, n_bins)):
+            if max(sum(lengths[i] for i in b) for b in bins) <= budget_tokens:
+                return sorted((b for b in bins if b), key=lambda b: -sum(costs[i] for i in b))
         n_bins += 1
 
 
 def plan_microbatches(
-    lengths: Mapping[int, int], *, replicas: int, budget_tokens: int, multiple_of: int = 1, in_step: bool = False
+    lengths: Mapping[int, int],
+    *,
+    cost: SampleCost,
+    replicas: int,
+    budget_tokens: int,
+    multiple_of: int = 1,
+    in_step: bool = False,
 ) -> MicrobatchPlan:
-    """Spread samples over replicas by tokens and pack each replica's share by the budget.
+    """Spread samples over replicas by cost and pack each replica's share by the budget.
 
     Args:
         lengths: tokens of each sample id; the order of the mapping does not matter.
+        cost: of a sample.
         replicas: data parallel size.
         budget_tokens: most tokens in a microbatch.
         multiple_of: every replica gets a multiple of this many microbatches (interleaved pipelines need it).
@@ -87,14 +129,17 @@ def plan_microbatches(
     at least one microbatch.
     """
     ids = sorted(lengths)
-    shortest = min(ids, key=lambda i: (lengths[i], i))
+    costs = {i: cost.of(lengths[i]) for i in ids}
     planned: list[tuple[Microbatch, ...]] = []
-    for share in balance([lengths[i] for i in ids], replicas):
+    for share in balance(list(costs.values()), replicas):
         share_ids = [ids[i] for i in share]
-        packs = pack([lengths[i] for i in share_ids], budget_tokens)
+        packs = pack([lengths[i] for i in share_ids], budget_tokens, cost)
         planned.append(tuple(Microbatch(tuple(share_ids[i] for i in indices)) for indices in packs))
     counts = [max(1, -(-len(microbatches) // multiple_of)) * multiple_of for microbatches in planned]
     if in_step:
         counts = [max(counts)] * replicas
-    filler = Microbatch((shortest,), is_filler=True)
-    return MicrobatchPlan(tuple(m + (filler,) * (count - len(m)) for m, count in zip(planned, counts, strict=True)))
+    filler = Microbatch((min(ids, key=lambda i: (lengths[i], i)),), is_filler=True)
+    filled = tuple(m + (filler,) * (count - len(m)) for m, count in zip(planned, counts, strict=True))
+    spent = [[sum(costs[i] for i in m.sample_ids) for m in microbatches] for microbatches in filled]
+    busiest = sum(map(max, zip(*spent, strict=True))) if in_step else max(map(sum, spent))
+    return MicrobatchPlan(filled, busiest, sum(costs.values()) / replicas)

@@ -116,6 +116,7 @@ def place(role: Role, samples: Samples, minibatches: Iterable[Collection[int]] =
     plans = [
         plan_microbatches(
             {i: manifest.tokens[i] for i in minibatch},
+            cost=placement.cost,
             replicas=placement.grid.dp,
             budget_tokens=placement.budget_tokens,
             multiple_of=placement.microbatch_multiple,

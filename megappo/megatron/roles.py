@@ -19,7 +19,7 @@ from megappo.families.architecture import ArchitectureConfig
 from megappo.megatron.build import BuildOptions, HeldParameter, RoleModel
 from megappo.megatron.layout import Layout, Outside
 from megappo.megatron.optimization import RoleOptimizer
-from megappo.megatron.packing import MicrobatchPlan
+from megappo.megatron.packing import MicrobatchPlan, SampleCost
 from megappo.megatron.schedule import PackedBatch, PlacedSample, Task, pack_samples, run_schedule
 from megappo.runtime.objects import of_all_ranks
 from megappo.runtime.process import Runtime
@@ -35,6 +35,8 @@ class Placement:
     budget_tokens: int
     microbatch_multiple: int
     """A replica's microbatches are a multiple of this: the pipeline size where it is interleaved, else 1."""
+    cost: SampleCost
+    """By which samples are spread over replicas and microbatches."""
 
 
 class Role(ABC):

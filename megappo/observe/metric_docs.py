@@ -100,6 +100,11 @@ METRICS: dict[str, MetricDoc] = {
     ),
     "sync/probe_seconds": MetricDoc("seconds", "Of it: that probe (SGLang).", "a few tokens' generation"),
     "engine/restarts": MetricDoc("count", "Servers started again since the run began (SGLang).", "0"),
+    "balance/imbalance": MetricDoc(
+        "fraction",
+        "By how much the replicas with most FLOPs of a forward pass or update have more than all on average.",
+        "below 0.05; more where a minibatch has few samples per replica",
+    ),
     "time/rollout": MetricDoc("seconds", "Generation.", "often the largest part"),
     "time/reward": MetricDoc("seconds", "Reward functions or model.", "small beside time/step"),
     "time/forward": MetricDoc("seconds", "Old and reference log-probabilities, values.", "below the updates"),

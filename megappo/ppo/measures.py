@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
@@ -11,6 +11,7 @@ from megappo.config.algorithm import AlgorithmSettings
 from megappo.engines.protocol import ServedEngine
 from megappo.errors import RunError
 from megappo.families.parameters import multiplied_parameters
+from megappo.megatron.placed import PlacedBatch
 from megappo.observe.throughput import mfu, training_flops_per_token
 from megappo.ppo.parts import Parts
 from megappo.runtime.process import Runtime
@@ -35,6 +36,13 @@ def rollout_metrics(rollouts: Rollouts, runtime: Runtime, newest_version: int) -
     tally.total("step_tokens", float(rollouts.lengths_B.sum()))
     tally.total("step_samples", float(len(responses)))
     return tally.reduce(None, runtime.device)
+
+
+def balance_metrics(batches: Iterable[PlacedBatch]) -> dict[str, float]:
+    """`balance/imbalance` of all forward passes and updates that the batches are placed for."""
+    plans = [plan for batch in batches for plan in (batch.forward_plan, *batch.update_plans)]
+    busiest, mean = sum(plan.busiest_flops for plan in plans), sum(plan.mean_flops for plan in plans)
+    return {"balance/imbalance": busiest / mean - 1}
 
 
 def check_mismatch(

@@ -14,6 +14,7 @@ from megappo.families.weights import WeightSource
 from megappo.megatron.build import DTYPES, BuildOptions, build_model
 from megappo.megatron.layout import Cut, Layout, Outside, make_layouts
 from megappo.megatron.optimization import RoleOptimizer
+from megappo.megatron.packing import sample_cost
 from megappo.megatron.roles import AbsentRole, LocalRole, Placement, Role, TrainedRole
 from megappo.ppo.origins import open_origin
 from megappo.reshard.sources import RandomSource, SafetensorsSource
@@ -75,7 +76,9 @@ class ModelBuilder:
         settings, numbers = self._config.actor, self._derived.actor
         arch, source = self._weights("actor", settings.start_from)
         options = self._options(numbers, settings)
-        role = self._role(self._placement("actor", settings, numbers), self._layouts["actor"], arch, source, options)
+        role = self._role(
+            self._placement("actor", settings, numbers, arch), self._layouts["actor"], arch, source, options
+        )
         return self._trained(role, settings, numbers) if trained else role
 
     def reference(self, actor: Role) -> Role | None:
@@ -98,7 +101,9 @@ class ModelBuilder:
                 "have one; set it to 0 to keep that one, or name a folder without a head"
             )
         options = self._options(numbers, settings, settings.value_head_std)
-        role = self._role(self._placement("critic", settings, numbers), self._layouts["critic"], arch, source, options)
+        role = self._role(
+            self._placement("critic", settings, numbers, arch), self._layouts["critic"], arch, source, options
+        )
         return self._trained(role, settings, numbers)
 
     def _weights(self, role: str, start_from: str | None) -> tuple[ArchitectureConfig, WeightSource]:
@@ -120,9 +125,11 @@ class ModelBuilder:
             optimizer = RoleOptimizer(role.model, settings.optimizer, numbers.total_updates)
         return TrainedRole(role.placement, role.model, self._runtime, optimizer)
 
-    def _placement(self, name: str, settings: TrainedRoleSettings, numbers: RoleNumbers) -> Placement:
+    def _placement(
+        self, name: str, settings: TrainedRoleSettings, numbers: RoleNumbers, arch: ArchitectureConfig
+    ) -> Placement:
         multiple = numbers.grid.pp if numbers.vpp > 1 else 1
-        return Placement(name, numbers.grid, settings.microbatch_budget_tokens, multiple)
+        return Placement(name, numbers.grid, settings.microbatch_budget_tokens, multiple, sample_cost(arch))
 
     def _role(
         self,

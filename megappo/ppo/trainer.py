@@ -20,7 +20,14 @@ from megappo.ppo.evaluation import evaluate_policy
 from megappo.ppo.experience import ExperienceMaker
 from megappo.ppo.generation import Responses
 from megappo.ppo.jumps import Jump, JumpWatch, describe_samples
-from megappo.ppo.measures import actor_mfu, check_mismatch, engine_metrics, rollout_metrics, sync_metrics
+from megappo.ppo.measures import (
+    actor_mfu,
+    balance_metrics,
+    check_mismatch,
+    engine_metrics,
+    rollout_metrics,
+    sync_metrics,
+)
 from megappo.ppo.parts import Parts
 from megappo.ppo.probe import probe_engines, probe_rollout
 from megappo.ppo.reporting import Reporter
@@ -224,6 +231,7 @@ class Trainer:
             trainer_logprob = actor.forward()
             reference = actor.seen_by(parts.reference).forward() if parts.reference else None
             values = critic.forward() if critic else None
+        self.metrics |= balance_metrics(filter(None, (actor, critic)))
         self.metrics |= check_mismatch(trainer_logprob, rollouts, self.algorithm, parts.runtime)
         bypass = self.algorithm.old_logprob == "bypass"
         old_logprob = rollouts.engine_logprob_BR if bypass else trainer_logprob

@@ -28,6 +28,7 @@ from megappo.families.architecture import padded_vocab_size
 from megappo.megatron import build
 from megappo.megatron.build import BuildOptions, RoleModel, build_model
 from megappo.megatron.layout import Cut, Layout, Outside, make_layouts
+from megappo.megatron.packing import SampleCost
 from megappo.megatron.roles import AbsentRole, LocalRole, Placement, Role
 from megappo.megatron.schedule import PackedBatch, PlacedSample, pack_samples, run_schedule
 from megappo.reshard.sources import SafetensorsSource
@@ -129,7 +130,7 @@ def check(case: dict[str, Any], runtime: Runtime) -> dict[str, float] | None:
         recompute=case.get("recompute", "none"),
         value_head_std=case.get("value_head_std"),
     )
-    placement = Placement("actor", grid, budget_tokens=1, microbatch_multiple=1)
+    placement = Placement("actor", grid, budget_tokens=1, microbatch_multiple=1, cost=SampleCost(1, 0))
     role: Role = AbsentRole(placement, arch, options, runtime)
     output, tokens = None, sequences(arch.vocab_size)
     if isinstance(layout, Layout):

@@ -22,7 +22,7 @@ from megappo.config.grid import Grid
 from megappo.config.model_files import read_architecture
 from megappo.config.schema import RuntimeSettings
 from megappo.megatron.build import BuildOptions
-from megappo.megatron.packing import MicrobatchPlan
+from megappo.megatron.packing import MicrobatchPlan, SampleCost
 from megappo.megatron.placed import PlacedBatch, place
 from megappo.megatron.roles import AbsentRole, Placement
 from megappo.megatron.schedule import PlacedSample
@@ -82,7 +82,7 @@ def fields_of(samples: Samples) -> dict[str, Tensor]:
 
 def check_grid(grid: Grid, runtime: Runtime) -> None:
     """Everything is where its plans want it and nowhere else, and comes back to where it was."""
-    placement = Placement("echo", grid, budget_tokens=100, microbatch_multiple=grid.pp)
+    placement = Placement("echo", grid, budget_tokens=100, microbatch_multiple=grid.pp, cost=SampleCost(1, 0))
     order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(0)).tolist()
     minibatches = [order[:11], order[11:]]
     samples = samples_of(runtime.rank)

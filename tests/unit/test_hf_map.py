@@ -30,6 +30,7 @@ from megappo.families.parameters import (
 )
 from megappo.families.weights import read_shard, scatter_shard
 from megappo.megatron.build import BuildOptions, RoleModel
+from megappo.megatron.packing import SampleCost
 from megappo.megatron.roles import LocalRole, Placement
 from megappo.reshard.sources import RandomSource, SafetensorsSource
 from megappo.reshard.stream import WeightStream
@@ -176,7 +177,9 @@ def test_an_entry_of_the_map_that_nobody_holds_is_an_error(llama_8b: Architectur
     model = held_model(llama_8b, names)
     with pytest.raises(RunError, match=r"too few for the map, such as decoder.layers.7.pre_mlp_layernorm.weight"):
         model.check_names()
-    role = LocalRole(Placement("actor", Grid((0,), 1, 1), 1, 1), model, Runtime(0, 1, 0, torch.device("cpu")))
+    role = LocalRole(
+        Placement("actor", Grid((0,), 1, 1), 1, 1, SampleCost(1, 0)), model, Runtime(0, 1, 0, torch.device("cpu"))
+    )
     with pytest.raises(RunError, match=r"no rank holds decoder.layers.7.pre_mlp_layernorm.weight of the model"):
         WeightStream(role, 1 << 30)
 

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from megappo.megatron.packing import Microbatch, balance, pack, plan_microbatches
+from megappo.families import architecture
+from megappo.megatron.packing import Microbatch, SampleCost, balance, pack, plan_microbatches, sample_cost
 
+TOKENS = SampleCost(of_token=1, of_pair=0)
+QUADRATIC = SampleCost(of_token=20, of_pair=3, window=30)
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 
 
 @given(LENGTHS, st.integers(50, 120))
 def test_pack_is_complete_and_within_budget(lengths: list[int], budget: int) -> None:
-    bins = pack(lengths, budget)
+    bins = pack(lengths, budget, TOKENS)
     assert sorted(i for b in bins for i in b) == list(range(len(lengths)))
     assert all(0 < sum(lengths[i] for i in b) <= budget for b in bins)
 
@@ -24,7 +31,7 @@ def test_pack_is_complete_and_within_budget(lengths: list[int], budget: int) -> 
 @given(LENGTHS, st.integers(50, 120))
 def test_pack_makes_no_more_bins_than_it_needs(lengths: list[int], budget: int) -> None:
     """The tokens ask for so many, or one bin less would overflow."""
-    bins = pack(lengths, budget)
+    bins = pack(lengths, budget, TOKENS)
     fewest = math.ceil(sum(lengths) / budget)
     if len(bins) > fewest:
         smaller = balance(lengths, len(bins) - 1)
@@ -34,20 +41,20 @@ def test_pack_makes_no_more_bins_than_it_needs(lengths: list[int], budget: int) 
 
 def test_pack_by_hand() -> None:
     """Bins are full to the last token, equal lengths go to bins in turn, and nothing makes no bin."""
-    assert pack([8] * 6, 16) == [[0, 3], [1, 4], [2, 5]]
-    assert pack([16, 10, 6, 9, 7], 16) == [[0], [1, 2], [3, 4]]
-    assert pack([5], 5) == [[0]]
-    assert pack([], 5) == []
+    assert pack([8] * 6, 16, TOKENS) == [[0, 3], [1, 4], [2, 5]]
+    assert pack([16, 10, 6, 9, 7], 16, TOKENS) == [[0], [1, 2], [3, 4]]
+    assert pack([5], 5, TOKENS) == [[0]]
+    assert pack([], 5, TOKENS) == []
 
 
 def test_a_plan_by_hand() -> None:
     """The longest samples go to different replicas; the shortest, the first of several, fills what is missing."""
-    plan = plan_microbatches({7: 50, 3: 40, 5: 30, 2: 10, 9: 10}, replicas=2, budget_tokens=60)
+    plan = plan_microbatches({7: 50, 3: 40, 5: 30, 2: 10, 9: 10}, cost=TOKENS, replicas=2, budget_tokens=60)
     assert [[m.sample_ids for m in replica] for replica in plan.replicas] == [[(7,), (2, 9)], [(3,), (5,)]]
     assert not any(m.is_filler for replica in plan.replicas for m in replica)
-    uneven = plan_microbatches({7: 50, 3: 40, 5: 30}, replicas=2, budget_tokens=60)
+    uneven = plan_microbatches({7: 50, 3: 40, 5: 30}, cost=TOKENS, replicas=2, budget_tokens=60)
     assert uneven.replicas == ((Microbatch((7,)),), (Microbatch((3,)), Microbatch((5,))))
-    alone = plan_microbatches({4: 5, 1: 9}, replicas=3, budget_tokens=60, multiple_of=2)
+    alone = plan_microbatches({4: 5, 1: 9}, cost=TOKENS, replicas=3, budget_tokens=60, multiple_of=2)
     assert alone.replicas == (
         (Microbatch((1,)), Microbatch((4,), is_filler=True)),
         (Microbatch((4,)), Microbatch((4,), is_filler=True)),
@@ -77,21 +84,99 @@ def test_balance_is_close(lengths: list[int], n: int) -> None:
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 3))
 def test_plan_places_every_sample_once(lengths: list[int], replicas: int, multiple: int) -> None:
     ids = {1000 - i: n for i, n in enumerate(lengths)}
-    plan = plan_microbatches(ids, replicas=replicas, budget_tokens=60, multiple_of=multiple)
+    settings: dict[str, Any] = {"cost": QUADRATIC, "replicas": replicas, "budget_tokens": 60, "multiple_of": multiple}
+    plan = plan_microbatches(ids, **settings)
     placed = [i for r in plan.replicas for m in r if not m.is_filler for i in m.sample_ids]
     assert sorted(placed) == sorted(ids)
     assert all(len(r) > 0 and len(r) % multiple == 0 for r in plan.replicas)
     shuffled = dict(reversed(list(ids.items())))
-    assert plan_microbatches(shuffled, replicas=replicas, budget_tokens=60, multiple_of=multiple) == plan
+    assert (
+        plan_microbatches(shuffled, cost=QUADRATIC, replicas=replicas, budget_tokens=60, multiple_of=multiple) == plan
+    )
     places = plan.replica_of()
     assert list(places) == sorted(ids)
     for d, microbatches in enumerate(plan.replicas):
         assert all(places[i] == d for m in microbatches if not m.is_filler for i in m.sample_ids)
 
 
+@given(st.integers(1, 40), st.integers(1, 50) | st.none())
+def test_a_samples_cost_counts_the_pairs_that_attend(tokens: int, window: int | None) -> None:
+    pairs = sum(1 for query in range(tokens) for key in range(query + 1) if window is None or query - key < window)
+    assert SampleCost(7, 2, window).of(tokens) == 7 * tokens + 2 * pairs
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_cost_is_that_of_the_model(tied: bool) -> None:
+    """What PyTorch counts for transformers' model forward and backward, which computes all pairs of tokens."""
+    config = AutoConfig.for_model(
+        "qwen3", hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        intermediate_size=48, vocab_size=50, tie_word_embeddings=tied,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    norms = sum(p.numel() for p in model.parameters() if p.dim() == 1)
+    cost, n = sample_cost(architecture(config)), 64
+    with FlopCounterMode(display=False) as counter:
+        model(torch.arange(n)[None] % 50).logits.sum().backward()
+    assert counter.get_total_flops() == n * (cost.of_token - 6 * norms) + n * n * cost.of_pair
+
+
+def drawn_lengths(kind: str, count: int, generator: random.Random) -> list[int]:
+    match kind:
+        case "uniform":
+            return [generator.randint(1, 4096) for _ in range(count)]
+        case "lognormal":
+            return [min(32768, max(1, int(generator.lognormvariate(6.5, 0.9)))) for _ in range(count)]
+    return [generator.randint(50, 400) for _ in range(count - 1)] + [32768]
+
+
+@pytest.mark.parametrize("kind", ["uniform", "lognormal", "giant"])
+def test_replicas_have_equal_work(kind: str) -> None:
+    """3,334 sets of lengths each: within 5% of what no plan can be below, in replicas and, where they wait for each
+    other in each of them, in microbatches."""
+    generator = random.Random(kind)
+    for _ in range(3334):
+        replicas = generator.choice([2, 3, 4, 8, 16])
+        lengths = drawn_lengths(kind, replicas * generator.randint(8, 24), generator)
+        cost = SampleCost(of_token=generator.choice([500, 6_000, 24_000]), of_pair=1)
+        costs = [cost.of(n) for n in lengths]
+        spread = balance(costs, replicas)
+        largest = max(sum(costs[i] for i in share) for share in spread)
+        assert largest <= 1.05 * max(sum(costs) / replicas, *costs)
+
+
+def test_the_plans_work_by_hand() -> None:
+    """Fillers are work. Replicas that run in step wait for the costliest of each microbatch."""
+    settings: dict[str, Any] = {"cost": TOKENS, "replicas": 2, "budget_tokens": 60}
+    lengths = {7: 50, 3: 40, 5: 30, 2: 10, 9: 10}
+    free, in_step = (plan_microbatches(lengths, in_step=step, **settings) for step in (False, True))
+    assert (free.busiest_flops, free.mean_flops) == (70, 70)
+    assert (in_step.busiest_flops, in_step.mean_flops) == (50 + 30, 70)
+    alone = plan_microbatches({4: 5, 1: 9}, cost=TOKENS, replicas=3, budget_tokens=60, multiple_of=2)
+    assert (alone.busiest_flops, alone.mean_flops) == (14, 14 / 3)
+
+
+def test_a_long_sample_is_work_for_more_than_its_tokens() -> None:
+    """By tokens, the long one would get company."""
+    lengths = {0: 100, 1: 40, 2: 40, 3: 40, 4: 40}
+    for cost, company in ((SampleCost(1, 1), {0}), (TOKENS, {0, 4})):
+        replica_of = plan_microbatches(lengths, cost=cost, replicas=2, budget_tokens=200).replica_of()
+        assert {i for i, replica in replica_of.items() if replica == replica_of[0]} == company
+
+
+@given(LENGTHS, st.integers(50, 120))
+def test_a_budget_of_tokens_holds_whatever_samples_cost(lengths: list[int], budget: int) -> None:
+    """Bins are no more than tokens ask for, and the costliest comes first."""
+    bins = pack(lengths, budget, QUADRATIC)
+    assert sorted(i for b in bins for i in b) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in b) <= budget for b in bins)
+    assert len(bins) <= len(pack(lengths, budget, TOKENS))
+    costs = [sum(QUADRATIC.of(lengths[i]) for i in b) for b in bins]
+    assert costs == sorted(costs, reverse=True)
+
+
 @given(LENGTHS, st.integers(2, 5), st.integers(1, 3))
 def test_replicas_that_share_experts_run_as_many_microbatches(lengths: list[int], replicas: int, multiple: int) -> None:
-    settings: dict[str, Any] = {"replicas": replicas, "budget_tokens": 60, "multiple_of": multiple}
+    settings: dict[str, Any] = {"cost": QUADRATIC, "replicas": replicas, "budget_tokens": 60, "multiple_of": multiple}
     plan = plan_microbatches(dict(enumerate(lengths)), in_step=True, **settings)
     assert len({len(r) for r in plan.replicas}) == 1
     without = plan_microbatches(dict(enumerate(lengths)), **settings)
@@ -103,4 +188,4 @@ def test_replicas_that_share_experts_run_as_many_microbatches(lengths: list[int]
 
 def test_too_long_a_sample_is_refused() -> None:
     with pytest.raises(ValueError, match="101 tokens exceeds the microbatch budget of 100 tokens; raise"):
-        pack([101], 100)
+        pack([101], 100, TOKENS)
