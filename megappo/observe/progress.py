@@ -32,10 +32,11 @@ class StageProgress:
         self._counts: dict[str, _Count] = {}
 
     def enter(self, stage: str, waits_for: str = "") -> None:
-        """A stage begins. Counts that are finished are forgotten; samples that are generated ahead go on."""
+        """A stage begins. Counts are forgotten, except samples that are generated ahead and not finished."""
         with self._lock:
             self._stage, self._waits_for, self._since = stage, waits_for, self._clock()
-            self._counts = {name: count for name, count in self._counts.items() if count.done < count.total}
+            samples = self._counts.pop(SAMPLES, None)
+            self._counts = {SAMPLES: samples} if samples is not None and samples.done < samples.total else {}
 
     def leave(self) -> None:
         """The stage has ended; nothing is shown until the next begins."""

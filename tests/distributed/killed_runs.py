@@ -38,6 +38,7 @@ from transformers import LogitsProcessorList
 from megappo.checkpoint import files
 from megappo.cli import main
 from megappo.config import derive_run, load_config
+from megappo.errors import USER_ERROR
 from megappo.megatron.placed import PlacedBatch
 from megappo.ppo.checkpoints import Boundary, Checkpoints
 from megappo.ppo.parts import assemble
@@ -222,9 +223,9 @@ def run(attempt: dict[str, Any]) -> str:
     while any(p.is_alive() for p in ranks) and not any(p.exitcode for p in ranks):
         time.sleep(0.05)
     failed = [p.exitcode for p in ranks if p.exitcode]
-    if -signal.SIGKILL not in failed and failed:
+    if failed and -signal.SIGKILL not in failed and failed[0] != USER_ERROR:
         for process in ranks:
-            process.join(20)  # all ranks end with the same error
+            process.join(20)  # all ranks end with the same error; of a mistake in the settings one is enough to end all
     for process in ranks:
         process.kill()
         process.join()
