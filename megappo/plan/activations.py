@@ -22,7 +22,8 @@ parallelism divides attention and SwiGLU; sequence parallelism divides the resid
 Selective recomputation drops the attention kernel's own tensors (section 5) or those of the MLP or experts, as
 `recompute_modules` says, and has them again for the layer whose backward runs; full recomputation keeps the layer's
 input only, e H, and one layer is whole while its backward runs. Cosine and sine of the positions, 2 e d, are there once
-for all layers that a microbatch passes on a rank. Transformer Engine's fused attention keeps less.
+for all layers that a microbatch passes on a rank. A pipeline stage that does not free what it sent keeps e H more for
+each microbatch in flight and the one before them. Transformer Engine's fused attention keeps less.
 """
 
 from __future__ import annotations
@@ -80,6 +81,12 @@ def kept_bytes(role: RoleSetup, stage: int, work: Workload) -> float:
     in_flight = layers_in_flight(role, stage, role.microbatches(work.sequence_tokens))
     passes = in_flight * role.vpp / role.layers_per_stage
     kept = (in_flight * per_token + passes * 2 * role.dtype_bytes * role.arch.head_dim) * tokens
+    if not role.frees_outputs:
+        # The schedule drops one when the next is there. The last chunk of the last stage has a loss instead.
+        sent = min(passes + 1, role.microbatches(work.sequence_tokens) * role.vpp)
+        sent *= 1.0 if stage < role.grid.pp - 1 else 1 - 1 / role.vpp
+        rows = role.grid.tp if role.sequence_parallel else 1
+        kept += sent * role.dtype_bytes * role.arch.hidden_size * tokens / rows
     if role.recompute == "selective" and {"mlp", "moe"} & set(role.recompute_modules):
         whole = layer_bytes_per_token(role, recompute="none", fused_norms=work.on_cuda)
         kept += (whole - per_token) * tokens

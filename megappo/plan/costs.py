@@ -1,7 +1,8 @@
 """FLOPs, bytes moved and seconds of each stage of a step.
 
 A stage is as slow as the slowest of its arithmetic, its memory traffic and the host that starts its kernels (Williams
-et al. 2009, the roofline model), plus its communication, which nothing overlaps here.
+et al. 2009, the roofline model), plus its communication, of which only sums and gathers over replicas run beside
+kernels.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from megappo.plan.sizes import model_sizes
 _LAUNCHES_OF_EXPERTS = 0.5
 """Of a layer's kernels, what routing adds: 62 forward and backward with grouped experts, however many they are, where
 SwiGLU has 14."""
+_TRAINING_PASSES = {"none": 3, "selective": 3, "full": 4}
+"""Of a microbatch in an update, by recomputation, in units of a forward pass: backward is two."""
+_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_OF_A_REPLICA = 40_000_000, 1_000_000
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,8 @@ class StageCost:
     seconds: float
     bound_by: str
     """`compute`, `memory`, `launches` or `links`: the largest part of the seconds."""
+    hidden_seconds: float = 0.0
+    """Of communication beside kernels, which the seconds leave out."""
 
 
 class _StageWork:
@@ -43,12 +49,13 @@ class _StageWork:
 
     def __init__(self, machine: Machine, dtype_bytes: int) -> None:
         self.machine = machine
-        self.flops = self.memory_bytes = self.link_bytes = 0.0
+        self.flops = self.memory_bytes = self.link_bytes = self.hidden_seconds = 0.0
         self._compute_rate = machine.flops(dtype_bytes) * ASSUMED.compute_share
         self._seconds = dict.fromkeys(("compute", "memory", "launches", "links"), 0.0)
 
-    def run(self, *, flops: float, memory_bytes: float, layers: float, times: float = 1.0) -> None:
-        """Kernels: `flops` and `memory_bytes` of one rank in `layers` forward passes of a layer, `times` over."""
+    def run(self, *, flops: float, memory_bytes: float, layers: float, times: float = 1.0) -> float:
+        """Kernels: `flops` and `memory_bytes` of one rank in `layers` forward passes of a layer, `times` over. Returns
+        the seconds of one time."""
         bounds = {
             "compute": flops / self._compute_rate,
             "memory": memory_bytes / (self.machine.memory_bandwidth * ASSUMED.bandwidth_share),
@@ -57,12 +64,16 @@ class _StageWork:
         slowest = max(bounds, key=lambda name: bounds[name])
         self._seconds[slowest] += times * bounds[slowest]
         self.memory_bytes += times * memory_bytes
+        return bounds[slowest]
 
-    def send(self, n_bytes: float, *, inside_node: bool, times: float = 1.0) -> None:
-        """Bytes that a rank sends."""
+    def send(self, n_bytes: float, *, inside_node: bool, times: float = 1.0, beside: float = 0.0) -> None:
+        """Bytes that a rank sends, each time beside so many seconds of kernels."""
         machine = self.machine
         bandwidth = machine.intra_node_bandwidth if inside_node else machine.inter_node_bandwidth
-        self._seconds["links"] += times * n_bytes / (bandwidth * ASSUMED.link_share)
+        seconds = n_bytes / (bandwidth * ASSUMED.link_share)
+        hidden = min(seconds, beside)
+        self._seconds["links"] += times * (seconds - hidden)
+        self.hidden_seconds += times * hidden
         self.link_bytes += times * n_bytes
 
     def wait(self, seconds: float) -> None:
@@ -73,7 +84,8 @@ class _StageWork:
         """What was counted as the cost of a stage."""
         seconds = self._seconds
         bound_by = max(seconds, key=lambda part: seconds[part])
-        return StageCost(name, self.flops, self.memory_bytes, self.link_bytes, sum(seconds.values()), bound_by)
+        total, hidden = sum(seconds.values()), self.hidden_seconds
+        return StageCost(name, self.flops, self.memory_bytes, self.link_bytes, total, bound_by, hidden)
 
 
 def forward_flops(role: RoleSetup, work: Workload) -> tuple[float, float, float]:
@@ -119,22 +131,54 @@ def forward_cost(roles: Sequence[RoleSetup], work: Workload, machine: Machine) -
 def update_cost(role: RoleSetup, work: Workload, machine: Machine) -> StageCost:
     """All updates of a role in a step: pipelines, gradient reduction, AdamW.
 
-    Data parallel ranks (for experts, those with the same) all-reduce float32 gradients, 2 (d-1)/d of their bytes in a
-    ring; the distributed optimizer reduce-scatters them and all-gathers weights instead. AdamW reads gradient, main
-    weight and moments and writes all but the gradient, and the weight.
+    AdamW reads gradient, main weight and moments and writes all but the gradient, and the weight.
     """
     spent = _StageWork(machine, role.dtype_bytes)
     updates = role.updates_per_step
-    _pipeline(spent, role, work, train=True, times=updates)
-    shared = max(role.parameters(stage) for stage in range(role.grid.pp)) - role.expert_parameters
-    replicated = ((shared, role.grid.dp), (role.expert_parameters, role.grid.expert_replicas))
-    reduced = [(d - 1) / d * n for n, d in replicated]
-    bytes_reduced = sum(reduced) * (4 + role.dtype_bytes if role.distributed_optimizer else 8)
-    inside = machine.same_node(role.grid.ranks[0], role.grid.ranks[-1])
-    spent.send(bytes_reduced, inside_node=inside, times=updates)
+    microbatch_seconds = _pipeline(spent, role, work, train=True, times=updates)
+    _between_replicas(spent, role, microbatch_seconds if machine.is_cuda else 0.0)
     shard = max(role.optimizer_parameters(stage) for stage in range(role.grid.pp))
     spent.run(flops=0.0, memory_bytes=shard * (4 + 2 * 12 + role.dtype_bytes), layers=0, times=updates)
     return spent.cost(f"update_{role.name}")
+
+
+def _between_replicas(spent: _StageWork, role: RoleSetup, microbatch_seconds: float) -> None:
+    """What replicas send each other in all updates of a step.
+
+    Data parallel ranks (for experts, those with the same) all-reduce float32 gradients, 2 (d-1)/d of their bytes in a
+    ring; the distributed optimizer reduce-scatters them and all-gathers weights instead. Overlapped, the sums run
+    beside backward of an update's last microbatch, and the gathers of all updates but the last beside forward of the
+    next one's first: bucket by bucket, but for that of the first layers, whose gradients come last and whose weights
+    are needed first. On a CPU both take the same cores, and nothing is gained.
+    """
+    shared = max(role.parameters(stage) for stage in range(role.grid.pp)) - role.expert_parameters
+    replicated = ((shared, role.grid.dp), (role.expert_parameters, role.grid.expert_replicas))
+    reduced = sum((d - 1) / d * n for n, d in replicated)
+    inside = spent.machine.same_node(role.grid.ranks[0], role.grid.ranks[-1])
+    first = first_bucket_share(role)
+
+    def send(n_bytes: float, times: int, beside: float) -> None:
+        spent.send(first * n_bytes, inside_node=inside, times=times)
+        spent.send((1 - first) * n_bytes, inside_node=inside, times=times, beside=(1 - first) * beside)
+
+    updates, forward = role.updates_per_step, microbatch_seconds / _TRAINING_PASSES[role.recompute]
+    backward = microbatch_seconds - forward
+    summed_bytes = 4 if role.distributed_optimizer else 8
+    send(reduced * summed_bytes, updates, backward if role.reduces_in_backward else 0.0)
+    if role.distributed_optimizer:
+        send(reduced * role.dtype_bytes, updates - 1, forward if role.gathers_in_forward else 0.0)
+        send(reduced * role.dtype_bytes, 1, 0.0)
+
+
+def first_bucket_share(role: RoleSetup) -> float:
+    """Share of the first stage's parameters that is in the bucket of its first layers.
+
+    Megatron-Core's `DistributedDataParallel` fills buckets from the last layer to the first until they hold 40 million
+    elements, or a million for each replica; the embedding, which comes last, is never cut.
+    """
+    embedding = role.padded_vocab // role.grid.tp * role.arch.hidden_size
+    bucket = max(_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_OF_A_REPLICA * role.grid.dp)
+    return min(1.0, max(bucket, embedding) / role.parameters(0))
 
 
 def _selected_flops(role: RoleSetup, attention: float) -> float:
@@ -145,8 +189,8 @@ def _selected_flops(role: RoleSetup, attention: float) -> float:
     return sum(of[module] for module in set(role.recompute_modules))
 
 
-def _pipeline(spent: _StageWork, role: RoleSetup, work: Workload, *, train: bool, times: int) -> None:
-    """Microbatches through the stages, `times` over.
+def _pipeline(spent: _StageWork, role: RoleSetup, work: Workload, *, train: bool, times: int) -> float:
+    """Microbatches through the stages, `times` over. Returns the seconds of one microbatch's kernels on one rank.
 
     m microbatches through p stages of v chunks take m + (p-1)/v times the slowest stage (Narayanan et al. 2021,
     section 2.2). Backward is two forward passes; full recomputation adds one, selective that of its modules.
@@ -165,8 +209,8 @@ def _pipeline(spent: _StageWork, role: RoleSetup, work: Workload, *, train: bool
     of_blocks = arch.declaration.per_token(arch, e, fused_norms=work.on_cuda)
     widths = 8 * arch.hidden_size + 6 * arch.query_width + of_blocks.moved_elements
     activation_bytes = 2.0 * e * tokens * role.layers_per_stage * widths / role.grid.tp
-    passes = 4 if role.recompute == "full" and train else 3 if train else 1
-    spent.run(
+    passes = _TRAINING_PASSES[role.recompute] if train else 1
+    seconds = spent.run(
         flops=(role.layers_per_stage * tokens * layer_flops + rows * head_flops) / role.grid.tp,
         memory_bytes=passes * (weights * e + activation_bytes) + (8 * weights if train else 0),
         layers=role.layers_per_stage * passes * (1 + (_LAUNCHES_OF_EXPERTS if arch.experts else 0)),
@@ -176,6 +220,7 @@ def _pipeline(spent: _StageWork, role: RoleSetup, work: Workload, *, train: bool
     response_share = work.response_tokens / work.sequence_tokens
     spent.flops += samples * (arch.layers * layer_flops + response_share * head_flops)
     _layer_communication(spent, role, tokens, passes=passes, slots=slots)
+    return seconds
 
 
 def _layer_communication(spent: _StageWork, role: RoleSetup, tokens: float, *, passes: int, slots: float) -> None:

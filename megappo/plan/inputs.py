@@ -53,6 +53,12 @@ class RoleSetup:
     trained: bool = True
     recompute_modules: tuple[str, ...] = ("core_attn",)
     """What selective recomputation computes again."""
+    frees_outputs: bool = True
+    """What a pipeline stage sent is not kept."""
+    reduces_in_backward: bool = False
+    """Gradients are summed over replicas beside the last microbatch's backward pass."""
+    gathers_in_forward: bool = False
+    """Updated weights are gathered beside the next update's first forward pass."""
 
     @property
     def is_critic(self) -> bool:
@@ -164,8 +170,8 @@ class Setup:
 
 def make_setup(config: Config, models: Models, world_size: int, *, on_cuda: bool, device_bytes: float = 0.0) -> Setup:
     """The planner's view of settings that break no rule; SGLang takes its share of `device_bytes`."""
-    actor = trained_role(config, "actor", config.actor, models, world_size)
-    critic = None if config.critic is None else trained_role(config, "critic", config.critic, models, world_size)
+    actor = trained_role(config, "actor", models, world_size, on_cuda=on_cuda)
+    critic = None if config.critic is None else trained_role(config, "critic", models, world_size, on_cuda=on_cuda)
     reference = None if config.reference is None else reference_role(actor, models)
     return Setup(actor, critic, reference, workload(config, world_size, on_cuda=on_cuda, device_bytes=device_bytes))
 
@@ -194,9 +200,17 @@ def workload(config: Config, world_size: int, *, on_cuda: bool, device_bytes: fl
     )
 
 
-def trained_role(config: Config, name: str, settings: RoleSettings, models: Models, world_size: int) -> RoleSetup:
-    """Actor or critic with these settings on its layout."""
-    arch = models.of(name)
+def trained_role(
+    config: Config,
+    name: str,
+    models: Models,
+    world_size: int,
+    *,
+    on_cuda: bool,
+    settings: RoleSettings | None = None,
+) -> RoleSetup:
+    """Actor or critic on its layout, with its own settings or these."""
+    arch, settings = models.of(name), settings or config.trained[name]
     numbers = role_numbers(config, RoleSpec(name, settings, arch), world_size, 1)
     return RoleSetup(
         name=name,
@@ -207,6 +221,9 @@ def trained_role(config: Config, name: str, settings: RoleSettings, models: Mode
         recompute=settings.recompute,
         recompute_modules=settings.recompute_modules,
         distributed_optimizer=settings.optimizer.distributed,
+        frees_outputs=settings.layout.deallocate_pipeline_outputs,
+        reduces_in_backward=settings.optimizer.reduces_in_backward(on_cuda=on_cuda),
+        gathers_in_forward=settings.optimizer.gathers_in_forward(on_cuda=on_cuda),
         microbatch_budget_tokens=settings.microbatch_budget_tokens,
         minibatch_sequences=settings.minibatch_sequences,
         updates_per_step=numbers.updates_per_step,

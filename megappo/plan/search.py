@@ -201,7 +201,8 @@ def _choices(task: _Search, name: str) -> Iterator[_Choice]:
     share, reference = task.machine.per_rank(task.gpus), task.config.reference
     found: dict[tuple[int, int], list[_Choice]] = {}
     for settings in _settings(task, name):
-        role = trained_role(task.config, name, settings, task.models, task.gpus)
+        on_cuda = task.machine.is_cuda
+        role = trained_role(task.config, name, task.models, task.gpus, on_cuda=on_cuda, settings=settings)
         stages = [role_memory(role, stage, work) for stage in range(role.grid.pp)]
         peak = max(m.resident + max(m.update, m.forward) for m in stages)
         resident = sum(m.resident for m in stages) / role.grid.pp * len(role.grid.ranks) / task.gpus

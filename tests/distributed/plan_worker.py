@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,20 @@ class ForwardMeter:
         self.measuring = True
         self._recomputes = role.model.options.recompute == "full"
         self._layers = self.most_layers = 0
+        self._outputs: list[weakref.ref[Tensor]] = []
+        self.output_bytes = 0
         for module in modules:
+            module.register_forward_hook(self._note_output)
             for layer in module.decoder.layers:
                 layer.register_forward_pre_hook(self._before)
                 layer.register_forward_hook(self._after)
+
+    def _note_output(self, module: Any, _inputs: Any, output: Tensor) -> None:
+        """Of a chunk that sends it; what was freed has one element."""
+        if not module.post_process:
+            self._outputs.append(weakref.ref(output))
+            alive = [o for ref in self._outputs if (o := ref()) is not None and o.numel() > 1]
+            self.output_bytes = max(self.output_bytes, sum(o.nbytes for o in alive))
 
     def _before(self, _layer: Any, _inputs: Any) -> None:
         """Under full recomputation forward runs without gradients, and a second time in backward with them."""
@@ -119,6 +130,7 @@ def measure(role: Role, case: dict[str, Any], runtime: Runtime) -> dict[str, Any
         "optimizer": optimizer_bytes(role, parameters),
         "activations": meter.kept_bytes,
         "layers": meter.most_layers,
+        "outputs": meter.output_bytes,
         "is_last_stage": role.layout.is_last_stage,
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ CASES: dict[str, tuple[str, int, list[str]]] = {
     "distributed-float32": ("llama", 2, ["model.dtype=float32", "actor.optimizer.distributed=true", *ONE_MICROBATCH]),
     "apart": ("llama", 2, ["actor.layout.ranks=1", "critic.layout.first_rank=1", *ONE_MICROBATCH]),
     "in-flight": ("qwen3", 2, [
-        f"actor.{PP2}", f"critic.{PP2}", "critic.layout.virtual_pipeline_chunks=2",
+        f"actor.{PP2}", "actor.layout.deallocate_pipeline_outputs=false", f"critic.{PP2}",
+        "critic.layout.virtual_pipeline_chunks=2",
         *(f"{role}.microbatch_budget_tokens={2 * (PROMPT + RESPONSE)}" for role in BOTH),
     ]),
     "experts": ("qwen3_moe", 2, [
@@ -169,3 +171,15 @@ def test_layers_in_flight_are_those_of_the_schedule(root: Path, measured: Measur
         assert stage is not None
         expected = layers_in_flight(setup, stage, setup.microbatches(work.sequence_tokens))
         assert measured(name)[rank][role]["layers"] == expected, rank
+
+
+def test_outputs_that_were_sent_are_kept_where_they_are_not_freed(root: Path, measured: Measured) -> None:
+    """Of the actor's first stage; the critic's chunks have at most the one they made."""
+    setup, work = planned(root, "in-flight", "actor")
+    assert not setup.frees_outputs
+    freed = replace(setup, frees_outputs=True)
+    kept = [kept_bytes(setup, stage, work) - kept_bytes(freed, stage, work) for stage in (0, 1)]
+    assert kept == [measured("in-flight")[rank]["actor"]["outputs"] for rank in (0, 1)] and kept[0] > 0
+    setup, work = planned(root, "in-flight", "critic")
+    one = setup.microbatch_tokens(work.sequence_tokens) * setup.arch.hidden_size * setup.dtype_bytes
+    assert [measured("in-flight")[rank]["critic"]["outputs"] for rank in (0, 1)] == [one, one]

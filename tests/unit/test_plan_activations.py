@@ -177,3 +177,17 @@ def test_the_largest_weight() -> None:
     for ep in (1, 6):  # each whole, all of a rank in one
         experts = role(with_experts(), pp=3, ep=ep)
         assert [experts.largest_weight(stage) for stage in range(3)] == [odd.EXPERTS // ep * 2 * F * H] * 3
+
+
+@pytest.mark.parametrize(("vpp", "sending"), [(1, (3, 0)), (3, (8, 4))])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_outputs_of_stages_are_kept_where_they_are_not_freed(
+    vpp: int, sending: tuple[float, float], sequence_parallel: bool
+) -> None:
+    """Those of two microbatches in flight and the one before; of three chunks, eight, and two thirds of six."""
+    setup = role(vpp=vpp, sequence_parallel=sequence_parallel, frees_outputs=False)
+    for stage in (0, 1):
+        more = kept_bytes(setup, stage, work()) - kept_bytes(
+            dataclasses.replace(setup, frees_outputs=True), stage, work()
+        )
+        assert more == pytest.approx(sending[stage] * 77 * H * 2 / (3 if sequence_parallel else 1))

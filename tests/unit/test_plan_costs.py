@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from megappo.families.architecture import ArchitectureConfig
-from megappo.plan.costs import StageCost, forward_cost, rollout_cost, sync_cost, update_cost
+from megappo.plan.costs import StageCost, first_bucket_share, forward_cost, rollout_cost, sync_cost, update_cost
 from megappo.plan.inputs import RoleSetup, Setup
 from megappo.plan.machines import Machine
 from unit.helpers_plan import FFN as F
@@ -75,6 +76,21 @@ def layer_weights(model: ArchitectureConfig) -> int:
     """Of one layer, as a token meets them: QKV, output matrix, SwiGLU or router and chosen experts, norms."""
     feed_forward = model.experts * H + PER_TOKEN * 3 * H * F if model.experts else 3 * H * F
     return H * (Q + 2 * K) + Q * H + feed_forward + 2 * H + 2 * D
+
+
+def large(**changes: Any) -> ArchitectureConfig:
+    """Of several buckets."""
+    return arch(hidden_size=2048, ffn_hidden_size=6144, **changes)
+
+
+def slow(**changes: Any) -> Machine:
+    """A machine on which arithmetic takes time, and what is given."""
+    return machine(bfloat16_flops=1e12, devices_per_node=100, **changes)
+
+
+def plain_seconds(setup: RoleSetup) -> float:
+    """Of the kernels of all updates: of each slot of the pipeline those of a microbatch."""
+    return update_cost(setup, work(), slow()).seconds
 
 
 def held(model: ArchitectureConfig, tp: int) -> int:
@@ -204,6 +220,55 @@ def test_a_role_on_one_rank_sends_nothing() -> None:
     alone = role(tp=1, pp=1, dp=1)
     assert update_cost(alone, work(), machine()).link_bytes == 0
     assert update_cost(alone, work(), machine(intra_node_bandwidth=1.0)).bound_by == "launches"
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize(("recompute", "backward"), [("none", 2 / 3), ("full", 3 / 4)])
+def test_overlap_hides_sums_behind_backward_and_gathers_behind_forward(
+    distributed: bool, recompute: str, backward: float
+) -> None:
+    """All but a bucket of forty million elements, in the last microbatch of each update; of communication there is
+    too little, and too much."""
+    setup = role(large(), tp=1, pp=1, distributed_optimizer=distributed, recompute=recompute)
+    setup = replace(setup, reduces_in_backward=True, gathers_in_forward=distributed)
+    n = setup.parameters(0)
+    kernels = plain_seconds(setup)
+    microbatch = kernels / (3 * 4)
+    later = 1 - 40e6 / n
+    for seconds_of_4_bytes in (0.01 * microbatch, 1e4 * microbatch):
+        m = slow(intra_node_bandwidth=3 / 4 * 4 * n / 0.7 / seconds_of_4_bytes)
+        sums = (1 if distributed else 2) * seconds_of_4_bytes
+        hidden = 3 * later * min(sums, backward * microbatch)
+        hidden += 2 * later * min(seconds_of_4_bytes / 2, (1 - backward) * microbatch) if distributed else 0
+        sent = 3 * (sums + (seconds_of_4_bytes / 2 if distributed else 0))
+        cost = update_cost(setup, work(), m)
+        assert cost.hidden_seconds == pytest.approx(hidden, rel=1e-6)
+        assert cost.seconds == pytest.approx(kernels + sent - hidden, rel=1e-6)
+
+
+@pytest.mark.parametrize("bandwidth", [1e3, 1e6, 1e9, 1e12])
+@pytest.mark.parametrize("model", [arch(), with_experts(), large(), large(tied_embeddings=True)])
+def test_overlap_never_costs_and_hides_at_most_the_smaller_of_both(model: ArchitectureConfig, bandwidth: float) -> None:
+    changes = {"ep": 6 if model.experts else 1, "distributed_optimizer": True}
+    m = slow(intra_node_bandwidth=bandwidth, inter_node_bandwidth=bandwidth)
+    apart, sums, both = (
+        update_cost(role(model, **changes, reduces_in_backward=reduces, gathers_in_forward=gathers), work(), m)
+        for reduces, gathers in ((False, False), (True, False), (True, True))
+    )
+    assert apart.hidden_seconds == 0
+    for faster, slower in ((sums, apart), (both, sums)):
+        assert faster.seconds <= slower.seconds and faster.link_bytes == slower.link_bytes
+        assert faster.seconds + faster.hidden_seconds == about(apart.seconds)
+        assert faster.hidden_seconds <= min(plain_seconds(role(model, **changes)), apart.link_bytes / bandwidth / 0.7)
+    on_cpu = update_cost(role(model, **changes, reduces_in_backward=True), work(), replace(m, is_cuda=False))
+    assert (on_cpu.hidden_seconds, on_cpu.seconds) == (0, about(apart.seconds))
+
+
+def test_one_bucket_hides_nothing() -> None:
+    """It is full when backward has ended."""
+    small = role(reduces_in_backward=True, gathers_in_forward=True)
+    assert first_bucket_share(small) == 1
+    assert update_cost(small, work(), slow(intra_node_bandwidth=1.0, inter_node_bandwidth=1.0)).hidden_seconds == 0
 
 
 def totals(model: ArchitectureConfig) -> tuple[int, int, int]:
