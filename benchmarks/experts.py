@@ -2,13 +2,14 @@
 """How fast are grouped experts beside Megatron's own, which run one after the other?
 
 Usage: python benchmarks/experts.py [--shapes 64x32 2048x768] [--dtypes bfloat16 float32] [--experts 128] [--chosen 8]
-           [--tokens 512] [--device cuda|cpu] [--repeat 7] [--json FILE]
+           [--tokens 512] [--device cuda|cpu] [--threads N] [--repeat 7] [--json FILE]
 
 A shape is a hidden size and the size of an expert. Measured in turns, each `repeat` times, on the same weights: forward
 and backward of the experts alone, on rows that are sorted by expert (Megatron's `SequentialMLP`, and
 `GroupedExperts`), and of the whole layer with its router and dispatcher, Megatron's and ours. Routing is that of random
 weights, so experts get unequal numbers of rows. Prints medians, how many times as fast ours are, and by how much
-the outputs differ at most, over the largest output.
+the outputs differ at most, over the largest output. On a CPU that others use too, one thread: several wait for the
+slowest of them in each of hundreds of products.
 """
 
 from __future__ import annotations
@@ -174,6 +175,20 @@ def measure(shape: Shape, groups: Any, machine: Machine) -> list[Row]:
     return rows
 
 
+def measure_all(shapes: list[Shape], device: str, repeat: int, threads: int | None) -> tuple[list[Row], int]:
+    """All rows, and the threads of the CPU that they took."""
+    rows = []
+    settings = RuntimeSettings.model_validate({"device": device, "threads_per_rank": threads})
+    with start_runtime(settings) as runtime:
+        layout = make_layouts({"actor": Cut(Grid((0,), 1, 1))}, device, 120)["actor"]
+        assert isinstance(layout, Layout)
+        fix_router()
+        for shape in shapes:
+            with runtime.megatron():
+                rows += measure(shape, layout.groups, Machine(device, repeat))
+        return rows, torch.get_num_threads()
+
+
 def print_rows(rows: list[Row], title: str) -> None:
     """A table on the terminal."""
     table = Table(title=title)
@@ -195,23 +210,18 @@ def main() -> int:
     parser.add_argument("--chosen", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=8192 if cuda else 512)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if cuda else "cpu")
+    parser.add_argument("--threads", type=int, help="of a CPU; default: all cores")
     parser.add_argument("--repeat", type=int, default=30 if cuda else 7)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here too")
     arguments = parser.parse_args()
-    rows = []
-    with start_runtime(RuntimeSettings(device=arguments.device)) as runtime:
-        layout = make_layouts({"actor": Cut(Grid((0,), 1, 1))}, arguments.device, 120)["actor"]
-        assert isinstance(layout, Layout)
-        machine = Machine(arguments.device, arguments.repeat)
-        fix_router()
-        for size in arguments.shapes:
-            hidden, ffn = (int(number) for number in size.split("x"))
-            for dtype in arguments.dtypes:
-                shape = Shape(hidden, ffn, dtype, arguments.experts, arguments.chosen, arguments.tokens)
-                with runtime.megatron():
-                    rows += measure(shape, layout.groups, machine)
-        threads = torch.get_num_threads()
-    where = torch.cuda.get_device_name() if arguments.device == "cuda" else f"{threads} threads"
+    sizes = [tuple(int(number) for number in size.split("x")) for size in arguments.shapes]
+    shapes = [
+        Shape(hidden, ffn, dtype, arguments.experts, arguments.chosen, arguments.tokens)
+        for hidden, ffn in sizes
+        for dtype in arguments.dtypes
+    ]
+    rows, threads = measure_all(shapes, arguments.device, arguments.repeat, arguments.threads)
+    where = torch.cuda.get_device_name() if arguments.device == "cuda" else f"{threads} thread{'s' * (threads > 1)}"
     routed = f"{arguments.tokens} tokens to {arguments.chosen} of {arguments.experts} experts"
     print_rows(rows, f"{routed}, {where}, medians of {arguments.repeat}")
     if arguments.json is not None:

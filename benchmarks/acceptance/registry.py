@@ -42,6 +42,7 @@ STEPS = (
     Step("mfu", 1, f"{_HERE}.ppo_step:speed", 30, 120, "updates in bfloat16: seconds, tokens/s, MFU"),
     Step("two-processes", 1, f"{_HERE}.two_processes:on_one_device", 20, 90, "exchange and TP head over gloo"),
     Step("switches", 2, f"{_HERE}.switches:on_and_off", 60, 240, "each switch on and off: same numbers, seconds"),
+    Step("experts", 2, f"{_HERE}.experts:beside_sequential", 25, 100, "grouped experts beside Megatron's"),
     Step("packs", 2, f"{_HERE}.packs:shapes", 20, 100, "packs of 1, 16 and 128 segments, one of 32k tokens"),
     Step("counts", 2, f"{_HERE}.counts:per_layer", 20, 80, "launches and waits of the host per layer"),
     Step("memory", 2, f"{_HERE}.memory:by_stage", 25, 120, "peak memory of each stage against the plan"),

@@ -5,33 +5,43 @@ A new one is a line of SWITCHES.
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from benchmarks.acceptance.ppo_step import Speed, update_speed
 from benchmarks.acceptance.registry import Place
+from benchmarks.acceptance.runner import ROOT
 from benchmarks.acceptance.table import Row, measured, skipped, within
 from benchmarks.acceptance.workload import (
     ACTOR_ONLY,
     Size,
     empty_cache,
-    make_config,
     model_folder,
     rollouts,
     samples,
     settings,
     trainer,
+    write_settings,
 )
+from megappo.config import load_config
 from megappo.errors import ConfigError
+from megappo.megatron.build import DTYPES
+from megappo.plan.here import resolve_here
 from megappo.ppo.trainer import Trainer
+from megappo.runtime.accelerations import find_accelerations
 
 NATS = {"float32": 1e-5, "bfloat16": 0.05}
 """Bound of the mean gap of log-probabilities before the update."""
 CHANGES = {"float32": 1e-3, "bfloat16": 0.1}
 """Bound of the relative difference of all changes of weights."""
+_SIDE_SECONDS = 100.0
 
 
 @dataclass(frozen=True)
@@ -42,6 +52,8 @@ class Switch:
     on: tuple[str, ...]
     off: tuple[str, ...] = ()
     model: str = "0.6B"
+    own_process: bool = False
+    """What it changes is settled where a process imports Megatron-Core."""
 
 
 _OPTIMIZER = "actor.optimizer"
@@ -61,6 +73,7 @@ SWITCHES = (
         (*_SHARDED, f"{_OPTIMIZER}.overlap_param_gather=false"),
     ),
     Switch("optimizer.distributed", ("actor.optimizer.distributed=true",), ("actor.optimizer.distributed=false",)),
+    Switch("accelerations", ("model.accelerations=auto",), ("model.accelerations=torch",), own_process=True),
     Switch("one pack, not four", ("actor.microbatch_budget_tokens={all}",), ("actor.microbatch_budget_tokens={part}",)),
 )
 
@@ -72,6 +85,8 @@ class Side:
     logprob: Tensor
     changes: list[Tensor]
     speed: Speed
+    layers: str
+    """Whose layers, gradients and Adam they were."""
 
 
 def on_and_off(place: Place) -> Iterator[Row]:
@@ -84,6 +99,8 @@ def on_and_off(place: Place) -> Iterator[Row]:
         except ConfigError as error:
             yield skipped(switch.name, "; ".join(error.problems))
             continue
+        if switch.own_process:
+            yield measured(f"{switch.name}: what does what", f"on: {on.layers}; off: {off.layers}")
         gap = float((on.logprob - off.logprob).abs().mean())
         yield within(f"{switch.name}: log-probabilities, {dtype}", {"mean gap, nats": gap}, NATS[dtype])
         squares = sum(float((a - b).square().sum()) for a, b in zip(on.changes, off.changes, strict=True))
@@ -103,7 +120,7 @@ def on_and_off(place: Place) -> Iterator[Row]:
 def _side(
     place: Place, switch: Switch, overrides: tuple[str, ...], dtype: str, cache: dict[tuple[str, ...], Side]
 ) -> Side:
-    """Update the model once for its numbers, then for the clock; settings that many compare with are run once."""
+    """Settings that many compare with are run once."""
     size = Size(8, 8, 24) if place.tiny else Size(32, 256, 768)
     whole = size.samples * (size.prompt + size.response)
     names = {"all": whole, "part": whole // 4}
@@ -117,11 +134,35 @@ def _side(
     key = (switch.model, *words)
     if key not in cache:
         folder = model_folder(place, switch.model)
-        with trainer(make_config(place, settings(place, folder, size, dtype), [*ACTOR_ONLY, *given, *words])) as t:
-            logprob, changes = numbers(t, size, folder)
-            cache[key] = Side(logprob, changes, update_speed(place, t, size, folder, 1 if place.tiny else 3))
-        empty_cache()
+        path = write_settings(place, settings(place, folder, size, dtype))
+        update = _in_own_process if switch.own_process else updated
+        cache[key] = update(place, size, folder, path, [*ACTOR_ONLY, *given, *words])
     return cache[key]
+
+
+def updated(place: Place, size: Size, folder: Path, path: Path, overrides: list[str]) -> Side:
+    """Update the model once for its numbers, then for the clock."""
+    config = resolve_here(load_config(path, overrides))
+    with trainer(config) as t:
+        logprob, changes = numbers(t, size, folder)
+        speed = update_speed(place, t, size, folder, 1 if place.tiny else 3)
+    found = find_accelerations(config.model.accelerations)
+    empty_cache()
+    return Side(logprob, changes, speed, found.sentence(DTYPES[config.model.dtype]))
+
+
+def _in_own_process(place: Place, size: Size, folder: Path, path: Path, overrides: list[str]) -> Side:
+    """The same. Raises RuntimeError with its last words where it fails."""
+    given, out = Path(place.scratch) / "side.json", Path(place.scratch) / "side.pt"
+    out.unlink(missing_ok=True)
+    words = {"place": asdict(place), "size": asdict(size), "folder": str(folder), "path": str(path)}
+    given.write_text(json.dumps({**words, "overrides": overrides}))
+    program = [sys.executable, "-m", "benchmarks.acceptance.switch_side", str(given), str(out)]
+    done = subprocess.run(program, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=_SIDE_SECONDS, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip()[-300:])
+    found = torch.load(out, weights_only=True)
+    return Side(**{**found, "speed": Speed(**found["speed"])})
 
 
 def numbers(t: Trainer, size: Size, folder: Path) -> tuple[Tensor, list[Tensor]]:

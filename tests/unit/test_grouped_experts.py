@@ -62,7 +62,7 @@ def exact(*tensors: Tensor) -> list[Tensor]:
 
 def assert_close(dtype: torch.dtype, found: list[Any], right: list[Any]) -> None:
     for tensor, true in zip(found, right, strict=True):
-        error = float((tensor.double() - true).norm() / true.norm())
+        error = float((tensor.detach().double() - true.detach()).norm() / true.detach().norm())
         assert error < BOUNDS[dtype], (tuple(tensor.shape), error)
 
 
