@@ -9,6 +9,7 @@ L longest segment.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,23 +39,29 @@ class PackedSegments(PackedSeqParams):
     """(t,) int64: place of each token in the (S, L) rectangle, None where segments are attended one by one."""
 
 
-def packed_segments(lengths: tuple[int, ...], device: torch.device) -> PackedSegments:
-    """Describe a microbatch of segments that do not see each other."""
-    cumulative = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
-    cu_seqlens = cumulative.to(device=device, dtype=torch.int32)
+def segment_tensors(lengths: Sequence[int]) -> dict[str, Tensor]:
+    """What `packed_segments` has to be on the device, made on the host."""
+    tensors = {
+        "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
+        "positions": torch.cat([torch.arange(n) for n in lengths]),
+    }
     longest = max(lengths)
-    slots = None
     if len(lengths) > 1 and len(lengths) * longest <= _MOST_PADDING * sum(lengths):
-        slots = torch.cat([torch.arange(n) + i * longest for i, n in enumerate(lengths)]).to(device)
+        tensors["slots"] = torch.cat([torch.arange(n) + i * longest for i, n in enumerate(lengths)])
+    return tensors
+
+
+def packed_segments(lengths: Sequence[int], tensors: Mapping[str, Tensor]) -> PackedSegments:
+    """Describe a microbatch of segments that do not see each other; `tensors`: see `segment_tensors`."""
     return PackedSegments(
         qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        lengths=lengths,
-        positions=torch.cat([torch.arange(n) for n in lengths]).to(device),
-        slots=slots,
+        cu_seqlens_q=tensors["cu_seqlens"],
+        cu_seqlens_kv=tensors["cu_seqlens"],
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+        lengths=tuple(lengths),
+        positions=tensors["positions"],
+        slots=tensors.get("slots"),
     )
 
 

@@ -50,6 +50,11 @@ class Layout:
         return self.stage == self.grid.pp - 1
 
     @property
+    def token_multiple(self) -> int:
+        """What a pack's tokens must be a multiple of: sequence parallelism gives each tensor rank as many."""
+        return self.grid.tp if self.sequence_parallel else 1
+
+    @property
     def hands_out_results(self) -> bool:
         """Whether this rank is its replica's output rank."""
         return self.is_last_stage and self.tensor_rank == 0

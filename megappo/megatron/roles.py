@@ -134,8 +134,9 @@ class LocalRole(Role):
 
     def _packed(self, plan: MicrobatchPlan, samples: Mapping[int, PlacedSample]) -> list[PackedBatch]:
         """The microbatches that the plan has for this rank's replica."""
+        device, multiple = self.runtime.device, self.layout.token_multiple
         return [
-            pack_samples([samples[i] for i in m.sample_ids], self.layout, self.runtime.device, is_filler=m.is_filler)
+            pack_samples([samples[i] for i in m.sample_ids], device, multiple_of=multiple, is_filler=m.is_filler)
             for m in plan.replicas[self.layout.replica]
         ]
 
@@ -207,7 +208,9 @@ class TrainedRole(LocalRole):
             real = [r for b, r in zip(batches, reports, strict=True) if not b.is_filler] or [
                 {k: torch.zeros_like(v) for k, v in reports[0].items()}
             ]
-            local = {name: float(value) for name, value in combine(stacked(real)).items()}
+            combined = combine(stacked(real))
+            numbers = torch.stack([value.double() for value in combined.values()]).tolist()  # one read for all
+            local = dict(zip(combined, numbers, strict=True))
         parts = [part for part in of_all_ranks(local, self.layout.role_group) if part]
         of_role = {name: torch.tensor([part[name] for part in parts], dtype=torch.float64) for name in parts[0]}
         return {name: float(value) for name, value in combine(of_role).items()}

@@ -5,6 +5,7 @@ Shape legend: t tokens of a packed microbatch (padding segment included), N resp
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -14,8 +15,9 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megappo.megatron.attention import PackedSegments, packed_segments
+from megappo.megatron.attention import PackedSegments, packed_segments, segment_tensors
 from megappo.megatron.layout import Layout
+from megappo.runtime.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -42,38 +44,44 @@ class PackedBatch:
     """(N,) int64: positions in the pack whose output predicts a response token."""
     labels_N: Tensor
     """(N,) int64: the response token that each of the rows predicts."""
+    sequences_N: Tensor
+    """(N,) int64: the place among `sample_ids` of the sample that each of the rows belongs to."""
     fields_N: Mapping[str, Tensor]
     """float32: the samples' fields, one after another."""
     is_filler: bool
 
 
 def pack_samples(
-    samples: Sequence[PlacedSample], layout: Layout, device: torch.device, *, is_filler: bool = False
+    samples: Sequence[PlacedSample], device: torch.device, *, multiple_of: int = 1, is_filler: bool = False
 ) -> PackedBatch:
-    """Pack samples, which have the same fields.
+    """Pack samples, which have the same fields; the host waits for no device.
 
-    Under sequence parallelism the pack is filled up to a multiple of the tensor parallel size by a segment of its own,
-    which nothing reads.
+    A pack is filled up to a multiple of so many tokens by a segment of its own, which nothing reads.
     """
     lengths = [len(s.tokens_T) for s in samples]
     responses = [s.response_tokens for s in samples]
-    starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    ends = itertools.accumulate(lengths)
     tokens = [s.tokens_T for s in samples]
-    missing = -sum(lengths) % layout.grid.tp if layout.sequence_parallel else 0
-    if missing:
+    found = {
+        "rows": torch.cat([torch.arange(end - r - 1, end - 1) for end, r in zip(ends, responses, strict=True)]),
+        "labels": torch.cat([s.tokens_T[-s.response_tokens :] for s in samples]),
+        "sequences": torch.cat([torch.full((r,), i) for i, r in enumerate(responses)]),
+    }
+    fields = {name: torch.cat([s.fields[name] for s in samples]) for name in samples[0].fields}
+    if missing := -sum(lengths) % multiple_of:
         tokens.append(torch.zeros(missing, dtype=torch.int64))
         lengths.append(missing)
-    predicting = [
-        torch.arange(start + n - r - 1, start + n - 1) for start, n, r in zip(starts, lengths, responses, strict=False)
-    ]
+    found |= {"tokens": torch.cat(tokens), **segment_tensors(lengths)}
+    there = to_device(found | {f"field {name}": values_N for name, values_N in fields.items()}, device)
     return PackedBatch(
         sample_ids=tuple(s.sample_id for s in samples),
         response_lengths=tuple(responses),
-        tokens_1t=torch.cat(tokens).to(device).unsqueeze(0),
-        segments=packed_segments(tuple(lengths), device),
-        rows_N=torch.cat(predicting).to(device),
-        labels_N=torch.cat([s.tokens_T[-s.response_tokens :] for s in samples]).to(device),
-        fields_N={name: torch.cat([s.fields[name] for s in samples]).to(device) for name in samples[0].fields},
+        tokens_1t=there["tokens"].unsqueeze(0),
+        segments=packed_segments(lengths, there),
+        rows_N=there["rows"],
+        labels_N=there["labels"],
+        sequences_N=there["sequences"],
+        fields_N={name: there[f"field {name}"] for name in fields},
         is_filler=is_filler,
     )
 

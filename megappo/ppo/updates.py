@@ -144,7 +144,7 @@ class RoleUpdates:
         """Tokens that count of every sample of the step, on every rank."""
         local = torch.stack([self.batch.samples.sample_ids_B, self.fields_BR["mask"].sum(-1)], dim=1)
         gathered = all_gather_varying(local.to(self.batch.role.runtime.device))
-        return {int(i): int(n) for part in gathered for i, n in part.tolist()}
+        return dict(torch.cat(gathered).tolist())
 
 
 def actor_updates(batch: PlacedBatch, experience: Experience, config: Config, penalty_coef: float) -> RoleUpdates:
@@ -184,11 +184,7 @@ class PolicyTask:
 
     def expect(self, head: Any, batch: PackedBatch) -> None:
         """Give the output layer the objective and its inputs for the rows of this microbatch."""
-        sequences_N = None
-        if self.objective.sees_sequences:  # made on the CPU: elsewhere repeat_interleave waits for the device
-            lengths = torch.tensor(batch.response_lengths)
-            sequences_N = torch.arange(len(lengths)).repeat_interleave(lengths)
-            sequences_N = sequences_N.to(batch.rows_N.device, non_blocking=True)
+        sequences_N = batch.sequences_N if self.objective.sees_sequences else None
         inputs = PolicyInputs(**self.weights.inputs(batch), sequences=sequences_N)
         head.expect(batch.rows_N, batch.labels_N, PolicyTarget(inputs, self.objective))
 

@@ -46,7 +46,7 @@ def exchange(
     """Send `tensors` on their routes; a collective of the world.
 
     Args:
-        tensors: what this rank sends, by id, of any shape and on any device.
+        tensors: what this rank sends, by id, of any shape, all on one device.
         routes: the ways; a tensor may go to several ranks and to none.
         sizes: elements of everything that arrives here, by id.
         dtype: of all tensors.
@@ -55,16 +55,15 @@ def exchange(
     Returns:
         What arrived, by id, flat and in the host's memory.
     """
-    pieces = [
-        torch.cat([torch.empty(0, dtype=dtype), *(tensors[i].flatten().cpu() for i in ids)]) for ids in routes.outgoing
-    ]
+    pieces = [tensors[i].flatten() for ids in routes.outgoing for i in ids]
+    outgoing = torch.cat(pieces).to(device, dtype) if pieces else torch.empty(0, dtype=dtype, device=device)
     incoming_ids = [i for ids in routes.incoming for i in ids]
     incoming = torch.empty(sum(sizes[i] for i in incoming_ids), dtype=dtype, device=device)
     dist.all_to_all_single(
         incoming,
-        torch.cat(pieces).to(device),
+        outgoing,
         [sum(sizes[i] for i in ids) for ids in routes.incoming],
-        [len(piece) for piece in pieces],
+        [sum(tensors[i].numel() for i in ids) for ids in routes.outgoing],
     )
     return dict(zip(incoming_ids, incoming.cpu().split([sizes[i] for i in incoming_ids]), strict=True))
 
@@ -73,10 +72,11 @@ def all_gather_varying(local: Tensor, *, group: dist.ProcessGroup | None = None)
     """Gather tensors (n_r, ...) whose first dimension differs between ranks; same dtype and trailing shape."""
     world = dist.get_world_size(group)
     sizes = [torch.zeros(1, dtype=torch.int64, device=local.device) for _ in range(world)]
-    dist.all_gather(sizes, torch.tensor([len(local)], device=local.device), group=group)
-    longest = max(int(s) for s in sizes)
+    dist.all_gather(sizes, torch.full((1,), len(local), device=local.device), group=group)
+    counts = torch.cat(sizes).tolist()
+    longest = max(counts)
     padded = local.new_zeros(longest, *local.shape[1:])
     padded[: len(local)] = local
     gathered = [torch.empty_like(padded) for _ in range(world)]
     dist.all_gather(gathered, padded, group=group)
-    return [g[: int(s)] for g, s in zip(gathered, sizes, strict=True)]
+    return [g[:n] for g, n in zip(gathered, counts, strict=True)]

@@ -109,7 +109,10 @@ class Outputs:
 
 def forward(model: RoleModel, layout: Layout, tokens: list[torch.Tensor], train: bool) -> torch.Tensor | None:
     samples = [PlacedSample(i, s, len(s) - 1) for i, s in enumerate(tokens)]
-    batches = [pack_samples(part, layout, torch.device("cpu")) for part in (samples[:3], samples[3:])]
+    batches = [
+        pack_samples(part, torch.device("cpu"), multiple_of=layout.token_multiple)
+        for part in (samples[:3], samples[3:])
+    ]
     outputs = run_schedule(model.chunks, layout, batches, Outputs(), train=train)
     return torch.cat(outputs) if layout.hands_out_results else None
 

@@ -29,6 +29,7 @@ from megappo.runtime.process import Runtime, start_runtime
 # Operations whose result, or its size, is a number that a device would have to send.
 READING = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique_dim", "_unique2"}
 COPYING = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu}
+MAKING = {torch.tensor, torch.as_tensor, torch.asarray}
 
 
 class Reads(TorchDispatchMode):
@@ -55,7 +56,8 @@ def is_mask(index: torch.Tensor | None) -> bool:
 
 
 class Copies(TorchFunctionMode):
-    """Counts whole tensors that Python asks for; on a CPU no operation stands behind them."""
+    """Counts whole tensors that Python asks for, and copies to a device that wait for it: of numbers, and of tensors
+    that are sent there without being told not to wait. On a CPU no operation stands behind them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,16 +66,25 @@ class Copies(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        self.count += func in COPYING
-        return func(*args, **(kwargs or {}))
+        given = kwargs or {}
+        moves = func in (torch.Tensor.to, torch.Tensor.cuda) and not given.get("non_blocking")
+        moves = moves and (func is torch.Tensor.cuda or any(map(names_a_device, (*args[1:], given.get("device")))))
+        makes = func in MAKING and names_a_device(given.get("device"))
+        self.count += func in COPYING or moves or makes
+        return func(*args, **given)
+
+
+def names_a_device(argument: Any) -> bool:
+    return isinstance(argument, torch.device | str | torch.Tensor)
 
 
 def reads(model: RoleModel, layout: Layout, samples: Iterable[PlacedSample]) -> int:
     """In forward and backward of a microbatch for each sample but one, which shares the first's."""
     first, second, *others = samples
     groups = [[first, second], *([sample] for sample in others)]
-    batches = [pack_samples(group, layout, torch.device("cpu")) for group in groups]
     with Reads() as scalars, Copies() as tensors:
+        device, multiple = torch.device("cpu"), layout.token_multiple
+        batches = [pack_samples(group, device, multiple_of=multiple) for group in groups]
         run_schedule(model.chunks, layout, batches, Outputs(), train=True)
     return scalars.count + tensors.count
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import megappo.megatron  # noqa: F401
-from megappo.megatron.attention import attend_pack, packed_segments, takes_packs
+from megappo.megatron.attention import attend_pack, packed_segments, segment_tensors, takes_packs
+from megappo.runtime.transfer import to_device
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 
@@ -19,7 +20,7 @@ LENGTHS = (130, 1, 517, 64)
 def test_a_pack_in_one_call(window: int | None, groups: int, width: int) -> None:
     assert takes_packs(torch.bfloat16, width, torch.cuda.get_device_capability())
     device, g = torch.device("cuda"), torch.Generator().manual_seed(1)
-    segments, total = packed_segments(LENGTHS, device), sum(LENGTHS)
+    segments, total = packed_segments(LENGTHS, to_device(segment_tensors(LENGTHS), device)), sum(LENGTHS)
     given = [torch.randn(total, n, width, generator=g).to(device, torch.bfloat16) for n in (4, groups, groups)]
     leaves = [x.requires_grad_() for x in given]
     query, key, value = leaves

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from megappo.megatron import attention
-from megappo.megatron.attention import PackedCoreAttention, PackedSegments, packed_segments, takes_packs
+from megappo.megatron.attention import (
+    PackedCoreAttention,
+    PackedSegments,
+    packed_segments,
+    segment_tensors,
+    takes_packs,
+)
 
 LENGTHS = (5, 1, 9, 2)
 SCALE = 0.3
@@ -133,7 +139,7 @@ def test_one_call_computes_what_the_segments_do(
     flash_on_cpu: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, window: int | None, groups: int
 ) -> None:
     core = PackedCoreAttention(config_with(window), 1, None, "self", softmax_scale=SCALE)
-    segments = packed_segments(LENGTHS, torch.device("cpu"))
+    segments = packed_segments(LENGTHS, segment_tensors(LENGTHS))
     expected = outputs(core, segments, 4, groups)
     assert not flash_on_cpu
     monkeypatch.setattr(attention, "takes_packs", lambda *_: True)

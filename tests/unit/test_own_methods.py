@@ -16,9 +16,8 @@ from examples.dr_grpo import dr_grpo
 from examples.gspo import gspo
 from megappo.algo.estimators import Estimator, builtin
 from megappo.config import Config, ConfigError, load_config
-from megappo.megatron.attention import packed_segments
 from megappo.megatron.heads import PolicyTarget
-from megappo.megatron.schedule import PackedBatch
+from megappo.megatron.schedule import PlacedSample, pack_samples
 from megappo.ppo.methods import check_methods, find_estimator, find_objective
 from megappo.ppo.updates import LossWeights, PolicyTask
 from megappo_kernels.backend import use_backend
@@ -140,12 +139,11 @@ class Asked:
         self.target = target
 
 
-def sequences_told(policy_loss: Any, device: str) -> Tensor | None:
+def sequences_told(policy_loss: Any) -> Tensor | None:
     """What an update says of whose tokens a microbatch has: 2 of its first sample, 3 of its second."""
-    rows_N, ones_N = torch.ones(5, dtype=torch.int64, device=device), torch.ones(5)
-    fields_N = dict.fromkeys(("mask", "old_logprob", "advantages"), ones_N)
-    segments = packed_segments((5,), torch.device("cpu"))
-    batch = PackedBatch((4, 7), (2, 3), rows_N[None], segments, rows_N, rows_N, fields_N, False)
+    fields = ("mask", "old_logprob", "advantages")
+    samples = [PlacedSample(i, torch.ones(4), n, dict.fromkeys(fields, torch.ones(n))) for i, n in ((4, 2), (7, 3))]
+    batch = pack_samples(samples, torch.device("cpu"))
     asked, weights = Asked(), LossWeights("token-mean", tokens=5, sequences=2, norm_tokens=8)
     PolicyTask(PolicyObjective(policy_loss=policy_loss), weights).expect(asked, batch)
     assert asked.target is not None
@@ -153,15 +151,9 @@ def sequences_told(policy_loss: Any, device: str) -> Tensor | None:
 
 
 def test_sequences_are_told_to_those_who_ask() -> None:
-    assert sequences_told("clip", "cpu") is None and sequences_told(cispo, "cpu") is None
-    told = sequences_told(gspo, "cpu")
+    assert sequences_told("clip") is None and sequences_told(cispo) is None
+    told = sequences_told(gspo)
     assert told is not None and told.tolist() == [0, 0, 1, 1, 1]
-
-
-def test_sequences_are_told_without_waiting_for_the_device() -> None:
-    """A tensor on `meta` has no values to wait for, so that whatever asks for them fails."""
-    told = sequences_told(gspo, "meta")
-    assert told is not None and told.is_meta
 
 
 def test_metrics_of_no_token_have_their_names() -> None:
