@@ -26,7 +26,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megappo_kernels.gpu import gae, head, objectives, rows, whiten
+from megappo_kernels.gpu import gae, head, layers, objectives, rows, whiten
 from megappo_kernels.objectives import FUNCTIONS, Objective, PolicyObjective, ValueObjective, inputs_of
 
 _KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
@@ -80,7 +80,10 @@ def _switches(few: bool, **choices: tuple[Any, ...]) -> Iterator[dict[str, Any]]
 
 _POINTERS = {"labels": "*i64", "starts": "*i64", "mask": "*u8"}
 _FLOATS = "inverse_temperature cap gamma lam"
-_INTEGERS = "row_stride stats_stride out_stride columns rows features units splits row_tiles n length"
+_INTEGERS = (
+    "row_stride stats_stride out_stride columns rows features units splits row_tiles n length heads width token_stride "
+    "head_stride"
+)
 
 
 def _kind(name: str) -> Kind:
@@ -123,6 +126,22 @@ def _row_variants(few: bool) -> Iterator[Variant]:
             yield _variant(rows.gradient_kernel, switches, sizes, rows.WARPS, logits=logits, out=out)
 
 
+def _layer_variants() -> Iterator[Variant]:
+    """SwiGLU with and without weights of rows, and rotations of heads of 128 channels there and back."""
+    for kind in ("*bf16", "*fp32"):
+        for kernel, weighted in itertools.product((layers.swiglu_kernel, layers.swiglu_gradient_kernel), (False, True)):
+            absent = set() if weighted else {"weights", "grad_weights"} & set(kernel.arg_names)
+            sizes = {"BLOCK": layers.BLOCK, **dict.fromkeys(absent)}
+            wide = {"gate_up", "out", "grad", "grad_gate_up"} & set(kernel.arg_names)
+            operands = dict.fromkeys(wide, kind)
+            yield _variant(kernel, {"WEIGHTED": weighted}, sizes, layers.WARPS, stages=3, **operands)
+        operands = dict.fromkeys(("x", "cosine", "sine", "out"), kind)
+        for back in (False, True):
+            sizes = {"HEADS": layers.HEADS, "HALF": 64}
+            switches = {"BACK": back}
+            yield _variant(layers.rotation_kernel, switches, sizes, layers.ROTATION_WARPS, stages=3, **operands)
+
+
 def _objective_variants(few: bool, objective: type[Objective]) -> Iterator[Variant]:
     """With and without what is optional of numbers and settings, and with each function that a setting can name."""
     pointer, number, hints = Kind("*fp32"), Kind("fp32"), get_type_hints(objective)
@@ -157,6 +176,7 @@ def variants(capability: int, *, few: bool = False) -> Iterator[Variant]:
         yield from _objective_variants(few, objective)
     for switches, mask in itertools.product(_switches(few, PACKED=(False, True)), ("*u8", "*fp32")):
         yield _variant(gae.gae_kernel, switches, {"BLOCK": gae.BLOCK}, gae.WARPS, mask=mask)
+    yield from _layer_variants()
     yield _variant(whiten.whiten_kernel, {}, {"BLOCK": whiten.BLOCK}, whiten.WARPS)
 
 

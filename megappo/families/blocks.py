@@ -70,11 +70,11 @@ class QueryKeyNorms(Block):
     def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
         return {"qk_layernorm": True}
 
-    def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused_norms: bool) -> PerToken:
+    def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:
         """Queries made contiguous and a scale for each head; keys are a view of the QKV matrix' output. Torch's
         composite on CPU works in float32 and keeps the normalised input as well."""
         scales = 4.0 * (arch.heads + arch.kv_heads)
-        if fused_norms:
+        if fused:
             return PerToken(kept_bytes=scales + element_bytes * arch.query_width)
         copied_keys = 4 * arch.key_width if element_bytes == 2 else 0
         return PerToken(kept_bytes=scales + 4 * (2 * arch.query_width + arch.key_width) + copied_keys)
@@ -99,9 +99,9 @@ class GatedMlp(Block):
 
         return {"gated_linear_unit": True, "activation_func": silu}
 
-    def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused_norms: bool) -> PerToken:
-        """Gate and up, silu(gate), up, product."""
-        width = 5 * arch.ffn_hidden_size
+    def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:
+        """Gate and up, product; in torch's operations silu(gate) besides."""
+        width = (3 if fused else 4) * arch.ffn_hidden_size
         return PerToken(kept_bytes=element_bytes * width, live_elements=width, moved_elements=width)
 
 
@@ -138,15 +138,16 @@ class Experts(GatedMlp):
             "moe_aux_loss_coeff": 0.0,
         }
 
-    def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused_norms: bool) -> PerToken:
+    def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:
         """Kept: the router's weights; for each of a token's experts its choice and weight, the places of its row on the
-        way there and back, its input, gate and up, silu(gate), the product, and that times the expert's weight, which
-        is made in float32. A routed token's hidden state is sorted for sending, as received and sorted by expert, and
-        back."""
+        way there and back, its input, gate and up, and the product times the expert's weight; in torch's operations
+        silu(gate) and the product without the weight besides, and the weighted one is made in float32. A routed token's
+        hidden state is sorted for sending, as received and sorted by expert, and back."""
         hidden, ffn, routed = arch.hidden_size, arch.ffn_hidden_size, arch.experts_per_token
-        widened = (4 // element_bytes if element_bytes < 4 else 0) * ffn
+        width = (3 if fused else 5) * ffn
+        widened = (4 // element_bytes if element_bytes < 4 and not fused else 0) * ffn
         return PerToken(
-            kept_bytes=4.0 * arch.experts + 56 * routed + routed * element_bytes * (hidden + 5 * ffn),
-            live_elements=routed * (5 * ffn + widened + 4 * hidden),
-            moved_elements=routed * (5 * ffn + 4 * hidden),
+            kept_bytes=4.0 * arch.experts + 56 * routed + routed * element_bytes * (hidden + width),
+            live_elements=routed * (width + widened + 4 * hidden),
+            moved_elements=routed * (width + 4 * hidden),
         )

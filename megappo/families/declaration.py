@@ -68,8 +68,9 @@ class Block:
         """Fields of Megatron's TransformerConfig that make it part of the model."""
         return {}
 
-    def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused_norms: bool) -> PerToken:
-        """What the planner counts for it, in a type of so many bytes; `fused_norms`: a norm is one kernel."""
+    def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:
+        """What the planner counts for it, in a type of so many bytes; `fused`: a norm or an
+        activation is one kernel."""
         return PerToken()
 
 
@@ -94,9 +95,9 @@ class Family:
         return ArchitectureConfig(family=self.model_type, hf_config=c, declaration=self, **fields)
 
     def per_token(
-        self, arch: ArchitectureConfig, element_bytes: int, *, fused_norms: bool, without: Sequence[str] = ()
+        self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool, without: Sequence[str] = ()
     ) -> PerToken:
         """Of all blocks of a layer but those that are recomputed by these modules."""
         blocks = [block for block in self.blocks if block.recompute_module not in without]
-        found = [block.per_token(arch, element_bytes, fused_norms=fused_norms) for block in blocks]
+        found = [block.per_token(arch, element_bytes, fused=fused) for block in blocks]
         return PerToken(*map(sum, zip(*found, strict=True))) if found else PerToken()

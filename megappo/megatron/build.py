@@ -29,6 +29,7 @@ from megappo.megatron.heads import LogprobHead, ValueHead
 from megappo.megatron.layout import Layout
 from megappo.megatron.rotary import PackedRotary, rotate
 from megappo.megatron.routing import TokenDispatcher
+from megappo.megatron.swiglu import SwiGLU, is_swiglu, mlp_submodules
 from megappo.runtime.accelerations import Accelerations
 from megappo.runtime.megatron_cpu import fix_router, rotate_packed_by
 
@@ -217,6 +218,7 @@ def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildO
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=True,  # by `rotate`, or by Transformer Engine's kernel
+        use_te_activation_func=is_swiglu(settings),  # `SwiGLU`, not Transformer Engine's
         # Without it, the router of a single expert learns nothing, which Megatron refuses and transformers computes.
         moe_router_pre_softmax=pre_softmax or settings.get("moe_router_topk") == 1,
         **options.accelerations.switches(options.dtype),
@@ -232,12 +234,14 @@ def layer_spec(config: TransformerConfig, layout: Layout, vp_stage: int | None, 
     parts = {"num_experts": config.num_moe_experts, "qk_layernorm": config.qk_layernorm}
     if options.has_engine_layers:
         layer = get_gpt_layer_with_transformer_engine_spec(**parts)
-        if config.num_moe_experts:
-            use_grouped_experts(layer)
-        return layer
-    layer = get_gpt_layer_local_spec(**parts, normalization="RMSNorm")
+    else:
+        layer = get_gpt_layer_local_spec(**parts, normalization="RMSNorm")
     if config.num_moe_experts:
         use_grouped_experts(layer)
+    elif config.use_te_activation_func:
+        mlp_submodules(layer).activation_func = SwiGLU
+    if options.has_engine_layers:
+        return layer
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedCoreAttention
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm

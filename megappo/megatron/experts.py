@@ -18,6 +18,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, linear  # `grouped_mm`: since torch 2.10
 
+from megappo.megatron.swiglu import is_swiglu, mlp_submodules
+from megappo_kernels.layers import swiglu
+
 _GROUPED_TYPES = (torch.bfloat16, torch.float32)
 _GROUPED_ROW_BYTES = 16
 
@@ -56,17 +59,21 @@ class GroupedExperts(MegatronModule):
     def forward(self, rows_RH: Tensor, counts_L: Tensor, weights_R: Tensor) -> tuple[Tensor, None]:
         """(R, H), and no bias: what the expert of each row makes of it, times the row's weight."""
         inner = expert_products(rows_RH, self.weight1, counts_L)
+        return expert_products(self._weighted(inner, weights_R), self.weight2, counts_L), None
+
+    def _weighted(self, inner: Tensor, weights_R: Tensor) -> Tensor:
+        """The activation times the weights of the rows, which the router makes in float32."""
+        if is_swiglu(vars(self.config)):
+            return swiglu(inner, weights_R)
+        activation = self.config.activation_func
         if self.config.gated_linear_unit:
             gate, up = inner.chunk(2, dim=-1)
-            inner_RF = self.config.activation_func(gate) * up
+            product = activation(gate) * up
         else:
-            inner_RF = self.config.activation_func(inner)
-        weighted_RF = (inner_RF * weights_R.unsqueeze(-1)).to(inner_RF.dtype)  # the router's weights are float32
-        return expert_products(weighted_RF, self.weight2, counts_L), None
+            product = activation(inner)
+        return (product * weights_R.unsqueeze(-1)).to(product.dtype)
 
 
 def use_grouped_experts(layer: ModuleSpec) -> None:
     """Put them into the spec of a layer."""
-    mlp = layer.submodules.mlp  # Megatron-Core 0.16 has a spec there, 0.19 a function that builds it
-    submodules = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
-    submodules.experts = GroupedExperts
+    mlp_submodules(layer).experts = GroupedExperts

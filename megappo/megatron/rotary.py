@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megappo.megatron.attention import PackedSegments
+from megappo_kernels.layers import rotate_pairs
 
 
 class PackedRotary(nn.Module):
@@ -40,5 +41,4 @@ class PackedRotary(nn.Module):
 def rotate(x: Tensor, _cu_seqlens: Tensor, cosine_sine: Tensor, **_of_context_parallelism: Any) -> Tensor:
     """Rotate each pair of channels i and i + d/2 of (t, h, d) by its token's angles."""
     cosine, sine = cosine_sine
-    first, second = x.chunk(2, dim=-1)
-    return x * cosine + torch.cat((-second, first), dim=-1) * sine
+    return rotate_pairs(x, cosine, sine)

@@ -13,9 +13,9 @@ head size, F the feed-forward size, h and g the heads:
                e (Q + K)        after rotation
                e (2Q + 2K) + 4h inputs and output of the attention kernel, its log-sum-exp       [not recomputed]
                e Q              input of the output matrix
-    SwiGLU     5 e F            gate and up, silu(gate), up, product
+    SwiGLU     3 e F            gate and up, product
     experts    4 E + 56 k       router: float32 weights; those of the chosen, and places on the way there and back
-               k e (H + 5 F)    for each of k experts its input, gate and up, silu(gate), product, weighted product
+               k e (H + 3 F)    for each of k experts its input, gate and up, weighted product
 
 F is that of one expert, and routing is taken to be even: a rank's experts get as many tokens as it sends out. Tensor
 parallelism divides attention and SwiGLU; sequence parallelism divides the residual part too (their section 4.2).
@@ -23,7 +23,8 @@ Selective recomputation drops the attention kernel's own tensors (section 5) or 
 `recompute_modules` says, and has them again for the layer whose backward runs; full recomputation keeps the layer's
 input only, e H, and one layer is whole while its backward runs. Cosine and sine of the positions, 2 e d, are there once
 for all layers that a microbatch passes on a rank. A pipeline stage that does not free what it sent keeps e H more for
-each microbatch in flight and the one before them. Transformer Engine's fused attention keeps less.
+each microbatch in flight and the one before them. Transformer Engine's fused attention keeps less. On a CPU, where
+norms and SwiGLU are several operations, more is kept: see `_norm_input` and `per_token` of the blocks.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ from megappo_kernels.lm_head import BLOCK
 from megappo_kernels.ppo_head import CHUNK_BYTES
 
 
-def layer_bytes_per_token(role: RoleSetup, *, recompute: str, fused_norms: bool) -> float:
+def layer_bytes_per_token(role: RoleSetup, *, recompute: str, fused: bool) -> float:
     """Activation bytes that forward keeps per token and layer on one rank; the module's table."""
     arch, e = role.arch, role.dtype_bytes
     rows = role.grid.tp if role.sequence_parallel else 1
     hidden, q, kv = arch.hidden_size, arch.query_width, arch.key_width
     if recompute == "full":
         return e * hidden / rows
-    residual = 2.0 * (_norm_input(hidden, e, fused_norms) + e * hidden)
+    residual = 2.0 * (_norm_input(hidden, e, fused) + e * hidden)
     attention = float(e * (q + 2 * kv) + e * (q + kv) + e * q)
     dropped = role.recompute_modules if recompute == "selective" else ()
     if "core_attn" not in dropped:
         attention += e * (2 * q + 2 * kv) + 4 * arch.heads
-    of_blocks = arch.declaration.per_token(arch, e, fused_norms=fused_norms, without=dropped).kept_bytes
+    of_blocks = arch.declaration.per_token(arch, e, fused=fused, without=dropped).kept_bytes
     return residual / rows + (attention + of_blocks) / role.grid.tp
 
 
@@ -77,7 +78,7 @@ def layers_in_flight(role: RoleSetup, stage: int, microbatches: int) -> float:
 def kept_bytes(role: RoleSetup, stage: int, work: Workload) -> float:
     """Activations of a stage at their peak in a minibatch."""
     tokens = role.microbatch_tokens(work.sequence_tokens)
-    per_token = layer_bytes_per_token(role, recompute=role.recompute, fused_norms=work.on_cuda)
+    per_token = layer_bytes_per_token(role, recompute=role.recompute, fused=work.on_cuda)
     in_flight = layers_in_flight(role, stage, role.microbatches(work.sequence_tokens))
     passes = in_flight * role.vpp / role.layers_per_stage
     kept = (in_flight * per_token + passes * 2 * role.dtype_bytes * role.arch.head_dim) * tokens
@@ -88,10 +89,10 @@ def kept_bytes(role: RoleSetup, stage: int, work: Workload) -> float:
         rows = role.grid.tp if role.sequence_parallel else 1
         kept += sent * role.dtype_bytes * role.arch.hidden_size * tokens / rows
     if role.recompute == "selective" and {"mlp", "moe"} & set(role.recompute_modules):
-        whole = layer_bytes_per_token(role, recompute="none", fused_norms=work.on_cuda)
+        whole = layer_bytes_per_token(role, recompute="none", fused=work.on_cuda)
         kept += (whole - per_token) * tokens
     if role.recompute == "full":
-        kept += layer_bytes_per_token(role, recompute="none", fused_norms=work.on_cuda) * tokens
+        kept += layer_bytes_per_token(role, recompute="none", fused=work.on_cuda) * tokens
     if stage == role.grid.pp - 1:
         rows = role.grid.tp if role.sequence_parallel else 1
         kept += _norm_input(role.arch.hidden_size, role.dtype_bytes, work.on_cuda) * tokens / rows
@@ -133,7 +134,7 @@ def transient_bytes(role: RoleSetup, stage: int, work: Workload, *, train: bool)
     """
     tokens, e = role.microbatch_tokens(work.sequence_tokens), role.dtype_bytes
     hidden = role.arch.hidden_size
-    live = role.arch.declaration.per_token(role.arch, e, fused_norms=work.on_cuda).live_elements
+    live = role.arch.declaration.per_token(role.arch, e, fused=work.on_cuda).live_elements
     wide = e * tokens * (live / role.grid.tp + 2 * hidden)
     gathered = float(e * tokens * hidden) if role.sequence_parallel else 0.0
     return wide + gathered + (e * role.largest_weight(stage) if train else 0)

@@ -206,7 +206,7 @@ def _pipeline(spent: _StageWork, role: RoleSetup, work: Workload, *, train: bool
     head_flops = (3 if train else 1) * head + (head if train and not role.is_critic else 0.0)
     slots = times * (microbatches + (role.grid.pp - 1) / role.vpp)
     weights = max(role.parameters(stage) for stage in range(role.grid.pp))
-    of_blocks = arch.declaration.per_token(arch, e, fused_norms=work.on_cuda)
+    of_blocks = arch.declaration.per_token(arch, e, fused=work.on_cuda)
     widths = 8 * arch.hidden_size + 6 * arch.query_width + of_blocks.moved_elements
     activation_bytes = 2.0 * e * tokens * role.layers_per_stage * widths / role.grid.tp
     passes = _TRAINING_PASSES[role.recompute] if train else 1

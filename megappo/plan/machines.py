@@ -65,7 +65,7 @@ class Assumptions:
 
     compute_share: float = 0.4
     """Of the peak FLOP/s, in matrix products of a layer. Megatron-LM reports 0.42 to 0.56 (Korthikanti et al. 2022,
-    table 5) with fused layers; the layers here are not fused."""
+    table 5)."""
     bandwidth_share: float = 0.7
     """Share of the memory bandwidth that is reached."""
     link_share: float = 0.7

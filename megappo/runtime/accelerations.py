@@ -62,11 +62,7 @@ class Accelerations:
 
     def switches(self, dtype: torch.dtype) -> dict[str, bool]:
         """What to set of Megatron-Core's TransformerConfig for a model of this type."""
-        layers = self.uses_engine_layers(dtype)
-        return {
-            "bias_activation_fusion": layers,  # SwiGLU, its bias or none
-            "gradient_accumulation_fusion": self.gradients_problem is None and dtype == torch.bfloat16,
-        }
+        return {"gradient_accumulation_fusion": self.gradients_problem is None and dtype == torch.bfloat16}
 
     @property
     def adam(self) -> str:
@@ -77,7 +73,7 @@ class Accelerations:
         """What does what in a model of this type, and why the rest is torch's."""
         parts, used = [], self.switches(dtype)
         if self.uses_engine_layers(dtype):
-            parts.append(f"{self.engine.words} (attention, norms, rope, SwiGLU)")
+            parts.append(f"{self.engine.words} (attention, norms, rope)")
         elif self.engine.is_used:
             parts.append(f"torch's layers, as {self.engine.words} attends to packs in bfloat16 only")
         else:

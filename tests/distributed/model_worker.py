@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
 import torch.distributed as dist
@@ -34,8 +35,11 @@ from megappo.megatron.schedule import PackedBatch, PlacedSample, pack_samples, r
 from megappo.reshard.sources import SafetensorsSource
 from megappo.reshard.stream import WeightStream
 from megappo.runtime.process import Runtime, start_runtime
+from megappo_kernels.backend import use_backend
+from megappo_kernels.gpu import layers as kernels
 
 local_layers = build.layer_spec
+LAUNCHES = ("launch_swiglu", "launch_swiglu_gradient", "launch_rotation")
 
 
 def sequences(vocab: int) -> list[torch.Tensor]:
@@ -117,7 +121,7 @@ def forward(model: RoleModel, layout: Layout, tokens: list[torch.Tensor], train:
     return torch.cat(outputs) if layout.hands_out_results else None
 
 
-def check(case: dict[str, Any], runtime: Runtime) -> dict[str, float] | None:
+def check(case: dict[str, Any], runtime: Runtime) -> dict[str, Any] | None:
     """Errors of one case, on the rank that hands out results."""
     folder = Path(case["folder"])
     arch = load_architecture(folder, ModelSettings(path=str(folder), family=case.get("family")))
@@ -136,9 +140,15 @@ def check(case: dict[str, Any], runtime: Runtime) -> dict[str, float] | None:
     placement = Placement("actor", grid, budget_tokens=1, microbatch_multiple=1, cost=SampleCost(1, 0))
     role: Role = AbsentRole(placement, arch, options, runtime)
     output, tokens = None, sequences(arch.vocab_size)
+    launches = {name: Mock(wraps=getattr(kernels, name)) for name in LAUNCHES}
     if isinstance(layout, Layout):
         layers = fused_layers if case.get("fused") else local_layers
-        with runtime.megatron(), patch.object(build, "layer_spec", layers):
+        with ExitStack() as stack:
+            stack.enter_context(runtime.megatron())
+            stack.enter_context(patch.object(build, "layer_spec", layers))
+            if case.get("kernels"):
+                stack.enter_context(use_backend("triton"))
+                stack.enter_context(patch.multiple(kernels, **launches))
             model = build_model(arch, layout, options, SafetensorsSource(folder, arch))
             role = LocalRole(placement, model, runtime)
             output = forward(model, layout, tokens, case.get("train", False))
@@ -157,6 +167,7 @@ def check(case: dict[str, Any], runtime: Runtime) -> dict[str, float] | None:
     return {
         "error": float((output - truth).abs().max()),
         "largest": float(truth.abs().max()),
+        "launches": [launches[name].call_count for name in LAUNCHES],
         "stream": max(float((streamed[n] - p).abs().max()) for n, p in source.items()),
     }
 
@@ -171,7 +182,7 @@ def check_tracker() -> None:
 
 def main() -> None:
     with start_runtime(RuntimeSettings(collective_timeout_seconds=120)) as runtime:
-        found: list[dict[str, float] | None] = [None] * runtime.world_size
+        found: list[dict[str, Any] | None] = [None] * runtime.world_size
         dist.all_gather_object(found, check(json.loads(Path(sys.argv[1]).read_text()), runtime))
         if runtime.is_main:
             Path(sys.argv[2]).write_text(json.dumps(next(f for f in found if f is not None)))

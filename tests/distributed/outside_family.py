@@ -34,7 +34,7 @@ class SquaredReluMlp(Block):
 
         return {"gated_linear_unit": False, "activation_func": squared_relu}
 
-    def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused_norms: bool) -> PerToken:
+    def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:
         width = 3 * arch.ffn_hidden_size  # up, relu, square
         return PerToken(kept_bytes=element_bytes * width, live_elements=width, moved_elements=width)
 

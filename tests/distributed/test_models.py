@@ -49,6 +49,8 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "raw-ep2": {"tp": 1, "pp": 1, "dp": 2, "ep": 2},
 }
 
+# As on CUDA, in Triton's interpreter.
+KERNELS: dict[str, Any] = {"tp": 1, "pp": 1, "train": True, "kernels": True}
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "sliding": ("qwen3", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}),
     "window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 7}),
@@ -84,6 +86,8 @@ def named_cases() -> Iterator[tuple[str, Callable[[Path], Case]]]:
         yield f"qwen3_moe-{name}", partial(plain_case, "qwen3_moe", {"norm_topk_prob": not raw}, layout)
     for name, (family, changes) in SETTINGS.items():
         yield f"{family}-{name}", partial(plain_case, family, changes, {**LAYOUTS["one"], "train": True})
+    for family in ("qwen3", "qwen3_moe"):
+        yield f"{family}-kernels", partial(plain_case, family, {"num_hidden_layers": 2}, KERNELS)
     yield "qwen3-float8", float8_case
     for name, (head, bias, layout) in HEADS.items():
         yield f"critic-{name}", partial(critic_case, head, bias, layout)
@@ -122,7 +126,9 @@ ENOUGH = ("qwen3-tied-tp2", "qwen3-tied-pp2", "qwen3_moe-tp2-ep2", "outside-tp2"
 def test_equals_transformers_and_streams_what_was_loaded(tmp_path: Path, name: str) -> None:
     case = CASES[name](tmp_path)
     processes = max(2, case["tp"] * case["pp"] * case.get("dp", 1))
-    found: dict[str, float] = ask("model_worker.py", processes, case)
+    found: dict[str, Any] = ask("model_worker.py", processes, case)
     assert found["error"] < 1e-4
     assert found["largest"] > 1  # the model says something
     assert found["stream"] == 0
+    # Two microbatches through two layers; queries and keys are rotated, and back.
+    assert found["launches"] == ([4, 4, 16] if case.get("kernels") else [0, 0, 0])

@@ -128,7 +128,7 @@ def kept_in_forward(role: RoleSetup, stage: int, work: Workload) -> float:
     tokens = role.microbatch_tokens(work.sequence_tokens)
     kept = kept_bytes(role, stage, work)
     if role.recompute == "full":
-        kept -= layer_bytes_per_token(role, recompute="none", fused_norms=work.on_cuda) * tokens
+        kept -= layer_bytes_per_token(role, recompute="none", fused=work.on_cuda) * tokens
     if stage == role.grid.pp - 1:
         rows = role.replica_sequences * work.response_tokens
         kept += rows * role.arch.hidden_size * (4 if role.is_critic else role.dtype_bytes)

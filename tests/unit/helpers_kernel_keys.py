@@ -15,7 +15,8 @@ from megappo_kernels import ppo_head
 from megappo_kernels.backend import use_backend
 from megappo_kernels.gae import gae
 from megappo_kernels.gpu import gae as gpu_gae
-from megappo_kernels.gpu import head, objectives, rows, whiten
+from megappo_kernels.gpu import head, layers, objectives, rows, whiten
+from megappo_kernels.layers import rotate_pairs, swiglu
 from megappo_kernels.lm_head import linear_logprob
 from megappo_kernels.logits import logits_logprob
 from megappo_kernels.losses import PolicyInputs
@@ -29,6 +30,7 @@ KERNELS: dict[Any, tuple[str, ...]] = {
     objectives: ("objective_kernel",),
     gpu_gae: ("gae_kernel",),
     whiten: ("whiten_kernel",),
+    layers: ("swiglu_kernel", "swiglu_gradient_kernel", "rotation_kernel"),
 }
 
 
@@ -63,6 +65,17 @@ def one_pack(size: int, dtype: torch.dtype) -> None:
     ends = torch.tensor([0, size // 2, size])
     gae(values[0], values[0], mask[0], gamma=0.99, lam=0.95, cu_seqlens=ends)
     masked_whiten_stats(values[1], mask[1])
+    layers_of(size, dtype)
+
+
+def layers_of(size: int, dtype: torch.dtype) -> None:
+    """An MLP, experts, queries on their own and keys as a view of what the QKV matrix puts out."""
+    gate_up = torch.randn(size, 2 * FEATURES, dtype=dtype, requires_grad=True)
+    for weights in (None, torch.rand(size)):
+        swiglu(gate_up, weights).sum().backward()
+    qkv, angles = torch.randn(size, 2, 6, 16, dtype=dtype, requires_grad=True), torch.randn(2, size, 1, 16).to(dtype)
+    for x in (qkv[:, :, :4].reshape(size, 8, 16), qkv[:, :, 4]):
+        rotate_pairs(x, *angles).backward(torch.ones(size, x.shape[1], 16, dtype=dtype))
 
 
 def main() -> None:

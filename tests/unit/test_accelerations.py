@@ -66,7 +66,7 @@ def test_both_are_there(shelf: Shelf) -> None:
     ((check, state, words, _),) = said(found)
     assert (check, state) == ("layers", "fine")
     assert words == (
-        "Transformer Engine 2.10.0 (attention, norms, rope, SwiGLU); "
+        "Transformer Engine 2.10.0 (attention, norms, rope); "
         "Apex 26.9 adds up weight gradients; Transformer Engine's Adam"
     )
 

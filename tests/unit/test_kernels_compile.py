@@ -24,6 +24,9 @@ KERNELS = {
     "objective_kernel",
     "gae_kernel",
     "whiten_kernel",
+    "swiglu_kernel",
+    "swiglu_gradient_kernel",
+    "rotation_kernel",
 }
 
 
@@ -88,6 +91,9 @@ def test_packs_of_all_sizes_share_binaries() -> None:
         "objective_kernel": 1,
         "gae_kernel": 2,  # padded and packed
         "whiten_kernel": 1,
+        "swiglu_kernel": 4,  # float32 and bfloat16, with and without weights
+        "swiglu_gradient_kernel": 4,
+        "rotation_kernel": 4,  # float32 and bfloat16, there and back
     }, json.dumps(keys, indent=1)
 
 

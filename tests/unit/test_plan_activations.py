@@ -46,11 +46,13 @@ def attention(e: int, fused: bool, qk_norm: bool, kernel: bool) -> list[int]:
     return tensors
 
 
-def mlp(model: ArchitectureConfig, e: int) -> list[int]:
-    """Gate and up as one, silu(gate), up, product; of experts no up of its own, but input and weighted product."""
-    wide = [2 * F * e, F * e, F * e, F * e]
+def mlp(model: ArchitectureConfig, e: int, fused: bool) -> list[int]:
+    """Gate and up as one, product; of experts their input, and the product is weighted. In torch's operations
+    silu(gate) besides, and of experts the product without weight."""
+    wide = [2 * F * e, F * e, *([] if fused else [F * e])]
     if not model.experts:
         return wide
+    wide += [] if fused else [F * e]
     router = [FLOAT] * model.experts + [FLOAT, 8] * model.experts_per_token
     places = [FLOAT, 8, 8, 8, 8, 8]  # weight and its cell; where the row goes and came from, twice
     return router + [*places, H * e, *wide] * model.experts_per_token
@@ -66,13 +68,13 @@ def test_what_a_layer_keeps_of_a_token(model: Any, e: int, qk_norm: bool, sequen
     share = TP if sequence_parallel else 1
     norms = 2 * sum([*norm(e, fused), H * e])  # and their outputs
     for recompute, kernel in (("none", True), ("selective", False)):
-        divided = sum(attention(e, fused, qk_norm, kernel) + mlp(model, e))
-        found = layer_bytes_per_token(setup, recompute=recompute, fused_norms=fused)
+        divided = sum(attention(e, fused, qk_norm, kernel) + mlp(model, e, fused))
+        found = layer_bytes_per_token(setup, recompute=recompute, fused=fused)
         assert found == pytest.approx(norms / share + divided / TP, rel=1e-12)
     parts = dataclasses.replace(setup, recompute_modules=("moe",) if model.experts else ("mlp",))
-    found = layer_bytes_per_token(parts, recompute="selective", fused_norms=fused)
+    found = layer_bytes_per_token(parts, recompute="selective", fused=fused)
     assert found == pytest.approx(norms / share + sum(attention(e, fused, qk_norm, True)) / TP, rel=1e-12)
-    found = layer_bytes_per_token(setup, recompute="full", fused_norms=fused)
+    found = layer_bytes_per_token(setup, recompute="full", fused=fused)
     assert found == pytest.approx(H * e / share, rel=1e-12)
 
 
@@ -100,7 +102,7 @@ def test_what_a_stage_keeps(recompute: str, cuda: bool, sharing: int) -> None:
     """77 tokens of two microbatches on the first stage, of one on the last, which has the final norm as well; each
     microbatch brings the cosine and sine of its positions."""
     setup = role(tp=TP, recompute=recompute, sequence_parallel=sharing > 1)
-    of = {name: layer_bytes_per_token(setup, recompute=name, fused_norms=cuda) for name in (recompute, "none")}
+    of = {name: layer_bytes_per_token(setup, recompute=name, fused=cuda) for name in (recompute, "none")}
     whole = of["none"] if recompute == "full" else 0.0  # one layer, while its backward runs
     rotary = sum([D * 2] * 2)
     assert kept_bytes(setup, 0, work(on_cuda=cuda)) == pytest.approx(
@@ -112,7 +114,7 @@ def test_what_a_stage_keeps(recompute: str, cuda: bool, sharing: int) -> None:
 
 def test_a_recomputed_mlp_is_whole_for_one_layer() -> None:
     setup = role(recompute="selective", recompute_modules=("mlp",))
-    dropped, whole = (layer_bytes_per_token(setup, recompute=name, fused_norms=True) for name in ("selective", "none"))
+    dropped, whole = (layer_bytes_per_token(setup, recompute=name, fused=True) for name in ("selective", "none"))
     expected = 77 * (2 * (3 * dropped + 4 * D) + whole - dropped)
     assert kept_bytes(setup, 0, work()) == pytest.approx(expected, rel=1e-12)
 
@@ -121,7 +123,7 @@ def test_what_a_small_minibatch_keeps() -> None:
     """Two sequences of 30 tokens are fewer than the budget of 77."""
     setup = role(minibatch_sequences=5)
     assert setup.microbatch_tokens(30) == 60 and role().microbatch_tokens(30) == 77
-    per_token = layer_bytes_per_token(setup, recompute="none", fused_norms=True)
+    per_token = layer_bytes_per_token(setup, recompute="none", fused=True)
     assert kept_bytes(setup, 0, work()) == pytest.approx(60 * (3 * per_token + 4 * D), rel=1e-12)
 
 
@@ -153,18 +155,23 @@ def test_a_large_output_layer_is_cut_into_pieces(cuda: bool, chunk: int, rows: i
 
 @pytest.mark.parametrize("e", [2, 4])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_what_a_layer_needs_while_it_runs(e: int, sequence_parallel: bool) -> None:
-    """SwiGLU's tensors between two residual streams; of experts also what is sent, received and sorted, and a product
-    in float32."""
-    routed = odd.PER_TOKEN * sum([*mlp(arch(), e), *([F * FLOAT] if e == 2 else []), *[H * e] * 4])
+@pytest.mark.parametrize("cuda", [True, False])
+def test_what_a_layer_needs_while_it_runs(e: int, sequence_parallel: bool, cuda: bool) -> None:
+    """SwiGLU's tensors between two residual streams; of experts also what is sent, received and sorted, and in torch's
+    operations products with and without weight, one of them in float32."""
+    dense = mlp(arch(), e, fused=cuda)
+    apart = [] if cuda else [F * e, *([F * FLOAT] if e == 2 else [])]
+    routed = odd.PER_TOKEN * sum([*dense, *apart, *[H * e] * 4])
     of_experts = odd.EXPERTS * 2 * F
-    for model, inner, widest in ((arch(), sum(mlp(arch(), e)), 2 * F // 3), (with_experts(), routed, of_experts)):
+    for model, inner, widest in ((arch(), sum(dense), 2 * F // 3), (with_experts(), routed, of_experts)):
         given: dict[str, Any] = {"dtype_bytes": e, "sequence_parallel": sequence_parallel}
         setup = role(model, **given)
         passing = 77 * (inner / 3 + 2 * H * e) + (77 * H * e if sequence_parallel else 0)
-        assert transient_bytes(setup, 0, work(), train=False) == pytest.approx(passing, rel=1e-12)
-        assert transient_bytes(setup, 0, work(), train=True) == pytest.approx(passing + widest * H * e, rel=1e-12)
-        shared = transient_bytes(role(model, tp=TP, **given), 0, work(), train=False)
+        assert transient_bytes(setup, 0, work(on_cuda=cuda), train=False) == pytest.approx(passing, rel=1e-12)
+        assert transient_bytes(setup, 0, work(on_cuda=cuda), train=True) == pytest.approx(
+            passing + widest * H * e, rel=1e-12
+        )
+        shared = transient_bytes(role(model, tp=TP, **given), 0, work(on_cuda=cuda), train=False)
         assert passing - shared == pytest.approx(77 * (inner / 3 - inner / TP), rel=1e-9)
 
 

@@ -120,7 +120,7 @@ def test_scoring(model: ArchitectureConfig, critic: bool) -> None:
     assert arithmetic(stage) == about(14 * (3 * 60 * layer + 38 * head) / 3)
     assert stage(machine()).flops == about(104 * (T * 6 * layer + RESPONSE * head))
     heaviest = held(model, 3) + 34 * H + (0 if critic else H) + 3 * model.experts * 3 * H * F
-    wide = 8 * H + 6 * Q + (PER_TOKEN * (5 * F + 4 * H) if model.experts else 5 * F)
+    wide = 8 * H + 6 * Q + (PER_TOKEN * (3 * F + 4 * H) if model.experts else 3 * F)
     assert memory_bytes(stage) == about(14 * (2 * heaviest + 2 * 2 * 60 * 3 * wide / 3))
     assert launched_layers(stage) == about(14 * 3 * (1.5 if model.experts else 1))
     assert stage(machine()).name == "forward"
@@ -149,7 +149,7 @@ def test_updates(recompute: str, passes: int, critic: bool) -> None:
     assert arithmetic(stage) == about(3 * 5 * (3 * 52.5 * layer_flops + 33.25 * head) / 3)
     assert stage(machine()).flops == about(3 * 28 * (T * 6 * layer_flops + RESPONSE * head))
     heaviest = held(arch(), 3) + 34 * H + (0 if critic else H)
-    moved = passes * (2 * heaviest + 2 * 2 * 52.5 * 3 * (8 * H + 5 * F + 6 * Q) / 3)
+    moved = passes * (2 * heaviest + 2 * 2 * 52.5 * 3 * (8 * H + 3 * F + 6 * Q) / 3)
     gradients = (4 + 4) * heaviest  # added to in each microbatch
     adam = (4 + 3 * 4 + 3 * 4 + 2) * heaviest
     assert memory_bytes(stage) == about(3 * 5 * (moved + gradients) + 3 * adam)
@@ -173,7 +173,7 @@ def test_updates_of_experts(distributed: bool) -> None:
         return update_cost(setup, work(), m)
 
     shared, experts = held(with_experts(), 3) + 34 * H + H, 3 * 2 * 3 * H * F
-    wide = 8 * H + 6 * Q + PER_TOKEN * (5 * F + 4 * H)
+    wide = 8 * H + 6 * Q + PER_TOKEN * (3 * F + 4 * H)
     moved = 3 * (4 * (shared + experts) + 2 * 4 * 52.5 * 3 * wide / 3) + 8 * (shared + experts)
     sharded = shared / 4 + experts / 2 if distributed else shared + experts
     assert memory_bytes(stage) == about(3 * (4 + 1 / 3) * moved + 3 * (4 + 12 + 12 + 4) * sharded)

@@ -1,0 +1,36 @@
+"""SwiGLU in Megatron's layers: one kernel on CUDA, with or without Transformer Engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from megappo_kernels.layers import swiglu
+
+
+def is_swiglu(settings: Mapping[str, Any]) -> bool:
+    """Whether these fields of Megatron's TransformerConfig make an MLP that is silu(gate) * up."""
+    return settings.get("activation_func") is silu and bool(settings.get("gated_linear_unit"))
+
+
+class SwiGLU(nn.Module):
+    """Stands at `activation_func` of an MLP's submodules, which Megatron builds where `use_te_activation_func` is true:
+    the only place for an activation that is given gate and up at once."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        """(t, 1, 2F) -> (t, 1, F)."""
+        return swiglu(gate_up)
+
+
+def mlp_submodules(layer: ModuleSpec) -> Any:
+    """What the MLP or the experts of a layer's spec are built of."""
+    mlp = layer.submodules.mlp  # Megatron-Core 0.16 has a spec there, 0.19 a function that builds it
+    return mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
