@@ -116,6 +116,17 @@ MALFORMED: list[tuple[dict[str, Any], list[str]]] = [
         {"actor.optimizer.min_learning_rate": 1.0},
         ["actor.optimizer: min_learning_rate 1.0 is above", "lower it"],
     ),
+    (
+        {"actor.optimizer.overlap_param_gather": True, "actor.optimizer.overlap_grad_reduce": True},
+        [
+            "actor.optimizer: overlap_param_gather is true, but without distributed",
+            "set distributed to true, or remove",
+        ],
+    ),
+    (
+        {"actor.optimizer.overlap_param_gather": True, "actor.optimizer.distributed": True},
+        ["actor.optimizer: overlap_param_gather is true, which Megatron", "set overlap_grad_reduce to true, or remove"],
+    ),
     ({"rollout.top_p": 0.9}, ["rollout: top_p 0.9", "set top_p: 1.0 and top_k: 0"]),
     ({"rollout.stop_token_ids": 5}, ["rollout.stop_token_ids is 5", "must be a list, such as [1, 2]"]),
     ({"rollout.stop_token_ids": [1, -2]}, ["rollout.stop_token_ids.1 is -2", "at least 0; the nearest is 0"]),
