@@ -31,12 +31,15 @@ def buffers(chunk: Any) -> list[Any]:
 
 
 class ForwardMeter:
-    """Bytes of distinct storages that forward keeps for backward, weights left out, and layers in flight."""
+    """Bytes of distinct storages that forward keeps for backward, weights and the microbatch itself left out, and
+    layers in flight."""
 
     def __init__(self, role: TrainedRole) -> None:
         modules = [chunk.module for chunk in role.optimizer.chunks]
-        self._weights = {p.untyped_storage().data_ptr() for m in modules for p in m.parameters()}
-        self._weights |= {b.grad_data.untyped_storage().data_ptr() for c in role.optimizer.chunks for b in buffers(c)}
+        self._there_before = {p.untyped_storage().data_ptr() for m in modules for p in m.parameters()}
+        self._there_before |= {
+            b.grad_data.untyped_storage().data_ptr() for c in role.optimizer.chunks for b in buffers(c)
+        }
         self._kept: list[Tensor] = []
         self._storages: dict[int, int] = {}
         self.measuring = True
@@ -45,10 +48,15 @@ class ForwardMeter:
         self._outputs: list[weakref.ref[Tensor]] = []
         self.output_bytes = 0
         for module in modules:
+            module.register_forward_pre_hook(self._note_inputs)
             module.register_forward_hook(self._note_output)
             for layer in module.decoder.layers:
                 layer.register_forward_pre_hook(self._before)
                 layer.register_forward_hook(self._after)
+
+    def _note_inputs(self, _module: Any, inputs: tuple[Tensor, ...]) -> None:
+        """Tokens, which share their storage with the rest of the microbatch."""
+        self._there_before.add(inputs[0].untyped_storage().data_ptr())
 
     def _note_output(self, module: Any, _inputs: Any, output: Tensor) -> None:
         """Of a chunk that sends it; what was freed has one element."""
@@ -76,7 +84,7 @@ class ForwardMeter:
         """For saved_tensors_hooks."""
         if self.measuring:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self._weights:
+            if storage.data_ptr() not in self._there_before:
                 self._storages[storage.data_ptr()] = storage.nbytes()
                 self._kept.append(tensor)  # an address must not be used twice
         return tensor
