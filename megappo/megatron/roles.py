@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from megappo.config.grid import Grid
 from megappo.families.architecture import ArchitectureConfig
+from megappo.families.work import SampleCost
 from megappo.megatron.build import BuildOptions, HeldParameter, RoleModel
 from megappo.megatron.layout import Layout, Outside
 from megappo.megatron.optimization import RoleOptimizer
-from megappo.megatron.packing import MicrobatchPlan, SampleCost
+from megappo.megatron.packing import MicrobatchPlan
 from megappo.megatron.schedule import PackedBatch, PlacedSample, Task, pack_samples, run_schedule
 from megappo.runtime.objects import of_all_ranks
 from megappo.runtime.process import Runtime

@@ -11,10 +11,10 @@ from megappo.config.model_files import load_architecture, model_folder, model_pa
 from megappo.config.roles import TrainedRoleSettings
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.weights import WeightSource
+from megappo.families.work import sample_cost
 from megappo.megatron.build import DTYPES, BuildOptions, build_model
 from megappo.megatron.layout import Cut, Layout, Outside, make_layouts
 from megappo.megatron.optimization import RoleOptimizer
-from megappo.megatron.packing import sample_cost
 from megappo.megatron.roles import AbsentRole, LocalRole, Placement, Role, TrainedRole
 from megappo.ppo.origins import open_origin
 from megappo.reshard.sources import RandomSource, SafetensorsSource

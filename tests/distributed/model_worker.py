@@ -26,10 +26,10 @@ from megappo.config.grid import Grid
 from megappo.config.model_files import load_architecture
 from megappo.config.schema import ModelSettings, RuntimeSettings
 from megappo.families.architecture import padded_vocab_size
+from megappo.families.work import SampleCost
 from megappo.megatron import build
 from megappo.megatron.build import BuildOptions, RoleModel, build_model
 from megappo.megatron.layout import Cut, Layout, Outside, make_layouts
-from megappo.megatron.packing import SampleCost
 from megappo.megatron.roles import AbsentRole, LocalRole, Placement, Role
 from megappo.megatron.schedule import PackedBatch, PlacedSample, pack_samples, run_schedule
 from megappo.reshard.sources import SafetensorsSource

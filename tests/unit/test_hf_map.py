@@ -29,8 +29,8 @@ from megappo.families.parameters import (
     tensor_shapes,
 )
 from megappo.families.weights import read_shard, scatter_shard
+from megappo.families.work import SampleCost
 from megappo.megatron.build import BuildOptions, RoleModel
-from megappo.megatron.packing import SampleCost
 from megappo.megatron.roles import LocalRole, Placement
 from megappo.reshard.sources import RandomSource, SafetensorsSource
 from megappo.reshard.stream import WeightStream

@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megappo.families import architecture
-from megappo.megatron.packing import Microbatch, SampleCost, balance, pack, plan_microbatches, sample_cost
+from megappo.families.work import SampleCost, sample_cost
+from megappo.megatron.packing import Microbatch, balance, pack, plan_microbatches
 
 TOKENS = SampleCost(of_token=1, of_pair=0)
 QUADRATIC = SampleCost(of_token=20, of_pair=3, window=30)
