@@ -62,12 +62,12 @@ def test_roles() -> None:
     actor = RoleSetup(
         name="actor", arch=MODELS.actor, grid=Grid(range(12), tp=3, pp=2), vpp=3, sequence_parallel=False,
         recompute="none", distributed_optimizer=True, microbatch_budget_tokens=16384, minibatch_sequences=128,
-        updates_per_step=4, padded_vocab=102, dtype_bytes=4,
+        updates_per_step=4, padded_vocab=102, dtype_bytes=4, reduces_in_backward=True, gathers_in_forward=True,
     )  # fmt: skip
     critic = RoleSetup(
         name="critic", arch=MODELS.critic, grid=Grid(range(2, 6), tp=1, pp=1), vpp=1, sequence_parallel=False,
         recompute="full", distributed_optimizer=False, microbatch_budget_tokens=5000, minibatch_sequences=64,
-        updates_per_step=16, padded_vocab=101, dtype_bytes=4,
+        updates_per_step=16, padded_vocab=101, dtype_bytes=4, reduces_in_backward=True,
     )  # fmt: skip
     reference = dataclasses.replace(
         actor, name="reference", arch=MODELS.reference, trained=False, updates_per_step=0, recompute="none"
