@@ -60,6 +60,21 @@ def test_cutting_and_joining_gives_the_model_back(tmp_path: Path, family: str, t
         assert torch.equal(tensor, reference[name]), name
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_what_is_cut_and_what_is_stored_whole(tmp_path: Path, family: str) -> None:
+    """What reads a layer's input is cut by its outputs, what writes its output by its inputs; experts and norms are
+    whole. Checkpoints have query, key and value in one tensor, gate and up in one each."""
+    arch = architecture(AutoConfig.from_pretrained(write_model(tmp_path / "m", family, 1)))
+    for entry in model_parameters(arch):
+        last = entry.hf[0].split(".")[-2]
+        whole = "norm" in last or last == "gate" or ".experts." in entry.hf[0]
+        assert entry.axis == (None if whole else int(last in ("o_proj", "down_proj"))), entry.megatron
+        if last == "q_proj":
+            assert entry.stored == {entry.hf[0].replace("q_proj", "qkv_proj"): entry.hf}
+        else:
+            assert entry.stored == {name: (name,) for name in entry.hf}
+
+
 def test_groups_of_heads_follow_each_other(tmp_path: Path) -> None:
     """Of four groups of two query heads of 8 channels, a key and a value, the second of two ranks has the last two."""
     folder = write_model(tmp_path / "m", "llama", 1, hidden_size=64, num_attention_heads=8, num_key_value_heads=4)

@@ -78,6 +78,18 @@ def test_what_a_layer_keeps_of_a_token(model: Any, e: int, qk_norm: bool, sequen
     assert found == pytest.approx(H * e / share, rel=1e-12)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("e", [2, 4])
+def test_what_a_layer_moves_for_a_token(e: int, fused: bool) -> None:
+    """Norms move nothing that counts beside the rest. A routed row is there before and after each of two orders."""
+    dense, sparse = (model.declaration.per_token(model, e, fused=fused) for model in (arch(), with_experts()))
+    assert dense.live_elements == dense.moved_elements == (3 if fused else 4) * F
+    rows = with_experts().experts_per_token
+    assert sparse.moved_elements == rows * ((3 if fused else 5) * F + 4 * H)
+    widened = 0 if fused or e == 4 else 2 * F  # the weighted product in float32, of rows in bfloat16
+    assert sparse.live_elements == sparse.moved_elements + rows * widened
+
+
 @pytest.mark.parametrize(
     ("pp", "vpp", "stage", "microbatches", "layers"),
     [
