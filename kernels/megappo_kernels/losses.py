@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megappo_kernels.backend import runs_triton
@@ -64,10 +65,15 @@ class Evaluation:
     report: dict[str, Tensor]
 
 
-def evaluate(objective: Objective, given: Mapping[str, Tensor]) -> Evaluation:
-    """The objective of tokens, of which `given` holds the numbers by name, and their `mask`."""
+def evaluate(
+    objective: Objective, given: Mapping[str, Tensor], context_group: dist.ProcessGroup | None = None
+) -> Evaluation:
+    """The objective of tokens, of which `given` holds the numbers by name, and their `mask`.
+
+    `context_group`: ranks that have other tokens of the same sequences.
+    """
     if isinstance(objective, PolicyObjective) and callable(objective.policy_loss):
-        slopes, metrics, mask = own_slopes(objective, given)
+        slopes, metrics, mask = own_slopes(objective, given, context_group)
         return Evaluation(slopes, measure(metrics, mask))
     numbers = {name: given[name] if must else given.get(name) for name, must in inputs_of(objective.formula).items()}
     first, mask = given[objective.trained[0]], given["mask"]

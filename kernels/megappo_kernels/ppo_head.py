@@ -51,6 +51,7 @@ def ppo_head_loss(
     objective: PolicyObjective | None = None,
     temperature: float | Tensor = 1.0,
     tp_group: dist.ProcessGroup | None = None,
+    context_group: dist.ProcessGroup | None = None,
     valid_vocab: int | None = None,
     softcap: float | None = None,
     sequence_parallel: bool = False,
@@ -67,6 +68,7 @@ def ppo_head_loss(
         inputs: (T,) each. Rows whose mask is False or whose weight is 0 are skipped: they cost nothing, add nothing to
             the metrics and get a zero gradient.
         objective: default: PPO-clip with 0.2.
+        context_group: ranks that have other rows of the same sequences, which `inputs.sequences` number alike.
         accumulate_main_grad: add the weight's gradient to `weight.main_grad` (float32, Megatron's) during forward and
             set `weight.grad_added_to_main_grad`; backward then leaves a placeholder without memory of its own as
             `weight.grad`, for Megatron's hooks, which drop it.
@@ -91,9 +93,8 @@ def ppo_head_loss(
         softcap=softcap,
         exact=True,
     )
-    options = _Options(
-        shard, objective or PolicyObjective(), accumulate_main_grad, upstream if accumulate_main_grad else 1.0
-    )
+    upstream = upstream if accumulate_main_grad else 1.0
+    options = _Options(shard, objective or PolicyObjective(), context_group, accumulate_main_grad, upstream)
     trains = torch.is_grad_enabled() and (hidden_TH.requires_grad or weight_VH.requires_grad)
     with torch.no_grad():
         found = _forward(hidden_TH, weight_VH, labels_T - shard.first, inputs, options, trains, not sequence_parallel)
@@ -106,6 +107,7 @@ def ppo_head_loss(
 class _Options:
     shard: HeadShard
     objective: PolicyObjective
+    context_group: dist.ProcessGroup | None
     accumulate_main_grad: bool
     upstream: float
 
@@ -258,7 +260,8 @@ class _Chunks:
     def _evaluate(self, rows: slice) -> Evaluation:
         logprob_C, entropy_C = self.outputs_2N[:, rows]
         inputs_C = self.inputs_N.of_rows(rows)
-        return evaluate(self.options.objective, {"logprob": logprob_C, "entropy": entropy_C, **inputs_C.tensors()})
+        given = {"logprob": logprob_C, "entropy": entropy_C, **inputs_C.tensors()}
+        return evaluate(self.options.objective, given, self.options.context_group)
 
     def _backward(
         self, rows: slice, stats_4C: Tensor, slopes: Mapping[str, Tensor], grad_weight_VH: Tensor | None

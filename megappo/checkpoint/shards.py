@@ -65,7 +65,7 @@ def role_updates(role: Role) -> int:
 def role_shards(role: Role) -> dict[str, ShardedTensor]:
     """What this rank writes of a role: copies on the CPU that later updates do not touch.
 
-    Every shard is written once, by the first replica that holds it; a collective of the role.
+    Every shard is written once, by the first copy that holds it; a collective of the role.
     """
     if not isinstance(role, TrainedRole):
         return {}
@@ -73,7 +73,7 @@ def role_shards(role: Role) -> dict[str, ShardedTensor]:
     shards: dict[str, ShardedTensor] = {}
     for entry in _entries(role.model):
         tensors = role.optimizer.state.whole(entry.held, moments=role.optimizer.updates > 0)
-        is_first = layout.replica == 0 and (entry.of.axis is not None or layout.tensor_rank == 0)
+        is_first = layout.holds_first_copy and (entry.of.axis is not None or layout.tensor_rank == 0)
         if entry.of.expert is not None:  # whole on every rank that holds it, which are others than those of the rest
             is_first = layout.expert_replica == 0
         if is_first and not entry.is_copy:

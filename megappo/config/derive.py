@@ -262,6 +262,7 @@ def _role_rows(name: str, config: Config, numbers: RoleNumbers) -> list[tuple[st
     """A role's layout and its updates."""
     settings, grid = config.trained[name], numbers.grid
     layout = f"ranks {format_ranks(grid.ranks)}: TP {grid.tp} x PP {grid.pp} x DP {grid.dp}"
+    layout += f", CP {grid.cp}" if grid.cp > 1 else ""
     layout += f", EP {grid.ep}" if grid.ep > 1 else ""
     layout += f", VPP {numbers.vpp}" if numbers.vpp > 1 else ""
     layout += ", sequence parallel" if settings.layout.sequence_parallel else ""

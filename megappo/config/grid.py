@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 
+def padded_tokens(tokens: int, cp: int) -> int:
+    """Tokens that a sample takes up in a pack: so many context ranks share it out in 2 CP parts of the same length."""
+    return -(-tokens // (2 * cp)) * 2 * cp if cp > 1 else tokens
+
+
 @dataclass(frozen=True)
 class Grid:
-    """Ranks of a role ordered as (data replica, pipeline stage, tensor rank), tensor rank fastest.
+    """Ranks of a role ordered as (data replica, pipeline stage, context rank, tensor rank), tensor rank fastest.
 
-    Tensor parallel neighbours are the closest ranks because they talk the most. Experts are spread over the ranks of a
-    stage in the order (expert replica, expert rank), expert rank fastest: an expert parallel group lies within a tensor
-    parallel group, or spans data replicas where it is larger.
+    Tensor parallel neighbours are the closest ranks because they talk the most, then those that share out sequences.
+    Experts are spread over the ranks of a stage in the order (expert replica, expert rank), expert rank fastest: an
+    expert parallel group lies within a tensor parallel group, or spans context ranks and then data replicas where it is
+    larger.
     """
 
     ranks: Sequence[int]
@@ -20,80 +27,119 @@ class Grid:
     tp: int
     pp: int
     ep: int = 1
+    cp: int = 1
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that hold one copy of the model."""
-        return self.tp * self.pp
+        """Ranks of a replica: those that process a microbatch together."""
+        return self.tp * self.cp * self.pp
 
     @property
     def dp(self) -> int:
-        """Number of replicas: ranks / (TP x PP)."""
+        """Number of replicas: ranks / (TP x CP x PP)."""
         return len(self.ranks) // self.model_ranks
+
+    @property
+    def copies(self) -> int:
+        """Copies of the model's weights, experts aside: one for each context rank of each replica."""
+        return self.dp * self.cp
 
     @property
     def expert_replicas(self) -> int:
         """Copies of the experts of a stage."""
-        return self.dp * self.tp // self.ep
+        return self.copies * self.tp // self.ep
 
-    def rank(self, replica: int, stage: int, tensor_rank: int) -> int:
+    def padded(self, tokens: int) -> int:
+        """Tokens that a sample takes up in a pack."""
+        return padded_tokens(tokens, self.cp)
+
+    def rank(self, replica: int, stage: int, tensor_rank: int, context_rank: int = 0) -> int:
         """Global rank at a place of the grid."""
-        return self.ranks[(replica * self.pp + stage) * self.tp + tensor_rank]
+        return self.ranks[((replica * self.pp + stage) * self.cp + context_rank) * self.tp + tensor_rank]
 
     def stage_ranks(self, stage: int) -> list[int]:
         """All ranks of a pipeline stage, in the order in which experts are spread over them."""
-        return [self.rank(d, stage, t) for d in range(self.dp) for t in range(self.tp)]
+        return [rank for d in range(self.dp) for rank in self._stage_of_replica(d, stage)]
 
-    def expert_place(self, replica: int, tensor_rank: int) -> tuple[int, int]:
+    def expert_place(self, replica: int, context_rank: int, tensor_rank: int) -> tuple[int, int]:
         """(expert replica, expert rank) of a place in its stage."""
-        return divmod(replica * self.tp + tensor_rank, self.ep)
+        return divmod((replica * self.cp + context_rank) * self.tp + tensor_rank, self.ep)
 
     def expert_owner(self, stage: int, expert_rank: int) -> int:
         """Global rank that holds an expert rank's share in the first expert replica."""
-        return self.rank(expert_rank // self.tp, stage, expert_rank % self.tp)
+        copy, tensor_rank = divmod(expert_rank, self.tp)
+        return self.rank(copy // self.cp, stage, tensor_rank, copy % self.cp)
 
     @property
     def tensor_groups(self) -> list[list[int]]:
         """Ranks that share each layer of a stage."""
-        return [[self.rank(d, p, t) for t in range(self.tp)] for d in range(self.dp) for p in range(self.pp)]
+        starts = range(0, self.cp * self.tp, self.tp)
+        return [ranks[first : first + self.tp] for ranks in self.tensor_context_groups for first in starts]
+
+    @property
+    def context_groups(self) -> list[list[int]]:
+        """Ranks that share out the tokens of each sample."""
+        return [ranks[t :: self.tp] for ranks in self.tensor_context_groups for t in range(self.tp)]
+
+    @property
+    def tensor_context_groups(self) -> list[list[int]]:
+        """Ranks of a stage that process a microbatch together."""
+        return [self._stage_of_replica(d, p) for d in range(self.dp) for p in range(self.pp)]
 
     @property
     def pipeline_groups(self) -> list[list[int]]:
         """Ranks that hand microbatches from stage to stage."""
-        return [[self.rank(d, p, t) for p in range(self.pp)] for d in range(self.dp) for t in range(self.tp)]
+        places = itertools.product(range(self.dp), range(self.cp), range(self.tp))
+        return [[self.rank(d, p, t, c) for p in range(self.pp)] for d, c, t in places]
+
+    @property
+    def model_groups(self) -> list[list[int]]:
+        """Ranks that hold one copy of the weights, experts aside."""
+        shared = range(0, len(self.ranks) // self.pp, self.tp)
+        stages = [self.stage_ranks(p) for p in range(self.pp)]
+        return [[rank for ranks in stages for rank in ranks[first : first + self.tp]] for first in shared]
 
     @property
     def data_groups(self) -> list[list[int]]:
-        """Groups of ranks whose weights are the same, experts aside: one rank of each replica."""
-        return [[self.rank(d, p, t) for d in range(self.dp)] for p in range(self.pp) for t in range(self.tp)]
+        """Groups of ranks whose weights are the same, experts aside: one rank of each copy."""
+        return [self.stage_ranks(p)[t :: self.tp] for p in range(self.pp) for t in range(self.tp)]
 
     @property
     def expert_groups(self) -> list[list[int]]:
         """Ranks that hold all experts of their stage together."""
-        stages, size = [self.stage_ranks(stage) for stage in range(self.pp)], self.dp * self.tp
+        stages, size = [self.stage_ranks(stage) for stage in range(self.pp)], self.copies * self.tp
         return [stage[first : first + self.ep] for stage in stages for first in range(0, size, self.ep)]
 
     @property
     def replicas_in_step(self) -> bool:
         """Whether data replicas exchange tokens in every layer, so that all of them run as many microbatches."""
-        return self.tp % self.ep != 0
+        return self.cp * self.tp % self.ep != 0
+
+    def first_copy(self, replica: int, context_rank: int) -> tuple[int, int]:
+        """(replica, context rank) of the first copy whose ranks have the same experts as that one's, too."""
+        same_context = self.tp % self.ep == 0
+        return replica if self.replicas_in_step else 0, 0 if same_context else context_rank
 
     def replica_ranks(self, replica: int) -> Sequence[int]:
-        """All ranks that hold one copy of the model."""
+        """All ranks of a replica."""
         return self.ranks[replica * self.model_ranks : (replica + 1) * self.model_ranks]
 
     def output_rank(self, replica: int) -> int:
-        """The rank that hands out a replica's results: last stage, first tensor rank."""
+        """The rank that hands out a replica's results: last stage, first context and tensor rank."""
         return self.rank(replica, self.pp - 1, 0)
 
-    def place(self, rank: int) -> tuple[int, int, int] | None:
-        """(replica, stage, tensor rank) of a global rank, None outside the role."""
+    def place(self, rank: int) -> tuple[int, int, int, int] | None:
+        """(replica, stage, context rank, tensor rank) of a global rank, None outside the role."""
         if rank not in self.ranks:
             return None
-        index = self.ranks.index(rank)
-        return index // self.model_ranks, index // self.tp % self.pp, index % self.tp
+        index, tensor_rank = divmod(self.ranks.index(rank), self.tp)
+        index, context_rank = divmod(index, self.cp)
+        return index // self.pp, index % self.pp, context_rank, tensor_rank
 
     def stage_of(self, rank: int) -> int | None:
         """Pipeline stage of a global rank, None outside the role."""
         place = self.place(rank)
         return place[1] if place is not None else None
+
+    def _stage_of_replica(self, replica: int, stage: int) -> list[int]:
+        return [self.rank(replica, stage, t, c) for c in range(self.cp) for t in range(self.tp)]

@@ -28,6 +28,8 @@ class LayoutSettings(Settings):
 
     tensor_parallel: Ranks = 1
     """Ranks that share each layer (TP)."""
+    context_parallel: Ranks = 1
+    """Ranks that share out the tokens of each sample (CP)."""
     pipeline_parallel: Ranks = 1
     """Stages the layers are cut into (PP)."""
     virtual_pipeline_chunks: Ranks = 1
@@ -48,7 +50,7 @@ class LayoutSettings(Settings):
         complains."""
         count = self.ranks if self.ranks is not None else max(0, world_size - self.first_rank)
         ranks = range(self.first_rank, self.first_rank + count)
-        return Grid(ranks, self.tensor_parallel, self.pipeline_parallel, self.expert_parallel)
+        return Grid(ranks, self.tensor_parallel, self.pipeline_parallel, self.expert_parallel, self.context_parallel)
 
 
 class OptimizerSettings(Settings):
@@ -122,7 +124,7 @@ class TrainedRoleSettings(Settings):
     minibatch_sequences: PositiveInt
     """Samples per optimizer update over all data parallel ranks; divides the step's samples."""
     microbatch_budget_tokens: PositiveInt = 8192
-    """Most tokens in one packed microbatch; not below the longest possible sample."""
+    """Most tokens in one packed microbatch, over all ranks that share it out; not below the longest possible sample."""
     start_from: PathText | None = None
     """Weights to begin a new run with: another run's (`RUN`, `RUN@STEP`, `RUN@best`) or a Hugging Face folder's;
     default: those of the role's model. A run that continues does not read them again."""

@@ -149,11 +149,18 @@ def placement_rules(role: RoleSpec, world_size: int) -> Iterator[str]:
             f"{key}.first_rank {layout.first_rank} + ranks {len(ranks)} = {ranks[-1] + 1} is above the world size "
             f"{world_size}; set {key}.ranks to {world_size - layout.first_rank}, or start {ranks[-1] + 1} processes"
         )
-    if len(ranks) % grid.model_ranks:
+    if len(ranks) % layout.context_parallel:
+        nearest = nearest_numbers(layout.context_parallel, divisors(len(ranks)))
         yield (
-            f"{key}.tensor_parallel {layout.tensor_parallel} x pipeline_parallel {layout.pipeline_parallel} = "
-            f"{grid.model_ranks} does not divide its {len(ranks)} ranks; the nearest layouts are "
-            f"{_nearest_layouts(role, len(ranks))}"
+            f"{key}.context_parallel {layout.context_parallel} does not divide its {len(ranks)} ranks; "
+            f"the nearest is {nearest}"
+        )
+    elif len(ranks) % grid.model_ranks:
+        sizes = f"context_parallel {layout.context_parallel} x " if layout.context_parallel > 1 else ""
+        sizes += f"tensor_parallel {layout.tensor_parallel} x pipeline_parallel {layout.pipeline_parallel}"
+        yield (
+            f"{key}.{sizes} = {grid.model_ranks} does not divide its {len(ranks)} ranks; the nearest layouts are "
+            f"{_nearest_layouts(role, len(ranks) // layout.context_parallel)}"
         )
     elif len(ranks) // layout.pipeline_parallel % layout.expert_parallel:
         stage = len(ranks) // layout.pipeline_parallel
@@ -259,7 +266,8 @@ def vocabulary_rules(config: Config, roles: Iterable[RoleSpec]) -> Iterator[str]
 
 def batch_rules(config: Config, role: RoleSpec, world_size: int) -> Iterator[str]:
     """A role's minibatches and microbatches fit the step's samples."""
-    batch, dp = config.rollout.batch_sequences, role.layout.grid(world_size).dp
+    batch, grid = config.rollout.batch_sequences, role.layout.grid(world_size)
+    dp = grid.dp
     size, key = role.settings.minibatch_sequences, f"{role.name}.minibatch_sequences"
     valid = [d for d in divisors(batch) if d >= dp]
     nearest = f"the nearest is {nearest_numbers(size, valid)}" if valid else "raise rollout.prompts_per_step"
@@ -270,7 +278,7 @@ def batch_rules(config: Config, role: RoleSpec, world_size: int) -> Iterator[str
             f"{key} {size} does not divide the step's {batch} samples (rollout.prompts_per_step "
             f"{config.rollout.prompts_per_step} x samples_per_prompt {config.rollout.samples_per_prompt}); {nearest}"
         )
-    longest = config.max_sequence_tokens
+    longest = grid.padded(config.max_sequence_tokens)
     if role.settings.microbatch_budget_tokens < longest:
         yield (
             f"{role.name}.microbatch_budget_tokens {role.settings.microbatch_budget_tokens} is below the longest "
@@ -384,7 +392,7 @@ def valid_tensor_parallel(shape: ModelShape) -> list[int]:
 
 
 def _nearest_layouts(role: RoleSpec, ranks: int) -> str:
-    """The two tensor x pipeline sizes nearest to the role's that divide its ranks and fit its model."""
+    """The two tensor x pipeline sizes nearest to the role's that divide so many ranks and fit its model."""
     tp, pp = role.layout.tensor_parallel, role.layout.pipeline_parallel
     fitting = [
         (t, p) for t in valid_tensor_parallel(role.shape) for p in divisors(role.shape.layers) if ranks % (t * p) == 0

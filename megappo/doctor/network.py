@@ -75,7 +75,8 @@ def group_kinds(derived: Derived | None, world_size: int) -> list[GroupKind]:
 
 def _of_role(name: str, numbers: RoleNumbers) -> Iterator[GroupKind]:
     grid = numbers.grid
-    kinds = {"TP": grid.tensor_groups, "PP": grid.pipeline_groups, "DP": grid.data_groups, "EP": grid.expert_groups}
+    kinds = {"TP": grid.tensor_groups, "CP": grid.context_groups, "PP": grid.pipeline_groups}
+    kinds |= {"DP" if grid.cp == 1 else "DP x CP": grid.data_groups, "EP": grid.expert_groups}
     for kind, groups in kinds.items():
         words = f"{name} {kind} {len(groups[0])}"
         yield GroupKind(words, tuple(map(tuple, groups)), point_to_point=kind == "PP")

@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention
 
+from megappo.megatron.context import WHOLE, ContextShard, gather_keys_values
+
 # A rectangle of S x L is one call of SDPA instead of S; it pays off while it is not mostly padding.
 _MOST_PADDING = 2.0
 
@@ -33,56 +35,86 @@ class PackedSegments(PackedSeqParams):
     """Megatron's description of a packed microbatch, with the lengths on the host so that nothing synchronises."""
 
     lengths: tuple[int, ...] = ()
+    key_lengths: tuple[int, ...] = ()
+    """Of what each segment sees: itself, or more before it."""
     positions: Tensor = field(kw_only=True)
-    """(t,) int64: place of each token in its segment."""
+    """int64: place in its segment of each token on this rank."""
     slots: Tensor | None = None
     """(t,) int64: place of each token in the (S, L) rectangle, None where segments are attended one by one."""
+    chunks: PackedSegments | None = None
+    """This rank's chunks of the segments, under context parallelism."""
+    key_rows: Tensor | None = None
+    """Of chunks: see `ContextShard.key_rows`."""
 
 
-def segment_tensors(lengths: Sequence[int]) -> dict[str, Tensor]:
+def segment_tensors(lengths: Sequence[int], shard: ContextShard = WHOLE) -> dict[str, Tensor]:
     """What `packed_segments` has to be on the device, made on the host."""
-    tensors = {
-        "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
-        "positions": torch.cat([torch.arange(n) for n in lengths]),
-    }
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    tensors = {"cu_seqlens": _cumulative(lengths), "positions": positions}
+    if shard.size > 1:
+        queries, keys = shard.chunk_lengths(lengths)
+        tensors["positions"] = positions[shard.places(lengths)]
+        tensors |= {"cu_chunks": _cumulative(queries), "cu_keys": _cumulative(keys)}
+        return tensors | {"key_rows": shard.key_rows(lengths)}
     longest = max(lengths)
     if len(lengths) > 1 and len(lengths) * longest <= _MOST_PADDING * sum(lengths):
         tensors["slots"] = torch.cat([torch.arange(n) + i * longest for i, n in enumerate(lengths)])
     return tensors
 
 
-def packed_segments(lengths: Sequence[int], tensors: Mapping[str, Tensor]) -> PackedSegments:
+def _cumulative(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def packed_segments(
+    lengths: Sequence[int], tensors: Mapping[str, Tensor], shard: ContextShard = WHOLE
+) -> PackedSegments:
     """Describe a microbatch of segments that do not see each other; `tensors`: see `segment_tensors`."""
+    whole = {"cu_seqlens_q": tensors["cu_seqlens"], "cu_seqlens_kv": tensors["cu_seqlens"]}
+    segments = _described(lengths, lengths, positions=tensors["positions"], slots=tensors.get("slots"), **whole)
+    if shard.size > 1:
+        segments.cu_seqlens_q_padded = segments.cu_seqlens_kv_padded = tensors["cu_seqlens"]  # for Transformer Engine
+        segments.chunks = _described(
+            *shard.chunk_lengths(lengths),
+            positions=tensors["positions"],
+            cu_seqlens_q=tensors["cu_chunks"],
+            cu_seqlens_kv=tensors["cu_keys"],
+            key_rows=tensors["key_rows"],
+        )
+    return segments
+
+
+def _described(lengths: Sequence[int], key_lengths: Sequence[int], **tensors: Any) -> PackedSegments:
     return PackedSegments(
         qkv_format="thd",
-        cu_seqlens_q=tensors["cu_seqlens"],
-        cu_seqlens_kv=tensors["cu_seqlens"],
         max_seqlen_q=max(lengths),
-        max_seqlen_kv=max(lengths),
+        max_seqlen_kv=max(key_lengths),
         lengths=tuple(lengths),
-        positions=tensors["positions"],
-        slots=tensors.get("slots"),
+        key_lengths=tuple(key_lengths),
+        **tensors,
     )
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-    """Causal attention of (b, heads, n, d) tensors; with a window each token sees the last `window` tokens.
+    """Causal attention of (b, heads, n, d) tensors, of which the last query sees all keys; with a window each token
+    sees the last `window` tokens.
 
     Queries of a long windowed sequence are taken in blocks of `window`, so that no mask exceeds window x 2 window.
+    Without a window, a chunk that is not the first of its segment takes one mask of all its queries x keys.
     """
-    length = query.shape[-2]
+    length, before = query.shape[-2], key.shape[-2] - query.shape[-2]
     grouped = query.shape[1] != key.shape[1]
-    if window is None or length <= window:
+    if not before and (window is None or length <= window):
         return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
-    blocks = []
-    for start in range(0, length, window):
-        stop, first = min(start + window, length), max(0, start - window + 1)
+    blocks, window = [], key.shape[-2] if window is None else window
+    for start in range(before, before + length, window):
+        stop, first = min(start + window, before + length), max(0, start - window + 1)
         rows = torch.arange(start, stop, device=query.device)[:, None]
         columns = torch.arange(first, stop, device=query.device)[None, :]
         mask = (columns <= rows) & (columns > rows - window)
         blocks.append(
             scaled_dot_product_attention(
-                query[..., start:stop, :],
+                query[..., start - before : stop - before, :],
                 key[..., first:stop, :],
                 value[..., first:stop, :],
                 attn_mask=mask,
@@ -149,6 +181,7 @@ class PackedCoreAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         assert not config.attention_dropout, "PPO's ratio needs a policy without dropout"
+        self.context_group: Any = None if pg_collection is None else pg_collection.cp
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
         window = config.window_size
         self.window = window[0] + 1 if isinstance(window, tuple) else None
@@ -163,19 +196,22 @@ class PackedCoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """query (t,h,d), key and value (t,g,d) -> (t, h*d)."""
+        """query (t,h,d), key and value (t,g,d) -> (t, h*d); of this rank's tokens under context parallelism."""
         assert isinstance(packed_seq_params, PackedSegments)
+        segments = packed_seq_params.chunks or packed_seq_params
+        if segments.key_rows is not None:
+            key, value = gather_keys_values(key, value, segments.key_rows, self.context_group)
         if takes_packs(query.dtype, query.shape[-1], _capability(query.device)):
-            out = attend_pack(query, key, value, packed_seq_params, scale=self.scale, window=self.window)
+            out = attend_pack(query, key, value, segments, scale=self.scale, window=self.window)
             return out.flatten(1)
-        lengths, slots = packed_seq_params.lengths, packed_seq_params.slots
-        if slots is not None:
-            return self._attend_rectangle(query, key, value, len(lengths), max(lengths), slots)
-        segments = []
-        for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
+        lengths, key_lengths = segments.lengths, segments.key_lengths
+        if segments.slots is not None:
+            return self._attend_rectangle(query, key, value, len(lengths), max(lengths), segments.slots)
+        outputs = []
+        for q, k, v in zip(query.split(lengths), key.split(key_lengths), value.split(key_lengths), strict=True):
             q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-            segments.append(_attend(q, k, v, self.scale, self.window).squeeze(0).transpose(0, 1))
-        return torch.cat(segments).flatten(1)
+            outputs.append(_attend(q, k, v, self.scale, self.window).squeeze(0).transpose(0, 1))
+        return torch.cat(outputs).flatten(1)
 
     def _attend_rectangle(
         self, query: Tensor, key: Tensor, value: Tensor, segments: int, longest: int, slots: Tensor

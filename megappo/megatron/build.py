@@ -200,6 +200,7 @@ def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildO
         pipeline_dtype=options.dtype,
         autocast_dtype=options.dtype,
         tensor_model_parallel_size=layout.grid.tp,
+        context_parallel_size=layout.grid.cp,
         pipeline_model_parallel_size=layout.grid.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         sequence_parallel=layout.sequence_parallel,

@@ -91,7 +91,14 @@ class LogprobHead(_Head):
             return logprob_N[:, None, None], None
         inputs, objective = self._target.inputs, self._target.objective
         result = ppo_head_loss(
-            rows_NH, matrix, self._labels_N, inputs, objective=objective, accumulate_main_grad=True, **where
+            rows_NH,
+            matrix,
+            self._labels_N,
+            inputs,
+            objective=objective,
+            context_group=self.layout.groups.cp if self.layout.grid.cp > 1 else None,
+            accumulate_main_grad=True,
+            **where,
         )
         self.report = result.metrics
         return result.loss[None, None, None], None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from megappo.config.grid import Grid
+from megappo.megatron.context import ContextShard
 from megappo.runtime.groups import WantedGroups, make_groups
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Layout:
     sequence_parallel: bool
     replica: int
     stage: int
+    context_rank: int
     tensor_rank: int
     expert_replica: int
     """Number of the copy of the experts that this rank holds a part of."""
@@ -50,14 +52,29 @@ class Layout:
         return self.stage == self.grid.pp - 1
 
     @property
+    def shard(self) -> ContextShard:
+        """Which part of each pack is here."""
+        return ContextShard(self.grid.cp, self.context_rank)
+
+    @property
     def token_multiple(self) -> int:
-        """What a pack's tokens must be a multiple of: sequence parallelism gives each tensor rank as many."""
+        """What this rank's tokens must be a multiple of: sequence parallelism gives each tensor rank as many."""
         return self.grid.tp if self.sequence_parallel else 1
+
+    @property
+    def reports_losses(self) -> bool:
+        """Whether this rank is the one that speaks for the rows of its context rank."""
+        return self.is_last_stage and self.tensor_rank == 0
 
     @property
     def hands_out_results(self) -> bool:
         """Whether this rank is its replica's output rank."""
-        return self.is_last_stage and self.tensor_rank == 0
+        return self.reports_losses and self.context_rank == 0
+
+    @property
+    def holds_first_copy(self) -> bool:
+        """Whether this rank is of the first copy of the weights, experts aside."""
+        return self.replica == self.context_rank == 0
 
 
 @dataclass(frozen=True)
@@ -87,9 +104,11 @@ def _wanted_groups(role: str, grid: Grid) -> dict[str, WantedGroups]:
     dense: dict[str, Sequence[Sequence[int]]] = {
         "tp": grid.tensor_groups,
         "pp": stages,
-        "dp": grid.data_groups,
-        "mp": [grid.replica_ranks(d) for d in range(grid.dp)],
-        "cp": [[rank] for rank in grid.ranks],
+        "dp_cp": grid.data_groups,
+        "mp": grid.model_groups,
+        "cp": grid.context_groups,
+        "tp_cp": grid.tensor_context_groups,
+        "alone": [[rank] for rank in grid.ranks],
         "tp_dp_cp": [grid.stage_ranks(p) for p in range(grid.pp)],
         "embd": [sorted({ranks[0], ranks[-1]}) for ranks in stages],
         "pos_embd": [ranks[:1] for ranks in stages],
@@ -120,19 +139,19 @@ def _layout(cut: Cut, own: Mapping[str, dist.ProcessGroup | None]) -> Layout | O
         embd=own["embd"],
         pos_embd=own["pos_embd"],
         cp=own["cp"],
-        tp_cp=own["tp"],
+        tp_cp=own["tp_cp"],
         ep=own["ep"],
-        expt_tp=own["cp"],
+        expt_tp=own["alone"],
         tp_ep=own["ep"],
         tp_ep_pp=own["tp_ep_pp"],
-        dp=own["dp"],
-        dp_cp=own["dp"],
+        dp=own["dp_cp"],  # sizes buckets, and nothing goes over it
+        dp_cp=own["dp_cp"],
         tp_dp_cp=own["tp_dp_cp"],
         expt_dp=own["expt_dp"],
-        intra_dp_cp=own["dp"],
+        intra_dp_cp=own["dp_cp"],
         intra_expt_dp=own["expt_dp"],
         inter_dist_opt=None,
         intra_dist_opt=role,
     )
-    expert_place = cut.grid.expert_place(place[0], place[2])
+    expert_place = cut.grid.expert_place(place[0], *place[2:])
     return Layout(cut.grid, cut.vpp, cut.sequence_parallel, *place, *expert_place, groups, role)

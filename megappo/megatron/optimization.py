@@ -54,7 +54,7 @@ class RoleOptimizer:
             self.megatron = get_megatron_optimizer(
                 config, self.chunks, use_gloo_process_groups=False, pg_collection=model.layout.groups
             )
-        self.state = OptimizerState(self.megatron, model.layout.groups.dp, model.layout.groups.expt_dp)
+        self.state = OptimizerState(self.megatron, model.layout.groups.dp_cp, model.layout.groups.expt_dp)
         self._schedule = OptimizerParamScheduler(
             self.megatron,
             init_lr=0.0 if settings.warmup_updates else settings.learning_rate,

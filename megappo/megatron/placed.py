@@ -115,7 +115,7 @@ def place(role: Role, samples: Samples, minibatches: Iterable[Collection[int]] =
     manifest = _announce(samples, role.runtime.device)
     plans = [
         plan_microbatches(
-            {i: manifest.tokens[i] for i in minibatch},
+            {i: placement.grid.padded(manifest.tokens[i]) for i in minibatch},
             cost=placement.cost,
             replicas=placement.grid.dp,
             budget_tokens=placement.budget_tokens,

@@ -18,6 +18,7 @@ from megappo.config.grid import Grid
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.work import SampleCost
 from megappo.megatron.build import BuildOptions, HeldParameter, RoleModel
+from megappo.megatron.context import whole_output
 from megappo.megatron.layout import Layout, Outside
 from megappo.megatron.optimization import RoleOptimizer
 from megappo.megatron.packing import MicrobatchPlan
@@ -124,20 +125,27 @@ class LocalRole(Role):
         batches = self._packed(plan, samples)
         with self.runtime.megatron():
             outputs = run_schedule(self._chunks, self.layout, batches, _Forward(), train=False)
+        if self.layout.grid.cp > 1 and self.layout.reports_losses:
+            outputs = [
+                whole_output(output_N, batch.own_N, sum(batch.response_lengths), self.layout.groups.cp)
+                for batch, output_N in zip(batches, outputs, strict=True)
+            ]
         if not self.layout.hands_out_results:
             return {}
         return {
-            sample_id: piece_N
-            for batch, output_N in zip(batches, outputs, strict=True)
+            sample_id: piece_R
+            for batch, output_W in zip(batches, outputs, strict=True)
             if not batch.is_filler
-            for sample_id, piece_N in zip(batch.sample_ids, output_N.split(batch.response_lengths), strict=True)
+            for sample_id, piece_R in zip(batch.sample_ids, output_W.split(batch.response_lengths), strict=True)
         }
 
     def _packed(self, plan: MicrobatchPlan, samples: Mapping[int, PlacedSample]) -> list[PackedBatch]:
         """The microbatches that the plan has for this rank's replica."""
-        device, multiple = self.runtime.device, self.layout.token_multiple
+        device, shard, multiple = self.runtime.device, self.layout.shard, self.layout.token_multiple
         return [
-            pack_samples([samples[i] for i in m.sample_ids], device, multiple_of=multiple, is_filler=m.is_filler)
+            pack_samples(
+                [samples[i] for i in m.sample_ids], device, shard=shard, multiple_of=multiple, is_filler=m.is_filler
+            )
             for m in plan.replicas[self.layout.replica]
         ]
 
@@ -203,9 +211,10 @@ class TrainedRole(LocalRole):
         return Update(applied, applied, sums, grad_norm, rate)
 
     def _reduce(self, batches: Sequence[PackedBatch], reports: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-        """Combine the reports of all microbatches and replicas; every rank of the role gets the result."""
+        """Combine the reports of all microbatches, context ranks and replicas; every rank of the role gets the
+        result."""
         local: dict[str, float] = {}
-        if self.layout.hands_out_results:
+        if self.layout.reports_losses:
             real = [r for b, r in zip(batches, reports, strict=True) if not b.is_filler] or [
                 {k: torch.zeros_like(v) for k, v in reports[0].items()}
             ]

@@ -1,11 +1,13 @@
 """Microbatches through Megatron's pipeline schedules.
 
-Shape legend: t tokens of a packed microbatch (padding segment included), N response tokens in it.
+Shape legend: t tokens of a packed microbatch (padding included), l of them on this rank; W response tokens in it, N of
+them predicted on this rank. Without context parallelism l = t and N = W.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -14,8 +16,10 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megappo.megatron.attention import PackedSegments, packed_segments, segment_tensors
+from megappo.megatron.context import WHOLE, ContextShard
 from megappo.megatron.layout import Layout
 from megappo.runtime.transfer import to_device
 
@@ -38,50 +42,59 @@ class PackedBatch:
 
     sample_ids: tuple[int, ...]
     response_lengths: tuple[int, ...]
-    tokens_1t: Tensor
+    tokens_1l: Tensor
     segments: PackedSegments
     rows_N: Tensor
-    """(N,) int64: positions in the pack whose output predicts a response token."""
+    """(N,) int64: positions among this rank's tokens whose output predicts a response token."""
     labels_N: Tensor
     """(N,) int64: the response token that each of the rows predicts."""
     sequences_N: Tensor
     """(N,) int64: the place among `sample_ids` of the sample that each of the rows belongs to."""
-    fields_N: Mapping[str, Tensor]
+    own_N: Tensor
+    """(N,) int64: which of the W response tokens the rows predict."""
+    fields_W: Mapping[str, Tensor]
     """float32: the samples' fields, one after another."""
     is_filler: bool
 
 
 def pack_samples(
-    samples: Sequence[PlacedSample], device: torch.device, *, multiple_of: int = 1, is_filler: bool = False
+    samples: Sequence[PlacedSample],
+    device: torch.device,
+    *,
+    shard: ContextShard = WHOLE,
+    multiple_of: int = 1,
+    is_filler: bool = False,
 ) -> PackedBatch:
-    """Pack samples, which have the same fields; the host waits for no device.
+    """Pack samples, which have the same fields, and keep the tokens of a shard; the host waits for no device.
 
-    A pack is filled up to a multiple of so many tokens by a segment of its own, which nothing reads.
+    What is shared out is padded behind each sample's end, where nothing sees it. A shard is filled up to a multiple of
+    so many tokens by a segment of its own, which nothing reads.
     """
-    lengths = [len(s.tokens_T) for s in samples]
     responses = [s.response_tokens for s in samples]
-    ends = itertools.accumulate(lengths)
-    tokens = [s.tokens_T for s in samples]
-    found = {
-        "rows": torch.cat([torch.arange(end - r - 1, end - 1) for end, r in zip(ends, responses, strict=True)]),
-        "labels": torch.cat([s.tokens_T[-s.response_tokens :] for s in samples]),
-        "sequences": torch.cat([torch.full((r,), i) for i, r in enumerate(responses)]),
-    }
-    fields = {name: torch.cat([s.fields[name] for s in samples]) for name in samples[0].fields}
-    if missing := -sum(lengths) % multiple_of:
+    padded = [shard.padded(len(s.tokens_T)) for s in samples]
+    ends = [end - n + len(s.tokens_T) for end, n, s in zip(itertools.accumulate(padded), padded, samples, strict=True)]
+    tokens = [pad(s.tokens_T, (0, n - len(s.tokens_T))) for n, s in zip(padded, samples, strict=True)]
+    if missing := -sum(padded) % math.lcm(shard.padded(1), shard.size * multiple_of):
         tokens.append(torch.zeros(missing, dtype=torch.int64))
-        lengths.append(missing)
-    found |= {"tokens": torch.cat(tokens), **segment_tensors(lengths)}
-    there = to_device(found | {f"field {name}": values_N for name, values_N in fields.items()}, device)
+        padded.append(missing)
+    predicting_W = torch.cat([torch.arange(end - r - 1, end - 1) for end, r in zip(ends, responses, strict=True)])
+    labels_W = torch.cat([s.tokens_T[-s.response_tokens :] for s in samples])
+    sequences_W = torch.cat([torch.full((r,), i) for i, r in enumerate(responses)])
+    rows_N, own_N = shard.find(predicting_W, padded)
+    fields = {name: torch.cat([s.fields[name] for s in samples]) for name in samples[0].fields}
+    found = {"rows": rows_N, "labels": labels_W[own_N], "sequences": sequences_W[own_N], "own": own_N}
+    found |= {"tokens": torch.cat(tokens)[shard.places(padded)], **segment_tensors(padded, shard)}
+    there = to_device(found | {f"field {name}": values_W for name, values_W in fields.items()}, device)
     return PackedBatch(
         sample_ids=tuple(s.sample_id for s in samples),
         response_lengths=tuple(responses),
-        tokens_1t=there["tokens"].unsqueeze(0),
-        segments=packed_segments(lengths, there),
+        tokens_1l=there["tokens"].unsqueeze(0),
+        segments=packed_segments(padded, there, shard),
         rows_N=there["rows"],
         labels_N=there["labels"],
         sequences_N=there["sequences"],
-        fields_N={name: there[f"field {name}"] for name in fields},
+        own_N=there["own"],
+        fields_W={name: there[f"field {name}"] for name in fields},
         is_filler=is_filler,
     )
 
@@ -101,8 +114,8 @@ def run_schedule(
 ) -> list[Any]:
     """Run all microbatches forward (and backward) through the pipeline.
 
-    Gradients are summed over microbatches and data parallel replicas. Returns on the last stage what `task` reported
-    for each microbatch in order, elsewhere an empty list.
+    Gradients are summed over microbatches, context ranks and data parallel replicas. Returns on the last stage what
+    `task` reported for each microbatch in order, elsewhere an empty list.
     """
 
     def forward_step(batches: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
@@ -110,7 +123,7 @@ def run_schedule(
         gpt = model.module if hasattr(model, "ddp_config") else model
         if gpt.post_process:
             task.expect(gpt.output_layer, batch)
-        output = model(batch.tokens_1t, batch.segments.positions[None], None, packed_seq_params=batch.segments)
+        output = model(batch.tokens_1l, batch.segments.positions[None], None, packed_seq_params=batch.segments)
 
         def finish(output_1NC: Tensor) -> tuple[Tensor, Tensor, Any]:
             scalar, report = task.finish(gpt.output_layer, output_1NC.squeeze(0), batch)
@@ -130,7 +143,7 @@ def run_schedule(
             data_iterator=iterators if len(chunks) > 1 else iterators[0],
             model=list(chunks) if len(chunks) > 1 else chunks[0],
             num_microbatches=len(microbatches),
-            seq_length=microbatches[0].tokens_1t.shape[1],
+            seq_length=microbatches[0].tokens_1l.shape[1],
             micro_batch_size=1,
             forward_only=not train,
             pg_collection=layout.groups,

@@ -13,12 +13,16 @@ head size, F the feed-forward size, h and g the heads:
                e (Q + K)        after rotation
                e (2Q + 2K) + 4h inputs and output of the attention kernel, its log-sum-exp       [not recomputed]
                e Q              input of the output matrix
+               2 e K (CP - 1/2) keys and values of other ranks' tokens, for each of this rank's  [not recomputed]
     SwiGLU     3 e F            gate and up, product
     experts    4 E + 56 k       router: float32 weights; those of the chosen, and places on the way there and back
                k e (H + 3 F)    for each of k experts its input, gate and up, weighted product
 
 F is that of one expert, and routing is taken to be even: a rank's experts get as many tokens as it sends out. Tensor
 parallelism divides attention and SwiGLU; sequence parallelism divides the residual part too (their section 4.2).
+Context parallelism divides the tokens; keys and values that attention sees, copied for each of a rank's two chunks of
+a sample, are (CP + 1/2) times those of its own tokens. On a CPU nothing else then holds the QKV matrix's output, nor
+what is rotated.
 Selective recomputation drops the attention kernel's own tensors (section 5) or those of the MLP or experts, as
 `recompute_modules` says, and has them again for the layer whose backward runs; full recomputation keeps the layer's
 input only, e H, and one layer is whole while its backward runs. Cosine and sine of the positions, 2 e d, are there once
@@ -45,9 +49,16 @@ def layer_bytes_per_token(role: RoleSetup, *, recompute: str, fused: bool) -> fl
     attention = float(e * (q + 2 * kv) + e * (q + kv) + e * q)
     dropped = role.recompute_modules if recompute == "selective" else ()
     if "core_attn" not in dropped:
-        attention += e * (2 * q + 2 * kv) + 4 * arch.heads
+        if role.grid.cp > 1 and not fused:  # the kernel's own copies aside, nothing holds them
+            attention = float(e * q)
+        attention += e * (2 * q + 2 * kv * seen_per_token(role)) + 4 * arch.heads
     of_blocks = arch.declaration.per_token(arch, e, fused=fused, without=dropped).kept_bytes
     return residual / rows + (attention + of_blocks) / role.grid.tp
+
+
+def seen_per_token(role: RoleSetup) -> float:
+    """Keys that attention holds for each token of a rank: its own, and under context parallelism those of others."""
+    return role.grid.cp + 0.5 if role.grid.cp > 1 else 1.0
 
 
 def _norm_input(width: int, e: int, fused: bool) -> float:
@@ -77,7 +88,7 @@ def layers_in_flight(role: RoleSetup, stage: int, microbatches: int) -> float:
 
 def kept_bytes(role: RoleSetup, stage: int, work: Workload) -> float:
     """Activations of a stage at their peak in a minibatch."""
-    tokens = role.microbatch_tokens(work.sequence_tokens)
+    tokens = role.rank_tokens(work.sequence_tokens)
     per_token = layer_bytes_per_token(role, recompute=role.recompute, fused=work.on_cuda)
     in_flight = layers_in_flight(role, stage, role.microbatches(work.sequence_tokens))
     passes = in_flight * role.vpp / role.layers_per_stage
@@ -88,7 +99,7 @@ def kept_bytes(role: RoleSetup, stage: int, work: Workload) -> float:
         sent *= 1.0 if stage < role.grid.pp - 1 else 1 - 1 / role.vpp
         rows = role.grid.tp if role.sequence_parallel else 1
         kept += sent * role.dtype_bytes * role.arch.hidden_size * tokens / rows
-    if role.recompute == "selective" and {"mlp", "moe"} & set(role.recompute_modules):
+    if role.recompute == "selective" and (role.grid.cp > 1 or {"mlp", "moe"} & set(role.recompute_modules)):
         whole = layer_bytes_per_token(role, recompute="none", fused=work.on_cuda)
         kept += (whole - per_token) * tokens
     if role.recompute == "full":
@@ -110,7 +121,7 @@ def head_bytes(role: RoleSetup, stage: int, work: Workload, *, train: bool) -> f
     if stage != role.grid.pp - 1:
         return 0.0
     hidden, e = role.arch.hidden_size, role.dtype_bytes
-    rows = role.microbatch_tokens(work.sequence_tokens)
+    rows = role.rank_tokens(work.sequence_tokens)
     passes = 2 if train else 1
     if role.is_critic:
         return float(passes * (e + 4) * rows * hidden)
@@ -128,13 +139,15 @@ def transient_bytes(role: RoleSetup, stage: int, work: Workload, *, train: bool)
 
     Forward: its widest tensors, gate and up, silu(gate), up and the product, between two residual streams. Backward:
     the gradients of those, and the gradient of the largest weight before it is added to the gradient buffer. Sequence
-    parallelism gathers the hidden states of all tokens in a buffer. Experts: those tensors for every routed token, its
-    product times the expert's weight in float32, and its hidden state sorted for sending, as received and sorted by
-    expert, and back.
+    parallelism gathers the hidden states of all tokens in a buffer, context parallelism keys and values. Experts: those
+    tensors for every routed token, its product times the expert's weight in float32, and its hidden state sorted for
+    sending, as received and sorted by expert, and back.
     """
-    tokens, e = role.microbatch_tokens(work.sequence_tokens), role.dtype_bytes
+    tokens, e = role.rank_tokens(work.sequence_tokens), role.dtype_bytes
     hidden = role.arch.hidden_size
     live = role.arch.declaration.per_token(role.arch, e, fused=work.on_cuda).live_elements
     wide = e * tokens * (live / role.grid.tp + 2 * hidden)
     gathered = float(e * tokens * hidden) if role.sequence_parallel else 0.0
+    if role.grid.cp > 1:
+        gathered += 2.0 * e * tokens * (role.grid.cp + 1) * role.arch.key_width / role.grid.tp
     return wide + gathered + (e * role.largest_weight(stage) if train else 0)

@@ -145,14 +145,14 @@ def update_cost(role: RoleSetup, work: Workload, machine: Machine) -> StageCost:
 def _between_replicas(spent: _StageWork, role: RoleSetup, microbatch_seconds: float) -> None:
     """What replicas send each other in all updates of a step.
 
-    Data parallel ranks (for experts, those with the same) all-reduce float32 gradients, 2 (d-1)/d of their bytes in a
-    ring; the distributed optimizer reduce-scatters them and all-gathers weights instead. Overlapped, the sums run
+    Ranks with the same weights, data and context parallel ones, all-reduce float32 gradients, 2 (d-1)/d of their bytes
+    in a ring; the distributed optimizer reduce-scatters them and all-gathers weights instead. Overlapped, the sums run
     beside backward of an update's last microbatch, and the gathers of all updates but the last beside forward of the
     next one's first: bucket by bucket, but for that of the first layers, whose gradients come last and whose weights
     are needed first. On a CPU both take the same cores, and nothing is gained.
     """
     shared = max(role.parameters(stage) for stage in range(role.grid.pp)) - role.expert_parameters
-    replicated = ((shared, role.grid.dp), (role.expert_parameters, role.grid.expert_replicas))
+    replicated = ((shared, role.grid.copies), (role.expert_parameters, role.grid.expert_replicas))
     reduced = sum((d - 1) / d * n for n, d in replicated)
     inside = spent.machine.same_node(role.grid.ranks[0], role.grid.ranks[-1])
     first = first_bucket_share(role)
@@ -177,7 +177,7 @@ def first_bucket_share(role: RoleSetup) -> float:
     elements, or a million for each replica; the embedding, which comes last, is never cut.
     """
     embedding = role.padded_vocab // role.grid.tp * role.arch.hidden_size
-    bucket = max(_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_OF_A_REPLICA * role.grid.dp)
+    bucket = max(_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_OF_A_REPLICA * role.grid.copies)
     return min(1.0, max(bucket, embedding) / role.parameters(0))
 
 
@@ -197,7 +197,7 @@ def _pipeline(spent: _StageWork, role: RoleSetup, work: Workload, *, train: bool
     """
     arch, e = role.arch, role.dtype_bytes
     microbatches = role.microbatches(work.sequence_tokens)
-    tokens = role.replica_sequences * work.sequence_tokens / microbatches
+    tokens = role.replica_sequences * work.sequence_tokens / (microbatches * role.grid.cp)
     rows = tokens * work.response_tokens / work.sequence_tokens
     layer, attention, head = forward_flops(role, work)
     again = {"none": 0.0, "selective": _selected_flops(role, attention), "full": layer}
@@ -227,7 +227,8 @@ def _layer_communication(spent: _StageWork, role: RoleSetup, tokens: float, *, p
     """Tensor parallelism all-reduces two hidden states per layer and pass, forward and backward once each (Shoeybi et
     al. 2019); sequence parallelism's gathers and scatters send as much, and gather once more per matrix in backward. A
     pipeline stage sends its hidden states to the next one, and their gradient back. Expert parallelism sends every
-    routed token to its expert and its result back.
+    routed token to its expert and its result back. Context parallelism gathers keys and values per layer and forward
+    pass, and scatters their gradients.
     """
     hidden_bytes = role.dtype_bytes * tokens * role.arch.hidden_size
     one_way = {1: 1, 3: 2, 4: 3}[passes]
@@ -239,6 +240,11 @@ def _layer_communication(spent: _StageWork, role: RoleSetup, tokens: float, *, p
         inside_node=spent.machine.same_node(first, first + role.grid.tp - 1),
         times=slots,
     )
+    if role.grid.cp > 1:
+        others = (role.grid.cp - 1) * tokens * 2 * role.dtype_bytes * role.arch.key_width / role.grid.tp
+        again = passes == 3 and role.recompute == "selective" and "core_attn" in role.recompute_modules
+        inside = spent.machine.same_node(first, first + role.grid.cp * role.grid.tp - 1)
+        spent.send(role.layers_per_stage * (one_way + again) * others, inside_node=inside, times=slots)
     if role.grid.ep > 1:
         routed = role.arch.experts_per_token * hidden_bytes / role.grid.tp * (role.grid.ep - 1) / role.grid.ep
         inside = spent.machine.same_node(first, role.grid.expert_owner(0, role.grid.ep - 1))

@@ -6,11 +6,11 @@ import os
 import re
 from dataclasses import dataclass, replace
 
-from megappo.config import Config, resolve
+from megappo.config import Config, ConfigError, resolve
 from megappo.config.engine import LEAST_REQUEST_SECONDS
 from megappo.plan.costs import step_costs, step_seconds
 from megappo.plan.engines import other_engine
-from megappo.plan.inputs import make_setup
+from megappo.plan.inputs import Setup, make_setup
 from megappo.plan.machines import CPU_CORES, MACHINES, Machine
 from megappo.plan.planner import read_models
 from megappo.plan.stopping import stopping
@@ -70,7 +70,10 @@ class Outlook:
 
 
 def outlook(config: Config, world_size: int, machine: Machine) -> Outlook:
-    """The plan of a run whose settings break no rule on so many ranks of a machine."""
+    """The plan of a run whose settings break no rule on so many ranks of a machine.
+
+    Raises ConfigError for what the attention that is installed here cannot do.
+    """
     import torch  # takes seconds, which refused settings need not wait for
 
     from megappo.runtime.accelerations import find_accelerations
@@ -84,9 +87,11 @@ def outlook(config: Config, world_size: int, machine: Machine) -> Outlook:
     stages = step_costs(setup, share)
     rollout = next(stage.seconds for stage in stages if stage.name == "rollout")
     total = step_seconds(stages, setup.work.servers)
-    found = find_accelerations(config.model.accelerations)
+    found, dtype = find_accelerations(config.model.accelerations), getattr(torch, config.model.dtype)
+    if found.uses_engine_layers(dtype):
+        _check_windows(setup, found.engine.words)
     rows = (
-        ("layers", found.sentence(getattr(torch, config.model.dtype))),
+        ("layers", found.sentence(dtype)),
         (
             "plan",
             f"{machine.words}: a step of {total:.3g} seconds, {rollout:.3g} of them for the rollout, at full length",
@@ -95,6 +100,18 @@ def outlook(config: Config, world_size: int, machine: Machine) -> Outlook:
         ("stopping", stopping(setup, stages, share, total).sentence(config)),
     )
     return Outlook(with_deadlines(config, rollout), rows)
+
+
+def _check_windows(setup: Setup, engine: str) -> None:
+    """The ring in which Transformer Engine hands keys from rank to rank knows no windows."""
+    for role in setup.roles:
+        if role.grid.cp > 1 and role.arch.sliding_window is not None:
+            name = "actor" if role.name == "reference" else role.name
+            raise ConfigError(
+                f"{name}.layout.context_parallel is {role.grid.cp} and the {role.name} model has a sliding window of "
+                f"{role.arch.sliding_window} tokens, which {engine} has no ring for; set model.accelerations to torch, "
+                f"or {name}.layout.context_parallel to 1"
+            )
 
 
 def with_deadlines(config: Config, rollout_seconds: float) -> Config:

@@ -76,7 +76,11 @@ class RoleSetup:
 
     def microbatch_tokens(self, sequence_tokens: int) -> int:
         """Most tokens in a microbatch: the budget, or all samples of a replica where those are fewer."""
-        return min(self.microbatch_budget_tokens, self.replica_sequences * sequence_tokens)
+        return min(self.microbatch_budget_tokens, self.replica_sequences * self.grid.padded(sequence_tokens))
+
+    def rank_tokens(self, sequence_tokens: int) -> int:
+        """Most tokens of a microbatch on one of the ranks that share it out."""
+        return -(-self.microbatch_tokens(sequence_tokens) // self.grid.cp)
 
     @property
     def replica_sequences(self) -> int:
@@ -85,7 +89,7 @@ class RoleSetup:
 
     def microbatches(self, sequence_tokens: int) -> int:
         """Microbatches of a minibatch on one replica, all samples at their longest."""
-        per_microbatch = max(1, self.microbatch_budget_tokens // sequence_tokens)
+        per_microbatch = max(1, self.microbatch_budget_tokens // self.grid.padded(sequence_tokens))
         count = -(-self.replica_sequences // per_microbatch)
         return -(-count // self.grid.pp) * self.grid.pp if self.vpp > 1 else count
 
@@ -109,7 +113,7 @@ class RoleSetup:
         if not self.distributed_optimizer:
             return self.parameters(stage)
         shared = self.parameters(stage) - self.expert_parameters
-        return shared / self.grid.dp + self.expert_parameters / self.grid.expert_replicas
+        return shared / self.grid.copies + self.expert_parameters / self.grid.expert_replicas
 
     def largest_weight(self, stage: int) -> int:
         """Elements of the largest weight on one rank of a stage."""

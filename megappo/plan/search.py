@@ -229,7 +229,7 @@ def _settings(task: _Search, name: str) -> Iterator[RoleSettings]:
     experts = divisors(max(1, arch.experts))
     for tp, pp, ep in itertools.product(valid_tensor_parallel(arch), divisors(arch.layers), experts):
         in_node = task.machine.shared_by_ranks or tp <= task.machine.devices_per_node
-        if pp > _DEEPEST_PIPELINE or tp * pp > task.gpus or not in_node:
+        if pp > _DEEPEST_PIPELINE or tp * pp * given.layout.context_parallel > task.gpus or not in_node:
             continue
         vpp = given.layout.virtual_pipeline_chunks
         chunks = vpp if pp > 1 and arch.layers % (pp * vpp) == 0 else 1
@@ -244,7 +244,7 @@ def _settings(task: _Search, name: str) -> Iterator[RoleSettings]:
             for recompute, budget, distributed in itertools.product(_RECOMPUTE, budgets, shards):
                 optimizer = given.optimizer.model_copy(update={"distributed": distributed})
                 changes = {"recompute": recompute, "microbatch_budget_tokens": budget, "optimizer": optimizer}
-                if budget >= longest:
+                if budget >= placed.layout.grid(task.gpus).padded(longest):
                     yield placed.model_copy(update=changes)
 
 
@@ -325,6 +325,7 @@ def _overrides(given: Config, tried: Config) -> Iterator[str]:
 def _words(task: _Search, settings: RoleSettings) -> str:
     layout = settings.layout
     words = [f"TP {layout.tensor_parallel} x PP {layout.pipeline_parallel} x DP {layout.grid(task.gpus).dp}"]
+    words += [f"CP {layout.context_parallel}"] if layout.context_parallel > 1 else []
     words += [f"EP {layout.expert_parallel}"] if layout.expert_parallel > 1 else []
     words += ["sequence parallel"] if layout.sequence_parallel else []
     words += ["distributed optimizer"] if settings.optimizer.distributed else []

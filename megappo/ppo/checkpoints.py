@@ -272,8 +272,8 @@ def _weights_home(parts: Parts) -> int | None:
     if not isinstance(parts.actor, LocalRole):
         return None
     layout = parts.actor.layout
-    first = layout.replica if layout.grid.replicas_in_step else 0  # replicas may hold other experts
-    return layout.grid.rank(first, layout.stage, layout.tensor_rank)
+    replica, context_rank = layout.grid.first_copy(layout.replica, layout.context_rank)
+    return layout.grid.rank(replica, layout.stage, layout.tensor_rank, context_rank)
 
 
 def _tell_warnings(writer: CheckpointWriter) -> None:

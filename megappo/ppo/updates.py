@@ -51,8 +51,8 @@ class LossWeights:
     norm_tokens: int
     """The constant of `seq-mean-token-sum-norm`."""
 
-    def of(self, batch: PackedBatch, mask_N: Tensor) -> Tensor:
-        """(N,) float32, 0 where the mask is."""
+    def of(self, batch: PackedBatch, mask_W: Tensor) -> Tensor:
+        """(W,) float32, 0 where the mask is."""
         weights = [
             token_weights(
                 mask=mask_R[None],
@@ -61,14 +61,15 @@ class LossWeights:
                 total_sequences=self.sequences,
                 norm_tokens=self.norm_tokens,
             )[0]
-            for mask_R in mask_N.split(batch.response_lengths)
+            for mask_R in mask_W.split(batch.response_lengths)
         ]
         return torch.cat(weights)
 
     def inputs(self, batch: PackedBatch) -> dict[str, Tensor]:
-        """What a loss is computed from: the samples' fields, with `mask` as bool, and `weights`."""
-        mask_N = (batch.fields_N["mask"] > 0) & (not batch.is_filler)
-        return {**batch.fields_N, "mask": mask_N, "weights": self.of(batch, mask_N)}
+        """What a loss of this rank's rows is computed from: the samples' fields, with `mask` as bool, and `weights`."""
+        mask_W = (batch.fields_W["mask"] > 0) & (not batch.is_filler)
+        whole = {**batch.fields_W, "mask": mask_W, "weights": self.of(batch, mask_W)}
+        return {name: x_W[batch.own_N] for name, x_W in whole.items()}
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from megappo.families.architecture import padded_vocab_size
 from megappo.families.work import SampleCost
 from megappo.megatron import build
 from megappo.megatron.build import BuildOptions, RoleModel, build_model
+from megappo.megatron.context import whole_output
 from megappo.megatron.layout import Cut, Layout, Outside, make_layouts
 from megappo.megatron.roles import AbsentRole, LocalRole, Placement, Role
 from megappo.megatron.schedule import PackedBatch, PlacedSample, pack_samples, run_schedule
@@ -114,20 +115,28 @@ class Outputs:
 def forward(model: RoleModel, layout: Layout, tokens: list[torch.Tensor], train: bool) -> torch.Tensor | None:
     samples = [PlacedSample(i, s, len(s) - 1) for i, s in enumerate(tokens)]
     batches = [
-        pack_samples(part, torch.device("cpu"), multiple_of=layout.token_multiple)
+        pack_samples(part, torch.device("cpu"), shard=layout.shard, multiple_of=layout.token_multiple)
         for part in (samples[:3], samples[3:])
     ]
     outputs = run_schedule(model.chunks, layout, batches, Outputs(), train=train)
-    return torch.cat(outputs) if layout.hands_out_results else None
+    if not layout.reports_losses:
+        return None
+    totals = [sum(batch.response_lengths) for batch in batches]
+    whole = [
+        whole_output(output[:, 0], batch.own_N, total, layout.groups.cp)[:, None]
+        for output, batch, total in zip(outputs, batches, totals, strict=True)
+    ]
+    return torch.cat(whole) if layout.hands_out_results else None
 
 
 def check(case: dict[str, Any], runtime: Runtime) -> dict[str, Any] | None:
     """Errors of one case, on the rank that hands out results."""
     folder = Path(case["folder"])
     arch = load_architecture(folder, ModelSettings(path=str(folder), family=case.get("family")))
-    ranks = tuple(range(case["tp"] * case["pp"] * case.get("dp", 1)))
+    cp = case.get("cp", 1)
+    ranks = tuple(range(case["tp"] * case["pp"] * case.get("dp", 1) * cp))
     vpp, sp = case.get("vpp", 1), case.get("sp", False)
-    grid = Grid(ranks, case["tp"], case["pp"], case.get("ep", 1))
+    grid = Grid(ranks, case["tp"], case["pp"], case.get("ep", 1), cp)
     layout = make_layouts({"actor": Cut(grid, vpp, sp)}, "cpu", 120)["actor"]
     vocab = padded_vocab_size(arch.vocab_size, case["tp"], 8 * case["tp"])
     options = BuildOptions(

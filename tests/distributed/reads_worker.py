@@ -84,7 +84,7 @@ def reads(model: RoleModel, layout: Layout, samples: Iterable[PlacedSample]) -> 
     groups = [[first, second], *([sample] for sample in others)]
     with Reads() as scalars, Copies() as tensors:
         device, multiple = torch.device("cpu"), layout.token_multiple
-        batches = [pack_samples(group, device, multiple_of=multiple) for group in groups]
+        batches = [pack_samples(group, device, shard=layout.shard, multiple_of=multiple) for group in groups]
         run_schedule(model.chunks, layout, batches, Outputs(), train=True)
     return scalars.count + tensors.count
 
@@ -93,7 +93,9 @@ def check(case: dict[str, Any], folder: Path, runtime: Runtime) -> int:
     """Reads of one case on this rank."""
     arch = load_architecture(folder, ModelSettings(path=str(folder)))
     tp = case["tp"]
-    layout = make_layouts({"actor": Cut(Grid((0, 1), tp, case["pp"]), 1, tp > 1)}, "cpu", 120)["actor"]
+    layout = make_layouts({"actor": Cut(Grid((0, 1), tp, case["pp"], cp=case.get("cp", 1)), 1, tp > 1)}, "cpu", 120)[
+        "actor"
+    ]
     assert isinstance(layout, Layout)
     vocab = padded_vocab_size(arch.vocab_size, tp, 8 * tp)
     options = BuildOptions(torch.float32, runtime.device, vocab, recompute=case["recompute"])

@@ -31,6 +31,14 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str], list[str]]] = {
         ["actor.layout.expert_parallel=2", f"critic.{TP2}", "critic.layout.sequence_parallel=true"],
         [f"actor.{PP2}", *SHARDED],
     ),
+    "context": (
+        "qwen3_moe", {},
+        [
+            "actor.layout={context_parallel: 2, expert_parallel: 2}",
+            "critic.layout={tensor_parallel: 2, sequence_parallel: true}", *SHARDED,
+        ],
+        [f"actor.{PP2}", "critic.layout.context_parallel=2", *SHARDED],
+    ),
     "apart": ("llama", {}, ["actor.layout.ranks=1", "critic.layout.first_rank=1"], []),
 }  # fmt: skip
 """A family, changes of its model, and the layouts of two runs."""

@@ -11,22 +11,24 @@ import pytest
 from distributed.harness import ask
 
 WORLD = 8
-# By role: its ranks, TP, PP, EP.
-CASES: dict[str, dict[str, tuple[list[int], int, int, int]]] = {
-    "same ranks": {"actor": (list(range(8)), 2, 2, 2), "critic": (list(range(8)), 1, 4, 1)},
-    "other ranks": {"actor": (list(range(4)), 2, 1, 4), "critic": (list(range(4, 8)), 1, 2, 2)},
-    "some ranks": {"actor": (list(range(6)), 1, 3, 2), "critic": (list(range(4, 8)), 4, 1, 2)},
-    "not all": {"actor": ([1, 2, 3], 3, 1, 3), "critic": ([0, 2, 4, 6], 2, 2, 1)},
+# By role: its ranks, TP, PP, EP, CP.
+CASES: dict[str, dict[str, tuple[list[int], int, int, int, int]]] = {
+    "same ranks": {"actor": (list(range(8)), 2, 2, 2, 1), "critic": (list(range(8)), 1, 4, 1, 1)},
+    "other ranks": {"actor": (list(range(4)), 2, 1, 4, 1), "critic": (list(range(4, 8)), 1, 2, 2, 1)},
+    "some ranks": {"actor": (list(range(6)), 1, 3, 2, 1), "critic": (list(range(4, 8)), 4, 1, 2, 1)},
+    "not all": {"actor": ([1, 2, 3], 3, 1, 3, 1), "critic": ([0, 2, 4, 6], 2, 2, 1, 1)},
+    "shared out": {"actor": (list(range(8)), 2, 1, 4, 2), "critic": (list(range(8)), 1, 2, 2, 2)},
 }
 
 
-def expected(ranks: list[int], tp: int, pp: int, ep: int) -> dict[str, list[list[int]]]:
+def expected(ranks: list[int], tp: int, pp: int, ep: int, cp: int) -> dict[str, list[list[int]]]:
     """Megatron's groups by their definition: ranks that differ in some coordinates and share the others."""
     places = {}
     for index, rank in enumerate(ranks):
-        replica, stage, tensor = index // (tp * pp), index // tp % pp, index % tp
-        copy, share = divmod(replica * tp + tensor, ep)
-        places[rank] = {"d": replica, "p": stage, "t": tensor, "c": copy, "e": share, "r": rank}
+        context, tensor = index // tp % cp, index % tp
+        replica, stage = index // (tp * cp * pp), index // (tp * cp) % pp
+        copy, share = divmod((replica * cp + context) * tp + tensor, ep)
+        places[rank] = {"d": replica, "p": stage, "x": context, "t": tensor, "c": copy, "e": share, "r": rank}
 
     def sharing(coordinates: str, among: list[int] = ranks) -> list[list[int]]:
         def key(rank: int) -> list[int]:
@@ -35,13 +37,13 @@ def expected(ranks: list[int], tp: int, pp: int, ep: int) -> dict[str, list[list
         return [sorted(group) for _, group in groupby(sorted(among, key=key), key)]
 
     first, ends = [[r for r in ranks if places[r]["p"] in stages] for stages in ({0}, {0, pp - 1})]
-    found = dict.fromkeys(["tp", "tp_cp"], sharing("dp"))
+    found = {"tp": sharing("dpx"), "tp_cp": sharing("dp"), "cp": sharing("dpt")}
     found |= dict.fromkeys(["dp", "dp_cp", "intra_dp_cp"], sharing("pt"))
     found |= dict.fromkeys(["ep", "tp_ep"], sharing("pc")) | {"tp_ep_pp": sharing("c")}
     found |= dict.fromkeys(["expt_dp", "intra_expt_dp"], sharing("pe"))
-    found |= dict.fromkeys(["cp", "expt_tp"], sharing("r")) | dict.fromkeys(["role", "intra_dist_opt"], sharing(""))
-    found |= {"pp": sharing("dt"), "mp": sharing("d"), "tp_dp_cp": sharing("p")}
-    return found | {"embd": sharing("dt", ends), "pos_embd": sharing("dt", first)}
+    found |= {"expt_tp": sharing("r")} | dict.fromkeys(["role", "intra_dist_opt"], sharing(""))
+    found |= {"pp": sharing("dxt"), "mp": sharing("dx"), "tp_dp_cp": sharing("p")}
+    return found | {"embd": sharing("dxt", ends), "pos_embd": sharing("dxt", first)}
 
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=pytest.mark.quick) for name in CASES])

@@ -15,6 +15,7 @@ CASES: dict[str, dict[str, Any]] = {
     "full": {"tp": 1, "pp": 1, "recompute": "full"},
     "sp2": {"tp": 2, "pp": 1, "recompute": "none"},
     "pp2": {"tp": 1, "pp": 2, "recompute": "none"},
+    "cp2": {"tp": 1, "pp": 1, "cp": 2, "recompute": "none"},
 }
 
 

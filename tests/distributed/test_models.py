@@ -47,6 +47,14 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "tp2-ep2": {"tp": 2, "pp": 1, "sp": True, "ep": 2, "train": True, "recompute": "full"},
     "vpp2": {"tp": 1, "pp": 2, "vpp": 2, "bucket_bytes": 1 << 30},
     "raw-ep2": {"tp": 1, "pp": 1, "dp": 2, "ep": 2},
+    "cp2-ep2": {"tp": 1, "pp": 1, "cp": 2, "ep": 2, "train": True},
+}
+# Ranks that share out the tokens, with a window where the family has one.
+CONTEXT: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "mistral-cp2": ("mistral", {"sliding_window": 7}, {"tp": 1, "pp": 1, "cp": 2, "train": True}),
+    "llama-cp3": ("llama", {"num_key_value_heads": 1}, {"tp": 1, "pp": 1, "cp": 3, "recompute": "full", "train": True}),
+    "qwen2-cp2-tp2-sp": ("qwen2", {"tie_word_embeddings": True}, {"tp": 2, "pp": 1, "cp": 2, "sp": True}),
+    "qwen3-cp2-pp2": ("qwen3", {}, {"tp": 1, "pp": 2, "cp": 2, "train": True, "recompute": "selective"}),
 }
 
 # As on CUDA, in Triton's interpreter.
@@ -84,6 +92,8 @@ def named_cases() -> Iterator[tuple[str, Callable[[Path], Case]]]:
     for name, layout in EXPERTS.items():
         raw = name.startswith("raw")  # the weights of a token's experts as the softmax over all gives them
         yield f"qwen3_moe-{name}", partial(plain_case, "qwen3_moe", {"norm_topk_prob": not raw}, layout)
+    for name, (family, changes, layout) in CONTEXT.items():
+        yield name, partial(plain_case, family, changes, layout)
     for name, (family, changes) in SETTINGS.items():
         yield f"{family}-{name}", partial(plain_case, family, changes, {**LAYOUTS["one"], "train": True})
     for family in ("qwen3", "qwen3_moe"):
@@ -119,13 +129,13 @@ def float8_case(root: Path) -> Case:
 CASES = dict(named_cases())
 
 
-ENOUGH = ("qwen3-tied-tp2", "qwen3-tied-pp2", "qwen3_moe-tp2-ep2", "outside-tp2")
+ENOUGH = ("qwen3-tied-tp2", "qwen3-tied-pp2", "qwen3_moe-tp2-ep2", "outside-tp2", "mistral-cp2")
 
 
 @pytest.mark.parametrize("name", cases(CASES, quick=ENOUGH))
 def test_equals_transformers_and_streams_what_was_loaded(tmp_path: Path, name: str) -> None:
     case = CASES[name](tmp_path)
-    processes = max(2, case["tp"] * case["pp"] * case.get("dp", 1))
+    processes = max(2, case["tp"] * case["pp"] * case.get("dp", 1) * case.get("cp", 1))
     found: dict[str, Any] = ask("model_worker.py", processes, case)
     assert found["error"] < 1e-4
     assert found["largest"] > 1  # the model says something

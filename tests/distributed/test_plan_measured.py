@@ -43,6 +43,9 @@ CASES: dict[str, tuple[str, int, list[str]]] = {
         "actor.layout.expert_parallel=2", f"critic.{TP2}", "critic.layout.sequence_parallel=true",
         "critic.layout.expert_parallel=2", "actor.optimizer.distributed=true", *ONE_MICROBATCH,
     ]),
+    "context": ("qwen3", 2, [
+        *(f"{r}.layout.context_parallel=2" for r in BOTH), "critic.recompute=selective", *ONE_MICROBATCH,
+    ]),
     "tp2xpp2": ("qwen3-tied", 4, [f"{r}.{x}" for r in BOTH for x in (TP2, PP2)] + ONE_MICROBATCH),
 }  # fmt: skip
 PLACES = [(name, role) for name in CASES for role in BOTH]
@@ -125,12 +128,12 @@ def planned(root: Path, name: str, role: str) -> tuple[RoleSetup, Workload]:
 
 def kept_in_forward(role: RoleSetup, stage: int, work: Workload) -> float:
     """`kept_bytes` with the head's rows, without the layer that full recomputation fills in backward."""
-    tokens = role.microbatch_tokens(work.sequence_tokens)
+    tokens = role.rank_tokens(work.sequence_tokens)
     kept = kept_bytes(role, stage, work)
     if role.recompute == "full":
         kept -= layer_bytes_per_token(role, recompute="none", fused=work.on_cuda) * tokens
     if stage == role.grid.pp - 1:
-        rows = role.replica_sequences * work.response_tokens
+        rows = role.replica_sequences * work.response_tokens / role.grid.cp
         kept += rows * role.arch.hidden_size * (4 if role.is_critic else role.dtype_bytes)
     return kept
 

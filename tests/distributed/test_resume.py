@@ -101,6 +101,7 @@ def test_another_layout_loads_the_same_numbers(tmp_path: Path) -> None:
         "pp_tp": (2, "actor.layout={pipeline_parallel: 2}", "critic.layout={tensor_parallel: 2}"),
         "vpp": (2, "actor.layout={pipeline_parallel: 2, virtual_pipeline_chunks: 2}", "critic.layout={}"),
         "dp": (2, "actor.layout={}", "critic.layout={}", "actor.optimizer.distributed=true"),
+        "context": (2, "actor.layout={context_parallel: 2}", "critic.layout={context_parallel: 2}"),
         "apart": (3, "actor.layout={first_rank: 1, tensor_parallel: 2}", "critic.layout={ranks: 1}"),
         "tp_pp": (4, "actor.layout={tensor_parallel: 2, pipeline_parallel: 2}", "critic.layout={tensor_parallel: 2}"),
     }

@@ -55,14 +55,16 @@ def role(
     pp: int = 2,
     dp: int = 4,
     ep: int = 1,
+    cp: int = 1,
     first_rank: int = 5,
     **changes: Any,
 ) -> RoleSetup:
     """An actor on ranks 5 to 28: TP 3, PP 2 of one chunk, four replicas of seven of its 26 sequences."""
     given = RoleSetup(
-        name="actor", arch=model or arch(), grid=Grid(range(first_rank, first_rank + tp * pp * dp), tp, pp, ep), vpp=1,
-        sequence_parallel=False, recompute="none", distributed_optimizer=False, microbatch_budget_tokens=77,
-        minibatch_sequences=26, updates_per_step=3, padded_vocab=PADDED_VOCAB, dtype_bytes=2,
+        name="actor", arch=model or arch(), vpp=1, sequence_parallel=False, recompute="none",
+        grid=Grid(range(first_rank, first_rank + tp * cp * pp * dp), tp, pp, ep, cp), distributed_optimizer=False,
+        microbatch_budget_tokens=77, minibatch_sequences=26, updates_per_step=3, padded_vocab=PADDED_VOCAB,
+        dtype_bytes=2,
     )  # fmt: skip
     return dataclasses.replace(given, **changes)
 

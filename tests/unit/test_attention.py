@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,7 @@ from megappo.megatron.attention import (
     segment_tensors,
     takes_packs,
 )
+from megappo.megatron.context import ContextShard
 
 LENGTHS = (5, 1, 9, 2)
 SCALE = 0.3
@@ -147,4 +149,29 @@ def test_one_call_computes_what_the_segments_do(
     (call,) = flash_on_cpu  # one for the whole pack
     assert call == {"max": [9, 9], "causal": window is None, "left": -1 if window is None else window - 1, "right": 0}
     for mine, theirs in zip(found, expected, strict=True):
+        assert float((mine - theirs).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize(("window", "groups", "rank"), itertools.product((None, 3, 100), (4, 2), (0, 2)))
+def test_one_call_computes_what_the_chunks_do(
+    flash_on_cpu: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, window: int | None, groups: int, rank: int
+) -> None:
+    """Of a rank that shares out a pack, once it has the keys that its chunks see."""
+    lengths, shard = (12, 6, 18), ContextShard(3, rank)
+    chunks = packed_segments(lengths, segment_tensors(lengths, shard), shard).chunks
+    assert chunks is not None
+    seen = dataclasses.replace(chunks, key_rows=None)  # they are there already
+    core: Any = PackedCoreAttention(config_with(window), 1, None, "self", softmax_scale=SCALE)
+    g = torch.Generator().manual_seed(3)
+    query = torch.randn(sum(seen.lengths), 4, 8, generator=g, requires_grad=True)
+    both = torch.randn(sum(seen.key_lengths), 2, groups, 8, generator=g, requires_grad=True)
+    found = []
+    for takes in (False, True):
+        monkeypatch.setattr(attention, "takes_packs", lambda *_, takes=takes: takes)
+        out = core(query, *both.unbind(1), None, packed_seq_params=seen)
+        upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(5))
+        found.append([out.detach(), *torch.autograd.grad(out, (query, both), upstream)])
+    (call,) = flash_on_cpu
+    assert call["max"] == [max(seen.lengths), max(seen.key_lengths)]
+    for mine, theirs in zip(*found, strict=True):
         assert float((mine - theirs).abs().max()) < 1e-5

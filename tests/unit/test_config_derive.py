@@ -73,6 +73,17 @@ BROKEN: list[tuple[int, tuple[str, ...], list[str]]] = [
     (2, ("actor.layout.first_rank=2",), ["first_rank 2 is outside the world of 2 ranks", "set at most 1"]),
     (2, ("actor.layout.ranks=3",), ["first_rank 0 + ranks 3 = 3", "actor.layout.ranks to 2", "start 3 processes"]),
     (3, ("actor.layout.tensor_parallel=2",), ["tensor_parallel 2 x pipeline_parallel 1 = 2", "3 ranks", "are 1 x 1"]),
+    (4, ("actor.layout.context_parallel=3",), ["context_parallel 3 does not divide its 4 ranks", "nearest is 2 or 4"]),
+    (
+        6,
+        ("actor.layout.context_parallel=2", "actor.layout.tensor_parallel=2"),
+        ["context_parallel 2 x tensor_parallel 2 x pipeline_parallel 1 = 4", "6 ranks", "layouts are 1 x 1"],
+    ),
+    (
+        4,
+        ("actor.layout.context_parallel=2", "actor.microbatch_budget_tokens=129", "rollout.max_response_tokens=66"),
+        ["actor.microbatch_budget_tokens 129", "set at least 132"],
+    ),
     (4, ("critic.layout.pipeline_parallel=3",), ["critic.layout", "does not divide its 4 ranks", "nearest layouts"]),
     (4, ("actor.layout.ranks=2", "critic.layout.ranks=2"), ["ranks 2-3 of the world", "idle", "start 2 processes"]),
     (3, ("actor.layout.first_rank=1", "critic.layout.first_rank=2"), ["rank 0 of the world", "lower its first_rank"]),
@@ -225,6 +236,14 @@ def test_numbers_of_disjoint_roles() -> None:
     )
     with pytest.raises(dataclasses.FrozenInstanceError):
         derived.world_size = 2  # type: ignore[misc]
+
+
+def test_numbers_of_ranks_that_share_out_samples() -> None:
+    config = config_with("actor.layout={context_parallel: 2, tensor_parallel: 2}", "critic.layout.context_parallel=4")
+    derived = derive(config, 8, SHAPE)
+    assert derived.critic is not None and (derived.actor.grid.dp, derived.critic.grid.dp) == (2, 2)
+    rows = dict(describe(config, derived))
+    assert rows["actor"].startswith("ranks 0-7: TP 2 x PP 1 x DP 2, CP 2, vocabulary")
 
 
 def test_one_override_turns_evaluation_off() -> None:

@@ -78,6 +78,14 @@ def test_groups_of_roles_that_stand_apart() -> None:
     assert group_kinds(None, 1) == []
 
 
+def test_groups_of_ranks_that_share_out_samples() -> None:
+    numbers = RoleNumbers(Grid(range(8), 2, 1, cp=2), 1, 16, 1, 1, 1)
+    found = {f.name: f for f in group_kinds(Derived(8, numbers, None, 8, 8, ()), 8)}
+    assert list(found) == ["world", "actor TP 2", "actor CP 2", "actor DP x CP 4"]
+    assert found["actor CP 2"].groups == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert found["actor DP x CP 4"].groups == ((0, 2, 4, 6), (1, 3, 5, 7))
+
+
 def test_a_slow_group_is_named() -> None:
     kind = GroupKind("actor TP 8", tuple(tuple(range(8 * n, 8 * n + 8)) for n in range(3)))
     measured = {ranks: Measured(3e-5, 300e9) for ranks in kind.groups}

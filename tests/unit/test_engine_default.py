@@ -19,7 +19,8 @@ from megappo.plan.here import machine_like, outlook, with_deadlines
 from megappo.plan.machine_file import find_machine
 from megappo.plan.machines import MACHINES, Machine
 from megappo.plan.planner import make_plan, read_models
-from megappo.runtime import device
+from megappo.runtime import accelerations, device
+from megappo.runtime.accelerations import Accelerations, Library
 from unit.helpers_plan import machine
 
 ROOT = Path(__file__).parents[2]
@@ -198,6 +199,32 @@ def test_a_run_is_told_its_plan_and_gets_its_deadlines() -> None:
     assert rows["layers"].startswith("torch's layers, as Transformer Engine "), "what it is without, and why"
     assert "of them for the rollout" in rows["plan"] and rows["other engine"].startswith("the embedded engine instead")
     assert found.config.rollout.servers.request_timeout_seconds == 1800.0
+
+
+def test_windows_of_shared_out_samples_need_torchs_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ring of Transformer Engine has none; without it, or without a window, nothing is refused."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    found = json.loads((ROOT / "configs/models/tiny_arithmetic/config.json").read_text())
+    window = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}
+    (folder / "config.json").write_text(json.dumps({**found, "model_type": "qwen3", **window}))
+    settings = [
+        f"model.path={folder}",
+        "actor.layout={context_parallel: 2}",
+        "critic.layout={}",
+        "model.dtype=bfloat16",
+    ]
+    config = resolve(load_config(QUICKSTART, settings), on_cuda=False)
+    outlook(config, 2, MACHINES["cpu"])
+    engine = Accelerations(engine=Library("Transformer Engine", "2.10.0"))
+    monkeypatch.setattr(accelerations, "find_accelerations", lambda _: engine)
+    with pytest.raises(ConfigError) as caught:
+        outlook(config, 2, MACHINES["cpu"])
+    assert str(caught.value) == (
+        "actor.layout.context_parallel is 2 and the actor model has a sliding window of 7 tokens, which Transformer "
+        "Engine 2.10.0 has no ring for; set model.accelerations to torch, or actor.layout.context_parallel to 1"
+    )
+    outlook(load_config(QUICKSTART, [*settings[1:], "rollout.engine=transformers"]), 2, MACHINES["cpu"])
 
 
 def test_deadlines_follow_the_plan_where_none_are_given(tmp_path: Path) -> None:

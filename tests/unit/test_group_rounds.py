@@ -72,11 +72,11 @@ def check_order(sequences: dict[int, list[Call]]) -> None:
 CUTS = {
     8: {"actor": Cut(Grid(range(8), 2, 2, 4)), "critic": Cut(Grid(range(8), 1, 4, 2))},
     128: {"actor": Cut(Grid(range(96), 4, 2, 8)), "critic": Cut(Grid(range(32, 128), 2, 4, 4))},
-    1024: {"actor": Cut(Grid(range(1024), 8, 4, 16)), "critic": Cut(Grid(range(1024), 4, 8, 32))},
+    1024: {"actor": Cut(Grid(range(1024), 8, 4, 16, 4)), "critic": Cut(Grid(range(1024), 4, 8, 32, 2))},
 }
 
 
-@pytest.mark.parametrize(("world", "made"), [(8, 13), (128, 20), (1024, 19)])
+@pytest.mark.parametrize(("world", "made"), [(8, 13), (128, 20), (1024, 24)])
 def test_a_rank_makes_few_groups(world: int, made: int) -> None:
     """For actor, critic, reference and checkpoints, the world's own included; each with the timeout of the settings."""
     sequences = {}
@@ -89,10 +89,11 @@ def test_a_rank_makes_few_groups(world: int, made: int) -> None:
 
 @st.composite
 def cuts(draw: st.DrawFn) -> Cut:
-    tp, pp, dp = (draw(st.sampled_from([1, 2])) for _ in range(3))
-    ep = draw(st.sampled_from([n for n in range(1, tp * dp + 1) if tp * dp % n == 0]))
-    ranks = draw(st.permutations(range(WORLD - 1)))[: tp * pp * dp]
-    return Cut(Grid(sorted(ranks), tp, pp, ep))
+    tp, pp, dp, cp = draw(st.permutations([1, *draw(st.lists(st.sampled_from([1, 2]), min_size=3, max_size=3))]))
+    stage = tp * cp * dp
+    ep = draw(st.sampled_from([n for n in range(1, stage + 1) if stage % n == 0]))
+    ranks = draw(st.permutations(range(WORLD - 1)))[: stage * pp]
+    return Cut(Grid(sorted(ranks), tp, pp, ep, cp))
 
 
 @settings(max_examples=10)

@@ -314,6 +314,25 @@ def test_all_rows_masked(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_rows_at_all(backend: str, dtype: torch.dtype) -> None:
+    """A rank that shares out samples may predict nothing of a microbatch."""
+    hidden, weight = (torch.ones(n, 64, dtype=dtype, requires_grad=True) for n in (0, 300))
+    case = Head(hidden, weight, torch.zeros(0, dtype=torch.int64))
+    nothing = torch.zeros(0)
+    inputs = PolicyInputs(nothing, nothing, nothing, mask=nothing.bool())
+    with use_backend(backend), torch.no_grad():  # type: ignore[arg-type]
+        logprob, entropy = linear_logprob(case.hidden, case.weight, case.labels)
+    assert logprob.shape == entropy.shape == (0,)
+    with use_backend(backend):  # type: ignore[arg-type]
+        out = ppo_head_loss(case.hidden, case.weight, case.labels, inputs)
+        out.loss.backward()
+    assert out.loss.item() == out.metrics["count"].item() == 0
+    assert case.hidden.grad is not None and case.hidden.grad.shape == (0, 64)
+    assert case.weight.grad is not None and not case.weight.grad.any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_nan_that_counts_reaches_the_loss(backend: str) -> None:
     """So that the guard against non-finite updates sees it."""
     case = head("random", torch.float32, rows=6, features=8, vocab=50)

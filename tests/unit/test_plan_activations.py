@@ -131,10 +131,28 @@ def test_a_recomputed_mlp_is_whole_for_one_layer() -> None:
     assert kept_bytes(setup, 0, work()) == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize(("recompute", "again"), [("none", False), ("selective", True)])
+def test_ranks_that_share_out_samples_keep_the_keys_of_others(recompute: str, again: bool) -> None:
+    """77 tokens are 26 on each of three ranks. Attention has keys and values of all three times as many, and once more
+    those of every rank's chunk that the other of its two sees too; where it is computed again, for one layer."""
+    setup = role(cp=3, recompute=recompute)
+    assert setup.rank_tokens(30) == 26
+    alone = layer_bytes_per_token(role(recompute="none"), recompute="none", fused=True)
+    whole = alone + 2.5 * 2 * K * 2 / 3
+    kept = layer_bytes_per_token(role(recompute="selective"), recompute="selective", fused=True)
+    expected = 2 * (3 * (kept if again else whole) + 4 * D) + (whole - kept if again else 0)
+    assert kept_bytes(setup, 0, work()) == pytest.approx(26 * expected, rel=1e-12)
+    handed_over = 26 * (1 + 3) * 2 * K * 2 / 3  # what this rank gives, and what all do
+    passing = 26 * (sum(mlp(arch(), 2, fused=True)) / 3 + 2 * H * 2)
+    assert transient_bytes(setup, 0, work(), train=False) == pytest.approx(passing + handed_over, rel=1e-12)
+    assert head_bytes(setup, 1, work(), train=False) == 26 * H * 2 + 26 * 34 * FLOAT
+
+
 def test_what_a_small_minibatch_keeps() -> None:
     """Two sequences of 30 tokens are fewer than the budget of 77."""
     setup = role(minibatch_sequences=5)
     assert setup.microbatch_tokens(30) == 60 and role().microbatch_tokens(30) == 77
+    assert role(cp=2, minibatch_sequences=5).microbatch_tokens(30) == 64  # padded to fours
     per_token = layer_bytes_per_token(setup, recompute="none", fused=True)
     assert kept_bytes(setup, 0, work()) == pytest.approx(60 * (3 * per_token + 4 * D), rel=1e-12)
 

@@ -17,6 +17,7 @@ from unit.helpers_plan import HEAD_DIM as D
 from unit.helpers_plan import (
     HEADS,
     KV_HEADS,
+    PADDED_VOCAB,
     PER_TOKEN,
     RESPONSE,
     VOCAB,
@@ -214,6 +215,26 @@ def test_links_of_scoring(sequence_parallel: bool) -> None:
     tensor, to_experts = 3 * 2 * 2 * 2 / 3 * hidden, 3 * 2 * PER_TOKEN * hidden / 3 * 5 / 6
     sent = 14 * (tensor + to_experts + hidden / (3 if sequence_parallel else 1))
     assert sent_bytes(lambda m: forward_cost([setup], work(), m), 29) == (about(sent), 0)
+
+
+@pytest.mark.parametrize(("recompute", "ways"), [("none", 2), ("selective", 3), ("full", 3)])
+def test_links_of_ranks_that_share_out_samples(recompute: str, ways: int) -> None:
+    """Five ranks next to each other gather keys and values of each other's tokens in each of three layers; backward
+    sends back as much. Ten ranks have the same weights."""
+    setup = role(tp=1, pp=2, dp=2, cp=5, recompute=recompute)
+    tokens = 13 * T / 7 / 5  # seven microbatches
+    keys = 3 * 8 * 3 * ways * 4 * tokens * 2 * K * 2
+    gradients = 3 * 8 * 9 / 10 * (held(arch(), 1) + PADDED_VOCAB * H + H)
+    stages = 3 * 8 * 2 * tokens * H * 2
+    found = sent_bytes(lambda m: update_cost(setup, work(), m), 10)
+    assert found == (pytest.approx(keys, abs=1e-3), pytest.approx(gradients + stages, abs=1e-3))
+
+
+def test_ranks_that_share_out_samples_share_the_arithmetic() -> None:
+    alone, three = (role(tp=1, cp=cp, dp=1, microbatch_budget_tokens=36) for cp in (1, 3))
+    for cost in (lambda r: lambda m: update_cost(r, work(), m), lambda r: lambda m: forward_cost([r], work(), m)):
+        assert arithmetic(cost(three)) == about(arithmetic(cost(alone)) / 3)
+        assert cost(three)(machine()).flops == cost(alone)(machine()).flops
 
 
 def test_a_role_on_one_rank_sends_nothing() -> None:

@@ -39,13 +39,14 @@ def role_words(role: str, layout: str) -> tuple[str, ...]:
 
 GIVEN = (*PLAIN, *STEP, *role_words("actor", "pipeline_parallel: 2, virtual_pipeline_chunks: 3"))
 SEQUENCE = (*PLAIN, *STEP, *role_words("actor", "tensor_parallel: 3, sequence_parallel: true"))
+SHARED = (*PLAIN, *STEP, *role_words("actor", "context_parallel: 2"))
 BOTH = (*STEP, *role_words("actor", "pipeline_parallel: 2"), *role_words("critic", "tensor_parallel: 3"))
-CASES = {"dense": GIVEN, "sequence": SEQUENCE, "experts": GIVEN}
+CASES = {"dense": GIVEN, "sequence": SEQUENCE, "context": SHARED, "experts": GIVEN}
 
 
 def settings(given: RoleSettings, experts: int) -> Iterator[RoleSettings]:
     """Every setting of a role of six layers and three key and value heads that the search may try. A pipeline keeps its
-    chunks where they divide the layers, and sequence parallelism stays on."""
+    chunks where they divide the layers, sequence parallelism stays on, and so many ranks share out samples."""
     budgets = {given.microbatch_budget_tokens, *(LONGEST * 2**n for n in range(4))}
     shares = [n for n in range(1, experts + 1) if experts % n == 0] or [1]
     switches = (False, True)
@@ -181,8 +182,9 @@ def test_no_change_of_a_role_alone_is_better(reference: str, share: float) -> No
 
 def words(config: Config) -> str:
     actor = config.actor
-    tp, pp, ep = (getattr(actor.layout, f"{kind}_parallel") for kind in ("tensor", "pipeline", "expert"))
-    said = [f"TP {tp} x PP {pp} x DP {GPUS // tp // pp}"]
+    kinds = ("tensor", "pipeline", "expert", "context")
+    tp, pp, ep, cp = (getattr(actor.layout, f"{kind}_parallel") for kind in kinds)
+    said = [f"TP {tp} x PP {pp} x DP {GPUS // tp // pp // cp}"] + [f"CP {cp}"] * (cp > 1)
     said += [f"EP {ep}"] * (ep > 1) + ["sequence parallel"] * actor.layout.sequence_parallel
     said += ["distributed optimizer"] * actor.optimizer.distributed
     return ", ".join([*said, f"recompute {actor.recompute}", f"{actor.microbatch_budget_tokens} tokens"])

@@ -31,7 +31,7 @@ def samples() -> list[PlacedSample]:
 def tensors_of(batch: PackedBatch) -> list[Tensor]:
     segments = batch.segments
     assert segments.slots is not None
-    found = [batch.tokens_1t, batch.rows_N, batch.labels_N, batch.sequences_N, *batch.fields_N.values()]
+    found = [batch.tokens_1l, batch.rows_N, batch.labels_N, batch.sequences_N, *batch.fields_W.values()]
     return [*found, segments.cu_seqlens_q, segments.cu_seqlens_kv, segments.positions, segments.slots]
 
 
@@ -77,10 +77,10 @@ def test_what_arrives_is_what_was_packed() -> None:
     batch = pack_samples(samples(), torch.device("cpu"), multiple_of=8)
     tokens = [*range(5), *range(100, 109), *range(200, 206), *[0] * 4]
     rows = [2, 3, 10, 11, 12, 18]
-    assert batch.tokens_1t.tolist() == [tokens] and batch.rows_N.tolist() == rows
+    assert batch.tokens_1l.tolist() == [tokens] and batch.rows_N.tolist() == rows
     assert batch.labels_N.tolist() == [tokens[row + 1] for row in rows]
     assert batch.sequences_N.tolist() == [0, 0, 1, 1, 1, 2]
-    assert batch.fields_N["old"].tolist() == [0, 1, 1 / 8, 9 / 8, 17 / 8, 2 / 8]
+    assert batch.fields_W["old"].tolist() == [0, 1, 1 / 8, 9 / 8, 17 / 8, 2 / 8]
     assert batch.segments.lengths == (5, 9, 6, 4) and batch.segments.cu_seqlens_q.tolist() == [0, 5, 14, 20, 24]
     assert batch.segments.positions.tolist() == [*range(5), *range(9), *range(6), *range(4)]
     assert batch.segments.slots is not None and batch.segments.slots[5:14].tolist() == [*range(9, 18)]
