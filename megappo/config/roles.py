@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from megappo.config.base import (
     LARGEST_WORLD,
@@ -18,7 +18,22 @@ from megappo.config.base import (
     Settings,
 )
 from megappo.config.grid import Grid
+from megappo.errors import show
 
+
+def _words_or_counts(value: object) -> object:
+    """One sentence, where a union would have one for each of its members."""
+    if value in ("auto", "balanced"):
+        return value
+    if isinstance(value, list | tuple) and value and all(type(n) is int and n > 0 for n in value):
+        return value
+    raise ValueError(f"{show(value)} must be auto, balanced or a list of whole numbers above 0 such as [3, 1]")
+
+
+PipelineLayers = Annotated[
+    Literal["auto", "balanced"] | Annotated[tuple[PositiveInt, ...], Field(strict=False)],
+    BeforeValidator(_words_or_counts),
+]
 RecomputeModules = Annotated[tuple[Literal["core_attn", "mlp", "moe"], ...], Field(strict=False)]
 """Parts of a layer as Megatron calls them; what it has for norms runs with Transformer Engine only."""
 
@@ -34,6 +49,11 @@ class LayoutSettings(Settings):
     """Stages the layers are cut into (PP)."""
     virtual_pipeline_chunks: Ranks = 1
     """Chunks of layers per stage for the interleaved schedule (VPP); 1: no interleaving."""
+    pipeline_layers: PipelineLayers = "auto"
+    """Layers of each stage: a list such as `[3, 1]`, or `balanced`: the stage with most work, the head on the last one
+    included, has the least possible; `auto`: equally many, `balanced` where the layers cannot be. With virtual chunks a
+    list has one entry for each, in the order in which a token passes them, which is Megatron's: the first chunk of
+    every stage, then the second of every stage."""
     expert_parallel: Ranks = 1
     """Ranks that share out the experts of each layer (EP), among those of a pipeline stage."""
     sequence_parallel: bool = False

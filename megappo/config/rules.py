@@ -203,14 +203,33 @@ def parallel_rules(role: RoleSpec, model_name: str) -> Iterator[str]:
             f"{key}.virtual_pipeline_chunks {vpp} needs pipeline_parallel above 1; "
             "set virtual_pipeline_chunks to 1 or pipeline_parallel to 2"
         )
-    elif shape.layers % (pp * vpp):
+    elif shape.layers < pp * vpp:
         yield (
-            f"{key}.pipeline_parallel {pp} x virtual_pipeline_chunks {vpp} = {pp * vpp} does not divide the "
+            f"{key}.pipeline_parallel {pp} x virtual_pipeline_chunks {vpp} = {pp * vpp} chunks are more than the "
             f"{shape.layers} layers of the {model_name} model; the nearest are "
             f"{_nearest_pipelines(pp, vpp, shape.layers)}"
         )
+    elif isinstance(layout.pipeline_layers, tuple):
+        yield from _layer_list_rules(role, layout.pipeline_layers, model_name)
     yield from _expert_rules(role, model_name)
     yield from _recompute_rules(role, model_name)
+
+
+def _layer_list_rules(role: RoleSpec, given: tuple[int, ...], model_name: str) -> Iterator[str]:
+    """A list of layers has an entry for each chunk, and all layers of the model in it."""
+    layout, key = role.layout, f"{role.name}.layout"
+    pp, vpp = layout.pipeline_parallel, layout.virtual_pipeline_chunks
+    if len(given) != pp * vpp:
+        yield (
+            f"{key}.pipeline_layers {list(given)} has {len(given)} entries, must have one for each of the "
+            f"pipeline_parallel {pp} x virtual_pipeline_chunks {vpp} = {pp * vpp} chunks; give {pp * vpp}, or set it "
+            "to auto"
+        )
+    elif sum(given) != role.shape.layers:
+        yield (
+            f"{key}.pipeline_layers {list(given)} has {sum(given)} layers, must have the {role.shape.layers} of the "
+            f"{model_name} model; change its entries, or set it to auto"
+        )
 
 
 def _recompute_rules(role: RoleSpec, model_name: str) -> Iterator[str]:
@@ -401,8 +420,9 @@ def _nearest_layouts(role: RoleSpec, ranks: int) -> str:
 
 
 def _nearest_pipelines(pp: int, vpp: int, layers: int) -> str:
-    """The two pipeline x chunk sizes nearest to the given ones that divide the layers."""
-    fitting = [(p, v) for p in divisors(layers) for v in divisors(layers // p) if v == 1 or (p > 1 and vpp > 1)]
+    """The two pipeline x chunk sizes nearest to the given ones that leave a layer for each chunk."""
+    sizes = [(p, v) for p in range(1, layers + 1) for v in range(1, layers // p + 1)]
+    fitting = [(p, v) for p, v in sizes if v == 1 or (p > 1 and vpp > 1)]
     return _nearest_pairs((pp, vpp), fitting)
 
 

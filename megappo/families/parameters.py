@@ -139,6 +139,7 @@ def expert_parameters(arch: ArchitectureConfig) -> int:
     return sum(math.prod(shape) for weight in of_experts for shape in weight.tensors.values())
 
 
+@lru_cache(maxsize=64)
 def multiplied_parameters(arch: ArchitectureConfig) -> int:
     """Weights that a token is multiplied with: all but an input embedding of its own and the experts it misses."""
     active = model_parameters(arch, experts=range(arch.experts_per_token))

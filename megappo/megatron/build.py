@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megappo.config.pipeline import even_layers
 from megappo.errors import RunError
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.parameters import EMBEDDING, OUTPUT_LAYER, Parameter, canonical_names, embedding, model_parameters
@@ -29,6 +30,7 @@ from megappo.megatron.heads import LogprobHead, ValueHead
 from megappo.megatron.layout import Layout
 from megappo.megatron.rotary import PackedRotary, rotate
 from megappo.megatron.routing import TokenDispatcher
+from megappo.megatron.stages import StageLayers
 from megappo.megatron.swiglu import SwiGLU, is_swiglu, mlp_submodules
 from megappo.runtime.accelerations import Accelerations
 from megappo.runtime.megatron_cpu import fix_router, rotate_packed_by
@@ -47,6 +49,8 @@ class BuildOptions:
     recompute: str = "none"
     recompute_modules: tuple[str, ...] = ("core_attn",)
     deallocate_pipeline_outputs: bool = True
+    chunk_layers: tuple[int, ...] | None = None
+    """Layers of each chunk of the pipeline in the order in which a token passes them; None: equally many."""
     seed: int = 0
     value_head_std: float | None = None
     """Not None: a critic, its value head drawn with this standard deviation."""
@@ -203,6 +207,7 @@ def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildO
         context_parallel_size=layout.grid.cp,
         pipeline_model_parallel_size=layout.grid.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        pipeline_model_parallel_layout=_stage_layers(arch, layout, options),
         sequence_parallel=layout.sequence_parallel,
         # Packed microbatches differ in length.
         variable_seq_lengths=layout.grid.pp > 1,
@@ -228,6 +233,13 @@ def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildO
     )
     config.moe_router_pre_softmax = pre_softmax
     return config
+
+
+def _stage_layers(arch: ArchitectureConfig, layout: Layout, options: BuildOptions) -> StageLayers | None:
+    pp = layout.grid.pp
+    if pp == 1:
+        return None
+    return StageLayers(options.chunk_layers or even_layers(arch.layers, pp * layout.vpp), pp, layout.stage)
 
 
 def layer_spec(config: TransformerConfig, layout: Layout, vp_stage: int | None, options: BuildOptions) -> Any:

@@ -72,30 +72,44 @@ def _norm_input(width: int, e: int, fused: bool) -> float:
     return 2 * 4 * width + 4
 
 
-def layers_in_flight(role: RoleSetup, stage: int, microbatches: int) -> float:
-    """Layers whose activations a rank holds at once, a layer counted once per microbatch in flight.
+def passes_in_flight(role: RoleSetup, stage: int, microbatches: int) -> int:
+    """Passes of a microbatch through a chunk whose activations a rank holds at once.
 
-    One forward one backward: stage i of p holds min(m, p - i) microbatches. Interleaved with v chunks of L/(p v)
-    layers: 2 (p - i - 1) + (v - 1) p + 1 chunks (Narayanan et al. 2021, arXiv:2104.04473, section 2.2, and Megatron's
-    `num_warmup_microbatches`), at most all of them.
+    One forward one backward: stage i of p holds min(m, p - i) microbatches. Interleaved with v chunks: 2 (p - i - 1) +
+    (v - 1) p + 1 (Narayanan et al. 2021, arXiv:2104.04473, section 2.2, and Megatron's `num_warmup_microbatches`), at
+    most all of them.
     """
     pp, vpp = role.grid.pp, role.vpp
     if vpp == 1:
-        return float(role.layers_per_stage * min(microbatches, pp - stage))
-    chunks = min(2 * (pp - stage - 1) + (vpp - 1) * pp + 1, microbatches * vpp)
-    return chunks * role.layers_per_stage / vpp
+        return min(microbatches, pp - stage)
+    return min(2 * (pp - stage - 1) + (vpp - 1) * pp + 1, microbatches * vpp)
+
+
+def layers_in_flight(role: RoleSetup, stage: int, microbatches: int) -> int:
+    """Layers whose activations a rank holds at once, a layer counted once per microbatch in flight.
+
+    Each chunk takes p microbatches before the next one does, backward from the last chunk to the first. Once
+    `passes_in_flight` are there, one ends for each that begins, and which layers those have repeats after p v.
+    """
+    pp, vpp, chunks = role.grid.pp, role.vpp, role.chunks(stage)
+    passes = passes_in_flight(role, stage, microbatches)
+    layers = most = sum(chunks[n // pp % vpp] for n in range(passes))
+    for n in range(passes, min(microbatches * vpp, passes + pp * vpp)):
+        layers += chunks[n // pp % vpp] - chunks[vpp - 1 - (n - passes) // pp % vpp]
+        most = max(most, layers)
+    return most
 
 
 def kept_bytes(role: RoleSetup, stage: int, work: Workload) -> float:
     """Activations of a stage at their peak in a minibatch."""
     tokens = role.rank_tokens(work.sequence_tokens)
     per_token = layer_bytes_per_token(role, recompute=role.recompute, fused=work.on_cuda)
-    in_flight = layers_in_flight(role, stage, role.microbatches(work.sequence_tokens))
-    passes = in_flight * role.vpp / role.layers_per_stage
+    microbatches = role.microbatches(work.sequence_tokens)
+    in_flight, passes = (count(role, stage, microbatches) for count in (layers_in_flight, passes_in_flight))
     kept = (in_flight * per_token + passes * 2 * role.dtype_bytes * role.arch.head_dim) * tokens
     if not role.frees_outputs:
         # The schedule drops one when the next is there. The last chunk of the last stage has a loss instead.
-        sent = min(passes + 1, role.microbatches(work.sequence_tokens) * role.vpp)
+        sent = float(min(passes + 1, microbatches * role.vpp))
         sent *= 1.0 if stage < role.grid.pp - 1 else 1 - 1 / role.vpp
         rows = role.grid.tp if role.sequence_parallel else 1
         kept += sent * role.dtype_bytes * role.arch.hidden_size * tokens / rows

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megappo.families.architecture import ArchitectureConfig
-from megappo.observe.throughput import training_flops_per_token
+from megappo.families.flops import forward_flops, update_flops
 from megappo.plan.inputs import RoleSetup, Setup, Workload
 from megappo.plan.machines import ASSUMED, Machine
 from megappo.plan.servers import Servers, running_sequences, server_weights, token_bytes
@@ -88,21 +88,6 @@ class _StageWork:
         return StageCost(name, self.flops, self.memory_bytes, self.link_bytes, total, bound_by, hidden)
 
 
-def forward_flops(role: RoleSetup, work: Workload) -> tuple[float, float, float]:
-    """FLOPs forward per token in one layer and, of those, in the attention kernel; per response token in the head.
-
-    A third of `training_flops_per_token` (Chowdhery et al. 2022, appendix B): two per weight, 4 heads head_dim T for
-    the scores and their product with the values, T the longest sequence, the causal mask not discounted.
-    """
-    arch = role.arch
-    _, layers, head = model_sizes(arch)
-    sizes = {"layers": arch.layers, "heads": arch.heads, "head_dim": arch.head_dim}
-    trunk = training_flops_per_token(layers, **sizes, sequence_tokens=work.sequence_tokens) / 3
-    attention = training_flops_per_token(0, **sizes, sequence_tokens=work.sequence_tokens) / 3
-    head_flops = 2.0 * (arch.hidden_size if role.is_critic else head)
-    return trunk / arch.layers, attention / arch.layers, head_flops
-
-
 def step_seconds(stages: Sequence[StageCost], servers: Servers | None) -> float:
     """Seconds of a step: its stages one after the other, or, one step ahead on devices of its own, the rollout beside
     all others."""
@@ -151,9 +136,7 @@ def _between_replicas(spent: _StageWork, role: RoleSetup, microbatch_seconds: fl
     next one's first: bucket by bucket, but for that of the first layers, whose gradients come last and whose weights
     are needed first. On a CPU both take the same cores, and nothing is gained.
     """
-    shared = max(role.parameters(stage) for stage in range(role.grid.pp)) - role.expert_parameters
-    replicated = ((shared, role.grid.copies), (role.expert_parameters, role.grid.expert_replicas))
-    reduced = sum((d - 1) / d * n for n, d in replicated)
+    reduced = max(_replicated(role, stage) for stage in range(role.grid.pp))
     inside = spent.machine.same_node(role.grid.ranks[0], role.grid.ranks[-1])
     first = first_bucket_share(role)
 
@@ -170,6 +153,12 @@ def _between_replicas(spent: _StageWork, role: RoleSetup, microbatch_seconds: fl
         send(reduced * role.dtype_bytes, 1, 0.0)
 
 
+def _replicated(role: RoleSetup, stage: int) -> float:
+    """Parameters of a rank of a stage that it sends in half an all-reduce."""
+    of_experts, d, copies = role.expert_parameters(stage), role.grid.copies, role.grid.expert_replicas
+    return (d - 1) / d * (role.parameters(stage) - of_experts) + (copies - 1) / copies * of_experts
+
+
 def first_bucket_share(role: RoleSetup) -> float:
     """Share of the first stage's parameters that is in the bucket of its first layers.
 
@@ -181,39 +170,30 @@ def first_bucket_share(role: RoleSetup) -> float:
     return min(1.0, max(bucket, embedding) / role.parameters(0))
 
 
-def _selected_flops(role: RoleSetup, attention: float) -> float:
-    """FLOPs per token and layer of what selective recomputation computes again; an MLP has three matrices."""
-    arch = role.arch
-    mlp = 2.0 * 3 * arch.hidden_size * arch.ffn_hidden_size * (arch.experts_per_token or 1)
-    of = {"core_attn": attention, "mlp": mlp, "moe": mlp}
-    return sum(of[module] for module in set(role.recompute_modules))
-
-
 def _pipeline(spent: _StageWork, role: RoleSetup, work: Workload, *, train: bool, times: int) -> float:
     """Microbatches through the stages, `times` over. Returns the seconds of one microbatch's kernels on one rank.
 
     m microbatches through p stages of v chunks take m + (p-1)/v times the slowest stage (Narayanan et al. 2021,
-    section 2.2). Backward is two forward passes; full recomputation adds one, selective that of its modules.
+    section 2.2).
     """
     arch, e = role.arch, role.dtype_bytes
     microbatches = role.microbatches(work.sequence_tokens)
     tokens = role.replica_sequences * work.sequence_tokens / (microbatches * role.grid.cp)
     rows = tokens * work.response_tokens / work.sequence_tokens
-    layer, attention, head = forward_flops(role, work)
-    again = {"none": 0.0, "selective": _selected_flops(role, attention), "full": layer}
-    recomputed = again[role.recompute] if train else 0.0
-    layer_flops = (3 if train else 1) * layer + recomputed
-    head_flops = (3 if train else 1) * head + (head if train and not role.is_critic else 0.0)
+    layer_flops, head_flops = _pass_flops(role, work, train=train)
+    stage_flops = [n * tokens * layer_flops for n in role.stage_layers]
+    stage_flops[-1] += rows * head_flops
+    layers = max(role.stage_layers)
     slots = times * (microbatches + (role.grid.pp - 1) / role.vpp)
     weights = max(role.parameters(stage) for stage in range(role.grid.pp))
     of_blocks = arch.declaration.per_token(arch, e, fused=work.on_cuda)
     widths = 8 * arch.hidden_size + 6 * arch.query_width + of_blocks.moved_elements
-    activation_bytes = 2.0 * e * tokens * role.layers_per_stage * widths / role.grid.tp
+    activation_bytes = 2.0 * e * tokens * layers * widths / role.grid.tp
     passes = _TRAINING_PASSES[role.recompute] if train else 1
     seconds = spent.run(
-        flops=(role.layers_per_stage * tokens * layer_flops + rows * head_flops) / role.grid.tp,
+        flops=max(stage_flops) / role.grid.tp,
         memory_bytes=passes * (weights * e + activation_bytes) + (8 * weights if train else 0),
-        layers=role.layers_per_stage * passes * (1 + (_LAUNCHES_OF_EXPERTS if arch.experts else 0)),
+        layers=layers * passes * (1 + (_LAUNCHES_OF_EXPERTS if arch.experts else 0)),
         times=slots,
     )
     samples = times * role.replica_sequences * work.sequence_tokens * role.grid.dp
@@ -221,6 +201,20 @@ def _pipeline(spent: _StageWork, role: RoleSetup, work: Workload, *, train: bool
     spent.flops += samples * (arch.layers * layer_flops + response_share * head_flops)
     _layer_communication(spent, role, tokens, passes=passes, slots=slots)
     return seconds
+
+
+def _pass_flops(role: RoleSetup, work: Workload, *, train: bool) -> tuple[float, float]:
+    """FLOPs per token in one layer, and per response token in the head, of an update or of a forward pass."""
+    if not train:
+        layer, _, head = forward_flops(role.arch, work.sequence_tokens, is_critic=role.is_critic)
+        return layer, head
+    return update_flops(
+        role.arch,
+        work.sequence_tokens,
+        is_critic=role.is_critic,
+        recompute=role.recompute,
+        recompute_modules=role.recompute_modules,
+    )
 
 
 def _layer_communication(spent: _StageWork, role: RoleSetup, tokens: float, *, passes: int, slots: float) -> None:
@@ -236,7 +230,7 @@ def _layer_communication(spent: _StageWork, role: RoleSetup, tokens: float, *, p
     ring = 2 * (role.grid.tp - 1) / role.grid.tp
     first = role.grid.ranks[0]
     spent.send(
-        role.layers_per_stage * collectives * ring * hidden_bytes,
+        max(role.stage_layers) * collectives * ring * hidden_bytes,
         inside_node=spent.machine.same_node(first, first + role.grid.tp - 1),
         times=slots,
     )
@@ -248,7 +242,7 @@ def _layer_communication(spent: _StageWork, role: RoleSetup, tokens: float, *, p
     if role.grid.ep > 1:
         routed = role.arch.experts_per_token * hidden_bytes / role.grid.tp * (role.grid.ep - 1) / role.grid.ep
         inside = spent.machine.same_node(first, role.grid.expert_owner(0, role.grid.ep - 1))
-        spent.send(role.layers_per_stage * 2 * one_way * routed, inside_node=inside, times=slots)
+        spent.send(max(role.stage_layers) * 2 * one_way * routed, inside_node=inside, times=slots)
     if role.grid.pp > 1:
         shared = role.grid.tp if role.sequence_parallel else 1
         inside = spent.machine.same_node(first, first + role.grid.model_ranks - 1)

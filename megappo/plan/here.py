@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megappo.config import Config, ConfigError, resolve
@@ -96,6 +97,7 @@ def outlook(config: Config, world_size: int, machine: Machine) -> Outlook:
             "plan",
             f"{machine.words}: a step of {total:.3g} seconds, {rollout:.3g} of them for the rollout, at full length",
         ),
+        *((f"{r.name} pipeline", _layer_words(r.chunk_layers)) for r in setup.roles if r.chunk_layers is not None),
         ("other engine", other_engine(planned, models, machine, world_size).sentence),
         ("stopping", stopping(setup, stages, share, total).sentence(config)),
     )
@@ -112,6 +114,10 @@ def _check_windows(setup: Setup, engine: str) -> None:
                 f"{role.arch.sliding_window} tokens, which {engine} has no ring for; set model.accelerations to torch, "
                 f"or {name}.layout.context_parallel to 1"
             )
+
+
+def _layer_words(chunk_layers: Sequence[int]) -> str:
+    return f"chunks of {', '.join(map(str, chunk_layers))} layers"
 
 
 def with_deadlines(config: Config, rollout_seconds: float) -> Config:

@@ -10,6 +10,7 @@ from pathlib import Path
 from megappo.config import Config
 from megappo.config.derive import role_numbers
 from megappo.config.grid import Grid
+from megappo.config.pipeline import chunk_layers, even_layers
 from megappo.config.roles import ActorSettings, CriticSettings
 from megappo.config.rules import RoleSpec
 from megappo.families.architecture import ArchitectureConfig
@@ -59,16 +60,23 @@ class RoleSetup:
     """Gradients are summed over replicas beside the last microbatch's backward pass."""
     gathers_in_forward: bool = False
     """Updated weights are gathered beside the next update's first forward pass."""
+    chunk_layers: tuple[int, ...] | None = None
+    """Layers of each chunk of the pipeline in the order in which a token passes them; None: equally many."""
 
     @property
     def is_critic(self) -> bool:
         """Whether the output layer is a value head."""
         return self.name == "critic"
 
+    def chunks(self, stage: int) -> tuple[int, ...]:
+        """Layers of each chunk on a rank of a stage."""
+        layers = self.chunk_layers or even_layers(self.arch.layers, self.grid.pp * self.vpp)
+        return layers[stage :: self.grid.pp]
+
     @property
-    def layers_per_stage(self) -> int:
-        """Layers on a rank, of all its chunks."""
-        return self.arch.layers // self.grid.pp
+    def stage_layers(self) -> tuple[int, ...]:
+        """Layers on a rank of each stage, of all its chunks."""
+        return tuple(sum(self.chunks(stage)) for stage in range(self.grid.pp))
 
     def in_forward_pass(self, batch_sequences: int) -> RoleSetup:
         """The same role in a forward pass over all samples of the step."""
@@ -95,25 +103,24 @@ class RoleSetup:
 
     def parameters(self, stage: int) -> int:
         """Parameters on one rank of a stage."""
-        shared = stage_parameters(self.arch, self.grid.tp, self.grid.pp, self.padded_vocab, self.is_critic)[stage]
-        return shared + self.expert_parameters
+        shared = stage_parameters(self.arch, self.grid.tp, self.stage_layers, self.padded_vocab, self.is_critic)
+        return shared[stage] + self.expert_parameters(stage)
 
     @property
     def experts_per_rank(self) -> int:
         """Experts of each layer on one rank; 0 for a dense model."""
         return self.arch.experts // self.grid.ep
 
-    @property
-    def expert_parameters(self) -> int:
-        """Parameters on one rank that belong to experts."""
-        return self.layers_per_stage * self.experts_per_rank * expert_parameters(self.arch)
+    def expert_parameters(self, stage: int) -> int:
+        """Parameters on one rank of a stage that belong to experts."""
+        return self.stage_layers[stage] * self.experts_per_rank * expert_parameters(self.arch)
 
     def optimizer_parameters(self, stage: int) -> float:
         """Parameters whose optimizer state one rank of a stage holds."""
         if not self.distributed_optimizer:
             return self.parameters(stage)
-        shared = self.parameters(stage) - self.expert_parameters
-        return shared / self.grid.copies + self.expert_parameters / self.grid.expert_replicas
+        of_experts = self.expert_parameters(stage)
+        return (self.parameters(stage) - of_experts) / self.grid.copies + of_experts / self.grid.expert_replicas
 
     def largest_weight(self, stage: int) -> int:
         """Elements of the largest weight on one rank of a stage."""
@@ -176,7 +183,7 @@ def make_setup(config: Config, models: Models, world_size: int, *, on_cuda: bool
     """The planner's view of settings that break no rule; SGLang takes its share of `device_bytes`."""
     actor = trained_role(config, "actor", models, world_size, on_cuda=on_cuda)
     critic = None if config.critic is None else trained_role(config, "critic", models, world_size, on_cuda=on_cuda)
-    reference = None if config.reference is None else reference_role(actor, models)
+    reference = None if config.reference is None else reference_role(config, actor, models)
     return Setup(actor, critic, reference, workload(config, world_size, on_cuda=on_cuda, device_bytes=device_bytes))
 
 
@@ -221,6 +228,7 @@ def trained_role(
         arch=arch,
         grid=numbers.grid,
         vpp=numbers.vpp,
+        chunk_layers=chunk_layers(config, name, settings, arch),
         sequence_parallel=settings.layout.sequence_parallel,
         recompute=settings.recompute,
         recompute_modules=settings.recompute_modules,
@@ -236,28 +244,31 @@ def trained_role(
     )
 
 
-def reference_role(actor: RoleSetup, models: Models) -> RoleSetup:
-    """The reference on the actor's layout."""
-    return replace(actor, name="reference", arch=models.reference, trained=False, recompute="none", updates_per_step=0)
+def reference_role(config: Config, actor: RoleSetup, models: Models, settings: RoleSettings | None = None) -> RoleSetup:
+    """The reference on the actor's layout, with the actor's own settings or these."""
+    layers = chunk_layers(config, "actor", settings or config.actor, models.reference)
+    untrained = replace(actor, trained=False, recompute="none", updates_per_step=0)
+    return replace(untrained, name="reference", arch=models.reference, chunk_layers=layers)
 
 
 @lru_cache(maxsize=4096)
-def stage_parameters(arch: ArchitectureConfig, tp: int, pp: int, padded_vocab: int, is_critic: bool) -> tuple[int, ...]:
+def stage_parameters(
+    arch: ArchitectureConfig, tp: int, stage_layers: tuple[int, ...], padded_vocab: int, is_critic: bool
+) -> tuple[int, ...]:
     """Parameters on one tensor parallel rank of each pipeline stage without experts, from the map that loads them.
 
-    Layers are spread evenly. Tied embeddings under a pipeline stand on the first and, once more, on the last stage. A
-    critic has a value head of hidden size + 1 in place of the output layer.
+    `stage_layers`: how many each stage has. Tied embeddings under a pipeline stand on the first and, once more, on the
+    last stage. A critic has a value head of hidden size + 1 in place of the output layer.
     """
-    stages = [0] * pp
-    for parameter in model_parameters(arch, experts=()):
-        count = math.prod(shard_shape(arch, parameter, tp, padded_vocab))
-        if parameter.layer is not None:
-            stages[parameter.layer * pp // arch.layers] += count
-        elif parameter.megatron == EMBEDDING:
+    counts = {p: math.prod(shard_shape(arch, p, tp, padded_vocab)) for p in model_parameters(arch, experts=())}
+    layer = sum(count for parameter, count in counts.items() if parameter.layer == 0)
+    stages = [n * layer for n in stage_layers]
+    for parameter, count in counts.items():
+        if parameter.megatron == EMBEDDING:
             stages[0] += count
-            if arch.tied_embeddings and pp > 1 and not is_critic:
+            if arch.tied_embeddings and len(stages) > 1 and not is_critic:
                 stages[-1] += count
-        elif not (is_critic and parameter.megatron == OUTPUT_LAYER):
+        elif parameter.layer is None and not (is_critic and parameter.megatron == OUTPUT_LAYER):
             stages[-1] += count
     if is_critic:
         stages[-1] += arch.hidden_size + 1

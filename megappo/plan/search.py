@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megappo.config import Config, ConfigError, derive, resolve
 from megappo.config.load import flat_settings
@@ -190,7 +190,7 @@ def _fits(task: _Search) -> Iterator[Proposal]:
 def _fits_memory(task: _Search, roles: Sequence[_Choice], rollout: RolloutSettings, usable_bytes: float) -> bool:
     config = task.config.model_copy(update={"rollout": rollout})
     actor, critic = roles[0].role, roles[1].role if len(roles) > 1 else None
-    reference = None if config.reference is None else reference_role(actor, task.models)
+    reference = None if config.reference is None else reference_role(config, actor, task.models, roles[0].settings)
     setup = Setup(actor, critic, reference, _work(task, config))
     return all(ranks.peak <= usable_bytes for ranks in rank_memory(setup))
 
@@ -207,7 +207,9 @@ def _choices(task: _Search, name: str) -> Iterator[_Choice]:
         peak = max(m.resident + max(m.update, m.forward) for m in stages)
         resident = sum(m.resident for m in stages) / role.grid.pp * len(role.grid.ranks) / task.gpus
         if peak <= share.usable_bytes:
-            scored = [role] if name == "critic" or reference is None else [role, reference_role(role, task.models)]
+            scored = [role]
+            if name == "actor" and reference is not None:
+                scored.append(reference_role(task.config, role, task.models, settings))
             seconds = update_cost(role, work, share).seconds + forward_cost(scored, work, share).seconds
             changes = _distance(task.config.trained[name], settings)
             choice = _Choice(settings, role, changes, seconds, resident, peak)
@@ -227,13 +229,16 @@ def _settings(task: _Search, name: str) -> Iterator[RoleSettings]:
     longest = task.config.max_sequence_tokens
     budgets = sorted({given.microbatch_budget_tokens, *(longest * 2**n for n in range(4))})
     experts = divisors(max(1, arch.experts))
-    for tp, pp, ep in itertools.product(valid_tensor_parallel(arch), divisors(arch.layers), experts):
+    pipelines = range(1, min(_DEEPEST_PIPELINE, arch.layers) + 1)
+    for tp, pp, ep in itertools.product(valid_tensor_parallel(arch), pipelines, experts):
         in_node = task.machine.shared_by_ranks or tp <= task.machine.devices_per_node
-        if pp > _DEEPEST_PIPELINE or tp * pp * given.layout.context_parallel > task.gpus or not in_node:
+        if tp * pp * given.layout.context_parallel > task.gpus or not in_node:
             continue
         vpp = given.layout.virtual_pipeline_chunks
-        chunks = vpp if pp > 1 and arch.layers % (pp * vpp) == 0 else 1
-        sizes = {"tensor_parallel": tp, "pipeline_parallel": pp, "virtual_pipeline_chunks": chunks}
+        chunks = vpp if pp > 1 and arch.layers >= pp * vpp else 1
+        sizes: dict[str, Any] = {"tensor_parallel": tp, "pipeline_parallel": pp, "virtual_pipeline_chunks": chunks}
+        if pp != given.layout.pipeline_parallel and isinstance(given.layout.pipeline_layers, tuple):
+            sizes["pipeline_layers"] = "auto"
         sizes |= {"expert_parallel": ep} if arch.experts else {}
         for sequence_parallel in sorted({given.layout.sequence_parallel and tp > 1, tp > 1}):
             layout = given.layout.model_copy(update={**sizes, "sequence_parallel": sequence_parallel})

@@ -8,6 +8,7 @@ from typing import Any
 
 from megappo.config import Config, ConfigError, Derived, RoleNumbers
 from megappo.config.model_files import load_architecture, model_folder, model_paths, role_folder
+from megappo.config.pipeline import chunk_layers
 from megappo.config.roles import TrainedRoleSettings
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.weights import WeightSource
@@ -75,7 +76,7 @@ class ModelBuilder:
         """The policy, with an optimizer where it is to be trained."""
         settings, numbers = self._config.actor, self._derived.actor
         arch, source = self._weights("actor", settings.start_from)
-        options = self._options(numbers, settings)
+        options = self._options(numbers, chunk_layers(self._config, "actor", settings, arch), settings)
         role = self._role(
             self._placement("actor", settings, numbers, arch), self._layouts["actor"], arch, source, options
         )
@@ -86,7 +87,8 @@ class ModelBuilder:
         if self._config.reference is None:
             return None
         arch, source = self._weights("reference", None)
-        return self._role(actor.placement, actor.layout, arch, source, self._options(self._derived.actor))
+        options = self._options(self._derived.actor, chunk_layers(self._config, "actor", self._config.actor, arch))
+        return self._role(actor.placement, actor.layout, arch, source, options)
 
     def critic(self) -> Role | None:
         """The value model, where there is one."""
@@ -100,7 +102,8 @@ class ModelBuilder:
                 f"critic.value_head_std {settings.value_head_std:g} is for a new value head, but the critic's weights "
                 "have one; set it to 0 to keep that one, or name a folder without a head"
             )
-        options = self._options(numbers, settings, settings.value_head_std)
+        layers = chunk_layers(self._config, "critic", settings, arch)
+        options = self._options(numbers, layers, settings, settings.value_head_std)
         role = self._role(
             self._placement("critic", settings, numbers, arch), self._layouts["critic"], arch, source, options
         )
@@ -145,7 +148,11 @@ class ModelBuilder:
             return LocalRole(placement, build_model(arch, layout, options, source), self._runtime)
 
     def _options(
-        self, numbers: RoleNumbers, trained: TrainedRoleSettings | None = None, value_head_std: float | None = None
+        self,
+        numbers: RoleNumbers,
+        layers: tuple[int, ...] | None,
+        trained: TrainedRoleSettings | None = None,
+        value_head_std: float | None = None,
     ) -> BuildOptions:
         """Those of a role that is trained with such settings, or of one that is not."""
         kept: dict[str, Any] = {}
@@ -160,6 +167,7 @@ class ModelBuilder:
             device=self._runtime.device,
             padded_vocab=numbers.padded_vocab_size,
             temperature=self._config.rollout.temperature,
+            chunk_layers=layers,
             seed=self._config.run.seed,
             value_head_std=value_head_std,
             accelerations=find_accelerations(self._config.model.accelerations),

@@ -145,6 +145,7 @@ def check(case: dict[str, Any], runtime: Runtime) -> dict[str, Any] | None:
         vocab,
         recompute=case.get("recompute", "none"),
         value_head_std=case.get("value_head_std"),
+        chunk_layers=tuple(case["chunk_layers"]) if "chunk_layers" in case else None,
     )
     placement = Placement("actor", grid, budget_tokens=1, microbatch_multiple=1, cost=SampleCost(1, 0))
     role: Role = AbsentRole(placement, arch, options, runtime)

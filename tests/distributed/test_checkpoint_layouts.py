@@ -25,6 +25,11 @@ TP2, PP2 = "layout.tensor_parallel=2", "layout.pipeline_parallel=2"
 SHARDED = [f"{role}.optimizer.distributed=true" for role in ("actor", "critic")]
 CASES: dict[str, tuple[str, dict[str, Any], list[str], list[str]]] = {
     "tied": ("qwen3", {"tie_word_embeddings": True}, [f"actor.{PP2}", f"critic.{TP2}"], [f"actor.{TP2}", *SHARDED]),
+    "uneven": (
+        "qwen3", {},
+        [f"{role}.{x}" for role in ("actor", "critic") for x in (PP2, "layout.pipeline_layers=[3, 1]")],
+        [f"actor.{TP2}", f"critic.{PP2}", "critic.layout.pipeline_layers=[1, 3]", *SHARDED],
+    ),
     "biases": ("qwen2", {}, [f"actor.{TP2}", f"critic.{PP2}", *SHARDED], [f"actor.{PP2}"]),
     "experts": (
         "qwen3_moe", {},

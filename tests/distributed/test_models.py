@@ -35,17 +35,20 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 EXTRAS: dict[str, dict[str, Any]] = {
     "sp": {"tp": 2, "pp": 1, "sp": True},
     "vpp": {"tp": 1, "pp": 2, "vpp": 2},
+    "uneven": {"tp": 1, "pp": 3, "chunk_layers": [1, 2, 1]},
     "recompute": {"tp": 2, "pp": 1, "train": True, "recompute": "full"},
     "selective": {"tp": 1, "pp": 2, "train": True, "recompute": "selective"},
     "one_bucket": {"tp": 2, "pp": 1, "bucket_bytes": 1 << 30},
     "transformer_engine_names": {"tp": 2, "pp": 1, "fused": True, "train": True},
 }
+UNEVEN_CHUNKS = {"tp": 1, "pp": 2, "vpp": 2, "chunk_layers": [2, 1, 1, 3], "train": True}
 EXPERTS: dict[str, dict[str, Any]] = {
     "one": {"tp": 1, "pp": 1},
     "ep2": {"tp": 1, "pp": 1, "dp": 2, "ep": 2},
     "tp2": {"tp": 2, "pp": 1, "sp": True},
     "tp2-ep2": {"tp": 2, "pp": 1, "sp": True, "ep": 2, "train": True, "recompute": "full"},
     "vpp2": {"tp": 1, "pp": 2, "vpp": 2, "bucket_bytes": 1 << 30},
+    "uneven": {"tp": 1, "pp": 2, "chunk_layers": [3, 1]},
     "raw-ep2": {"tp": 1, "pp": 1, "dp": 2, "ep": 2},
     "cp2-ep2": {"tp": 1, "pp": 1, "cp": 2, "ep": 2, "train": True},
 }
@@ -98,6 +101,7 @@ def named_cases() -> Iterator[tuple[str, Callable[[Path], Case]]]:
         yield f"{family}-{name}", partial(plain_case, family, changes, {**LAYOUTS["one"], "train": True})
     for family in ("qwen3", "qwen3_moe"):
         yield f"{family}-kernels", partial(plain_case, family, {"num_hidden_layers": 2}, KERNELS)
+    yield "llama-uneven_chunks", partial(plain_case, "llama", {"num_hidden_layers": 7}, UNEVEN_CHUNKS)
     yield "qwen3-float8", float8_case
     for name, (head, bias, layout) in HEADS.items():
         yield f"critic-{name}", partial(critic_case, head, bias, layout)

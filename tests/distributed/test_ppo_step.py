@@ -92,6 +92,11 @@ TWO_PROCESSES: dict[str, list[str]] = {
     "cp2": CP2,
     "cp2-recompute": [*CP2, *(f"{role}.{x}" for role in ("actor", "critic") for x in PARTS)],
     "cp2-seq-mean": ["actor.layout.context_parallel=2", "algorithm.loss_aggregation=seq-mean-token-mean"],
+    "pp2-listed": [
+        *(f"{role}.layout.pipeline_parallel=2" for role in ("actor", "critic")),
+        "actor.layout.pipeline_layers=[3, 1]",
+        "critic.layout.pipeline_layers=[1, 3]",
+    ],
     "dp2-overlap": [
         "actor.optimizer.overlap_grad_reduce=true",
         "actor.optimizer.distributed=true",
@@ -99,6 +104,9 @@ TWO_PROCESSES: dict[str, list[str]] = {
     ],
 }
 SP2 = [f"{role}.layout.{x}" for role in ("actor", "critic") for x in ("tensor_parallel=2", "sequence_parallel=true")]
+# Four layers on three stages, and five on four chunks.
+THREE_PROCESSES = {"pp3-uneven": [f"{role}.layout.pipeline_parallel=3" for role in ("actor", "critic")]}
+UNEVEN_CHUNKS = {"vpp2-five": [*TWO_PROCESSES["vpp2"], "critic.layout.pipeline_layers=[1, 1, 2, 1]"]}
 FOUR_PROCESSES = {
     "tp2-pp2": [
         "actor.layout.tensor_parallel=2",
@@ -177,12 +185,13 @@ NON_FINITE = {
 ROUNDED = {"one-bfloat16": ["model.dtype=bfloat16"], "cp2-bfloat16": [*CP2, "model.dtype=bfloat16"]}
 WITH_ORACLE = {
     1: ONE_PROCESS,
-    2: {**TWO_PROCESSES, "pp2-tied": TWO_PROCESSES["pp2"], **TWO_EXPERTS, **OF_USERS},
+    2: {**TWO_PROCESSES, **UNEVEN_CHUNKS, "pp2-tied": TWO_PROCESSES["pp2"], **TWO_EXPERTS, **OF_USERS},
+    3: THREE_PROCESSES,
     4: {**FOUR_PROCESSES, **FOUR_EXPERTS},
     8: EIGHT_PROCESSES,
 }
 SCENARIOS = {**WITH_ORACLE, 2: {**WITH_ORACLE[2], **FIRST_UPDATE, **NON_FINITE, **ROUNDED}}
-MODELS = ("model", "model-tied", "model-experts")  # scenarios say by the end of their names which one they take
+MODELS = ("model", "model-tied", "model-experts", "model-five")  # scenarios say by the end of their names which one
 
 
 def base_config(folder: Path) -> dict[str, Any]:
@@ -241,11 +250,15 @@ class World:
         name = next((name for name in MODELS[1:] if scenario.endswith(name.removeprefix("model"))), "model")
         folder = self.root / name
         if not folder.exists():
-            family, tied = "qwen3_moe" if name == "model-experts" else "qwen3", name == "model-tied"
+            family = "qwen3_moe" if name == "model-experts" else "qwen3"
+            changes = {
+                "tie_word_embeddings": name == "model-tied",
+                "num_hidden_layers": 5 if name == "model-five" else 4,
+            }
             # Near the actor: the estimator of KL is clamped for tokens that differ by more than three nats.
-            write_model(reference_of(folder), family, 11, noise=0.02, tie_word_embeddings=tied)
+            write_model(reference_of(folder), family, 11, noise=0.02, **changes)
             folder.with_suffix(".yaml").write_text(yaml.safe_dump(base_config(folder)))
-            write_model(folder, family, 11, tie_word_embeddings=tied)
+            write_model(folder, family, 11, **changes)
         return folder
 
     def result(self, scenario: str) -> dict[str, Any]:

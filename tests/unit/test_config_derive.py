@@ -98,12 +98,26 @@ BROKEN: list[tuple[int, tuple[str, ...], list[str]]] = [
     ),
     (1, ("critic.recompute=selective", "critic.recompute_modules=[]"), ["critic.recompute is selective", "to none"]),
     (1, ("actor.layout.virtual_pipeline_chunks=2",), ["virtual_pipeline_chunks 2 needs pipeline_parallel above 1"]),
-    (3, ("actor.layout.pipeline_parallel=3",), ["x virtual_pipeline_chunks 1 = 3", "4 layers", "2 x 1 or 4 x 1"]),
-    (8, ("actor.layout.pipeline_parallel=8",), ["8 does not divide the 4 layers", "4 x 1"]),
+    (8, ("actor.layout.pipeline_parallel=8",), ["8 chunks are more than the 4 layers", "are 4 x 1 or 3 x 1"]),
     (
         2,
         ("actor.layout.pipeline_parallel=2", "actor.layout.virtual_pipeline_chunks=3"),
-        ["x virtual_pipeline_chunks 3 = 6", "4 layers", "2 x 2"],
+        ["x virtual_pipeline_chunks 3 = 6 chunks", "4 layers", "2 x 2"],
+    ),
+    (
+        2,
+        ("actor.layout={pipeline_parallel: 2, pipeline_layers: [2, 1, 1]}",),
+        ["actor.layout.pipeline_layers [2, 1, 1] has 3 entries", "x virtual_pipeline_chunks 1 = 2 chunks; give 2"],
+    ),
+    (
+        2,
+        ("critic.layout={pipeline_parallel: 2, virtual_pipeline_chunks: 2, pipeline_layers: [3, 1]}",),
+        ["critic.layout.pipeline_layers [3, 1] has 2 entries", "= 4 chunks; give 4, or set it to auto"],
+    ),
+    (
+        2,
+        ("actor.layout={pipeline_parallel: 2, pipeline_layers: [3, 2]}",),
+        ["actor.layout.pipeline_layers [3, 2] has 5 layers, must have the 4 of the actor model"],
     ),
     (
         2,
@@ -175,9 +189,21 @@ def test_longer_than_the_model() -> None:
 
 def test_reference_stands_on_the_actors_layout() -> None:
     reference = dataclasses.replace(SHAPE, layers=5)
-    config = config_with("actor.layout.pipeline_parallel=2")
-    with pytest.raises(ConfigError, match=r"does not divide the 5 layers of the reference model; .* 1 x 1 or 5 x 1"):
+    config = config_with("actor.layout.pipeline_parallel=5")
+    derive(config, 5, dataclasses.replace(SHAPE, layers=6), None, reference)
+    with pytest.raises(ConfigError, match=r"5 chunks are more than the 4 layers of the reference model; .* 4 x 1 or 3"):
+        derive(config, 5, reference, None, SHAPE)
+    config = config_with("actor.layout={pipeline_parallel: 2, pipeline_layers: [3, 1]}")
+    with pytest.raises(ConfigError, match=r"\[3, 1\] has 4 layers, must have the 5 of the reference model"):
         derive(config, 2, SHAPE, None, reference)
+
+
+@pytest.mark.parametrize("layers", ["[4, 0]", "[]", "'even'", "[3.5, 1]", "4"])
+def test_layers_of_a_stage_are_numbers_above_zero(layers: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_with(f"actor.layout={{pipeline_parallel: 2, pipeline_layers: {layers}}}")
+    rule = "must be auto, balanced or a list of whole numbers above 0 such as [3, 1]"
+    assert caught.value.problems == (f"actor.layout.pipeline_layers: {layers} {rule}",)
 
 
 def test_all_problems_at_once() -> None:

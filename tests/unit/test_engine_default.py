@@ -194,8 +194,11 @@ def test_sglang_is_faster_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_run_is_told_its_plan_and_gets_its_deadlines() -> None:
     config = resolve(load_config(QUICKSTART, ["rollout.engine=sglang"]), on_cuda=False)
-    found = outlook(config, 2, MACHINES["cpu"])
+    layout = {"tensor_parallel": 1, "pipeline_parallel": 2, "pipeline_layers": (3, 1)}
+    actor = config.actor.model_copy(update={"layout": config.actor.layout.model_copy(update=layout)})
+    found = outlook(config.model_copy(update={"actor": actor}), 2, MACHINES["cpu"])
     rows = dict(found.rows)
+    assert rows["actor pipeline"] == "chunks of 3, 1 layers" and "critic pipeline" not in rows
     assert rows["layers"].startswith("torch's layers, as Transformer Engine "), "what it is without, and why"
     assert "of them for the rollout" in rows["plan"] and rows["other engine"].startswith("the embedded engine instead")
     assert found.config.rollout.servers.request_timeout_seconds == 1800.0

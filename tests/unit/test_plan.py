@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 
 from megappo.cli import main
 from megappo.config import Config, ConfigError, load_config
+from megappo.config.pipeline import balanced_layers, even_layers
 from megappo.families import FAMILIES
 from megappo.observe.throughput import peak_flops, training_flops_per_token
 from megappo.plan.activations import layers_in_flight
@@ -89,11 +90,12 @@ def test_parameters_of_public_models(name: str) -> None:
     arch = read_models(load_config(SMALL, [f"model.path={MODELS / name}"]), MODELS).models.actor
     assert model_sizes(arch)[0] == PUBLISHED[name]
     for tp, pp in ((1, 1), (1, 4), (8, 1), (4, 2)):
-        stages = stage_parameters(arch, tp, pp, arch.vocab_size, False)
+        layers = even_layers(arch.layers, pp)
+        stages = stage_parameters(arch, tp, layers, arch.vocab_size, False)
         copy = arch.vocab_size * arch.hidden_size if arch.tied_embeddings and pp > 1 else 0
         norms = (2 * arch.hidden_size + 2 * arch.head_dim) * arch.layers + arch.hidden_size
         assert tp * sum(stages) == PUBLISHED[name] + copy + (tp - 1) * norms
-        critic = stage_parameters(arch, tp, pp, arch.vocab_size, True)
+        critic = stage_parameters(arch, tp, layers, arch.vocab_size, True)
         head = arch.vocab_size * arch.hidden_size * (pp > 1 if arch.tied_embeddings else 1)
         assert sum(stages) - sum(critic) == head / tp - arch.hidden_size - 1
 
@@ -109,11 +111,11 @@ def test_parameters_of_public_models_with_experts(name: str) -> None:
     assert sum(model_sizes(arch)[1:]) == pytest.approx(active, rel=0.1)
     settings = [*overrides, "actor.layout={pipeline_parallel: 2, tensor_parallel: 4, expert_parallel: 8}"]
     role = make_setup(load_config(LARGE, settings), models, 16, on_cuda=True).actor
-    shared = sum(role.parameters(stage) - role.expert_parameters for stage in range(2))
+    shared = sum(role.parameters(stage) - role.expert_parameters(stage) for stage in range(2))
     norms = (
         2 * arch.hidden_size + 2 * arch.head_dim + arch.experts * arch.hidden_size
     ) * arch.layers + arch.hidden_size
-    assert 4 * shared - 3 * norms + 8 * 2 * role.expert_parameters == total
+    assert 4 * shared - 3 * norms + 8 * 2 * role.expert_parameters(0) == total
     assert role.grid.expert_replicas == 1
     assert [(group[0], group[-1]) for group in role.grid.expert_groups] == [(0, 11), (4, 15)]
     assert [role.grid.expert_owner(stage, 7) for stage in range(2)] == [11, 15]
@@ -250,16 +252,18 @@ def test_stages_of_ranks_without_a_role() -> None:
     assert found.fullest.peak < plan(MIDDLE).fullest.peak
 
 
-@given(pp=st.sampled_from([1, 2, 4]), vpp=st.sampled_from([1, 2]), microbatches=st.integers(1, 16), data=st.data())
+@given(pp=st.sampled_from([1, 2, 3, 4]), vpp=st.sampled_from([1, 2]), microbatches=st.integers(1, 16), data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_in_flight_layers_are_bounded(pp: int, vpp: int, microbatches: int, data: st.DataObject) -> None:
-    actor = _actor()
-    role = dataclasses.replace(actor, grid=dataclasses.replace(actor.grid, pp=pp), vpp=vpp if pp > 1 else 1)
+    actor, vpp = _actor(), vpp if pp > 1 else 1
+    layers_of_chunks = balanced_layers(actor.arch.layers, pp, vpp, head_in_layers=0.0)
+    grid = dataclasses.replace(actor.grid, pp=pp)
+    role = dataclasses.replace(actor, grid=grid, vpp=vpp, chunk_layers=layers_of_chunks)
     count = microbatches * (pp if role.vpp > 1 else 1)
     stage = data.draw(st.integers(0, pp - 1))
     layers = layers_in_flight(role, stage, count)
-    assert role.layers_per_stage / role.vpp <= layers <= role.layers_per_stage * count
-    if stage:
+    assert max(role.chunks(stage)) <= layers <= role.stage_layers[stage] * count
+    if stage and actor.arch.layers % (pp * vpp) == 0:
         assert layers <= layers_in_flight(role, stage - 1, count)
 
 

@@ -35,7 +35,7 @@ def whole(model: ArchitectureConfig) -> int:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("pp", "layers"), [(1, [6]), (2, [3, 3]), (3, [2, 2, 2]), (6, [1] * 6)])
+@pytest.mark.parametrize(("pp", "layers"), [(1, [6]), (2, [3, 3]), (3, [2, 2, 2]), (3, [3, 2, 1]), (6, [1] * 6)])
 def test_weights_of_a_stage(tied: bool, pp: int, layers: list[int]) -> None:
     """The embedding is on the first stage, the final norm and the output on the last: an embedding that is the output
     as well has a copy there. A critic's output is a value head."""
@@ -44,7 +44,7 @@ def test_weights_of_a_stage(tied: bool, pp: int, layers: list[int]) -> None:
         expected = [n * layer(3) for n in layers]
         expected[0] += vocabulary
         expected[pp - 1] += H + output
-        assert stage_parameters(arch(tied_embeddings=tied), 3, pp, 102, critic) == tuple(expected)
+        assert stage_parameters(arch(tied_embeddings=tied), 3, tuple(layers), 102, critic) == tuple(expected)
 
 
 @pytest.mark.parametrize(

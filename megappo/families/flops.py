@@ -1,0 +1,44 @@
+"""FLOPs of a model's layers and of its head, per token."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from megappo.families.architecture import ArchitectureConfig
+from megappo.families.parameters import multiplied_parameters
+from megappo.observe.throughput import training_flops_per_token
+
+
+def forward_flops(arch: ArchitectureConfig, sequence_tokens: float, *, is_critic: bool) -> tuple[float, float, float]:
+    """FLOPs forward per token in one layer and, of those, in the attention kernel; per response token in the head.
+
+    A third of `training_flops_per_token` (Chowdhery et al. 2022, appendix B): two per weight, 4 heads head_dim T for
+    the scores and their product with the values, T the longest sequence, the causal mask not discounted. An embedding
+    is looked up, which is no arithmetic.
+    """
+    head = arch.vocab_size * arch.hidden_size
+    layers = multiplied_parameters(arch) - head
+    sizes = {"layers": arch.layers, "heads": arch.heads, "head_dim": arch.head_dim}
+    trunk = training_flops_per_token(layers, **sizes, sequence_tokens=sequence_tokens) / 3
+    attention = training_flops_per_token(0, **sizes, sequence_tokens=sequence_tokens) / 3
+    return trunk / arch.layers, attention / arch.layers, 2.0 * (arch.hidden_size if is_critic else head)
+
+
+def update_flops(
+    arch: ArchitectureConfig,
+    sequence_tokens: float,
+    *,
+    is_critic: bool,
+    recompute: str = "none",
+    recompute_modules: Collection[str] = (),
+) -> tuple[float, float]:
+    """FLOPs forward and backward per token in one layer, and per response token in the head.
+
+    Backward is two forward passes; full recomputation adds one, selective that of its modules. A language model's head
+    computes its logits twice.
+    """
+    layer, attention, head = forward_flops(arch, sequence_tokens, is_critic=is_critic)
+    mlp = 2.0 * 3 * arch.hidden_size * arch.ffn_hidden_size * (arch.experts_per_token or 1)
+    of = {"core_attn": attention, "mlp": mlp, "moe": mlp}  # an MLP has three matrices
+    again = {"none": 0.0, "selective": sum(of[module] for module in set(recompute_modules)), "full": layer}
+    return 3 * layer + again[recompute], 3 * head + (0.0 if is_critic else head)
