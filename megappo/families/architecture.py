@@ -68,6 +68,11 @@ class ArchitectureConfig(ModelShape):
     stored_blocks: tuple[int, int] | None = field(default=None, compare=False)
     """Rows and columns of the blocks that share a scale where the files hold float8 weights; None: plain weights."""
 
+    @property
+    def has_window(self) -> bool:
+        """Whether a token sees only the last of those before it."""
+        return self.sliding_window is not None
+
 
 def padded_vocab_size(vocab_size: int, tp: int, multiple: int) -> int:
     """The vocabulary rounded up to `multiple`, or to a multiple of the tensor parallel size where that is 1."""

@@ -1,8 +1,9 @@
-"""FLOPs of a model's layers and of its head, per token."""
+"""FLOPs of a model: of a sample, and per token of its layers and of its head."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.parameters import multiplied_parameters
@@ -42,3 +43,28 @@ def update_flops(
     of = {"core_attn": attention, "mlp": mlp, "moe": mlp}  # an MLP has three matrices
     again = {"none": 0.0, "selective": sum(of[module] for module in set(recompute_modules)), "full": layer}
     return 3 * layer + again[recompute], 3 * head + (0.0 if is_critic else head)
+
+
+@dataclass(frozen=True)
+class SampleCost:
+    """The work that a sample is, in FLOPs: of its tokens, and of the pairs of tokens that attend to each other.
+
+    In microbatches of equal tokens the one that holds a single long sample takes longest.
+    """
+
+    of_token: int
+    of_pair: int
+    window: int | None = None
+    """Tokens each token sees, itself included; None: all before it."""
+
+    def of(self, tokens: int) -> int:
+        """Of a sample of so many tokens, of which each sees itself and those before it."""
+        seen = tokens if self.window is None else min(tokens, self.window)
+        pairs = seen * (seen + 1) // 2 + (tokens - seen) * seen
+        return tokens * self.of_token + pairs * self.of_pair
+
+
+def sample_cost(arch: ArchitectureConfig) -> SampleCost:
+    """Forward and backward of a model (Chowdhery et al. 2022, appendix B, with the causal mask discounted)."""
+    of_pair = 12 * arch.layers * arch.query_width
+    return SampleCost(6 * multiplied_parameters(arch), of_pair, arch.sliding_window)

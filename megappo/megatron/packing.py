@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megappo.families.work import SampleCost
+from megappo.families.flops import SampleCost
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megappo.config.grid import Grid
 from megappo.families.architecture import ArchitectureConfig
-from megappo.families.work import SampleCost
+from megappo.families.flops import SampleCost
 from megappo.megatron.build import BuildOptions, HeldParameter, RoleModel
 from megappo.megatron.context import whole_output
 from megappo.megatron.layout import Layout, Outside

@@ -238,7 +238,7 @@ def _layer_communication(spent: _StageWork, role: RoleSetup, tokens: float, *, p
         others = (role.grid.cp - 1) * tokens * 2 * role.dtype_bytes * role.arch.key_width / role.grid.tp
         again = passes == 3 and role.recompute == "selective" and "core_attn" in role.recompute_modules
         inside = spent.machine.same_node(first, first + role.grid.cp * role.grid.tp - 1)
-        spent.send(role.layers_per_stage * (one_way + again) * others, inside_node=inside, times=slots)
+        spent.send(max(role.stage_layers) * (one_way + again) * others, inside_node=inside, times=slots)
     if role.grid.ep > 1:
         routed = role.arch.experts_per_token * hidden_bytes / role.grid.tp * (role.grid.ep - 1) / role.grid.ep
         inside = spent.machine.same_node(first, role.grid.expert_owner(0, role.grid.ep - 1))

@@ -107,11 +107,11 @@ def outlook(config: Config, world_size: int, machine: Machine) -> Outlook:
 def _check_windows(setup: Setup, engine: str) -> None:
     """The ring in which Transformer Engine hands keys from rank to rank knows no windows."""
     for role in setup.roles:
-        if role.grid.cp > 1 and role.arch.sliding_window is not None:
+        if role.grid.cp > 1 and role.arch.has_window:
             name = "actor" if role.name == "reference" else role.name
             raise ConfigError(
-                f"{name}.layout.context_parallel is {role.grid.cp} and the {role.name} model has a sliding window of "
-                f"{role.arch.sliding_window} tokens, which {engine} has no ring for; set model.accelerations to torch, "
+                f"{name}.layout.context_parallel is {role.grid.cp} and the {role.name} model has a sliding window, "
+                f"which {engine} has no ring for; set model.accelerations to torch, "
                 f"or {name}.layout.context_parallel to 1"
             )
 

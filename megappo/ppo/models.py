@@ -11,8 +11,8 @@ from megappo.config.model_files import load_architecture, model_folder, model_pa
 from megappo.config.pipeline import chunk_layers
 from megappo.config.roles import TrainedRoleSettings
 from megappo.families.architecture import ArchitectureConfig
+from megappo.families.flops import sample_cost
 from megappo.families.weights import WeightSource
-from megappo.families.work import sample_cost
 from megappo.megatron.build import DTYPES, BuildOptions, build_model
 from megappo.megatron.layout import Cut, Layout, Outside, make_layouts
 from megappo.megatron.optimization import RoleOptimizer

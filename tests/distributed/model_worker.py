@@ -26,7 +26,7 @@ from megappo.config.grid import Grid
 from megappo.config.model_files import load_architecture
 from megappo.config.schema import ModelSettings, RuntimeSettings
 from megappo.families.architecture import padded_vocab_size
-from megappo.families.work import SampleCost
+from megappo.families.flops import SampleCost
 from megappo.megatron import build
 from megappo.megatron.build import BuildOptions, RoleModel, build_model
 from megappo.megatron.context import whole_output

@@ -224,7 +224,7 @@ def test_windows_of_shared_out_samples_need_torchs_attention(tmp_path: Path, mon
     with pytest.raises(ConfigError) as caught:
         outlook(config, 2, MACHINES["cpu"])
     assert str(caught.value) == (
-        "actor.layout.context_parallel is 2 and the actor model has a sliding window of 7 tokens, which Transformer "
+        "actor.layout.context_parallel is 2 and the actor model has a sliding window, which Transformer "
         "Engine 2.10.0 has no ring for; set model.accelerations to torch, or actor.layout.context_parallel to 1"
     )
     outlook(load_config(QUICKSTART, [*settings[1:], "rollout.engine=transformers"]), 2, MACHINES["cpu"])

@@ -18,6 +18,7 @@ from megappo.config.grid import Grid
 from megappo.errors import RunError
 from megappo.families import architecture
 from megappo.families.architecture import ArchitectureConfig, padded_vocab_size
+from megappo.families.flops import SampleCost
 from megappo.families.parameters import (
     Piece,
     expert_parameters,
@@ -29,7 +30,6 @@ from megappo.families.parameters import (
     tensor_shapes,
 )
 from megappo.families.weights import read_shard, scatter_shard
-from megappo.families.work import SampleCost
 from megappo.megatron.build import BuildOptions, RoleModel
 from megappo.megatron.roles import LocalRole, Placement
 from megappo.reshard.sources import RandomSource, SafetensorsSource

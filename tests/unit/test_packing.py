@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megappo.families import architecture
-from megappo.families.work import SampleCost, sample_cost
+from megappo.families.flops import SampleCost, sample_cost
 from megappo.megatron.packing import Microbatch, balance, pack, plan_microbatches
 
 TOKENS = SampleCost(of_token=1, of_pair=0)
