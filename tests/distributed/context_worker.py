@@ -1,4 +1,4 @@
-"""Attention of packs whose tokens ranks share out, against whole attention in float64; see test_context.py.
+"""Attention of packs whose tokens ranks share out, against whole attention in float64; see test_context_parallel.py.
 
 Usage (under torchrun): context_worker.py CASE.json FOUND.json
 """
