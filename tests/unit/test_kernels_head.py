@@ -453,3 +453,12 @@ def test_arguments_that_do_not_fit(change: dict[str, object], message: str) -> N
     arguments = {"hidden_TH": torch.zeros(4, 8), "weight_VH": torch.zeros(50, 8), "labels_T": torch.zeros(4).long()}
     with pytest.raises(ValueError, match=message):
         linear_logprob(**(arguments | change))  # type: ignore[arg-type]
+
+
+def test_rounding_makes_no_token_more_than_sure() -> None:
+    """A sum of exponentials that rounding left below 1 is that of a token with probability 1 and without entropy."""
+    almost = 1.0 - 2.0**-24
+    stats_4T = torch.tensor([[3.0], [almost], [1e-7], [3.0]])
+    assert float(torch.log(stats_4T[1])) < 0
+    logprob_T, entropy_T = logprob_and_entropy(stats_4T, entropy=True)
+    assert (logprob_T.tolist(), entropy_T.tolist()) == ([0.0], [0.0])
