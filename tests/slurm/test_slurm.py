@@ -41,8 +41,9 @@ def test_a_job_over_two_nodes_trains_like_torchrun(
     logs = tmp_path / "logs" / str(job) / "attempt-0"
     assert [(logs / "train" / f"exit-{rank}").read_text() for rank in (0, 1)] == ["0\n", "0\n"]
     assert (logs / "train" / "rank-1.log").exists()
-    assert "2 ranks on n[1-2]" in cluster.log(state)
-    assert "reward" in cluster.log(state)  # rank 0 shows in the job's output
+    output = Path(state["StdOut"]).read_text()  # whose end may be what torchrun's agents say where they lose each other
+    assert "2 ranks on n[1-2]" in output
+    assert "reward" in output  # rank 0 shows in the job's output
     record = (logs / "job.txt").read_text()
     assert "SLURM_JOB_NODELIST=n[1-2]" in record
     assert "hidden" not in record
