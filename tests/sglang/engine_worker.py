@@ -396,6 +396,7 @@ def leave(bench: Bench) -> dict[str, Any]:
     known["nccl"] = [sorted(nccl_variables(psutil.Process(session).environ())) for session in sessions]
     known["trainer_nccl"] = sorted(nccl_variables(os.environ))
     known["too_long"] = refused(lambda: check_room("server 0", facts[0], PlannedCache(None, CACHE_TOKENS + 1)))
+    dist.barrier()  # every rank asks all servers, and ends its own
     bench.engine.close()
     places = {"urls": urls, "folders": folders, "files": files, "addresses": addresses}
     return known | {"sessions": sessions, "forked": forked, "trainer_addresses": listening([os.getpid()])} | places
