@@ -87,9 +87,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _report(error: ValueError | RunError) -> None:
     problems = error.problems if isinstance(error, ConfigError) else (one_line(str(error)),)
-    sentences = [f"megappo: error: {problem}" for problem in problems]
+    waits = not is_main(os.environ) and not isinstance(error, RunError)
+    place = f" on rank {os.environ['RANK']}" if waits else ""
+    sentences = [f"megappo: error{place}: {problem}" for problem in problems]
     tell_torchrun(os.environ, sentences)
-    if not is_main(os.environ) and not isinstance(error, RunError):
+    if waits:
         wait_until(lambda: False, RANK_0_SPEAKS_WITHIN, every_seconds=0.2)  # a launcher ends this process meanwhile
-        sentences.insert(0, f"megappo: rank {os.environ['RANK']}, which rank 0 has not ended before:")
     print("\n".join(sentences), file=sys.stderr)

@@ -64,7 +64,11 @@ class SampleCost:
         return tokens * self.of_token + pairs * self.of_pair
 
 
-def sample_cost(arch: ArchitectureConfig) -> SampleCost:
-    """Forward and backward of a model (Chowdhery et al. 2022, appendix B, with the causal mask discounted)."""
+def sample_cost(arch: ArchitectureConfig, *, is_critic: bool) -> SampleCost:
+    """Forward and backward of a model (Chowdhery et al. 2022, appendix B, with the causal mask discounted).
+
+    A policy's output matrix counts for every token, though a prompt does not pass it; a critic has none.
+    """
+    head = arch.vocab_size * arch.hidden_size if is_critic else 0
     of_pair = 12 * arch.layers * arch.query_width
-    return SampleCost(6 * multiplied_parameters(arch), of_pair, arch.sliding_window)
+    return SampleCost(6 * (multiplied_parameters(arch) - head), of_pair, arch.sliding_window)

@@ -132,7 +132,8 @@ class ModelBuilder:
         self, name: str, settings: TrainedRoleSettings, numbers: RoleNumbers, arch: ArchitectureConfig
     ) -> Placement:
         multiple = numbers.grid.pp if numbers.vpp > 1 else 1
-        return Placement(name, numbers.grid, settings.microbatch_budget_tokens, multiple, sample_cost(arch))
+        cost = sample_cost(arch, is_critic=name == "critic")
+        return Placement(name, numbers.grid, settings.microbatch_budget_tokens, multiple, cost)
 
     def _role(
         self,

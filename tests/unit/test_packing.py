@@ -107,17 +107,21 @@ def test_a_samples_cost_counts_the_pairs_that_attend(tokens: int, window: int | 
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_cost_is_that_of_the_model(tied: bool) -> None:
-    """What PyTorch counts for transformers' model forward and backward, which computes all pairs of tokens."""
+@pytest.mark.parametrize("is_critic", [True, False])
+def test_the_cost_is_that_of_the_model(tied: bool, is_critic: bool) -> None:
+    """What PyTorch counts for transformers' model forward and backward, which computes all pairs of tokens; of a critic
+    without the output matrix."""
     config = AutoConfig.for_model(
         "qwen3", hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
         intermediate_size=48, vocab_size=50, tie_word_embeddings=tied,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     norms = sum(p.numel() for p in model.parameters() if p.dim() == 1)
-    cost, n = sample_cost(architecture(config)), 64
+    cost, n = sample_cost(architecture(config), is_critic=is_critic), 64
     with FlopCounterMode(display=False) as counter:
-        model(torch.arange(n)[None] % 50).logits.sum().backward()
+        tokens = torch.arange(n)[None] % 50
+        output = model.model(tokens).last_hidden_state if is_critic else model(tokens).logits
+        output.sum().backward()
     assert counter.get_total_flops() == n * (cost.of_token - 6 * norms) + n * n * cost.of_pair
 
 

@@ -213,3 +213,9 @@ def test_every_area_of_mutation_testing_names_files_that_are_there() -> None:
         settings = tomllib.loads(path.read_text())["cosmic-ray"]
         tests = [word for word in settings["test-command"].split() if word.startswith("tests/")]
         assert tests and all((ROOT / name).exists() for name in [*settings["module-path"], *tests]), path
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    """pytest imports both as one module, and runs neither; parts of the suite would not show it."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
