@@ -23,7 +23,9 @@ from megappo.checkpoint.reader import ShardReader, read_metadata
 from megappo.errors import reason
 from megappo.families.parameters import Parameter, embedding
 from megappo.megatron.build import HeldParameter, RoleModel
+from megappo.megatron.layout import Layout
 from megappo.megatron.optimizer_state import MOMENTS
+from megappo.megatron.packing import balance
 from megappo.megatron.roles import LocalRole, Role, TrainedRole
 from megappo.runtime.objects import agreed, from_rank
 from megappo.runtime.process import Runtime
@@ -65,21 +67,39 @@ def role_updates(role: Role) -> int:
 def role_shards(role: Role) -> dict[str, ShardedTensor]:
     """What this rank writes of a role: copies on the CPU that later updates do not touch.
 
-    Every shard is written once, by the first copy that holds it; a collective of the role.
+    Every shard is written once; a collective of the role.
     """
     if not isinstance(role, TrainedRole):
         return {}
-    layout = role.layout
     shards: dict[str, ShardedTensor] = {}
-    for entry in _entries(role.model):
+    entries = list(_entries(role.model))
+    written = _written_here(role.layout, entries)
+    for number, entry in enumerate(entries):
         tensors = role.optimizer.state.whole(entry.held, moments=role.optimizer.updates > 0)
-        is_first = layout.holds_first_copy and (entry.of.axis is not None or layout.tensor_rank == 0)
-        if entry.of.expert is not None:  # whole on every rank that holds it, which are others than those of the rest
-            is_first = layout.expert_replica == 0
-        if is_first and not entry.is_copy:
-            for kind, tensor in tensors.items():
-                shards |= _sharded(role, entry, kind, tensor.to("cpu", copy=True))
+        for kind, tensor in tensors.items() if number in written else ():
+            shards |= _sharded(role, entry, kind, tensor.to("cpu", copy=True))
     return shards
+
+
+def _written_here(layout: Layout, entries: Sequence[_Entry]) -> set[int]:
+    """Which of its entries this rank writes: the ranks that hold the same share them out by their sizes."""
+    grid, copy = layout.grid, layout.replica * layout.grid.cp + layout.context_rank
+    cut, whole, experts = list[int](), list[int](), list[int]()
+    for number, entry in enumerate(entries):
+        if entry.of.expert is not None:
+            experts.append(number)
+        elif not entry.is_copy:
+            (whole if entry.of.axis is None else cut).append(number)
+    kinds = (
+        (cut, grid.copies, copy),
+        (whole, grid.copies * grid.tp, copy * grid.tp + layout.tensor_rank),
+        (experts, grid.expert_replicas, layout.expert_replica),
+    )
+    found = set[int]()
+    for numbers, holders, own in kinds:
+        sizes = [entries[number].held.shard.numel() for number in numbers]
+        found |= {numbers[i] for i in balance(sizes, holders)[own]}
+    return found
 
 
 def _sharded(role: LocalRole, entry: _Entry, kind: str, tensor: Tensor) -> dict[str, ShardedTensor]:

@@ -71,11 +71,6 @@ class Layout:
         """Whether this rank is its replica's output rank."""
         return self.reports_losses and self.context_rank == 0
 
-    @property
-    def holds_first_copy(self) -> bool:
-        """Whether this rank is of the first copy of the weights, experts aside."""
-        return self.replica == self.context_rank == 0
-
 
 @dataclass(frozen=True)
 class Outside:
