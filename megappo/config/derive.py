@@ -95,7 +95,7 @@ def derive(
         critic=numbers.get("critic"),
         batch_sequences=config.rollout.batch_sequences,
         max_sequence_tokens=config.max_sequence_tokens,
-        notes=(*_notes(config, roles), *kl_target_notes(config)),
+        notes=(*_notes(config, roles, world_size), *kl_target_notes(config)),
         known_steps=steps,
         prompts=prompts,
     )
@@ -147,7 +147,7 @@ def _problems(
     yield from rules.vocabulary_rules(config, shaped.values())
     different = {n: r.shape for n, r in shaped.items() if n == "actor" or r.shape != roles[0].shape}
     yield from rules.length_rules(config, different)
-    yield from rules.engine_rules(config, world_size)
+    yield from rules.engine_rules(config)
     yield from rules.server_rules(config, roles[0].shape)
     for role in roles:
         if placed[role.name]:
@@ -179,7 +179,13 @@ def role_numbers(config: Config, role: RoleSpec, world_size: int, steps: int) ->
     )
 
 
-def _notes(config: Config, roles: list[RoleSpec]) -> Iterator[str]:
+def _notes(config: Config, roles: list[RoleSpec], world_size: int) -> Iterator[str]:
+    prompts = config.rollout.prompts_per_step
+    if config.rollout.engine == "transformers" and prompts < world_size:
+        yield (
+            f"{world_size - prompts} of {world_size} ranks have nothing to generate: every rank has an engine, and "
+            f"rollout.prompts_per_step is {prompts}"
+        )
     if config.rollout.engine is not None and config.rollout.engine not in ENGINES:
         yield f"memory and time of rollout.engine '{config.rollout.engine}' are planned as those of the embedded engine"
     if config.data.validation is not None and config.evaluation is None:

@@ -141,5 +141,10 @@ class Grid:
         place = self.place(rank)
         return place[1] if place is not None else None
 
+    def replica_of(self, rank: int) -> int | None:
+        """Data replica of a global rank, None outside the role."""
+        place = self.place(rank)
+        return place[0] if place is not None else None
+
     def _stage_of_replica(self, replica: int, stage: int) -> list[int]:
         return [self.rank(replica, stage, t, c) for c in range(self.cp) for t in range(self.tp)]

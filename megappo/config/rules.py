@@ -334,20 +334,15 @@ def length_rules(config: Config, shapes: dict[str, ModelShape]) -> Iterator[str]
                 )
 
 
-def engine_rules(config: Config, world_size: int) -> Iterator[str]:
-    """Every rank gets a prompt, and what is generated ahead is weighted for it."""
-    rollout, prompts = config.rollout, config.rollout.prompts_per_step
+def engine_rules(config: Config) -> Iterator[str]:
+    """What is generated ahead is weighted for it."""
+    rollout = config.rollout
     if rollout.ahead and rollout.engine == "transformers":
         yield f"rollout.ahead is 1, but the engine '{rollout.engine}' has no processes of its own; set it to 0"
     elif rollout.ahead and config.algorithm.old_logprob == "decoupled":
         yield (
             "rollout.ahead is 1, so weights before the last update sample, which algorithm.old_logprob 'decoupled' "
             "takes no account of; set it to corrected or bypass, or rollout.ahead to 0"
-        )
-    if prompts < world_size:
-        yield (
-            f"rollout.prompts_per_step {prompts} is below the world size {world_size}, and every rank generates; "
-            f"set at least {world_size}"
         )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from megappo.ppo.parts import Parts
 from megappo.ppo.sampling import finish_rollout, prompts_of_rank, request_samples
 from megappo.runtime.tally import Tally
@@ -17,12 +15,8 @@ def evaluate_policy(parts: Parts) -> dict[str, float]:
     prompts = prompts_of_rank(dataset, range(len(dataset)), parts.runtime)
     params = parts.sampling(own_limit or config.rollout.max_response_tokens, greedy=True)
     wanted = request_samples(prompts, samples_per_prompt=1, seed_of=lambda sample_id: sample_id)
-    completions = parts.engine.generate(wanted.requests, params)
-    scores_B = lengths_B = torch.empty(0)  # a rank may get no prompt of a small validation set
-    if completions:
-        rollouts = finish_rollout(wanted, completions, parts.tokenizer)
-        scores_B, lengths_B = parts.reward.score_local(rollouts), rollouts.response_lengths_B
+    rollouts = finish_rollout(wanted, parts.engine.generate(wanted.requests, params), parts.tokenizer)
     tally = Tally()
-    tally.mean("eval/reward_mean", scores_B)
-    tally.mean("eval/response_length", lengths_B)
+    tally.mean("eval/reward_mean", parts.reward.score_local(rollouts))
+    tally.mean("eval/response_length", rollouts.response_lengths_B)
     return tally.reduce(None, parts.runtime.device)

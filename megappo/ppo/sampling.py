@@ -22,9 +22,9 @@ def sample_seed(seed: int, step: int, sample_id: int) -> int:
 
 
 def prompts_of_rank(dataset: PromptDataset, indices: Sequence[int], runtime: Runtime) -> Prompts:
-    """This rank's contiguous share of the step's prompts; shares differ by one at most."""
-    first = len(indices) * runtime.rank // runtime.world_size
-    stop = len(indices) * (runtime.rank + 1) // runtime.world_size
+    """This rank's contiguous share of the step's prompts; shares differ by one at most, and the main rank's, which
+    samples are shown of, is not the smaller one."""
+    first, stop = (-(-len(indices) * rank // runtime.world_size) for rank in (runtime.rank, runtime.rank + 1))
     return Prompts(tuple(dataset[i] for i in indices[first:stop]), first)
 
 
@@ -57,14 +57,14 @@ def request_samples(prompts: Prompts, *, samples_per_prompt: int, seed_of: Calla
 def finish_rollout(
     wanted: SampleRequests, completions: Sequence[Completion], tokenizer: PreTrainedTokenizerBase
 ) -> Rollouts:
-    """The engine's answers, of which there is at least one, as padded tensors."""
-    sample_ids = torch.tensor(wanted.sample_ids)
+    """The engine's answers as padded tensors, (0, 1) where there is none."""
+    sample_ids = torch.tensor(wanted.sample_ids, dtype=torch.int64)
     token_ids = [list(c.token_ids) for c in completions]
     inside = [ids if c.truncated else ids[:-1] for ids, c in zip(token_ids, completions, strict=True)]
     # What decoding leaves out: the named special tokens, and added ones that are only marked as such.
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} | {*tokenizer.all_special_ids}
-    lengths = torch.tensor([len(ids) for ids in token_ids])
-    mask_BR = torch.arange(int(lengths.max()))[None] < lengths[:, None]
+    lengths = torch.tensor([len(ids) for ids in token_ids], dtype=torch.int64)
+    mask_BR = torch.arange(max(lengths.tolist(), default=1))[None] < lengths[:, None]
     logprob_BR = torch.zeros(mask_BR.shape)
     logprob_BR[mask_BR] = torch.tensor([x for c in completions for x in c.logprobs])
     return Rollouts(
@@ -77,9 +77,16 @@ def finish_rollout(
         response_lengths_B=lengths,
         engine_logprob_BR=logprob_BR,
         response_mask_BR=mask_BR,
-        truncated_B=torch.tensor([c.truncated for c in completions]),
-        weight_versions_B=torch.tensor([c.weight_version for c in completions]),
-        responses=tuple(tokenizer.batch_decode(token_ids, skip_special_tokens=True)),
-        raw_responses=tuple(tokenizer.batch_decode(token_ids, skip_special_tokens=False)),
-        special_tokens_B=torch.tensor([sum(i in special for i in ids) for ids in inside]),
+        truncated_B=torch.tensor([c.truncated for c in completions], dtype=torch.bool),
+        weight_versions_B=torch.tensor([c.weight_version for c in completions], dtype=torch.int64),
+        responses=_decoded(tokenizer, token_ids, skip_special_tokens=True),
+        raw_responses=_decoded(tokenizer, token_ids, skip_special_tokens=False),
+        special_tokens_B=torch.tensor([sum(i in special for i in ids) for ids in inside], dtype=torch.int64),
     )
+
+
+def _decoded(
+    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[list[int]], *, skip_special_tokens: bool
+) -> tuple[str, ...]:
+    """One text for each response; of no responses `batch_decode` makes one text."""
+    return tuple(tokenizer.batch_decode(token_ids, skip_special_tokens=skip_special_tokens)) if token_ids else ()

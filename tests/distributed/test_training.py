@@ -135,6 +135,17 @@ def test_estimators_without_a_critic(tmp_path: Path, estimator: str) -> None:
     assert lines[-1]["actor/updates"] > 0
 
 
+def test_ranks_without_prompts_change_nothing(tmp_path: Path) -> None:
+    """A step may have fewer prompts than there are ranks."""
+    one_prompt = (*SHORT, "rollout.prompts_per_step=1", "rollout.samples_per_prompt=40")
+    alone = quickstart(tmp_path / "one", *one_prompt, "actor.layout={}", "critic.layout={}", processes=1)
+    found = quickstart(tmp_path / "two", *one_prompt, "actor.layout={}", "critic.layout={}", processes=2)
+    assert len(found) == len(alone) == 3
+    for line, expected in zip(found, alone, strict=True):
+        same = {name: n for name, n in expected.items() if not re.search("^time/|^memory/|second|imbalance", name)}
+        assert {name: line[name] for name in same} == pytest.approx(same, rel=1e-4, abs=1e-6, nan_ok=True)
+
+
 def test_every_option_at_once(tmp_path: Path) -> None:
     """Adaptive KL in the reward, KL in the loss, PPO-penalty, target KL, correction with rejection, critic warm-up."""
     lines = quickstart(

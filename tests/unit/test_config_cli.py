@@ -152,7 +152,7 @@ def test_world_size_comes_from_the_environment(
     monkeypatch.setenv("WORLD_SIZE", "32")
     assert main(["train", str(BASE_PATH), model]) == 2
     errors = capsys.readouterr().err
-    assert "below the world size 32" in errors
+    assert "is below the 32 data parallel replicas" in errors
     assert all(line.startswith("megappo: error: ") for line in errors.splitlines())
     monkeypatch.setenv("WORLD_SIZE", "many")
     assert main(["train", str(BASE_PATH), model]) == 2

@@ -132,7 +132,6 @@ BROKEN: list[tuple[int, tuple[str, ...], list[str]]] = [
     (1, ("evaluation.max_response_tokens=200",), ["64 + evaluation.max_response_tokens 200 = 264", "to at most 192"]),
     (1, ("actor.optimizer.warmup_updates=20",), ["warmup_updates 20", "20 updates of the actor", "set at most 19"]),
     (1, ("critic.optimizer.warmup_updates=20",), ["20 updates of the critic", "set at most 19"]),
-    (9, ("actor.minibatch_sequences=16",), ["rollout.prompts_per_step 8 is below the world size 9", "at least 9"]),
 ]  # fmt: skip
 
 
@@ -270,6 +269,17 @@ def test_numbers_of_ranks_that_share_out_samples() -> None:
     assert derived.critic is not None and (derived.actor.grid.dp, derived.critic.grid.dp) == (2, 2)
     rows = dict(describe(config, derived))
     assert rows["actor"].startswith("ranks 0-7: TP 2 x PP 1 x DP 2, CP 2, vocabulary")
+
+
+def test_ranks_that_have_nothing_to_generate_are_named() -> None:
+    few = config_with("rollout.prompts_per_step=3", "actor.minibatch_sequences=6", "critic.minibatch_sequences=6")
+    for engine, notes in {
+        "transformers": ("1 of 4 ranks have nothing to generate: every rank has an engine, and "
+                         "rollout.prompts_per_step is 3",),
+        "sglang": (),
+    }.items():  # fmt: skip
+        config = few.model_copy(update={"rollout": few.rollout.model_copy(update={"engine": engine})})
+        assert derive(config, 4, SHAPE).notes == notes
 
 
 def test_one_override_turns_evaluation_off() -> None:

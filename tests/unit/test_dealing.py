@@ -26,7 +26,7 @@ def shares(ranks: int, prompts: int, samples: int = 1) -> Shares:
     return {
         rank: {
             prompt * samples + sample: prompt
-            for prompt in range(prompts * rank // ranks, prompts * (rank + 1) // ranks)
+            for prompt in range(-(-prompts * rank // ranks), -(-prompts * (rank + 1) // ranks))
             for sample in range(samples)
         }
         for rank in range(ranks)
