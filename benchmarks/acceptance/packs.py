@@ -23,6 +23,7 @@ from benchmarks.acceptance.workload import (
     settings,
     trainer,
 )
+from megappo.megatron.placed import announce
 from megappo.megatron.placed import place as placed_on
 from megappo.ppo.trainer import Trainer
 
@@ -76,7 +77,7 @@ def logprobs(t: Trainer, given: list[dict[str, Any]], budget_tokens: int) -> lis
     """Of each sample's response, in packs of so many tokens."""
     t.parts.actor.placement = replace(t.parts.actor.placement, budget_tokens=budget_tokens)
     rollout, _ = rollouts(given)
-    output_BR = placed_on(t.parts.actor, rollout).forward()
+    output_BR = placed_on(t.parts.actor, announce(rollout, t.parts.runtime.device)).forward()
     return list(output_BR[rollout.response_mask_BR].split(rollout.response_lengths_B.tolist()))
 
 

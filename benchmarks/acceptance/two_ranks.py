@@ -32,7 +32,7 @@ def exchange_errors(device: torch.device) -> int:
     destinations = {i: {0, 1} if i % 3 else {1 - i % 2} for i in sources}
     sizes = {i: content(i).numel() for i in sources}
     mine = {i: content(i) for i, source in sources.items() if source == rank}
-    found = exchange(mine, make_routes(sources, destinations), sizes, dtype=torch.float32, device=device)
+    found = exchange(mine, make_routes(sources, destinations, own=rank), sizes, dtype=torch.float32, device=device)
     wanted = {i for i in sources if rank in destinations[i]}
     return len(wanted ^ found.keys()) + sum(not torch.equal(t, content(i).flatten()) for i, t in found.items())
 

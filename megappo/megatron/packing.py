@@ -6,7 +6,7 @@ Pure functions of the lengths, in whole numbers: every rank computes the same pl
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megappo.families.flops import SampleCost
@@ -71,13 +71,33 @@ def pack(lengths: Sequence[int], budget_tokens: int, cost: SampleCost) -> list[l
             "raise microbatch_budget_tokens"
         )
     costs = [cost.of(n) for n in lengths]
-    n_bins = -(-sum(lengths) // budget_tokens)
-    while True:
+
+    def packed(n_bins: int) -> list[list[int]] | None:
         # Bins of equal costs may be over the budget where bins of equal tokens are not.
         for bins in (balance(costs, n_bins), balance(lengths, n_bins)):
             if max(sum(lengths[i] for i in b) for b in bins) <= budget_tokens:
                 return sorted((b for b in bins if b), key=lambda b: -sum(costs[i] for i in b))
-        n_bins += 1
+        return None
+
+    halves = sum(2 * n > budget_tokens for n in lengths)  # of which no two go into one bin
+    return _fewest(max(-(-sum(lengths) // budget_tokens), halves), packed)
+
+
+def _fewest(n_bins: int, packed: Callable[[int], list[list[int]] | None]) -> list[list[int]]:
+    """The first packing from so many bins on, found by steps that double, then by halving the last of them."""
+    found, step = packed(n_bins), 1
+    while found is None:
+        n_bins, step = n_bins + step, 2 * step
+        found = packed(n_bins)
+    too_few = n_bins - step // 2
+    while n_bins - too_few > 1:
+        middle = (too_few + n_bins) // 2
+        fewer = packed(middle)
+        if fewer is None:
+            too_few = middle
+        else:
+            n_bins, found = middle, fewer
+    return found
 
 
 def plan_microbatches(

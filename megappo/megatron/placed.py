@@ -1,12 +1,14 @@
 """A step's samples on the ranks of a role: sent there once, read by every forward pass and update of the step.
 
-Each sample goes to the replicas that process it in some minibatch of the step or in the forward pass, known from the
-lengths and the minibatches beforehand: at most 1 + epochs of them (and those that fill a schedule up with it). So a
-rank holds no more than (1 + epochs) / replicas of the batch, and the plan of each minibatch stays balanced by itself.
+Lengths are announced once for all roles. From these and the minibatches follows where each sample goes: to the replicas
+that process it in some minibatch of the step or in the forward pass, at most 1 + epochs of them (and those that fill a
+schedule up with it). So a rank holds no more than (1 + epochs) / replicas of the batch, and the plan of each minibatch
+stays balanced by itself.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -22,15 +24,30 @@ from megappo.types import Samples
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """What every rank knows of all samples of the step; in the order of ranks, then of the rank's own samples."""
+class Announced:
+    """This rank's samples, and what every rank knows of those of all ranks, in the order of ranks and of
+    each rank's samples."""
 
+    samples: Samples
+    """That this rank made and hands over."""
     homes: dict[int, int]
-    """The rank that handed each sample over and gets its results."""
+    """The rank that hands each sample over and gets its results."""
     tokens: dict[int, int]
     """Length of each sample, prompt and response together."""
     responses: dict[int, int]
     """Length of each response."""
+
+
+def announce(samples: Samples, device: torch.device) -> Announced:
+    """Tell all ranks of this one's samples, whose ids are unique over all ranks; a collective of the world."""
+    tokens_B = torch.tensor([len(s) for s in samples.sequences], dtype=torch.int64)
+    local_B3 = torch.stack([samples.sample_ids_B, tokens_B, samples.response_lengths_B], dim=1).to(device)
+    announced = Announced(samples, {}, {}, {})
+    for rank, of_rank in enumerate(all_gather_varying(local_B3)):
+        for sample_id, tokens, response in of_rank.tolist():
+            announced.homes[sample_id] = rank
+            announced.tokens[sample_id], announced.responses[sample_id] = tokens, response
+    return announced
 
 
 @dataclass(frozen=True)
@@ -38,8 +55,7 @@ class PlacedBatch:
     """The samples of all ranks as one role holds them; every method is a collective of the world."""
 
     role: Role
-    samples: Samples
-    """The samples that this rank made and handed over."""
+    announced: Announced
     here: Mapping[int, PlacedSample]
     """The samples that this rank processes by their ids, in the host's memory."""
     minibatches: tuple[Collection[int], ...]
@@ -47,20 +63,24 @@ class PlacedBatch:
     forward_plan: MicrobatchPlan
     update_plans: tuple[MicrobatchPlan, ...]
     """How each minibatch is cut into microbatches, in the order of `minibatches`."""
-    manifest: Manifest
     there: Routes
     """Where each sample travels: from the rank that made it to those of the role that process it."""
     back: Routes
     """From the ranks that hand out results of the forward pass to the homes."""
 
+    @property
+    def samples(self) -> Samples:
+        """The samples that this rank made and handed over."""
+        return self.announced.samples
+
     def forward(self) -> Tensor:
         """The model's output at each response token of this rank's samples: log-probabilities of the sampled tokens
-        of a policy, values of a critic. (B, R) float32 on the CPU, padded with 0."""
+        of a policy, values of a critic. (B, R) float32 on the CPU, padded with 0; R is 1 where there is no sample."""
         outputs = self.role.run_forward(self.forward_plan, self.here)
         device = self.role.runtime.device
-        found = exchange(outputs, self.back, self.manifest.responses, dtype=torch.float32, device=device)
+        found = exchange(outputs, self.back, self.announced.responses, dtype=torch.float32, device=device)
         lengths = self.samples.response_lengths_B.tolist()
-        output_BR = torch.zeros(len(lengths), max(lengths, default=0))
+        output_BR = torch.zeros(len(lengths), max(lengths, default=1))
         for output_R, sample_id, n in zip(output_BR, self.samples.sample_ids_B.tolist(), lengths, strict=True):
             output_R[:n] = found[sample_id]
         return output_BR
@@ -78,7 +98,7 @@ class PlacedBatch:
         fields_FBR = torch.stack([values_BR.float() for values_BR in fields_BR.values()])
         mine = zip(self.samples.sample_ids_B.tolist(), self.samples.response_lengths_B.tolist(), strict=True)
         outgoing = {sample_id: fields_FBR[:, b, :n] for b, (sample_id, n) in enumerate(mine)}
-        sizes = {sample_id: len(fields_BR) * n for sample_id, n in self.manifest.responses.items()}
+        sizes = {sample_id: len(fields_BR) * n for sample_id, n in self.announced.responses.items()}
         found = exchange(outgoing, self.there, sizes, dtype=torch.float32, device=self.role.runtime.device)
         here = {
             sample_id: replace(
@@ -104,53 +124,47 @@ class PlacedBatch:
         return update
 
 
-def place(role: Role, samples: Samples, minibatches: Iterable[Collection[int]] = ()) -> PlacedBatch:
+def place(role: Role, announced: Announced, minibatches: Iterable[Collection[int]] = ()) -> PlacedBatch:
     """Send every rank's samples to the ranks of the role; a collective of the world.
 
     Args:
-        samples: this rank's; ids are unique over all ranks.
         minibatches: sample ids of each update to come, the same on every rank.
     """
     minibatches, placement = tuple(minibatches), role.placement
-    manifest = _announce(samples, role.runtime.device)
+    grid, tokens = placement.grid, announced.tokens
     plans = [
         plan_microbatches(
-            {i: placement.grid.padded(manifest.tokens[i]) for i in minibatch},
+            {i: grid.padded(tokens[i]) for i in minibatch},
             cost=placement.cost,
-            replicas=placement.grid.dp,
+            replicas=grid.dp,
             budget_tokens=placement.budget_tokens,
             multiple_of=placement.microbatch_multiple,
-            in_step=placement.grid.replicas_in_step,
+            in_step=grid.replicas_in_step,
         )
-        for minibatch in (manifest.tokens, *minibatches)
+        for minibatch in (tokens, *minibatches)
     ]
-    destinations: dict[int, list[int]] = {i: [] for i in manifest.tokens}
-    for replica in range(placement.grid.dp):
-        for sample_id in {i for plan in plans for microbatch in plan.replicas[replica] for i in microbatch.sample_ids}:
-            destinations[sample_id] += placement.grid.replica_ranks(replica)
-    there = make_routes(manifest.homes, destinations)
+    samples, rank = announced.samples, role.runtime.rank
+    there = make_routes(announced.homes, _replicas(plans), ranks_of=grid.replica_ranks, own=grid.replica_of(rank))
     outgoing = dict(zip(samples.sample_ids_B.tolist(), samples.sequences, strict=True))
-    found = exchange(outgoing, there, manifest.tokens, dtype=torch.int64, device=role.runtime.device)
-    answering = {i: placement.grid.output_rank(replica) for i, replica in plans[0].replica_of().items()}
+    found = exchange(outgoing, there, tokens, dtype=torch.int64, device=role.runtime.device)
+    answering = {i: grid.output_rank(replica) for i, replica in plans[0].replica_of().items()}
     return PlacedBatch(
         role=role,
-        samples=samples,
-        here={i: PlacedSample(i, tokens_T, manifest.responses[i]) for i, tokens_T in found.items()},
+        announced=announced,
+        here={i: PlacedSample(i, tokens_T, announced.responses[i]) for i, tokens_T in found.items()},
         minibatches=minibatches,
         forward_plan=plans[0],
         update_plans=tuple(plans[1:]),
-        manifest=manifest,
         there=there,
-        back=make_routes(answering, {i: (home,) for i, home in manifest.homes.items()}),
+        back=make_routes(answering, {i: (home,) for i, home in announced.homes.items()}, own=rank),
     )
 
 
-def _announce(samples: Samples, device: torch.device) -> Manifest:
-    tokens_B = torch.tensor([len(s) for s in samples.sequences], dtype=torch.int64)
-    local_B3 = torch.stack([samples.sample_ids_B, tokens_B, samples.response_lengths_B], dim=1).to(device)
-    manifest = Manifest({}, {}, {})
-    for rank, of_rank in enumerate(all_gather_varying(local_B3)):
-        for sample_id, tokens, response in of_rank.tolist():
-            manifest.homes[sample_id] = rank
-            manifest.tokens[sample_id], manifest.responses[sample_id] = tokens, response
-    return manifest
+def _replicas(plans: Iterable[MicrobatchPlan]) -> dict[int, list[int]]:
+    """The replicas that process each sample in some plan, in ascending order."""
+    found: defaultdict[int, set[int]] = defaultdict(set)
+    for plan in plans:
+        for replica, microbatches in enumerate(plan.replicas):
+            for sample_id in (i for microbatch in microbatches for i in microbatch.sample_ids):
+                found[sample_id].add(replica)
+    return {sample_id: sorted(replicas) for sample_id, replicas in found.items()}

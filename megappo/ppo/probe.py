@@ -7,7 +7,7 @@ import time
 import torch
 
 from megappo.engines.protocol import GenerateRequest, ServedEngine
-from megappo.megatron.placed import place
+from megappo.megatron.placed import announce, place
 from megappo.ppo.measures import check_mismatch
 from megappo.ppo.parts import Parts
 from megappo.ppo.sampling import finish_rollout, request_samples
@@ -34,7 +34,7 @@ def probe_engines(parts: Parts) -> dict[str, float]:
         tuple(torch.tensor(request.token_ids + answer.token_ids) for answer in answers.values()),
         torch.tensor([len(answer.token_ids) for answer in answers.values()], dtype=torch.int64),
     )
-    outputs_BR = place(parts.actor, samples).forward()
+    outputs_BR = place(parts.actor, announce(samples, parts.runtime.device)).forward()
     gaps = {
         index: float((output_R[: len(answer.logprobs)] - torch.tensor(answer.logprobs)).abs().max())
         for output_R, (index, answer) in zip(outputs_BR, answers.items(), strict=True)
@@ -54,4 +54,5 @@ def probe_rollout(parts: Parts) -> None:
     wanted = request_samples(prompts, samples_per_prompt=1, seed_of=lambda sample_id: sample_id)
     completions = parts.engine.generate(wanted.requests, parts.sampling(1))
     rollouts = finish_rollout(wanted, completions, parts.tokenizer)
-    check_mismatch(place(parts.actor, rollouts).forward(), rollouts, parts.config.algorithm, parts.runtime)
+    logprob_BR = place(parts.actor, announce(rollouts, parts.runtime.device)).forward()
+    check_mismatch(logprob_BR, rollouts, parts.config.algorithm, parts.runtime)

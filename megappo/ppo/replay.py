@@ -16,7 +16,7 @@ from megappo.checkpoint.shards import load_shards
 from megappo.checkpoint.versions import require_readable
 from megappo.config import Config, derive_run
 from megappo.errors import RunError, first_of
-from megappo.megatron.placed import place
+from megappo.megatron.placed import announce, place
 from megappo.megatron.roles import Role
 from megappo.megatron.schedule import Task
 from megappo.plugins import is_import_path
@@ -87,7 +87,8 @@ def _repeat(config: Config, roles: Sequence[Role], runtime: Runtime, folder: Pat
     role = next(role for role in roles if role.placement.name == kept["role"])
     batch = load_values(folder / f"batch-{runtime.rank:05d}.pt")
     samples = Samples(batch["sample_ids_B"], tuple(batch["sequences"]), batch["response_lengths_B"])
-    placed = place(role, samples, [_everywhere(samples.sample_ids_B.tolist())]).with_fields(batch["fields_BR"])
+    announced = announce(samples, runtime.device)
+    placed = place(role, announced, [frozenset(announced.homes)]).with_fields(batch["fields_BR"])
     update = placed.update(0, _task(kept, config))
     gradients = _everywhere(_nonfinite_gradients(role))
     strange_outputs = _everywhere(_nonfinite(samples, [placed.forward()]))

@@ -13,7 +13,7 @@ from torch import Tensor
 from megappo.algo.controllers import PenaltyController
 from megappo.engines.protocol import ServedEngine
 from megappo.errors import Interrupted
-from megappo.megatron.placed import PlacedBatch, place
+from megappo.megatron.placed import PlacedBatch, announce, place
 from megappo.megatron.roles import Update
 from megappo.ppo.checkpoints import Boundary, Checkpoints, Resumed
 from megappo.ppo.evaluation import evaluate_policy
@@ -226,8 +226,9 @@ class Trainer:
         token. The reference stands where the actor does."""
         parts = self.parts
         with self.reporter.stage("forward"):
-            actor = place(parts.actor, rollouts, () if self._actor_waits else self.minibatches("actor"))
-            critic = place(parts.critic, rollouts, self.minibatches("critic")) if parts.critic else None
+            announced = announce(rollouts, parts.runtime.device)
+            actor = place(parts.actor, announced, () if self._actor_waits else self.minibatches("actor"))
+            critic = place(parts.critic, announced, self.minibatches("critic")) if parts.critic else None
             trainer_logprob = actor.forward()
             reference = actor.seen_by(parts.reference).forward() if parts.reference else None
             values = critic.forward() if critic else None

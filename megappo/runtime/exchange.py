@@ -5,7 +5,7 @@ Who sends what to whom follows from what all ranks know, so sizes are not announ
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,15 +22,30 @@ class Routes:
     incoming: Sequence[Sequence[int]]
 
 
-def make_routes(sources: Mapping[int, int], destinations: Mapping[int, Collection[int]]) -> Routes:
-    """Routes of this rank where every id goes from one rank to some; all ranks give the same, in the same order."""
+def make_routes(
+    sources: Mapping[int, int],
+    destinations: Mapping[int, Collection[int]],
+    *,
+    ranks_of: Callable[[int], Sequence[int]] = lambda rank: (rank,),
+    own: int | None,
+) -> Routes:
+    """Routes of this rank where every id goes from one rank to some; all ranks give the same, in the same order.
+
+    Args:
+        sources: the rank that has each id.
+        destinations: where each goes: numbers of groups of ranks.
+        ranks_of: the ranks of a group; without it a group is one rank.
+        own: the group that this rank is of, None where it is of none.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     outgoing: list[list[int]] = [[] for _ in range(world)]
     incoming: list[list[int]] = [[] for _ in range(world)]
     for i, source in sources.items():
-        for destination in destinations[i] if source == rank else ():
-            outgoing[destination].append(i)
-        if rank in destinations[i]:
+        groups = destinations[i]
+        if source == rank:
+            for destination in (r for group in groups for r in ranks_of(group)):
+                outgoing[destination].append(i)
+        if own in groups:
             incoming[source].append(i)
     return Routes(outgoing, incoming)
 
@@ -71,12 +86,11 @@ def exchange(
 def all_gather_varying(local: Tensor, *, group: dist.ProcessGroup | None = None) -> list[Tensor]:
     """Gather tensors (n_r, ...) whose first dimension differs between ranks; same dtype and trailing shape."""
     world = dist.get_world_size(group)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=local.device) for _ in range(world)]
-    dist.all_gather(sizes, torch.full((1,), len(local), device=local.device), group=group)
-    counts = torch.cat(sizes).tolist()
-    longest = max(counts)
-    padded = local.new_zeros(longest, *local.shape[1:])
+    counts = torch.empty(world, 1, dtype=torch.int64, device=local.device)
+    dist.all_gather(list(counts), torch.full((1,), len(local), device=local.device), group=group)
+    sizes = counts.flatten().tolist()
+    padded = local.new_zeros(max(sizes), *local.shape[1:])
     padded[: len(local)] = local
-    gathered = [torch.empty_like(padded) for _ in range(world)]
-    dist.all_gather(gathered, padded, group=group)
-    return [g[:n] for g, n in zip(gathered, counts, strict=True)]
+    gathered = padded.new_empty(world, *padded.shape)
+    dist.all_gather(list(gathered), padded, group=group)
+    return [of_rank[:n] for of_rank, n in zip(gathered, sizes, strict=True)]

@@ -20,7 +20,7 @@ from megappo.checkpoint.shards import load_shards, role_shards, role_updates
 from megappo.checkpoint.writer import CheckpointWriter, Snapshot
 from megappo.config import derive_run, load_config, resolve
 from megappo.config.schema import CheckpointSettings, RuntimeSettings
-from megappo.megatron.placed import place
+from megappo.megatron.placed import announce, place
 from megappo.ppo.parts import Parts, assemble
 from megappo.runtime.process import Runtime, start_runtime
 from megappo.types import Samples
@@ -51,8 +51,9 @@ def main() -> None:
         parts = assemble(config, derive_run(config, runtime.world_size), runtime)
         writer = CheckpointWriter(Path(case["out"]), CheckpointSettings(keep_last=9), runtime, 60)
         updates = [write(parts, writer, 1)]
+        announced = announce(samples_of_rank(case, runtime), runtime.device)
         for role in parts.trained:
-            place(role, samples_of_rank(case, runtime), [range(case["samples"])]).update(0, SumOfOutputs(None))
+            place(role, announced, [range(case["samples"])]).update(0, SumOfOutputs(None))
         updates.append(write(parts, writer, 2))
         for step, (folder, applied) in enumerate(case["read"], 3):
             load_shards(Path(folder), parts.trained, applied, runtime)

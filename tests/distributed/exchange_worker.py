@@ -39,10 +39,10 @@ def main() -> None:
     destinations = {i: {i % world, (i + i % 2) % world} for i in sources}
     sizes = {i: content(i).numel() for i in sources}
     mine = {i: content(i) for i, source in sources.items() if source == rank}
-    found = exchange(mine, make_routes(sources, destinations), sizes, dtype=torch.float32, device=cpu)
+    found = exchange(mine, make_routes(sources, destinations, own=rank), sizes, dtype=torch.float32, device=cpu)
     assert found.keys() == {i for i in sources if rank in destinations[i]}, (rank, found.keys())
     assert all(torch.equal(tensor, content(i).flatten()) for i, tensor in found.items())
-    assert exchange({}, make_routes({}, {}), {}, dtype=torch.int64, device=cpu) == {}
+    assert exchange({}, make_routes({}, {}, own=rank), {}, dtype=torch.int64, device=cpu) == {}
     assert from_rank(f"of {rank}", src=1) == "of 1"
     assert of_all_ranks((rank,)) == [(r,) for r in range(world)]
     assert agreed(lambda: rank) == rank

@@ -23,7 +23,7 @@ from megappo.config.model_files import read_architecture
 from megappo.config.schema import RuntimeSettings
 from megappo.megatron.build import BuildOptions
 from megappo.megatron.packing import MicrobatchPlan, SampleCost
-from megappo.megatron.placed import PlacedBatch, place
+from megappo.megatron.placed import PlacedBatch, announce, place
 from megappo.megatron.roles import AbsentRole, Placement
 from megappo.megatron.schedule import PlacedSample
 from megappo.ppo.parts import assemble
@@ -88,7 +88,7 @@ def check_grid(grid: Grid, runtime: Runtime) -> None:
     samples = samples_of(runtime.rank)
     arch, options = read_architecture(MODEL), BuildOptions(torch.float32, runtime.device, padded_vocab=16)
     role = Echo(placement, arch, options, runtime)
-    batch = place(role, samples, minibatches).with_fields(fields_of(samples))
+    batch = place(role, announce(samples, runtime.device), minibatches).with_fields(fields_of(samples))
     stands = grid.place(runtime.rank)
     wanted: set[int] = set()
     if stands is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megappo.config import derive_run, load_config, resolve
 from megappo.config.schema import RuntimeSettings
-from megappo.megatron.placed import place
+from megappo.megatron.placed import announce, place
 from megappo.megatron.roles import Role, TrainedRole
 from megappo.megatron.schedule import PackedBatch
 from megappo.ppo.parts import assemble
@@ -122,7 +122,7 @@ def samples_of_rank(case: dict[str, Any], runtime: Runtime) -> Samples:
 
 def measure(role: Role, case: dict[str, Any], runtime: Runtime) -> dict[str, Any]:
     """One update of a role; what this rank holds after it and kept during it."""
-    batch = place(role, samples_of_rank(case, runtime), [range(case["samples"])])
+    batch = place(role, announce(samples_of_rank(case, runtime), runtime.device), [range(case["samples"])])
     if not isinstance(role, TrainedRole):
         batch.update(0, SumOfOutputs(None))
         return {}

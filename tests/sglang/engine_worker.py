@@ -35,7 +35,7 @@ from megappo.engines.sglang.client import call
 from megappo.engines.sglang.guard import session_pids, shared_files
 from megappo.engines.sglang.inspection import check_room
 from megappo.engines.sglang.transport import SharedTransport, share_buffers
-from megappo.megatron.placed import place
+from megappo.megatron.placed import announce, place
 from megappo.plan.cache import PlannedCache
 from megappo.ppo.measures import check_mismatch
 from megappo.ppo.parts import Parts, assemble
@@ -133,7 +133,7 @@ def mismatch(parts: Parts, trainer: Trainer, step: int) -> float:
     """Largest gap between engine and trainer on a fresh batch, in nats."""
     rollouts = trainer.responses.of_step(step, weights_changed=False)
     assert set(rollouts.weight_versions_B.tolist()) == {parts.engine.version}
-    logprob = place(parts.actor, rollouts).forward()
+    logprob = place(parts.actor, announce(rollouts, parts.runtime.device)).forward()
     return check_mismatch(logprob, rollouts, parts.config.algorithm, parts.runtime)["mismatch/max"]
 
 

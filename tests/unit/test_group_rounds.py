@@ -2,54 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import timedelta
-from typing import Any
-from unittest.mock import patch
-
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megappo.config.grid import Grid
 from megappo.config.schema import RuntimeSettings
 from megappo.megatron.layout import Cut, Layout, Outside, make_layouts
-from megappo.runtime.groups import WantedGroups, collective_backend, join_world, make_groups, make_host_group
+from megappo.runtime.groups import WantedGroups, collective_backend, make_groups, make_host_group
 from megappo.runtime.interrupts import Interrupts
-from megappo.runtime.launchers import Ranks
 from megappo.runtime.process import Runtime
+from unit.helpers_worlds import TIMEOUT, Call, fake_world
 
 MOST_CALLS = 30
 WORLD = 9
 SECONDS = RuntimeSettings().collective_timeout_seconds
-TIMEOUT = timedelta(seconds=SECONDS)
-Call = dict[str, Any]
-
-
-@contextmanager
-def fake_world(rank: int, world: int) -> Iterator[list[Call]]:
-    """This process as a rank of a world whose other ranks are not there; what it asks torch for."""
-    calls: list[Call] = []
-    initialise, new_group = dist.init_process_group, dist.new_group
-
-    def initialised(backend: str, **options: Any) -> None:
-        calls.append({"ranks": tuple(range(world)), "backend": backend, "timeout": options["timeout"]})
-        initialise("fake", **{**options, "store": FakeStore()})
-
-    def made(ranks: list[int], **options: Any) -> Any:
-        calls.append({"ranks": tuple(ranks), **options})
-        return new_group(ranks, **{**options, "backend": "fake"})
-
-    with patch.object(dist, "init_process_group", initialised), patch.object(dist, "new_group", made):
-        join_world("cuda", Ranks(rank, world, 0, None), TIMEOUT)
-        try:
-            yield calls
-        finally:
-            dist.destroy_process_group()
 
 
 def calls_of_a_run(rank: int, world: int, cuts: dict[str, Cut]) -> tuple[dict[str, Layout | Outside], list[Call]]:

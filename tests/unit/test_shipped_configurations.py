@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import time
 from pathlib import Path
 
@@ -14,23 +13,12 @@ from megappo.config import Config, load_config
 from megappo.plan.engines import other_engine
 from megappo.plan.machine_file import find_machine
 from megappo.plan.planner import Plan, fewest_ranks, make_plan, read_models
-
-ROOT = Path(__file__).parents[2]
-CONFIGURATIONS = sorted((ROOT / "configs").glob("*.yaml"))
+from unit.helpers_configurations import CONFIGURATIONS, ROOT, head_command, trainer_ranks
 
 
 @pytest.fixture(autouse=True)
 def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-
-
-def head_command(path: Path, *programs: str) -> list[str]:
-    """The words of the command in a file's head that starts with one of the programs."""
-    for line in path.read_text().splitlines():
-        words = shlex.split(line.removeprefix("#")) if line.startswith("#   ") else []
-        if words and words[0] in programs:
-            return words
-    raise AssertionError(f"{path.name} shows no {' or '.join(programs)}")
 
 
 @pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda p: p.stem)
@@ -59,8 +47,7 @@ def size_of(component: list[str]) -> int:
 
 @pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda p: p.stem)
 def test_a_configuration_is_started_on_the_ranks_it_was_planned_for(path: Path) -> None:
-    plan = head_command(path, "megappo")
-    gpus = int(plan[plan.index("--gpus") + 1])
+    plan, gpus = head_command(path, "megappo"), trainer_ranks(path)
     start = head_command(path, "sbatch", "launch/torchrun.sh")
     config = load_config(path)
     if start[0] == "sbatch":

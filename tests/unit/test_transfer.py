@@ -117,7 +117,7 @@ def alone() -> Iterator[None]:
 def copies_of_exchange(samples: int) -> int:
     """Tensors that are copied between host and device where so many go to another rank."""
     ids, device = range(samples), torch.device("cpu")
-    routes = make_routes(dict.fromkeys(ids, 0), {i: [0] for i in ids})
+    routes = make_routes(dict.fromkeys(ids, 0), {i: [0] for i in ids}, own=0)
     given = {i: torch.full((i + 1,), float(i)) for i in ids}
     with Copies() as copies:
         found = exchange(given, routes, {i: i + 1 for i in ids}, dtype=torch.float32, device=device)

@@ -1,0 +1,392 @@
+#!/usr/bin/env python3
+"""What does a step cost a rank outside of its models, as worlds and batches grow?
+
+Usage: python benchmarks/control_plane.py CONFIG [--worlds 2 4 8] [--samples 512 2048] [--tokens 256] [--json FILE]
+       python benchmarks/control_plane.py CONFIG --simulate [--worlds 64 320 1024] [--samples 1024 8192] [--tokens N]
+
+Runs the trainer's own stages from finished responses to the end of the updates, with actor, critic and reference whose
+models answer at once: announcing and placing samples, sending them, results and numbers per token, plans of
+microbatches, advantages, whitening, updates' reports, metrics. Worlds of `--worlds` processes talk over gloo on this
+machine; with `--simulate` this process plays the first, a middle and the last rank of each world in turn, and what
+others would send is filled in. A role has the configuration's layout where the world is large enough.
+
+Prints for the slowest rank CPU seconds and, for the busiest, bytes received and messages (a collective is one,
+an all-to-all as many as there are ranks that send something), a fit to these, and the largest share of the step that
+`megappo plan` gives for the configuration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import itertools
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch.distributed import distributed_c10d  # noqa: E402
+
+from benchmarks.step import versions  # noqa: E402
+from megappo.config import Config, load_config  # noqa: E402
+from megappo.config.grid import Grid  # noqa: E402
+from megappo.data import Cursor  # noqa: E402
+from megappo.families.flops import SampleCost  # noqa: E402
+from megappo.megatron.packing import MicrobatchPlan  # noqa: E402
+from megappo.megatron.roles import Placement, Role, TrainedRole, Update  # noqa: E402
+from megappo.megatron.schedule import PlacedSample, Task  # noqa: E402
+from megappo.plan.planner import default_machine, make_plan, read_models  # noqa: E402
+from megappo.ppo.parts import Parts  # noqa: E402
+from megappo.ppo.reporting import Reporter  # noqa: E402
+from megappo.ppo.trainer import Trainer  # noqa: E402
+from megappo.runtime.process import Runtime  # noqa: E402
+from megappo.types import Rollouts  # noqa: E402
+
+STAGES = ("forward", "advantages", "update_critic", "update_actor", "report")
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Size:
+    """A world and its batch."""
+
+    world: int
+    samples: int
+    tokens: int
+    """Of the longest sample, half of which is response; others have down to half of that."""
+
+
+@dataclass
+class Spent:
+    """By one rank in a step."""
+
+    seconds: dict[str, float]
+    """CPU time by stage."""
+    received_bytes: int = 0
+    messages: int = 0
+
+    @property
+    def total(self) -> float:
+        """CPU seconds of all stages."""
+        return sum(self.seconds.values())
+
+
+class Echo(TrainedRole):
+    """A role without a model, which answers at once."""
+
+    def __init__(self, placement: Placement, runtime: Runtime) -> None:
+        Role.__init__(self, placement, arch=None, options=None, runtime=runtime)  # type: ignore[arg-type]
+
+    def settle_weights(self) -> None:
+        """There are none."""
+
+    def run_forward(self, plan: MicrobatchPlan, samples: Mapping[int, PlacedSample]) -> dict[int, Tensor]:
+        """Zeros, from the rank that hands out results."""
+        grid, rank = self.placement.grid, self.runtime.rank
+        replica = grid.replica_of(rank)
+        if replica is None or rank != grid.output_rank(replica):
+            return {}
+        mine = (i for i, of_sample in plan.replica_of().items() if of_sample == replica)
+        return {i: torch.zeros(samples[i].response_tokens) for i in mine}
+
+    def run_update(self, plan: Any, samples: Any, task: Task, stop_above: Any) -> Update:
+        """An update that changed nothing."""
+        return Update(True, True, {"loss": 0.0, "count": 1.0, "ppo_kl_k3": 0.0}, 1.0, 1e-6)
+
+
+def length(sample_id: int, size: Size) -> int:
+    """Tokens of a sample, the same on every rank."""
+    return size.tokens // 2 + sample_id * 7919 % (size.tokens // 2)
+
+
+def rollouts(rank: int, size: Size, group: int) -> Rollouts:
+    """A rank's responses; samples are dealt out in order."""
+    ids = torch.arange(rank * size.samples // size.world, (rank + 1) * size.samples // size.world)
+    lengths = [length(int(i), size) for i in ids]
+    responses_B = torch.tensor([n // 2 for n in lengths], dtype=torch.int64)
+    tokens_R = torch.arange(int(responses_B.max()) if len(ids) else 0)
+    mask_BR, nothing_B = tokens_R[None] < responses_B[:, None], torch.zeros(len(ids), dtype=torch.int64)
+    return Rollouts(
+        sample_ids_B=ids,
+        sequences=tuple(torch.zeros(n, dtype=torch.int64) for n in lengths),
+        response_lengths_B=responses_B,
+        prompts=(),
+        group_ids_B=ids // group,
+        engine_logprob_BR=torch.zeros(mask_BR.shape),
+        response_mask_BR=mask_BR,
+        truncated_B=nothing_B.bool(),
+        weight_versions_B=nothing_B,
+        responses=(),
+        raw_responses=(),
+        special_tokens_B=nothing_B,
+    )
+
+
+def placement(name: str, config: Config, size: Size) -> Placement:
+    """The configuration's layout as far as the world has ranks for it."""
+    settings, left = config.trained[name], size.world
+    cut = {}
+    for axis in ("tensor", "context", "pipeline"):
+        cut[axis] = min(getattr(settings.layout, f"{axis}_parallel"), left)
+        left //= cut[axis]
+    grid = Grid(range(size.world), cut["tensor"], cut["pipeline"], 1, cut["context"])
+    budget = max(settings.microbatch_budget_tokens, 2 * size.tokens)
+    return Placement(name, grid, budget, 1, SampleCost(1 << 24, 1))
+
+
+def make_trainer(config: Config, runtime: Runtime, size: Size) -> Trainer:
+    """The trainer of a run whose models are echoes."""
+    actor = Echo(placement("actor", config, size), runtime)
+    critic = Echo(placement("critic", config, size), runtime) if config.critic is not None else None
+    given: dict[str, Any] = dict.fromkeys(Parts.__dataclass_fields__)
+    given |= {
+        "config": config,
+        "derived": type("Derived", (), {"batch_sequences": size.samples, "steps": 100}),
+        "runtime": runtime,
+        "actor": actor,
+        "critic": critic,
+        "reference": actor if config.reference is not None else None,
+        "cursor": Cursor(size.samples, 0, False, fingerprint=""),
+        "stop_token_ids": (),
+    }
+    parts = Parts(**given)
+    trainer = Trainer(parts, Reporter(config, parts.derived, runtime))
+    trainer.step = 1 + (config.critic.warmup_steps if config.critic is not None else 0)
+    return trainer
+
+
+def one_step(config: Config, runtime: Runtime, size: Size) -> Spent:
+    """The stages of a step behind its rollout."""
+    own = rollouts(runtime.rank, size, config.rollout.samples_per_prompt)
+    trainer = make_trainer(config, runtime, size)
+    spent = Spent({})
+    gc.collect()
+    gc.freeze()  # a look at everything that was ever imported would show as the cost of some stage
+
+    def timed(stage: str, work: Any) -> Any:
+        start = time.process_time()
+        found = work()
+        spent.seconds[stage] = time.process_time() - start
+        return found
+
+    try:
+        with counted(spent, runtime):
+            placed, scored = timed("forward", lambda: trainer.forward(own, torch.zeros(len(own.sample_ids_B))))
+            experience = timed("advantages", lambda: trainer.estimate_advantages(scored))
+            timed("update_critic", lambda: trainer.update_critic(placed, experience))
+            timed("update_actor", lambda: trainer.update_actor(placed, experience))
+            timed("report", lambda: trainer.reporter.end_step({"step_tokens": 1.0, "step_samples": 1.0}))
+    finally:
+        trainer.reporter.close()
+        gc.unfreeze()
+    return spent
+
+
+@contextlib.contextmanager
+def counted(spent: Spent, runtime: Runtime) -> Iterator[None]:
+    """Count what this rank receives. Object collectives are made of those that are counted."""
+    others = runtime.world_size - 1
+
+    def n_bytes(tensor: Tensor) -> int:
+        return tensor.numel() * tensor.element_size()
+
+    def exchanged(really: Any, output: Tensor, input: Tensor, sizes: Any, *rest: Any, **more: Any) -> Any:
+        own = sizes[runtime.rank] * output.element_size()
+        spent.received_bytes += n_bytes(output) - own
+        spent.messages += sum(n > 0 for rank, n in enumerate(sizes) if rank != runtime.rank)
+        return really(output, input, sizes, *rest, **more)
+
+    def collective(really: Any, times: float, position: int, *given: Any, **more: Any) -> Any:
+        spent.received_bytes += int(times * n_bytes(given[position]))
+        spent.messages += 1
+        return really(*given, **more)
+
+    kinds = {"all_reduce": (2.0, 0), "all_gather": (others, 1), "broadcast": (1.0, 0)}
+    with contextlib.ExitStack() as patches:
+        for module in (dist, distributed_c10d):
+            send = partial(exchanged, dist.all_to_all_single)
+            patches.enter_context(patch.object(module, "all_to_all_single", send))
+            for name, (times, position) in kinds.items():
+                count = partial(collective, getattr(distributed_c10d, name), times, position)
+                patches.enter_context(patch.object(module, name, count))
+        yield
+
+
+@contextlib.contextmanager
+def simulated(rank: int, size: Size) -> Iterator[Runtime]:
+    """This process as one rank of a world whose other ranks answer as they would."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    homes = [range(r * size.samples // size.world, (r + 1) * size.samples // size.world) for r in range(size.world)]
+    tables = [torch.tensor([[i, n := length(i, size), n // 2] for i in ids]).view(-1, 3) for ids in homes]
+
+    def all_ranks(local: Tensor) -> list[Tensor]:
+        dist.all_gather(list(torch.empty(size.world, *local.shape, dtype=local.dtype)), local)
+        return tables if local.shape[1] == 3 else [table[:, [0, 2]] for table in tables]
+
+    def sent_nothing(output: Tensor, *_given: Any, **_more: Any) -> None:
+        output.zero_()
+
+    def told(value: Any, **_where: Any) -> Any:
+        shared = [value]
+        dist.broadcast_object_list(shared, src=rank)
+        return value
+
+    with contextlib.ExitStack() as patches:
+        for module in ("megatron.placed", "ppo.updates"):
+            patches.enter_context(patch(f"megappo.{module}.all_gather_varying", all_ranks))
+        patches.enter_context(patch.object(dist, "all_to_all_single", sent_nothing))
+        patches.enter_context(patch("megappo.megatron.placed.from_rank", told))
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size.world)
+        try:
+            yield Runtime(rank, size.world, 0, CPU)
+        finally:
+            dist.destroy_process_group()
+
+
+def simulate(config: Config, size: Size) -> list[Spent]:
+    """By the first, a middle and the last rank."""
+    found = []
+    for rank in sorted({0, size.world // 2, size.world - 1}):
+        with simulated(rank, size) as runtime:
+            one_step(config, runtime, size)  # for what is made once
+            found.append(one_step(config, runtime, size))
+    return found
+
+
+def _process(rank: int, config: Config, sizes: list[Size], folder: str) -> None:
+    world = sizes[0].world
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store-{world}", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    found = []
+    for size in (sizes[0], *sizes):
+        found.append(asdict(one_step(config, Runtime(rank, world, 0, CPU), size)))
+        dist.barrier()
+    Path(folder, f"{world}-{rank}.json").write_text(json.dumps(found[1:]))
+    dist.destroy_process_group()
+
+
+def measure(config: Config, world: int, sizes: list[Size]) -> list[list[Spent]]:
+    """By every rank of a world of processes, for each size."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.start_processes(_process, (config, sizes, folder), nprocs=world, start_method="fork")
+        of_ranks = [json.loads(Path(folder, f"{world}-{rank}.json").read_text()) for rank in range(world)]
+    return [[Spent(**found[n]) for found in of_ranks] for n in range(len(sizes))]
+
+
+def settings(path: str, samples: int, directory: str) -> Config:
+    """The configuration with as many updates in a step of so many samples."""
+    config = load_config(path)
+    per_prompt = min(config.rollout.samples_per_prompt, samples)
+    size = config.rollout.batch_sequences
+    minibatches = {name: max(1, samples * r.minibatch_sequences // size) for name, r in config.trained.items()}
+    overrides = [f"{name}.minibatch_sequences={n}" for name, n in minibatches.items()]
+    return load_config(
+        path,
+        [
+            *overrides, f"rollout.prompts_per_step={samples // per_prompt}", f"rollout.samples_per_prompt={per_prompt}",
+            f"run.directory={directory}", "run.name=control-plane", "run.epochs=null", "run.steps=100",
+            "logging={tensorboard: false, console: quiet}",
+        ],
+    )  # fmt: skip
+
+
+def fit(rows: list[tuple[Size, Spent]]) -> dict[str, float]:
+    """CPU seconds as a sum of a constant and of parts per rank of the world, per sample of the step and per sample of a
+    rank: least squares over those of these terms with which none is below 0."""
+    names = ("constant", "per rank", "per sample", "per sample of a rank")
+    terms = torch.tensor([[1.0, s.world, s.samples, s.samples / s.world] for s, _ in rows], dtype=torch.float64)
+    seconds = torch.tensor([[spent.total] for _, spent in rows], dtype=torch.float64)
+    found: dict[float, dict[str, float]] = {}
+    for used in (list(u) for n in range(1, 5) for u in itertools.combinations(range(4), n)):
+        shares = torch.linalg.lstsq(terms[:, used], seconds).solution
+        if bool((shares >= 0).all()):
+            error = float((terms[:, used] @ shares - seconds).norm())
+            found[error] = dict(zip((names[i] for i in used), shares.flatten().tolist(), strict=True))
+    return dict.fromkeys(names, 0.0) | found[min(found)]
+
+
+def busiest(of_ranks: list[Spent]) -> Spent:
+    """The slowest rank's seconds, the most bytes and messages of any."""
+    slowest = max(of_ranks, key=lambda spent: spent.total)
+    most = (max(spent.received_bytes for spent in of_ranks), max(spent.messages for spent in of_ranks))
+    return Spent(slowest.seconds, *most)
+
+
+def planned_seconds(path: str) -> float:
+    """Of a step, on the machine that a plan takes where none is named, with the ranks that the file's head names."""
+    config = load_config(path)
+    words = Path(path).read_text().split("--gpus ", 1)
+    gpus = int(words[1].split()[0]) if len(words) == 2 else 1
+    models = read_models(config, Path(path).parent / "models").models
+    return make_plan(config, models, default_machine(config), gpus).step_seconds
+
+
+def print_rows(rows: list[tuple[Size, Spent]], title: str) -> None:
+    """A table on the terminal."""
+    table = Table(title=title)
+    for column in ("ranks", "samples", *STAGES, "all, s", "MB", "messages"):
+        table.add_column(column, justify="right")
+    for size, spent in rows:
+        parts = (f"{spent.seconds[stage]:.3f}" for stage in STAGES)
+        table.add_row(
+            str(size.world), str(size.samples), *parts, f"{spent.total:.3f}", f"{spent.received_bytes / 1e6:.2f}",
+            str(spent.messages),
+        )  # fmt: skip
+    Console(width=120).print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("config")
+    parser.add_argument("--simulate", action="store_true")
+    parser.add_argument("--worlds", type=int, nargs="+")
+    parser.add_argument("--samples", type=int, nargs="+")
+    parser.add_argument("--tokens", type=int, help="of the longest sample")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here too")
+    arguments = parser.parse_args()
+    simulates = arguments.simulate
+    longest = load_config(arguments.config).max_sequence_tokens if simulates else 256
+    tokens = arguments.tokens or longest
+    all_samples = arguments.samples or ([1024, 8192] if simulates else [512, 2048])
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    rows: list[tuple[Size, Spent]] = []
+    with tempfile.TemporaryDirectory() as directory:
+        for world in arguments.worlds or ([64, 320, 1024] if simulates else [2, 4, 8]):
+            for samples in all_samples:
+                size = Size(world, samples, tokens)
+                config = settings(arguments.config, samples, directory)
+                of_ranks = simulate(config, size) if simulates else measure(config, world, [size])[0]
+                rows.append((size, busiest(of_ranks)))
+    print_rows(rows, f"a step outside its models, samples of up to {tokens} tokens")
+    found, step = fit(rows), planned_seconds(arguments.config)
+    print("CPU seconds: " + " + ".join(f"{seconds:.2e} {name}" for name, seconds in found.items()))
+    share = max(max(spent.seconds.values()) for _, spent in rows) / step
+    print(f"largest stage: {100 * share:.2f}% of the planned step of {step:.0f} seconds")
+    if arguments.json:
+        written = [{**asdict(size), **asdict(spent), "total": spent.total} for size, spent in rows]
+        document = {"versions": versions(), "rows": written, "fit": found, "planned_seconds": step, "share": share}
+        arguments.json.write_text(json.dumps(document, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
