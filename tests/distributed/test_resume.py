@@ -54,13 +54,14 @@ def test_killed_at_every_stage(tmp_path: Path) -> None:
 
 
 def test_killed_with_everything_that_has_a_state(tmp_path: Path) -> None:
-    """bfloat16, distributed optimizers over two replicas, tied embeddings on TP2 x PP2, adaptive KL and penalty."""
+    """bfloat16, tied embeddings on TP2 x uneven PP2, one optimizer over CP2 x DP2, adaptive KL, penalty."""
     model = write_model(tmp_path / "model", "llama", 3, vocab_size=16, tie_word_embeddings=True)
     settings = (
         "run.steps=6", "checkpoint.every_steps=2", f"model.path={model}", "model.init=pretrained",
         "model.tokenizer=configs/models/tiny_arithmetic", "model.dtype=bfloat16", "algorithm.mismatch_stop_nats=5",
-        "actor.layout={tensor_parallel: 2, pipeline_parallel: 2}", "critic.layout={pipeline_parallel: 2}",
-        "critic.optimizer.distributed=true", "reference={}", "algorithm.policy_loss=penalty",
+        "actor.layout={tensor_parallel: 2, pipeline_parallel: 2, pipeline_layers: [3, 1]}",
+        "critic.layout={context_parallel: 2}", "critic.optimizer.distributed=true", "reference={}",
+        "algorithm.policy_loss=penalty",
         "algorithm.kl_in_reward={kind: kl, coef: 0.1, controller: adaptive, target: 0.5, horizon: 100}",
         "actor.optimizer.schedule=cosine", "actor.optimizer.warmup_updates=3",
     )  # fmt: skip

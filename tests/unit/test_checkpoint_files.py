@@ -52,6 +52,13 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path, runtime: Runtime, asyn
     assert kept(tmp_path) == [6]
 
 
+def test_a_minus_keeps_the_lowest(tmp_path: Path, runtime: Runtime) -> None:
+    writer = CheckpointWriter(tmp_path, CheckpointSettings(keep_last=1, keep_best="-reward/mean"), runtime, 60)
+    for step, reward in enumerate((0.5, -3.0, 2.0, 1.0), start=1):
+        writer.save(snapshot(step, reward), wait=True)
+    assert kept(tmp_path) == [4, 2]
+
+
 def test_an_old_one_that_cannot_be_deleted_is_a_warning_and_tried_again(
     tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,8 +135,10 @@ def test_a_finished_one_stays_until_its_successor_is_finished(
     assert {p.name: p.read_bytes() for p in (tmp_path / "step-000001").iterdir()} != before
     # Killed between the two renames:
     (tmp_path / "step-000001").rename(tmp_path / "step-000001.new")
+    (tmp_path / "step-000002.new").mkdir()  # and before the end of another one
     assert select_checkpoint(tmp_path, runtime) is None
     files.put_all_in_place(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000002.new"]
     chosen = select_checkpoint(tmp_path, runtime)
     assert chosen is not None and chosen[1].step == 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -265,3 +266,26 @@ def test_a_broken_index_is_named(tmp_path: Path) -> None:
     (tmp_path / "float8" / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(ValueError, match=r"is no index of safetensors .* fetch or save it again"):
         SafetensorsSource(tmp_path / "float8", read(tmp_path / "float8"))
+
+
+def disk_bytes() -> int:
+    """That this process has had read from a disk."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("read_bytes")))
+
+
+def test_ranks_of_a_node_read_a_file_from_the_disk_once(tmp_path: Path) -> None:
+    """Each maps the file, so that what one has read is there for the others."""
+    folder = write_model(tmp_path / "model", "qwen3", 1, hidden_size=512, intermediate_size=4096)
+    path = folder / "model.safetensors"
+    whole_tensors(folder, torch.float32, 2)  # what is read once in a process comes before
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    before, size = disk_bytes(), path.stat().st_size
+    for _ in range(2):  # two layouts of two ranks each
+        whole_tensors(folder, torch.float32, 2)
+    read_once = disk_bytes() - before
+    if not read_once:
+        pytest.skip(f"{tmp_path} is on no disk")
+    assert 0.9 * size < read_once < 1.1 * size
