@@ -17,6 +17,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="only what is quick; see README.md")
+    parser.addoption("--strength", type=int, default=2, help="of distributed/test_conformance.py: features that meet")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

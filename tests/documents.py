@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from distributed.features import FACTORS
 from rooms import ROOT, rooms_of
 
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
@@ -41,6 +42,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table."""
     lines = [header, ["---"] * len(header), *([cell.replace("|", r"\|") for cell in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def features_table() -> str:
+    """What steps are made of whose features meet in pairs, the plain ones first."""
+    rows = [[factor, "; ".join(level.words for level in levels)] for factor, levels in FACTORS.items()]
+    return table(["", "features"], rows)
 
 
 def commands_table() -> str:
@@ -209,6 +216,7 @@ def tests_table() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "commands": commands_table,
     "configurations": configurations_table,
+    "features": features_table,
     "metrics": metrics_table,
     "picture": rooms_picture,
     "rooms": rooms_table,

@@ -83,7 +83,7 @@ def _layout(place: Place, runtime: Runtime, name: str, family: str, overrides: l
     if runtime.is_main:
         mine = _stepped(json.loads(found.read_text()), out)
         truth, weights = run_oracle(place, folder, reference, given, o, mine)
-        yield from compared(name, load_file(folder / "model.safetensors"), mine, truth, weights, given)
+        yield from compared(name, load_file(folder / "model.safetensors"), mine, truth, weights)
 
 
 def _stepped(found: dict[str, Any], out: Path) -> Stepped:

@@ -150,7 +150,7 @@ def run_oracle(
     head.weight.data.copy_(drawn)
     head.bias.data.zero_()
     critic = ValueModel(trunk, head)
-    todo = [Sample(torch.tensor(s["tokens"], device=place.device), s["response"], s["score"]) for s in given]
+    todo = [Sample(torch.tensor(s["tokens"], device=place.device), s["response"], s["score"], 0.0) for s in given]
     found = ppo_step(actor, ref, critic, todo, o, mine.minibatches["actor"], mine.minibatches["critic"])
     weights = {
         "actor": {name: p.detach().cpu() for name, p in actor.named_parameters()},
@@ -185,7 +185,7 @@ def _against_oracle(place: Place, name: str) -> Iterator[Row]:
         mine = stepped(t, given)
     empty_cache()
     found, weights = run_oracle(place, folder, reference, given, o, mine)
-    yield from compared(f"{name}, float32", shapes, mine, found, weights, given)
+    yield from compared(f"{name}, float32", shapes, mine, found, weights)
 
 
 def compared(
@@ -194,13 +194,12 @@ def compared(
     mine: Stepped,
     found: Mapping[str, Any],
     weights: Mapping[str, Mapping[str, Tensor]],
-    given: list[dict[str, Any]],
 ) -> Iterator[Row]:
     """A step beside the oracle's `found` and `weights`; `shapes` are the weights that both began with."""
     errors = {key: relative(values, torch.cat(found[key]).cpu()) for key, values in mine.samples.items()}
     yield within(f"{what}: scores and advantages", errors, NUMBERS)
     for role in ("actor", "critic"):
-        yield within(f"{what}: {role}'s metrics", metric_errors(role, mine, found, given), NUMBERS)
+        yield within(f"{what}: {role}'s metrics", metric_errors(role, mine, found), NUMBERS)
         start = {n: p for n, p in shapes.items() if n in weights[role]}
         yield _changes(f"{what}: {role}'s weights after 4 updates", start, mine.weights[role], weights[role])
 
@@ -218,11 +217,11 @@ def relative(mine: Tensor, truth: Tensor) -> float:
     return float((mine.detach().double() - truth).norm() / truth.norm().clamp(min=1e-12))
 
 
-def metric_errors(role: str, mine: Stepped, found: Mapping[str, Any], given: list[dict[str, Any]]) -> dict[str, float]:
+def metric_errors(role: str, mine: Stepped, found: Mapping[str, Any]) -> dict[str, float]:
     """Relative errors of what is logged: means over tokens for those of tokens, over updates for the others."""
     updates, errors = found[role], {}
-    tokens = [sum(given[i]["response"] for i in m) for m in mine.minibatches[role]]
-    for metric in updates[0]:
+    tokens = [u["count"] for u in updates]
+    for metric in updates[0].keys() - {"count"}:
         weights = tokens if metric in ("clipfrac", "ppo_kl", "entropy") else [1] * len(updates)
         truth = sum(u[metric] * w for u, w in zip(updates, weights, strict=True)) / sum(weights)
         # A token beside the edge of a clip counts whole.

@@ -6,6 +6,7 @@ global (whitening, loss normalisation, clipping) is computed over everything at 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ class Sample:
     tokens: Tensor
     response: int
     score: float
+    engine: float
+    """Log-probability of every token of the response as the engine gave it."""
 
 
 class ValueModel(nn.Module):
@@ -75,6 +78,10 @@ class Settings:
     weight_decay: float
     adam_eps: float
     policy_loss: str = "clip"
+    importance_cap: float | None = None
+    """Not None: samples are weighted by what the engine's policy differs from the trainer's, so much at most."""
+    reject_above: float = math.inf
+    """Samples whose weight would be above this are left out of the policy's loss."""
 
 
 def _optimizer(model: nn.Module, lr: float, settings: Settings) -> torch.optim.AdamW:
@@ -130,9 +137,25 @@ def ppo_step(
     for minibatch in critic_minibatches:
         measured["critic"].append(_critic_update(critic, optimizer, samples, minibatch, values, returns, settings))
     optimizer = _optimizer(actor, settings.actor_lr, settings)
+    importance = _importance(samples, old, settings)
     for minibatch in actor_minibatches:
-        measured["actor"].append(_actor_update(actor, optimizer, samples, minibatch, old, ref, advantages, settings))
+        kept = [i for i in minibatch if importance[i] is not None]
+        if kept:
+            measured["actor"].append(
+                _actor_update(actor, optimizer, samples, kept, old, ref, advantages, importance, settings)
+            )
     return measured
+
+
+def _importance(samples: list[Sample], old: list[Tensor], settings: Settings) -> list[float | None]:
+    """The weight of each sample's surrogate, None for one that is rejected (Yao et al. 2025, by the whole sample)."""
+    if settings.importance_cap is None:
+        return [1.0] * len(samples)
+    found: list[float | None] = []
+    for s, o in zip(samples, old, strict=True):
+        ratio = math.exp(max(-20.0, min(20.0, float((o - s.engine).sum()))))
+        found.append(None if ratio > settings.reject_above else min(ratio, settings.importance_cap))
+    return found
 
 
 def _critic_update(critic, optimizer, samples, minibatch, values, returns, settings):  # type: ignore[no-untyped-def]
@@ -149,7 +172,7 @@ def _critic_update(critic, optimizer, samples, minibatch, values, returns, setti
     loss.backward()
     norm = nn.utils.clip_grad_norm_(critic.parameters(), settings.clip_grad_norm)
     optimizer.step()
-    return {"loss": loss.item(), "grad_norm": norm.item(), "clipfrac": clipped / count}
+    return {"loss": loss.item(), "grad_norm": norm.item(), "clipfrac": clipped / count, "count": count}
 
 
 def _surrogate(logp: Tensor, old: Tensor, A: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
@@ -167,7 +190,7 @@ def _surrogate(logp: Tensor, old: Tensor, A: Tensor, settings: Settings) -> tupl
     return objective, clipped > plain
 
 
-def _actor_update(actor, optimizer, samples, minibatch, old, ref, advantages, settings):  # type: ignore[no-untyped-def]
+def _actor_update(actor, optimizer, samples, minibatch, old, ref, advantages, importance, settings):  # type: ignore[no-untyped-def]
     weights = _weights([samples[i] for i in minibatch], settings.aggregation)
     optimizer.zero_grad()
     loss, count = torch.zeros(()), 0
@@ -178,7 +201,7 @@ def _actor_update(actor, optimizer, samples, minibatch, old, ref, advantages, se
         objective, is_clipped = _surrogate(logp, old[i], A, settings)
         gap = ref[i] - logp
         k3 = (torch.exp(gap) - gap - 1).clamp(-10, 10)
-        total = objective - settings.entropy_coef * entropy + settings.kl_loss_coef * k3
+        total = importance[i] * objective - settings.entropy_coef * entropy + settings.kl_loss_coef * k3
         loss = loss + weight * total.sum()
         count += samples[i].response
         sums["clipfrac"] += float(is_clipped.sum())
@@ -187,4 +210,4 @@ def _actor_update(actor, optimizer, samples, minibatch, old, ref, advantages, se
     loss.backward()
     norm = nn.utils.clip_grad_norm_(actor.parameters(), settings.clip_grad_norm)
     optimizer.step()
-    return {"loss": loss.item(), "grad_norm": norm.item(), **{k: v / count for k, v in sums.items()}}
+    return {"loss": loss.item(), "grad_norm": norm.item(), "count": count, **{k: v / count for k, v in sums.items()}}

@@ -33,7 +33,7 @@ def rollouts_of_rank(samples: list[dict[str, Any]], rank: int, world: int) -> Ro
     R = int(lengths.max())
     mask = torch.arange(R)[None] < lengths[:, None]
     logprob = torch.full((len(mine), R), float("nan"))
-    logprob[mask] = -1.0
+    logprob[mask] = torch.tensor([s.get("engine", -1.0) for _, s in mine]).repeat_interleave(lengths)
     return Rollouts(
         prompts=tuple(Prompt(i, tuple(s["tokens"][: -s["response"]]), "", None, {}) for i, s in mine),
         sample_ids_B=torch.tensor([i for i, _ in mine]),

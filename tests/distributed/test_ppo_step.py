@@ -1,4 +1,6 @@
-"""One PPO step on every layout against the one-process oracle: every number and every updated weight.
+"""One PPO step on special layouts against the one-process oracle: every number and every updated weight.
+
+How features meet is in test_conformance.py.
 
 Two epochs, minibatches, microbatches, KL in reward and in loss, dual clip, value clip, entropy, weight decay,
 gradient clipping, temperature; padding is NaN.
@@ -25,6 +27,8 @@ from distributed.oracle import Sample, Settings, ValueModel, ppo_step
 from quick import cases
 
 SAMPLES = 12
+ENGINE = -1.0
+"""Log-probability of every token as the engine has it, where nothing else is said of a sample."""
 TOLERANCE = 1e-4
 LOSS_TOLERANCE = 1e-5
 
@@ -54,7 +58,6 @@ TWO_PROCESSES: dict[str, list[str]] = {
     "tp2": ["actor.layout.tensor_parallel=2", "critic.layout.tensor_parallel=2"],
     "pp2": ["actor.layout.pipeline_parallel=2", "critic.layout.pipeline_parallel=2"],
     "dp2": [],
-    "dp2-distributed-optimizer": ["actor.optimizer.distributed=true", "critic.optimizer.distributed=true"],
     "mixed": ["actor.layout.tensor_parallel=2", "critic.layout.pipeline_parallel=2"],
     "apart": ["actor.layout.ranks=1", "critic.layout.first_rank=1"],
     "critic-on-one": ["critic.layout.ranks=1"],
@@ -76,13 +79,6 @@ TWO_PROCESSES: dict[str, list[str]] = {
         "actor.microbatch_budget_tokens=4096",
         "critic.microbatch_budget_tokens=4096",
     ],
-    "dp2-seq-mean": ["algorithm.loss_aggregation=seq-mean-token-mean"],
-    "pp2-recompute": [
-        "actor.layout.pipeline_parallel=2",
-        "critic.layout.tensor_parallel=2",
-        "actor.recompute=full",
-        "critic.recompute=selective",
-    ],
     "pp2-recompute-parts": [
         "actor.layout.pipeline_parallel=2",
         "actor.layout.deallocate_pipeline_outputs=false",
@@ -90,13 +86,6 @@ TWO_PROCESSES: dict[str, list[str]] = {
         *(f"{role}.{x}" for role in ("actor", "critic") for x in PARTS),
     ],
     "cp2": CP2,
-    "cp2-recompute": [*CP2, *(f"{role}.{x}" for role in ("actor", "critic") for x in PARTS)],
-    "cp2-seq-mean": ["actor.layout.context_parallel=2", "algorithm.loss_aggregation=seq-mean-token-mean"],
-    "pp2-listed": [
-        *(f"{role}.layout.pipeline_parallel=2" for role in ("actor", "critic")),
-        "actor.layout.pipeline_layers=[3, 1]",
-        "critic.layout.pipeline_layers=[1, 3]",
-    ],
     "dp2-overlap": [
         "actor.optimizer.overlap_grad_reduce=true",
         "actor.optimizer.distributed=true",
@@ -108,17 +97,6 @@ SP2 = [f"{role}.layout.{x}" for role in ("actor", "critic") for x in ("tensor_pa
 THREE_PROCESSES = {"pp3-uneven": [f"{role}.layout.pipeline_parallel=3" for role in ("actor", "critic")]}
 UNEVEN_CHUNKS = {"vpp2-five": [*TWO_PROCESSES["vpp2"], "critic.layout.pipeline_layers=[1, 1, 2, 1]"]}
 FOUR_PROCESSES = {
-    "tp2-pp2": [
-        "actor.layout.tensor_parallel=2",
-        "actor.layout.pipeline_parallel=2",
-        "critic.layout.tensor_parallel=2",
-        "critic.layout.pipeline_parallel=2",
-    ],
-    "tp2-dp2": ["actor.layout.tensor_parallel=2", "critic.layout.pipeline_parallel=2"],
-    "cp2-tp2": [*CP2, "actor.layout.tensor_parallel=2", "critic.layout.tensor_parallel=2"],
-    "cp2-sp2": [*CP2, *SP2],
-    "cp2-pp2": [*CP2, *TWO_PROCESSES["pp2"]],
-    "cp2-dp2": [*CP2, "actor.optimizer.distributed=true"],
     "cp4": ["actor.layout.context_parallel=4", "critic.layout.tensor_parallel=2"],
     "vpp2-dp2-overlap": [
         *TWO_PROCESSES["vpp2"],
@@ -130,31 +108,21 @@ FOUR_PROCESSES = {
 EP2 = ["actor.layout.expert_parallel=2", "critic.layout.expert_parallel=2"]
 TWO_EXPERTS: dict[str, list[str]] = {
     "ep2-experts": EP2,
-    "ep2-overlap-experts": [
-        *EP2,
-        "actor.optimizer.overlap_grad_reduce=true",
-        "actor.optimizer.distributed=true",
-        "critic.optimizer.overlap_grad_reduce=true",
-        "actor.recompute=selective",
-        "actor.recompute_modules=[core_attn, moe]",
-    ],
-    "ep2-distributed-experts": [*EP2, "actor.optimizer.distributed=true", "critic.optimizer.distributed=true"],
     "sp2-experts": [
         *SP2,
         "critic.layout.expert_parallel=2",
         "critic.recompute=full",
         "actor.optimizer.distributed=true",
     ],
-    "cp2-ep2-experts": [*CP2, *EP2, "critic.optimizer.distributed=true"],
-    "pp2-experts": [*TWO_PROCESSES["vpp2"], "actor.layout.virtual_pipeline_chunks=1"],
 }
 FOUR_EXPERTS: dict[str, list[str]] = {
     "sp2-ep4-experts": [*SP2, "actor.layout.expert_parallel=4", "critic.layout.expert_parallel=2"],
     "cp2-sp2-ep4-experts": [*CP2, *SP2, "actor.layout.expert_parallel=4", "critic.layout.expert_parallel=2"],
     "cp2-dp2-ep4-experts": [*CP2, *EP2, "actor.layout.expert_parallel=4", "actor.optimizer.distributed=true"],
-    "pp2-ep2-experts": [*TWO_PROCESSES["pp2"], *EP2, "actor.optimizer.distributed=true"],
 }
-EIGHT_PROCESSES = {"tp2-pp2-cp2": [*CP2, *FOUR_PROCESSES["tp2-pp2"], "actor.optimizer.distributed=true"]}
+EIGHT_PROCESSES = {
+    "tp2-pp2-cp2": [*CP2, *TWO_PROCESSES["tp2"], *TWO_PROCESSES["pp2"], "actor.optimizer.distributed=true"]
+}
 # Policy losses that are no part of megappo. GSPO clips its near ratios so narrowly that there is something to clip.
 CISPO = ["algorithm.policy_loss=examples.cispo:cispo", f"algorithm.policy_loss_options={{high: {ORACLE.clip_high}}}"]
 GSPO_CLIP = 0.01
@@ -163,11 +131,7 @@ GSPO = [
     f"algorithm.policy_loss_options={{low: {GSPO_CLIP}, high: {GSPO_CLIP}}}",
     "algorithm.loss_aggregation=seq-mean-token-mean",
 ]
-OF_USERS = {
-    f"{name}-{layout}": [*loss, *TWO_PROCESSES[layout]]
-    for name, loss in (("cispo", CISPO), ("gspo", GSPO))
-    for layout in ("tp2", "pp2", "sp2", "dp2", "cp2")
-}
+OF_USERS = {f"{name}-tp2": [*loss, *TWO_PROCESSES["tp2"]] for name, loss in (("cispo", CISPO), ("gspo", GSPO))}
 ONE_PROCESS: dict[str, list[str]] = {"one": [], "one-tied": [], "one-experts": []}
 # The first update of a step: one epoch, and no learning where there are several updates.
 FIRST_UPDATE = {
@@ -291,7 +255,20 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 def oracle(world: World, name: str) -> tuple[dict[str, Any], Any, ValueModel]:
     """The same step in one process, with the minibatches the run drew."""
-    folder = world.folder(name)
+    settings = copy.copy(ORACLE)
+    if "seq-mean" in name or "gspo" in name:
+        settings.aggregation = "seq-mean-token-mean"
+    if name in OF_USERS:
+        settings.policy_loss = name.split("-")[0]
+    if "gspo" in name:
+        settings.clip_low = settings.clip_high = GSPO_CLIP
+    return oracle_step(world.folder(name), world.samples, settings, world.result(name)["minibatches"])
+
+
+def oracle_step(
+    folder: Path, given: list[dict[str, Any]], settings: Settings, minibatches: dict[str, list[list[int]]]
+) -> tuple[dict[str, Any], Any, ValueModel]:
+    """What was measured in the step, and the models behind it."""
     actor, reference, trunk = (
         AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32, experts_implementation="eager")
         for p in (folder, reference_of(folder), folder)
@@ -301,15 +278,7 @@ def oracle(world: World, name: str) -> tuple[dict[str, Any], Any, ValueModel]:
     head.weight.data.copy_(drawn)
     head.bias.data.zero_()
     critic = ValueModel(trunk, head)
-    samples = [Sample(torch.tensor(s["tokens"]), s["response"], s["score"]) for s in world.samples]
-    settings = copy.copy(ORACLE)
-    if "seq-mean" in name or "gspo" in name:
-        settings.aggregation = "seq-mean-token-mean"
-    if name in OF_USERS:
-        settings.policy_loss = name.split("-")[0]
-    if "gspo" in name:
-        settings.clip_low = settings.clip_high = GSPO_CLIP
-    minibatches = world.result(name)["minibatches"]
+    samples = [Sample(torch.tensor(s["tokens"]), s["response"], s["score"], s.get("engine", ENGINE)) for s in given]
     measured = ppo_step(actor, reference, critic, samples, settings, minibatches["actor"], minibatches["critic"])
     return measured, actor, critic
 
@@ -326,19 +295,29 @@ def relative_error(mine: torch.Tensor, truth: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("name", cases(itertools.chain(*WITH_ORACLE.values()), quick=("tp2", "pp2")))
 def test_step_equals_the_oracle(world: World, name: str) -> None:
-    result, out = world.result(name), world.out(name)
-    measured, actor, critic = oracle(world, name)
+    check_step(world.result(name), world.out(name), world.samples, *oracle(world, name))
+
+
+def check_step(
+    result: dict[str, Any],
+    out: Path,
+    given: list[dict[str, Any]],
+    measured: dict[str, Any],
+    actor: Any,
+    critic: ValueModel,
+) -> None:
+    """Every number and every updated weight of a run's step is the oracle's."""
     for key in ("old_logprob", "values", "advantages", "returns"):
-        mine = torch.cat([torch.tensor(result["samples"][str(i)][key]) for i in range(SAMPLES)])
+        mine = torch.cat([torch.tensor(result["samples"][str(i)][key]) for i in range(len(given))])
         close(mine, torch.cat(measured[key]), key)
     for role in ("actor", "critic"):
         updates = measured[role]
-        assert result["metrics"][f"{role}/updates"] == len(updates) == 4
+        assert result["metrics"][f"{role}/updates"] == len(updates) > 0
+        counts = [u.pop("count") for u in updates]
         for metric in updates[0]:
             truth = sum(u[metric] for u in updates) / len(updates)
             if metric in ("clipfrac", "ppo_kl", "entropy"):  # means over tokens, not over updates
-                tokens = [sum(world.samples[i]["response"] for i in m) for m in result["minibatches"][role]]
-                truth = sum(u[metric] * n for u, n in zip(updates, tokens, strict=True)) / sum(tokens)
+                truth = sum(u[metric] * n for u, n in zip(updates, counts, strict=True)) / sum(counts)
             tolerance, least = (LOSS_TOLERANCE, 0.0) if metric == "loss" else (TOLERANCE, 1e-6)
             assert result["metrics"][f"{role}/{metric}"] == pytest.approx(truth, rel=tolerance, abs=least), metric
     trained = load_file(out / "actor.safetensors")
@@ -373,7 +352,7 @@ def test_the_readme_names_cases_that_there_are() -> None:
     text = (ROOT / "megappo/megatron/README.md").read_text()
     table = text.partition("| layout | cases |")[2].partition("\n\n")[0]
     named = set(re.findall(r"`([^`]+)`", table))
-    assert len(named) > 30 and named <= {name for of_size in SCENARIOS.values() for name in of_size}
+    assert len(named) > 15 and named <= {name for of_size in SCENARIOS.values() for name in of_size}
 
 
 def test_the_step_uses_what_it_should(world: World) -> None:

@@ -1,0 +1,105 @@
+"""Steps in which every two features of a PPO step meet, against the one-process oracle.
+
+Which features there are says `features.py`. `--strength 3` runs the steps in which every three of them meet, and so on.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distributed.features import FACTORS, Case, covering, goes_together
+from distributed.harness import ask
+from distributed.test_ppo_step import CISPO, GSPO, GSPO_CLIP, ORACLE, SAMPLES, VOCAB, World, check_step, oracle_step
+
+BUDGET = 40
+"""Tokens of a microbatch; the longest sample has 32."""
+CAP, REJECT, REJECTED = 2.0, 1e8, -50.0
+LOSSES = {"cispo": CISPO, "gspo": GSPO}
+MODELS = {"": "model", "tied": "model-tied", "experts": "model-experts"}
+# (prompt, response) of each sample.
+LENGTHS: dict[str, list[tuple[int, int]]] = {
+    "giant": [(12, 20)] + [(2, 1), (1, 2), (3, 1)] * 3 + [(2, 2), (1, 1)],
+    "single": [(12, 1)] + [(12, 17 + i % 3) for i in range(SAMPLES - 1)],
+    # With CP 2 a sample is cut into quarters: 16 tokens at 4, 8 and 12; of 13 and 15 the last one is short.
+    "edges": [(4, 12), (8, 8), (12, 4), (3, 13), (9, 7), (12, 3), (5, 11), (7, 9), (11, 5), (4, 9), (8, 5), (1, 7)],
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" in metafunc.fixturenames:
+        strength = metafunc.config.getoption("--strength")
+        found = covering(strength, most_ranks=4 if strength == 2 else 8)
+        metafunc.parametrize("case", found, ids=lambda case: case.name)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("conformance"))
+
+
+def samples_of(case: Case, plain: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of the case's kind. Whom the correction rejects are all but three, which are seldom in one minibatch."""
+    kind = case["samples"].name
+    if kind == "rejected":
+        return [{**sample, "engine": -4.0 if i in (0, 5, 7) else REJECTED} for i, sample in enumerate(plain)]
+    if kind not in LENGTHS:
+        return plain
+    g = torch.Generator().manual_seed(8)
+    return [
+        {
+            "tokens": torch.randint(1, VOCAB, (prompt + response,), generator=g).tolist(),
+            "response": response,
+            "score": float(torch.randn((), generator=g)),
+        }
+        for prompt, response in LENGTHS[kind]
+    ]
+
+
+def test_features_that_meet_are_exact(case: Case, world: World, tmp_path: Path) -> None:
+    folder, samples, loss = world.folder(MODELS[case["model"].name]), samples_of(case, world.samples), case["loss"].name
+    told = {
+        "config": str(folder.with_suffix(".yaml")),
+        "overrides": [*case.overrides(), *LOSSES.get(loss, ()), f"run.directory={tmp_path / 'run'}"],
+        "samples": samples,
+        "out": str(tmp_path / "out"),
+    }
+    result = ask("ppo_step_worker.py", case.ranks, told)
+    settings = copy.copy(ORACLE)
+    if loss in ("seq-mean", "gspo"):
+        settings.aggregation = "seq-mean-token-mean"
+    if loss in LOSSES:
+        settings.policy_loss = loss
+    if loss == "gspo":
+        settings.clip_low = settings.clip_high = GSPO_CLIP
+    if case["samples"].name == "rejected":
+        settings.importance_cap, settings.reject_above = CAP, REJECT
+    check_step(result, tmp_path / "out", samples, *oracle_step(folder, samples, settings, result["minibatches"]))
+
+
+def test_the_samples_are_what_they_are_called(world: World) -> None:
+    """A microbatch holds the sample of one token and no other; rejected ones leave a minibatch with few or none."""
+    totals = [prompt + response for prompt, response in LENGTHS["single"]]
+    assert totals[0] + min(totals[1:]) > BUDGET and LENGTHS["single"][0][1] == 1
+    assert all(len(lengths) == SAMPLES for lengths in LENGTHS.values())
+    assert max(map(sum, LENGTHS["giant"])) >= 8 * sorted(map(sum, LENGTHS["giant"]))[-2]
+
+
+def test_every_two_features_meet() -> None:
+    """All that go together at all, and few do not."""
+    cases = covering(2, most_ranks=4)
+    assert len(cases) < 40
+    factors = list(FACTORS)
+    apart = []
+    for i, first in enumerate(factors):
+        for second in factors[i + 1 :]:
+            for a in FACTORS[first]:
+                for b in FACTORS[second]:
+                    if not any(case[first] == a and case[second] == b for case in cases):
+                        apart.append({a.name, b.name})
+    assert apart == [{"experts", "tp2"}]
+    assert not goes_together(covering(2, most_ranks=4)[1], most_ranks=1)
