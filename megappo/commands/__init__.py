@@ -45,7 +45,7 @@ COMMANDS = {
     ),
     "serve": Command("run one SGLang server for trainers elsewhere, and keep it running", takes_overrides=True),
     "eval": Command("score a model on data.validation", on_ranks=True, takes_overrides=True),
-    "export": Command("write a checkpoint of a run as a Hugging Face folder"),
+    "export": Command("write a checkpoint of a run as a Hugging Face folder, or for Megatron-LM"),
     "report": Command("show how a metric of a run went"),
 }
 """By name, which is also the name of its module in this package."""

@@ -1,4 +1,4 @@
-"""`megappo export`: a checkpoint of a run as a Hugging Face folder."""
+"""`megappo export`: a checkpoint of a run as a Hugging Face folder or as one of Megatron-LM's."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from torch import Tensor
 from megappo.checkpoint.identity import model_of
 from megappo.checkpoint.select import find_checkpoint
 from megappo.checkpoint.source import CheckpointSource
+from megappo.checkpoint.torch_dist.writer import write_torch_dist
+from megappo.config import Config
 from megappo.config.model_files import load_architecture, load_tokenizer, resolve_stop_token_ids
+from megappo.families.architecture import ArchitectureConfig
 from megappo.megatron.build import DTYPES
 from megappo.reshard.value_heads import EXPORTED
 from megappo.reshard.writer import write_critic, write_policy
 
 ROLES = ("actor", "critic")
+FORMATS = ("huggingface", "torch_dist")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,17 +35,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--step", metavar="N", default="latest", help="step of the checkpoint, best or latest (default: %(default)s)"
     )
+    parser.add_argument(
+        "--format", choices=FORMATS, default=FORMATS[0], help="torch_dist: for Megatron-LM (default: %(default)s)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Export, and print what the user should know."""
-    for sentence in export_run(arguments.run_dir, arguments.out, arguments.role, arguments.step):
+    for sentence in export_run(arguments.run_dir, arguments.out, arguments.role, arguments.step, arguments.format):
         print(sentence)
 
 
-def export_run(run_dir: str, out: str, role: str = "actor", step: str = "latest") -> list[str]:
-    """`megappo export RUN_DIR OUT`: actor or critic of a checkpoint as a Hugging Face folder, by one process without
-    GPUs, whether the run has finished or not. Returns what to tell the user.
+def export_run(run_dir: str, out: str, role: str = "actor", step: str = "latest", form: str = FORMATS[0]) -> list[str]:
+    """`megappo export RUN_DIR OUT`: actor or critic of a checkpoint in one of FORMATS, by one process without GPUs,
+    whether the run has finished or not. Returns what to tell the user.
 
     `step` is a number, `best` or `latest`. Raises ValueError where there is no such checkpoint or role, where the
     model's config.json is another one by now, and where OUT holds something. What fails leaves nothing in OUT.
@@ -55,17 +62,26 @@ def export_run(run_dir: str, out: str, role: str = "actor", step: str = "latest"
     config, model = model_of(marker, role)
     arch = load_architecture(model, config.model)
     source = CheckpointSource(folder, role, arch)
-    dtype, tokenizer = DTYPES[config.model.dtype], load_tokenizer(config.model)
     with ExitStack() as undo:
         undo.callback(_take_back, target, keep=target.exists())
-        if role == "critic":
-            write_critic(target, arch, _critic_tensors(source, dtype), tokenizer)
+        if form == "torch_dist":
+            write_torch_dist(target, arch, source, DTYPES[config.model.dtype], role=role, step=marker.step)
         else:
-            tensors = ((name, tensor.to(dtype)) for name, tensor in source.tensors())
-            stops = resolve_stop_token_ids(model, tokenizer, config.rollout.stop_token_ids)
-            write_policy(target, arch, tensors, tokenizer, started_from=model, stop_token_ids=stops)
+            _write_huggingface(target, arch, source, config, model, role)
         undo.pop_all()
     return [*sentences, f"the {role} after step {marker.step} is in {target}"]
+
+
+def _write_huggingface(
+    target: Path, arch: ArchitectureConfig, source: CheckpointSource, config: Config, model: Path, role: str
+) -> None:
+    dtype, tokenizer = DTYPES[config.model.dtype], load_tokenizer(config.model)
+    if role == "critic":
+        write_critic(target, arch, _critic_tensors(source, dtype), tokenizer)
+        return
+    tensors = ((name, tensor.to(dtype)) for name, tensor in source.tensors())
+    stops = resolve_stop_token_ids(model, tokenizer, config.rollout.stop_token_ids)
+    write_policy(target, arch, tensors, tokenizer, started_from=model, stop_token_ids=stops)
 
 
 def _take_back(folder: Path, *, keep: bool) -> None:

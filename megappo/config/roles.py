@@ -146,8 +146,9 @@ class TrainedRoleSettings(Settings):
     microbatch_budget_tokens: PositiveInt = 8192
     """Most tokens in one packed microbatch, over all ranks that share it out; not below the longest possible sample."""
     start_from: PathText | None = None
-    """Weights to begin a new run with: another run's (`RUN`, `RUN@STEP`, `RUN@best`) or a Hugging Face folder's;
-    default: those of the role's model. A run that continues does not read them again."""
+    """Weights to begin a new run with: another run's (`RUN`, `RUN@STEP`, `RUN@best`), a Hugging Face folder's, or those
+    of a `torch_dist` checkpoint of Megatron-LM (`FOLDER`, `FOLDER@ITERATION`); default: those of the role's model. A
+    run that continues does not read them again."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation: of parts of each layer (`selective`) or of whole layers (`full`)."""
     recompute_modules: RecomputeModules = ("core_attn",)

@@ -94,6 +94,10 @@ class Family:
             del c.quantization_config
         return ArchitectureConfig(family=self.model_type, hf_config=c, declaration=self, **fields)
 
+    def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
+        """Fields of Megatron's TransformerConfig that its blocks ask for."""
+        return {name: value for block in self.blocks for name, value in block.megatron(arch).items()}
+
     def per_token(
         self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool, without: Sequence[str] = ()
     ) -> PerToken:

@@ -182,7 +182,7 @@ def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildO
         recompute = {"recompute_granularity": "selective", "recompute_modules": list(options.recompute_modules)}
     if not options.has_engine_layers:
         rotate_packed_by(rotate)
-    settings = {name: value for block in arch.declaration.blocks for name, value in block.megatron(arch).items()}
+    settings = arch.declaration.megatron(arch)
     pre_softmax = settings.pop("moe_router_pre_softmax", False)
     config = TransformerConfig(
         num_layers=arch.layers,

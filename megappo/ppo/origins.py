@@ -1,4 +1,4 @@
-"""Where a run's models begin: with the weights of another run or of a Hugging Face folder (`start_from`).
+"""Where a run's models begin: with weights of another run, of a Hugging Face folder or of Megatron-LM (`start_from`).
 
 What a path names is recognised by what lies there. Another kind joins with `register_origin`.
 """
@@ -13,6 +13,8 @@ from typing import Any
 from megappo.checkpoint.identity import architecture_fields, model_of
 from megappo.checkpoint.select import find_checkpoint
 from megappo.checkpoint.source import CheckpointSource
+from megappo.checkpoint.torch_dist.folder import find_iteration, is_megatron
+from megappo.checkpoint.torch_dist.source import TorchDistSource
 from megappo.config.model_files import read_architecture
 from megappo.families import FAMILIES
 from megappo.families.architecture import ArchitectureConfig
@@ -117,6 +119,11 @@ def _open_folder(path: Path, wanted: Wanted) -> Origin:
     return Origin(source, f"the {wanted.role} begins with {path}")
 
 
+def _open_megatron(path: Path, wanted: Wanted) -> Origin:
+    folder = find_iteration(path, wanted.step)
+    return Origin(TorchDistSource(folder, wanted.role, wanted.arch), f"the {wanted.role} begins with {folder}")
+
+
 def _read(folder: Path, wanted: Wanted) -> ArchitectureConfig:
     """Without code from the folder, which may be somebody else's."""
     return read_architecture(folder, {**FAMILIES, wanted.arch.family: wanted.arch.declaration}, key="the model")
@@ -145,4 +152,8 @@ register_origin(
 )
 register_origin(
     "folder", OriginKind("a Hugging Face folder", lambda path: (path / "config.json").is_file(), _open_folder)
+)
+register_origin(
+    "megatron",
+    OriginKind("a torch_dist checkpoint of Megatron-LM (FOLDER or FOLDER@ITERATION)", is_megatron, _open_megatron),
 )

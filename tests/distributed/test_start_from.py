@@ -27,8 +27,8 @@ STILL = ("actor.optimizer.learning_rate=1e-30", "critic.optimizer.learning_rate=
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one pass over 20 prompts in two steps, whose critic has a trained head and does not learn: `first`.
 
-    Then `second` starts from its actor and critic on other layouts and learns nothing, is continued after `first` is
-    gone (a copy is in `kept`), and others are refused.
+    Then `second` starts from its actor, and from its critic in Megatron-LM's format, on other layouts and learns
+    nothing, is continued after `first` is gone (a copy is in `kept`), and others are refused.
     """
     root = tmp_path_factory.mktemp("world")
     model = write_model(root / "model", "qwen3", 3, vocab_size=17, tie_word_embeddings=True)
@@ -41,15 +41,22 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     first, second = root / "first", root / "second"
     epochs = ("run.epochs=1", "data.train.limit=20", "checkpoint.keep_best=reward/mean")
-    start = ("run.steps=1", f"actor.start_from={first}@1", f"critic.start_from={first}", "run.export_final_model=false")
+    megatron = root / "megatron"
+    start = (
+        "run.steps=1",
+        f"actor.start_from={first}@1",
+        f"critic.start_from={megatron}",
+        "run.export_final_model=false",
+    )
     layouts = ("actor.layout={pipeline_parallel: 2}", "critic.layout={tensor_parallel: 2}")
 
     def refused(*overrides: str) -> dict[str, Any]:
         return train(root / "refused", *base, "run.steps=1", *overrides, expect="2")
 
-    output = attempts(
+    output = attempts(root, train(first, *base, *epochs, STILL[1]))
+    export_run(str(first), str(megatron), "critic", form="torch_dist")
+    output += attempts(
         root,
-        train(first, *base, *epochs, STILL[1]),
         train(second, *base, *start, *layouts, *STILL),
         refused(f"actor.start_from={first}@7"),
         refused(f"actor.start_from={other}"),
@@ -57,6 +64,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         refused("critic.value_head_std=0.1"),
     )
     shutil.move(first, root / "kept")
+    shutil.rmtree(megatron)
     output += attempts(root, train(second, *base, *start, *layouts, *STILL, "run.steps=2"))
     (root / "output").write_text(output)
     return root
@@ -142,6 +150,7 @@ def test_a_run_starts_from_the_models_of_another(world: Path, tmp_path: Path) ->
         assert all(torch.equal(before[name], after[name]) for name in before | after)
     said = (world / "output").read_text()
     assert "the actor begins with that of" in said
+    assert f"the critic begins with {world / 'megatron/release'}" in said
     assert "continuing after step 1 from" in said
     assert not (world / "first").exists()
 

@@ -24,7 +24,9 @@ from megappo.checkpoint.files import Marker, read_marker, write_marker
 from megappo.checkpoint.identity import architecture_digest, architecture_fields
 from megappo.checkpoint.randomness import random_states
 from megappo.checkpoint.source import CheckpointSource
+from megappo.checkpoint.torch_dist.source import TorchDistSource
 from megappo.checkpoint.writer import CheckpointWriter, Snapshot
+from megappo.cli import main
 from megappo.commands.export import export_run
 from megappo.config import load_config
 from megappo.config.model_files import read_architecture
@@ -107,6 +109,20 @@ def test_a_run_starts_from_weights_that_mean_the_same(world: Path) -> None:
         open_origin(run, "actor", changed_arch(world / "model", rope_parameters=LLAMA3))
     with pytest.raises(ValueError, match=r"it differs in norm_eps, rope_parameters from"):
         open_origin(run, "actor", changed_arch(world / "model", rms_norm_eps=1e-2))
+
+
+def test_a_checkpoint_is_exported_for_megatron(world: Path, tmp_path: Path) -> None:
+    """And what another run begins with there is what the checkpoint holds, on any layout."""
+    out = tmp_path / "out"
+    assert main(["export", str(world / "run"), str(out), "--format", "torch_dist"]) == 0
+    arch = read_architecture(world / "model")
+    found, given = open_origin(str(out), "actor", arch).source, SafetensorsSource(world / "model", arch)
+    assert isinstance(found, TorchDistSource)
+    for parameter in model_parameters(arch):
+        like = torch.empty(shard_shape(arch, parameter, 2, VOCAB + 1))
+        for rank in range(2):
+            of = (arch, parameter, like, rank, 2, VOCAB + 1)
+            assert torch.equal(read_shard(found, *of), read_shard(given, *of)), parameter.megatron
 
 
 def test_a_larger_vocabulary_is_no_padding(world: Path) -> None:

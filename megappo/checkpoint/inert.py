@@ -1,0 +1,78 @@
+"""Reads pickles without trusting them: names that are listed become inert records, every other name is an error.
+
+A pickle can run any program when pickle reads it. Here nothing that it names is imported or called.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import IO, Any
+
+import torch
+
+# What a pickle that is not what it claims to be makes Python raise.
+PICKLE_ERRORS = (pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError, TypeError, ValueError,
+                 OverflowError, MemoryError, RecursionError)  # fmt: skip
+
+
+class UnlistedNameError(Exception):
+    """A pickle names what is not on the list; the message is the name."""
+
+
+class PickledRecord:
+    """What a pickle says of an object, and nothing more: the arguments of its constructor and its state."""
+
+    arguments: tuple[Any, ...] = ()
+    state: Any = None
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+Names = Mapping[tuple[str, str], type]
+
+
+def inert_names(listed: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], type]:
+    """A record's type for each name in each module."""
+    return {
+        (module, name): type(name, (PickledRecord,), {"__module__": __name__})
+        for module, names in listed.items()
+        for name in names
+    }
+
+
+class InertUnpickler(pickle.Unpickler):
+    """Makes records of what is listed, and data types of torch. Raises UnlistedNameError for another name."""
+
+    def __init__(self, file: IO[bytes], names: Names) -> None:
+        super().__init__(file)
+        self._names = names
+
+    def find_class(self, module: str, name: str) -> Any:
+        """See `pickle`."""
+        found: Any = self._names.get((module, name))
+        if found is None and module == "torch":
+            found = vars(torch).get(name)
+            found = found if isinstance(found, torch.dtype) else None
+        if found is None:
+            raise UnlistedNameError(f"{module}.{name}")
+        return found
+
+
+def record(value: Any, name: str) -> PickledRecord:
+    """Raises ValueError where a value is no record of that name."""
+    if type(value).__name__ != name or not isinstance(value, PickledRecord):
+        raise ValueError(f"{type(value).__name__} instead of {name}")
+    return value
+
+
+def state_of(value: Any, name: str) -> Mapping[str, Any]:
+    """The fields of a recorded object of that name. Raises ValueError where it is something else."""
+    state = record(value, name).state
+    if not isinstance(state, dict):
+        raise ValueError(f"{name} without fields")
+    return state
