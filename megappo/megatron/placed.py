@@ -7,7 +7,7 @@ rank holds no more than (1 + epochs) / replicas of the batch, and the plan of ea
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +18,7 @@ from megappo.megatron.roles import Role, TrainedRole, Update
 from megappo.megatron.schedule import PlacedSample, Task
 from megappo.runtime.exchange import Routes, all_gather_varying, exchange, make_routes
 from megappo.runtime.objects import from_rank
-from megappo.types import Samples
+from megappo.types import RoutingShape, Samples
 
 
 @dataclass(frozen=True)
@@ -131,11 +131,14 @@ def place(role: Role, samples: Samples, minibatches: Iterable[Collection[int]] =
     there = make_routes(manifest.homes, destinations)
     outgoing = dict(zip(samples.sample_ids_B.tolist(), samples.sequences, strict=True))
     found = exchange(outgoing, there, manifest.tokens, dtype=torch.int64, device=role.runtime.device)
+    routing = _send_routing(role, samples, manifest, destinations)
     answering = {i: placement.grid.output_rank(replica) for i, replica in plans[0].replica_of().items()}
     return PlacedBatch(
         role=role,
         samples=samples,
-        here={i: PlacedSample(i, tokens_T, manifest.responses[i]) for i, tokens_T in found.items()},
+        here={
+            i: PlacedSample(i, tokens_T, manifest.responses[i], routing=routing.get(i)) for i, tokens_T in found.items()
+        },
         minibatches=minibatches,
         forward_plan=plans[0],
         update_plans=tuple(plans[1:]),
@@ -143,6 +146,33 @@ def place(role: Role, samples: Samples, minibatches: Iterable[Collection[int]] =
         there=there,
         back=make_routes(answering, {i: (home,) for i, home in manifest.homes.items()}),
     )
+
+
+def _send_routing(
+    role: Role, samples: Samples, manifest: Manifest, destinations: Mapping[int, Sequence[int]]
+) -> dict[int, Tensor]:
+    """The routing of each sample that this rank processes, in the layers that are here, where the role replays it."""
+    if samples.routing is None or not role.options.replays_routing:
+        return {}
+    shape, grid, layers = RoutingShape.of(role.arch), role.placement.grid, role.placement.stage_layers
+    assert shape is not None
+    stage_of = {rank: grid.stage_of(rank) for rank in grid.ranks}
+    # What goes to a stage has an id of its own: sample x stages + stage.
+    homes = {i * grid.pp + stage: home for i, home in manifest.homes.items() for stage in range(grid.pp)}
+    to_stages = {i: [rank for rank in destinations[i // grid.pp] if stage_of[rank] == i % grid.pp] for i in homes}
+    outgoing = {
+        i * grid.pp + stage: routing_TLK[:, layers[stage]].contiguous().view(torch.uint8)
+        for i, routing_TLK in zip(samples.sample_ids_B.tolist(), samples.routing, strict=True)
+        for stage in range(grid.pp)
+    }
+    of_token = [len(of_stage) * shape.experts_per_token * shape.dtype.itemsize for of_stage in layers]
+    sizes = {i: (manifest.tokens[i // grid.pp] - 1) * of_token[i % grid.pp] for i in homes}
+    routes = make_routes(homes, to_stages)
+    found = exchange(outgoing, routes, sizes, dtype=torch.uint8, device=role.runtime.device)
+    return {
+        i // grid.pp: flat.view(shape.dtype).view(-1, len(layers[i % grid.pp]), shape.experts_per_token)
+        for i, flat in found.items()
+    }
 
 
 def _announce(samples: Samples, device: torch.device) -> Manifest:

@@ -20,11 +20,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from distributed.harness import ROOT, ask
-from distributed.models import VOCAB, stored_parameters, write_model
-from distributed.oracle import Sample, Settings, ValueModel, ppo_step
+from distributed.models import EXPERTS, VOCAB, stored_parameters, write_model
+from distributed.oracle import Sample, Settings, ValueModel, changed_routing, ppo_step
 from quick import cases
 
-SAMPLES = 12
+SAMPLES, LAYERS = 12, 4
+NO_EXPERT = 255
 TOLERANCE = 1e-4
 LOSS_TOLERANCE = 1e-5
 
@@ -126,11 +127,12 @@ FOUR_PROCESSES = {
         *(f"{r}.optimizer.{x}=true" for r in ("actor", "critic") for x in ("distributed", "overlap_grad_reduce")),
     ],
 }
-# Models with experts. Ranks may hold them within a tensor parallel group, across context ranks or data replicas.
+# Models with experts. Ranks may hold them within a tensor parallel group, across context ranks or data replicas. With
+# "replay" samples say which experts the actor has to take, others than its routers would.
 EP2 = ["actor.layout.expert_parallel=2", "critic.layout.expert_parallel=2"]
 TWO_EXPERTS: dict[str, list[str]] = {
     "ep2-experts": EP2,
-    "ep2-overlap-experts": [
+    "ep2-overlap-replay-experts": [
         *EP2,
         "actor.optimizer.overlap_grad_reduce=true",
         "actor.optimizer.distributed=true",
@@ -146,11 +148,17 @@ TWO_EXPERTS: dict[str, list[str]] = {
         "actor.optimizer.distributed=true",
     ],
     "cp2-ep2-experts": [*CP2, *EP2, "critic.optimizer.distributed=true"],
-    "pp2-experts": [*TWO_PROCESSES["vpp2"], "actor.layout.virtual_pipeline_chunks=1"],
+    "pp2-replay-experts": [
+        *TWO_PROCESSES["vpp2"],
+        "actor.layout.virtual_pipeline_chunks=1",
+        "actor.recompute=selective",
+        "actor.recompute_modules=[core_attn, moe]",
+    ],
+    "vpp2-replay-experts": [*TWO_PROCESSES["vpp2"], "actor.recompute=full"],
 }
 FOUR_EXPERTS: dict[str, list[str]] = {
     "sp2-ep4-experts": [*SP2, "actor.layout.expert_parallel=4", "critic.layout.expert_parallel=2"],
-    "cp2-sp2-ep4-experts": [*CP2, *SP2, "actor.layout.expert_parallel=4", "critic.layout.expert_parallel=2"],
+    "cp2-sp2-ep4-replay-experts": [*CP2, *SP2, "actor.layout.expert_parallel=4", "critic.layout.expert_parallel=2"],
     "cp2-dp2-ep4-experts": [*CP2, *EP2, "actor.layout.expert_parallel=4", "actor.optimizer.distributed=true"],
     "pp2-ep2-experts": [*TWO_PROCESSES["pp2"], *EP2, "actor.optimizer.distributed=true"],
 }
@@ -237,6 +245,28 @@ def random_samples() -> list[dict[str, Any]]:
     return samples
 
 
+def with_routing(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same samples with experts at random for each token in each layer, but for those that nobody says: of every
+    seventh token in one layer, whose experts are no expert's numbers, and of another in all, whose are the same."""
+    g = torch.Generator().manual_seed(9)
+    found = []
+    for sample in samples:
+        tokens = len(sample["tokens"]) - 1
+        routing = torch.rand(tokens, LAYERS, EXPERTS["num_experts"], generator=g).topk(EXPERTS["num_experts_per_tok"])
+        chosen = routing.indices
+        chosen[::7, 1], chosen[3::7] = NO_EXPERT, 5
+        found.append({**sample, "routing": chosen.tolist()})
+    return found
+
+
+def told(sample: dict[str, Any]) -> torch.Tensor | None:
+    """The routing of a sample as the oracle wants it."""
+    if "routing" not in sample:
+        return None
+    routing = torch.tensor(sample["routing"])
+    return torch.where(routing[..., :1] == routing[..., 1:], -1, routing)
+
+
 class World:
     """Models, configurations, and scenarios that run when the first test asks for them."""
 
@@ -269,11 +299,15 @@ class World:
             case = {
                 "config": str(self.folder(scenario).with_suffix(".yaml")),
                 "overrides": [*overrides, f"run.directory={self.root / scenario / 'run'}"],
-                "samples": spoiled if scenario in NON_FINITE else self.samples,
+                "samples": spoiled if scenario in NON_FINITE else self.samples_of(scenario),
                 "out": str(self.out(scenario)),
             }
             self._results[scenario] = ask("ppo_step_worker.py", processes, case)
         return self._results[scenario]
+
+    def samples_of(self, scenario: str) -> list[dict[str, Any]]:
+        """What the step is made of."""
+        return with_routing(self.samples) if "replay" in scenario else self.samples
 
     def out(self, scenario: str) -> Path:
         """The weights after the step: actor.safetensors and critic.safetensors."""
@@ -301,7 +335,7 @@ def oracle(world: World, name: str) -> tuple[dict[str, Any], Any, ValueModel]:
     head.weight.data.copy_(drawn)
     head.bias.data.zero_()
     critic = ValueModel(trunk, head)
-    samples = [Sample(torch.tensor(s["tokens"]), s["response"], s["score"]) for s in world.samples]
+    samples = [Sample(torch.tensor(s["tokens"]), s["response"], s["score"], told(s)) for s in world.samples_of(name)]
     settings = copy.copy(ORACLE)
     if "seq-mean" in name or "gspo" in name:
         settings.aggregation = "seq-mean-token-mean"
@@ -310,8 +344,9 @@ def oracle(world: World, name: str) -> tuple[dict[str, Any], Any, ValueModel]:
     if "gspo" in name:
         settings.clip_low = settings.clip_high = GSPO_CLIP
     minibatches = world.result(name)["minibatches"]
+    changed = changed_routing(actor, samples) if "replay" in name else None
     measured = ppo_step(actor, reference, critic, samples, settings, minibatches["actor"], minibatches["critic"])
-    return measured, actor, critic
+    return {**measured, "changed": changed}, actor, critic
 
 
 def close(mine: torch.Tensor, truth: torch.Tensor, what: str) -> None:
@@ -341,6 +376,9 @@ def test_step_equals_the_oracle(world: World, name: str) -> None:
                 truth = sum(u[metric] * n for u, n in zip(updates, tokens, strict=True)) / sum(tokens)
             tolerance, least = (LOSS_TOLERANCE, 0.0) if metric == "loss" else (TOLERANCE, 1e-6)
             assert result["metrics"][f"{role}/{metric}"] == pytest.approx(truth, rel=tolerance, abs=least), metric
+    if measured["changed"] is not None:
+        assert measured["changed"] > 0.5
+        assert result["metrics"]["mismatch/router_changed"] == pytest.approx(measured["changed"], rel=1e-9)
     trained = load_file(out / "actor.safetensors")
     for parameter_name, parameter in stored_parameters(actor):
         close(trained[parameter_name], parameter.detach(), parameter_name)
