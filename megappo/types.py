@@ -8,11 +8,13 @@ distribution that was sampled from, temperature included. Padded positions may h
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from megappo.families.architecture import ArchitectureConfig, expert_number_bytes
 
 CHAT_MESSAGES = "chat_messages"
 """Metadata key of the messages a prompt was rendered from, for reward models with a template of their own."""
@@ -45,6 +47,31 @@ class Prompts:
 
 
 @dataclass(frozen=True)
+class RoutingShape:
+    """Sizes of the routing of a sample of T tokens, (T - 1, L, K): the numbers of each token's experts in each layer.
+    No engine computes the last token, so that it has none."""
+
+    layers: int
+    experts_per_token: int
+    experts: int
+
+    @classmethod
+    def of(cls, arch: ArchitectureConfig) -> RoutingShape | None:
+        """None for a model without experts."""
+        return cls(arch.layers, arch.experts_per_token, arch.experts) if arch.experts else None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The smallest in which there is a number that is no expert's."""
+        return {1: torch.uint8, 2: torch.int16}[expert_number_bytes(self.experts)]
+
+    def unknown(self, tokens: int, layers: int | None = None) -> Tensor:
+        """Routing of tokens for which the trainer's routers choose: all numbers are no expert's."""
+        shape = (tokens, self.layers if layers is None else layers, self.experts_per_token)
+        return torch.full(shape, torch.iinfo(self.dtype).max, dtype=self.dtype)
+
+
+@dataclass(frozen=True)
 class Samples:
     """This rank's samples as a model reads them; it may have none."""
 
@@ -54,6 +81,9 @@ class Samples:
     """B tensors (T,) of token ids: the prompt, then the response as sampled, never re-tokenised."""
     response_lengths_B: Tensor
     """int64, >= 1, the stop token included."""
+    routing: tuple[Tensor, ...] | None = field(default=None, kw_only=True)
+    """B tensors (T - 1, L, K), see `RoutingShape`: the experts that the engine sent tokens to; None on all ranks: the
+    trainer's routers choose."""
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,9 @@ class AlgorithmSettings(Settings):
     """Recompute with the trainer, take the engine's, or recompute and weight for the gap."""
     correction: CorrectionSettings = CorrectionSettings()
     """Settings of `old_logprob: corrected`."""
+    router_replay: bool | None = None
+    """In the actor's scoring and updates, send each token to the experts that the engine sent it to; default: where the
+    model has experts and the engine says which."""
     mismatch_warn_nats: PositiveFloat = 0.05
     """Mean |engine - trainer| logprob per token from which a warning is printed."""
     mismatch_stop_nats: PositiveFloat = 1.0
@@ -119,6 +122,10 @@ class AlgorithmSettings(Settings):
     """After a non-finite loss or gradient, whose update is never applied: end the run, or go on."""
     jumps: JumpSettings = JumpSettings()
     """Updates that are written to jumps.jsonl with the samples they were made of."""
+
+    def replays_routing(self, experts: int) -> bool:
+        """Whether the actor, which has so many experts, goes by the engine's routing where it gets one."""
+        return experts > 0 and self.router_replay is not False
 
     @field_validator("estimator", "policy_loss")
     @classmethod

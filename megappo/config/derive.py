@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from megappo.config import rules
+from megappo.config import expert_rules, rules
 from megappo.config.engine import ENGINES
 from megappo.config.grid import Grid
 from megappo.config.model_files import load_architectures
@@ -149,6 +149,7 @@ def _problems(
     yield from rules.length_rules(config, different)
     yield from rules.engine_rules(config)
     yield from rules.server_rules(config, roles[0].shape)
+    yield from expert_rules.replay_rules(config, roles[0].shape)
     for role in roles:
         if placed[role.name]:
             continue

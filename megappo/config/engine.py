@@ -28,6 +28,9 @@ class SGLangSettings(Settings):
     """Servers to start; default: colocated on GPUs as many as the ranks hold, else 1."""
     tensor_parallel: Ranks = 1
     """Ranks of each server (TP)."""
+    expert_parallel: Ranks = 1
+    """Shares of each layer's experts (SGLang's EP). As many ranks of a server hold each share, and between them the
+    matrices of its experts; divides `tensor_parallel`."""
     urls: Urls = ()
     """Servers that run already, such as http://10.0.0.5:30000, instead of own ones (disaggregated). Their key, if they
     want one, is read from the environment variable MEGAPPO_SGLANG_API_KEY."""

@@ -59,7 +59,7 @@ class Grid:
 
     def stage_ranks(self, stage: int) -> list[int]:
         """All ranks of a pipeline stage, in the order in which experts are spread over them."""
-        return [rank for d in range(self.dp) for rank in self._stage_of_replica(d, stage)]
+        return [rank for d in range(self.dp) for rank in self.stage_of_replica(d, stage)]
 
     def expert_place(self, replica: int, context_rank: int, tensor_rank: int) -> tuple[int, int]:
         """(expert replica, expert rank) of a place in its stage."""
@@ -84,7 +84,7 @@ class Grid:
     @property
     def tensor_context_groups(self) -> list[list[int]]:
         """Ranks of a stage that process a microbatch together."""
-        return [self._stage_of_replica(d, p) for d in range(self.dp) for p in range(self.pp)]
+        return [self.stage_of_replica(d, p) for d in range(self.dp) for p in range(self.pp)]
 
     @property
     def pipeline_groups(self) -> list[list[int]]:
@@ -146,5 +146,6 @@ class Grid:
         place = self.place(rank)
         return place[0] if place is not None else None
 
-    def _stage_of_replica(self, replica: int, stage: int) -> list[int]:
+    def stage_of_replica(self, replica: int, stage: int) -> list[int]:
+        """Ranks of a stage that process a replica's microbatches together."""
         return [self.rank(replica, stage, t, c) for c in range(self.cp) for t in range(self.tp)]

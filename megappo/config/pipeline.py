@@ -6,6 +6,8 @@ number c p + s. Without interleaving a stage is one chunk.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from functools import lru_cache
 
 from megappo.config.roles import ActorSettings, CriticSettings
@@ -41,6 +43,13 @@ def even_layers(layers: int, chunks: int) -> tuple[int, ...]:
     """Equally many in each."""
     assert layers % chunks == 0, f"{layers} layers, {chunks} chunks"
     return (layers // chunks,) * chunks
+
+
+def stage_layers(chunk_layers: Sequence[int], stages: int) -> tuple[tuple[int, ...], ...]:
+    """Numbers of the layers of each stage, chunk by chunk; `chunk_layers`: how many each chunk has."""
+    ends = list(itertools.accumulate(chunk_layers))
+    of_chunks = [range(end - count, end) for end, count in zip(ends, chunk_layers, strict=True)]
+    return tuple(tuple(n for chunk in of_chunks[stage::stages] for n in chunk) for stage in range(stages))
 
 
 @lru_cache(maxsize=256)

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megappo.algo.estimators import NAMES, Estimator, builtin
+from megappo.config import expert_rules
 from megappo.config.engine import ENGINES
 from megappo.config.roles import ActorSettings, CriticSettings, LayoutSettings
 from megappo.config.schema import Config
 from megappo.errors import divisors, either, nearest_numbers, nearest_word
 from megappo.families.architecture import ModelShape, padded_vocab_size
 from megappo.observe.metric_docs import METRICS
-
-_SGLANG_EXPERT_PARALLEL = {"ep", "ep-size", "expert-parallel-size", "moe-a2a-backend", "enable-eplb"}
 
 
 @dataclass(frozen=True)
@@ -211,7 +210,7 @@ def parallel_rules(role: RoleSpec, model_name: str) -> Iterator[str]:
         )
     elif isinstance(layout.pipeline_layers, tuple):
         yield from _layer_list_rules(role, layout.pipeline_layers, model_name)
-    yield from _expert_rules(role, model_name)
+    yield from expert_rules.layout_rules(role, model_name)
     yield from _recompute_rules(role, model_name)
 
 
@@ -242,25 +241,6 @@ def _recompute_rules(role: RoleSpec, model_name: str) -> Iterator[str]:
         yield (
             f"{role.name}.recompute_modules has {absent}, which layers of the {model_name} model do not have; "
             f"write {present}"
-        )
-
-
-def _expert_rules(role: RoleSpec, model_name: str) -> Iterator[str]:
-    """Ranks share out experts evenly, and each routes tokens of its own."""
-    layout, experts, key = role.layout, role.shape.experts, f"{role.name}.layout"
-    ep = layout.expert_parallel
-    if ep > 1 and not experts:
-        yield f"{key}.expert_parallel {ep}, but the {model_name} model has no experts; set it to 1"
-    elif experts % ep:
-        nearest = nearest_numbers(ep, divisors(experts))
-        yield (
-            f"{key}.expert_parallel {ep} does not divide the {experts} experts of the {model_name} model; "
-            f"the nearest is {nearest}"
-        )
-    if experts and layout.tensor_parallel > 1 and not layout.sequence_parallel:
-        yield (
-            f"{key}.tensor_parallel {layout.tensor_parallel} of the {model_name} model with experts needs "
-            "sequence_parallel, by which each rank routes tokens of its own; set sequence_parallel to true"
         )
 
 
@@ -370,18 +350,15 @@ def server_rules(config: Config, shape: ModelShape) -> Iterator[str]:
             "samples the long ones anew, which makes them shorter; set when_stopped to drop, or deterministic to true"
         )
     tp = rollout.servers.tensor_parallel
-    sizes = {"heads": shape.heads, "FFN hidden size": shape.ffn_hidden_size}
+    sizes = {"heads": shape.heads}
+    sizes |= {} if shape.experts else {"FFN hidden size": shape.ffn_hidden_size}
     unfit = [f"{size} ({name})" for name, size in sizes.items() if size % tp]
     if shape.kv_heads % tp and tp % shape.kv_heads:
         unfit.append(f"{shape.kv_heads} (KV heads)")
     if unfit:
         nearest = nearest_numbers(tp, valid_tensor_parallel(shape))
         yield f"rollout.sglang.tensor_parallel {tp} does not divide {either(unfit)}; the nearest is {nearest}"
-    for name in _SGLANG_EXPERT_PARALLEL & set(rollout.servers.arguments) if shape.experts else ():
-        yield (
-            f"rollout.sglang.arguments has {name}, but weights go to engines whose ranks share out the matrix of each "
-            "expert; remove it, rollout.sglang.tensor_parallel is how many ranks do"
-        )
+    yield from expert_rules.server_rules(rollout.servers, shape)
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

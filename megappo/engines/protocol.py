@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from torch import Tensor
 
 if TYPE_CHECKING:
     from megappo.config import Config
     from megappo.reshard.stream import WeightStream
     from megappo.runtime.interrupts import Stop
     from megappo.runtime.process import Runtime
+    from megappo.types import RoutingShape
 
 
 class PendingCompletions(Protocol):
@@ -30,6 +33,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...]
     greedy: bool = False
     """Take the most likely token; log-probabilities are still those of the scaled distribution."""
+    routing: RoutingShape | None = None
+    """Not None: say which experts each token was sent to, in these sizes. Only a `RoutingEngine` is asked."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,8 @@ class Completion:
     truncated: bool
     """The length limit ended it, not a stop token."""
     weight_version: int
+    routing: Tensor | None = field(default=None, compare=False)
+    """(T - 1, L, K) in the host's memory, of prompt and response, where it was asked for; see `RoutingShape`."""
 
 
 class Engine(Protocol):
@@ -118,6 +125,14 @@ class EngineFactory(Protocol):
         Raises ValueError for what a user can fix.
         """
         ...
+
+
+@runtime_checkable
+class RoutingEngine(Protocol):
+    """An engine of a model with experts that says which of them computed each token."""
+
+    returns_routing: bool
+    """Whether it does, where `SamplingParams.routing` asks for it."""
 
 
 @runtime_checkable

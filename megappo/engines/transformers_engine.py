@@ -1,11 +1,15 @@
 """The embedded engine: transformers' `generate` in the trainer's own process, on every rank.
 
-Shape legend: B sequences of a batch, V vocabulary, S new tokens.
+Shape legend: B sequences of a batch, T tokens of the longest, V vocabulary, S new tokens; L layers, K experts for each
+token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,7 @@ from megappo.families.parameters import model_parameters
 from megappo.observe.progress import PROGRESS, SAMPLES
 from megappo.runtime.interrupts import NeverStop, Stop
 from megappo.runtime.process import Runtime
+from megappo.types import RoutingShape
 
 
 class _AskedToStop(Exception):
@@ -84,6 +89,45 @@ def _destinations(model: Any, arch: ArchitectureConfig) -> dict[str, Tensor]:
     return found | {name: held[name] for name in held.keys() - {parameter.packed for parameter in packed}}
 
 
+@contextmanager
+def _noted_experts(model: Any, arch: ArchitectureConfig, shape: RoutingShape | None) -> Iterator[list[list[Tensor]]]:
+    """What the routers of each layer choose meanwhile, call by call: (tokens, K). Nothing where nobody asks."""
+    noted: list[list[Tensor]] = []
+    hooks = []
+    for parameter in model_parameters(arch, experts=()) if shape is not None else ():
+        if parameter.megatron.endswith(".router.weight"):
+            noted.append([])
+            router = model.get_submodule(parameter.hf[0].removesuffix(".weight"))
+            hooks.append(router.register_forward_hook(partial(_note, noted[-1])))
+    try:
+        yield noted
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _note(noted: list[Tensor], _router: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+    """What transformers' routers give: logits, weights, experts."""
+    noted.append(output[2])
+
+
+def _with_routing(
+    requests: Sequence[GenerateRequest],
+    completions: Sequence[Completion],
+    noted: list[list[Tensor]],
+    dtype: torch.dtype,
+) -> list[Completion]:
+    """The prompts went through the model in one call, padded on the left, then one new token after the other. The last
+    one is not computed any more."""
+    of_layers = [torch.cat([x.unflatten(0, (len(requests), -1)) for x in calls], dim=1) for calls in noted]
+    routing_BTLK = torch.stack(of_layers, dim=2).to("cpu", dtype)
+    longest, found = max(len(r.token_ids) for r in requests), []
+    for request, answer, routing_TLK in zip(requests, completions, routing_BTLK, strict=True):
+        first, computed = longest - len(request.token_ids), len(request.token_ids) + len(answer.token_ids) - 1
+        found.append(replace(answer, routing=routing_TLK[first : first + computed].clone()))
+    return found
+
+
 class TransformersEngine:
     """An `Engine` on transformers. Weights come from the stream only."""
 
@@ -109,6 +153,7 @@ class TransformersEngine:
         self._stop: Stop = stop if stop is not None else NeverStop()
         self.version = 0
         self._complete = False
+        self.returns_routing = arch.experts > 0
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See `Engine.update_weights`; tied output weights need not arrive."""
@@ -166,21 +211,25 @@ class TransformersEngine:
             ids[row, longest - len(request.token_ids) :] = torch.tensor(request.token_ids)
             attention[row, longest - len(request.token_ids) :] = 1
         sampler = _Sampler(requests, params, self._device, self.on_tokens, self._stop)
-        self._model.generate(
-            input_ids=ids.to(self._device),
-            attention_mask=attention.to(self._device),
-            logits_processor=LogitsProcessorList([sampler]),
-            do_sample=False,
-            max_new_tokens=params.max_new_tokens,
-            eos_token_id=list(params.stop_token_ids) or None,
-            pad_token_id=0,
-        )
+        with _noted_experts(self._model, self._arch, params.routing) as noted:
+            self._model.generate(
+                input_ids=ids.to(self._device),
+                attention_mask=attention.to(self._device),
+                logits_processor=LogitsProcessorList([sampler]),
+                do_sample=False,
+                max_new_tokens=params.max_new_tokens,
+                eos_token_id=list(params.stop_token_ids) or None,
+                pad_token_id=0,
+            )
         tokens_BS = torch.stack(sampler.tokens, dim=1).cpu()
         logprobs_BS = torch.stack(sampler.logprobs, dim=1).cpu()
-        return [
+        completions = [
             self._cut(tokens, logprobs, params)
             for tokens, logprobs in zip(tokens_BS.tolist(), logprobs_BS.tolist(), strict=True)
         ]
+        if params.routing is None:
+            return completions
+        return _with_routing(requests, completions, noted, params.routing.dtype)
 
     def _cut(self, tokens: list[int], logprobs: list[float], params: SamplingParams) -> Completion:
         """End a response after its first stop token; what the batch went on with is not part of it."""

@@ -74,6 +74,11 @@ class ArchitectureConfig(ModelShape):
         return self.sliding_window is not None
 
 
+def expert_number_bytes(experts: int) -> int:
+    """Bytes in which there is a number for each expert, and one for none."""
+    return 1 if experts < 256 else 2
+
+
 def padded_vocab_size(vocab_size: int, tp: int, multiple: int) -> int:
     """The vocabulary rounded up to `multiple`, or to a multiple of the tensor parallel size where that is 1."""
     step = multiple if multiple > 1 else tp

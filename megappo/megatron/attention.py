@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -22,6 +22,9 @@ from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention
 
 from megappo.megatron.context import WHOLE, ContextShard, gather_keys_values
+
+if TYPE_CHECKING:
+    from megappo.megatron.router import MicrobatchRouting
 
 # A rectangle of S x L is one call of SDPA instead of S; it pays off while it is not mostly padding.
 _MOST_PADDING = 2.0
@@ -45,6 +48,8 @@ class PackedSegments(PackedSeqParams):
     """This rank's chunks of the segments, under context parallelism."""
     key_rows: Tensor | None = None
     """Of chunks: see `ContextShard.key_rows`."""
+    routing: MicrobatchRouting | None = None
+    """For layers with experts."""
 
 
 def segment_tensors(lengths: Sequence[int], shard: ContextShard = WHOLE) -> dict[str, Tensor]:

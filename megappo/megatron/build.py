@@ -29,6 +29,7 @@ from megappo.megatron.experts import use_grouped_experts
 from megappo.megatron.heads import LogprobHead, ValueHead
 from megappo.megatron.layout import Layout
 from megappo.megatron.rotary import PackedRotary, rotate
+from megappo.megatron.router import RouterChoice
 from megappo.megatron.routing import TokenDispatcher
 from megappo.megatron.stages import StageLayers
 from megappo.megatron.swiglu import SwiGLU, is_swiglu, mlp_submodules
@@ -54,6 +55,8 @@ class BuildOptions:
     seed: int = 0
     value_head_std: float | None = None
     """Not None: a critic, its value head drawn with this standard deviation."""
+    replays_routing: bool = False
+    """Routers take the experts that a sample comes with, in place of their own choice."""
     accelerations: Accelerations = field(default_factory=Accelerations)
 
     @property
@@ -275,6 +278,9 @@ def build_model(arch: ArchitectureConfig, layout: Layout, options: BuildOptions,
     chunks = [_build_chunk(arch, layout, options, config, chunk) for chunk in range(layout.vpp)]
     model = RoleModel(arch, layout, options, config, chunks)
     model.check_names()
+    if arch.experts:
+        for number, layer in enumerate(layer for chunk in chunks for layer in chunk.decoder.layers):
+            RouterChoice(layer, number, layout.tensor_rank)
     with torch.no_grad():
         for held in model.parameters_here():
             _mark_partition(held.entry, held.parameter, layout)

@@ -20,7 +20,7 @@ from megappo.megatron.roles import Role, TrainedRole, Update
 from megappo.megatron.schedule import PlacedSample, Task
 from megappo.runtime.exchange import Routes, all_gather_varying, exchange, make_routes
 from megappo.runtime.objects import from_rank
-from megappo.types import Samples
+from megappo.types import RoutingShape, Samples
 
 
 @dataclass(frozen=True)
@@ -144,14 +144,19 @@ def place(role: Role, announced: Announced, minibatches: Iterable[Collection[int
         for minibatch in (tokens, *minibatches)
     ]
     samples, rank = announced.samples, role.runtime.rank
-    there = make_routes(announced.homes, _replicas(plans), ranks_of=grid.replica_ranks, own=grid.replica_of(rank))
+    replicas = _replicas(plans)
+    there = make_routes(announced.homes, replicas, ranks_of=grid.replica_ranks, own=grid.replica_of(rank))
     outgoing = dict(zip(samples.sample_ids_B.tolist(), samples.sequences, strict=True))
     found = exchange(outgoing, there, tokens, dtype=torch.int64, device=role.runtime.device)
+    routing = _send_routing(role, announced, replicas)
     answering = {i: grid.output_rank(replica) for i, replica in plans[0].replica_of().items()}
     return PlacedBatch(
         role=role,
         announced=announced,
-        here={i: PlacedSample(i, tokens_T, announced.responses[i]) for i, tokens_T in found.items()},
+        here={
+            i: PlacedSample(i, tokens_T, announced.responses[i], routing=routing.get(i))
+            for i, tokens_T in found.items()
+        },
         minibatches=minibatches,
         forward_plan=plans[0],
         update_plans=tuple(plans[1:]),
@@ -168,3 +173,36 @@ def _replicas(plans: Iterable[MicrobatchPlan]) -> dict[int, list[int]]:
             for sample_id in (i for microbatch in microbatches for i in microbatch.sample_ids):
                 found[sample_id].add(replica)
     return {sample_id: sorted(replicas) for sample_id, replicas in found.items()}
+
+
+def _send_routing(role: Role, announced: Announced, replicas: Mapping[int, Collection[int]]) -> dict[int, Tensor]:
+    """The routing of each sample that this rank processes, in the layers that are here, where the role replays it."""
+    samples, grid, layers = announced.samples, role.placement.grid, role.placement.stage_layers
+    if samples.routing is None or not role.options.replays_routing:
+        return {}
+    shape, place = RoutingShape.of(role.arch), grid.place(role.runtime.rank)
+    assert shape is not None
+    # What goes to a stage has an id of its own: sample x stages + stage; so have the stages of the replicas.
+    stages = range(grid.pp)
+    homes = {i * grid.pp + stage: home for i, home in announced.homes.items() for stage in stages}
+    to_stages = {
+        i * grid.pp + stage: [r * grid.pp + stage for r in replicas[i]] for i in announced.homes for stage in stages
+    }
+    outgoing = {
+        i * grid.pp + stage: routing_TLK[:, layers[stage]].contiguous().view(torch.uint8)
+        for i, routing_TLK in zip(samples.sample_ids_B.tolist(), samples.routing, strict=True)
+        for stage in stages
+    }
+    of_token = [len(of_stage) * shape.experts_per_token * shape.dtype.itemsize for of_stage in layers]
+    sizes = {i: (announced.tokens[i // grid.pp] - 1) * of_token[i % grid.pp] for i in homes}
+    routes = make_routes(
+        homes,
+        to_stages,
+        ranks_of=lambda group: grid.stage_of_replica(*divmod(group, grid.pp)),
+        own=None if place is None else place[0] * grid.pp + place[1],
+    )
+    found = exchange(outgoing, routes, sizes, dtype=torch.uint8, device=role.runtime.device)
+    return {
+        i // grid.pp: flat.view(shape.dtype).view(-1, len(layers[i % grid.pp]), shape.experts_per_token)
+        for i, flat in found.items()
+    }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from megappo.megatron.context import whole_output
 from megappo.megatron.layout import Layout, Outside
 from megappo.megatron.optimization import RoleOptimizer
 from megappo.megatron.packing import MicrobatchPlan
+from megappo.megatron.router import FURTHER, summed_reports
 from megappo.megatron.schedule import PackedBatch, PlacedSample, Task, pack_samples, run_schedule
 from megappo.runtime.objects import of_all_ranks
 from megappo.runtime.process import Runtime
@@ -39,6 +40,8 @@ class Placement:
     """A replica's microbatches are a multiple of this: the pipeline size where it is interleaved, else 1."""
     cost: SampleCost
     """By which samples are spread over replicas and microbatches."""
+    stage_layers: tuple[tuple[int, ...], ...] = ()
+    """Numbers of the layers of each pipeline stage, in the order of its chunks."""
 
 
 class Role(ABC):
@@ -55,6 +58,11 @@ class Role(ABC):
     @abstractmethod
     def run_forward(self, plan: MicrobatchPlan, samples: Mapping[int, PlacedSample]) -> dict[int, Tensor]:
         """The output (R,) float32 at the response tokens of each sample, on the ranks that hand out results."""
+
+    def routing_report(self) -> Tensor:
+        """(layers, experts + 2) int64 of the last forward pass, in the host's memory: what routers say of this rank's
+        tokens, see `RouterChoice`, with 0 for layers that are elsewhere."""
+        return torch.zeros(self.arch.layers, self.arch.experts + FURTHER, dtype=torch.int64)
 
     @abstractmethod
     def parameters(self) -> list[nn.Parameter]:
@@ -106,6 +114,7 @@ class LocalRole(Role):
         super().__init__(placement, model.arch, model.options, runtime)
         self.model = model
         self._chunks: Sequence[Any] = model.chunks
+        self._report: Tensor | None = None
 
     @property
     def layout(self) -> Layout:
@@ -125,6 +134,7 @@ class LocalRole(Role):
         batches = self._packed(plan, samples)
         with self.runtime.megatron():
             outputs = run_schedule(self._chunks, self.layout, batches, _Forward(), train=False)
+        self._report = summed_reports(batch.segments.routing for batch in batches)
         if self.layout.grid.cp > 1 and self.layout.reports_losses:
             outputs = [
                 whole_output(output_N, batch.own_N, sum(batch.response_lengths), self.layout.groups.cp)
@@ -139,12 +149,24 @@ class LocalRole(Role):
             for sample_id, piece_R in zip(batch.sample_ids, output_W.split(batch.response_lengths), strict=True)
         }
 
+    def routing_report(self) -> Tensor:
+        report = super().routing_report()
+        if self._report is not None:
+            report[list(self.placement.stage_layers[self.layout.stage])] = self._report.cpu()
+        return report
+
     def _packed(self, plan: MicrobatchPlan, samples: Mapping[int, PlacedSample]) -> list[PackedBatch]:
         """The microbatches that the plan has for this rank's replica."""
-        device, shard, multiple = self.runtime.device, self.layout.shard, self.layout.token_multiple
+        if not self.options.replays_routing and any(sample.routing is not None for sample in samples.values()):
+            samples = {i: replace(sample, routing=None) for i, sample in samples.items()}
         return [
             pack_samples(
-                [samples[i] for i in m.sample_ids], device, shard=shard, multiple_of=multiple, is_filler=m.is_filler
+                [samples[i] for i in m.sample_ids],
+                self.runtime.device,
+                shard=self.layout.shard,
+                multiple_of=self.layout.token_multiple,
+                is_filler=m.is_filler,
+                has_experts=self.arch.experts > 0,
             )
             for m in plan.replicas[self.layout.replica]
         ]

@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 from megappo.megatron.attention import PackedSegments, packed_segments, segment_tensors
 from megappo.megatron.context import WHOLE, ContextShard
 from megappo.megatron.layout import Layout
+from megappo.megatron.router import MicrobatchRouting, routing_tensors
 from megappo.runtime.transfer import to_device
 
 
@@ -34,6 +35,8 @@ class PlacedSample:
     response_tokens: int
     fields: Mapping[str, Tensor] = field(default_factory=dict)
     """(R,) float32 each: what an update needs per response token."""
+    routing: Tensor | None = None
+    """(T - 1, L, K): the experts that the engine sent each token to, in this rank's layers; None: routers choose."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +67,12 @@ def pack_samples(
     shard: ContextShard = WHOLE,
     multiple_of: int = 1,
     is_filler: bool = False,
+    has_experts: bool = False,
 ) -> PackedBatch:
     """Pack samples, which have the same fields, and keep the tokens of a shard; the host waits for no device.
 
     What is shared out is padded behind each sample's end, where nothing sees it. A shard is filled up to a multiple of
-    so many tokens by a segment of its own, which nothing reads.
+    so many tokens by a segment of its own, which nothing reads. Routers of a model that `has_experts` are told of it.
     """
     responses = [s.response_tokens for s in samples]
     padded = [shard.padded(len(s.tokens_T)) for s in samples]
@@ -83,13 +87,19 @@ def pack_samples(
     rows_N, own_N = shard.find(predicting_W, padded)
     fields = {name: torch.cat([s.fields[name] for s in samples]) for name in samples[0].fields}
     found = {"rows": rows_N, "labels": labels_W[own_N], "sequences": sequences_W[own_N], "own": own_N}
-    found |= {"tokens": torch.cat(tokens)[shard.places(padded)], **segment_tensors(padded, shard)}
+    places_l = shard.places(padded)
+    found |= {"tokens": torch.cat(tokens)[places_l], **segment_tensors(padded, shard)}
+    if has_experts:
+        routings = [s.routing for s in samples if s.routing is not None]
+        found |= routing_tensors([len(s.tokens_T) for s in samples], padded, places_l, routings, counts=not is_filler)
     there = to_device(found | {f"field {name}": values_W for name, values_W in fields.items()}, device)
+    segments = packed_segments(padded, there, shard)
+    segments.routing = MicrobatchRouting.of(there) if has_experts else None
     return PackedBatch(
         sample_ids=tuple(s.sample_id for s in samples),
         response_lengths=tuple(responses),
         tokens_1l=there["tokens"].unsqueeze(0),
-        segments=packed_segments(padded, there, shard),
+        segments=segments,
         rows_N=there["rows"],
         labels_N=there["labels"],
         sequences_N=there["sequences"],

@@ -22,6 +22,19 @@ def _of_updates(role: str, declared: Mapping[str, Metric]) -> dict[str, MetricDo
     return {f"{role}/{name}": MetricDoc(*metric[1:]) for name, metric in declared.items() if metric.kind != "spread"}
 
 
+def _of_experts(role: str) -> dict[str, MetricDoc]:
+    return {
+        f"{role}/experts_max_load": MetricDoc(
+            "1",
+            "Tokens of the busiest expert by those of the mean one, in the layer where that is most.",
+            "steady",
+        ),
+        f"{role}/experts_unused": MetricDoc(
+            "fraction", "Experts of all layers to which no token of the step was sent.", "near 0"
+        ),
+    }
+
+
 METRICS: dict[str, MetricDoc] = {
     "reward/mean": MetricDoc("score", "Mean score of the step's responses, KL not subtracted.", "rises"),
     "reward/std": MetricDoc("score", "Spread of the scores.", "above 0; at 0 there is nothing to learn from"),
@@ -41,6 +54,7 @@ METRICS: dict[str, MetricDoc] = {
     "critic/learning_rate": MetricDoc("1", "Learning rate of the step's last critic update.", "as scheduled"),
     "critic/updates": MetricDoc("updates", "Critic updates applied in the step.", "epochs x minibatches"),
     "critic/skipped_updates": MetricDoc("updates", "Critic updates refused as not finite.", "0"),
+    **_of_experts("critic"),
     **_of_updates("actor", POLICY_METRICS),
     "actor/grad_norm": MetricDoc("1", "Mean L2 norm of the actor's gradient before clipping.", "steady; no jumps"),
     "actor/learning_rate": MetricDoc("1", "Learning rate of the step's last actor update.", "as scheduled"),
@@ -48,6 +62,7 @@ METRICS: dict[str, MetricDoc] = {
         "updates", "Actor updates applied in the step.", "epochs x minibatches, less after `algorithm.target_kl`"
     ),
     "actor/skipped_updates": MetricDoc("updates", "Actor updates refused as not finite.", "0"),
+    **_of_experts("actor"),
     "actor/penalty_coef": MetricDoc("1", "Weight of KL(old || new) with `policy_loss: penalty`.", "settles"),
     "kl/mean": MetricDoc(
         "nats per token",
@@ -78,6 +93,16 @@ METRICS: dict[str, MetricDoc] = {
     "mismatch/k3": MetricDoc("nats per token", "KL(engine || trainer), the k3 estimate.", "below 0.001"),
     "mismatch/truncated": MetricDoc(
         "fraction", "Tokens whose trainer / engine ratio is above `algorithm.correction.cap`.", "below 0.01"
+    ),
+    "mismatch/router_changed": MetricDoc(
+        "fraction",
+        "Of tokens, in each layer, whose experts are the engine's: those that the actor's router would send to others.",
+        "below 0.01 in float32, 0.1 in bfloat16",
+    ),
+    "mismatch/router_replayed": MetricDoc(
+        "fraction",
+        "Tokens, in each layer, whose experts are the engine's (`algorithm.router_replay`).",
+        "all but one token of each sample",
     ),
     "correction/weight_mean": MetricDoc("1", "Mean importance weight for the engine's gap.", "near 1"),
     "correction/truncated": MetricDoc("fraction", "Tokens with a weight at `algorithm.correction.cap`.", "below 0.01"),

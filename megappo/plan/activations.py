@@ -121,7 +121,13 @@ def kept_bytes(role: RoleSetup, stage: int, work: Workload) -> float:
     if stage == role.grid.pp - 1:
         rows = role.grid.tp if role.sequence_parallel else 1
         kept += _norm_input(role.arch.hidden_size, role.dtype_bytes, work.on_cuda) * tokens / rows
-    return kept
+    return kept + routing_bytes(role, stage, work)
+
+
+def routing_bytes(role: RoleSetup, stage: int, work: Workload) -> float:
+    """The routing that is replayed in a minibatch, of all microbatches at once, in the layers of a stage."""
+    tokens = role.replica_sequences * role.grid.padded(work.sequence_tokens) / role.grid.cp
+    return role.routing_bytes * role.stage_layers[stage] * tokens
 
 
 def head_bytes(role: RoleSetup, stage: int, work: Workload, *, train: bool) -> float:

@@ -106,10 +106,16 @@ def step_costs(setup: Setup, machine: Machine) -> tuple[StageCost, ...]:
 
 
 def forward_cost(roles: Sequence[RoleSetup], work: Workload, machine: Machine) -> StageCost:
-    """Forward passes over all samples, one role after the other."""
+    """Forward passes over all samples, one role after the other. Samples are sent before, which takes time for their
+    routing only: to a replica what it has in this pass, and in each epoch, where those are others."""
     spent = _StageWork(machine, roles[0].dtype_bytes)
     for role in roles:
-        _pipeline(spent, role.in_forward_pass(work.batch_sequences), work, train=False, times=1)
+        untrained = role.in_forward_pass(work.batch_sequences)
+        _pipeline(spent, untrained, work, train=False, times=1)
+        epochs = role.updates_per_step * role.minibatch_sequences / work.batch_sequences if role.grid.dp > 1 else 0
+        of_layer = role.routing_bytes * untrained.replica_sequences * work.sequence_tokens
+        inside = machine.same_node(0, work.world_size - 1)
+        spent.send((1 + epochs) * max(role.stage_layers) * of_layer if work.world_size > 1 else 0, inside_node=inside)
     return spent.cost("forward")
 
 

@@ -13,7 +13,7 @@ from megappo.config.grid import Grid
 from megappo.config.pipeline import chunk_layers, even_layers
 from megappo.config.roles import ActorSettings, CriticSettings
 from megappo.config.rules import RoleSpec
-from megappo.families.architecture import ArchitectureConfig
+from megappo.families.architecture import ArchitectureConfig, expert_number_bytes
 from megappo.families.parameters import EMBEDDING, OUTPUT_LAYER, expert_parameters, model_parameters, shard_shape
 from megappo.plan.servers import Servers, find_servers
 from megappo.plan.sizes import largest_of_layer
@@ -62,6 +62,8 @@ class RoleSetup:
     """Updated weights are gathered beside the next update's first forward pass."""
     chunk_layers: tuple[int, ...] | None = None
     """Layers of each chunk of the pipeline in the order in which a token passes them; None: equally many."""
+    routing_bytes: int = 0
+    """Of a token in a layer, where the engine's routing is replayed."""
 
     @property
     def is_critic(self) -> bool:
@@ -241,13 +243,18 @@ def trained_role(
         updates_per_step=numbers.updates_per_step,
         padded_vocab=numbers.padded_vocab_size,
         dtype_bytes=_BYTES[config.model.dtype],
+        routing_bytes=_routing_bytes(arch) if name == "actor" and config.algorithm.replays_routing(arch.experts) else 0,
     )
+
+
+def _routing_bytes(arch: ArchitectureConfig) -> int:
+    return arch.experts_per_token * expert_number_bytes(arch.experts)
 
 
 def reference_role(config: Config, actor: RoleSetup, models: Models, settings: RoleSettings | None = None) -> RoleSetup:
     """The reference on the actor's layout, with the actor's own settings or these."""
     layers = chunk_layers(config, "actor", settings or config.actor, models.reference)
-    untrained = replace(actor, trained=False, recompute="none", updates_per_step=0)
+    untrained = replace(actor, trained=False, recompute="none", updates_per_step=0, routing_bytes=0)
     return replace(untrained, name="reference", arch=models.reference, chunk_layers=layers)
 
 

@@ -7,10 +7,18 @@ from functools import lru_cache
 
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.parameters import expert_parameters
-from megappo.plan.activations import head_bytes, kept_bytes, transient_bytes
+from megappo.plan.activations import head_bytes, kept_bytes, routing_bytes, transient_bytes
 from megappo.plan.inputs import RoleSetup, Setup, Workload
 from megappo.plan.machines import ASSUMED
-from megappo.plan.servers import Servers, cache_tokens, running_sequences, server_weights, server_workspace, token_bytes
+from megappo.plan.servers import (
+    Servers,
+    cache_tokens,
+    noted_bytes,
+    running_sequences,
+    server_weights,
+    server_workspace,
+    token_bytes,
+)
 from megappo.plan.sizes import largest_tensor, model_sizes
 
 
@@ -108,6 +116,7 @@ def role_memory(role: RoleSetup, stage: int, work: Workload) -> RoleMemory:
     count = role.parameters(stage)
     untrained = role.in_forward_pass(work.batch_sequences)
     forward = head_bytes(untrained, stage, work, train=False) + transient_bytes(untrained, stage, work, train=False)
+    forward += routing_bytes(untrained, stage, work)
     weights = float(count * role.dtype_bytes)
     if not role.trained:
         return RoleMemory(role.name, stage, count, weights, 0, 0, 0, 0, 0, 0, forward)
@@ -156,6 +165,8 @@ def server_memory(arch: ArchitectureConfig, servers: Servers, work: Workload) ->
     e, tp = work.engine_dtype_bytes, servers.tensor_parallel
     weights = e * server_weights(arch, tp)
     cache = cache_tokens(arch, servers, e) * token_bytes(arch, tp, e)
+    if not work.on_cuda:  # which the host holds
+        cache += cache_tokens(arch, servers, e) * noted_bytes(arch, servers)
     mean = work.prompt_tokens + work.response_tokens / 2
     wanted = -(-work.batch_sequences // servers.count)
     running = running_sequences(arch, servers, e, wanted=wanted, mean_tokens=mean)

@@ -6,7 +6,8 @@ A rank of a server with tensor parallelism t holds, with e bytes per element:
                 their heads
     keys,       2 e layers max(heads / t, 1) head_dim per token, heads those of keys and values, for as many tokens
     values      as fit into memory_fraction of the device beside the weights, or max_total_tokens
-    workspace   a chunk of 8192 prompt tokens through its widest layer, or float32 logits of the running sequences
+    workspace   a chunk of 8192 prompt tokens through its widest layer, or float32 logits of the running sequences;
+                4 bytes for each of the chunk's experts in each layer, where routing is replayed
 
 What is reserved for keys and values is taken when a server starts, whatever it is asked.
 """
@@ -44,6 +45,8 @@ class Servers:
     """Computes a response from its prompt and seed alone, which costs speed on GPUs."""
     most_sequences: int
     """Most sequences that all ranks together keep at one server."""
+    notes_experts: bool = False
+    """Says which experts computed a token, of a model that has some."""
 
     @property
     def ranks(self) -> int:
@@ -72,6 +75,7 @@ def find_servers(config: Config, world_size: int, *, on_cuda: bool, device_bytes
         max_total_tokens=settings.held_tokens(on_cuda=on_cuda),
         deterministic=config.rollout.servers_are_deterministic(on_cuda=on_cuda),
         most_sequences=settings.max_inflight_sequences * world_size,
+        notes_experts=config.algorithm.router_replay is not False,
     )
 
 
@@ -110,4 +114,11 @@ def server_workspace(arch: ArchitectureConfig, servers: Servers, element_bytes: 
     prefill = (
         element_bytes * _PREFILL_TOKENS * (3 * arch.ffn_hidden_size / servers.tensor_parallel + 4 * arch.hidden_size)
     )
-    return max(prefill, 4.0 * 2 * sequences * arch.vocab_size)
+    noted = _PREFILL_TOKENS * noted_bytes(arch, servers)
+    return max(prefill, 4.0 * 2 * sequences * arch.vocab_size) + noted
+
+
+def noted_bytes(arch: ArchitectureConfig, servers: Servers) -> float:
+    """What a rank of a server notes of a token's experts while it computes them, and then in the host's memory as long
+    as the token's keys and values are there."""
+    return 4.0 * arch.layers * arch.experts_per_token if servers.notes_experts else 0.0

@@ -50,7 +50,7 @@ class Responses:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         settings = parts.config.rollout
-        self._params = parts.sampling(settings.max_response_tokens)
+        self._params = parts.sampling(settings.max_response_tokens, trained_on=True)
         self._keeps = settings.when_stopped == "keep"
         self._drawn: dict[int, _Drawn] = {}
 
@@ -128,6 +128,8 @@ class Responses:
             batches_2 = [part.get("batch_2", self._batch_2()) for part in parts]
             if not all(torch.equal(batch_2, self._batch_2()) for batch_2 in batches_2) or max(found) not in everything:
                 continue
+            if any((c.routing is None) != (self._params.routing is None) for c in found.values()):
+                continue
             drawn = self._draw(step)
             drawn.answers = {n: found[i] for n, i in enumerate(drawn.wanted.sample_ids) if i in found}
             drawn.is_whole = len(found) == len(everything)
@@ -161,20 +163,29 @@ def _keep(drawn: _Drawn) -> dict[str, Tensor]:
         "logprobs": torch.tensor([logprob for a in answers for logprob in a.logprobs]),
         "truncated_B": torch.tensor([a.truncated for a in answers]),
         "weight_versions_B": torch.tensor([a.weight_version for a in answers]),
+        **_keep_routing([a.routing for a in answers if a.routing is not None]),
     }
+
+
+def _keep_routing(routings: Sequence[Tensor]) -> dict[str, Tensor]:
+    if not routings:
+        return {}
+    return {"routing": torch.cat(list(routings)), "routed_B": torch.tensor([len(routing) for routing in routings])}
 
 
 def _completions(kept: Mapping[str, Tensor]) -> dict[int, Completion]:
     lengths = kept["lengths_B"].tolist()
+    routings = kept["routing"].split(kept["routed_B"].tolist()) if "routing" in kept else [None] * len(lengths)
     columns = zip(
         kept["sample_ids_B"].tolist(),
         kept["token_ids"].split(lengths),
         kept["logprobs"].split(lengths),
         kept["truncated_B"].tolist(),
         kept["weight_versions_B"].tolist(),
+        routings,
         strict=True,
     )
     return {
-        sample_id: Completion(tuple(tokens.tolist()), tuple(logprobs.tolist()), truncated, version)
-        for sample_id, tokens, logprobs, truncated, version in columns
+        sample_id: Completion(tuple(tokens.tolist()), tuple(logprobs.tolist()), truncated, version, routing)
+        for sample_id, tokens, logprobs, truncated, version, routing in columns
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
+import torch.distributed as dist
 from torch import Tensor
 
 from megappo.config.algorithm import AlgorithmSettings
@@ -12,6 +13,8 @@ from megappo.engines.protocol import ServedEngine
 from megappo.errors import RunError
 from megappo.families.parameters import multiplied_parameters
 from megappo.megatron.placed import PlacedBatch
+from megappo.megatron.roles import Role
+from megappo.megatron.router import FURTHER
 from megappo.observe.throughput import mfu, training_flops_per_token
 from megappo.ppo.parts import Parts
 from megappo.runtime.process import Runtime
@@ -69,6 +72,25 @@ def check_mismatch(
             f"algorithm.mismatch_stop_nats {algorithm.mismatch_stop_nats}; the engine does not hold the actor's "
             "weights, or computes in a type too coarse (rollout.dtype)"
         )
+    return numbers
+
+
+def routing_metrics(role: Role, runtime: Runtime) -> dict[str, float]:
+    """What the routers of a role say of its last forward pass, all ranks together; empty without experts."""
+    name, experts = role.placement.name, role.arch.experts
+    if not experts:
+        return {}
+    report = role.routing_report().to(runtime.device)
+    dist.all_reduce(report)
+    loads_LE, further_L2 = report.double().cpu().split([experts, FURTHER], dim=1)
+    known, changed = further_L2.sum(0).tolist()
+    numbers = {
+        f"{name}/experts_max_load": float((loads_LE.amax(1) / loads_LE.mean(1)).max()),
+        f"{name}/experts_unused": float((loads_LE == 0).double().mean()),
+    }
+    if known:
+        routed = float(loads_LE.sum()) / role.arch.experts_per_token
+        numbers |= {"mismatch/router_changed": changed / known, "mismatch/router_replayed": known / routed}
     return numbers
 
 

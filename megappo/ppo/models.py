@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megappo.config import Config, ConfigError, Derived, RoleNumbers
 from megappo.config.model_files import load_architecture, model_folder, model_paths, role_folder
-from megappo.config.pipeline import chunk_layers
+from megappo.config.pipeline import chunk_layers, even_layers, stage_layers
 from megappo.config.roles import TrainedRoleSettings
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.flops import sample_cost
@@ -76,9 +77,12 @@ class ModelBuilder:
         """The policy, with an optimizer where it is to be trained."""
         settings, numbers = self._config.actor, self._derived.actor
         arch, source = self._weights("actor", settings.start_from)
-        options = self._options(numbers, chunk_layers(self._config, "actor", settings, arch), settings)
+        layers = chunk_layers(self._config, "actor", settings, arch)
+        options = self._options(numbers, layers, settings)
+        # The reference is a policy of its own, and its routers choose as they would without an actor.
+        options = replace(options, replays_routing=self._config.algorithm.replays_routing(arch.experts))
         role = self._role(
-            self._placement("actor", settings, numbers, arch), self._layouts["actor"], arch, source, options
+            self._placement("actor", settings, numbers, arch, layers), self._layouts["actor"], arch, source, options
         )
         return self._trained(role, settings, numbers) if trained else role
 
@@ -105,7 +109,7 @@ class ModelBuilder:
         layers = chunk_layers(self._config, "critic", settings, arch)
         options = self._options(numbers, layers, settings, settings.value_head_std)
         role = self._role(
-            self._placement("critic", settings, numbers, arch), self._layouts["critic"], arch, source, options
+            self._placement("critic", settings, numbers, arch, layers), self._layouts["critic"], arch, source, options
         )
         return self._trained(role, settings, numbers)
 
@@ -129,11 +133,22 @@ class ModelBuilder:
         return TrainedRole(role.placement, role.model, self._runtime, optimizer)
 
     def _placement(
-        self, name: str, settings: TrainedRoleSettings, numbers: RoleNumbers, arch: ArchitectureConfig
+        self,
+        name: str,
+        settings: TrainedRoleSettings,
+        numbers: RoleNumbers,
+        arch: ArchitectureConfig,
+        layers: tuple[int, ...] | None,
     ) -> Placement:
-        multiple = numbers.grid.pp if numbers.vpp > 1 else 1
-        cost = sample_cost(arch, is_critic=name == "critic")
-        return Placement(name, numbers.grid, settings.microbatch_budget_tokens, multiple, cost)
+        layers = layers or even_layers(arch.layers, numbers.grid.pp * numbers.vpp)
+        return Placement(
+            name,
+            numbers.grid,
+            settings.microbatch_budget_tokens,
+            microbatch_multiple=numbers.grid.pp if numbers.vpp > 1 else 1,
+            cost=sample_cost(arch, is_critic=name == "critic"),
+            stage_layers=stage_layers(layers, numbers.grid.pp),
+        )
 
     def _role(
         self,

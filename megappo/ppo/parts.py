@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
-from megappo.config import Config, Derived
+from megappo.config import Config, ConfigError, Derived
 from megappo.config.model_files import load_tokenizer, resolve_stop_token_ids, role_folder
 from megappo.data import Cursor, PromptDataset
-from megappo.engines.protocol import Engine, SamplingParams
+from megappo.engines.protocol import Engine, RoutingEngine, SamplingParams
 from megappo.engines.registry import make_engine
 from megappo.megatron.roles import Role
 from megappo.ppo.methods import check_methods
@@ -18,6 +18,7 @@ from megappo.reshard.stream import WeightStream
 from megappo.rewards.scorer import RewardScorer
 from megappo.runtime.interrupts import NeverStop, Stop
 from megappo.runtime.process import Runtime
+from megappo.types import RoutingShape
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,25 @@ class Parts:
         """Actor and critic, where there is one."""
         return [self.actor] if self.critic is None else [self.actor, self.critic]
 
-    def sampling(self, most_tokens: int, *, greedy: bool = False) -> SamplingParams:
-        """How to generate responses of at most so many tokens in this run."""
-        return SamplingParams(self.config.rollout.temperature, most_tokens, self.stop_token_ids, greedy)
+    @property
+    def replayed_routing(self) -> RoutingShape | None:
+        """Sizes of the routing that the engine gives and the actor goes by; None: the actor's routers choose. Raises
+        ConfigError where the actor shall go by it and the engine gives none."""
+        if not self.config.algorithm.replays_routing(self.actor.arch.experts):
+            return None
+        if isinstance(self.engine, RoutingEngine) and self.engine.returns_routing:
+            return RoutingShape.of(self.actor.arch)
+        if self.config.algorithm.router_replay:
+            raise ConfigError(
+                f"algorithm.router_replay is true, but the engine '{self.config.rollout.engine}' does not say which "
+                "experts computed a token; remove it, or have the engine say so (RoutingEngine)"
+            )
+        return None
+
+    def sampling(self, most_tokens: int, *, greedy: bool = False, trained_on: bool = False) -> SamplingParams:
+        """How to generate responses of at most so many tokens in this run. `trained_on`: the actor runs on them too."""
+        routing = self.replayed_routing if trained_on else None
+        return SamplingParams(self.config.rollout.temperature, most_tokens, self.stop_token_ids, greedy, routing)
 
     def close(self) -> None:
         """End worker processes and engines."""

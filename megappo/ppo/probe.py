@@ -10,7 +10,7 @@ from megappo.engines.protocol import GenerateRequest, ServedEngine
 from megappo.megatron.placed import announce, place
 from megappo.ppo.measures import check_mismatch
 from megappo.ppo.parts import Parts
-from megappo.ppo.sampling import finish_rollout, request_samples
+from megappo.ppo.sampling import finish_rollout, request_samples, routing_of
 from megappo.types import Prompts, Samples
 
 _PROMPT_TOKENS = 8
@@ -26,13 +26,14 @@ def probe_engines(parts: Parts) -> dict[str, float]:
     if not isinstance(engine, ServedEngine) or not config.rollout.servers.verify:
         return {}
     request = GenerateRequest(parts.train_prompts[0].token_ids[:_PROMPT_TOKENS], seed=0, prompt_id=0)
-    params = parts.sampling(min(_RESPONSE_TOKENS, config.rollout.max_response_tokens), greedy=True)
+    params = parts.sampling(min(_RESPONSE_TOKENS, config.rollout.max_response_tokens), greedy=True, trained_on=True)
     started = time.monotonic()
     answers = engine.probe(request, params)
     samples = Samples(
         torch.tensor(list(answers), dtype=torch.int64),
         tuple(torch.tensor(request.token_ids + answer.token_ids) for answer in answers.values()),
         torch.tensor([len(answer.token_ids) for answer in answers.values()], dtype=torch.int64),
+        routing=None if params.routing is None else tuple(routing_of(answer) for answer in answers.values()),
     )
     outputs_BR = place(parts.actor, announce(samples, parts.runtime.device)).forward()
     gaps = {
@@ -52,7 +53,7 @@ def probe_rollout(parts: Parts) -> None:
     rank = parts.runtime.rank
     prompts = Prompts((parts.train_prompts[rank % len(parts.train_prompts)],), first_position=rank)
     wanted = request_samples(prompts, samples_per_prompt=1, seed_of=lambda sample_id: sample_id)
-    completions = parts.engine.generate(wanted.requests, parts.sampling(1))
+    completions = parts.engine.generate(wanted.requests, parts.sampling(1, trained_on=True))
     rollouts = finish_rollout(wanted, completions, parts.tokenizer)
     logprob_BR = place(parts.actor, announce(rollouts, parts.runtime.device)).forward()
     check_mismatch(logprob_BR, rollouts, parts.config.algorithm, parts.runtime)

@@ -86,7 +86,13 @@ def _repeat(config: Config, roles: Sequence[Role], runtime: Runtime, folder: Pat
     load_shards(folder, roles, marker.content["updates"], runtime)
     role = next(role for role in roles if role.placement.name == kept["role"])
     batch = load_values(folder / f"batch-{runtime.rank:05d}.pt")
-    samples = Samples(batch["sample_ids_B"], tuple(batch["sequences"]), batch["response_lengths_B"])
+    routing = batch.get("routing")
+    samples = Samples(
+        batch["sample_ids_B"],
+        tuple(batch["sequences"]),
+        batch["response_lengths_B"],
+        routing=None if routing is None else tuple(routing),
+    )
     announced = announce(samples, runtime.device)
     placed = place(role, announced, [frozenset(announced.homes)]).with_fields(batch["fields_BR"])
     update = placed.update(0, _task(kept, config))

@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from megappo.data import PromptDataset
 from megappo.engines.protocol import Completion, GenerateRequest
+from megappo.errors import RunError
 from megappo.runtime.process import Runtime
 from megappo.types import Prompt, Prompts, Rollouts
 
@@ -57,7 +59,7 @@ def request_samples(prompts: Prompts, *, samples_per_prompt: int, seed_of: Calla
 def finish_rollout(
     wanted: SampleRequests, completions: Sequence[Completion], tokenizer: PreTrainedTokenizerBase
 ) -> Rollouts:
-    """The engine's answers as padded tensors, (0, 1) where there is none."""
+    """The engine's answers as padded tensors, (0, 1) where there is none; all with a routing, or none."""
     sample_ids = torch.tensor(wanted.sample_ids, dtype=torch.int64)
     token_ids = [list(c.token_ids) for c in completions]
     inside = [ids if c.truncated else ids[:-1] for ids, c in zip(token_ids, completions, strict=True)]
@@ -81,6 +83,7 @@ def finish_rollout(
         weight_versions_B=torch.tensor([c.weight_version for c in completions], dtype=torch.int64),
         responses=_decoded(tokenizer, token_ids, skip_special_tokens=True),
         raw_responses=_decoded(tokenizer, token_ids, skip_special_tokens=False),
+        routing=None if completions and completions[0].routing is None else tuple(map(routing_of, completions)),
         special_tokens_B=torch.tensor([sum(i in special for i in ids) for ids in inside], dtype=torch.int64),
     )
 
@@ -90,3 +93,10 @@ def _decoded(
 ) -> tuple[str, ...]:
     """One text for each response; of no responses `batch_decode` makes one text."""
     return tuple(tokenizer.batch_decode(token_ids, skip_special_tokens=skip_special_tokens)) if token_ids else ()
+
+
+def routing_of(completion: Completion) -> Tensor:
+    """The experts of each token, which the engine was asked for."""
+    if completion.routing is None:
+        raise RunError("the engine did not say which experts computed a response; set algorithm.router_replay to false")
+    return completion.routing

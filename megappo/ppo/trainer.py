@@ -26,6 +26,7 @@ from megappo.ppo.measures import (
     check_mismatch,
     engine_metrics,
     rollout_metrics,
+    routing_metrics,
     sync_metrics,
 )
 from megappo.ppo.parts import Parts
@@ -233,6 +234,8 @@ class Trainer:
             reference = actor.seen_by(parts.reference).forward() if parts.reference else None
             values = critic.forward() if critic else None
         self.metrics |= balance_metrics(filter(None, (actor, critic)))
+        for role in parts.trained:
+            self.metrics |= routing_metrics(role, parts.runtime)
         self.metrics |= check_mismatch(trainer_logprob, rollouts, self.algorithm, parts.runtime)
         bypass = self.algorithm.old_logprob == "bypass"
         old_logprob = rollouts.engine_logprob_BR if bypass else trainer_logprob

@@ -138,6 +138,7 @@ class RoleUpdates:
             "sample_ids_B": samples.sample_ids_B[rows],
             "sequences": [samples.sequences[b] for b in rows],
             "response_lengths_B": samples.response_lengths_B[rows],
+            "routing": None if samples.routing is None else [samples.routing[b] for b in rows],
             "fields_BR": {name: values_BR[rows] for name, values_BR in self.fields_BR.items()},
         }
 

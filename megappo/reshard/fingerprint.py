@@ -1,7 +1,7 @@
 """What arrived is what was sent: fingerprints of an SGLang engine's parameters, computed from Hugging Face tensors.
 
-SGLang keeps query, key and value in one parameter, gate and up projections in another and all experts of a layer in
-two, shards rows or columns over its tensor parallel ranks and pads the vocabulary. `/weights_checker` answers with a
+SGLang keeps query, key and value in one parameter, gate and up projections in another and a rank's experts of a layer
+in two, shards rows or columns over its tensor parallel ranks and pads the vocabulary. `/weights_checker` answers with a
 checksum of each parameter on each of its ranks; the same numbers are computed here without building those parameters.
 """
 
@@ -26,6 +26,14 @@ class EngineShape:
 
     arch: ArchitectureConfig
     tp: int
+    ep: int = 1
+    """Groups of ranks that hold whole experts; the first tp / ep ranks are the first group."""
+
+    def of_experts(self, rank: int) -> tuple[range, EngineShape, int]:
+        """The experts that are on a rank, how its group holds each of them, and its place in the group."""
+        held, ranks = self.arch.experts // self.ep, self.tp // self.ep
+        group, place = divmod(rank, ranks)
+        return range(group * held, (group + 1) * held), EngineShape(self.arch, ranks), place
 
     @property
     def padded_vocab(self) -> int:
@@ -35,8 +43,8 @@ class EngineShape:
 
 
 def engine_shards(shape: EngineShape, parameter: Parameter, whole: Mapping[str, Tensor], rank: int) -> Iterator[Tensor]:
-    """What stands, one after another, in the engine's parameter on one of its tensor parallel ranks, which share out
-    the matrices of experts too."""
+    """What stands, one after another, in the engine's parameter on one of the tensor parallel ranks that share it out;
+    of an expert, those are its group's."""
     tensors = [whole[name] for name in parameter.hf]
     if parameter.kind == "row":
         width = tensors[0].shape[1] // shape.tp
@@ -108,10 +116,12 @@ class Fingerprints:
     def _of_experts(
         self, parameter: Parameter, whole: Mapping[str, Tensor], key: tuple[int, str]
     ) -> dict[tuple[int, str], str]:
-        assert parameter.expert is not None
+        held, shape, rank = self._shape.of_experts(key[0])
+        if parameter.expert is None or parameter.expert not in held:
+            return {}
         waiting = self._waiting.setdefault(key, {})
-        waiting[parameter.expert] = [s.clone() for s in engine_shards(self._shape, parameter, whole, key[0])]
-        if len(waiting) < self._shape.arch.experts:
+        waiting[parameter.expert] = [s.clone() for s in engine_shards(shape, parameter, whole, rank)]
+        if len(waiting) < len(held):
             return {}
         del self._waiting[key]
         return {key: fingerprint(shard for expert in sorted(waiting) for shard in waiting[expert])}

@@ -12,6 +12,7 @@ import importlib
 import importlib.metadata
 import multiprocessing
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -106,6 +107,10 @@ def replace_gpu_code() -> None:
       kernels.
     - `adjust_config_with_unaligned_cpu_tp` (update_config.py:226) pads feed-forward sizes for those kernels.
     - `enable_batch_invariant_mode` (batch_invariant_ops.py:1010) registers Triton kernels for the device.
+    - `ALLOC_MEMORY_FUNCS` (mem_cache/pool_host/common.py:453) registers the host's memory of what routers chose with
+      CUDA, on devices that have no other function there.
+    - `moe_forward_native` (layers/moe/fused_moe_native.py:71) counts tokens of experts by their numbers here, which for
+      those of other ranks are -1.
     - `release_memory_occupation` (weight_updater.py:379) waits for the device that torch was built for, there or not.
     """
     version = installed_version("sglang")
@@ -119,6 +124,10 @@ def replace_gpu_code() -> None:
     runner.adjust_config_with_unaligned_cpu_tp = lambda model_config, *_args: model_config
     invariant: Any = importlib.import_module("sglang.srt.batch_invariant_ops")
     invariant.enable_batch_invariant_mode = enable_batch_invariant_mode
+    pool: Any = importlib.import_module("sglang.srt.mem_cache.pool_host.common")
+    pool.ALLOC_MEMORY_FUNCS["cpu"] = _plain_memory
+    experts: Any = importlib.import_module("sglang.srt.layers.moe.fused_moe_native")
+    experts.moe_forward_native = functools.partial(_forward_of_held, experts.moe_forward_native)
     torch.get_device_module = _get_device_module  # type: ignore[assignment]
 
 
@@ -133,6 +142,23 @@ def enable_batch_invariant_mode(enable_bmm: bool = True) -> None:
     library.impl("mm", _mm, "CPU")
     library.impl("addmm", _addmm, "CPU")
     _REGISTERED.append(library)  # ends with the object
+
+
+def _plain_memory(dims: tuple[int, ...], dtype: torch.dtype, **_of_gpus: Any) -> Tensor:
+    return torch.empty(dims, dtype=dtype)
+
+
+def _forward_of_held(forward: Callable[..., Tensor], layer: Any, x: Tensor, chosen: Any, config: Any) -> Tensor:
+    """What the experts that are here make of tokens. One choice after the other, as SGLang's function wants different
+    experts for each token; for what is elsewhere it is the first one, without weight."""
+    if layer.num_local_experts == layer.num_experts:
+        return forward(layer, x, chosen, config)
+    held = chosen.topk_ids >= 0
+    weights, ids = (torch.where(held, values, 0) for values in (chosen.topk_weights, chosen.topk_ids))
+    choices = zip(weights.split(1, dim=1), ids.split(1, dim=1), strict=True)
+    return torch.stack(
+        [forward(layer, x, chosen._replace(topk_weights=w, topk_ids=i), config) for w, i in choices]
+    ).sum(0)
 
 
 _find_device_module = torch.get_device_module

@@ -42,6 +42,7 @@ FACTORS: dict[str, tuple[Level, ...]] = {
         _off("dense"),
         Level("tied", "tied embeddings"),
         Level("experts", "experts, shared out over two ranks where a stage has them"),
+        Level("experts-replayed", "experts, with the engine's routing replayed"),
     ),
     "tensor": (
         _off("TP 1"),
@@ -118,7 +119,7 @@ class Case:
 
     def overrides(self) -> Iterator[str]:
         """All settings but the policy loss."""
-        has_experts, stage = self["model"].name == "experts", self.ranks // self["pipeline"].ranks
+        has_experts, stage = self["model"].name.startswith("experts"), self.ranks // self["pipeline"].ranks
         apart = self["critic"].name == "other-critic"
         for role in ROLES:
             plain = apart and role == "critic"
@@ -135,7 +136,7 @@ class Case:
 
 def goes_together(case: Case, most_ranks: int) -> bool:
     """Whether there is such a step. What is left out is refused by the settings, or is one that is there already."""
-    if case["model"].name == "experts" and case["tensor"].name == "tp2":
+    if case["model"].name.startswith("experts") and case["tensor"].name == "tp2":
         return False  # experts under TP want SP
     if case["critic"].name and case.ranks == case["data"].ranks:
         return False  # the other layout is data parallel

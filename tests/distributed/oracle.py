@@ -7,6 +7,8 @@ global (whitening, loss normalisation, clipping) is computed over everything at 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,31 @@ class Sample:
     score: float
     engine: float
     """Log-probability of every token of the response as the engine gave it."""
+    routing: Tensor | None = None
+    """(tokens - 1, layers, chosen) the experts that the actor is to take; negative where it takes its own."""
+
+
+@contextmanager
+def routed(model: Any, sample: Sample) -> Iterator[list[Tensor]]:
+    """Have the layers of a model send the sample's tokens where the sample says, weighted by the softmax of the scores
+    there. Hands out the experts that each layer would choose itself, (tokens, chosen)."""
+    own: list[Tensor] = []
+
+    def route(_router: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        scores, _, experts = output
+        own.append(experts)
+        taken = experts.clone()
+        if sample.routing is not None:
+            told = sample.routing[:, len(own) - 1]
+            taken[:-1] = torch.where(told < 0, experts[:-1], told)
+        return scores, scores.gather(1, taken).softmax(-1), taken
+
+    hooks = [layer.mlp.gate.register_forward_hook(route) for layer in model.model.layers]
+    try:
+        yield own
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class ValueModel(nn.Module):
@@ -36,6 +63,28 @@ class ValueModel(nn.Module):
     def forward(self, sample: Sample) -> Tensor:
         hidden = self.trunk(input_ids=sample.tokens[None]).last_hidden_state[0]
         return self.head(hidden)[-sample.response - 1 : -1, 0]
+
+
+def actor_outputs(model: Any, sample: Sample, temperature: float) -> tuple[Tensor, Tensor]:
+    """Of the policy that sampled, whose experts the sample may say."""
+    if sample.routing is None:
+        return policy_outputs(model, sample, temperature)
+    with routed(model, sample):
+        return policy_outputs(model, sample, temperature)
+
+
+def changed_routing(model: Any, samples: list[Sample]) -> float:
+    """Of the tokens, in each layer, whose experts the samples say: the share of which the model would take others."""
+    known = changed = 0
+    for sample in samples:
+        assert sample.routing is not None
+        with torch.no_grad(), routed(model, sample) as own:
+            model(input_ids=sample.tokens[None])
+        told = sample.routing.sort(-1).values
+        is_told = told[..., 0] >= 0
+        differs = (torch.stack(own, dim=1)[:-1].sort(-1).values != told).any(-1)
+        known, changed = known + int(is_told.sum()), changed + int((differs & is_told).sum())
+    return changed / known
 
 
 def policy_outputs(model: Any, sample: Sample, temperature: float) -> tuple[Tensor, Tensor]:
@@ -113,7 +162,7 @@ def ppo_step(
 ) -> dict[str, Any]:
     """Run the step in place; returns what was measured, per update."""
     with torch.no_grad():
-        old = [policy_outputs(actor, s, settings.temperature)[0] for s in samples]
+        old = [actor_outputs(actor, s, settings.temperature)[0] for s in samples]
         ref = [policy_outputs(reference, s, settings.temperature)[0] for s in samples]
         values = [critic(s) for s in samples]
     advantages, returns = [], []
@@ -196,7 +245,7 @@ def _actor_update(actor, optimizer, samples, minibatch, old, ref, advantages, im
     loss, count = torch.zeros(()), 0
     sums = dict.fromkeys(("clipfrac", "ppo_kl", "entropy"), 0.0)
     for i, weight in zip(minibatch, weights, strict=True):
-        logp, entropy = policy_outputs(actor, samples[i], settings.temperature)
+        logp, entropy = actor_outputs(actor, samples[i], settings.temperature)
         A = advantages[i]
         objective, is_clipped = _surrogate(logp, old[i], A, settings)
         gap = ref[i] - logp

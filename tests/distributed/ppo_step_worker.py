@@ -47,6 +47,9 @@ def rollouts_of_rank(samples: list[dict[str, Any]], rank: int, world: int) -> Ro
         responses=("",) * len(mine),
         raw_responses=("",) * len(mine),
         special_tokens_B=torch.zeros(len(mine), dtype=torch.int64),
+        routing=tuple(torch.tensor(s["routing"], dtype=torch.uint8) for _, s in mine)
+        if "routing" in samples[0]
+        else None,
     )
 
 

@@ -14,13 +14,24 @@ import torch
 
 from distributed.features import FACTORS, Case, covering, goes_together
 from distributed.harness import ask
-from distributed.test_ppo_step import CISPO, GSPO, GSPO_CLIP, ORACLE, SAMPLES, VOCAB, World, check_step, oracle_step
+from distributed.test_ppo_step import (
+    CISPO,
+    GSPO,
+    GSPO_CLIP,
+    ORACLE,
+    SAMPLES,
+    VOCAB,
+    World,
+    check_step,
+    oracle_step,
+    with_routing,
+)
 
 BUDGET = 40
 """Tokens of a microbatch; the longest sample has 32."""
 CAP, REJECT, REJECTED = 2.0, 1e8, -50.0
 LOSSES = {"cispo": CISPO, "gspo": GSPO}
-MODELS = {"": "model", "tied": "model-tied", "experts": "model-experts"}
+MODELS = {"": "model", "tied": "model-tied", "experts": "model-experts", "experts-replayed": "model-experts"}
 # (prompt, response) of each sample.
 LENGTHS: dict[str, list[tuple[int, int]]] = {
     "giant": [(12, 20)] + [(2, 1), (1, 2), (3, 1)] * 3 + [(2, 2), (1, 1)],
@@ -62,6 +73,8 @@ def samples_of(case: Case, plain: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def test_features_that_meet_are_exact(case: Case, world: World, tmp_path: Path) -> None:
     folder, samples, loss = world.folder(MODELS[case["model"].name]), samples_of(case, world.samples), case["loss"].name
+    if case["model"].name == "experts-replayed":
+        samples = with_routing(samples)
     told = {
         "config": str(folder.with_suffix(".yaml")),
         "overrides": [*case.overrides(), *LOSSES.get(loss, ()), f"run.directory={tmp_path / 'run'}"],
@@ -101,5 +114,5 @@ def test_every_two_features_meet() -> None:
                 for b in FACTORS[second]:
                     if not any(case[first] == a and case[second] == b for case in cases):
                         apart.append({a.name, b.name})
-    assert apart == [{"experts", "tp2"}]
+    assert apart == [{"experts", "tp2"}, {"experts-replayed", "tp2"}]
     assert not goes_together(covering(2, most_ranks=4)[1], most_ranks=1)

@@ -41,6 +41,8 @@ def test_a_run_with_experts_continues_and_changes_places(tmp_path: Path) -> None
     lines = [json.loads(line) for line in (killed / "metrics.jsonl").read_text().splitlines()]
     # The embedded engine's fused experts hold what the trainer's separate ones hold.
     assert all(0 < line["mismatch/max"] < 1e-4 and math.isfinite(line["actor/loss"]) for line in lines)
+    # Every token but the last of each sample has the engine's experts.
+    assert all(0.5 < line["mismatch/router_replayed"] < 1 and line["actor/experts_max_load"] > 1 for line in lines)
     export_run(str(killed), str(tmp_path / "out"))
     final, exported = (load_file(f / "model.safetensors") for f in (killed / "final", tmp_path / "out"))
     assert "model.layers.1.mlp.experts.7.down_proj.weight" in final
@@ -60,3 +62,19 @@ def test_a_run_with_experts_continues_and_changes_places(tmp_path: Path) -> None
     assert "actor.exp_avg_sq.model.layers.0.mlp.experts.5.up_proj.weight" in before
     for name in layouts:
         assert_same_tensors(before, whole_tensors(tmp_path / name / "checkpoints/step-000003"))
+
+
+def test_routing_that_is_replayed_takes_its_part_of_the_mismatch_away(tmp_path: Path) -> None:
+    """An engine in bfloat16 sends some tokens to other experts than a trainer in float32 would; the same samples."""
+    model = write_model(tmp_path / "model", "qwen3_moe", 3, vocab_size=16)
+    settings = (
+        "run.steps=1", "evaluation=null", f"model.path={model}", "model.init=pretrained", "checkpoint=null",
+        "model.tokenizer=configs/models/tiny_arithmetic", "model.dtype=float32", "rollout.dtype=bfloat16",
+        "actor.layout={}", "critic=null", "algorithm.estimator=grpo", "rollout.samples_per_prompt=4",
+    )  # fmt: skip
+    runs = {name: tmp_path / name for name in ("null", "false")}
+    attempts(tmp_path, *(train(run, *settings, f"algorithm.router_replay={name}") for name, run in runs.items()))
+    replayed, own = (json.loads((run / "metrics.jsonl").read_text().splitlines()[-1]) for run in runs.values())
+    assert replayed["response/length"] == own["response/length"] and "mismatch/router_changed" not in own
+    assert replayed["mismatch/router_changed"] > 0.005
+    assert own["mismatch/max"] > 3 * replayed["mismatch/max"], (own, replayed)

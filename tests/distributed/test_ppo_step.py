@@ -22,11 +22,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from distributed.harness import ROOT, ask
-from distributed.models import VOCAB, stored_parameters, write_model
-from distributed.oracle import Sample, Settings, ValueModel, ppo_step
+from distributed.models import EXPERTS, VOCAB, stored_parameters, write_model
+from distributed.oracle import Sample, Settings, ValueModel, changed_routing, ppo_step
 from quick import cases
 
-SAMPLES = 12
+SAMPLES, LAYERS = 12, 4
+NO_EXPERT = 255
 ENGINE = -1.0
 """Log-probability of every token as the engine has it, where nothing else is said of a sample."""
 TOLERANCE = 1e-4
@@ -104,7 +105,8 @@ FOUR_PROCESSES = {
         *(f"{r}.optimizer.{x}=true" for r in ("actor", "critic") for x in ("distributed", "overlap_grad_reduce")),
     ],
 }
-# Models with experts. Ranks may hold them within a tensor parallel group, across context ranks or data replicas.
+# Models with experts. Ranks may hold them within a tensor parallel group, across context ranks or data replicas. With
+# "replay" samples say which experts the actor has to take, others than its routers would.
 EP2 = ["actor.layout.expert_parallel=2", "critic.layout.expert_parallel=2"]
 TWO_EXPERTS: dict[str, list[str]] = {
     "ep2-experts": EP2,
@@ -117,7 +119,7 @@ TWO_EXPERTS: dict[str, list[str]] = {
 }
 FOUR_EXPERTS: dict[str, list[str]] = {
     "sp2-ep4-experts": [*SP2, "actor.layout.expert_parallel=4", "critic.layout.expert_parallel=2"],
-    "cp2-sp2-ep4-experts": [*CP2, *SP2, "actor.layout.expert_parallel=4", "critic.layout.expert_parallel=2"],
+    "cp2-sp2-ep4-replay-experts": [*CP2, *SP2, "actor.layout.expert_parallel=4", "critic.layout.expert_parallel=2"],
     "cp2-dp2-ep4-experts": [*CP2, *EP2, "actor.layout.expert_parallel=4", "actor.optimizer.distributed=true"],
 }
 EIGHT_PROCESSES = {
@@ -201,6 +203,28 @@ def random_samples() -> list[dict[str, Any]]:
     return samples
 
 
+def with_routing(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same samples with experts at random for each token in each layer, but for those that nobody says: of every
+    seventh token in one layer, whose experts are no expert's numbers, and of another in all, whose are the same."""
+    g = torch.Generator().manual_seed(9)
+    found = []
+    for sample in samples:
+        tokens = len(sample["tokens"]) - 1
+        routing = torch.rand(tokens, LAYERS, EXPERTS["num_experts"], generator=g).topk(EXPERTS["num_experts_per_tok"])
+        chosen = routing.indices
+        chosen[::7, 1], chosen[3::7] = NO_EXPERT, 5
+        found.append({**sample, "routing": chosen.tolist()})
+    return found
+
+
+def told(sample: dict[str, Any]) -> torch.Tensor | None:
+    """The routing of a sample as the oracle wants it."""
+    if "routing" not in sample:
+        return None
+    routing = torch.tensor(sample["routing"])
+    return torch.where(routing[..., :1] == routing[..., 1:], -1, routing)
+
+
 class World:
     """Models, configurations, and scenarios that run when the first test asks for them."""
 
@@ -233,11 +257,15 @@ class World:
             case = {
                 "config": str(self.folder(scenario).with_suffix(".yaml")),
                 "overrides": [*overrides, f"run.directory={self.root / scenario / 'run'}"],
-                "samples": spoiled if scenario in NON_FINITE else self.samples,
+                "samples": spoiled if scenario in NON_FINITE else self.samples_of(scenario),
                 "out": str(self.out(scenario)),
             }
             self._results[scenario] = ask("ppo_step_worker.py", processes, case)
         return self._results[scenario]
+
+    def samples_of(self, scenario: str) -> list[dict[str, Any]]:
+        """What the step is made of."""
+        return with_routing(self.samples) if "replay" in scenario else self.samples
 
     def out(self, scenario: str) -> Path:
         """The weights after the step: actor.safetensors and critic.safetensors."""
@@ -262,7 +290,7 @@ def oracle(world: World, name: str) -> tuple[dict[str, Any], Any, ValueModel]:
         settings.policy_loss = name.split("-")[0]
     if "gspo" in name:
         settings.clip_low = settings.clip_high = GSPO_CLIP
-    return oracle_step(world.folder(name), world.samples, settings, world.result(name)["minibatches"])
+    return oracle_step(world.folder(name), world.samples_of(name), settings, world.result(name)["minibatches"])
 
 
 def oracle_step(
@@ -278,9 +306,12 @@ def oracle_step(
     head.weight.data.copy_(drawn)
     head.bias.data.zero_()
     critic = ValueModel(trunk, head)
-    samples = [Sample(torch.tensor(s["tokens"]), s["response"], s["score"], s.get("engine", ENGINE)) for s in given]
+    samples = [
+        Sample(torch.tensor(s["tokens"]), s["response"], s["score"], s.get("engine", ENGINE), told(s)) for s in given
+    ]
+    changed = changed_routing(actor, samples) if any(sample.routing is not None for sample in samples) else None
     measured = ppo_step(actor, reference, critic, samples, settings, minibatches["actor"], minibatches["critic"])
-    return measured, actor, critic
+    return {**measured, "changed": changed}, actor, critic
 
 
 def close(mine: torch.Tensor, truth: torch.Tensor, what: str) -> None:
@@ -295,7 +326,7 @@ def relative_error(mine: torch.Tensor, truth: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("name", cases(itertools.chain(*WITH_ORACLE.values()), quick=("tp2", "pp2")))
 def test_step_equals_the_oracle(world: World, name: str) -> None:
-    check_step(world.result(name), world.out(name), world.samples, *oracle(world, name))
+    check_step(world.result(name), world.out(name), world.samples_of(name), *oracle(world, name))
 
 
 def check_step(
@@ -320,6 +351,9 @@ def check_step(
                 truth = sum(u[metric] * n for u, n in zip(updates, counts, strict=True)) / sum(counts)
             tolerance, least = (LOSS_TOLERANCE, 0.0) if metric == "loss" else (TOLERANCE, 1e-6)
             assert result["metrics"][f"{role}/{metric}"] == pytest.approx(truth, rel=tolerance, abs=least), metric
+    if measured["changed"] is not None:
+        assert measured["changed"] > 0.5
+        assert result["metrics"]["mismatch/router_changed"] == pytest.approx(measured["changed"], rel=1e-9)
     trained = load_file(out / "actor.safetensors")
     for parameter_name, parameter in stored_parameters(actor):
         close(trained[parameter_name], parameter.detach(), parameter_name)

@@ -121,6 +121,8 @@ def after_an_update(bench: Bench, layout: str) -> dict[str, float]:
         "without_sync": before,
         "after_sync": mismatch(parts, trainer, 3),
         "buckets": float(len(parts.weights.buckets)),
+        "replayed": trainer.metrics.get("mismatch/router_replayed", 0.0),
+        "changed": trainer.metrics.get("mismatch/router_changed", 0.0),
         "version": float(parts.engine.version),
     }
 
@@ -308,9 +310,13 @@ def sharded_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
 
 
 def experts_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
-    """Qwen3 with experts, one server of two ranks."""
+    """Qwen3 with experts, one server of two ranks, which share out the matrices of experts, and one whose share out the
+    experts."""
     bench = Bench(folder, runtime, "qwen3_moe", "tensor_parallel: 2", tie_word_embeddings=False)
     found: dict[str, Any] = {"EP2": after_an_update(bench, "{expert_parallel: 2}")}
+    leave(bench)
+    served = "tensor_parallel: 2, expert_parallel: 2"
+    bench = Bench(folder / "whole", runtime, "qwen3_moe", served, tie_word_embeddings=False)
     found["TP2xEP2"] = after_an_update(bench, "{tensor_parallel: 2, expert_parallel: 2, sequence_parallel: true}")
     return found | leave(bench)
 

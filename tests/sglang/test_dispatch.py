@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import importlib.util
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from megappo.config.engine import SGLangSettings
 from megappo.engines.protocol import GenerateRequest, SamplingParams
 from megappo.engines.sglang.client import Endpoint, ServerFailure, call
+from megappo.types import RoutingShape
 
 if importlib.util.find_spec("aiohttp") is None:
     pytest.skip("needs launch/requirements-sglang.txt", allow_module_level=True)
@@ -41,6 +45,8 @@ class StandIn:
         """Breaks the connection once so many samples were asked for."""
         self.hang_after: int | None = None
         self.bodies: list[dict[str, Any]] = []
+        self.routing: Callable[[int], str] | None = None
+        """What it says of the experts of a sample, by the last token of its prompt."""
         self.running = 0
         """Samples that it is making tokens for."""
         self.under_way = self.most_under_way = 0
@@ -90,7 +96,11 @@ class StandIn:
         if self.status != 200:
             return web.Response(status=self.status, text="because")
         self.answered_at.append(time.monotonic())
-        return web.json_response([self._text(ids) for ids in body["input_ids"]])
+        texts = [self._text(ids) for ids in body["input_ids"]]
+        if body["return_routed_experts"] and self.routing is not None:
+            for ids, text in zip(body["input_ids"], texts, strict=True):
+                text["meta_info"]["routed_experts"] = self.routing(ids[-1])
+        return web.json_response(texts)
 
     def _text(self, ids: list[int]) -> dict[str, Any]:
         return {
@@ -107,9 +117,9 @@ def settings(**changes: Any) -> SGLangSettings:
     return SGLangSettings(**({"stall_timeout_seconds": 0.5, "health_timeout_seconds": 1.0} | changes))
 
 
-def spread(servers: list[StandIn], count: int = 200, **changes: Any) -> Outcome:
+def spread(servers: list[StandIn], count: int = 200, params: SamplingParams = PARAMS, **changes: Any) -> Outcome:
     requests = {i: GenerateRequest((2, 100 + i), seed=i, prompt_id=i) for i in range(count)}
-    return Round([s.endpoint for s in servers], requests, PARAMS, 7, settings(**changes)).result()
+    return Round([s.endpoint for s in servers], requests, params, 7, settings(**changes)).result()
 
 
 def complete(outcome: Outcome, count: int = 200) -> bool:
@@ -291,3 +301,31 @@ def test_every_control_request_has_a_deadline() -> None:
         call(Endpoint(0, url, "", 0), "/x", timeout_seconds=0.5)
     with pytest.raises(ServerFailure, match="cannot be reached for /x"):
         call(Endpoint(0, "http://127.0.0.1:9", "", 0), "/x", timeout_seconds=0.5)
+
+
+def test_routing_is_asked_for_and_read() -> None:
+    """In as few bytes as it fits into; what is no expert's number stays none. Each answer travels alone."""
+    shape = RoutingShape(layers=2, experts_per_token=2, experts=200)
+    server = StandIn(0)
+
+    def routing(token: int) -> str:
+        numbers = [0, 1, 2, 3, 199, token - 100, -1, 7, 200, 5, 6, 8]  # three tokens, two layers, two experts
+        return base64.b64encode(torch.tensor(numbers, dtype=torch.int32).numpy().tobytes()).decode()
+
+    server.routing = routing
+    outcome = spread([server], 40, replace(PARAMS, routing=shape))
+    assert complete(outcome, 40) and not outcome.failures
+    assert all(len(body["input_ids"]) == 1 for body in server.bodies)
+    for i in (0, 39):
+        found = outcome.completions[i].routing
+        assert found is not None and found.dtype == torch.uint8
+        assert found.tolist() == [[[0, 1], [2, 3]], [[199, i], [255, 7]], [[255, 5], [6, 8]]]
+
+
+@pytest.mark.parametrize("said", [None, "", "AAAA", "AAAAAAAA"])
+def test_a_server_without_routing_failed(said: str | None) -> None:
+    server = StandIn(0)
+    server.routing = None if said is None else lambda _: str(said)
+    outcome = spread([server], 2, replace(PARAMS, routing=RoutingShape(1, 1, 4)))
+    assert not outcome.completions
+    assert "gave no experts for each of 3 x 1 x 1 places" in outcome.failures[0]

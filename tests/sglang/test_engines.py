@@ -72,6 +72,15 @@ def test_an_engine_says_what_the_updated_actor_says(scenario: Callable[[str], Fo
 
 
 @slow
+def test_an_engine_says_which_experts_computed_a_token(scenario: Callable[[str], Found]) -> None:
+    """All but the last token of each sample, and in float32 those that the trainer would have taken, too."""
+    for found in scenario("experts_engine"):
+        for layout in ("EP2", "TP2xEP2"):
+            assert 0.8 < found[layout]["replayed"] < 1
+            assert found[layout]["changed"] < 0.01
+
+
+@slow
 @pytest.mark.parametrize(
     ("name", "accident"), [("two_engines", "kill"), ("two_engines", "stop"), ("broadcast_engine", "kill")]
 )

@@ -86,7 +86,7 @@ def test_servers_of_settings() -> None:
     words = ["rollout.sglang={tensor_parallel: 2, memory_fraction: 0.25, max_inflight_sequences: 10}"]
     expected = Servers(
         count=4, tensor_parallel=2, colocated=True, shares_machine=False, sleeps=True, ahead=False, static_bytes=25e9,
-        max_total_tokens=None, deterministic=False, most_sequences=80,
+        max_total_tokens=None, deterministic=False, most_sequences=80, notes_experts=True,
     )  # fmt: skip
 
     def find(*more: str, on_cuda: bool = True) -> Servers | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from distributed.models import VOCAB, write_model
+from distributed.models import VOCAB, stored_parameters, write_model
 from megappo.config.model_files import read_architecture
 from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
 from megappo.engines.transformers_engine import TransformersEngine
@@ -17,7 +18,7 @@ from megappo.errors import Interrupted
 from megappo.observe.progress import PROGRESS
 from megappo.ppo.sampling import finish_rollout, request_samples, sample_seed
 from megappo.runtime.interrupts import Stop
-from megappo.types import Prompt, Prompts
+from megappo.types import Prompt, Prompts, RoutingShape
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +87,24 @@ def test_logprobs_are_those_of_a_plain_forward_pass(engine: TransformersEngine, 
         truth = logp.gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(done.logprobs), truth, rtol=0, atol=1e-5)
         assert done.weight_version == 3
+
+
+def test_the_engine_says_which_experts_computed_each_token(tmp_path: Path) -> None:
+    """Those that transformers' routers choose for the whole sequence at once, whatever was beside it in the batch."""
+    folder = write_model(tmp_path / "model", "qwen3_moe", 5)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    engine, shape = make_engine(folder, batch=5), RoutingShape.of(read_architecture(folder))
+    assert engine.returns_routing and shape is not None and shape.dtype == torch.uint8
+    with torch.no_grad():
+        engine.update_weights(stored_parameters(model), 1)
+    asked, plain = (engine.generate(requests(), p) for p in (replace(PARAMS, routing=shape), PARAMS))
+    assert asked == plain and all(answer.routing is None for answer in plain)
+    for request, answer in zip(requests(), asked, strict=True):
+        tokens = torch.tensor([request.token_ids + answer.token_ids])
+        scores = model(tokens, output_router_logits=True).router_logits
+        chosen = torch.stack([of_layer.topk(2).indices[:-1] for of_layer in scores], dim=1)
+        assert answer.routing is not None and answer.routing.dtype == torch.uint8
+        assert torch.equal(answer.routing.long().sort(-1).values, chosen.sort(-1).values)
 
 
 def test_responses_end_at_the_first_stop_token(engine: TransformersEngine) -> None:

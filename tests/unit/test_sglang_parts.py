@@ -79,23 +79,25 @@ def test_fingerprints_are_those_of_the_engines_own_parameters(tp: int) -> None:
         assert found[rank, layer + "self_attn.k_norm.weight"] == checksum(whole[layer + "self_attn.k_norm.weight"])
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_experts_of_several_buckets_make_one_fingerprint(tp: int) -> None:
-    """An engine's two parameters of a layer's experts, each with its rank's part of every expert."""
+@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (2, 2), (4, 2)])
+def test_experts_of_several_buckets_make_one_fingerprint(tp: int, ep: int) -> None:
+    """An engine's two parameters of a layer's experts, each with its rank's part of those that its group holds."""
     a = arch(Attention(), Experts(), experts=4)
     experts = [p for p in model_parameters(a) if p.layer == 1 and p.expert is not None]
     whole = {name: torch.randn(shape) for name, shape in tensor_shapes(a).items()}
-    fingerprints = Fingerprints(EngineShape(a, tp))
-    assert fingerprints.of_bucket(experts[:3], whole) == {}
-    found = fingerprints.of_bucket(experts[3:], whole)
+    fingerprints = Fingerprints(EngineShape(a, tp, ep))
+    assert fingerprints.of_bucket(experts[:2], whole) == {}
+    found = fingerprints.of_bucket(experts[2:5], whole) | fingerprints.of_bucket(experts[5:], whole)
     prefix = "model.layers.1.mlp.experts"
     assert found.keys() == {(rank, f"{prefix}.{name}_weight") for rank in range(tp) for name in ("w13", "w2")}
     for rank in range(tp):
+        share, place = rank * ep // tp, rank % (tp // ep)
+        held = range(4 * share // ep, 4 * (share + 1) // ep)
         gate, up = (
-            torch.stack([whole[f"{prefix}.{e}.{n}_proj.weight"].chunk(tp)[rank] for e in range(4)])
+            torch.stack([whole[f"{prefix}.{e}.{n}_proj.weight"].chunk(tp // ep)[place] for e in held])
             for n in ("gate", "up")
         )
-        down = torch.stack([whole[f"{prefix}.{e}.down_proj.weight"].chunk(tp, dim=1)[rank] for e in range(4)])
+        down = torch.stack([whole[f"{prefix}.{e}.down_proj.weight"].chunk(tp // ep, dim=1)[place] for e in held])
         assert found[rank, f"{prefix}.w13_weight"] == checksum(torch.cat([gate, up], dim=1))
         assert found[rank, f"{prefix}.w2_weight"] == checksum(down)
 
@@ -355,11 +357,30 @@ def test_settings_that_do_not_go_together(overrides: list[str], words: str) -> N
     assert any(words in problem for problem in (*engine_rules(config), *server_rules(config, SHAPE)))
 
 
-def test_engines_that_share_out_whole_experts_are_refused() -> None:
+def test_where_experts_stand_is_no_argument_of_ones_own() -> None:
     config = load_config(ROOT / "configs/sglang_quickstart.yaml", ["rollout.sglang.arguments={ep-size: 2}"])
     experts = replace(SHAPE, experts=8)
     assert any("rollout.sglang.arguments has ep-size" in problem for problem in server_rules(config, experts))
     assert not list(server_rules(config, SHAPE))
+
+
+@pytest.mark.parametrize(
+    ("tp", "ep", "experts", "words"),
+    [
+        (2, 2, 0, "expert_parallel 2, but the actor model has no experts; set it to 1"),
+        (4, 3, 9, "expert_parallel 3 does not divide rollout.sglang.tensor_parallel 4; the nearest is 1"),
+        (4, 4, 6, "tensor_parallel 4 and 6 (experts); the nearest is 2"),
+        (16, 1, 8, "leaves 16 ranks of a server to share out each expert, whose 24 (FFN hidden size)"),
+        (4, 2, 8, ""),
+    ],
+)
+def test_ranks_of_a_server_share_out_experts(tp: int, ep: int, experts: int, words: str) -> None:
+    sizes = [f"rollout.sglang.tensor_parallel={tp}", f"rollout.sglang.expert_parallel={ep}"]
+    config = load_config(ROOT / "configs/sglang_quickstart.yaml", sizes)
+    shape = replace(SHAPE, experts=experts, heads=16, kv_heads=16, ffn_hidden_size=24 if experts else 32)
+    problems = list(server_rules(config, shape))
+    assert len(problems) == bool(words) and words in "".join(problems)
+    assert ServerSpec.of(config, TINY, (1,), on_cuda=False).arguments(1, "").get("ep-size", 1) == ep
 
 
 def test_the_readmes_example_is_valid() -> None:

@@ -62,6 +62,7 @@ class SGLangEngine:
         """The servers load while the caller goes on, and are awaited by the first update."""
         self.fleet, self.settings, self._runtime = fleet, settings, runtime
         self._stop: Stop = stop if stop is not None else NeverStop()
+        self.returns_routing = fleet.returns_routing
         self._endpoints: list[Endpoint] = []
         self.current: set[int] = set()
         """Servers that hold the weights of `version`, verified."""
@@ -220,7 +221,7 @@ class SGLangEngine:
         assert weights is not None
         buffers, shared = self._make_buffers(weights)
         mine = [ServerSync(e, self._transport(e)) for e in stale if e.sender == self._runtime.rank]
-        shape = EngineShape(weights.arch, self.settings.tensor_parallel)
+        shape = EngineShape(weights.arch, self.settings.tensor_parallel, self.settings.expert_parallel)
         run = SyncRun(mine, shape, self.settings.sync_timeout_seconds, self.settings.verify)
         run.begin()
         for number, bucket in enumerate(weights.buckets):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megappo.engines.sglang.client import Endpoint, ServerFailure, is_alive
 from megappo.engines.sglang.gpus import server_gpus
-from megappo.engines.sglang.inspection import check_room, check_stack, what_it_says
+from megappo.engines.sglang.inspection import check_room, check_routing, check_stack, what_it_says
 from megappo.engines.sglang.server import EngineError, Server, ServerSpec, start_server
 from megappo.errors import RunError
 from megappo.runtime.objects import agreed, of_all_ranks
@@ -59,6 +59,11 @@ class Fleet:
     def can_sleep(self) -> bool:
         """Whether the servers can give memory away that the trainers want."""
         return self._spec.memory_saver
+
+    @property
+    def returns_routing(self) -> bool:
+        """Whether the servers say which experts computed a token."""
+        return self._spec.returns_routing
 
     def _sender(self, index: int) -> int:
         """The rank that sends weights to a server. Own servers that are not spread over the trainers' GPUs stand on the
@@ -121,6 +126,7 @@ class Fleet:
         check_room(endpoint.name, said, self._spec.cache)
         if self._external:
             check_stack(endpoint.name, said, by_nccl=self._runtime.on_cuda)
+            check_routing(endpoint.name, said, wanted=self._spec.returns_routing)
         return Started((endpoint,), restarts)
 
     def _recover(self, index: int) -> Started:

@@ -54,3 +54,12 @@ def check_stack(name: str, said: dict[str, Any], *, by_nccl: bool) -> None:
             f"{name} does not say its versions of torch and NCCL, as one of `megappo serve` does; it needs those of "
             f"the trainers, {own_stack(os.environ).versions}"
         )
+
+
+def check_routing(name: str, said: dict[str, Any], *, wanted: bool) -> None:
+    """Raises EngineError for a server that does not say which experts computed a token, where that is `wanted`."""
+    if wanted and not said.get("enable_return_routed_experts"):
+        raise EngineError(
+            f"{name} does not say which experts computed a token; start it by `megappo serve` with this configuration "
+            "(SGLang's --enable-return-routed-experts), or set algorithm.router_replay to false"
+        )

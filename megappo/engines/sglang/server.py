@@ -68,6 +68,8 @@ class ServerSpec:
     """Whether it can give its memory away."""
     deterministic: bool = False
     """Whether a response follows from its prompt and seed."""
+    returns_routing: bool = False
+    """Whether it says which experts computed a token, where a request asks for it."""
     seed: int = 0
 
     @classmethod
@@ -90,6 +92,7 @@ class ServerSpec:
             cache=server_cache(config, arch, on_cuda=on_cuda, device_bytes=own_bytes),
             memory_saver=config.rollout.servers_sleep(on_cuda=on_cuda),
             deterministic=config.rollout.servers_are_deterministic(on_cuda=on_cuda),
+            returns_routing=config.algorithm.replays_routing(arch.experts),
         )
 
     def arguments(self, port: int, key: str) -> dict[str, Any]:
@@ -114,8 +117,12 @@ class ServerSpec:
         }
         if self.deterministic:
             found |= {"enable-deterministic-inference": True, "sampling-backend": "pytorch"}  # no other takes seeds
+        if self.settings.expert_parallel > 1:
+            found["ep-size"] = self.settings.expert_parallel
         if self.trust_remote_code:
             found["trust-remote-code"] = True
+        if self.returns_routing:
+            found["enable-return-routed-experts"] = True
         if self.cache.tokens is not None:
             found["max-total-tokens"] = self.cache.tokens
         if self.devices:

@@ -1,0 +1,65 @@
+"""Rules of models with experts: layouts, servers, and what goes by the engine's routing; see `rules`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megappo.config.engine import SGLangSettings
+from megappo.config.schema import Config
+from megappo.errors import divisors, nearest_numbers
+from megappo.families.architecture import ModelShape
+
+if TYPE_CHECKING:
+    from megappo.config.rules import RoleSpec
+
+_ARGUMENTS = {"ep", "ep-size", "expert-parallel-size", "moe-a2a-backend", "enable-eplb"}
+"""SGLang's own arguments of where experts stand, which its weights are compared by."""
+
+
+def layout_rules(role: RoleSpec, model_name: str) -> Iterator[str]:
+    """Ranks share out experts evenly, and each routes tokens of its own."""
+    layout, experts, key = role.layout, role.shape.experts, f"{role.name}.layout"
+    ep = layout.expert_parallel
+    if ep > 1 and not experts:
+        yield f"{key}.expert_parallel {ep}, but the {model_name} model has no experts; set it to 1"
+    elif experts % ep:
+        nearest = nearest_numbers(ep, divisors(experts))
+        yield (
+            f"{key}.expert_parallel {ep} does not divide the {experts} experts of the {model_name} model; "
+            f"the nearest is {nearest}"
+        )
+    if experts and layout.tensor_parallel > 1 and not layout.sequence_parallel:
+        yield (
+            f"{key}.tensor_parallel {layout.tensor_parallel} of the {model_name} model with experts needs "
+            "sequence_parallel, by which each rank routes tokens of its own; set sequence_parallel to true"
+        )
+
+
+def replay_rules(config: Config, shape: ModelShape) -> Iterator[str]:
+    """Routing is replayed by an actor that has some."""
+    if config.algorithm.router_replay and not shape.experts:
+        yield "algorithm.router_replay is true, but the actor model has no experts; remove it"
+
+
+def server_rules(servers: SGLangSettings, shape: ModelShape) -> Iterator[str]:
+    """Ranks of a server share out experts evenly, and the matrices of each; where these stand is known."""
+    tp, ep, key = servers.tensor_parallel, servers.expert_parallel, "rollout.sglang.expert_parallel"
+    if ep > 1 and not shape.experts:
+        yield f"{key} {ep}, but the actor model has no experts; set it to 1"
+    elif tp % ep or shape.experts % ep:
+        nearest = nearest_numbers(ep, [n for n in divisors(tp) if not shape.experts % n])
+        experts = f" and {shape.experts} (experts)" if shape.experts % ep else ""
+        yield f"{key} {ep} does not divide rollout.sglang.tensor_parallel {tp}{experts}; the nearest is {nearest}"
+    elif shape.experts and shape.ffn_hidden_size % (tp // ep):
+        fitting = [n for n in divisors(tp) if not shape.experts % n and not shape.ffn_hidden_size % (tp // n)]
+        remedy = f"the nearest is {nearest_numbers(ep, fitting)}" if fitting else "lower tensor_parallel"
+        yield (
+            f"{key} {ep} leaves {tp // ep} ranks of a server to share out each expert, whose {shape.ffn_hidden_size} "
+            f"(FFN hidden size) they do not divide; {remedy}"
+        )
+    for name in _ARGUMENTS & set(servers.arguments) if shape.experts else ():
+        yield (
+            f"rollout.sglang.arguments has {name}, but where experts stand must be known to compare the weights there; "
+            "remove it, and set rollout.sglang.expert_parallel"
+        )

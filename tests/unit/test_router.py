@@ -1,0 +1,144 @@
+"""Which experts a router is told to take, and what it reports, on layers that are stand-ins."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megappo.config.pipeline import stage_layers
+from megappo.megatron.context import ContextShard
+from megappo.megatron.router import MicrobatchRouting, RouterChoice, routing_tensors, summed_reports
+from megappo.megatron.schedule import PlacedSample, pack_samples
+from megappo.types import RoutingShape
+
+E, K = 6, 2
+NONE = RoutingShape(1, K, E).unknown(1)[0, 0].tolist()
+
+
+class Layer(nn.Module):
+    """Asks for a choice as Megatron's router does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp: Any = SimpleNamespace(router=SimpleNamespace(router_replay=None), moe_layer_recompute=False)
+
+    def forward(self, scores_TE: Tensor, *, packed_seq_params: Any) -> tuple[Tensor, Tensor]:
+        def largest(scores: Tensor, chosen: int, **_groups: Any) -> tuple[Tensor, Tensor]:
+            found = scores.topk(chosen, dim=1)
+            return found.values, found.indices
+
+        choice = self.mlp.router.router_replay
+        found: tuple[Tensor, Tensor] = choice.get_replay_topk(scores_TE, K, None, None, largest)
+        return found
+
+
+def ask(scores_TE: Tensor, microbatch: MicrobatchRouting | None, tensor_rank: int = 0) -> tuple[Tensor, Tensor]:
+    layer = Layer()
+    RouterChoice(layer, 0, tensor_rank)
+    found: tuple[Tensor, Tensor] = layer(scores_TE, packed_seq_params=SimpleNamespace(routing=microbatch))
+    return found
+
+
+def test_a_token_goes_where_it_is_said_and_elsewhere_where_the_router_says() -> None:
+    """Gradients reach the scores of the experts that are taken. What is not K different experts says nothing."""
+    scores_TE = torch.tensor([[0.0, 1, 2, 3, 4, 5]]).repeat(6, 1).requires_grad_()
+    given = torch.tensor([[0, 1], [4, 5], NONE, [3, 3], [5, 2], [0, 1]], dtype=torch.uint8)
+    counted = torch.tensor([True, True, True, True, True, False])
+    microbatch = MicrobatchRouting(counted, given[None])
+    values_TK, experts_TK = ask(scores_TE, microbatch)
+    assert experts_TK.tolist() == [[0, 1], [4, 5], [5, 4], [5, 4], [5, 2], [0, 1]]
+    assert torch.equal(values_TK, experts_TK.float())
+    values_TK.sum().backward()
+    assert scores_TE.grad is not None and scores_TE.grad.nonzero()[:4].tolist() == [[0, 0], [0, 1], [1, 4], [1, 5]]
+    # Tokens of each expert, those whose experts were said, and those of them whom the router would send elsewhere.
+    assert microbatch.reports[0].tolist() == [1, 1, 1, 0, 3, 4, 3, 2]
+    again = MicrobatchRouting(counted)
+    assert ask(scores_TE, again)[1].tolist() == [[5, 4]] * 6 and again.reports[0].tolist() == [0, 0, 0, 0, 5, 5, 0, 0]
+    assert ask(scores_TE, None)[1].tolist() == [[5, 4]] * 6
+    total = summed_reports([microbatch, again, None])
+    assert total is not None and total.tolist() == [[1, 1, 1, 0, 8, 9, 3, 2]] and summed_reports([None]) is None
+
+
+def test_a_tensor_rank_takes_what_is_said_of_its_own_tokens() -> None:
+    given = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 4]], dtype=torch.uint8)[None]
+    for rank in (0, 1):
+        microbatch = MicrobatchRouting(torch.ones(4, dtype=torch.bool), given)
+        found = ask(torch.zeros(2, E), microbatch, rank)[1]
+        assert found.tolist() == given[0, 2 * rank : 2 * rank + 2].tolist()
+
+
+def test_a_layer_that_is_computed_again_meets_its_own_microbatch() -> None:
+    """Megatron's recomputation of experts comes when the layer has begun with another microbatch."""
+    layer = Layer()
+    layer.mlp.moe_layer_recompute = True
+    layer.mlp.forward = lambda hidden, **_options: (forwarded(layer, hidden), None)
+
+    def forwarded(layer: Layer, hidden: Tensor) -> Tensor:
+        values, _ = Layer.forward(layer, hidden, packed_seq_params=None)
+        return values
+
+    RouterChoice(layer, 0, 0)
+    assert not layer.mlp.moe_layer_recompute
+    counted = torch.ones(1, dtype=torch.bool)
+    outputs, inputs = [], []
+    for experts in ([0, 1], [2, 3]):
+        routing = MicrobatchRouting(counted, torch.tensor([[experts]], dtype=torch.uint8))
+        hidden = torch.arange(6.0)[None].requires_grad_()
+        layer(hidden, packed_seq_params=SimpleNamespace(routing=routing))
+        outputs.append(layer.mlp.forward(hidden)[0])
+        inputs.append(hidden)
+    for output in outputs:
+        output.sum().backward()
+    assert [x.grad.nonzero()[:, 1].tolist() for x in inputs if x.grad is not None] == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_routing_is_cut_as_tokens_are(rank: int) -> None:
+    """Padding, the last token of a sample and fillers have none; context ranks have that of their own tokens."""
+    shard = ContextShard(2, rank)
+    shape = RoutingShape(3, K, E)
+    samples = []
+    for number, length in enumerate((7, 5)):
+        routing = torch.arange(length - 1)[:, None, None].expand(-1, 3, K) + 10 * number
+        samples.append(PlacedSample(number, torch.arange(length) + 10 * number, 2, routing=routing.to(shape.dtype)))
+    batch = pack_samples(samples, torch.device("cpu"), shard=shard, multiple_of=2, has_experts=True)
+    told, tokens = batch.segments.routing, batch.tokens_1l[0]
+    assert told is not None and told.given_LlK is not None and told.given_LlK.shape == (3, len(tokens), K)
+    known = told.given_LlK[0, :, 0] < 200
+    assert torch.equal(told.given_LlK[2, known, 1].long(), tokens[known])
+    mine = set(tokens[told.counted_l].tolist())
+    assert mine - set(tokens[known].tolist()) == mine & {6, 14}
+    filler = pack_samples(samples, torch.device("cpu"), shard=shard, is_filler=True, has_experts=True).segments.routing
+    assert filler is not None and not filler.counted_l.any()
+    assert pack_samples(samples, torch.device("cpu")).segments.routing is None
+
+
+def test_routing_is_optional() -> None:
+    found = routing_tensors([2], [2, 2], torch.arange(4), [], counts=True)
+    assert found.keys() == {"counted"} and found["counted"].tolist() == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "stages", "expected"),
+    [
+        ((4,), 1, ((0, 1, 2, 3),)),
+        ((3, 1), 2, ((0, 1, 2), (3,))),
+        ((1, 2, 1, 1), 2, ((0, 3), (1, 2, 4))),
+    ],
+)
+def test_a_stage_has_the_layers_of_its_chunks(
+    chunks: tuple[int, ...], stages: int, expected: tuple[tuple[int, ...], ...]
+) -> None:
+    assert stage_layers(chunks, stages) == expected
+
+
+@pytest.mark.parametrize(("experts", "dtype"), [(8, torch.uint8), (255, torch.uint8), (256, torch.int16)])
+def test_numbers_take_as_few_bytes_as_there_can_be(experts: int, dtype: torch.dtype) -> None:
+    shape = RoutingShape(2, 3, experts)
+    unknown = shape.unknown(4)
+    assert unknown.dtype == dtype and unknown.shape == (4, 2, 3)
+    assert (unknown.long() >= experts).all() and torch.tensor(experts - 1).to(dtype) == experts - 1
