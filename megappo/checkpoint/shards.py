@@ -72,7 +72,7 @@ def role_shards(role: Role) -> dict[str, ShardedTensor]:
     layout = role.layout
     shards: dict[str, ShardedTensor] = {}
     for entry in _entries(role.model):
-        tensors = role.optimizer.state.whole(entry.held, moments=role.optimizer.updates > 0)
+        tensors = role.optimizer.state.whole(entry.held, role.storage.read, moments=role.optimizer.updates > 0)
         is_first = layout.holds_first_copy and (entry.of.axis is not None or layout.tensor_rank == 0)
         if entry.of.expert is not None:  # whole on every rank that holds it, which are others than those of the rest
             is_first = layout.expert_replica == 0
@@ -106,7 +106,7 @@ def load_shards(folder: Path, roles: Sequence[Role], updates: Mapping[str, int],
     for role in here:
         for entry in _entries(role.model):
             for kind in ("weight", *(MOMENTS if updates[role.placement.name] else ())):
-                zeros = torch.zeros(entry.held.shard.shape, dtype=torch.float32)
+                zeros = torch.zeros(entry.held.shape, dtype=torch.float32)
                 wanted |= _sharded(role, entry, kind, zeros)
     read_tensors(folder, wanted, runtime)
     for role in here:
@@ -144,6 +144,7 @@ def _open(folder: Path) -> ShardReader:
 
 
 def _restore(role: TrainedRole, loaded: Mapping[str, ShardedTensor], updates: int) -> None:
+    role.wake()
     for entry in _entries(role.model):
         tensors = {
             kind: torch.cat([loaded[key].data for key in _keys(role, entry, kind)])
@@ -151,3 +152,4 @@ def _restore(role: TrainedRole, loaded: Mapping[str, ShardedTensor], updates: in
         }
         role.optimizer.state.restore(entry.held, tensors, updates)
     role.optimizer.continue_after(updates)
+    role.rest()

@@ -22,6 +22,7 @@ from megappo.families.parameters import model_parameters
 from megappo.observe.progress import PROGRESS, SAMPLES
 from megappo.runtime.interrupts import NeverStop, Stop
 from megappo.runtime.process import Runtime
+from megappo.runtime.resting import Movable
 
 
 class _AskedToStop(Exception):
@@ -95,9 +96,10 @@ class TransformersEngine:
         device: torch.device,
         generate_batch_sequences: int,
         trust_remote_code: bool = False,
+        sleeps: bool = False,
         stop: Stop | None = None,
     ) -> None:
-        self._arch = arch
+        self._arch, self._weights = arch, Movable() if sleeps else None
         self._model: Any = AutoModelForCausalLM.from_config(
             arch.hf_config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
         )
@@ -110,9 +112,17 @@ class TransformersEngine:
         self.version = 0
         self._complete = False
 
+    def sleep(self) -> None:
+        """See `SleepingEngine.sleep`; the next update brings all weights."""
+        if self._weights is not None:
+            self._complete = False
+            self._weights.leave(self._model.parameters())
+
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See `Engine.update_weights`; tied output weights need not arrive."""
         self._complete = False
+        if self._weights is not None:
+            self._weights.come_back()
         problems: list[str] = []
         destinations = _destinations(self._model, self._arch)
         missing = set(destinations)
@@ -204,5 +214,6 @@ def embedded_engine(
         device=runtime.device,
         generate_batch_sequences=config.rollout.generate_batch_sequences,
         trust_remote_code=config.model.trust_remote_code,
+        sleeps=config.offloads,
         stop=stop,
     )
