@@ -73,6 +73,8 @@ SWITCHES = (
         (*_SHARDED, f"{_OPTIMIZER}.overlap_param_gather=false"),
     ),
     Switch("optimizer.distributed", ("actor.optimizer.distributed=true",), ("actor.optimizer.distributed=false",)),
+    Switch("offload", ("actor.offload=true",)),
+    Switch("optimizer.on_host", (f"{_OPTIMIZER}.on_host=0.5",)),
     Switch("accelerations", ("model.accelerations=auto",), ("model.accelerations=torch",), own_process=True),
     Switch("one pack, not four", ("actor.microbatch_budget_tokens={all}",), ("actor.microbatch_budget_tokens={part}",)),
 )

@@ -13,9 +13,10 @@ from megappo.errors import show
 
 _UNMENTIONED = (
     "run.name", "run.directory", "run.force_resume", "run.export_final_model", "runtime", "logging",
-    "rollout.sglang.request_timeout_seconds",
+    "rollout.sglang.request_timeout_seconds", "actor.offload", "critic.offload", "reference.offload",
 )  # fmt: skip
-"""Nothing that is learned depends on them; the last one mostly follows from the plan, and was set by nobody."""
+"""Nothing that is learned depends on them; `request_timeout_seconds` mostly follows from the plan, and was set by
+nobody."""
 _DANGEROUS = (
     "run.seed", "model", "actor.start_from", "critic.start_from", "critic.path",
     "critic.value_head_std", "reference", "data.train", "data.apply_chat_template",

@@ -75,7 +75,7 @@ def role_shards(role: Role) -> dict[str, ShardedTensor]:
     entries = list(_entries(role.model))
     written = _written_here(role.layout, entries)
     for number, entry in enumerate(entries):
-        tensors = role.optimizer.state.whole(entry.held, moments=role.optimizer.updates > 0)
+        tensors = role.optimizer.state.whole(entry.held, role.storage.read, moments=role.optimizer.updates > 0)
         for kind, tensor in tensors.items() if number in written else ():
             shards |= _sharded(role, entry, kind, tensor.to("cpu", copy=True))
     return shards
@@ -126,7 +126,7 @@ def load_shards(folder: Path, roles: Sequence[Role], updates: Mapping[str, int],
     for role in here:
         for entry in _entries(role.model):
             for kind in ("weight", *(MOMENTS if updates[role.placement.name] else ())):
-                zeros = torch.zeros(entry.held.shard.shape, dtype=torch.float32)
+                zeros = torch.zeros(entry.held.shape, dtype=torch.float32)
                 wanted |= _sharded(role, entry, kind, zeros)
     read_tensors(folder, wanted, runtime)
     for role in here:
@@ -164,6 +164,7 @@ def _open(folder: Path) -> ShardReader:
 
 
 def _restore(role: TrainedRole, loaded: Mapping[str, ShardedTensor], updates: int) -> None:
+    role.wake()
     for entry in _entries(role.model):
         tensors = {
             kind: torch.cat([loaded[key].data for key in _keys(role, entry, kind)])
@@ -171,3 +172,4 @@ def _restore(role: TrainedRole, loaded: Mapping[str, ShardedTensor], updates: in
         }
         role.optimizer.state.restore(entry.held, tensors, updates)
     role.optimizer.continue_after(updates)
+    role.rest()

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from megappo.config.base import (
     LARGEST_WORLD,
     Decay,
+    Fraction,
     NonNegativeFloat,
     NonNegativeInt,
     PathText,
@@ -94,6 +95,9 @@ class OptimizerSettings(Settings):
     """Gradients are scaled down to this global L2 norm; 0: no clipping."""
     distributed: bool = False
     """Shard optimizer state over data parallel ranks (Megatron's distributed optimizer)."""
+    on_host: Fraction = 0.0
+    """At least this fraction of the state (moments, and main weights of a bfloat16 model) lives in the host's memory
+    for good and is updated there, the largest parameters first."""
     overlap_grad_reduce: bool | None = None
     """Sum gradients over data parallel ranks while backward goes on; default: on CUDA."""
     overlap_param_gather: bool | None = None
@@ -132,6 +136,31 @@ class OptimizerSettings(Settings):
         return self
 
 
+def _all_or_parts(value: object) -> object:
+    """`true` and `false` are all parts and none."""
+    return dict.fromkeys(OffloadSettings.model_fields, value) if isinstance(value, bool) else value
+
+
+class OffloadSettings(Settings):
+    """What leaves the device while a role rests, for pinned memory of the host, or for a file where there is no CUDA.
+    `true` or `false` in place of the section means all of it or nothing."""
+
+    weights: bool = False
+    """They come back for the role's forward passes and updates."""
+    gradients: bool = False
+    """Their buffers are given up between the role's updates of one step and those of the next."""
+    optimizer: bool = False
+    """Adam's moments, and the main weights of a bfloat16 model; they come back for the role's updates."""
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What leaves, by name."""
+        return tuple(name for name, leaves in self if leaves)
+
+
+Offload = Annotated[OffloadSettings, BeforeValidator(_all_or_parts)]
+
+
 class TrainedRoleSettings(Settings):
     """What actor and critic have in common."""
 
@@ -151,6 +180,8 @@ class TrainedRoleSettings(Settings):
     run that continues does not read them again."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation: of parts of each layer (`selective`) or of whole layers (`full`)."""
+    offload: Offload = OffloadSettings()
+    """What leaves the device while the role rests: `true`, `false`, or each part by its name."""
     recompute_modules: RecomputeModules = ("core_attn",)
     """What `selective` computes again in backward: the attention kernel (`core_attn`; on GPUs it keeps little), MLPs
     (`mlp`), layers of experts (`moe`)."""
@@ -182,8 +213,24 @@ class CriticSettings(TrainedRoleSettings):
     """First steps in which only the critic is updated."""
 
 
+def _weights_alone(value: object) -> object:
+    return {"weights": value} if isinstance(value, bool) else value
+
+
 class ReferenceSettings(Settings):
     """The frozen policy of the KL terms; stands on the actor's layout."""
 
     path: PathText | None = None
     """Hugging Face folder; default: `model.path`, also where the actor has `start_from`."""
+    offload: Annotated[OffloadSettings, BeforeValidator(_weights_alone)] = OffloadSettings()
+    """Whether the weights leave the device while the role rests: `true`, `false`, or `{weights: true}`; it has neither
+    gradients nor an optimizer."""
+
+    @model_validator(mode="after")
+    def _has_weights_alone(self) -> ReferenceSettings:
+        for part in ("gradients", "optimizer"):
+            if getattr(self.offload, part):
+                raise ValueError(
+                    f"offload.{part} is true, but the reference is not trained and has weights alone; remove it"
+                )
+        return self

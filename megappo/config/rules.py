@@ -111,6 +111,12 @@ def section_rules(config: Config, steps: int | None) -> Iterator[str]:
             "set model.path to a folder with weights and model.init to pretrained, or reference to null"
         )
     yield from _keep_best_rules(config)
+    directory = config.runtime.offload_directory
+    if directory is not None and not directory.is_dir():
+        yield (
+            f"runtime.offload_directory '{directory}' is not a folder (from {Path.cwd()}); make it, or leave it out "
+            "for the system's temporary folder"
+        )
     reward_model = config.reward.model_path
     if reward_model is not None and not Path(reward_model).is_dir():
         yield (

@@ -85,6 +85,9 @@ class RuntimeSettings(Settings):
     """`auto` takes CUDA where there is one."""
     threads_per_rank: Processes | None = None
     """CPU threads of each rank; default: the machine's cores divided by the ranks on it."""
+    offload_directory: PathFromText | None = None
+    """Folder with room for what rests of the roles (`actor.offload`) on a machine without CUDA; default: the system's
+    temporary folder."""
     collective_timeout_seconds: WholeSeconds = 1800
     """A collective that waits longer than this fails."""
     phase_timeout_seconds: Seconds | None = 1500.0
@@ -341,6 +344,11 @@ class Config(Settings):
     def trained(self) -> dict[str, ActorSettings | CriticSettings]:
         """Actor and critic, where there is one, by their names."""
         return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
+
+    @property
+    def offloads(self) -> bool:
+        """Whether anything of a role leaves the device while it rests."""
+        return any(role.offload.parts for role in (*self.trained.values(), self.reference) if role is not None)
 
     @property
     def max_sequence_tokens(self) -> int:

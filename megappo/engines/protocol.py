@@ -153,16 +153,21 @@ class AheadEngine(Protocol):
 
 
 @runtime_checkable
-class ServedEngine(Protocol):
-    """An engine in processes of its own, which can fail, and must show that it holds what it was sent: after every
-    update it answers a probe, and between rollouts it gives its memory away."""
-
-    restarts: int
-    """Servers that were started again, over the run."""
+class SleepingEngine(Protocol):
+    """An engine that can give its memory away between rollouts."""
 
     def sleep(self) -> None:
         """Give the device's memory to the trainer until the next update; the weights may be lost."""
         ...
+
+
+@runtime_checkable
+class ServedEngine(SleepingEngine, Protocol):
+    """An engine in processes of its own, which can fail, and must show that it holds what it was sent: after every
+    update it answers a probe."""
+
+    restarts: int
+    """Servers that were started again, over the run."""
 
     def sync_phases(self) -> dict[str, float]:
         """Seconds of the last weight update on this rank, by phase."""

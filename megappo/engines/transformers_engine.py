@@ -26,6 +26,7 @@ from megappo.families.parameters import model_parameters
 from megappo.observe.progress import PROGRESS, SAMPLES
 from megappo.runtime.interrupts import NeverStop, Stop
 from megappo.runtime.process import Runtime
+from megappo.runtime.resting import Movable
 from megappo.types import RoutingShape
 
 
@@ -139,9 +140,10 @@ class TransformersEngine:
         device: torch.device,
         generate_batch_sequences: int,
         trust_remote_code: bool = False,
+        sleeps: bool = False,
         stop: Stop | None = None,
     ) -> None:
-        self._arch = arch
+        self._arch, self._weights = arch, Movable() if sleeps else None
         self._model: Any = AutoModelForCausalLM.from_config(
             arch.hf_config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
         )
@@ -155,9 +157,17 @@ class TransformersEngine:
         self._complete = False
         self.returns_routing = arch.experts > 0
 
+    def sleep(self) -> None:
+        """See `SleepingEngine.sleep`; the next update brings all weights."""
+        if self._weights is not None:
+            self._complete = False
+            self._weights.leave(self._model.parameters())
+
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See `Engine.update_weights`; tied output weights need not arrive."""
         self._complete = False
+        if self._weights is not None:
+            self._weights.come_back()
         problems: list[str] = []
         destinations = _destinations(self._model, self._arch)
         missing = set(destinations)
@@ -253,5 +263,6 @@ def embedded_engine(
         device=runtime.device,
         generate_batch_sequences=config.rollout.generate_batch_sequences,
         trust_remote_code=config.model.trust_remote_code,
+        sleeps=config.offloads,
         stop=stop,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megappo.config.pipeline import even_layers
+from megappo.config.roles import OffloadSettings
 from megappo.errors import RunError
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.parameters import EMBEDDING, OUTPUT_LAYER, Parameter, canonical_names, embedding, model_parameters
@@ -58,6 +60,10 @@ class BuildOptions:
     replays_routing: bool = False
     """Routers take the experts that a sample comes with, in place of their own choice."""
     accelerations: Accelerations = field(default_factory=Accelerations)
+    offload: OffloadSettings = field(default_factory=OffloadSettings)
+    """What leaves the device while the role rests."""
+    offload_directory: Path | None = None
+    """Where that lies without CUDA; None: the system's temporary folder."""
 
     @property
     def is_critic(self) -> bool:
@@ -82,8 +88,13 @@ class HeldParameter:
 
     @property
     def shard(self) -> Tensor:
-        """The weights, without a gradient; they share the parameter's memory."""
+        """The weights, without a gradient; they share the parameter's memory, and must be on the device."""
         return self.part_of(self.parameter.detach())
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shard's, wherever it lies."""
+        return self.parameter.shape if self.place is None else self.parameter.shape[1:]
 
     def part_of(self, tensor: Tensor) -> Tensor:
         """What belongs to the shard in a tensor that is shaped as the parameter."""

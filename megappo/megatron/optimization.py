@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
 
 from megappo.config.roles import OptimizerSettings
 from megappo.megatron.build import RoleModel
-from megappo.megatron.optimizer_state import OptimizerState
+from megappo.megatron.host_optimizer import PartlyOnHost
+from megappo.megatron.offload import RoleTensors
+from megappo.megatron.optimizer_state import MOMENTS, OptimizerState
 from megappo.megatron.schedule import finalize_summed_grads
 from megappo.runtime.megatron_cpu import param_groups_of_role
 
@@ -54,6 +58,10 @@ class RoleOptimizer:
             self.megatron = get_megatron_optimizer(
                 config, self.chunks, use_gloo_process_groups=False, pg_collection=model.layout.groups
             )
+        inners = getattr(self.megatron, "chained_optimizers", [self.megatron])
+        for inner in inners if settings.on_host else ():
+            inner.optimizer = PartlyOnHost(inner.optimizer, settings.on_host, self._weight_storages())
+        self._on_host = [inner.optimizer for inner in inners if isinstance(inner.optimizer, PartlyOnHost)]
         self.state = OptimizerState(self.megatron, model.layout.groups.dp_cp, model.layout.groups.expt_dp)
         self._schedule = OptimizerParamScheduler(
             self.megatron,
@@ -85,6 +93,34 @@ class RoleOptimizer:
         self._schedule.num_steps = 0
         self._schedule.step(increment=updates)
 
+    def tensors(self) -> RoleTensors:
+        """All that the role has on the device."""
+        return RoleTensors(
+            weights=lambda: (p for chunk in self.chunks for p in chunk.parameters()),
+            gradients=lambda: (b.grad_data for c in self.chunks for b in (*c.buffers, *c.expert_parallel_buffers)),
+            optimizer=self._state_tensors,
+            optimizer_bytes=self._state_bytes,
+        )
+
+    def _state_tensors(self) -> Iterator[Tensor]:
+        weights = self._weight_storages()
+        for main, moments in self.state.mains():
+            yield from moments.values()
+            if main.untyped_storage()._cdata not in weights:
+                yield main
+
+    def _state_bytes(self) -> int:
+        weights, total = self._weight_storages(), 0
+        for main, _ in self.state.mains():
+            is_weight = main.untyped_storage()._cdata in weights
+            total += main.numel() * main.itemsize * (len(MOMENTS) + (not is_weight))
+        return total
+
+    def _weight_storages(self) -> set[int]:
+        """Identities of the storages that hold weights, the distributed optimizer's main weights of a float32 model
+        among them."""
+        return {p.untyped_storage()._cdata for chunk in self.chunks for p in chunk.parameters()}
+
     def zero_grad(self) -> None:
         """Forget the gradients of the last minibatch."""
         for chunk in self.chunks:
@@ -98,6 +134,8 @@ class RoleOptimizer:
         if not math.isfinite(grad_norm):
             return False, grad_norm
         self.megatron.step()
+        for optimizer in self._on_host:
+            optimizer.release()
         self._schedule.step(increment=1)
         if self._gathers_late:
             for chunk in self.chunks:

@@ -6,7 +6,7 @@ into leaves that need gradients, and gives all parameters one shared `step`, whi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,19 +16,23 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
 from megappo.megatron.build import HeldParameter
+from megappo.megatron.host_optimizer import PartlyOnHost
 from megappo.runtime.exchange import all_gather_varying
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+Read = Callable[[Tensor, slice], Tensor]
+"""Elements of a flattened tensor, wherever they lie."""
 
 
 @dataclass(frozen=True)
 class _Main:
     """Where this rank's part of a parameter's state lies."""
 
-    inner: Any
-    """Megatron's optimizer with the parameter in it."""
+    adam: Any
+    """What updates it."""
     tensor: Tensor | None
-    """What the inner optimizer updates: the parameter, its float32 copy, or a part of one of them; None: no part."""
+    """What that knows it by: the parameter, its float32 copy, there or on the host, or a part of one of them; None: no
+    part."""
     part: slice
     """Elements of the flattened parameter whose state this rank holds."""
 
@@ -50,11 +54,22 @@ class OptimizerState:
             for main in group["params"]
         }
 
-    def whole(self, held: HeldParameter, *, moments: bool) -> dict[str, Tensor]:
-        """`weight`, and with `moments` also `exp_avg` and `exp_avg_sq`, in the shard's shape and float32.
+    def mains(self) -> Iterator[tuple[Tensor, Mapping[str, Tensor]]]:
+        """What the device's part of the optimizer updates: weights or their float32 copies, or parts of them, each with
+        its moments, of which there are none before the first update."""
+        for inner in self._inners:
+            for group in inner.optimizer.param_groups:
+                for main in group["params"]:
+                    adam, home = _whereabouts(inner.optimizer, main)
+                    state = adam.state.get(main, {})
+                    if home is main:
+                        yield main, {name: state[name] for name in MOMENTS if name in state}
 
-        A collective of the ranks with the same parameter where the optimizer is distributed; elsewhere the tensors
-        themselves.
+    def whole(self, held: HeldParameter, read: Read, *, moments: bool) -> dict[str, Tensor]:
+        """`weight`, and with `moments` also `exp_avg` and `exp_avg_sq`, in the shard's shape and float32, as `read`
+        finds them.
+
+        A collective of the ranks with the same parameter where the optimizer is distributed.
         """
         main = self._find(held.parameter)
         is_expert = not getattr(held.parameter, "allreduce", True)
@@ -65,11 +80,11 @@ class OptimizerState:
             if main.tensor is None:
                 piece = torch.empty(0, dtype=torch.float32, device=held.parameter.device)
             else:
-                state = main.tensor if name == "weight" else main.inner.optimizer.state[main.tensor][name]
-                piece = state.detach().flatten()[mine]
+                state = main.tensor if name == "weight" else main.adam.state[main.tensor][name]
+                piece = read(state, mine).to(held.parameter.device)
             if self._is_shared:
                 piece = torch.cat(all_gather_varying(piece, group=replicas))
-            tensors[name] = piece.float().view(held.shard.shape)
+            tensors[name] = piece.float().view(held.shape)
         return tensors
 
     def restore(self, held: HeldParameter, tensors: Mapping[str, Tensor], updates: int) -> None:
@@ -79,20 +94,28 @@ class OptimizerState:
         if main.tensor is None:
             return
         mine, given = _overlap(main.part, held.elements)
-        kept = {"weight": main.tensor.data, **(_moments(main.inner.optimizer, main.tensor, updates) if updates else {})}
+        kept = {"weight": main.tensor.data, **(_moments(main.adam, main.tensor, updates) if updates else {})}
         for name, state in kept.items():
             state.view(-1)[mine].copy_(tensors[name].flatten()[given])
 
     def _find(self, parameter: nn.Parameter) -> _Main:
         if not self._is_shared:
             main = getattr(parameter, "main_param", parameter)
-            return _Main(self._owners[id(main)], main, slice(0, parameter.numel()))
+            adam, home = _whereabouts(self._owners[id(main)].optimizer, main)
+            return _Main(adam, home, slice(0, parameter.numel()))
         for inner in self._inners:
             if parameter in inner.model_param_gbuf_map:
                 group, index = inner.model_param_group_index_map[parameter]
                 span = inner._get_model_param_range_map(parameter)["param"]
-                return _Main(inner, inner.optimizer.param_groups[group]["params"][index], slice(span.start, span.end))
+                main = inner.optimizer.param_groups[group]["params"][index]
+                adam, home = _whereabouts(inner.optimizer, main)
+                return _Main(adam, home, slice(span.start, span.end))
         return _Main(None, None, slice(0, 0))
+
+
+def _whereabouts(optimizer: Any, main: Tensor) -> tuple[Any, Tensor]:
+    """The optimizer that updates a main weight, and what it knows it by."""
+    return optimizer.whereabouts(main) if isinstance(optimizer, PartlyOnHost) else (optimizer, main)
 
 
 def _overlap(part: slice, wanted: slice) -> tuple[slice, slice]:

@@ -20,6 +20,7 @@ from megappo.families.flops import SampleCost
 from megappo.megatron.build import BuildOptions, HeldParameter, RoleModel
 from megappo.megatron.context import whole_output
 from megappo.megatron.layout import Layout, Outside
+from megappo.megatron.offload import RoleStorage, RoleTensors
 from megappo.megatron.optimization import RoleOptimizer
 from megappo.megatron.packing import MicrobatchPlan
 from megappo.megatron.router import FURTHER, summed_reports
@@ -69,8 +70,21 @@ class Role(ABC):
         """This rank's part of the model."""
 
     @abstractmethod
-    def settle_weights(self) -> None:
-        """Wait for weights that are still on their way after an update; a forward pass does so by itself."""
+    def rest(self) -> None:
+        """The role's turn is over: weights that are still on their way after an update are waited for, and what the
+        settings say leaves the device (see `megappo.megatron.offload`)."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """All of the role is on the device, to be changed; `run_forward` and `run_update` see to it by themselves."""
+
+    @abstractmethod
+    def read(self, parameter: nn.Parameter) -> Tensor:
+        """A parameter's weights on the device, wherever they lie; not to be written to."""
+
+    @abstractmethod
+    def read_shard(self, held: HeldParameter) -> Tensor:
+        """The same of a shard."""
 
     @abstractmethod
     def mapped_parameters(self) -> list[HeldParameter]:
@@ -78,14 +92,16 @@ class Role(ABC):
 
     def copy_weights(self) -> list[Tensor]:
         """This rank's part of the model, in the host's memory."""
-        return [p.detach().to("cpu", copy=True) for p in self.parameters()]
+        return [self.read(p).to("cpu", copy=True) for p in self.parameters()]
 
     @torch.no_grad()
     def exchange_weights(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """Put what `copy_weights` gave once in the model's place; returns a copy of what was there."""
         before = self.copy_weights()
+        self.wake()
         for parameter, tensor in zip(self.parameters(), weights, strict=True):
             parameter.copy_(tensor)
+        self.rest()
         return before
 
 
@@ -100,8 +116,17 @@ class AbsentRole(Role):
     def parameters(self) -> list[nn.Parameter]:
         return []
 
-    def settle_weights(self) -> None:
+    def rest(self) -> None:
         return None
+
+    def wake(self) -> None:
+        return None
+
+    def read(self, parameter: nn.Parameter) -> Tensor:
+        raise AssertionError(f"{self.placement.name} has no weights on this rank")
+
+    def read_shard(self, held: HeldParameter) -> Tensor:
+        return self.read(held.parameter)
 
     def mapped_parameters(self) -> list[HeldParameter]:
         return []
@@ -115,6 +140,11 @@ class LocalRole(Role):
         self.model = model
         self._chunks: Sequence[Any] = model.chunks
         self._report: Tensor | None = None
+        self.storage = RoleStorage(model.options, self._tensors())
+        """What of the role is on the device."""
+
+    def _tensors(self) -> RoleTensors:
+        return RoleTensors(weights=lambda: [p for chunk in self.model.chunks for p in chunk.parameters()])
 
     @property
     def layout(self) -> Layout:
@@ -124,14 +154,25 @@ class LocalRole(Role):
     def parameters(self) -> list[nn.Parameter]:
         return [p for chunk in self.model.chunks for p in chunk.parameters()]
 
-    def settle_weights(self) -> None:
-        return None
+    def rest(self) -> None:
+        self.storage.rest()
+
+    def wake(self) -> None:
+        self.storage.bring_all()
+        self.storage.await_optimizer()
+
+    def read(self, parameter: nn.Parameter) -> Tensor:
+        return self.storage.read(parameter).view(parameter.shape)
+
+    def read_shard(self, held: HeldParameter) -> Tensor:
+        return self.storage.read(held.parameter, held.elements).view(held.shape)
 
     def mapped_parameters(self) -> list[HeldParameter]:
         return self.model.parameters_here()
 
     def run_forward(self, plan: MicrobatchPlan, samples: Mapping[int, PlacedSample]) -> dict[int, Tensor]:
         batches = self._packed(plan, samples)
+        self.storage.bring_weights()
         with self.runtime.megatron():
             outputs = run_schedule(self._chunks, self.layout, batches, _Forward(), train=False)
         self._report = summed_reports(batch.segments.routing for batch in batches)
@@ -201,15 +242,19 @@ class TrainedRole(LocalRole):
     """A role with gradients and an optimizer, on one of its ranks."""
 
     def __init__(self, placement: Placement, model: RoleModel, runtime: Runtime, optimizer: RoleOptimizer) -> None:
-        super().__init__(placement, model, runtime)
         self.optimizer = optimizer
+        super().__init__(placement, model, runtime)
         self._chunks = optimizer.chunks
 
-    def settle_weights(self) -> None:
+    def _tensors(self) -> RoleTensors:
+        return self.optimizer.tensors()
+
+    def rest(self) -> None:
         self.optimizer.settle_weights()
+        self.storage.rest()
 
     def parameters(self) -> list[nn.Parameter]:
-        self.settle_weights()
+        self.optimizer.settle_weights()
         return super().parameters()
 
     def run_update(
@@ -221,6 +266,7 @@ class TrainedRole(LocalRole):
     ) -> Update:
         """One optimizer update from all replicas' microbatches; see `PlacedBatch.update`."""
         batches, optimizer = self._packed(plan, samples), self.optimizer
+        self.storage.bring_all()
         with self.runtime.megatron():
             optimizer.zero_grad()
             reports = run_schedule(self._chunks, self.layout, batches, task, train=True)
@@ -229,6 +275,7 @@ class TrainedRole(LocalRole):
             if stop_above is not None and sums[stop_above[0]] > stop_above[1] * sums["count"]:
                 return Update(False, True, sums, float("nan"), rate)
             finite_loss = bool(torch.isfinite(torch.tensor(sums["loss"])))
+            self.storage.await_optimizer()
             applied, grad_norm = optimizer.step() if finite_loss else (False, float("nan"))
         return Update(applied, applied, sums, grad_norm, rate)
 

@@ -39,9 +39,11 @@ class StageCost:
     """Sent by the busiest rank."""
     seconds: float
     bound_by: str
-    """`compute`, `memory`, `launches` or `links`: the largest part of the seconds."""
+    """`compute`, `memory`, `launches`, `links` or `host`: the largest part of the seconds."""
     hidden_seconds: float = 0.0
     """Of communication beside kernels, which the seconds leave out."""
+    host_bytes: float = 0.0
+    """Moved between the busiest rank's device and its host."""
 
 
 class _StageWork:
@@ -49,9 +51,9 @@ class _StageWork:
 
     def __init__(self, machine: Machine, dtype_bytes: int) -> None:
         self.machine = machine
-        self.flops = self.memory_bytes = self.link_bytes = self.hidden_seconds = 0.0
+        self.flops = self.memory_bytes = self.link_bytes = self.hidden_seconds = self.host_bytes = 0.0
         self._compute_rate = machine.flops(dtype_bytes) * ASSUMED.compute_share
-        self._seconds = dict.fromkeys(("compute", "memory", "launches", "links"), 0.0)
+        self._seconds = dict.fromkeys(("compute", "memory", "launches", "links", "host"), 0.0)
 
     def run(self, *, flops: float, memory_bytes: float, layers: float, times: float = 1.0) -> float:
         """Kernels: `flops` and `memory_bytes` of one rank in `layers` forward passes of a layer, `times` over. Returns
@@ -76,6 +78,12 @@ class _StageWork:
         self.hidden_seconds += times * hidden
         self.link_bytes += times * n_bytes
 
+    def move(self, n_bytes: float, *, step_bytes: float = 0.0) -> None:
+        """Bytes to or from the host's memory, and those that an optimizer reads and writes there."""
+        self.host_bytes += n_bytes
+        self._seconds["host"] += n_bytes / (self.machine.host_bandwidth * ASSUMED.link_share)
+        self._seconds["host"] += step_bytes / ASSUMED.host_memory_bandwidth
+
     def wait(self, seconds: float) -> None:
         """Count messages whose latency matters and whose bytes do not."""
         self._seconds["links"] += seconds
@@ -85,7 +93,7 @@ class _StageWork:
         seconds = self._seconds
         bound_by = max(seconds, key=lambda part: seconds[part])
         total, hidden = sum(seconds.values()), self.hidden_seconds
-        return StageCost(name, self.flops, self.memory_bytes, self.link_bytes, total, bound_by, hidden)
+        return StageCost(name, self.flops, self.memory_bytes, self.link_bytes, total, bound_by, hidden, self.host_bytes)
 
 
 def step_seconds(stages: Sequence[StageCost], servers: Servers | None) -> float:
@@ -106,10 +114,14 @@ def step_costs(setup: Setup, machine: Machine) -> tuple[StageCost, ...]:
 
 
 def forward_cost(roles: Sequence[RoleSetup], work: Workload, machine: Machine) -> StageCost:
-    """Forward passes over all samples, one role after the other. Samples are sent before, which takes time for their
-    routing only: to a replica what it has in this pass, and in each epoch, where those are others."""
+    """Forward passes over all samples, one role after the other, for which weights that rest come back.
+
+    Samples are sent before, which takes time for their routing only: to a replica what it has in this pass, and in each
+    epoch, where those are others.
+    """
     spent = _StageWork(machine, roles[0].dtype_bytes)
     for role in roles:
+        spent.move(_resting_weights(role))
         untrained = role.in_forward_pass(work.batch_sequences)
         _pipeline(spent, untrained, work, train=False, times=1)
         epochs = role.updates_per_step * role.minibatch_sequences / work.batch_sequences if role.grid.dp > 1 else 0
@@ -122,15 +134,26 @@ def forward_cost(roles: Sequence[RoleSetup], work: Workload, machine: Machine) -
 def update_cost(role: RoleSetup, work: Workload, machine: Machine) -> StageCost:
     """All updates of a role in a step: pipelines, gradient reduction, AdamW.
 
-    AdamW reads gradient, main weight and moments and writes all but the gradient, and the weight.
+    AdamW reads gradient, main weight and moments and writes all but the gradient, and the weight. What rests comes and
+    goes once; for what is updated on the host, gradients go there and main weights come back in every update.
     """
     spent = _StageWork(machine, role.dtype_bytes)
     updates = role.updates_per_step
     microbatch_seconds = _pipeline(spent, role, work, train=True, times=updates)
     _between_replicas(spent, role, microbatch_seconds if machine.is_cuda else 0.0)
     shard = max(role.optimizer_parameters(stage) for stage in range(role.grid.pp))
-    spent.run(flops=0.0, memory_bytes=shard * (4 + 2 * 12 + role.dtype_bytes), layers=0, times=updates)
+    on_host = role.on_host * shard if machine.is_cuda else 0.0
+    spent.run(flops=0.0, memory_bytes=(shard - on_host) * (4 + 2 * 12 + role.dtype_bytes), layers=0, times=updates)
+    spent.move(updates * on_host * (4 + 4), step_bytes=updates * on_host * (4 + 2 * 12))
+    resting = (shard - on_host) * (12 if role.dtype_bytes == 2 else 8) if role.offload.optimizer else 0.0
+    spent.move(2 * (resting + _resting_weights(role)))
     return spent.cost(f"update_{role.name}")
+
+
+def _resting_weights(role: RoleSetup) -> float:
+    """Bytes of a rank's weights, where they leave the device."""
+    weights = max(role.parameters(stage) for stage in range(role.grid.pp)) * role.dtype_bytes
+    return float(weights) if role.offload.weights else 0.0
 
 
 def _between_replicas(spent: _StageWork, role: RoleSetup, microbatch_seconds: float) -> None:
@@ -343,6 +366,7 @@ def _served_sync(setup: Setup, servers: Servers, machine: Machine) -> StageCost:
     actor, world = setup.actor, setup.work.world_size
     n_bytes = float(model_sizes(actor.arch)[0] * actor.dtype_bytes)
     gather, load = _StageWork(machine, actor.dtype_bytes), _StageWork(machine, actor.dtype_bytes)
+    gather.move(_resting_weights(actor))
     if world > 1:
         gather.send(n_bytes, inside_node=machine.same_node(0, world - 1))
     gather.run(flops=0.0, memory_bytes=4 * n_bytes, layers=0)
@@ -360,6 +384,7 @@ def sync_cost(setup: Setup, machine: Machine) -> StageCost:
     actor = setup.actor
     n_bytes = float(model_sizes(actor.arch)[0] * actor.dtype_bytes)
     spent = _StageWork(machine, actor.dtype_bytes)
+    spent.move(_resting_weights(actor))
     last = setup.work.world_size - 1
     if last > 0:
         spent.send(n_bytes, inside_node=machine.same_node(0, last))

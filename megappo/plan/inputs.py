@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from megappo.config import Config
 from megappo.config.derive import role_numbers
 from megappo.config.grid import Grid
 from megappo.config.pipeline import chunk_layers, even_layers
-from megappo.config.roles import ActorSettings, CriticSettings
+from megappo.config.roles import ActorSettings, CriticSettings, OffloadSettings
 from megappo.config.rules import RoleSpec
 from megappo.families.architecture import ArchitectureConfig, expert_number_bytes
 from megappo.families.parameters import EMBEDDING, OUTPUT_LAYER, expert_parameters, model_parameters, shard_shape
@@ -64,6 +64,10 @@ class RoleSetup:
     """Layers of each chunk of the pipeline in the order in which a token passes them; None: equally many."""
     routing_bytes: int = 0
     """Of a token in a layer, where the engine's routing is replayed."""
+    offload: OffloadSettings = field(default_factory=OffloadSettings)
+    """What leaves the device while the role rests."""
+    on_host: float = 0.0
+    """Fraction of the optimizer's state that lives on the host."""
 
     @property
     def is_critic(self) -> bool:
@@ -154,6 +158,8 @@ class Workload:
     """Weights of a reward model, which every rank holds."""
     servers: Servers | None = None
     """The SGLang servers; None with the embedded engine."""
+    engine_sleeps: bool = False
+    """The embedded engine gives its weights' memory to the trainers between rollouts."""
 
     @property
     def sequence_tokens(self) -> int:
@@ -210,6 +216,7 @@ def workload(config: Config, world_size: int, *, on_cuda: bool, device_bytes: fl
         cache_tokens=config.data.max_prompt_tokens + longest,
         reward_bytes=reward_parameters(config.reward.model_path) * _BYTES[config.reward.model_dtype(on_cuda=on_cuda)],
         servers=find_servers(config, world_size, on_cuda=on_cuda, device_bytes=device_bytes),
+        engine_sleeps=config.offloads,
     )
 
 
@@ -244,6 +251,8 @@ def trained_role(
         padded_vocab=numbers.padded_vocab_size,
         dtype_bytes=_BYTES[config.model.dtype],
         routing_bytes=_routing_bytes(arch) if name == "actor" and config.algorithm.replays_routing(arch.experts) else 0,
+        offload=settings.offload,
+        on_host=settings.optimizer.on_host,
     )
 
 
@@ -254,7 +263,8 @@ def _routing_bytes(arch: ArchitectureConfig) -> int:
 def reference_role(config: Config, actor: RoleSetup, models: Models, settings: RoleSettings | None = None) -> RoleSetup:
     """The reference on the actor's layout, with the actor's own settings or these."""
     layers = chunk_layers(config, "actor", settings or config.actor, models.reference)
-    untrained = replace(actor, trained=False, recompute="none", updates_per_step=0, routing_bytes=0)
+    offload = config.reference.offload if config.reference is not None else OffloadSettings()
+    untrained = replace(actor, trained=False, recompute="none", updates_per_step=0, offload=offload, routing_bytes=0)
     return replace(untrained, name="reference", arch=models.reference, chunk_layers=layers)
 
 

@@ -23,6 +23,8 @@ _UNITS = {
     "inter_node_gigabytes_per_second": ("inter_node_bandwidth", 1e9),
 }
 """Numbers of the file: the field of `Machine` that each is, and its unit."""
+_HOST = "host_gigabytes_per_second"
+"""Between a device and the host's memory; may be left out."""
 _KEYS = (*_TEXTS, *_UNITS, "devices_per_node")
 _MOST = 1e9
 """Of any number in the file: beyond it, a unit was mistaken."""
@@ -55,6 +57,7 @@ def read_machine(path: Path) -> Machine:
     if problems:
         raise ConfigError(problems)
     is_gpu = content["kind"] == "gpu"
+    host = {"host_bandwidth": content[_HOST] * 1e9} if _HOST in content else {}
     return Machine(
         name=path.stem,
         words=content["words"],
@@ -62,13 +65,17 @@ def read_machine(path: Path) -> Machine:
         devices_per_node=content["devices_per_node"],
         is_cuda=is_gpu,
         shared_by_ranks=not is_gpu,
+        **host,
     )
 
 
 def _problems(content: Mapping[Any, Any]) -> Iterator[str]:
     for key in content:
-        if key not in _KEYS:
-            nearest = nearest_word(str(key), _KEYS)
+        if key == _HOST:
+            if (problem := _wrong(key, content[key])) is not None:
+                yield f"{key} is {show(content[key])}, must be {problem}"
+        elif key not in _KEYS:
+            nearest = nearest_word(str(key), (*_KEYS, _HOST))
             yield f"{show(key)} is no figure of a machine; the nearest is '{nearest}' of {', '.join(_KEYS)}"
     for key in _KEYS:
         if key not in content:

@@ -28,6 +28,9 @@ class Machine:
     is_cuda: bool
     shared_by_ranks: bool = False
     """The figures are of a whole machine that all ranks share."""
+    host_bandwidth: float = 32e9
+    """Between a device and the host's memory; where nothing is said, that of PCIe Gen4 x16. Without CUDA: between
+    memory and a file in memory."""
 
     def flops(self, dtype_bytes: int) -> float:
         """Peak FLOP/s in a type of so many bytes."""
@@ -46,6 +49,7 @@ class Machine:
             memory_bytes=self.memory_bytes * share,
             memory_bandwidth=self.memory_bandwidth * share,
             intra_node_bandwidth=self.intra_node_bandwidth * share,
+            host_bandwidth=self.host_bandwidth * share,
         )
 
     def same_node(self, first_rank: int, last_rank: int) -> bool:
@@ -77,6 +81,8 @@ class Assumptions:
     deterministic_slowdown: float = 1.34
     """Times as long as otherwise that SGLang's deterministic inference takes on GPUs: its authors measured 34.35% more
     (https://lmsys.org/blog/2025-09-22-sglang-deterministic)."""
+    host_memory_bandwidth: float = 50e9
+    """Reached in the host's memory, for each GPU: sixteen DDR5 channels of two sockets between eight of them."""
     checkpoint_bytes_per_second: float = 2e9
     """Written by a node to a disk that all share."""
     memory_share: float = 0.95
@@ -94,7 +100,8 @@ class Assumptions:
             "layer and forward pass (none when SGLang decodes on GPUs, where a small all-reduce takes "
             f"{1e6 * self.small_all_reduce_seconds:g} us and deterministic inference {self.deterministic_slowdown:g} "
             f"times as long), {self.checkpoint_bytes_per_second / 1e9:g} GB/s of a "
-            f"checkpoint per node, {self.memory_share:.0%} of memory less "
+            f"checkpoint per node, {self.host_memory_bandwidth / 1e9:g} GB/s of the host's memory per GPU, "
+            f"{self.memory_share:.0%} of memory less "
             f"{self.cuda_reserve_bytes / 1e9:g} GB per GPU for CUDA and NCCL, "
             f"{self.process_reserve_bytes / 1e9:g} GB per rank on a CPU; every sample at its longest, rewards and data "
             "loading left out"
@@ -104,13 +111,20 @@ class Assumptions:
 ASSUMED = Assumptions()
 
 
+_GEN5 = ("h100", "h800", "h200", "h20", "b200")
+"""GPUs on PCIe Gen5 x16, 64 GB/s in each direction by their data sheets; those of the others say Gen4, half of that."""
+
+
 def _gpu(
     name: str, words: str, float32: float, memory: float, bandwidth: float, intra_node: float, inter_node: float
 ) -> Machine:
     """A GPU, eight in a node; the first of its `words` names it in the table of peaks."""
     peak = peak_flops(words.replace(",", " ").split()[0])
     assert peak is not None
-    return Machine(name, words, peak, float32, memory, bandwidth, intra_node, inter_node, 8, is_cuda=True)
+    host = 64e9 if name in _GEN5 else 32e9
+    return Machine(
+        name, words, peak, float32, memory, bandwidth, intra_node, inter_node, 8, is_cuda=True, host_bandwidth=host
+    )
 
 
 CPU_CORES = 56
@@ -156,6 +170,7 @@ MACHINES = {
             1,
             is_cuda=False,
             shared_by_ranks=True,
+            host_bandwidth=8 * 38.4e9 / 2,  # a copy reads and writes
         ),
     )
 }

@@ -44,11 +44,31 @@ class RoleMemory:
     """What AdamW needs for a moment; the activations are gone by then."""
     forward: float
     """Workspace of a forward pass over all samples."""
+    moved: tuple[str, ...] = ()
+    """Which of weights, gradients and optimizer are not there while the role rests."""
+    host: float = 0.0
+    """On the host of a GPU, or in a file: what rests, and the optimizer's part that lives there."""
 
     @property
     def resident(self) -> float:
-        """What stays between stages."""
+        """What an update finds."""
         return self.weights + self.gradients + self.optimizer
+
+    @property
+    def at_rest(self) -> float:
+        """What stays while other roles, or the engine, have their turn."""
+        parts = {"weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}
+        return sum(n_bytes for name, n_bytes in parts.items() if name not in self.moved)
+
+    @property
+    def scoring(self) -> float:
+        """What a forward pass over all samples adds to what stays."""
+        return self.forward + ("weights" in self.moved) * self.weights
+
+    @property
+    def updating(self) -> float:
+        """What an update adds to what stays."""
+        return self.update + self.resident - self.at_rest
 
     @property
     def update(self) -> float:
@@ -112,28 +132,40 @@ def role_memory(role: RoleSetup, stage: int, work: Workload) -> RoleMemory:
     moments of AdamW in float32). float32: 4, 4 and 8 (the weight is its own main weight). The distributed optimizer
     divides its state, and nothing else, by the data parallel size (Rajbhandari et al. 2020, "ZeRO", stage 1), that of
     experts by the ranks that hold the same. A role that is not trained has weights only.
+
+    What lives on the host are moments, a main weight and a gradient in float32 per parameter, 16 bytes, which without
+    CUDA take the same memory. Main weights of a bfloat16 model come from there for the moment in which they become
+    weights.
     """
     count = role.parameters(stage)
     untrained = role.in_forward_pass(work.batch_sequences)
     forward = head_bytes(untrained, stage, work, train=False) + transient_bytes(untrained, stage, work, train=False)
     forward += routing_bytes(untrained, stage, work)
     weights = float(count * role.dtype_bytes)
+    moved = role.offload.parts
     if not role.trained:
-        return RoleMemory(role.name, stage, count, weights, 0, 0, 0, 0, 0, 0, forward)
-    stateful = role.optimizer_parameters(stage)
+        host = weights if moved else 0.0
+        return RoleMemory(role.name, stage, count, weights, 0, 0, 0, 0, 0, 0, forward, moved, host)
+    stateful, mixed = role.optimizer_parameters(stage), role.dtype_bytes == 2
+    on_host, on_device = role.on_host * stateful, (1 - role.on_host) * stateful
+    optimizer = (12 if mixed else 8) * on_device + (0.0 if work.on_cuda else 16 * on_host)
+    # Torch's AdamW takes the roots of all second moments at once on CUDA, one parameter after the other on a CPU.
+    roots = 4.0 * (on_device if work.on_cuda else role.largest_weight(stage))
+    rests = ("weights" in moved) * weights + ("optimizer" in moved) * optimizer
     return RoleMemory(
         role=role.name,
         stage=stage,
         parameters=count,
         weights=weights,
         gradients=4.0 * count,
-        optimizer=(12 if role.dtype_bytes == 2 else 8) * stateful,
+        optimizer=optimizer,
         activations=kept_bytes(role, stage, work),
         head=head_bytes(role, stage, work, train=True),
         transient=transient_bytes(role, stage, work, train=True),
-        # Torch's AdamW takes the roots of all second moments at once on CUDA, one parameter after the other on a CPU.
-        optimizer_step=4.0 * (stateful if work.on_cuda else role.largest_weight(stage)),
+        optimizer_step=max(roots, 4 * on_host if mixed else 0.0),
         forward=forward,
+        moved=moved,
+        host=rests + (16 * on_host if work.on_cuda else 0.0),
     )
 
 
@@ -153,7 +185,8 @@ def engine_memory(arch: ArchitectureConfig, work: Workload) -> EngineMemory:
     prefill = e * batch * work.prompt_tokens * (3 * arch.ffn_hidden_size + 2 * arch.hidden_size)
     sampler = batch * arch.vocab_size * (e + 3 * 4)
     weights = float(model_sizes(arch)[0] * e)
-    return EngineMemory(weights, cache, layer_copies + max(prefill, sampler), idle=weights, syncing=weights)
+    idle = 0.0 if work.engine_sleeps else weights
+    return EngineMemory(weights, cache, layer_copies + max(prefill, sampler), idle=idle, syncing=weights)
 
 
 def server_memory(arch: ArchitectureConfig, servers: Servers, work: Workload) -> EngineMemory:
@@ -233,12 +266,12 @@ def rank_memory(setup: Setup) -> tuple[RankMemory, ...]:
 
 def _stages(roles: tuple[RoleMemory, ...], engine: EngineMemory, sync: float, reward: float) -> dict[str, float]:
     """Bytes during each stage of a step."""
-    roles_stay = reward + sum(role.resident for role in roles)
+    roles_stay = reward + sum(role.at_rest for role in roles)
     stays = roles_stay + engine.idle
     stages = {"rollout": roles_stay + engine.total}
-    stages["forward"] = stays + max((role.forward for role in roles), default=0.0)
+    stages["forward"] = stays + max((role.scoring for role in roles), default=0.0)
     for role in sorted(roles, key=lambda r: r.role != "critic"):
         if role.gradients:
-            stages[f"update_{role.role}"] = stays + role.update
+            stages[f"update_{role.role}"] = stays + role.updating
     stages["sync"] = roles_stay + engine.syncing + sync
     return stages

@@ -22,6 +22,7 @@ _BOUND_WORDS = {
     "memory": "memory bandwidth",
     "launches": "kernel launches",
     "links": "communication",
+    "host": "the link to the host's memory",
 }
 
 

@@ -77,7 +77,7 @@ class _Choice(NamedTuple):
     role: RoleSetup
     changes: float
     seconds: float
-    resident: float
+    at_rest: float
     """Bytes that stay, mean over all ranks of the world."""
     peak: float
     """Bytes at the worst stage of an update."""
@@ -166,7 +166,7 @@ def _fits(task: _Search) -> Iterator[Proposal]:
     sized = []
     for roles in itertools.product(*choices):
         changes, seconds = sum(c.changes for c in roles), sum(c.seconds for c in roles)
-        room = share.usable_bytes - sum(c.resident for c in roles)
+        room = share.usable_bytes - sum(c.at_rest for c in roles)
         sized += [
             (task.order(changes + batch.changes, seconds + batch.seconds), roles, batch.rollout)
             for batch in batches
@@ -201,19 +201,19 @@ def _choices(task: _Search, name: str) -> Iterator[_Choice]:
         role = trained_role(task.config, name, task.models, task.gpus, on_cuda=on_cuda, settings=settings)
         stages = [role_memory(role, stage, work) for stage in range(role.grid.pp)]
         peak = max(m.resident + max(m.update, m.forward) for m in stages)
-        resident = sum(m.resident for m in stages) / role.grid.pp * len(role.grid.ranks) / task.gpus
+        at_rest = sum(m.at_rest for m in stages) / role.grid.pp * len(role.grid.ranks) / task.gpus
         if peak <= share.usable_bytes:
             scored = [role]
             if name == "actor" and reference is not None:
                 scored.append(reference_role(task.config, role, task.models, settings))
             seconds = update_cost(role, work, share).seconds + forward_cost(scored, work, share).seconds
             changes = _distance(task.config.trained[name], settings)
-            choice = _Choice(settings, role, changes, seconds, resident, peak)
+            choice = _Choice(settings, role, changes, seconds, at_rest, peak)
             found.setdefault((role.grid.tp, role.grid.pp), []).append(choice)
     for same_sizes in found.values():
         kept: list[_Choice] = []
         for choice in sorted(same_sizes, key=lambda c: task.order(c.changes, c.seconds)):
-            if not any(k.resident <= choice.resident and k.peak <= choice.peak for k in kept):
+            if not any(k.at_rest <= choice.at_rest and k.peak <= choice.peak for k in kept):
                 kept.append(choice)
         yield from kept
 

@@ -1,7 +1,8 @@
 """A plan in a terminal and as JSON.
 
 In the table of memory, GB are 1e9 bytes; `activ.` is what forward keeps for backward, `head` and `layer` the workspaces
-of the output layer and of the layer that runs, `adds` the most that any stage adds to what stays.
+of the output layer and of the layer that runs, `adds` the most that any stage adds to what it finds; `host` is what the
+host holds of a role, where it holds anything.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ def _memory_table(plan: Plan) -> Table:
     title = f"{plan.name} on {plan.gpus} x {plan.machine}{more}: {unit} on {rank_words(ranks.ranks)}, the fullest"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     table.add_column("", no_wrap=True)
-    for name in ("weights", "grads", "optimizer", "activ.", "head", "layer", "adds"):
+    hosts = ("host",) if any(role.host for role in ranks.roles) else ()
+    for name in ("weights", "grads", "optimizer", "activ.", "head", "layer", "adds", *hosts):
         table.add_column(name, justify="right", no_wrap=True)
 
     def cells(*numbers: float) -> list[str]:
@@ -81,7 +83,7 @@ def _memory_table(plan: Plan) -> Table:
     for role in ranks.roles:
         stays = (role.weights, role.gradients, role.optimizer)
         adds = (role.activations, role.head, role.transient, max(role.update, role.forward))
-        table.add_row(role.role, *cells(*stays, *adds))
+        table.add_row(role.role, *cells(*stays, *adds, *([role.host] if hosts else [])))
     for holder in (ranks, *(r for r in plan.ranks if r.of_servers)):
         engine = holder.engine
         if engine.total:
@@ -100,12 +102,13 @@ def _stage_table(plan: Plan) -> Table:
     )
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     table.add_column("stage", no_wrap=True)
-    for name in ("peak B", "FLOP", "memory B", "links B", "seconds"):
+    hosts = any(stage.host_bytes for stage in plan.stages)
+    for name in ("peak B", "FLOP", "memory B", "links B", *(["host B"] if hosts else []), "seconds"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("bound by", no_wrap=True)
     for stage in plan.stages:
         peak = max(ranks.stages.get(stage.name, 0.0) for ranks in plan.ranks)
-        numbers = (peak, stage.flops, stage.memory_bytes, stage.link_bytes)
+        numbers = [peak, stage.flops, stage.memory_bytes, stage.link_bytes, *([stage.host_bytes] if hosts else [])]
         table.add_row(stage.name, *map(_prefixed, numbers), _short(stage.seconds), stage.bound_by)
     return table
 

@@ -10,7 +10,7 @@ from typing import Any
 from megappo.config import Config, ConfigError, Derived, RoleNumbers
 from megappo.config.model_files import load_architecture, model_folder, model_paths, role_folder
 from megappo.config.pipeline import chunk_layers, even_layers, stage_layers
-from megappo.config.roles import TrainedRoleSettings
+from megappo.config.roles import OffloadSettings, TrainedRoleSettings
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.flops import sample_cost
 from megappo.families.weights import WeightSource
@@ -78,21 +78,23 @@ class ModelBuilder:
         settings, numbers = self._config.actor, self._derived.actor
         arch, source = self._weights("actor", settings.start_from)
         layers = chunk_layers(self._config, "actor", settings, arch)
-        options = self._options(numbers, layers, settings)
+        options = self._options(numbers, layers, settings.offload, settings)
         # The reference is a policy of its own, and its routers choose as they would without an actor.
         options = replace(options, replays_routing=self._config.algorithm.replays_routing(arch.experts))
         role = self._role(
             self._placement("actor", settings, numbers, arch, layers), self._layouts["actor"], arch, source, options
         )
-        return self._trained(role, settings, numbers) if trained else role
+        return self._at_rest(self._trained(role, settings, numbers) if trained else role)
 
     def reference(self, actor: Role) -> Role | None:
         """The frozen policy on the actor's layout, where there is one."""
-        if self._config.reference is None:
+        settings = self._config.reference
+        if settings is None:
             return None
         arch, source = self._weights("reference", None)
-        options = self._options(self._derived.actor, chunk_layers(self._config, "actor", self._config.actor, arch))
-        return self._role(actor.placement, actor.layout, arch, source, options)
+        layers = chunk_layers(self._config, "actor", self._config.actor, arch)
+        options = self._options(self._derived.actor, layers, settings.offload)
+        return self._at_rest(self._role(actor.placement, actor.layout, arch, source, options))
 
     def critic(self) -> Role | None:
         """The value model, where there is one."""
@@ -107,11 +109,16 @@ class ModelBuilder:
                 "have one; set it to 0 to keep that one, or name a folder without a head"
             )
         layers = chunk_layers(self._config, "critic", settings, arch)
-        options = self._options(numbers, layers, settings, settings.value_head_std)
+        options = self._options(numbers, layers, settings.offload, settings, settings.value_head_std)
         role = self._role(
             self._placement("critic", settings, numbers, arch, layers), self._layouts["critic"], arch, source, options
         )
-        return self._trained(role, settings, numbers)
+        return self._at_rest(self._trained(role, settings, numbers))
+
+    def _at_rest(self, role: Role) -> Role:
+        """What the settings say leaves the device before the next role is built."""
+        role.rest()
+        return role
 
     def _weights(self, role: str, start_from: str | None) -> tuple[ArchitectureConfig, WeightSource]:
         """On every rank, so that what is wrong with the weights is found where it can be told."""
@@ -167,6 +174,7 @@ class ModelBuilder:
         self,
         numbers: RoleNumbers,
         layers: tuple[int, ...] | None,
+        offload: OffloadSettings,
         trained: TrainedRoleSettings | None = None,
         value_head_std: float | None = None,
     ) -> BuildOptions:
@@ -187,5 +195,7 @@ class ModelBuilder:
             seed=self._config.run.seed,
             value_head_std=value_head_std,
             accelerations=find_accelerations(self._config.model.accelerations),
+            offload=offload,
+            offload_directory=self._config.runtime.offload_directory,
             **kept,
         )

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from megappo.algo.controllers import PenaltyController
-from megappo.engines.protocol import ServedEngine
+from megappo.engines.protocol import SleepingEngine
 from megappo.errors import Interrupted
 from megappo.megatron.placed import PlacedBatch, announce, place
 from megappo.megatron.roles import Update
@@ -207,7 +207,7 @@ class Trainer:
         self.metrics |= rollout_metrics(rollouts, self.parts.runtime, newest)
         self.metrics["prompt/dropped"] = float(self.parts.train_prompts.dropped)
         if not self.config.rollout.ahead:
-            if isinstance(self.parts.engine, ServedEngine):
+            if isinstance(self.parts.engine, SleepingEngine):
                 self.parts.engine.sleep()
         elif self.step < self.parts.derived.steps:
             self._sync_if_behind()
@@ -231,8 +231,11 @@ class Trainer:
             actor = place(parts.actor, announced, () if self._actor_waits else self.minibatches("actor"))
             critic = place(parts.critic, announced, self.minibatches("critic")) if parts.critic else None
             trainer_logprob = actor.forward()
+            parts.actor.rest()
             reference = actor.seen_by(parts.reference).forward() if parts.reference else None
-            values = critic.forward() if critic else None
+            if parts.reference:
+                parts.reference.rest()
+            values = critic.forward() if critic else None  # which stays: its updates come next
         self.metrics |= balance_metrics(filter(None, (actor, critic)))
         for role in parts.trained:
             self.metrics |= routing_metrics(role, parts.runtime)

@@ -107,12 +107,12 @@ class RoleUpdates:
         """Go through the minibatches, one update at a time; a collective of the world.
 
         Ends with the update that `stop_above` forbids. One that is not finite leaves the role as it met it, until the
-        next one is asked for. Afterwards the role's weights are whole everywhere.
+        next one is asked for. Afterwards the role's weights are whole everywhere, and the role rests.
         """
         try:
             yield from self._run()
         finally:
-            self.batch.role.settle_weights()
+            self.batch.role.rest()
 
     def _run(self) -> Iterator[MinibatchUpdate]:
         batch = self.batch.with_fields(self.fields_BR)

@@ -86,6 +86,7 @@ class WeightStream:
         self._grid, self._padded_vocab = grid, options.padded_vocab
         self._dtype, self._device = options.dtype, options.device
         self._here = {held.entry.megatron: held for held in role.mapped_parameters()}
+        self._read = role.read_shard
         held = of_all_ranks(list(self._here))
         stage_of = {name: s for s in range(grid.pp) for r in grid.stage_ranks(s) for name in held[r]}
         self._check_whole(stage_of, is_critic=options.is_critic)
@@ -141,7 +142,7 @@ class WeightStream:
         for source in self._sources(bucket):
             shapes = [shard_shape(arch, p, grid.tp, self._padded_vocab) for p in source.parameters]
             if dist.get_rank() == source.rank:
-                flat = torch.cat([self._here[p.megatron].shard.flatten() for p in source.parameters])
+                flat = torch.cat([self._read(self._here[p.megatron]).flatten() for p in source.parameters])
             else:
                 flat = torch.empty(sum(map(math.prod, shapes)), dtype=self._dtype, device=self._device)
             dist.broadcast(flat, src=source.rank)
@@ -173,4 +174,4 @@ class WeightStream:
                 slices = pieces(self.arch, parameter, source.tensor_rank, self._grid.tp, self._padded_vocab)
                 if parameter.axis is None and source.tensor_rank != 0:
                     continue
-                scatter_shard(self._here[parameter.megatron].shard, slices, whole)
+                scatter_shard(self._read(self._here[parameter.megatron]), slices, whole)

@@ -75,6 +75,11 @@ FACTORS: dict[str, tuple[Level, ...]] = {
         Level("parts", "attention and MLP recomputed", ("recompute=selective",)),
         Level("full", "layers recomputed", ("recompute=full",)),
     ),
+    "memory": (
+        _off("everything on the device"),
+        Level("offload", "roles leave the device while they rest", ("offload=true",), ("reference.offload=true",)),
+        Level("on-host", "half of the optimizer on the host", ("optimizer.on_host=0.5",)),
+    ),
     "critic": (_off("critic as the actor"), Level("other-critic", "critic in another layout")),
     "loss": (
         _off("PPO-clip, mean over tokens"),

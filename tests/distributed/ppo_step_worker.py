@@ -128,7 +128,7 @@ def critic_weights(trainer: Trainer, runtime: Any) -> dict[str, torch.Tensor]:
     if runtime.rank == source:
         assert isinstance(critic, LocalRole)
         layer = critic.model.chunks[-1].output_layer
-        head = [(layer.weight.detach(), layer.bias.detach())]
+        head = [(critic.read(layer.weight), critic.read(layer.bias))]
     dist.broadcast_object_list(head, src=source)
     assert head[0] is not None
     return weights | {"head.weight": head[0][0].clone(), "head.bias": head[0][1].clone()}

@@ -54,7 +54,8 @@ def test_killed_at_every_stage(tmp_path: Path) -> None:
 
 
 def test_killed_with_everything_that_has_a_state(tmp_path: Path) -> None:
-    """bfloat16, tied embeddings on TP2 x uneven PP2, one optimizer over CP2 x DP2, adaptive KL, penalty."""
+    """bfloat16, tied embeddings on TP2 x uneven PP2, one optimizer over CP2 x DP2, adaptive KL, penalty, a part of the
+    optimizers on the host. What leaves the device while roles rest is something else in every attempt."""
     model = write_model(tmp_path / "model", "llama", 3, vocab_size=16, tie_word_embeddings=True)
     settings = (
         "run.steps=6", "checkpoint.every_steps=2", f"model.path={model}", "model.init=pretrained",
@@ -63,15 +64,23 @@ def test_killed_with_everything_that_has_a_state(tmp_path: Path) -> None:
         "critic.layout={context_parallel: 2}", "critic.optimizer.distributed=true", "reference={}",
         "algorithm.policy_loss=penalty",
         "algorithm.kl_in_reward={kind: kl, coef: 0.1, controller: adaptive, target: 0.5, horizon: 100}",
-        "actor.optimizer.schedule=cosine", "actor.optimizer.warmup_updates=3",
+        "actor.optimizer.schedule=cosine", "actor.optimizer.warmup_updates=3", "actor.optimizer.on_host=0.5",
+        "critic.optimizer.on_host=0.3",
     )  # fmt: skip
     killed = tmp_path / "killed"
+    everything = [f"{role}.offload=true" for role in ("actor", "critic", "reference")]
     kills = [
-        killed_at(killed, step, at, rank, *settings, processes=4)
-        for step, at, rank in ((1, "update_actor", 3), (4, "update_critic", 1), (5, "sync", 2), (6, "before_marker", 0))
+        killed_at(killed, step, at, rank, *settings, *offload, processes=4)
+        for step, at, rank, offload in (
+            (1, "update_actor", 3, everything),
+            (4, "update_critic", 1, ["actor.offload={optimizer: true}", "critic.offload={weights: true}"]),
+            (5, "sync", 2, ["critic.offload={gradients: true, optimizer: true}", "reference.offload=true"]),
+            (6, "before_marker", 0, everything),
+        )
     ]
-    whole = train(tmp_path / "whole", *settings, processes=4)
-    attempts(tmp_path, whole, *kills, train(killed, *settings, processes=4))
+    whole, last = train(tmp_path / "whole", *settings, processes=4), ["actor.offload={weights: true, gradients: true}"]
+    output = attempts(tmp_path, whole, *kills, train(killed, *settings, *last, processes=4))
+    assert "changed since then" not in output
     assert_same_run(tmp_path / "whole", killed, 6)
 
 

@@ -322,6 +322,9 @@ def test_changed_settings_are_told_apart() -> None:
     unmentioned = {"rollout": {"sglang": {"threads": 2, "request_timeout_seconds": 1800.0}}}
     planned = {"rollout": {"sglang": {"threads": 2, "request_timeout_seconds": 4000.0}}}  # by a slower machine
     assert compare_settings(unmentioned, planned, (10, 10)).harmless == ()
+    resting = {"actor": {"offload": {"weights": True}}, "reference": {"offload": {"weights": True}}}
+    staying = {"actor": {"offload": {"weights": False}}, "reference": {"offload": {"weights": False}}}
+    assert compare_settings(resting, staying, (10, 10)) == Changes((), ())
     now["run"] = {"seed": 1, "steps": None, "epochs": 2}
     assert compare_settings(before, now, (10, 10)).harmless[1:] == ("run.epochs: not set -> 2", "run.steps: 10 -> null")
     assert (

@@ -394,3 +394,33 @@ def test_the_row_of_the_algorithm(overrides: list[str], words: str) -> None:
     reference = ["reference=null"] if "kl_in_reward=null" in overrides else []
     config = config_with(*(f"algorithm.{word}" for word in ["gamma=0.9", "lam=0.8", *overrides]), *reference)
     assert dict(describe(config, derive(config, 1, SHAPE)))["algorithm"] == f"gae (gamma 0.9, lambda 0.8), {words}"
+
+
+def test_offload_is_all_or_nothing_or_parts() -> None:
+    found = config_with("actor.offload=true", "critic.offload={optimizer: true}", "reference.offload=true")
+    assert found.critic is not None and found.reference is not None
+    assert found.actor.offload.parts == ("weights", "gradients", "optimizer")
+    assert found.critic.offload.parts == ("optimizer",) and found.reference.offload.parts == ("weights",)
+    assert found.offloads and not config_with().offloads
+    assert not config_with("actor.offload=false", "reference.offload={weights: false}").offloads
+    assert config_with("actor.offload.weights=true").actor.offload.parts == ("weights",)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("reference.offload={optimizer: true}", "offload.optimizer is true, but the reference is not trained"),
+        ("actor.offload=most", "actor.offload is 'most', must be a section"),
+        ("actor.offload={moments: true}", "actor.offload.moments is not a setting"),
+        ("actor.optimizer.on_host=2", "actor.optimizer.on_host is 2, must be at most 1"),
+    ],
+)
+def test_offload_that_means_nothing(override: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        config_with(override)
+
+
+def test_a_folder_for_what_rests_must_be_there() -> None:
+    config = config_with("runtime.offload_directory=nowhere/at/all")
+    with pytest.raises(ConfigError, match="runtime.offload_directory 'nowhere/at/all' is not a folder"):
+        derive(config, 1, SHAPE, SHAPE, SHAPE)

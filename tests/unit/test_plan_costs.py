@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megappo.config.roles import OffloadSettings
 from megappo.families.architecture import ArchitectureConfig
 from megappo.plan.costs import StageCost, first_bucket_share, forward_cost, rollout_cost, sync_cost, update_cost
 from megappo.plan.inputs import RoleSetup, Setup
@@ -404,3 +405,40 @@ def test_weights_for_servers(ranks: int, servers_of_the_busiest: int, shares: bo
     link = "intra_node_bandwidth" if shares else "inter_node_bandwidth"
     apart = stage(machine(**{link: 1.0}, devices_per_node=10), colocated=False, shares_machine=shares)
     assert apart.seconds * 0.7 == about(servers_of_the_busiest * model_bytes)
+
+
+def moved_bytes(stage: Stage) -> float:
+    """Bytes between a device and its host."""
+    cost = stage(machine(host_bandwidth=1e-3))
+    assert cost.bound_by == "host"
+    waiting = stage(machine(host_bandwidth=float("inf"))).seconds
+    assert (cost.seconds - waiting) * 0.7e-3 == about(cost.host_bytes)
+    return cost.host_bytes
+
+
+def test_what_rests_travels() -> None:
+    """Weights come for a pass, everything comes and goes for a step's updates, a sync reads weights where they lie."""
+    everything = role(offload=OffloadSettings(weights=True, gradients=True, optimizer=True))
+    reference = role(name="reference", trained=False, offload=OffloadSettings(weights=True))
+    weights = 2 * max(everything.parameters(stage) for stage in (0, 1))
+    assert moved_bytes(lambda m: forward_cost([everything, reference], work(), m)) == 2 * weights
+    assert moved_bytes(lambda m: update_cost(everything, work(), m)) == 2 * (weights + 6 * weights)
+    for served in (None, servers()):
+        setup = Setup(everything, None, None, work(servers=served))
+        assert sync_cost(setup, machine(host_bandwidth=1.0)).host_bytes == weights
+    assert update_cost(role(offload=OffloadSettings(gradients=True)), work(), machine()).host_bytes == 0
+
+
+def test_an_optimizer_on_the_host() -> None:
+    """Gradients go and main weights come in each of three updates, in float32; 28 bytes a parameter are read or written
+    there. On a CPU nothing travels."""
+    plain, there = role(), role(on_host=0.5)
+    shard = max(there.parameters(stage) for stage in (0, 1))
+    cost = update_cost(there, work(), machine(host_bandwidth=1e-3))
+    assert cost.host_bytes == 3 * shard / 2 * 8
+    seconds = [update_cost(r, work(), machine(host_bandwidth=float("inf"))).seconds for r in (plain, there)]
+    assert seconds[1] - seconds[0] == pytest.approx(3 * shard / 2 * 28 / 50e9, rel=1e-6)
+    moved = [update_cost(r, work(), machine(memory_bandwidth=1.0)).memory_bytes for r in (plain, there)]
+    assert moved[0] - moved[1] == about(3 * shard / 2 * 30)
+    on_cpu = update_cost(there, work(on_cuda=False), machine(is_cuda=False, host_bandwidth=1e-3))
+    assert on_cpu.host_bytes == 0

@@ -82,6 +82,7 @@ def test_shares_of_a_machine() -> None:
     assert (quarter.memory_bytes, quarter.memory_bandwidth) == (128e9, cpu.memory_bandwidth / 4)
     assert quarter.intra_node_bandwidth == cpu.intra_node_bandwidth / 4
     assert quarter.inter_node_bandwidth == cpu.inter_node_bandwidth
+    assert quarter.host_bandwidth == cpu.host_bandwidth / 4
     assert gpu.per_rank(4) is gpu
     assert [gpu.flops(2), gpu.flops(4)] == [gpu.bfloat16_flops, gpu.float32_flops]
     assert [gpu.same_node(*ranks) for ranks in ((0, 7), (7, 8), (8, 15), (0, 8))] == [True, False, True, False]
@@ -92,7 +93,7 @@ def test_shares_of_a_machine() -> None:
 def test_assumptions_are_told() -> None:
     told = ASSUMED.sentence()
     figures = re.findall(r"(?<![\w.])[\d.]+(?:%| ms| us| GB/s| GB)", told)
-    assert figures == ["40%", "70%", "70%", "0.4 ms", "10 us", "2 GB/s", "95%", "3 GB", "1 GB"]
+    assert figures == ["40%", "70%", "70%", "0.4 ms", "10 us", "2 GB/s", "50 GB/s", "95%", "3 GB", "1 GB"]
 
 
 def test_the_machine_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,3 +201,18 @@ def test_every_machine_of_the_table_is_in_the_readme() -> None:
     text = (ROOT / "megappo" / "plan" / "README.md").read_text()
     assert all(f"`{name}`" in text for name in MACHINES)
     assert "configs/machines/rtx4090.yaml" in text
+
+
+def test_the_way_to_the_host(tmp_path: Path) -> None:
+    """PCIe by the data sheets, Gen4 where a file says nothing; memory on a CPU is read and written."""
+    found = {name: machine.host_bandwidth for name, machine in MACHINES.items()}
+    gen5 = {"h100", "h800", "h200", "h20", "b200"}
+    assert found == {name: 64e9 if name in gen5 else 32e9 for name in found} | {
+        "cpu": MACHINES["cpu"].memory_bandwidth / 2
+    }
+    assert find_machine(str(EXAMPLE)).host_bandwidth == 32e9
+    (tmp_path / "own.yaml").write_text(EXAMPLE.read_text() + "host_gigabytes_per_second: 20\n")
+    assert find_machine(str(tmp_path / "own.yaml")).host_bandwidth == 20e9
+    (tmp_path / "own.yaml").write_text(EXAMPLE.read_text() + "host_gigabytes_per_second: fast\n")
+    with pytest.raises(ConfigError, match="host_gigabytes_per_second is 'fast', must be a number above 0"):
+        find_machine(str(tmp_path / "own.yaml"))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megappo.config.roles import OffloadSettings
 from megappo.families.architecture import ArchitectureConfig
 from megappo.plan.activations import head_bytes, kept_bytes, transient_bytes
 from megappo.plan.inputs import RoleSetup, Setup, stage_parameters
@@ -238,3 +239,40 @@ def test_servers_on_ranks_of_trainers_or_their_own() -> None:
     for memory in shared:
         assert memory.engine.total == pytest.approx(whole_server.total * 10 / 29)
         assert memory.engine.idle == memory.engine.syncing == pytest.approx(whole_server.syncing * 10 / 29)
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_stages_of_roles_that_rest(sleeps: bool) -> None:
+    """Each stage has what its role brings back; the others have what they do not give away."""
+    critic = role(name="critic", first_rank=5, offload=OffloadSettings(optimizer=True))
+    reference = role(name="reference", trained=False, offload=OffloadSettings(weights=True))
+    actor = role(offload=OffloadSettings(weights=True, gradients=True, optimizer=True))
+    setup = Setup(actor, critic, reference, work(engine_sleeps=sleeps))
+    found = by_rank(rank_memory(setup))[5]
+    a, r, c = found.roles
+    engine = found.engine
+    assert engine.idle == (0 if sleeps else engine.weights) and engine.syncing == engine.weights
+    at_rest = c.weights + c.gradients
+    assert (a.at_rest, r.at_rest, c.at_rest) == (0, 0, at_rest)
+    assert (a.host, r.host, c.host) == (a.weights + a.optimizer, r.weights, c.optimizer)
+    scoring = max(a.forward + a.weights, r.forward + r.weights, c.forward)
+    assert found.stages == pytest.approx({
+        "rollout": at_rest + engine.total,
+        "forward": at_rest + engine.idle + scoring,
+        "update_critic": c.resident + engine.idle + c.update,
+        "update_actor": at_rest + engine.idle + a.resident + a.update,
+        "sync": at_rest + engine.syncing + sync_bytes(setup),
+    }, rel=1e-12)  # fmt: skip
+
+
+@pytest.mark.parametrize(("e", "state", "brought"), [(2, 12, 4), (4, 8, 0)])
+@pytest.mark.parametrize("cuda", [True, False])
+def test_an_optimizer_that_is_partly_on_the_host(e: int, state: int, brought: int, cuda: bool) -> None:
+    """Moments, main weight and gradient are there in float32; without CUDA the host is where everything is. Main
+    weights of bfloat16 come for a moment."""
+    here = role(dtype_bytes=e).parameters(0)
+    found = role_memory(role(dtype_bytes=e, on_host=0.75), 0, work(on_cuda=cuda))
+    assert found.optimizer == pytest.approx(state * 0.25 * here + (0 if cuda else 16 * 0.75 * here))
+    assert found.host == pytest.approx(16 * 0.75 * here if cuda else 0)
+    roots = 0.25 * here if cuda else role(dtype_bytes=e).largest_weight(0)
+    assert found.optimizer_step == pytest.approx(max(4 * roots, brought * 0.75 * here))

@@ -131,7 +131,7 @@ def test_updates_count_minibatches(monkeypatch: pytest.MonkeyPatch) -> None:
     batch: Any = SimpleNamespace(minibatches=minibatches, samples=samples, update=update)
     batch.with_fields, batch.role = (
         lambda fields: batch,
-        SimpleNamespace(runtime=SimpleNamespace(device="cpu"), settle_weights=lambda: None),
+        SimpleNamespace(runtime=SimpleNamespace(device="cpu"), rest=lambda: None),
     )
     monkeypatch.setattr(updates, "all_gather_varying", lambda local: [local])
     fields = {"mask": torch.ones(10, 3, dtype=torch.bool)}

@@ -1,0 +1,170 @@
+"""Memory that leaves the device and comes back.
+
+What moves are storages, not tensors: one that is away has no bytes on the device, the tensors that are parts of it stay
+what they are, and hold again what they held once it is back. Copies go over a stream of their own, beside what is
+computed; without CUDA, where `megatron_cpu.install` has put its stand-ins, the same calls copy at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megappo.errors import RunError
+
+_BLOCK_BYTES = 2**28
+"""Largest piece of a resting place: torch rounds pinned memory up to a power of two, so that one piece of 9 GB would
+take 16 GB."""
+
+
+class RestingPlace:
+    """Bytes outside of the device: pinned memory of the host. Without CUDA that would be the memory they leave, so
+    there they are in a file that only this process knows, and that ends with it, however it ends."""
+
+    def __init__(self, device: torch.device, directory: Path | None = None, block_bytes: int = _BLOCK_BYTES) -> None:
+        self._on_cuda, self._directory, self._block_bytes = device.type == "cuda", directory, block_bytes
+        self._blocks: list[tuple[int, Tensor]] = []
+        """Pieces in order, each with its first byte."""
+        self.n_bytes = 0
+
+    def reserve(self, n_bytes: int) -> None:
+        """Have room for so many bytes; what is there stays. Raises RunError where a disk has no room."""
+        while self.n_bytes < n_bytes:
+            size = min(n_bytes - self.n_bytes, self._block_bytes)
+            block = torch.empty(size, dtype=torch.uint8, pin_memory=True) if self._on_cuda else self._mapped(size)
+            self._blocks.append((self.n_bytes, block))
+            self.n_bytes += size
+
+    def put(self, start: int, source_n: Tensor) -> None:
+        """Copy bytes here, from a byte on."""
+        for block, begin, end in self._pieces(start, len(source_n)):
+            block.copy_(source_n[begin:end], non_blocking=True)
+
+    def get(self, start: int, out_n: Tensor) -> None:
+        """Copy bytes that begin here at a byte."""
+        for block, begin, end in self._pieces(start, len(out_n)):
+            out_n[begin:end].copy_(block, non_blocking=True)
+
+    def _pieces(self, start: int, size: int) -> Iterator[tuple[Tensor, int, int]]:
+        """The parts of blocks that a run of bytes is in, each with what of the run it holds."""
+        for first, block in self._blocks:
+            begin, end = max(start, first), min(start + size, first + len(block))
+            if begin < end:
+                yield block[begin - first : end - first], begin - start, end - start
+
+    def _mapped(self, size: int) -> Tensor:
+        try:
+            with tempfile.TemporaryFile(dir=self._directory, prefix="megappo-") as file:
+                os.posix_fallocate(file.fileno(), 0, size)  # a full disk is found here, not by a signal at the copy
+                return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
+        except OSError as error:
+            folder = self._directory or tempfile.gettempdir()
+            raise RunError(
+                f"what rests of a role has no room in {folder}: {error.strerror}; give runtime.offload_directory a "
+                f"folder with room, or switch offload off"
+            ) from error
+
+
+class Movable:
+    """Storages that leave the device together and come back together."""
+
+    def __init__(self, place: RestingPlace | None = None) -> None:
+        """`place`: where their content is kept; None: it is not, and what comes back is not initialised."""
+        self._place = place
+        self._storages: dict[int, tuple[torch.UntypedStorage, int, int]] = {}
+        """What left last: each storage by its identity, with its size and where it begins in the place."""
+        self._is_kept = False
+        """Whether the place still holds what the device has."""
+        self._arrival: torch.cuda.Event | None = None
+        self.is_away = False
+
+    def leave(self, tensors: Iterable[Tensor], reserve_bytes: int = 0) -> None:
+        """Take the storages of these tensors off the device, those without bytes left out; nothing where they are away.
+
+        `reserve_bytes`: how much room all of them will need one day.
+        """
+        if self.is_away:
+            return
+        before, self._storages, end = self._storages.keys(), {}, 0
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.nbytes() and storage._cdata not in self._storages:
+                self._storages[storage._cdata] = (storage, storage.nbytes(), end)
+                end += storage.nbytes()
+        if self._place is not None and not (self._is_kept and before == self._storages.keys()):
+            self._place.reserve(max(end, reserve_bytes))
+            self._copy(to_place=True)
+        for storage, _, _ in self._storages.values():
+            storage.resize_(0)
+        self.is_away, self._is_kept = True, True
+
+    def come_back(self, *, unchanged: bool = False) -> None:
+        """Begin to bring the storages back, `arrive` before they are used; `unchanged`: what comes is only read, so
+        that nothing needs to be copied when it leaves again."""
+        self._is_kept = self._is_kept and unchanged
+        if not self.is_away:
+            return
+        if self._place is not None:
+            _stream().synchronize()  # what left before has left memory behind that can be used
+        for storage, size, _ in self._storages.values():
+            storage.resize_(size)
+        if self._place is not None:
+            self._copy(to_place=False)
+            self._arrival = _stream().record_event()
+        self.is_away = False
+
+    def arrive(self) -> None:
+        """What is computed from here on finds what came back."""
+        if self._arrival is not None:
+            torch.cuda.current_stream().wait_event(self._arrival)
+            self._arrival = None
+
+    def read(self, tensor: Tensor, elements: slice) -> Tensor | None:
+        """A copy of these elements of a contiguous tensor, flattened, on its device; None where it is not away."""
+        found = self._storages.get(tensor.untyped_storage()._cdata) if self.is_away else None
+        if found is None or self._place is None:
+            return None
+        start, stop, _ = elements.indices(tensor.numel())
+        copy_n = torch.empty(max(0, stop - start), dtype=tensor.dtype, device=tensor.device)
+        torch.cuda.current_stream().wait_stream(_stream())
+        first = found[2] + (int(tensor.storage_offset()) + start) * tensor.itemsize
+        self._place.get(first, copy_n.view(torch.uint8))
+        return copy_n
+
+    @torch.no_grad()
+    def _copy(self, *, to_place: bool) -> None:
+        assert self._place is not None
+        stream = _stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for storage, _, start in self._storages.values():
+                flat_n = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+                (self._place.put if to_place else self._place.get)(start, flat_n)
+                if flat_n.is_cuda:
+                    flat_n.record_stream(stream)  # the memory is used no more than this before the copy is done
+
+
+@functools.cache
+def _stream() -> torch.cuda.Stream:
+    """All that moves uses one, so that what comes back waits for what left before it."""
+    return torch.cuda.Stream()
+
+
+@functools.cache
+def _c_library() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
+def trim_heap() -> None:
+    """Give back to the system what C's allocator keeps of the memory that tensors on a CPU had, where it can."""
+    trim = getattr(_c_library(), "malloc_trim", None)  # GNU's alone has it
+    if trim is not None:
+        trim(0)

@@ -1,0 +1,143 @@
+"""Measures what a process holds while it trains; see test_memory.py.
+
+Usage (under torchrun): memory_worker.py CASE.json FOUND.json
+- `alone`: an actor and nothing else is updated.
+- otherwise a step of PPO is trained.
+Found are bytes: storages of roles and engine at every change of stage and after every update, and the most anonymous
+memory in each stage above that of the imports.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from megappo.config import Config, derive_run, load_config, resolve
+from megappo.config.schema import RuntimeSettings
+from megappo.megatron.placed import PlacedBatch, announce, place
+from megappo.megatron.roles import LocalRole, TrainedRole
+from megappo.ppo.methods import find_objective
+from megappo.ppo.models import ModelBuilder
+from megappo.ppo.parts import assemble
+from megappo.ppo.reporting import Reporter
+from megappo.ppo.trainer import Trainer
+from megappo.ppo.updates import LossWeights, PolicyTask
+from megappo.runtime.process import Runtime, start_runtime
+from megappo.runtime.resting import trim_heap
+from megappo.types import Samples
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that no file stands behind."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+
+
+class Meter:
+    """The most anonymous memory in each stage, looked at a hundred times a second, and storages where one begins."""
+
+    def __init__(self) -> None:
+        trim_heap()
+        self._imports = anonymous_bytes()
+        self.stage = "start"
+        self.anonymous: dict[str, int] = {}
+        self.storages: dict[str, int] = {}
+        self.roles: list[Any] = []
+
+    def enter(self, stage: str, _waits_for: str = "") -> None:
+        """A stage begins: what the last one left is held now."""
+        self.weigh()
+        self._look()
+        self.stage = stage
+
+    def weigh(self) -> None:
+        """Count storages."""
+        self.storages[self.stage] = max(self.storages.get(self.stage, 0), held_bytes(self.roles))
+
+    def _look(self) -> None:
+        self.anonymous[self.stage] = max(self.anonymous.get(self.stage, 0), anonymous_bytes() - self._imports)
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Look from a thread, and count storages after every update, before its role rests."""
+        done, update = threading.Event(), PlacedBatch.update
+
+        def update_and_weigh(*args: Any, **kwargs: Any) -> Any:
+            found = update(*args, **kwargs)
+            self.weigh()
+            return found
+
+        PlacedBatch.update = update_and_weigh  # type: ignore[method-assign]
+
+        def look() -> None:
+            while not done.wait(0.01):
+                self._look()
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        yield
+        done.set()
+        thread.join()
+
+
+def held_bytes(roles: list[Any]) -> int:
+    """Distinct storages of the roles' tensors and of the embedded engine's model."""
+    tensors = [p for model in gc.get_objects() if isinstance(model, transformers.PreTrainedModel)
+               for p in model.parameters()]  # fmt: skip
+    for role in roles:
+        if isinstance(role, LocalRole):
+            tensors += role.parameters()
+        if isinstance(role, TrainedRole):
+            found = role.optimizer.tensors()
+            tensors += [*found.gradients(), *found.optimizer()]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def train(config: Config, runtime: Runtime, meter: Meter) -> None:
+    """One step."""
+    derived = derive_run(config, runtime.world_size)
+    parts = assemble(config, derived, runtime)
+    meter.roles += [parts.actor, parts.critic, parts.reference]
+    Trainer(parts, Reporter(config, derived, runtime, meter.enter)).train()
+    meter.enter("end")
+    parts.close()
+
+
+def update_alone(config: Config, runtime: Runtime, meter: Meter) -> None:
+    """An update of an actor from as many tokens as a step has at most."""
+    actor = ModelBuilder(config, derive_run(config, 1), runtime, roles=("actor",)).actor()
+    meter.roles.append(actor)
+    prompt, response, n = config.data.max_prompt_tokens, config.rollout.max_response_tokens, 4
+    sequences = tuple(torch.randint(2, 16, (prompt + response,)) for _ in range(n))
+    samples = Samples(torch.arange(n), sequences, torch.full((n,), response))
+    fields = dict.fromkeys(("old_logprob", "advantages", "ref_logprob"), torch.zeros(n, response))
+    batch = place(actor, announce(samples, runtime.device), [range(n)]).with_fields(
+        fields | {"mask": torch.ones(n, response)}
+    )
+    meter.enter("update_actor")
+    weights = LossWeights("token-mean", n * response, n, response)
+    assert batch.update(0, PolicyTask(find_objective(config.algorithm, 0.0), weights)).applied
+    meter.enter("end")
+
+
+def main() -> None:
+    case = json.loads(Path(sys.argv[1]).read_text())
+    with start_runtime(RuntimeSettings(collective_timeout_seconds=120)) as runtime:
+        config = resolve(load_config(case["config"], case["overrides"]), on_cuda=False)
+        meter = Meter()
+        with meter.looking():
+            (update_alone if case["alone"] else train)(config, runtime, meter)
+        Path(sys.argv[2]).write_text(json.dumps({"storages": meter.storages, "anonymous": meter.anonymous}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""An optimizer of which a part steps on the host computes what one that does not computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import megappo.megatron  # noqa: F401 - prepares torch for machines without CUDA
+from megappo.megatron.host_optimizer import PartlyOnHost
+
+SIZES = (30, 50, 20)
+
+
+def weights() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(n, generator=generator, requires_grad=True) for n in SIZES]
+
+
+def adam(mains: list[Tensor]) -> Any:
+    groups = [{"params": mains[:2], "weight_decay": 0.1}, {"params": mains[2:], "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.9), eps=1e-6)
+
+
+def storages(mains: list[Tensor]) -> set[int]:
+    return {main.untyped_storage()._cdata for main in mains}
+
+
+@pytest.mark.parametrize(("fraction", "on_host"), [(0.01, {50}), (0.5, {50}), (0.51, {50, 30}), (1.0, {50, 30, 20})])
+def test_the_largest_parts_step_on_the_host(fraction: float, on_host: set[int]) -> None:
+    mine, truth = weights(), weights()
+    partly, plain = PartlyOnHost(adam(mine), fraction, storages(mine)), adam(truth)
+    for step in range(4):
+        rate = 1e-2 / (step + 1)
+        for optimizer in (partly, plain):
+            for group in optimizer.param_groups:
+                group["lr"] = rate  # as Megatron's schedule does
+        for a, b in zip(mine, truth, strict=True):
+            a.grad = torch.sin(a.detach() + step)
+            b.grad = torch.sin(b.detach() + step)
+        partly.step()
+        plain.step()
+        assert all(main.grad is not None for main in mine)
+    for a, b in zip(mine, truth, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+        where, known_as = partly.whereabouts(a)
+        assert (known_as is not a) == (len(a) in on_host) == (len(partly.state[a]) == 0)
+        torch.testing.assert_close(where.state[known_as]["exp_avg"], plain.state[b]["exp_avg"], rtol=1e-5, atol=1e-7)
+        assert torch.equal(known_as.detach(), a.detach())
+
+
+def test_main_weights_are_on_the_device_for_a_moment() -> None:
+    """Those of a bfloat16 model; what the device updates stays."""
+    mains = weights()
+    partly = PartlyOnHost(adam(mains), 0.5, set())
+    assert [main.untyped_storage().nbytes() for main in mains] == [4 * 30, 0, 4 * 20]
+    for main in mains:
+        main.grad = torch.ones(main.shape)
+    partly.step()
+    assert [main.untyped_storage().nbytes() for main in mains] == [4 * n for n in SIZES]
+    assert torch.equal(mains[1].detach(), partly.whereabouts(mains[1])[1].detach())
+    partly.release()
+    assert [main.untyped_storage().nbytes() for main in mains] == [4 * 30, 0, 4 * 20]
+
+
+def test_a_tied_embedding_is_updated_alike_on_both_stages() -> None:
+    mains = weights()
+    mains[2].shared = True  # type: ignore[attr-defined]
+    partly = PartlyOnHost(adam(mains), 0.05, storages(mains))
+    assert [partly.whereabouts(main)[1] is main for main in mains] == [True, True, False]
+
+
+def test_a_rank_without_a_part_steps_too() -> None:
+    """A distributed optimizer may have given it no parameters."""
+    PartlyOnHost(adam([torch.zeros(0, requires_grad=True)]), 0.5, set()).step()
