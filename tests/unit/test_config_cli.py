@@ -176,8 +176,11 @@ def test_eval(calls: list[tuple[Any, ...]], model: str, tmp_path: Path, capsys: 
 
 def test_export(calls: list[tuple[Any, ...]]) -> None:
     assert main(["export", "runs/a", "out"]) == 0
-    assert main(["export", "runs/a", "out", "--role", "critic", "--step", "best"]) == 0
-    assert calls == [("export", "runs/a", "out", "actor", "latest"), ("export", "runs/a", "out", "critic", "best")]
+    assert main(["export", "runs/a", "out", "--role", "critic", "--step", "best", "--format", "torch_dist"]) == 0
+    assert calls == [
+        ("export", "runs/a", "out", "actor", "latest", "huggingface"),
+        ("export", "runs/a", "out", "critic", "best", "torch_dist"),
+    ]
 
 
 @pytest.mark.parametrize("argv", [[], ["tune"], ["plan"], ["export", "a"], ["train", "a", "--wat"], ["export", *"abc"]])

@@ -213,6 +213,19 @@ def test_arguments_that_contradict_config_json_are_said(world: Path, name: str) 
     assert said.endswith("give a model of the same architecture")
 
 
+def test_arguments_of_experts_are_compared(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "qwen3_moe", 3, num_hidden_layers=2)
+    release = written(tmp_path, folder) / "release"
+    change_arguments(release, moe_ffn_hidden_size=None, ffn_hidden_size=24)  # which Megatron-LM takes then
+    open_origin(str(tmp_path / "megatron"), "actor", read_architecture(folder))
+    change_arguments(release, moe_router_topk=4, moe_router_pre_softmax=True, ffn_hidden_size=48)
+    words = (
+        "moe_ffn_hidden_size 48 (config.json: 24), moe_router_topk 4 (config.json: 2), moe_router_pre_softmax true "
+        "(config.json: false); give"
+    )
+    assert words in refused(tmp_path)
+
+
 def test_arguments_that_mean_the_same_are_accepted(world: Path) -> None:
     """As Megatron-LM writes them: with those that are left out, and objects of every kind that it keeps."""
     folder = world / "megatron/release"

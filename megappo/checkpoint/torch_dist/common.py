@@ -157,8 +157,7 @@ def megatron_arguments(arch: ArchitectureConfig) -> dict[str, Any]:
         said["rope_scaling_factor"] = rope["factor"]
     if arch.experts:
         said |= {
-            "moe_router_topk": arch.experts_per_token,
-            "moe_router_pre_softmax": not arch.normalized_experts,
+            **{name: built.get(name) for name in ("moe_router_topk", "moe_router_pre_softmax")},
             "moe_router_score_function": "softmax",
             "moe_router_topk_scaling_factor": None,
         }
