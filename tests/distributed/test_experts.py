@@ -7,6 +7,7 @@ import math
 import shutil
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
 
 from distributed.models import write_model
@@ -22,21 +23,27 @@ from megappo.commands.export import export_run
 
 
 def test_a_run_with_experts_continues_and_changes_places(tmp_path: Path) -> None:
-    """Experts over data replicas and over tensor parallel ranks, a distributed optimizer on each; see `layouts`."""
+    """Experts over data replicas and over tensor parallel ranks, a distributed optimizer on each; see `layouts`.
+    Responses that are kept when the run is stopped have their routing, which is replayed as if nothing had been."""
     model = write_model(tmp_path / "model", "qwen3_moe", 3, vocab_size=16, num_hidden_layers=2)
     settings = (
-        "run.steps=3", "checkpoint.every_steps=1", "evaluation=null", f"model.path={model}",
+        "run.steps=3", "checkpoint.every_steps=1", "evaluation=null", f"model.path={model}", "checkpoint.keep_last=9",
+        "rollout.generate_batch_sequences=2",
         "model.init=pretrained", "model.tokenizer=configs/models/tiny_arithmetic", "model.dtype=float32",
         "actor.layout={expert_parallel: 2}", "actor.optimizer.distributed=true",
         "critic.layout={tensor_parallel: 2, expert_parallel: 2, sequence_parallel: true}",
     )  # fmt: skip
     killed = tmp_path / "killed"
+    stop = {"rank": 1, "step": 3, "at": "token", "signal": "SIGUSR1", "stall": "rollout"}
     attempts(
         tmp_path,
         train(tmp_path / "whole", *settings),
         killed_at(killed, 2, "update_actor", 1, *settings),
+        train(killed, *settings, "rollout.when_stopped=keep", expect="85", kill=stop),
         train(killed, *settings),
     )
+    kept = [torch.load(p)[3] for p in killed.glob("checkpoints/step-000002/responses-*.pt")]
+    assert any(len(part["routing"]) == part["routed_B"].sum() > 0 for part in kept)
     assert_same_run(tmp_path / "whole", killed, 3)
     lines = [json.loads(line) for line in (killed / "metrics.jsonl").read_text().splitlines()]
     # The embedded engine's fused experts hold what the trainer's separate ones hold.

@@ -5,17 +5,22 @@ from __future__ import annotations
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distributed.models import VOCAB, stored_parameters, write_model
+from megappo.config import ConfigError, load_config
 from megappo.config.model_files import read_architecture
 from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
 from megappo.engines.transformers_engine import TransformersEngine
 from megappo.errors import Interrupted
+from megappo.families.architecture import ArchitectureConfig
 from megappo.observe.progress import PROGRESS
+from megappo.ppo.parts import Parts
 from megappo.ppo.sampling import finish_rollout, request_samples, sample_seed
 from megappo.runtime.interrupts import Stop
 from megappo.types import Prompt, Prompts, RoutingShape
@@ -105,6 +110,27 @@ def test_the_engine_says_which_experts_computed_each_token(tmp_path: Path) -> No
         chosen = torch.stack([of_layer.topk(2).indices[:-1] for of_layer in scores], dim=1)
         assert answer.routing is not None and answer.routing.dtype == torch.uint8
         assert torch.equal(answer.routing.long().sort(-1).values, chosen.sort(-1).values)
+
+
+def test_an_engine_that_does_not_say_is_refused_where_it_must(tmp_path: Path) -> None:
+    """By default routers then choose; a dense model asks nobody."""
+    experts, dense = (read_architecture(write_model(tmp_path / name, name, 5)) for name in ("qwen3_moe", "llama"))
+
+    def asked(arch: ArchitectureConfig, engine: object, *words: str) -> RoutingShape | None:
+        config = load_config(Path(__file__).parents[2] / "configs/quickstart.yaml", list(words))
+        parts: Any = SimpleNamespace(config=config, actor=SimpleNamespace(arch=arch), engine=engine)
+        getter: Any = Parts.replayed_routing
+        found: RoutingShape | None = getter.fget(parts)
+        return found
+
+    says, silent, other = (SimpleNamespace(returns_routing=True), SimpleNamespace(returns_routing=False), object())
+    assert asked(experts, says) == RoutingShape(4, 2, 8)
+    assert asked(experts, says, "algorithm.router_replay=false") is None
+    assert [asked(experts, engine) for engine in (silent, other)] == [None, None]
+    assert asked(dense, says) is None
+    for engine in (silent, other):
+        with pytest.raises(ConfigError, match="algorithm.router_replay is true, but the engine .* does not say which"):
+            asked(experts, engine, "algorithm.router_replay=true")
 
 
 def test_responses_end_at_the_first_stop_token(engine: TransformersEngine) -> None:

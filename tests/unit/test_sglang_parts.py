@@ -23,7 +23,8 @@ from megappo.config.rules import engine_rules, server_rules
 from megappo.engines.registry import find_engine
 from megappo.engines.sglang import fleet
 from megappo.engines.sglang.client import Endpoint
-from megappo.engines.sglang.server import ServerSpec
+from megappo.engines.sglang.inspection import check_routing
+from megappo.engines.sglang.server import EngineError, ServerSpec
 from megappo.engines.sglang.sync import ServerSync, SyncRun
 from megappo.errors import RunError
 from megappo.families.architecture import ArchitectureConfig, ModelShape
@@ -355,6 +356,14 @@ SHAPE = ModelShape("llama", 64, 2, 4, 2, 16, 256, 16, 32, False)
 def test_settings_that_do_not_go_together(overrides: list[str], words: str) -> None:
     config = load_config(ROOT / "configs/sglang_quickstart.yaml", overrides)
     assert any(words in problem for problem in (*engine_rules(config), *server_rules(config, SHAPE)))
+
+
+def test_a_server_elsewhere_has_to_say_which_experts_computed_a_token() -> None:
+    check_routing("server 0", {"enable_return_routed_experts": True}, wanted=True)
+    check_routing("server 0", {}, wanted=False)
+    for said in ({}, {"enable_return_routed_experts": False}):
+        with pytest.raises(EngineError, match="server 0 does not say .* or set algorithm.router_replay to false"):
+            check_routing("server 0", said, wanted=True)
 
 
 def test_where_experts_stand_is_no_argument_of_ones_own() -> None:
