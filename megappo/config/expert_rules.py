@@ -29,6 +29,9 @@ def layout_rules(role: RoleSpec, model_name: str) -> Iterator[str]:
             f"{key}.expert_parallel {ep} does not divide the {experts} experts of the {model_name} model; "
             f"the nearest is {nearest}"
         )
+    weight = role.settings.router_aux_loss_coef
+    if weight and not experts and model_name == role.name:
+        yield f"{role.name}.router_aux_loss_coef {weight:g}, but the {model_name} model has no experts; set it to 0"
     if experts and layout.tensor_parallel > 1 and not layout.sequence_parallel:
         yield (
             f"{key}.tensor_parallel {layout.tensor_parallel} of the {model_name} model with experts needs "

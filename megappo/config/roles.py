@@ -174,6 +174,9 @@ class TrainedRoleSettings(Settings):
     """Samples per optimizer update over all data parallel ranks; divides the step's samples."""
     microbatch_budget_tokens: PositiveInt = 8192
     """Most tokens in one packed microbatch, over all ranks that share it out; not below the longest possible sample."""
+    router_aux_loss_coef: NonNegativeFloat = 0.0
+    """Weight of a loss that spreads a sample's tokens evenly over the experts of a layer (Megatron's `seq_aux_loss`):
+    mean over samples, sum over layers; 0: none."""
     start_from: PathText | None = None
     """Weights to begin a new run with: another run's (`RUN`, `RUN@STEP`, `RUN@best`), a Hugging Face folder's, or those
     of a `torch_dist` checkpoint of Megatron-LM (`FOLDER`, `FOLDER@ITERATION`); default: those of the role's model. A

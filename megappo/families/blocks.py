@@ -108,7 +108,7 @@ class GatedMlp(Block):
 class Experts(GatedMlp):
     """The norm before it, a router, and in each expert SwiGLU.
 
-    No token is dropped and nothing is added to the loss: the router learns from the policy's objective alone.
+    No token is dropped. The router learns from the role's objective, and from `router_aux_loss_coef` where that is set.
     """
 
     recompute_module = "moe"

@@ -59,6 +59,8 @@ class BuildOptions:
     """Not None: a critic, its value head drawn with this standard deviation."""
     replays_routing: bool = False
     """Routers take the experts that a sample comes with, in place of their own choice."""
+    router_aux_loss_coef: float = 0.0
+    """Weight of the load-balancing loss of each layer's experts."""
     accelerations: Accelerations = field(default_factory=Accelerations)
     offload: OffloadSettings = field(default_factory=OffloadSettings)
     """What leaves the device while the role rests."""
@@ -291,7 +293,7 @@ def build_model(arch: ArchitectureConfig, layout: Layout, options: BuildOptions,
     model.check_names()
     if arch.experts:
         for number, layer in enumerate(layer for chunk in chunks for layer in chunk.decoder.layers):
-            RouterChoice(layer, number, layout.tensor_rank)
+            RouterChoice(layer, number, layout.tensor_rank, layout.sample_group)
     with torch.no_grad():
         for held in model.parameters_here():
             _mark_partition(held.entry, held.parameter, layout)

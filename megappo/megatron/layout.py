@@ -62,6 +62,12 @@ class Layout:
         return self.grid.tp if self.sequence_parallel else 1
 
     @property
+    def sample_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share out the tokens of each sample; None where this one has them all."""
+        shared = self.grid.cp > 1 or self.sequence_parallel
+        return self.groups.tp_cp if shared else None
+
+    @property
     def reports_losses(self) -> bool:
         """Whether this rank is the one that speaks for the rows of its context rank."""
         return self.is_last_stage and self.tensor_rank == 0

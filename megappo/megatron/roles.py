@@ -23,7 +23,7 @@ from megappo.megatron.layout import Layout, Outside
 from megappo.megatron.offload import RoleStorage, RoleTensors
 from megappo.megatron.optimization import RoleOptimizer
 from megappo.megatron.packing import MicrobatchPlan
-from megappo.megatron.router import FURTHER, summed_reports
+from megappo.megatron.router import FURTHER, summed_losses, summed_reports
 from megappo.megatron.schedule import PackedBatch, PlacedSample, Task, pack_samples, run_schedule
 from megappo.runtime.objects import of_all_ranks
 from megappo.runtime.process import Runtime
@@ -196,8 +196,10 @@ class LocalRole(Role):
             report[list(self.placement.stage_layers[self.layout.stage])] = self._report.cpu()
         return report
 
-    def _packed(self, plan: MicrobatchPlan, samples: Mapping[int, PlacedSample]) -> list[PackedBatch]:
-        """The microbatches that the plan has for this rank's replica."""
+    def _packed(
+        self, plan: MicrobatchPlan, samples: Mapping[int, PlacedSample], *, balance: float = 0.0
+    ) -> list[PackedBatch]:
+        """The microbatches that the plan has for this rank's replica. `balance`: see `pack_samples`."""
         if not self.options.replays_routing and any(sample.routing is not None for sample in samples.values()):
             samples = {i: replace(sample, routing=None) for i, sample in samples.items()}
         return [
@@ -207,7 +209,7 @@ class LocalRole(Role):
                 shard=self.layout.shard,
                 multiple_of=self.layout.token_multiple,
                 is_filler=m.is_filler,
-                has_experts=self.arch.experts > 0,
+                balance=balance if self.arch.experts else None,
             )
             for m in plan.replicas[self.layout.replica]
         ]
@@ -236,6 +238,8 @@ class Update:
     grad_norm: float
     """Global L2 norm before clipping; NaN where the update was refused before gradients were reduced."""
     learning_rate: float
+    router_aux_loss: float | None = None
+    """The load-balancing loss of a layer, in the mean and without its weight; None where there is none."""
 
 
 class TrainedRole(LocalRole):
@@ -265,23 +269,26 @@ class TrainedRole(LocalRole):
         stop_above: tuple[str, float] | None,
     ) -> Update:
         """One optimizer update from all replicas' microbatches; see `PlacedBatch.update`."""
-        batches, optimizer = self._packed(plan, samples), self.optimizer
+        balance = self.options.router_aux_loss_coef / len(plan.replica_of())
+        batches, optimizer = self._packed(plan, samples, balance=balance), self.optimizer
         self.storage.bring_all()
         with self.runtime.megatron():
             optimizer.zero_grad()
             reports = run_schedule(self._chunks, self.layout, batches, task, train=True)
-            sums = self._reduce(batches, reports)
+            sums, uneven = self._reduce(batches, reports)
             rate = optimizer.learning_rate
             if stop_above is not None and sums[stop_above[0]] > stop_above[1] * sums["count"]:
-                return Update(False, True, sums, float("nan"), rate)
+                return Update(False, True, sums, float("nan"), rate, uneven)
             finite_loss = bool(torch.isfinite(torch.tensor(sums["loss"])))
             self.storage.await_optimizer()
             applied, grad_norm = optimizer.step() if finite_loss else (False, float("nan"))
-        return Update(applied, applied, sums, grad_norm, rate)
+        return Update(applied, applied, sums, grad_norm, rate, uneven)
 
-    def _reduce(self, batches: Sequence[PackedBatch], reports: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-        """Combine the reports of all microbatches, context ranks and replicas; every rank of the role gets the
-        result."""
+    def _reduce(
+        self, batches: Sequence[PackedBatch], reports: Sequence[Mapping[str, Tensor]]
+    ) -> tuple[dict[str, float], float | None]:
+        """Combine the reports of all microbatches, context ranks and replicas, and the load-balancing losses of all
+        layers; every rank of the role gets the result."""
         local: dict[str, float] = {}
         if self.layout.reports_losses:
             real = [r for b, r in zip(batches, reports, strict=True) if not b.is_filler] or [
@@ -290,6 +297,11 @@ class TrainedRole(LocalRole):
             combined = combine(stacked(real))
             numbers = torch.stack([value.double() for value in combined.values()]).tolist()  # one read for all
             local = dict(zip(combined, numbers, strict=True))
-        parts = [part for part in of_all_ranks(local, self.layout.role_group) if part]
+        found = of_all_ranks(
+            (local, summed_losses(batch.segments.routing for batch in batches)), self.layout.role_group
+        )
+        parts = [part for part, _ in found if part]
         of_role = {name: torch.tensor([part[name] for part in parts], dtype=torch.float64) for name in parts[0]}
-        return {name: float(value) for name, value in combine(of_role).items()}
+        weight = self.options.router_aux_loss_coef * self.arch.layers
+        uneven = sum(loss for _, loss in found) / weight if weight else None
+        return {name: float(value) for name, value in combine(of_role).items()}, uneven

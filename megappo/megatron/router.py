@@ -9,8 +9,12 @@ Megatron has a place for that at its routers, `router_replay`, and a class of it
 what is to be replayed in lists that all roles of a process share and that a pipeline empties by turns. Here it belongs
 to the microbatch: each layer is given the microbatch's segments, in forward and when it is computed again.
 
+A second loss can have tokens spread evenly over experts, sample by sample, as DeepSeek-V3 defines it (arXiv:2412.19437,
+eq. 17 to 20; Megatron's `seq_aux_loss`): what a sample adds depends on nothing that shares its microbatch, so that no
+layout changes the result. It adds up over layers; Megatron's autograd function brings it into backward.
+
 Shape legend: l tokens of a microbatch on this context rank, T of them on this tensor rank; L layers of this rank, E
-experts, K of them for each token.
+experts, K of them for each token; S samples.
 """
 
 from __future__ import annotations
@@ -22,11 +26,24 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel import checkpoint
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 
 FURTHER = 2
 """Numbers of a report behind those of the experts."""
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Of which tokens the load-balancing loss of a microbatch is made."""
+
+    samples: int
+    sample_l: Tensor
+    """int64: the sample of each token."""
+    weights_l: Tensor
+    """float32: the loss' weight by the square of its sample's tokens; 0 for padding."""
 
 
 @dataclass
@@ -37,19 +54,24 @@ class MicrobatchRouting:
     """bool: tokens of samples; not padding, and not those of a filler."""
     given_LlK: Tensor | None = None
     """The experts of each token. Where K different ones are not given the router chooses."""
+    balance: Balance | None = None
+    """Where tokens shall be spread evenly over experts."""
     reports: dict[int, Tensor] = field(default_factory=dict)
     """By layer: see `RouterChoice`. A layer that is computed again says the same again."""
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> MicrobatchRouting:
-        """From what `routing_tensors` made, on the device."""
-        return cls(tensors["counted"], tensors.get("given"))
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    """By layer: the load-balancing loss of this rank's tokens, its weight included."""
 
 
 def routing_tensors(
-    lengths: Sequence[int], padded: Sequence[int], places_l: Tensor, routings: Sequence[Tensor], *, counts: bool
+    lengths: Sequence[int],
+    padded: Sequence[int],
+    places_l: Tensor,
+    routings: Sequence[Tensor],
+    *,
+    counts: bool,
+    balance: float = 0.0,
 ) -> dict[str, Tensor]:
-    """What routers are told of a pack, on the host.
+    """What routers are told of a pack, on the host; `told_routers` makes it known to them.
 
     Args:
         lengths: tokens of each sample.
@@ -57,6 +79,7 @@ def routing_tensors(
         places_l: where the tokens of this rank stand in the pack.
         routings: (tokens - 1, L, K) of each sample, or nothing.
         counts: whether the samples count.
+        balance: weight of a sample in the load-balancing loss.
     """
     starts = [0, *itertools.accumulate(padded)]
     counted = torch.zeros(starts[-1], dtype=torch.bool)
@@ -69,7 +92,19 @@ def routing_tensors(
         for start, routing in zip(starts, routings, strict=False):
             given[start : start + len(routing)] = routing
         found["given"] = given[places_l].transpose(0, 1).contiguous()
+    if balance:
+        sample, weights = torch.zeros(starts[-1], dtype=torch.int64), torch.zeros(starts[-1])
+        for number, (start, length) in enumerate(zip(starts, lengths, strict=False)):
+            sample[start : start + length] = number
+            weights[start : start + length] = counts * balance / length**2
+        found |= {"sample": sample[places_l], "balance": weights[places_l]}
     return found
+
+
+def told_routers(tensors: Mapping[str, Tensor], samples: int) -> MicrobatchRouting:
+    """From what `routing_tensors` made of so many samples, on the device."""
+    balance = Balance(samples, tensors["sample"], tensors["balance"]) if "balance" in tensors else None
+    return MicrobatchRouting(tensors["counted"], tensors.get("given"), balance)
 
 
 def _members(experts_TK: Tensor, n_experts: int) -> Tensor:
@@ -85,9 +120,10 @@ class RouterChoice:
     those of them whom the router would have sent to others.
     """
 
-    def __init__(self, layer: Any, number: int, tensor_rank: int) -> None:
-        """`number`: of the layer among this rank's."""
-        self._number, self._tensor_rank = number, tensor_rank
+    def __init__(self, layer: Any, number: int, tensor_rank: int, sharing: dist.ProcessGroup | None = None) -> None:
+        """`number`: of the layer among this rank's. `sharing`: ranks that share out the tokens of each sample."""
+        self._number, self._tensor_rank, self._sharing = number, tensor_rank, sharing
+        self._scores_are_shares = layer.mlp.router.config.moe_router_pre_softmax
         self._microbatch: MicrobatchRouting | None = None
         layer.mlp.router.router_replay = self
         layer.register_forward_pre_hook(self._begin, with_kwargs=True)
@@ -131,7 +167,23 @@ class RouterChoice:
         further = torch.stack([known_T, changed_T], dim=1)
         counted = torch.cat([members_TE, further], dim=1) & counted_T[:, None]
         microbatch.reports[self._number] = counted.sum(0)
+        if microbatch.balance is not None and torch.is_grad_enabled():
+            loss = self._balancing_loss(scores_TE, members_TE, microbatch.balance, here) / chosen
+            microbatch.losses[self._number] = loss.detach()
+            values_TK = MoEAuxLossAutoScaler.apply(values_TK, loss)
         return values_TK, experts_TK
+
+    def _balancing_loss(self, scores_TE: Tensor, members_TE: Tensor, balance: Balance, here: slice) -> Tensor:
+        """The weighted loss of this rank's tokens, times K: of a sample E sum_e n_e sum_t p_te / T^2, if n_e of its T
+        tokens go to expert e, which has p_te of a token's softmax. That is K where both are even."""
+        sample_T, weights_T = balance.sample_l[here], balance.weights_l[here]
+        shares_TE = scores_TE if self._scores_are_shares else scores_TE.float().softmax(-1)
+        n_experts = members_TE.shape[1]
+        of_samples = (members_TE & (weights_T > 0)[:, None]).float()
+        loads_SE = of_samples.new_zeros(balance.samples, n_experts).index_add(0, sample_T, of_samples)
+        if self._sharing is not None:
+            dist.all_reduce(loads_SE, group=self._sharing)
+        return (n_experts * weights_T[:, None] * loads_SE.index_select(0, sample_T) * shares_TE).sum()
 
 
 def summed_reports(microbatches: Iterable[MicrobatchRouting | None]) -> Tensor | None:
@@ -142,3 +194,9 @@ def summed_reports(microbatches: Iterable[MicrobatchRouting | None]) -> Tensor |
         if microbatch is not None
     ]
     return torch.stack(found).sum(0) if found else None
+
+
+def summed_losses(microbatches: Iterable[MicrobatchRouting | None]) -> float:
+    """The load-balancing loss of all microbatches and layers here, its weight included."""
+    losses = [loss for microbatch in microbatches if microbatch is not None for loss in microbatch.losses.values()]
+    return float(torch.stack(losses).sum()) if losses else 0.0

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from megappo.megatron.attention import PackedSegments, packed_segments, segment_tensors
 from megappo.megatron.context import WHOLE, ContextShard
 from megappo.megatron.layout import Layout
-from megappo.megatron.router import MicrobatchRouting, routing_tensors
+from megappo.megatron.router import routing_tensors, told_routers
 from megappo.runtime.transfer import to_device
 
 
@@ -67,12 +67,13 @@ def pack_samples(
     shard: ContextShard = WHOLE,
     multiple_of: int = 1,
     is_filler: bool = False,
-    has_experts: bool = False,
+    balance: float | None = None,
 ) -> PackedBatch:
     """Pack samples, which have the same fields, and keep the tokens of a shard; the host waits for no device.
 
     What is shared out is padded behind each sample's end, where nothing sees it. A shard is filled up to a multiple of
-    so many tokens by a segment of its own, which nothing reads. Routers of a model that `has_experts` are told of it.
+    so many tokens by a segment of its own, which nothing reads. `balance`: of a model with experts, whose routers are
+    told of the pack: what a sample weighs in the load-balancing loss.
     """
     responses = [s.response_tokens for s in samples]
     padded = [shard.padded(len(s.tokens_T)) for s in samples]
@@ -89,12 +90,12 @@ def pack_samples(
     found = {"rows": rows_N, "labels": labels_W[own_N], "sequences": sequences_W[own_N], "own": own_N}
     places_l = shard.places(padded)
     found |= {"tokens": torch.cat(tokens)[places_l], **segment_tensors(padded, shard)}
-    if has_experts:
-        routings = [s.routing for s in samples if s.routing is not None]
-        found |= routing_tensors([len(s.tokens_T) for s in samples], padded, places_l, routings, counts=not is_filler)
+    if balance is not None:
+        lengths, routings = [len(s.tokens_T) for s in samples], [s.routing for s in samples if s.routing is not None]
+        found |= routing_tensors(lengths, padded, places_l, routings, counts=not is_filler, balance=balance)
     there = to_device(found | {f"field {name}": values_W for name, values_W in fields.items()}, device)
     segments = packed_segments(padded, there, shard)
-    segments.routing = MicrobatchRouting.of(there) if has_experts else None
+    segments.routing = told_routers(there, len(samples)) if balance is not None else None
     return PackedBatch(
         sample_ids=tuple(s.sample_id for s in samples),
         response_lengths=tuple(responses),

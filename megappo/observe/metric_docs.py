@@ -29,6 +29,11 @@ def _of_experts(role: str) -> dict[str, MetricDoc]:
             "Tokens of the busiest expert by those of the mean one, in the layer where that is most.",
             "steady",
         ),
+        f"{role}/router_aux_loss": MetricDoc(
+            "1",
+            f"Load-balancing loss of a layer, in the mean over layers and updates (`{role}.router_aux_loss_coef`).",
+            "near 1, where tokens are spread evenly",
+        ),
         f"{role}/experts_unused": MetricDoc(
             "fraction", "Experts of all layers to which no token of the step was sent.", "near 0"
         ),

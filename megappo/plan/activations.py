@@ -17,6 +17,7 @@ head size, F the feed-forward size, h and g the heads:
     SwiGLU     3 e F            gate and up, product
     experts    4 E + 56 k       router: float32 weights; those of the chosen, and places on the way there and back
                k e (H + 3 F)    for each of k experts its input, gate and up, weighted product
+               8 E              with a load-balancing loss: float32 shares, and what they are multiplied with
 
 F is that of one expert, and routing is taken to be even: a rank's experts get as many tokens as it sends out. Tensor
 parallelism divides attention and SwiGLU; sequence parallelism divides the residual part too (their section 4.2).
@@ -53,6 +54,8 @@ def layer_bytes_per_token(role: RoleSetup, *, recompute: str, fused: bool) -> fl
             attention = float(e * q)
         attention += e * (2 * q + 2 * kv * seen_per_token(role)) + 4 * arch.heads
     of_blocks = arch.declaration.per_token(arch, e, fused=fused, without=dropped).kept_bytes
+    if role.balances_experts and "moe" not in dropped:
+        of_blocks += 8 * arch.experts
     return residual / rows + (attention + of_blocks) / role.grid.tp
 
 

@@ -68,6 +68,8 @@ class RoleSetup:
     """What leaves the device while the role rests."""
     on_host: float = 0.0
     """Fraction of the optimizer's state that lives on the host."""
+    balances_experts: bool = False
+    """There is a load-balancing loss."""
 
     @property
     def is_critic(self) -> bool:
@@ -250,6 +252,7 @@ def trained_role(
         updates_per_step=numbers.updates_per_step,
         padded_vocab=numbers.padded_vocab_size,
         dtype_bytes=_BYTES[config.model.dtype],
+        balances_experts=settings.router_aux_loss_coef > 0,
         routing_bytes=_routing_bytes(arch) if name == "actor" and config.algorithm.replays_routing(arch.experts) else 0,
         offload=settings.offload,
         on_host=settings.optimizer.on_host,
@@ -264,7 +267,8 @@ def reference_role(config: Config, actor: RoleSetup, models: Models, settings: R
     """The reference on the actor's layout, with the actor's own settings or these."""
     layers = chunk_layers(config, "actor", settings or config.actor, models.reference)
     offload = config.reference.offload if config.reference is not None else OffloadSettings()
-    untrained = replace(actor, trained=False, recompute="none", updates_per_step=0, offload=offload, routing_bytes=0)
+    untrained = replace(actor, trained=False, recompute="none", updates_per_step=0, offload=offload)
+    untrained = replace(untrained, routing_bytes=0, balances_experts=False)
     return replace(untrained, name="reference", arch=models.reference, chunk_layers=layers)
 
 

@@ -185,6 +185,7 @@ class ModelBuilder:
                 "recompute": trained.recompute,
                 "recompute_modules": trained.recompute_modules,
                 "deallocate_pipeline_outputs": trained.layout.deallocate_pipeline_outputs,
+                "router_aux_loss_coef": trained.router_aux_loss_coef,
             }
         return BuildOptions(
             dtype=DTYPES[self._config.model.dtype],

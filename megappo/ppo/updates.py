@@ -222,4 +222,7 @@ def step_metrics(updates: Sequence[Update]) -> dict[str, float]:
     numbers["learning_rate"] = updates[-1].learning_rate
     if applied:
         numbers["grad_norm"] = sum(u.grad_norm for u in applied) / len(applied)
+    uneven = [u.router_aux_loss for u in updates if u.router_aux_loss is not None]
+    if uneven:
+        numbers["router_aux_loss"] = sum(uneven) / len(uneven)
     return numbers | shown([u.sums for u in updates])

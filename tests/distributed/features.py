@@ -41,7 +41,10 @@ FACTORS: dict[str, tuple[Level, ...]] = {
     "model": (
         _off("dense"),
         Level("tied", "tied embeddings"),
-        Level("experts", "experts, shared out over two ranks where a stage has them"),
+        Level(
+            "experts", "experts, shared out over two ranks where a stage has them, with a load-balancing loss",
+            ("router_aux_loss_coef=0.05",),
+        ),
         Level("experts-replayed", "experts, with the engine's routing replayed"),
     ),
     "tensor": (

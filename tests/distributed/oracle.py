@@ -29,24 +29,41 @@ class Sample:
     """(tokens - 1, layers, chosen) the experts that the actor is to take; negative where it takes its own."""
 
 
+@dataclass
+class Routed:
+    """What the router of a layer said of a sample's tokens."""
+
+    scores: Tensor
+    own: Tensor
+    """(tokens, chosen) experts that it would take itself."""
+    taken: Tensor
+
+    def unevenness(self) -> Tensor:
+        """The load-balancing loss of DeepSeek-V3, 2024, eq. 17 to 20, without its weight."""
+        tokens, experts = self.scores.shape
+        fractions = torch.stack([(self.taken == e).sum() * experts / self.taken.numel() for e in range(experts)])
+        shares = self.scores.softmax(-1).sum(0) / tokens
+        return (fractions * shares).sum()
+
+
 @contextmanager
-def routed(model: Any, sample: Sample) -> Iterator[list[Tensor]]:
-    """Have the layers of a model send the sample's tokens where the sample says, weighted by the softmax of the scores
-    there. Hands out the experts that each layer would choose itself, (tokens, chosen)."""
-    own: list[Tensor] = []
+def routed(trunk: Any, routing: Tensor | None) -> Iterator[list[Routed]]:
+    """Have the layers of a model send a sample's tokens where its routing says, weighted by the softmax of the scores
+    there. Hands out what each layer said."""
+    said: list[Routed] = []
 
     def route(_router: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         scores, _, experts = output
-        own.append(experts)
         taken = experts.clone()
-        if sample.routing is not None:
-            told = sample.routing[:, len(own) - 1]
+        if routing is not None:
+            told = routing[:, len(said)]
             taken[:-1] = torch.where(told < 0, experts[:-1], told)
+        said.append(Routed(scores, experts, taken))
         return scores, scores.gather(1, taken).softmax(-1), taken
 
-    hooks = [layer.mlp.gate.register_forward_hook(route) for layer in model.model.layers]
+    hooks = [layer.mlp.gate.register_forward_hook(route) for layer in trunk.layers if hasattr(layer.mlp, "gate")]
     try:
-        yield own
+        yield said
     finally:
         for hook in hooks:
             hook.remove()
@@ -65,24 +82,16 @@ class ValueModel(nn.Module):
         return self.head(hidden)[-sample.response - 1 : -1, 0]
 
 
-def actor_outputs(model: Any, sample: Sample, temperature: float) -> tuple[Tensor, Tensor]:
-    """Of the policy that sampled, whose experts the sample may say."""
-    if sample.routing is None:
-        return policy_outputs(model, sample, temperature)
-    with routed(model, sample):
-        return policy_outputs(model, sample, temperature)
-
-
 def changed_routing(model: Any, samples: list[Sample]) -> float:
     """Of the tokens, in each layer, whose experts the samples say: the share of which the model would take others."""
     known = changed = 0
     for sample in samples:
         assert sample.routing is not None
-        with torch.no_grad(), routed(model, sample) as own:
+        with torch.no_grad(), routed(model.model, sample.routing) as said:
             model(input_ids=sample.tokens[None])
         told = sample.routing.sort(-1).values
         is_told = told[..., 0] >= 0
-        differs = (torch.stack(own, dim=1)[:-1].sort(-1).values != told).any(-1)
+        differs = (torch.stack([layer.own for layer in said], dim=1)[:-1].sort(-1).values != told).any(-1)
         known, changed = known + int(is_told.sum()), changed + int((differs & is_told).sum())
     return changed / known
 
@@ -131,6 +140,8 @@ class Settings:
     """Not None: samples are weighted by what the engine's policy differs from the trainer's, so much at most."""
     reject_above: float = math.inf
     """Samples whose weight would be above this are left out of the policy's loss."""
+    actor_balance: float = 0.0
+    critic_balance: float = 0.0
 
 
 def _optimizer(model: nn.Module, lr: float, settings: Settings) -> torch.optim.AdamW:
@@ -162,7 +173,10 @@ def ppo_step(
 ) -> dict[str, Any]:
     """Run the step in place; returns what was measured, per update."""
     with torch.no_grad():
-        old = [actor_outputs(actor, s, settings.temperature)[0] for s in samples]
+        old = []
+        for s in samples:
+            with routed(actor.model, s.routing):
+                old.append(policy_outputs(actor, s, settings.temperature)[0])
         ref = [policy_outputs(reference, s, settings.temperature)[0] for s in samples]
         values = [critic(s) for s in samples]
     advantages, returns = [], []
@@ -188,10 +202,9 @@ def ppo_step(
     optimizer = _optimizer(actor, settings.actor_lr, settings)
     importance = _importance(samples, old, settings)
     for minibatch in actor_minibatches:
-        kept = [i for i in minibatch if importance[i] is not None]
-        if kept:
+        if any(importance[i] is not None for i in minibatch):
             measured["actor"].append(
-                _actor_update(actor, optimizer, samples, kept, old, ref, advantages, importance, settings)
+                _actor_update(actor, optimizer, samples, minibatch, old, ref, advantages, importance, settings)
             )
     return measured
 
@@ -207,21 +220,39 @@ def _importance(samples: list[Sample], old: list[Tensor], settings: Settings) ->
     return found
 
 
+def _balancing(uneven: list[Tensor], weight: float, minibatch: list[int]) -> Tensor:
+    """The sum over layers of the mean over samples."""
+    return weight * torch.stack(uneven).sum() / len(minibatch) if weight else torch.zeros(())
+
+
+def _shown(uneven: list[Tensor], weight: float) -> dict[str, float]:
+    """The mean over layers and samples, where it is of use."""
+    return {"router_aux_loss": torch.stack(uneven).mean().item()} if weight else {}
+
+
 def _critic_update(critic, optimizer, samples, minibatch, values, returns, settings):  # type: ignore[no-untyped-def]
     weights = _weights([samples[i] for i in minibatch], settings.aggregation)
     optimizer.zero_grad()
-    loss, clipped, count = torch.zeros(()), 0, 0
+    loss, clipped, count, uneven = torch.zeros(()), 0, 0, list[Tensor]()
     for i, weight in zip(minibatch, weights, strict=True):
-        v = critic(samples[i])
+        with routed(critic.trunk, None) as said:
+            v = critic(samples[i])
+        uneven = [*uneven, *(layer.unevenness() for layer in said)]
         near = values[i] + (v - values[i]).clamp(-settings.value_clip, settings.value_clip)
         plain, other = (v - returns[i]) ** 2, (near - returns[i]) ** 2
         loss = loss + weight * 0.5 * torch.maximum(plain, other).sum()
         clipped += int((other > plain).sum())
         count += samples[i].response
-    loss.backward()
+    (loss + _balancing(uneven, settings.critic_balance, minibatch)).backward()
     norm = nn.utils.clip_grad_norm_(critic.parameters(), settings.clip_grad_norm)
     optimizer.step()
-    return {"loss": loss.item(), "grad_norm": norm.item(), "clipfrac": clipped / count, "count": count}
+    return {
+        "loss": loss.item(),
+        "grad_norm": norm.item(),
+        "clipfrac": clipped / count,
+        "count": count,
+        **_shown(uneven, settings.critic_balance),
+    }
 
 
 def _surrogate(logp: Tensor, old: Tensor, A: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
@@ -240,23 +271,30 @@ def _surrogate(logp: Tensor, old: Tensor, A: Tensor, settings: Settings) -> tupl
 
 
 def _actor_update(actor, optimizer, samples, minibatch, old, ref, advantages, importance, settings):  # type: ignore[no-untyped-def]
-    weights = _weights([samples[i] for i in minibatch], settings.aggregation)
+    kept = [i for i in minibatch if importance[i] is not None]
+    weights = dict(zip(kept, _weights([samples[i] for i in kept], settings.aggregation), strict=True))
     optimizer.zero_grad()
-    loss, count = torch.zeros(()), 0
+    loss, count, uneven = torch.zeros(()), 0, list[Tensor]()
     sums = dict.fromkeys(("clipfrac", "ppo_kl", "entropy"), 0.0)
-    for i, weight in zip(minibatch, weights, strict=True):
-        logp, entropy = actor_outputs(actor, samples[i], settings.temperature)
+    for i in minibatch:
+        with routed(actor.model, samples[i].routing) as said:
+            logp, entropy = policy_outputs(actor, samples[i], settings.temperature)
+        uneven = [*uneven, *(layer.unevenness() for layer in said)]
+        if i not in weights:
+            continue
         A = advantages[i]
         objective, is_clipped = _surrogate(logp, old[i], A, settings)
         gap = ref[i] - logp
         k3 = (torch.exp(gap) - gap - 1).clamp(-10, 10)
         total = importance[i] * objective - settings.entropy_coef * entropy + settings.kl_loss_coef * k3
-        loss = loss + weight * total.sum()
+        loss = loss + weights[i] * total.sum()
         count += samples[i].response
         sums["clipfrac"] += float(is_clipped.sum())
         sums["ppo_kl"] += float((old[i] - logp).detach().sum())
         sums["entropy"] += float(entropy.detach().sum())
-    loss.backward()
+    (loss + _balancing(uneven, settings.actor_balance, minibatch)).backward()
     norm = nn.utils.clip_grad_norm_(actor.parameters(), settings.clip_grad_norm)
     optimizer.step()
-    return {"loss": loss.item(), "grad_norm": norm.item(), "count": count, **{k: v / count for k, v in sums.items()}}
+    means = {k: v / count for k, v in sums.items()}
+    shown = _shown(uneven, settings.actor_balance)
+    return {"loss": loss.item(), "grad_norm": norm.item(), "count": count, **means, **shown}

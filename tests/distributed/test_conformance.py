@@ -30,6 +30,7 @@ from distributed.test_ppo_step import (
 BUDGET = 40
 """Tokens of a microbatch; the longest sample has 32."""
 CAP, REJECT, REJECTED = 2.0, 1e8, -50.0
+BALANCE = 0.05
 LOSSES = {"cispo": CISPO, "gspo": GSPO}
 MODELS = {"": "model", "tied": "model-tied", "experts": "model-experts", "experts-replayed": "model-experts"}
 # (prompt, response) of each sample.
@@ -89,6 +90,8 @@ def test_features_that_meet_are_exact(case: Case, world: World, tmp_path: Path) 
         settings.policy_loss = loss
     if loss == "gspo":
         settings.clip_low = settings.clip_high = GSPO_CLIP
+    if case["model"].name == "experts":
+        settings.actor_balance = settings.critic_balance = BALANCE
     if case["samples"].name == "rejected":
         settings.importance_cap, settings.reject_above = CAP, REJECT
     check_step(result, tmp_path / "out", samples, *oracle_step(folder, samples, settings, result["minibatches"]))

@@ -116,19 +116,28 @@ FOUR_PROCESSES = {
 # Models with experts. Ranks may hold them within a tensor parallel group, across context ranks or data replicas. With
 # "replay" samples say which experts the actor has to take, others than its routers would.
 EP2 = ["actor.layout.expert_parallel=2", "critic.layout.expert_parallel=2"]
+BALANCE = {"actor": 0.05, "critic": 0.02}
+BALANCED = [f"{role}.router_aux_loss_coef={weight}" for role, weight in BALANCE.items()]
 TWO_EXPERTS: dict[str, list[str]] = {
     "ep2-experts": EP2,
-    "sp2-experts": [
+    "sp2-balanced-experts": [
         *SP2,
         "critic.layout.expert_parallel=2",
         "critic.recompute=full",
         "actor.optimizer.distributed=true",
+        *BALANCED,
     ],
 }
 FOUR_EXPERTS: dict[str, list[str]] = {
     "sp2-ep4-experts": [*SP2, "actor.layout.expert_parallel=4", "critic.layout.expert_parallel=2"],
     "cp2-sp2-ep4-replay-experts": [*CP2, *SP2, "actor.layout.expert_parallel=4", "critic.layout.expert_parallel=2"],
-    "cp2-dp2-ep4-experts": [*CP2, *EP2, "actor.layout.expert_parallel=4", "actor.optimizer.distributed=true"],
+    "cp2-dp2-ep4-balanced-experts": [
+        *CP2,
+        *EP2,
+        "actor.layout.expert_parallel=4",
+        "actor.optimizer.distributed=true",
+        *BALANCED,
+    ],
 }
 EIGHT_PROCESSES = {
     "tp2-pp2-cp2": [*CP2, *TWO_PROCESSES["tp2"], *TWO_PROCESSES["pp2"], "actor.optimizer.distributed=true"]
@@ -307,6 +316,8 @@ def oracle(world: World, name: str) -> tuple[dict[str, Any], Any, ValueModel]:
         settings.policy_loss = name.split("-")[0]
     if "gspo" in name:
         settings.clip_low = settings.clip_high = GSPO_CLIP
+    if "balanced" in name:
+        settings.actor_balance, settings.critic_balance = BALANCE["actor"], BALANCE["critic"]
     return oracle_step(world.folder(name), world.samples_of(name), settings, world.result(name)["minibatches"])
 
 

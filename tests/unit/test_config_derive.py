@@ -64,6 +64,8 @@ BROKEN: list[tuple[int, tuple[str, ...], list[str]]] = [
     (1, ("algorithm.estimator=grpo",), ["critic is given but", "'grpo'", "critic=null"]),
     (1, ("algorithm.estimator=reinforce_plus_plus",), ["critic is given but", "set algorithm.estimator to gae"]),
     (1, (*NO_CRITIC, "rollout.samples_per_prompt=1"), ["samples_per_prompt is 1", "'grpo'", "set at least 2"]),
+    (1, ("algorithm.router_replay=true",), ["router_replay is true, but the actor model has no experts; remove it"]),
+    (1, ("critic.router_aux_loss_coef=0.1",), ["critic.router_aux_loss_coef 0.1, but the critic", "set it to 0"]),
     (1, ("reference=null",), ["algorithm.kl_in_reward needs a reference", "add `reference: {}`"]),
     (1, ("reference=null", "algorithm.kl_in_reward=null", "algorithm.kl_in_loss.coef=1"), ["kl_in_loss needs a ref"]),
     (1, ("algorithm.kl_in_reward=null",), ["reference is given but no KL term", "reference=null"]),

@@ -88,6 +88,31 @@ def test_what_stays_of_a_role(e: int, state: int, cuda: bool, distributed: bool)
     assert frozen == dataclasses.replace(found, **nothing)
 
 
+def test_routing_that_is_replayed_is_there_in_all_microbatches() -> None:
+    """Of the seven samples of a minibatch on a replica, and of the 26 of the forward pass, in three layers."""
+    plain, replayed = (role_memory(role(with_experts(), routing_bytes=n), 0, work()) for n in (0, 5))
+    tokens = PROMPT + RESPONSE
+    assert replayed.activations - plain.activations == pytest.approx(5 * 3 * 7 * tokens)
+    assert replayed.forward - plain.forward == pytest.approx(5 * 3 * 26 * tokens)
+
+
+def test_a_load_balancing_loss_keeps_the_shares_of_all_experts() -> None:
+    plain, balanced = (role_memory(role(with_experts(), balances_experts=n), 0, work()) for n in (False, True))
+    assert balanced.activations - plain.activations == pytest.approx(77 * 2 * 3 * 8 * 12 / 3)
+
+
+@pytest.mark.parametrize(("cuda", "tokens"), [(True, 8192), (False, 8192 + 1000)])
+def test_a_server_notes_the_experts_of_tokens(cuda: bool, tokens: int) -> None:
+    """Of those that it computes, and on a CPU, whose memory is the host's, of those whose keys and values it holds."""
+    plain, noting = (
+        server_memory(
+            with_experts(), servers(max_total_tokens=1000, static_bytes=0.0, notes_experts=n), work(on_cuda=cuda)
+        )
+        for n in (False, True)
+    )
+    assert noting.total - plain.total == pytest.approx(tokens * 4 * LAYERS * 3)
+
+
 def test_an_optimizer_step_may_be_the_peak() -> None:
     short = role(microbatch_budget_tokens=1, minibatch_sequences=1)
     found = role_memory(short, 0, work(prompt_tokens=1, response_tokens=0))

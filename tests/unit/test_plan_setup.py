@@ -13,7 +13,7 @@ from megappo.config import load_config
 from megappo.config.grid import Grid
 from megappo.plan.inputs import Models, RoleSetup, Setup, Workload, make_setup, workload
 from megappo.plan.servers import Servers, find_servers
-from unit.helpers_plan import ROOT, arch
+from unit.helpers_plan import ROOT, arch, with_experts
 
 MIDDLE = ROOT / "configs" / "qwen3_8b_8gpu_math.yaml"
 EMBEDDED = ("rollout.engine=transformers", "rollout.sglang=null")
@@ -111,3 +111,18 @@ def test_servers_of_settings() -> None:
     ahead = find("rollout.ahead=1", "algorithm.old_logprob=corrected")
     assert ahead == dataclasses.replace(expected, ahead=True, sleeps=False)
     assert find_servers(load_config(MIDDLE, EMBEDDED), 8, on_cuda=True, device_bytes=1e9) is None
+
+
+def test_what_experts_add_to_a_role() -> None:
+    """A byte for each of a token's experts, of the actor alone; more where numbers are larger than a byte."""
+    models = dataclasses.replace(MODELS, actor=with_experts(), reference=with_experts())
+
+    def found(*words: str, models: Models = models) -> list[tuple[int, bool]]:
+        config = load_config(MIDDLE, [*words, "reference={}", "algorithm.kl_in_loss={coef: 0.1}"])
+        setup = make_setup(config, models, 8, on_cuda=True)
+        return [(role.routing_bytes, role.balances_experts) for role in setup.roles]
+
+    assert found("actor.router_aux_loss_coef=0.01") == [(3, True), (0, False), (0, False)]
+    assert found("algorithm.router_replay=false")[0] == (0, False)
+    many = dataclasses.replace(models, actor=with_experts(experts=300))
+    assert found(models=many)[0] == (6, False) and found(models=MODELS)[0] == (0, False)

@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 from megappo.config.pipeline import stage_layers
 from megappo.megatron.context import ContextShard
-from megappo.megatron.router import MicrobatchRouting, RouterChoice, routing_tensors, summed_reports
+from megappo.megatron.router import (
+    MicrobatchRouting,
+    RouterChoice,
+    routing_tensors,
+    summed_losses,
+    summed_reports,
+    told_routers,
+)
 from megappo.megatron.schedule import PlacedSample, pack_samples
 from megappo.types import RoutingShape
 
@@ -24,7 +31,10 @@ class Layer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mlp: Any = SimpleNamespace(router=SimpleNamespace(router_replay=None), moe_layer_recompute=False)
+        self.mlp: Any = SimpleNamespace(
+            router=SimpleNamespace(router_replay=None, config=SimpleNamespace(moe_router_pre_softmax=False)),
+            moe_layer_recompute=False,
+        )
 
     def forward(self, scores_TE: Tensor, *, packed_seq_params: Any) -> tuple[Tensor, Tensor]:
         def largest(scores: Tensor, chosen: int, **_groups: Any) -> tuple[Tensor, Tensor]:
@@ -61,6 +71,42 @@ def test_a_token_goes_where_it_is_said_and_elsewhere_where_the_router_says() -> 
     assert ask(scores_TE, None)[1].tolist() == [[5, 4]] * 6
     total = summed_reports([microbatch, again, None])
     assert total is not None and total.tolist() == [[1, 1, 1, 0, 8, 9, 3, 2]] and summed_reports([None]) is None
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_what_spreads_tokens_evenly(given: bool) -> None:
+    """Two samples of five and two tokens and one of padding, against the formula in float64."""
+    weight, lengths, g = 0.3, (5, 2), torch.Generator().manual_seed(1)
+    scores_TE = torch.randn(8, E, generator=g, dtype=torch.float64).requires_grad_()
+    routings = [torch.rand(n - 1, 1, E, generator=g).topk(K).indices.to(torch.uint8) for n in lengths] if given else []
+    tensors = routing_tensors(lengths, [5, 2, 1], torch.arange(8), routings, counts=True, balance=weight)
+    microbatch = told_routers(tensors, 2)
+    values_TK, experts_TK = ask(scores_TE.float(), microbatch)
+    (0 * values_TK).sum().backward()
+    found, scores_TE.grad = scores_TE.grad, None
+    loss = torch.zeros((), dtype=torch.float64)
+    for start, length in ((0, 5), (5, 2)):
+        taken, own = experts_TK[start : start + length], scores_TE[start : start + length].softmax(-1)
+        loads = torch.stack([(taken == e).sum() for e in range(E)])
+        loss = loss + weight * E / (K * length**2) * (loads * own.sum(0)).sum()
+    loss.backward()
+    torch.testing.assert_close(found, scores_TE.grad, rtol=1e-5, atol=1e-7)
+    assert summed_losses([microbatch]) == pytest.approx(float(loss.detach()), rel=1e-5)
+    with torch.no_grad():
+        ask(scores_TE.float(), again := told_routers(tensors, 2))
+    assert not again.losses and summed_losses([again, None]) == 0.0
+    assert told_routers(routing_tensors(lengths, [5, 2, 1], torch.arange(8), [], counts=True), 2).balance is None
+
+
+def test_even_tokens_have_a_loss_of_one() -> None:
+    tensors = routing_tensors([6], [6], torch.arange(6), [], counts=True, balance=1.0)
+    microbatch = told_routers(tensors, 1)
+    scores = torch.zeros(6, E, requires_grad=True)
+    ask(
+        scores + 1e-6 * torch.stack([torch.eye(E).roll(n, 0)[0] + torch.eye(E).roll(n, 0)[1] for n in range(E)]),
+        microbatch,
+    )
+    assert summed_losses([microbatch]) == pytest.approx(1.0, abs=1e-5)
 
 
 def test_a_tensor_rank_takes_what_is_said_of_its_own_tokens() -> None:
@@ -105,14 +151,14 @@ def test_routing_is_cut_as_tokens_are(rank: int) -> None:
     for number, length in enumerate((7, 5)):
         routing = torch.arange(length - 1)[:, None, None].expand(-1, 3, K) + 10 * number
         samples.append(PlacedSample(number, torch.arange(length) + 10 * number, 2, routing=routing.to(shape.dtype)))
-    batch = pack_samples(samples, torch.device("cpu"), shard=shard, multiple_of=2, has_experts=True)
+    batch = pack_samples(samples, torch.device("cpu"), shard=shard, multiple_of=2, balance=0.0)
     told, tokens = batch.segments.routing, batch.tokens_1l[0]
     assert told is not None and told.given_LlK is not None and told.given_LlK.shape == (3, len(tokens), K)
     known = told.given_LlK[0, :, 0] < 200
     assert torch.equal(told.given_LlK[2, known, 1].long(), tokens[known])
     mine = set(tokens[told.counted_l].tolist())
     assert mine - set(tokens[known].tolist()) == mine & {6, 14}
-    filler = pack_samples(samples, torch.device("cpu"), shard=shard, is_filler=True, has_experts=True).segments.routing
+    filler = pack_samples(samples, torch.device("cpu"), shard=shard, is_filler=True, balance=0.0).segments.routing
     assert filler is not None and not filler.counted_l.any()
     assert pack_samples(samples, torch.device("cpu")).segments.routing is None
 
