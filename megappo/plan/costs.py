@@ -250,8 +250,8 @@ def _layer_communication(spent: _StageWork, role: RoleSetup, tokens: float, *, p
     """Tensor parallelism all-reduces two hidden states per layer and pass, forward and backward once each (Shoeybi et
     al. 2019); sequence parallelism's gathers and scatters send as much, and gather once more per matrix in backward. A
     pipeline stage sends its hidden states to the next one, and their gradient back. Expert parallelism sends every
-    routed token to its expert and its result back. Context parallelism gathers keys and values per layer and forward
-    pass, and scatters their gradients.
+    routed token to its expert and its result back, those of other nodes over the network. Context parallelism gathers
+    keys and values per layer and forward pass, and scatters their gradients.
     """
     hidden_bytes = role.dtype_bytes * tokens * role.arch.hidden_size
     one_way = {1: 1, 3: 2, 4: 3}[passes]
@@ -269,9 +269,12 @@ def _layer_communication(spent: _StageWork, role: RoleSetup, tokens: float, *, p
         inside = spent.machine.same_node(first, first + role.grid.cp * role.grid.tp - 1)
         spent.send(max(role.stage_layers) * (one_way + again) * others, inside_node=inside, times=slots)
     if role.grid.ep > 1:
-        routed = role.arch.experts_per_token * hidden_bytes / role.grid.tp * (role.grid.ep - 1) / role.grid.ep
-        inside = spent.machine.same_node(first, role.grid.expert_owner(0, role.grid.ep - 1))
-        spent.send(max(role.stage_layers) * 2 * one_way * routed, inside_node=inside, times=slots)
+        owners = [role.grid.expert_owner(0, share) for share in range(role.grid.ep)]
+        near = sum(spent.machine.same_node(first, owner) for owner in owners)
+        to_each = role.arch.experts_per_token * hidden_bytes / role.grid.tp / role.grid.ep
+        for others, inside in ((near - 1, True), (role.grid.ep - near, False)):
+            n_bytes = max(role.stage_layers) * 2 * one_way * others * to_each
+            spent.send(n_bytes, inside_node=inside, times=slots)
     if role.grid.pp > 1:
         shared = role.grid.tp if role.sequence_parallel else 1
         inside = spent.machine.same_node(first, first + role.grid.model_ranks - 1)

@@ -193,20 +193,25 @@ def test_updates_of_experts(distributed: bool) -> None:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("devices", [7, 8, 11, 14, 29])
 def test_links_of_updates(recompute: str, ways: int, sequence_parallel: bool, devices: int) -> None:
-    """Ranks 5 to 7 are tensor parallel, those up to 10 a replica, up to 13 share out experts, up to 28 sum gradients.
-    Each of these stays in a node or not."""
+    """Ranks 5 to 7 are tensor parallel, those up to 10 a replica, up to 28 sum gradients. Each of these stays in a node
+    or not. Ranks 5 to 7 and 11 to 13 share out experts; of those some stand in the first one's node."""
     setup = role(with_experts(), ep=6, sequence_parallel=sequence_parallel, recompute=recompute)
     hidden, slots = 52.5 * H * 2, 3 * 5
     gathers = ways * 2 * 2 + (2 if sequence_parallel else 0)  # an all-reduce is a scatter and a gather
     sent = {
         7: slots * 3 * gathers * 2 / 3 * hidden,
         10: slots * 2 * hidden / (3 if sequence_parallel else 1),
-        13: slots * 3 * ways * 2 * PER_TOKEN * hidden / 3 * 5 / 6,
         28: 3 * 8 * (3 / 4 * (held(with_experts(), 3) + 35 * H) + 1 / 2 * 3 * 2 * 3 * H * F),
     }
     inside = sum(n for last, n in sent.items() if last < devices)
+    outside = sum(sent.values()) - inside
+    to_experts = slots * 3 * ways * 2 * PER_TOKEN * hidden / 3 / 6  # of one other rank
+    near = {7: 1, 8: 2, 11: 2, 14: 5, 29: 5}[devices]
     found = sent_bytes(lambda m: update_cost(setup, work(), m), devices)
-    assert found == (pytest.approx(inside, abs=1e-3), pytest.approx(sum(sent.values()) - inside, abs=1e-3))
+    assert found == (
+        pytest.approx(inside + near * to_experts, abs=1e-3),
+        pytest.approx(outside + (5 - near) * to_experts, abs=1e-3),
+    )
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -216,6 +221,15 @@ def test_links_of_scoring(sequence_parallel: bool) -> None:
     tensor, to_experts = 3 * 2 * 2 * 2 / 3 * hidden, 3 * 2 * PER_TOKEN * hidden / 3 * 5 / 6
     sent = 14 * (tensor + to_experts + hidden / (3 if sequence_parallel else 1))
     assert sent_bytes(lambda m: forward_cost([setup], work(), m), 29) == (about(sent), 0)
+
+
+@pytest.mark.parametrize(("dp", "passes"), [(1, 1), (4, 1 + 3 * 26 / 104)])
+def test_routing_that_is_replayed_is_sent(dp: int, passes: float) -> None:
+    """Of three layers, once to each replica for the forward pass; to one of several, for the minibatches once more."""
+    plain, replayed = (
+        forward_cost([role(with_experts(), dp=dp, ep=3, routing_bytes=n)], work(), machine()).link_bytes for n in (0, 5)
+    )
+    assert replayed - plain == about(passes * 5 * 3 * 104 / dp * T)
 
 
 @pytest.mark.parametrize(("recompute", "ways"), [("none", 2), ("selective", 3), ("full", 3)])
