@@ -29,10 +29,10 @@ NONE = RoutingShape(1, K, E).unknown(1)[0, 0].tolist()
 class Layer(nn.Module):
     """Asks for a choice as Megatron's router does."""
 
-    def __init__(self) -> None:
+    def __init__(self, softmax_first: bool = False) -> None:
         super().__init__()
         self.mlp: Any = SimpleNamespace(
-            router=SimpleNamespace(router_replay=None, config=SimpleNamespace(moe_router_pre_softmax=False)),
+            router=SimpleNamespace(router_replay=None, config=SimpleNamespace(moe_router_pre_softmax=softmax_first)),
             moe_layer_recompute=False,
         )
 
@@ -46,8 +46,10 @@ class Layer(nn.Module):
         return found
 
 
-def ask(scores_TE: Tensor, microbatch: MicrobatchRouting | None, tensor_rank: int = 0) -> tuple[Tensor, Tensor]:
-    layer = Layer()
+def ask(
+    scores_TE: Tensor, microbatch: MicrobatchRouting | None, tensor_rank: int = 0, *, softmax_first: bool = False
+) -> tuple[Tensor, Tensor]:
+    layer = Layer(softmax_first)
     RouterChoice(layer, 0, tensor_rank)
     found: tuple[Tensor, Tensor] = layer(scores_TE, packed_seq_params=SimpleNamespace(routing=microbatch))
     return found
@@ -73,15 +75,17 @@ def test_a_token_goes_where_it_is_said_and_elsewhere_where_the_router_says() -> 
     assert total is not None and total.tolist() == [[1, 1, 1, 0, 8, 9, 3, 2]] and summed_reports([None]) is None
 
 
-@pytest.mark.parametrize("given", [True, False])
-def test_what_spreads_tokens_evenly(given: bool) -> None:
-    """Two samples of five and two tokens and one of padding, against the formula in float64."""
+@pytest.mark.parametrize(("given", "softmax_first"), [(True, False), (False, False), (True, True)])
+def test_what_spreads_tokens_evenly(given: bool, softmax_first: bool) -> None:
+    """Two samples of five and two tokens and one of padding, against the formula in float64. Families whose experts'
+    weights do not sum to 1 hand the router's choice the softmax itself."""
     weight, lengths, g = 0.3, (5, 2), torch.Generator().manual_seed(1)
     scores_TE = torch.randn(8, E, generator=g, dtype=torch.float64).requires_grad_()
     routings = [torch.rand(n - 1, 1, E, generator=g).topk(K).indices.to(torch.uint8) for n in lengths] if given else []
     tensors = routing_tensors(lengths, [5, 2, 1], torch.arange(8), routings, counts=True, balance=weight)
     microbatch = told_routers(tensors, 2)
-    values_TK, experts_TK = ask(scores_TE.float(), microbatch)
+    scored_TE = scores_TE.softmax(-1) if softmax_first else scores_TE
+    values_TK, experts_TK = ask(scored_TE.float(), microbatch, softmax_first=softmax_first)
     (0 * values_TK).sum().backward()
     found, scores_TE.grad = scores_TE.grad, None
     loss = torch.zeros((), dtype=torch.float64)
