@@ -378,7 +378,9 @@ def check_step(
             if metric in ("clipfrac", "ppo_kl", "entropy"):  # means over tokens, not over updates
                 truth = sum(u[metric] * n for u, n in zip(updates, counts, strict=True)) / sum(counts)
             tolerance, least = (LOSS_TOLERANCE, 0.0) if metric == "loss" else (TOLERANCE, 1e-6)
-            assert result["metrics"][f"{role}/{metric}"] == pytest.approx(truth, rel=tolerance, abs=least), metric
+            # What each update may be wrong by; losses of several may cancel.
+            within = max(least, tolerance * sum(abs(u[metric]) for u in updates) / len(updates))
+            assert result["metrics"][f"{role}/{metric}"] == pytest.approx(truth, rel=0, abs=within), metric
     if measured["changed"] is not None:
         assert measured["changed"] > 0.5
         assert result["metrics"]["mismatch/router_changed"] == pytest.approx(measured["changed"], rel=1e-9)
