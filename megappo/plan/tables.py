@@ -1,8 +1,7 @@
 """A plan in a terminal and as JSON.
 
 In the table of memory, GB are 1e9 bytes; `activ.` is what forward keeps for backward, `head` and `layer` the workspaces
-of the output layer and of the layer that runs, `adds` the most that any stage adds to what it finds; `host` is what the
-host holds of a role, where it holds anything.
+of the output layer and of the layer that runs, `adds` the most that any stage adds to what it finds.
 """
 
 from __future__ import annotations
@@ -46,7 +45,10 @@ def to_json(
 
 def plan_view(plan: Plan) -> RenderableType:
     """Memory of the fullest ranks, and the stages."""
-    return Group(_memory_table(plan), _stage_table(plan))
+    tables = [_memory_table(plan), _stage_table(plan)]
+    if any(role.host for role in plan.fullest_trainers.roles):
+        tables.append(_host_table(plan))
+    return Group(*tables)
 
 
 def search_view(proposals: Sequence[Proposal], gpus: int, machine: str) -> RenderableType:
@@ -73,8 +75,7 @@ def _memory_table(plan: Plan) -> Table:
     title = f"{plan.name} on {plan.gpus} x {plan.machine}{more}: {unit} on {rank_words(ranks.ranks)}, the fullest"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     table.add_column("", no_wrap=True)
-    hosts = ("host",) if any(role.host for role in ranks.roles) else ()
-    for name in ("weights", "grads", "optimizer", "activ.", "head", "layer", "adds", *hosts):
+    for name in ("weights", "grads", "optimizer", "activ.", "head", "layer", "adds"):
         table.add_column(name, justify="right", no_wrap=True)
 
     def cells(*numbers: float) -> list[str]:
@@ -83,7 +84,7 @@ def _memory_table(plan: Plan) -> Table:
     for role in ranks.roles:
         stays = (role.weights, role.gradients, role.optimizer)
         adds = (role.activations, role.head, role.transient, max(role.update, role.forward))
-        table.add_row(role.role, *cells(*stays, *adds, *([role.host] if hosts else [])))
+        table.add_row(role.role, *cells(*stays, *adds))
     for holder in (ranks, *(r for r in plan.ranks if r.of_servers)):
         engine = holder.engine
         if engine.total:
@@ -102,14 +103,26 @@ def _stage_table(plan: Plan) -> Table:
     )
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     table.add_column("stage", no_wrap=True)
-    hosts = any(stage.host_bytes for stage in plan.stages)
-    for name in ("peak B", "FLOP", "memory B", "links B", *(["host B"] if hosts else []), "seconds"):
+    for name in ("peak B", "FLOP", "memory B", "links B", "seconds"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("bound by", no_wrap=True)
     for stage in plan.stages:
         peak = max(ranks.stages.get(stage.name, 0.0) for ranks in plan.ranks)
-        numbers = [peak, stage.flops, stage.memory_bytes, stage.link_bytes, *([stage.host_bytes] if hosts else [])]
+        numbers = (peak, stage.flops, stage.memory_bytes, stage.link_bytes)
         table.add_row(stage.name, *map(_prefixed, numbers), _short(stage.seconds), stage.bound_by)
+    return table
+
+
+def _host_table(plan: Plan) -> Table:
+    """What is kept there of each role on the fullest ranks, and what each stage moves there or back."""
+    table = Table(title="the host, bytes of a rank", title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("", no_wrap=True)
+    for name in ("holds", "moved"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for role in plan.fullest_trainers.roles:
+        table.add_row(role.role, _prefixed(role.host), "")
+    for stage in plan.stages:
+        table.add_row(stage.name, "", _prefixed(stage.host_bytes))
     return table
 
 

@@ -116,7 +116,11 @@ def update_alone(config: Config, runtime: Runtime, meter: Meter) -> None:
     """An update of an actor from as many tokens as a step has at most."""
     actor = ModelBuilder(config, derive_run(config, 1), runtime, roles=("actor",)).actor()
     meter.roles.append(actor)
-    prompt, response, n = config.data.max_prompt_tokens, config.rollout.max_response_tokens, 4
+    prompt, response, n = (
+        config.data.max_prompt_tokens,
+        config.rollout.max_response_tokens,
+        config.rollout.prompts_per_step,
+    )
     sequences = tuple(torch.randint(2, 16, (prompt + response,)) for _ in range(n))
     samples = Samples(torch.arange(n), sequences, torch.full((n,), response))
     fields = dict.fromkeys(("old_logprob", "advantages", "ref_logprob"), torch.zeros(n, response))

@@ -19,7 +19,7 @@ OFFLOAD = [f"{role}.offload=true" for role in ("actor", "critic", "reference")]
 
 
 def write_config(root: Path) -> Path:
-    """A step of four samples with a model of SmolLM2-135M's shape, in float32: 16 bytes a parameter in an update."""
+    """A step of two samples with a model of SmolLM2-135M's shape, in float32: 16 bytes a parameter in an update."""
     model = AutoConfig.for_model(
         "llama", hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
         intermediate_size=1536, vocab_size=49152, max_position_embeddings=64, tie_word_embeddings=True,
@@ -29,17 +29,17 @@ def write_config(root: Path) -> Path:
     content["run"] |= {"steps": 1, "export_final_model": False, "directory": str(root / "run")}
     content["model"]["dtype"] = "float32"
     for role in ("actor", "critic"):
-        content[role] = {**content[role], "minibatch_sequences": 4, "microbatch_budget_tokens": 64}
+        content[role] = {**content[role], "minibatch_sequences": 2, "microbatch_budget_tokens": 64}
     content["reference"] = {}
     content["algorithm"] = {"kl_in_loss": {"kind": "low_var_kl", "coef": 0.1}}
-    content["rollout"] |= {"prompts_per_step": 4, "max_response_tokens": 8}
+    content["rollout"] |= {"prompts_per_step": 2, "max_response_tokens": 4}
     (root / "run.yaml").write_text(yaml.safe_dump(content))
     return root / "run.yaml"
 
 
 def measured(config: Path, *, alone: bool, overrides: list[str]) -> dict[str, dict[str, int]]:
     case = {"config": str(config), "overrides": overrides, "alone": alone}
-    found: dict[str, Any] = ask("memory_worker.py", 1, case)
+    found: dict[str, Any] = ask("memory_worker.py", 1, case, timeout_seconds=900)
     return found
 
 

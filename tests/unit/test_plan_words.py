@@ -166,3 +166,15 @@ def test_servers_without_room_are_told() -> None:
 def test_the_machine_of_a_plan_that_names_none() -> None:
     machines = [default_machine(load_config(MIDDLE, [f"runtime.device={d}"])).name for d in ("cpu", "cuda", "auto")]
     assert machines == ["cpu", "h100", "h100"]
+
+
+def test_what_the_host_holds_has_a_table() -> None:
+    found = plan("actor.offload=true", "critic.optimizer.on_host=0.5")
+    table, rows = tables(found)[2]
+    roles, stages = found.fullest_trainers.roles, found.stages
+    assert str(table.title) == "the host, bytes of a rank"
+    assert list(rows) == [*(role.role for role in roles), *(stage.name for stage in stages)]
+    assert all(reads(rows[role.role][0], role.host) and rows[role.role][1] == "" for role in roles)
+    assert all(reads(rows[stage.name][1], stage.host_bytes) and rows[stage.name][0] == "" for stage in stages)
+    assert {role.role for role in roles if role.host} == {"actor", "critic"}
+    assert len(tables(plan())) == 2
