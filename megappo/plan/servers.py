@@ -44,6 +44,10 @@ class Servers:
     """Computes a response from its prompt and seed alone, which costs speed on GPUs."""
     most_sequences: int
     """Most sequences that all ranks together keep at one server."""
+    sliced: bool = False
+    """In a weight sync each of its ranks is given its own slices."""
+    reached_from_everywhere: bool = False
+    """Every machine's ranks can feed it."""
 
     @property
     def ranks(self) -> int:
@@ -72,6 +76,8 @@ def find_servers(config: Config, world_size: int, *, on_cuda: bool, device_bytes
         max_total_tokens=settings.held_tokens(on_cuda=on_cuda),
         deterministic=config.rollout.servers_are_deterministic(on_cuda=on_cuda),
         most_sequences=settings.max_inflight_sequences * world_size,
+        sliced=settings.takes_slices,
+        reached_from_everywhere=settings.reached_from_everywhere,
     )
 
 

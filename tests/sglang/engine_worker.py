@@ -14,7 +14,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -34,14 +34,15 @@ from megappo.engines.sglang import EngineError, SGLangEngine, SyncError, inspect
 from megappo.engines.sglang.client import call
 from megappo.engines.sglang.guard import session_pids, shared_files
 from megappo.engines.sglang.inspection import check_room
-from megappo.engines.sglang.transport import SharedTransport, share_buffers
+from megappo.engines.sglang.transport import Loaded, SharedTransport, share_buffers
 from megappo.megatron.placed import place
 from megappo.plan.cache import PlannedCache
 from megappo.ppo.measures import check_mismatch
 from megappo.ppo.parts import Parts, assemble
 from megappo.ppo.reporting import Reporter
 from megappo.ppo.trainer import Trainer
-from megappo.reshard.stream import Bucket, WeightStream
+from megappo.reshard.feeding import Feeding
+from megappo.reshard.stream import WeightStream
 from megappo.runtime.nccl import SETTINGS, own_stack
 from megappo.runtime.process import Runtime, start_runtime
 
@@ -103,11 +104,12 @@ class Bench:
         return [server.session for server in self.engine.fleet.servers.values()]
 
 
-def after_an_update(bench: Bench, layout: str) -> dict[str, float]:
+def after_an_update(bench: Bench, layout: str) -> dict[str, Any]:
     """Sync, step the optimizer, sync, sample: how far the engine is from the trainer then."""
     trainer = bench.trainer(layout)
     parts = trainer.parts
-    trainer.sync_weights()
+    with counted(parts.weights) as count:
+        trainer.sync_weights()
     first = trainer.metrics["sync/probe_gap"]
     trainer.step = 1
     rollouts = trainer.responses.of_step(1, weights_changed=False)
@@ -120,9 +122,35 @@ def after_an_update(bench: Bench, layout: str) -> dict[str, float]:
         "probe": max(first, trainer.metrics["sync/probe_gap"]),
         "without_sync": before,
         "after_sync": mismatch(parts, trainer, 3),
-        "buckets": float(len(parts.weights.buckets)),
+        "buckets": float(count[0]),
+        "received": parts.weights.received_bytes,
+        "planned": 2 * planned_bytes(parts),
+        "model": parts.weights.total_bytes,
         "version": float(parts.engine.version),
     }
+
+
+def planned_bytes(parts: Parts) -> int:
+    """What this rank should receive in a sync."""
+    engine, holdings = parts.engine, parts.weights.holdings
+    assert isinstance(engine, SGLangEngine)
+    feeding = engine.fleet.feeding
+    receivers = {r for e in engine.endpoints for r in feeding.feeders(e.index, holdings.grid)}
+    mine = [r for r in receivers if r.rank == parts.runtime.rank and not feeding.shares_memory]
+    return sum(4 * holdings.received_elements(r) for r in mine)
+
+
+@contextmanager
+def counted(weights: WeightStream) -> Iterator[list[int]]:
+    """How many buckets this rank has something of."""
+    count, deliver = [0], weights.deliver
+
+    def counting(*arguments: Any) -> None:
+        count[0] += 1
+        deliver(*arguments)
+
+    with patch.object(weights, "deliver", counting):
+        yield count
 
 
 def score_by_length(rollouts: Any) -> Any:
@@ -191,32 +219,34 @@ def disturbed_rollout(bench: Bench, number: int) -> dict[str, Any]:
 
 
 @contextmanager
-def loading(replacement: Callable[..., None]) -> Iterator[None]:
-    """Buckets go through `replacement(original, transport, bucket, flat)` on their way."""
-    original = SharedTransport.load
-    SharedTransport.load = lambda self, bucket, flat: replacement(original, self, bucket, flat)  # type: ignore[method-assign, assignment]
-    try:
+def loading(replacement: Callable[[Loaded], Loaded]) -> Iterator[None]:
+    """Parcels go through `replacement` on their way."""
+    original = SharedTransport.prepare
+
+    def prepare(self: SharedTransport, parcels: Loaded, others: Sequence[int]) -> Any:
+        return original(self, replacement(parcels), others)
+
+    with patch.object(SharedTransport, "prepare", prepare):
         yield
-    finally:
-        SharedTransport.load = original  # type: ignore[method-assign]
 
 
 def corrupted_sync(trainer: Trainer, victim: str, times: int) -> dict[str, Any]:
     """One number of one tensor changes on its way, so many times."""
     left = [times]
 
-    def load(original: Any, transport: SharedTransport, bucket: Bucket, flat: Any) -> None:
-        slot = next((s for s in bucket.slots if s.name == victim), None)
+    def change(parcels: Loaded) -> Loaded:
+        ((parcel, flat),) = parcels
+        slot = next((s for s in parcel.slots if s.name == victim), None)
         if slot is None or not left[0]:
-            return original(transport, bucket, flat)
+            return parcels
         left[0] -= 1
-        wrong = share_buffers(1, bucket.n_bytes)[0]
-        wrong.copy_(flat[: bucket.n_bytes])
+        wrong = share_buffers(1, parcel.n_bytes)[0]
+        wrong.copy_(flat[: parcel.n_bytes])
         slot.view(wrong).view(-1)[5] += 1e-3
-        return original(transport, bucket, wrong)
+        return [(parcel, wrong)]
 
     error = ""
-    with loading(load):
+    with loading(change):
         try:
             trainer.sync_weights()
         except SyncError as problem:
@@ -230,14 +260,14 @@ def cut_sync(bench: Bench, trainer: Trainer) -> dict[str, Any]:
     assert engine is not None
     restarts, seen = engine.restarts, [0]
 
-    def load(original: Any, transport: SharedTransport, bucket: Bucket, flat: Any) -> None:
+    def kill(parcels: Loaded) -> Loaded:
         seen[0] += 1
-        if bench.runtime.rank == 0 and seen[0] == len(trainer.parts.weights.buckets) // 2:
+        if bench.runtime.rank == 0 and seen[0] == 4:
             for pid in session_pids(bench.sessions()[0]):
                 os.kill(pid, signal.SIGKILL)
-        original(transport, bucket, flat)
+        return parcels
 
-    with loading(load):
+    with loading(kill):
         trainer.sync_weights()
     return {
         "restarts": engine.restarts - restarts,
@@ -284,6 +314,12 @@ def recorded(events: list[str]) -> Iterator[None]:
         yield
 
 
+def by_messages() -> Any:
+    """As on GPUs and between machines: each rank receives what the rank of the server beside it wants, and hands its
+    own memory over."""
+    return patch.object(Feeding, "shares_memory", False)
+
+
 def asleep_and_awake(bench: Bench, layout: str) -> dict[str, Any]:
     """The server sleeps between two syncs."""
     trainer = bench.trainer(layout)
@@ -303,6 +339,9 @@ def sharded_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
         bench = Bench(folder, runtime, "qwen3", "tensor_parallel: 2", tie_word_embeddings=True)
         found: dict[str, Any] = {"TP2": after_an_update(bench, "{tensor_parallel: 2}")}
     found["PP2"] = after_an_update(bench, "{pipeline_parallel: 2}")
+    with by_messages():
+        found["TP2-messages"] = after_an_update(bench, "{tensor_parallel: 2}")
+        found["PP2-messages"] = after_an_update(bench, "{pipeline_parallel: 2}")
     found["asleep"] = asleep_and_awake(bench, "{tensor_parallel: 2}")
     return found | leave(bench)
 
@@ -311,6 +350,8 @@ def experts_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
     """Qwen3 with experts, one server of two ranks."""
     bench = Bench(folder, runtime, "qwen3_moe", "tensor_parallel: 2", tie_word_embeddings=False)
     found: dict[str, Any] = {"EP2": after_an_update(bench, "{expert_parallel: 2}")}
+    with by_messages():
+        found["EP2-messages"] = after_an_update(bench, "{expert_parallel: 2}")
     found["TP2xEP2"] = after_an_update(bench, "{tensor_parallel: 2, expert_parallel: 2, sequence_parallel: true}")
     return found | leave(bench)
 
@@ -328,6 +369,7 @@ def broadcast_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
     found: dict[str, Any] = {"TP2": after_an_update(bench, "{tensor_parallel: 2}")}
     found["kill"] = disturbed_rollout(bench, signal.SIGKILL)
     found["DP2"] = after_an_update(bench, "{}")
+    found["PP2"] = after_an_update(bench, "{pipeline_parallel: 2}")
     found["external"] = through_urls(folder, runtime, bench)
     return found | leave(bench)
 

@@ -51,11 +51,15 @@ LAYOUTS = [
     pytest.param("two_engines", "PP2", marks=slow),
     (SHARDED, "TP2"),
     (SHARDED, "PP2"),
+    (SHARDED, "TP2-messages"),
+    (SHARDED, "PP2-messages"),
     pytest.param("experts_engine", "EP2", marks=slow),  # Qwen3 with experts, engine TP2
+    pytest.param("experts_engine", "EP2-messages", marks=slow),
     pytest.param("experts_engine", "TP2xEP2", marks=slow),
     pytest.param("plain_engine", "TP2", marks=slow),
     pytest.param("broadcast_engine", "TP2", marks=slow),
     pytest.param("broadcast_engine", "DP2", marks=slow),
+    pytest.param("broadcast_engine", "PP2", marks=slow),
     pytest.param("broadcast_engine", "external", marks=slow),
 ]
 
@@ -63,12 +67,28 @@ LAYOUTS = [
 @pytest.mark.parametrize(("name", "layout"), LAYOUTS)
 def test_an_engine_says_what_the_updated_actor_says(scenario: Callable[[str], Found], name: str, layout: str) -> None:
     """Before the sync they differ by the update; after it, by rounding. Every sync compared all fingerprints."""
+    assert max(found[layout]["buckets"] for found in scenario(name)) > 3
     for found in scenario(name):
         case = found[layout]
-        assert case["buckets"] > 3
         assert case["without_sync"] > 1e-2
         assert case["after_sync"] < EXACT
         assert case["probe"] < EXACT
+
+
+@pytest.mark.parametrize(("name", "layout"), LAYOUTS)
+def test_a_rank_receives_what_it_needs_of_the_weights(scenario: Callable[[str], Found], name: str, layout: str) -> None:
+    """As the transport counts it over two syncs. Nobody where memory is shared; beside a server of two ranks each rank
+    what it lacks of one's slices; for a server elsewhere a rank of each stage what it lacks of its stage."""
+    cases = [found[layout] for found in scenario(name)]
+    assert [case["received"] for case in cases] == [case["planned"] for case in cases]
+    shares = [case["received"] / (2 * case["model"]) for case in cases]
+    if name == "broadcast_engine":
+        expected = {"TP2": [0.5, 0.0], "external": [0.5, 0.0], "DP2": [0.0, 0.0], "PP2": [0.0, 0.0]}[layout]
+        assert shares == pytest.approx(expected, abs=0.05)
+    elif layout.endswith("messages"):
+        assert all(0 < share < 0.35 for share in shares)
+    else:
+        assert shares == [0, 0]
 
 
 @slow
