@@ -49,6 +49,7 @@ from megappo.runtime.process import Runtime, start_runtime
 ROOT = Path(__file__).resolve().parents[2]
 SHORT_WAITS = "stall_timeout_seconds: 3, health_timeout_seconds: 10, sync_timeout_seconds: 60"
 CACHE_TOKENS = 16384
+APART = "{ranks: 1, first_rank: 1}"
 LONG = SamplingParams(temperature=1.0, max_new_tokens=50, stop_token_ids=(1,))
 
 
@@ -84,12 +85,12 @@ class Bench:
         self.made = 0
 
     def trainer(self, layout: str) -> Trainer:
-        """A new actor, its engine the servers that run already."""
+        """A new actor, its engine the servers that run already; a critic only where another rank needs a role."""
         self.made += 1
         overrides = [*self.overrides, f"actor.layout={layout}", f"run.directory={self.folder / str(self.made)}"]
-        config = load_config(
-            ROOT / "configs/sglang_quickstart.yaml", [*overrides, "critic=null", "algorithm.estimator=grpo"]
-        )
+        critic = ["critic.layout={ranks: 1}", "critic.minibatch_sequences=40", "critic.microbatch_budget_tokens=2048"]
+        overrides += critic if layout == APART else ["critic=null", "algorithm.estimator=grpo"]
+        config = load_config(ROOT / "configs/sglang_quickstart.yaml", overrides)
         make = megappo.ppo.parts.make_engine if self.engine is None else lambda *_: self.engine
         with patch.object(megappo.ppo.parts, "make_engine", make):
             parts = assemble(config, derive_run(config, self.runtime.world_size), self.runtime)
@@ -342,6 +343,7 @@ def sharded_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
     with by_messages():
         found["TP2-messages"] = after_an_update(bench, "{tensor_parallel: 2}")
         found["PP2-messages"] = after_an_update(bench, "{pipeline_parallel: 2}")
+        found["apart-messages"] = after_an_update(bench, APART)
     found["asleep"] = asleep_and_awake(bench, "{tensor_parallel: 2}")
     return found | leave(bench)
 
@@ -370,6 +372,7 @@ def broadcast_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
     found["kill"] = disturbed_rollout(bench, signal.SIGKILL)
     found["DP2"] = after_an_update(bench, "{}")
     found["PP2"] = after_an_update(bench, "{pipeline_parallel: 2}")
+    found["apart"] = after_an_update(bench, APART)
     found["external"] = through_urls(folder, runtime, bench)
     return found | leave(bench)
 

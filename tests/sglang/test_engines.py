@@ -53,6 +53,7 @@ LAYOUTS = [
     (SHARDED, "PP2"),
     (SHARDED, "TP2-messages"),
     (SHARDED, "PP2-messages"),
+    (SHARDED, "apart-messages"),
     pytest.param("experts_engine", "EP2", marks=slow),  # Qwen3 with experts, engine TP2
     pytest.param("experts_engine", "EP2-messages", marks=slow),
     pytest.param("experts_engine", "TP2xEP2", marks=slow),
@@ -60,6 +61,7 @@ LAYOUTS = [
     pytest.param("broadcast_engine", "TP2", marks=slow),
     pytest.param("broadcast_engine", "DP2", marks=slow),
     pytest.param("broadcast_engine", "PP2", marks=slow),
+    pytest.param("broadcast_engine", "apart", marks=slow),
     pytest.param("broadcast_engine", "external", marks=slow),
 ]
 
@@ -82,11 +84,15 @@ def test_a_rank_receives_what_it_needs_of_the_weights(scenario: Callable[[str], 
     cases = [found[layout] for found in scenario(name)]
     assert [case["received"] for case in cases] == [case["planned"] for case in cases]
     shares = [case["received"] / (2 * case["model"]) for case in cases]
-    if name == "broadcast_engine":
-        expected = {"TP2": [0.5, 0.0], "external": [0.5, 0.0], "DP2": [0.0, 0.0], "PP2": [0.0, 0.0]}[layout]
+    if layout == "apart-messages":
+        assert shares == pytest.approx([0.5, 0.0], abs=0.05)  # the actor is on the second rank alone
+    elif name == "broadcast_engine":
+        expected = [0.5, 0.0] if layout in ("TP2", "external") else [0.0, 0.0]
         assert shares == pytest.approx(expected, abs=0.05)
     elif layout.endswith("messages"):
-        assert all(0 < share < 0.35 for share in shares)
+        # Cut as the server is, the actor's ranks lack a few rows of the vocabulary.
+        least, most = (0, 0.1) if layout == "TP2-messages" else (0.1, 0.35)
+        assert all(least <= share < most for share in shares) and max(shares) > 0
     else:
         assert shares == [0, 0]
 
