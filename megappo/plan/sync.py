@@ -64,16 +64,17 @@ def receivers(setup: Setup, ranks_per_node: int) -> list[Receiver]:
 
 
 def _feeders(setup: Setup, ranks_per_node: int) -> list[Receiver]:
-    """Of each server."""
+    """Of each server. Those that a node has no room for are started apart, and `rollout.sglang.urls` will name them."""
     servers, world = setup.work.servers, setup.work.world_size
     assert servers is not None
+    apart = servers.beside and servers.ranks > ranks_per_node
     feeding = Feeding(
         tuple(0 if servers.shares_machine else rank // ranks_per_node for rank in range(world)),
         servers.tensor_parallel,
         colocated=servers.colocated,
         on_cuda=setup.work.on_cuda,
         sliced=servers.sliced,
-        anywhere=servers.reached_from_everywhere,
+        anywhere=servers.reached_from_everywhere or apart,
     )
     if feeding.shares_memory:
         return []

@@ -14,7 +14,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,7 @@ from megappo.engines.sglang import EngineError, SGLangEngine, SyncError, inspect
 from megappo.engines.sglang.client import call
 from megappo.engines.sglang.guard import session_pids, shared_files
 from megappo.engines.sglang.inspection import check_room
-from megappo.engines.sglang.transport import Loaded, SharedTransport, share_buffers
+from megappo.engines.sglang.transport import BroadcastTransport, Loaded, SharedTransport, share_buffers
 from megappo.megatron.placed import place
 from megappo.plan.cache import PlannedCache
 from megappo.ppo.measures import check_mismatch
@@ -222,12 +222,11 @@ def disturbed_rollout(bench: Bench, number: int) -> dict[str, Any]:
 @contextmanager
 def loading(replacement: Callable[[Loaded], Loaded]) -> Iterator[None]:
     """Parcels go through `replacement` on their way."""
-    original = SharedTransport.prepare
-
-    def prepare(self: SharedTransport, parcels: Loaded, others: Sequence[int]) -> Any:
-        return original(self, replacement(parcels), others)
-
-    with patch.object(SharedTransport, "prepare", prepare):
+    shared, broadcast = SharedTransport.prepare, BroadcastTransport.prepare
+    with (
+        patch.object(SharedTransport, "prepare", lambda self, p, others: shared(self, replacement(p), others)),
+        patch.object(BroadcastTransport, "prepare", lambda self, p, others: broadcast(self, replacement(p), others)),
+    ):
         yield
 
 
@@ -255,8 +254,15 @@ def corrupted_sync(trainer: Trainer, victim: str, times: int) -> dict[str, Any]:
     return {"error": error, "current": sorted(trainer.parts.engine.current), "version": trainer.parts.engine.version}  # type: ignore[attr-defined]
 
 
+def following(bench: Bench, layout: str) -> Trainer:
+    """A new actor whose weights have the version after those of its engine."""
+    trainer = bench.trainer(layout)
+    trainer.weight_version = trainer.parts.engine.version
+    return trainer
+
+
 def cut_sync(bench: Bench, trainer: Trainer) -> dict[str, Any]:
-    """A server is killed when half of the buckets are in it."""
+    """A server is killed when some of the buckets are in it."""
     engine = bench.engine
     assert engine is not None
     restarts, seen = engine.restarts, [0]
@@ -285,8 +291,7 @@ def two_engines(folder: Path, runtime: Runtime) -> dict[str, Any]:
     found["kill"] = disturbed_rollout(bench, signal.SIGKILL)
     found["PP2"] = after_an_update(bench, "{pipeline_parallel: 2}")
     found["stop"] = disturbed_rollout(bench, signal.SIGSTOP)
-    trainer = bench.trainer("{tensor_parallel: 2}")
-    trainer.weight_version = trainer.parts.engine.version
+    trainer = following(bench, "{tensor_parallel: 2}")
     found["cut"] = cut_sync(bench, trainer)
     victim = "model.layers.2.mlp.up_proj.weight"
     found["once"] = corrupted_sync(trainer, victim, 1)
@@ -341,7 +346,6 @@ def sharded_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
         found: dict[str, Any] = {"TP2": after_an_update(bench, "{tensor_parallel: 2}")}
     found["PP2"] = after_an_update(bench, "{pipeline_parallel: 2}")
     with by_messages():
-        found["TP2-messages"] = after_an_update(bench, "{tensor_parallel: 2}")
         found["PP2-messages"] = after_an_update(bench, "{pipeline_parallel: 2}")
         found["apart-messages"] = after_an_update(bench, APART)
     found["asleep"] = asleep_and_awake(bench, "{tensor_parallel: 2}")
@@ -354,6 +358,7 @@ def experts_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
     found: dict[str, Any] = {"EP2": after_an_update(bench, "{expert_parallel: 2}")}
     with by_messages():
         found["EP2-messages"] = after_an_update(bench, "{expert_parallel: 2}")
+        found["cut"] = cut_sync(bench, following(bench, "{expert_parallel: 2}"))
     found["TP2xEP2"] = after_an_update(bench, "{tensor_parallel: 2, expert_parallel: 2, sequence_parallel: true}")
     return found | leave(bench)
 
@@ -372,6 +377,7 @@ def broadcast_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
     found["kill"] = disturbed_rollout(bench, signal.SIGKILL)
     found["DP2"] = after_an_update(bench, "{}")
     found["PP2"] = after_an_update(bench, "{pipeline_parallel: 2}")
+    found["cut"] = cut_sync(bench, following(bench, "{pipeline_parallel: 2}"))
     found["apart"] = after_an_update(bench, APART)
     found["external"] = through_urls(folder, runtime, bench)
     return found | leave(bench)

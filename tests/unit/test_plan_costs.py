@@ -427,10 +427,19 @@ def test_weights_for_servers_elsewhere(count: int, of_the_busiest: int, shares: 
     given = servers(count=count, colocated=False, shares_machine=shares)
     found = sync_cost(setup_of(TWO_STAGES, world_size=4, servers=given), machine(**{link: 1.0}, devices_per_node=10))
     assert found.seconds * 0.7 == about(max(FIRST_BYTES + LAST_BYTES, of_the_busiest * LAST_BYTES))
-    alone = machine(**{link: 1.0}, devices_per_node=2)  # only the first machine's ranks reach them: one of each stage
-    found = sync_cost(setup_of(TWO_STAGES, world_size=4, servers=replace(given, shares_machine=False)), alone)
-    if not shares:
-        assert found.seconds * 0.7 == about(max(FIRST_BYTES + LAST_BYTES, count * LAST_BYTES))
-        reached = replace(given, reached_from_everywhere=True)
-        found = sync_cost(setup_of(TWO_STAGES, world_size=4, servers=reached), alone)
-        assert found.seconds * 0.7 == about(max(FIRST_BYTES + LAST_BYTES, of_the_busiest * LAST_BYTES))
+
+
+def test_who_reaches_servers_elsewhere() -> None:
+    """Of two nodes of two ranks only the first one's reach servers that stand there, a rank of each stage; all reach
+    those that a node has no room for, which are started apart, and those that `urls` name."""
+    nodes = machine(inter_node_bandwidth=1.0, devices_per_node=2)
+
+    def sent(**changes: Any) -> float:
+        given = servers(count=2, tensor_parallel=1, colocated=False, **changes)
+        return sync_cost(setup_of(TWO_STAGES, world_size=4, servers=given), nodes).seconds * 0.7
+
+    whole = FIRST_BYTES + LAST_BYTES
+    assert sent() == about(2 * LAST_BYTES) and sent(reached_from_everywhere=True) == about(whole)
+    seven = servers(count=7, colocated=False)
+    found = sync_cost(setup_of(TWO_STAGES, world_size=4, servers=seven), nodes)
+    assert found.seconds * 0.7 == about(4 * LAST_BYTES)
