@@ -2,6 +2,7 @@
 """How fast do weights get from a Megatron actor into SGLang servers, and where does the time go?
 
 Usage: torchrun --nproc-per-node N benchmarks/weight_sync.py CONFIG [key=value ...] [--repeat 5] [--json FILE]
+       benchmarks/weight_sync.py CONFIG [key=value ...] --simulate 128,512,1024 [--json FILE]
 
 CONFIG has `rollout.engine: sglang`; model, layout, servers and bucket size are taken from it. One run times in turns:
 - copy: the model's bytes copied once in this machine's memory (in its GPU's, on CUDA), a bucket at a time;
@@ -9,6 +10,9 @@ CONFIG has `rollout.engine: sglang`; model, layout, servers and bucket size are 
   (waiting for the engine beyond what gathering hid), verify (fingerprints), session (opening, closing, flushing);
 - unverified: the same without comparing fingerprints;
 - verl, slime: what weight_sync_peers.py says they do, to the first server only, unverified.
+
+Under the table stands what each rank received in a sync, as counted when it arrived. `--simulate` gives the same for
+worlds of so many ranks, without any of them (weight_sync_simulation.py).
 """
 
 from __future__ import annotations
@@ -43,6 +47,15 @@ class Row:
     phases: dict[str, float]
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What a run of the benchmark gives."""
+
+    rows: list[Row]
+    received_bytes: list[int]
+    """By each rank from others, in one weight sync."""
+
+
 def interleaved(ways: Mapping[str, Callable[[], Any]], repeat: int) -> dict[str, list[float]]:
     """Seconds of each repetition of each way, in turns, after a first round that is not counted; a collective."""
     import torch.distributed as dist
@@ -62,7 +75,8 @@ def copy_once(parts: Any) -> Callable[[], None]:
     """The plain copy, made by the first rank."""
     import torch
 
-    size, total = parts.weights.largest_bucket_bytes, parts.weights.total_bytes
+    total = parts.weights.total_bytes
+    size = min(parts.config.rollout.sync_bucket_bytes, total)
     source, target = (torch.ones(size, dtype=torch.uint8, device=parts.runtime.device) for _ in range(2))
 
     def run() -> None:
@@ -87,8 +101,8 @@ def our_sync(parts: Any, verify: bool, phases: list[dict[str, float]]) -> Callab
     return run
 
 
-def measure(config: Config, repeat: int) -> list[Row] | None:
-    """The table, on the main rank."""
+def measure(config: Config, repeat: int) -> Measured | None:
+    """On the main rank."""
     import torch.distributed as dist
 
     from benchmarks.weight_sync_peers import check_peers, slime_sync, verl_sync
@@ -102,6 +116,7 @@ def measure(config: Config, repeat: int) -> list[Row] | None:
             if parts.actor.arch.experts:
                 raise ConfigError("model.path has experts, which the other ways do not gather here; name a dense model")
             parts.engine.update_weights(parts.weights, 1)  # starts the servers
+            received = parts.weights.received_bytes
             check_peers(parts)
             phases: dict[str, list[dict[str, float]]] = {"sync": [], "unverified": []}
             ways = {
@@ -115,12 +130,13 @@ def measure(config: Config, repeat: int) -> list[Row] | None:
         finally:
             parts.close()
         of_ranks: list[Any] = [None] * runtime.world_size
+        all_received: list[Any] = [None] * runtime.world_size
         dist.all_gather_object(of_ranks, phases)
+        dist.all_gather_object(all_received, received)
         total = parts.weights.total_bytes / 1e9
         medians = {way: statistics.median(found) for way, found in seconds.items()}
-        return (
-            [Row(way, s, total / s, _slowest(of_ranks, way)) for way, s in medians.items()] if runtime.is_main else None
-        )
+        rows = [Row(way, s, total / s, _slowest(of_ranks, way)) for way, s in medians.items()]
+        return Measured(rows, all_received) if runtime.is_main else None
 
 
 def _slowest(of_ranks: list[dict[str, list[dict[str, float]]]], way: str) -> dict[str, float]:
@@ -131,8 +147,9 @@ def _slowest(of_ranks: list[dict[str, list[dict[str, float]]]], way: str) -> dic
     return {name: max(statistics.median(p[name] for p in rank[way][1:]) for rank in of_ranks) for name in names}
 
 
-def show(rows: list[Row]) -> None:
+def show(measured: Measured) -> None:
     """Print the table."""
+    rows = measured.rows
     print(f"{'way':<12}{'seconds':>10}{'GB/s':>8}  phases (seconds)")
     for row in rows:
         phases = ", ".join(f"{name} {value:.3f}" for name, value in row.phases.items())
@@ -141,6 +158,18 @@ def show(rows: list[Row]) -> None:
     for way in ("sync", "unverified"):
         peers = ", ".join(f"{rate[way] / rate[peer]:.1f}x {peer}'s way" for peer in ("verl", "slime"))
         print(f"{way}: {rate[way] / rate['copy']:.0%} of the copy, {peers}")
+    print("received:", ", ".join(f"rank {n} {b / 1e9:.4g} GB" for n, b in enumerate(measured.received_bytes)))
+
+
+def simulated(config: Config, arguments: argparse.Namespace) -> int:
+    """What a sync would send on larger worlds."""
+    from benchmarks import weight_sync_simulation
+
+    worlds = list(weight_sync_simulation.simulate(config, Path(arguments.config).parent, arguments.simulate))
+    weight_sync_simulation.show(worlds)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps([asdict(world) for world in worlds], indent=2))
+    return 0
 
 
 def main() -> int:
@@ -150,21 +179,24 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--simulate", type=lambda given: [int(n) for n in given.split(",")], metavar="RANKS,RANKS,...")
     arguments = parser.parse_intermixed_args()
     with tempfile.TemporaryDirectory() as scratch:
         try:
             config = load_config(arguments.config, [f"run.directory={scratch}/run", *arguments.overrides])
+            if arguments.simulate is not None:
+                return simulated(config, arguments)
             config = resolve_here(config)
             if not config.rollout.has_servers:
                 raise ConfigError(f"rollout.engine is '{config.rollout.engine}', must be sglang for this benchmark")
-            rows = measure(config, arguments.repeat)
+            measured = measure(config, arguments.repeat)
         except ConfigError as error:
             print("\n".join(f"weight_sync: error: {problem}" for problem in error.problems), file=sys.stderr)
             return 2
-    if rows is not None:
-        show(rows)
+    if measured is not None:
+        show(measured)
         if arguments.json is not None:
-            report = {"machine": platform.platform(), "cores": os.cpu_count(), "rows": [asdict(row) for row in rows]}
+            report = {"machine": platform.platform(), "cores": os.cpu_count(), **asdict(measured)}
             arguments.json.write_text(json.dumps(report, indent=2))
     return 0
 

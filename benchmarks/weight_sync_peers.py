@@ -11,7 +11,7 @@ concatenation, then the conversion to Hugging Face's tensors, all of it in new m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from megappo.families.architecture import ArchitectureConfig
 from megappo.families.parameters import Parameter, shard_shape
 from megappo.megatron.roles import LocalRole
 from megappo.ppo.parts import Parts
+from megappo.reshard.slices import Receiver
 from megappo.reshard.stream import Slot
 
 _SECONDS = 600.0
@@ -36,7 +37,7 @@ def gather_parameters(parts: Parts, parameters: Sequence[Parameter], stage: int)
     layout, grid = actor.layout, actor.placement.grid
     here = {held.entry.megatron: held.shard for held in actor.model.parameters_here()}
     vocab = parts.derived.actor.padded_vocab_size
-    dtype, device = parts.weights.buckets[0].slots[0].dtype, parts.runtime.device
+    dtype, device = parts.weights.dtype, parts.runtime.device
     shards, waits = [], []
     for parameter in parameters:
         shard = here.get(parameter.megatron)
@@ -64,13 +65,20 @@ def gather_parameters(parts: Parts, parameters: Sequence[Parameter], stage: int)
 
 def check_peers(parts: Any) -> None:
     """Raises AssertionError where the gathered tensors are not those of the weight stream."""
-    for bucket in parts.weights.buckets:
-        flat = torch.empty(bucket.n_bytes, dtype=torch.uint8, device=parts.runtime.device)
-        parts.weights.gather(bucket, flat)
-        gathered = dict(gather_parameters(parts, bucket.parameters, bucket.stage))
-        assert gathered.keys() == {slot.name for slot in bucket.slots}
-        for slot in bucket.slots:
-            assert torch.equal(gathered[slot.name], slot.view(flat)), slot.name
+    streamed = {name: tensor.clone() for name, tensor in parts.weights}
+    for bucket, stage in _buckets(parts):
+        for name, tensor in gather_parameters(parts, bucket, stage):
+            assert torch.equal(tensor, streamed.pop(name)), name
+    assert not streamed
+
+
+def _buckets(parts: Parts) -> Iterator[tuple[tuple[Parameter, ...], int]]:
+    """Parameters of one pipeline stage that make a bucket, with the stage."""
+    weights = parts.weights
+    whole = [Receiver(0, stage=stage) for stage in range(weights.holdings.grid.pp)]
+    elements = parts.config.rollout.sync_bucket_bytes // weights.dtype.itemsize
+    for bucket in weights.holdings.buckets(whole, elements):
+        yield bucket, weights.holdings.stage_of[bucket[0].megatron]
 
 
 def _wait(works: list[Any]) -> None:
@@ -100,9 +108,9 @@ def verl_sync(parts: Any) -> Callable[[], None]:
     def run() -> None:
         named = [
             (name, tensor.clone())
-            for bucket in parts.weights.buckets
-            for parameter in bucket.parameters
-            for name, tensor in gather_parameters(parts, [parameter], bucket.stage)
+            for bucket, stage in _buckets(parts)
+            for parameter in bucket
+            for name, tensor in gather_parameters(parts, [parameter], stage)
         ]
         _session(parts, [named], load_format=None)
 
@@ -113,7 +121,7 @@ def slime_sync(parts: Any) -> Callable[[], None]:
     """Bucket by bucket, one flat tensor each, to the first server."""
 
     def run() -> None:
-        buckets = (gather_parameters(parts, bucket.parameters, bucket.stage) for bucket in parts.weights.buckets)
+        buckets = (gather_parameters(parts, bucket, stage) for bucket, stage in _buckets(parts))
         _session(parts, (_flatten(named) for named in buckets), load_format="flattened_bucket")
 
     return run

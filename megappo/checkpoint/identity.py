@@ -17,7 +17,6 @@ from megappo.config import Config
 from megappo.config.model_files import model_paths, read_config_json, role_folder
 from megappo.families.architecture import ArchitectureConfig
 from megappo.runtime.objects import of_all_ranks
-from megappo.runtime.process import Runtime
 
 _WITHOUT_MEANING = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures")
 
@@ -53,15 +52,14 @@ def model_of(marker: Marker, role: str) -> tuple[Config, Path]:
     return config, folder
 
 
-def weights_digest(named_tensors: Iterable[tuple[str, Tensor]], runtime: Runtime) -> str:
+def weights_digest(named_tensors: Iterable[tuple[str, Tensor]]) -> str:
     """sha256 over whole tensors and their names, the same for every layout; a collective of the world.
 
-    Every rank sees all tensors and hashes its share of them.
+    `named_tensors`: this rank's share of them.
     """
     own: dict[str, str] = {}
-    for number, (name, tensor) in enumerate(named_tensors):
-        if number % runtime.world_size == runtime.rank:
-            data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-            own[name] = hashlib.sha256(data.data).hexdigest()
+    for name, tensor in named_tensors:
+        data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        own[name] = hashlib.sha256(data.data).hexdigest()
     whole = {name: digest for part in of_all_ranks(own) for name, digest in part.items()}
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()

@@ -23,7 +23,7 @@ Urls = Annotated[tuple[Text, ...], Field(strict=False)]
 class SGLangSettings(Settings):
     placement: Literal["colocated", "disaggregated"] = "colocated"
     """`colocated`: on the trainers' devices, weights by shared memory or CUDA IPC. `disaggregated`: on devices or
-    machines of their own, weights by a broadcast group (NCCL or gloo)."""
+    machines of their own, weights by broadcast groups (NCCL or gloo), one with each rank that feeds a server."""
     engines: Ranks | None = None
     """Servers to start; default: colocated on GPUs as many as the ranks hold, else 1."""
     tensor_parallel: Ranks = 1
@@ -45,8 +45,8 @@ class SGLangSettings(Settings):
     host: Text = "127.0.0.1"
     """Interface that own servers listen on; every request needs the key of the run."""
     sync_address: Text | None = None
-    """Address of the first machine at which servers reach the broadcast group; default: on every machine the one that
-    its packets to a server bear."""
+    """Address of the first machine at which servers reach its ranks, which alone feed them then; default: on every
+    machine the one that its packets to a server bear."""
     deterministic: bool | None = None
     """A response depends on its prompt and seed, not on what else the server computes (SGLang's deterministic
     inference); false is faster on GPUs and ignores seeds. Default: true on a CPU and with `when_stopped: keep`."""
@@ -82,6 +82,18 @@ class SGLangSettings(Settings):
         on_trainers = on_cuda and self.placement == "colocated"
         own = max(1, world_size // self.tensor_parallel) if on_trainers else 1
         return len(self.urls) or self.engines or own
+
+    @property
+    def takes_slices(self) -> bool:
+        """Whether each rank of a server is given its own slices, which are put in their places as they are. That wants
+        parameters laid out as fingerprints have them, which more arguments may change where these are not compared."""
+        whole_experts = self.expert_parallel > 1
+        return self.placement == "colocated" and self.tensor_parallel > 1 and self.verify and not whole_experts
+
+    @property
+    def reached_from_everywhere(self) -> bool:
+        """Whether every machine's ranks can feed a server, not only those of the first."""
+        return bool(self.urls) and self.sync_address is None
 
     def held_tokens(self, *, on_cuda: bool) -> int | None:
         """Tokens whose keys and values a server holds; None for as many as `memory_fraction` allows."""

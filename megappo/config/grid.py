@@ -65,9 +65,9 @@ class Grid:
         """(expert replica, expert rank) of a place in its stage."""
         return divmod((replica * self.cp + context_rank) * self.tp + tensor_rank, self.ep)
 
-    def expert_owner(self, stage: int, expert_rank: int) -> int:
-        """Global rank that holds an expert rank's share in the first expert replica."""
-        copy, tensor_rank = divmod(expert_rank, self.tp)
+    def expert_owner(self, stage: int, expert_rank: int, expert_replica: int = 0) -> int:
+        """Global rank that holds an expert rank's share in an expert replica."""
+        copy, tensor_rank = divmod(expert_replica * self.ep + expert_rank, self.tp)
         return self.rank(copy // self.cp, stage, tensor_rank, copy % self.cp)
 
     @property

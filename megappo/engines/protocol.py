@@ -89,8 +89,9 @@ class Engine(Protocol):
     def update_weights(self, named_tensors: WeightStream, version: int) -> None:
         """Take a whole set of weights by Hugging Face names; a collective of the world.
 
-        The stream is consumed to its end whatever happens. Every parameter must arrive exactly once in its shape;
-        otherwise an error names the tensors and `generate` refuses until a whole set arrived.
+        Iterated over, the stream gives every tensor to every rank; its `to` gives what is wanted to the ranks that want
+        it, and nothing to others. It is consumed to its end whatever happens. Every parameter must arrive exactly once
+        in its shape; otherwise an error names the tensors and `generate` refuses until a whole set arrived.
         """
         ...
 

@@ -17,6 +17,7 @@ from megappo.plan.inputs import RoleSetup, Setup, Workload
 from megappo.plan.machines import ASSUMED, Machine
 from megappo.plan.servers import Servers, running_sequences, server_weights, token_bytes
 from megappo.plan.sizes import model_sizes
+from megappo.plan.sync import sync_traffic
 
 _LAUNCHES_OF_EXPERTS = 0.5
 """Of a layer's kernels, what routing adds: 62 forward and backward with grouped experts, however many they are, where
@@ -359,37 +360,21 @@ def _server_machine(machine: Machine, servers: Servers, work: Workload) -> Machi
     return machine.per_rank(1) if not servers.shares_machine else machine.scaled(work.world_size / servers.ranks)
 
 
-def _served_sync(setup: Setup, servers: Servers, machine: Machine) -> StageCost:
-    """Buckets into SGLang: gathering, and loading the bucket before, at the same time; the slower one counts.
+def sync_cost(setup: Setup, machine: Machine) -> StageCost:
+    """Every rank that needs weights receives what it lacks of them, puts tensors together, and copies them into the
+    embedded engine, or has servers load the bucket before meanwhile, of which the slower one counts.
 
-    Gathering: every rank receives the whole model shard by shard and puts tensors together. Loading on the same
-    devices, where each rank of a server copies its part out of the trainer's memory, is never slower. Elsewhere: a rank
-    that looks after several servers broadcasts the whole model to one after the other. Verification is left out.
+    Loading on the same devices, where each rank of a server copies its part out of a trainer's memory, is never slower.
+    Elsewhere a server receives the whole model, and a rank broadcasts its pipeline stage to one server after the other.
+    Verification is left out.
     """
-    actor, world = setup.actor, setup.work.world_size
-    n_bytes = float(model_sizes(actor.arch)[0] * actor.dtype_bytes)
+    actor, servers = setup.actor, setup.work.servers
+    traffic = sync_traffic(setup, machine.devices_per_node)
     gather, load = _StageWork(machine, actor.dtype_bytes), _StageWork(machine, actor.dtype_bytes)
     gather.move(_resting_weights(actor))
-    if world > 1:
-        gather.send(n_bytes, inside_node=machine.same_node(0, world - 1))
-    gather.run(flops=0.0, memory_bytes=4 * n_bytes, layers=0)
-    if not servers.colocated:
-        load.send(
-            n_bytes, inside_node=servers.shares_machine, times=math.ceil(servers.count / min(servers.count, world))
-        )
+    gather.send(traffic.received, inside_node=machine.same_node(0, setup.work.world_size - 1))
+    gather.run(flops=0.0, memory_bytes=(6 if servers is None else 4) * traffic.made, layers=0)
+    if servers is not None and not servers.colocated:
+        n_bytes = float(model_sizes(actor.arch)[0] * actor.dtype_bytes)
+        load.send(max(n_bytes, traffic.broadcast), inside_node=servers.shares_machine)
     return max(gather.cost("sync"), load.cost("sync"), key=lambda cost: cost.seconds)
-
-
-def sync_cost(setup: Setup, machine: Machine) -> StageCost:
-    """Every rank receives the whole model, shard by shard, puts tensors together and copies them into the engine."""
-    if setup.work.servers is not None:
-        return _served_sync(setup, setup.work.servers, machine)
-    actor = setup.actor
-    n_bytes = float(model_sizes(actor.arch)[0] * actor.dtype_bytes)
-    spent = _StageWork(machine, actor.dtype_bytes)
-    spent.move(_resting_weights(actor))
-    last = setup.work.world_size - 1
-    if last > 0:
-        spent.send(n_bytes, inside_node=machine.same_node(0, last))
-    spent.run(flops=0.0, memory_bytes=6 * n_bytes, layers=0)
-    return spent.cost("sync")

@@ -20,6 +20,7 @@ from megappo.plan.servers import (
     token_bytes,
 )
 from megappo.plan.sizes import largest_tensor, model_sizes
+from megappo.reshard.slices import copy_ranks
 
 
 @dataclass(frozen=True)
@@ -226,20 +227,35 @@ def _on_trainers(arch: ArchitectureConfig, work: Workload) -> EngineMemory:
 
 
 def bucket_bytes(setup: Setup) -> float:
-    """A bucket of the weight stream, or the largest tensor where that is larger."""
-    arch, e = setup.actor.arch, setup.actor.dtype_bytes
-    return float(max(min(setup.work.sync_bucket_bytes, e * model_sizes(arch)[0]), e * largest_tensor(arch)))
+    """What a rank gets of a bucket of the weight stream, or the largest tensor where that is larger, of both its slice
+    where it feeds one rank of a server."""
+    arch, e, parts = setup.actor.arch, setup.actor.dtype_bytes, _parts(setup)
+    return max(min(setup.work.sync_bucket_bytes, e * model_sizes(arch)[0] / parts), e * largest_tensor(arch) / parts)
 
 
 def sync_bytes(setup: Setup) -> float:
-    """The weight stream: a bucket of shards and the tensors made of it. Into SGLang: two buffers of whole tensors, one
-    of which is loaded while the other is gathered from one tensor parallel rank's shards after the other, and copies of
-    one layer's experts, which wait for each other to be compared with the engine's."""
-    if setup.work.servers is None:
-        return 2.0 * bucket_bytes(setup)
-    arch = setup.actor.arch
-    waiting = float(setup.actor.dtype_bytes * arch.experts * expert_parameters(arch))
-    return (2.0 + 1.0 / setup.actor.grid.tp) * bucket_bytes(setup) + waiting
+    """The weight stream: a bucket, the messages that it is made of, and those that a rank sends.
+
+    Of the c ranks of a copy of the model each gets all but a c-th from the others, and sends them a c-th of every
+    different part of a bucket: whole tensors are one, slices as many as servers have ranks, or as there are others.
+
+    Into SGLang: two buffers, one of which is loaded while the other is filled, and copies of a layer's experts, which
+    wait for each other to be compared with the engine's: of each pipeline stage where all of them send in turns.
+    """
+    servers, grid, size = setup.work.servers, setup.actor.grid, bucket_bytes(setup)
+    c = copy_ranks(grid)
+    messages = (c - 1 + min(_parts(setup), max(1, c - 1))) / c * size
+    if servers is None:
+        return size + messages
+    arch, in_turns = setup.actor.arch, grid.pp if servers.sliced else 1
+    waiting = setup.actor.dtype_bytes * arch.experts * expert_parameters(arch) / _parts(setup) * in_turns
+    return 2.0 * size + messages + waiting
+
+
+def _parts(setup: Setup) -> int:
+    """How many different slices of a tensor travel."""
+    servers = setup.work.servers
+    return servers.tensor_parallel if servers is not None and servers.sliced else 1
 
 
 def rank_memory(setup: Setup) -> tuple[RankMemory, ...]:

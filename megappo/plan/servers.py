@@ -47,6 +47,10 @@ class Servers:
     """Most sequences that all ranks together keep at one server."""
     notes_experts: bool = False
     """Says which experts computed a token, of a model that has some."""
+    sliced: bool = False
+    """In a weight sync each of its ranks is given its own slices."""
+    reached_from_everywhere: bool = False
+    """Every machine's ranks can feed it."""
 
     @property
     def ranks(self) -> int:
@@ -76,6 +80,8 @@ def find_servers(config: Config, world_size: int, *, on_cuda: bool, device_bytes
         deterministic=config.rollout.servers_are_deterministic(on_cuda=on_cuda),
         most_sequences=settings.max_inflight_sequences * world_size,
         notes_experts=config.algorithm.router_replay is not False,
+        sliced=settings.takes_slices,
+        reached_from_everywhere=settings.reached_from_everywhere,
     )
 
 

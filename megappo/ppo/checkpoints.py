@@ -30,6 +30,7 @@ from megappo.ppo.generation import Kept
 from megappo.ppo.parts import Parts
 from megappo.ppo.start import Start, checkpoints_directory
 from megappo.ppo.updates import MinibatchUpdate, RoleUpdates
+from megappo.reshard.slices import Receiver
 from megappo.reshard.stream import WeightStream
 from megappo.runtime.objects import from_rank
 
@@ -289,5 +290,6 @@ def _identity(parts: Parts) -> dict[str, str]:
         found["critic"] = architecture_digest(role_folder(config, "critic"))
     if parts.reference is not None:
         stream = WeightStream(parts.reference, config.rollout.sync_bucket_bytes)
-        found["reference"] = weights_digest(stream, parts.runtime)
+        world = parts.runtime.world_size
+        found["reference"] = weights_digest(stream.to([Receiver(rank, share=(rank, world)) for rank in range(world)]))
     return found

@@ -17,6 +17,7 @@ from megappo.ppo.parts import Parts, Purpose, assemble
 from megappo.ppo.reporting import Reporter
 from megappo.ppo.start import Start, choose_start
 from megappo.ppo.trainer import Trainer
+from megappo.reshard.slices import Receiver
 from megappo.reshard.writer import write_policy
 from megappo.runtime.interrupts import interruptible
 from megappo.runtime.lock import HeldDirectory, locked_directory
@@ -111,16 +112,17 @@ def _save(parts: Parts, reporter: Reporter) -> None:
     if not config.run.export_final_model:
         return
     out = config.run.path / "final"
+    whole = parts.weights.to([Receiver(0)])
     if parts.runtime.is_main:
         write_policy(
             out,
             parts.actor.arch,
-            parts.weights,
+            whole,
             parts.tokenizer,
             started_from=model_folder(config.model.path, weights=False),
             stop_token_ids=parts.stop_token_ids,
         )
         reporter.message(f"the trained actor is in {out}")
     else:
-        for _ in parts.weights:
+        for _ in whole:
             pass

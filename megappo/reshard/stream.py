@@ -1,14 +1,14 @@
-"""The weight stream: from the shards of a layout to whole Hugging Face tensors, in buckets of bytes.
+"""The weight stream: from the shards of a layout to Hugging Face tensors, or to what an engine's rank holds of them.
 
-Every bucket is one flat run of bytes in which the tensors stand one after another. It is filled in one of two ways:
-by broadcasts, which works between any ranks and fills it on every rank, or in memory that all ranks of one machine
-share, into which each rank copies its own slices.
+It goes in buckets, straight from the ranks that hold something to those that want it (`slices`); nobody else takes
+part. What a receiver gets of a bucket is one flat run of bytes in which its tensors stand one after another. It arrives
+in messages, or, where all ranks are on one machine, each rank copies its own slices into memory that they share.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,15 +18,8 @@ from torch import Tensor
 
 from megappo.errors import RunError, first_of
 from megappo.families.declaration import Shape
-from megappo.families.parameters import (
-    OUTPUT_LAYER,
-    Parameter,
-    expert_share,
-    model_parameters,
-    pieces,
-    shard_shape,
-)
-from megappo.families.weights import scatter_shard
+from megappo.families.parameters import OUTPUT_LAYER, Parameter, model_parameters
+from megappo.reshard.slices import Holdings, Home, Receiver, SlicedCopy
 from megappo.runtime.objects import of_all_ranks
 
 if TYPE_CHECKING:
@@ -34,47 +27,159 @@ if TYPE_CHECKING:
 
 
 class Slot(NamedTuple):
-    """Where a tensor stands in its bucket."""
+    """Where a tensor stands in a parcel."""
 
     name: str
     shape: Shape
     dtype: torch.dtype
     start: int
-    """Offset of its first byte in the bucket."""
+    """Offset of its first byte."""
     stop: int
 
     def view(self, flat_bytes: Tensor) -> Tensor:
-        """The tensor inside a bucket's bytes."""
+        """The tensor inside a parcel's bytes."""
         return flat_bytes[self.start : self.stop].view(self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Parameters of one pipeline stage that travel together."""
+class Parcel:
+    """What a receiver gets of a bucket."""
 
-    stage: int
+    receiver: Receiver
     parameters: tuple[Parameter, ...]
     slots: tuple[Slot, ...]
 
     @property
     def n_bytes(self) -> int:
-        """Size of the bucket."""
+        """Size of the parcel."""
         return self.slots[-1].stop
 
+    def tensors(self, flat_bytes: Tensor) -> dict[str, Tensor]:
+        """Its tensors, by their names."""
+        return {slot.name: slot.view(flat_bytes) for slot in self.slots}
 
-class _Source(NamedTuple):
-    """A rank and the parameters of a bucket that it has shards of."""
+
+@dataclass(frozen=True)
+class Message:
+    """Slices that one rank gives to some receivers, as they stand in it."""
 
     rank: int
-    tensor_rank: int
-    parameters: tuple[Parameter, ...]
+    """Who gives them."""
+    receivers: tuple[int, ...]
+    """Who gets them, by number."""
+    copies: tuple[SlicedCopy, ...]
+
+    @property
+    def elements(self) -> int:
+        """How long it is."""
+        return sum(copy.elements for copy in self.copies)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters that travel together, as one rank sees them."""
+
+    parcels: tuple[Parcel, ...]
+    """What this rank gets."""
+    incoming: tuple[Message, ...]
+    """Each for one receiver of this rank; its own slices are among them."""
+    outgoing: tuple[Message, ...]
+    """To receivers of other ranks."""
+
+    @property
+    def sends(self) -> list[tuple[int, Message]]:
+        """Each message with the number of a receiver, in their order: between two ranks it is that of both ends."""
+        found = [(number, message) for message in self.outgoing for number in message.receivers]
+        return sorted(found, key=lambda entry: entry[0])
+
+
+class Delivery:
+    """How a role's weights get to some receivers: what this rank sends and gets, bucket by bucket. Made once."""
+
+    def __init__(
+        self,
+        holdings: Holdings,
+        receivers: Sequence[Receiver],
+        bucket_bytes: int,
+        dtype: torch.dtype,
+        rank: int,
+        *,
+        shared: bool = False,
+    ) -> None:
+        """`shared`: what receivers get lies in memory that all ranks see, and each rank writes what it holds."""
+        self.receivers = tuple(receivers)
+        self._holdings, self._dtype, self._rank, self._shared = holdings, dtype, rank, shared
+        self._number = {p.megatron: number for number, p in enumerate(holdings.parameters)}
+        self._homes = [holdings.home(receiver.rank) for receiver in receivers]
+        self._mine = [n for n, receiver in enumerate(self.receivers) if shared or receiver.rank == rank]
+        given = (n for n, home in enumerate(self._homes) if holdings.gives(rank, home))
+        self._others = [n for n in given if n not in self._mine]
+        cut = holdings.buckets(self.receivers, bucket_bytes // dtype.itemsize)
+        made = (self._bucket(parameters) for parameters in cut)
+        self.buckets = tuple(bucket for bucket in made if bucket.parcels or bucket.outgoing)
+        """Those of which this rank gets or sends something."""
+
+    def largest_bytes(self, part: tuple[int, int]) -> int:
+        """What a buffer for this rank's receivers of a part must hold."""
+        parcels = (parcel for bucket in self.buckets for parcel in bucket.parcels)
+        return max(parcel.n_bytes for parcel in parcels if parcel.receiver.part == part)
+
+    def _bucket(self, parameters: tuple[Parameter, ...]) -> Bucket:
+        parcels, incoming, outgoing = list[Parcel](), list[Message](), list[Message]()
+        for number in self._mine:
+            if chosen := self._chosen(number, parameters):
+                parcels.append(self._parcel(self.receivers[number], chosen))
+                incoming += self._incoming(number, chosen)
+        held = [p for p in parameters if self._holdings.holds(self._rank, p)]
+        alike: dict[tuple[tuple[int, int], tuple[Parameter, ...]], list[int]] = {}
+        for number in self._others:
+            if given := self._given(number, self._chosen(number, held)):
+                alike.setdefault((self.receivers[number].part, given), []).append(number)
+        for (part, given), numbers in alike.items():
+            if copies := tuple(self._copies(part, given, self._homes[numbers[0]])):
+                outgoing.append(Message(self._rank, tuple(numbers), copies))
+        return Bucket(tuple(parcels), tuple(incoming), tuple(outgoing))
+
+    def _chosen(self, number: int, parameters: Sequence[Parameter]) -> list[Parameter]:
+        receiver = self.receivers[number]
+        return [p for p in parameters if self._holdings.wants(receiver, self._number[p.megatron], p)]
+
+    def _parcel(self, receiver: Receiver, parameters: Sequence[Parameter]) -> Parcel:
+        slots, start = [], 0
+        for parameter in parameters:
+            for piece in self._holdings.wanted(receiver.part, parameter):
+                whole = parameter.tensors[piece.name]
+                shape = (*whole[: piece.dim], piece.size, *whole[piece.dim + 1 :])
+                stop = start + math.prod(shape) * self._dtype.itemsize
+                slots.append(Slot(piece.name, shape, self._dtype, start, stop))
+                start = stop
+        return Parcel(receiver, tuple(parameters), tuple(slots))
+
+    def _incoming(self, number: int, parameters: Sequence[Parameter]) -> Iterator[Message]:
+        of_ranks: dict[int, list[SlicedCopy]] = {}
+        for parameter in parameters:
+            for rank, held in self._holdings.holders(parameter, self._homes[number]):
+                if not self._shared or rank == self._rank:
+                    copies = self._holdings.copies(self.receivers[number].part, parameter, held)
+                    of_ranks.setdefault(rank, []).extend(copies)
+        yield from (Message(rank, (number,), tuple(copies)) for rank, copies in of_ranks.items() if copies)
+
+    def _given(self, number: int, parameters: Sequence[Parameter]) -> tuple[Parameter, ...]:
+        """What this rank gives to a receiver."""
+        home = self._homes[number]
+        return tuple(p for p in parameters if self._rank in dict(self._holdings.holders(p, home)))
+
+    def _copies(self, part: tuple[int, int], parameters: Sequence[Parameter], home: Home) -> Iterator[SlicedCopy]:
+        for parameter in parameters:
+            held = dict(self._holdings.holders(parameter, home))[self._rank]
+            yield from self._holdings.copies(part, parameter, held)
 
 
 class WeightStream:
-    """Streams a role's weights to every rank of the world.
+    """Streams a role's weights to who wants them.
 
-    Memory beyond the weights: one bucket of shards and the tensors made of them, so at most two
-    buckets, or the largest tensor where that is larger.
+    Memory beyond the weights: what a rank gets of a bucket, once as messages and once as tensors, so at most two
+    buckets, or the largest tensor where that is larger; and what it sends of one.
     """
 
     def __init__(self, role: Role, bucket_bytes: int) -> None:
@@ -83,20 +188,19 @@ class WeightStream:
         Raises RunError where there are parameters that none of them holds.
         """
         self.arch, options, grid = role.arch, role.options, role.placement.grid
-        self._grid, self._padded_vocab = grid, options.padded_vocab
-        self._dtype, self._device = options.dtype, options.device
+        self.dtype, self.device, self._bucket_bytes = options.dtype, options.device, bucket_bytes
         self._here = {held.entry.megatron: held for held in role.mapped_parameters()}
         self._read = role.read_shard
         held = of_all_ranks(list(self._here))
         stage_of = {name: s for s in range(grid.pp) for r in grid.stage_ranks(s) for name in held[r]}
         self._check_whole(stage_of, is_critic=options.is_critic)
-        self.buckets = tuple(self._plan(stage_of, bucket_bytes))
-        self.total_bytes = sum(p.elements * options.dtype.itemsize for b in self.buckets for p in b.parameters)
-
-    @property
-    def largest_bucket_bytes(self) -> int:
-        """What a buffer must hold."""
-        return max(bucket.n_bytes for bucket in self.buckets)
+        self.holdings = Holdings(self.arch, grid, options.padded_vocab, stage_of)
+        self.total_bytes = sum(p.elements * options.dtype.itemsize for p in self.holdings.parameters)
+        self.received_bytes = 0
+        """What other ranks have sent to this one so far."""
+        self._deliveries: dict[tuple[tuple[Receiver, ...], bool], Delivery] = {}
+        # NCCL wants all ranks in the first thing that goes over a group; later, messages are for those concerned alone.
+        dist.all_reduce(torch.zeros(1, device=self.device))
 
     def _check_whole(self, stage_of: dict[str, int], *, is_critic: bool) -> None:
         missing = [p.megatron for p in model_parameters(self.arch) if p.megatron not in stage_of]
@@ -105,73 +209,59 @@ class WeightStream:
                 f"no rank holds {first_of(missing, 3)} of the model; install the versions that setup.py asks for"
             )
 
-    def _plan(self, stage_of: dict[str, int], bucket_bytes: int) -> Iterator[Bucket]:
-        current: list[Parameter] = []
-        size, stage = 0, -1
-        held = [p for p in model_parameters(self.arch) if p.megatron in stage_of]  # all but a critic's LM head
-        for parameter in held:
-            n_bytes = parameter.elements * self._dtype.itemsize
-            if current and (stage_of[parameter.megatron] != stage or size + n_bytes > bucket_bytes):
-                yield self._bucket(stage, current)
-                current, size = [], 0
-            stage = stage_of[parameter.megatron]
-            current.append(parameter)
-            size += n_bytes
-        yield self._bucket(stage, current)
-
-    def _bucket(self, stage: int, parameters: list[Parameter]) -> Bucket:
-        slots, start = [], 0
-        for parameter in parameters:
-            for name, shape in parameter.tensors.items():
-                stop = start + math.prod(shape) * self._dtype.itemsize
-                slots.append(Slot(name, shape, self._dtype, start, stop))
-                start = stop
-        return Bucket(stage, tuple(parameters), tuple(slots))
+    def delivery(self, receivers: Sequence[Receiver], *, shared: bool = False) -> Delivery:
+        """The way to these receivers, the same ones in the same order on every rank. See `Delivery`."""
+        key = (tuple(receivers), shared)
+        if key not in self._deliveries:
+            made = Delivery(self.holdings, key[0], self._bucket_bytes, self.dtype, dist.get_rank(), shared=shared)
+            self._deliveries[key] = made
+        return self._deliveries[key]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor) in a fixed order; a collective of the world, to be consumed by all."""
-        for bucket in self.buckets:
-            flat = torch.empty(bucket.n_bytes, dtype=torch.uint8, device=self._device)
-            self.gather(bucket, flat)
-            yield from ((slot.name, slot.view(flat)) for slot in bucket.slots)
+        """(Hugging Face name, whole tensor) on every rank, in one order; a collective of the world, to be consumed by
+        all."""
+        return self.to([Receiver(rank) for rank in range(dist.get_world_size())])
 
-    def gather(self, bucket: Bucket, flat_bytes: Tensor) -> None:
-        """Fill `flat_bytes` on every rank by broadcasts; a collective of the world."""
-        arch, grid = self.arch, self._grid
-        whole = {slot.name: slot.view(flat_bytes) for slot in bucket.slots}
-        for source in self._sources(bucket):
-            shapes = [shard_shape(arch, p, grid.tp, self._padded_vocab) for p in source.parameters]
-            if dist.get_rank() == source.rank:
-                flat = torch.cat([self._read(self._here[p.megatron]).flatten() for p in source.parameters])
-            else:
-                flat = torch.empty(sum(map(math.prod, shapes)), dtype=self._dtype, device=self._device)
-            dist.broadcast(flat, src=source.rank)
-            shards = flat.split([math.prod(shape) for shape in shapes])
-            for parameter, shape, shard in zip(source.parameters, shapes, shards, strict=True):
-                slices = pieces(arch, parameter, source.tensor_rank, grid.tp, self._padded_vocab)
-                scatter_shard(shard.view(shape), slices, whole)
+    def to(self, receivers: Sequence[Receiver]) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, tensor) of what is for this rank, which may be nothing; to be consumed by all ranks."""
+        delivery = self.delivery(receivers)
+        for bucket in delivery.buckets:
+            flats = {p.receiver: self.buffer(p.n_bytes) for p in bucket.parcels}
+            self.deliver(delivery, bucket, flats)
+            for parcel in bucket.parcels:
+                yield from parcel.tensors(flats[parcel.receiver]).items()
 
-    def _sources(self, bucket: Bucket) -> Iterator[_Source]:
-        """Ranks that together hold one copy of a bucket: the first replica's, and those of the first experts."""
-        arch, grid = self.arch, self._grid
-        shared = tuple(p for p in bucket.parameters if p.expert is None)
-        if shared:
-            for tensor_rank in range(grid.tp):
-                yield _Source(grid.rank(0, bucket.stage, tensor_rank), tensor_rank, shared)
-        for expert_rank in range(grid.ep):
-            own = tuple(p for p in bucket.parameters if expert_share(arch, p, grid.ep) == expert_rank)
-            if own:
-                yield _Source(grid.expert_owner(bucket.stage, expert_rank), 0, own)
+    def buffer(self, n_bytes: int) -> Tensor:
+        """New memory for a parcel."""
+        return torch.empty(n_bytes, dtype=torch.uint8, device=self.device)
 
-    def write_own(self, bucket: Bucket, flat_bytes: Tensor) -> None:
-        """Copy what this rank holds into memory that all ranks share; whole once every rank of the role has done so.
+    def deliver(self, delivery: Delivery, bucket: Bucket, flats: Mapping[Receiver, Tensor]) -> None:
+        """Send what others want of a bucket, and fill the memory of this rank's receivers."""
+        rank, receivers, shards = dist.get_rank(), delivery.receivers, dict[str, Tensor]()
 
-        One copy of the model: the ranks that would send it write.
-        """
-        whole = {slot.name: slot.view(flat_bytes) for slot in bucket.slots}
-        for source in self._sources(bucket):
-            for parameter in source.parameters if source.rank == dist.get_rank() else ():
-                slices = pieces(self.arch, parameter, source.tensor_rank, self._grid.tp, self._padded_vocab)
-                if parameter.axis is None and source.tensor_rank != 0:
-                    continue
-                scatter_shard(self._read(self._here[parameter.megatron]), slices, whole)
+        def part(copy: SlicedCopy) -> Tensor:
+            name = copy.parameter.megatron
+            if name not in shards:  # it may rest elsewhere
+                shards[name] = self._read(self._here[name])
+            return shards[name][copy.source]
+
+        into = {parcel.receiver: parcel.tensors(flats[parcel.receiver]) for parcel in bucket.parcels}
+        packed = {id(m): torch.cat([part(copy).flatten() for copy in m.copies]) for m in bucket.outgoing}
+        operations = [dist.P2POp(dist.isend, packed[id(m)], receivers[number].rank) for number, m in bucket.sends]
+        arriving = [(m, self._room(m)) for m in bucket.incoming if m.rank != rank]
+        operations += [dist.P2POp(dist.irecv, flat, message.rank) for message, flat in arriving]
+        works = dist.batch_isend_irecv(operations) if operations else []
+        for message in bucket.incoming:
+            if message.rank == rank:
+                for copy in message.copies:
+                    into[receivers[message.receivers[0]]][copy.name][copy.target].copy_(part(copy))
+        for work in works:
+            work.wait()
+        for message, flat in arriving:
+            runs = flat.split([copy.elements for copy in message.copies])
+            for copy, run in zip(message.copies, runs, strict=True):
+                into[receivers[message.receivers[0]]][copy.name][copy.target].copy_(run.view(copy.shape))
+            self.received_bytes += flat.nbytes
+
+    def _room(self, message: Message) -> Tensor:
+        return torch.empty(message.elements, dtype=self.dtype, device=self.device)

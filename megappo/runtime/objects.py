@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
@@ -23,6 +24,18 @@ def of_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group=group)
     return gathered
+
+
+def hand_to(value: object, rank: int) -> None:
+    """Give one other rank a value; it takes it by `taken_from`. In the host's memory, as all objects."""
+    dist.send_object_list([value], dst=rank, device=torch.device("cpu"))
+
+
+def taken_from(rank: int) -> Any:
+    """What another rank hands to this one."""
+    taken: list[Any] = [None]
+    dist.recv_object_list(taken, src=rank, device=torch.device("cpu"))
+    return taken[0]
 
 
 def attempt(work: Callable[[], T], caught: tuple[type[Exception], ...] = (ValueError, OSError)) -> tuple[T | None, str]:

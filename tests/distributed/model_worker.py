@@ -33,6 +33,7 @@ from megappo.megatron.context import whole_output
 from megappo.megatron.layout import Cut, Layout, Outside, make_layouts
 from megappo.megatron.roles import AbsentRole, LocalRole, Placement, Role
 from megappo.megatron.schedule import PackedBatch, PlacedSample, pack_samples, run_schedule
+from megappo.reshard.slices import EngineShape, Receiver
 from megappo.reshard.sources import SafetensorsSource
 from megappo.reshard.stream import WeightStream
 from megappo.runtime.process import Runtime, start_runtime
@@ -164,7 +165,7 @@ def check(case: dict[str, Any], runtime: Runtime) -> dict[str, Any] | None:
             output = forward(model, layout, tokens, case.get("train", False))
             if case.get("train"):
                 check_tracker()
-    streamed = {name: tensor.clone() for name, tensor in WeightStream(role, case.get("bucket_bytes", 10_000))}
+    streamed = stream_counted(WeightStream(role, case.get("bucket_bytes", 10_000)))
     if isinstance(layout, Outside) or not layout.hands_out_results:
         return None
     assert output is not None
@@ -180,6 +181,33 @@ def check(case: dict[str, Any], runtime: Runtime) -> dict[str, Any] | None:
         "launches": [launches[name].call_count for name in LAUNCHES],
         "stream": max(float((streamed[n] - p).abs().max()) for n, p in source.items()),
     }
+
+
+def stream_counted(stream: WeightStream) -> dict[str, torch.Tensor]:
+    """The model on every rank; and what engines' ranks hold of it on some, nothing on others. What other ranks sent
+    is counted as it arrives, and is what the plan of slices says."""
+    world, rank, tp = dist.get_world_size(), dist.get_rank(), 2 - stream.arch.kv_heads % 2
+    whole = {name: tensor.clone() for name, tensor in stream}
+    check_received(stream, [Receiver(rank) for rank in range(world)], 0)
+    before, shape = stream.received_bytes, EngineShape(stream.arch, tp)
+    receivers = [Receiver(world - 1, tp, n) for n in range(tp)]
+    parts = [(name, tensor.clone()) for name, tensor in stream.to(receivers)]
+    check_received(stream, receivers, before)
+    assert len(parts) == (tp * len(whole) if rank == world - 1 else 0)
+    wanted = [{s.name: s for p in stream.holdings.parameters for s in shape.pieces(p, n)} for n in range(tp)]
+    for name, tensor in parts:
+        pieces = [part[name] for part in wanted]
+        assert any(torch.equal(tensor, whole[name].narrow(s.dim, s.start, s.size)) for s in pieces), name
+    return whole
+
+
+def check_received(stream: WeightStream, receivers: list[Receiver], before: int) -> None:
+    """Since so many bytes had arrived."""
+    mine = [receiver for receiver in receivers if receiver.rank == dist.get_rank()]
+    planned = sum(stream.dtype.itemsize * stream.holdings.received_elements(receiver) for receiver in mine)
+    assert stream.received_bytes - before == planned
+    if not mine:
+        assert stream.received_bytes == before
 
 
 def check_tracker() -> None:

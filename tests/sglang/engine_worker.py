@@ -34,20 +34,22 @@ from megappo.engines.sglang import EngineError, SGLangEngine, SyncError, inspect
 from megappo.engines.sglang.client import call
 from megappo.engines.sglang.guard import session_pids, shared_files
 from megappo.engines.sglang.inspection import check_room
-from megappo.engines.sglang.transport import SharedTransport, share_buffers
+from megappo.engines.sglang.transport import BroadcastTransport, Loaded, SharedTransport, share_buffers
 from megappo.megatron.placed import announce, place
 from megappo.plan.cache import PlannedCache
 from megappo.ppo.measures import check_mismatch
 from megappo.ppo.parts import Parts, assemble
 from megappo.ppo.reporting import Reporter
 from megappo.ppo.trainer import Trainer
-from megappo.reshard.stream import Bucket, WeightStream
+from megappo.reshard.feeding import Feeding
+from megappo.reshard.stream import WeightStream
 from megappo.runtime.nccl import SETTINGS, own_stack
 from megappo.runtime.process import Runtime, start_runtime
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT_WAITS = "stall_timeout_seconds: 3, health_timeout_seconds: 10, sync_timeout_seconds: 60"
 CACHE_TOKENS = 16384
+APART = "{ranks: 1, first_rank: 1}"
 LONG = SamplingParams(temperature=1.0, max_new_tokens=50, stop_token_ids=(1,))
 
 
@@ -83,12 +85,12 @@ class Bench:
         self.made = 0
 
     def trainer(self, layout: str) -> Trainer:
-        """A new actor, its engine the servers that run already."""
+        """A new actor, its engine the servers that run already; a critic only where another rank needs a role."""
         self.made += 1
         overrides = [*self.overrides, f"actor.layout={layout}", f"run.directory={self.folder / str(self.made)}"]
-        config = load_config(
-            ROOT / "configs/sglang_quickstart.yaml", [*overrides, "critic=null", "algorithm.estimator=grpo"]
-        )
+        critic = ["critic.layout={ranks: 1}", "critic.minibatch_sequences=40", "critic.microbatch_budget_tokens=2048"]
+        overrides += critic if layout == APART else ["critic=null", "algorithm.estimator=grpo"]
+        config = load_config(ROOT / "configs/sglang_quickstart.yaml", overrides)
         make = megappo.ppo.parts.make_engine if self.engine is None else lambda *_: self.engine
         with patch.object(megappo.ppo.parts, "make_engine", make):
             parts = assemble(config, derive_run(config, self.runtime.world_size), self.runtime)
@@ -103,11 +105,12 @@ class Bench:
         return [server.session for server in self.engine.fleet.servers.values()]
 
 
-def after_an_update(bench: Bench, layout: str) -> dict[str, float]:
+def after_an_update(bench: Bench, layout: str) -> dict[str, Any]:
     """Sync, step the optimizer, sync, sample: how far the engine is from the trainer then."""
     trainer = bench.trainer(layout)
     parts = trainer.parts
-    trainer.sync_weights()
+    with counted(parts.weights) as count:
+        trainer.sync_weights()
     first = trainer.metrics["sync/probe_gap"]
     trainer.step = 1
     rollouts = trainer.responses.of_step(1, weights_changed=False)
@@ -120,11 +123,37 @@ def after_an_update(bench: Bench, layout: str) -> dict[str, float]:
         "probe": max(first, trainer.metrics["sync/probe_gap"]),
         "without_sync": before,
         "after_sync": mismatch(parts, trainer, 3),
-        "buckets": float(len(parts.weights.buckets)),
+        "buckets": float(count[0]),
+        "received": parts.weights.received_bytes,
+        "planned": 2 * planned_bytes(parts),
+        "model": parts.weights.total_bytes,
         "replayed": trainer.metrics.get("mismatch/router_replayed", 0.0),
         "changed": trainer.metrics.get("mismatch/router_changed", 0.0),
         "version": float(parts.engine.version),
     }
+
+
+def planned_bytes(parts: Parts) -> int:
+    """What this rank should receive in a sync."""
+    engine, holdings = parts.engine, parts.weights.holdings
+    assert isinstance(engine, SGLangEngine)
+    feeding = engine.fleet.feeding
+    receivers = {r for e in engine.endpoints for r in feeding.feeders(e.index, holdings.grid)}
+    mine = [r for r in receivers if r.rank == parts.runtime.rank and not feeding.shares_memory]
+    return sum(4 * holdings.received_elements(r) for r in mine)
+
+
+@contextmanager
+def counted(weights: WeightStream) -> Iterator[list[int]]:
+    """How many buckets this rank has something of."""
+    count, deliver = [0], weights.deliver
+
+    def counting(*arguments: Any) -> None:
+        count[0] += 1
+        deliver(*arguments)
+
+    with patch.object(weights, "deliver", counting):
+        yield count
 
 
 def score_by_length(rollouts: Any) -> Any:
@@ -193,32 +222,33 @@ def disturbed_rollout(bench: Bench, number: int) -> dict[str, Any]:
 
 
 @contextmanager
-def loading(replacement: Callable[..., None]) -> Iterator[None]:
-    """Buckets go through `replacement(original, transport, bucket, flat)` on their way."""
-    original = SharedTransport.load
-    SharedTransport.load = lambda self, bucket, flat: replacement(original, self, bucket, flat)  # type: ignore[method-assign, assignment]
-    try:
+def loading(replacement: Callable[[Loaded], Loaded]) -> Iterator[None]:
+    """Parcels go through `replacement` on their way."""
+    shared, broadcast = SharedTransport.prepare, BroadcastTransport.prepare
+    with (
+        patch.object(SharedTransport, "prepare", lambda self, p, others: shared(self, replacement(p), others)),
+        patch.object(BroadcastTransport, "prepare", lambda self, p, others: broadcast(self, replacement(p), others)),
+    ):
         yield
-    finally:
-        SharedTransport.load = original  # type: ignore[method-assign]
 
 
 def corrupted_sync(trainer: Trainer, victim: str, times: int) -> dict[str, Any]:
     """One number of one tensor changes on its way, so many times."""
     left = [times]
 
-    def load(original: Any, transport: SharedTransport, bucket: Bucket, flat: Any) -> None:
-        slot = next((s for s in bucket.slots if s.name == victim), None)
+    def change(parcels: Loaded) -> Loaded:
+        ((parcel, flat),) = parcels
+        slot = next((s for s in parcel.slots if s.name == victim), None)
         if slot is None or not left[0]:
-            return original(transport, bucket, flat)
+            return parcels
         left[0] -= 1
-        wrong = share_buffers(1, bucket.n_bytes)[0]
-        wrong.copy_(flat[: bucket.n_bytes])
+        wrong = share_buffers(1, parcel.n_bytes)[0]
+        wrong.copy_(flat[: parcel.n_bytes])
         slot.view(wrong).view(-1)[5] += 1e-3
-        return original(transport, bucket, wrong)
+        return [(parcel, wrong)]
 
     error = ""
-    with loading(load):
+    with loading(change):
         try:
             trainer.sync_weights()
         except SyncError as problem:
@@ -226,20 +256,27 @@ def corrupted_sync(trainer: Trainer, victim: str, times: int) -> dict[str, Any]:
     return {"error": error, "current": sorted(trainer.parts.engine.current), "version": trainer.parts.engine.version}  # type: ignore[attr-defined]
 
 
+def following(bench: Bench, layout: str) -> Trainer:
+    """A new actor whose weights have the version after those of its engine."""
+    trainer = bench.trainer(layout)
+    trainer.weight_version = trainer.parts.engine.version
+    return trainer
+
+
 def cut_sync(bench: Bench, trainer: Trainer) -> dict[str, Any]:
-    """A server is killed when half of the buckets are in it."""
+    """A server is killed when some of the buckets are in it."""
     engine = bench.engine
     assert engine is not None
     restarts, seen = engine.restarts, [0]
 
-    def load(original: Any, transport: SharedTransport, bucket: Bucket, flat: Any) -> None:
+    def kill(parcels: Loaded) -> Loaded:
         seen[0] += 1
-        if bench.runtime.rank == 0 and seen[0] == len(trainer.parts.weights.buckets) // 2:
+        if bench.runtime.rank == 0 and seen[0] == 4:
             for pid in session_pids(bench.sessions()[0]):
                 os.kill(pid, signal.SIGKILL)
-        original(transport, bucket, flat)
+        return parcels
 
-    with loading(load):
+    with loading(kill):
         trainer.sync_weights()
     return {
         "restarts": engine.restarts - restarts,
@@ -256,8 +293,7 @@ def two_engines(folder: Path, runtime: Runtime) -> dict[str, Any]:
     found["kill"] = disturbed_rollout(bench, signal.SIGKILL)
     found["PP2"] = after_an_update(bench, "{pipeline_parallel: 2}")
     found["stop"] = disturbed_rollout(bench, signal.SIGSTOP)
-    trainer = bench.trainer("{tensor_parallel: 2}")
-    trainer.weight_version = trainer.parts.engine.version
+    trainer = following(bench, "{tensor_parallel: 2}")
     found["cut"] = cut_sync(bench, trainer)
     victim = "model.layers.2.mlp.up_proj.weight"
     found["once"] = corrupted_sync(trainer, victim, 1)
@@ -286,6 +322,12 @@ def recorded(events: list[str]) -> Iterator[None]:
         yield
 
 
+def by_messages() -> Any:
+    """As on GPUs and between machines: each rank receives what the rank of the server beside it wants, and hands its
+    own memory over."""
+    return patch.object(Feeding, "shares_memory", False)
+
+
 def asleep_and_awake(bench: Bench, layout: str) -> dict[str, Any]:
     """The server sleeps between two syncs."""
     trainer = bench.trainer(layout)
@@ -305,6 +347,9 @@ def sharded_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
         bench = Bench(folder, runtime, "qwen3", "tensor_parallel: 2", tie_word_embeddings=True)
         found: dict[str, Any] = {"TP2": after_an_update(bench, "{tensor_parallel: 2}")}
     found["PP2"] = after_an_update(bench, "{pipeline_parallel: 2}")
+    with by_messages():
+        found["PP2-messages"] = after_an_update(bench, "{pipeline_parallel: 2}")
+        found["apart-messages"] = after_an_update(bench, APART)
     found["asleep"] = asleep_and_awake(bench, "{tensor_parallel: 2}")
     return found | leave(bench)
 
@@ -314,6 +359,9 @@ def experts_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
     experts."""
     bench = Bench(folder, runtime, "qwen3_moe", "tensor_parallel: 2", tie_word_embeddings=False)
     found: dict[str, Any] = {"EP2": after_an_update(bench, "{expert_parallel: 2}")}
+    with by_messages():
+        found["EP2-messages"] = after_an_update(bench, "{expert_parallel: 2}")
+        found["cut"] = cut_sync(bench, following(bench, "{expert_parallel: 2}"))
     leave(bench)
     served = "tensor_parallel: 2, expert_parallel: 2"
     bench = Bench(folder / "whole", runtime, "qwen3_moe", served, tie_word_embeddings=False)
@@ -334,6 +382,9 @@ def broadcast_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
     found: dict[str, Any] = {"TP2": after_an_update(bench, "{tensor_parallel: 2}")}
     found["kill"] = disturbed_rollout(bench, signal.SIGKILL)
     found["DP2"] = after_an_update(bench, "{}")
+    found["PP2"] = after_an_update(bench, "{pipeline_parallel: 2}")
+    found["cut"] = cut_sync(bench, following(bench, "{pipeline_parallel: 2}"))
+    found["apart"] = after_an_update(bench, APART)
     found["external"] = through_urls(folder, runtime, bench)
     return found | leave(bench)
 

@@ -22,9 +22,12 @@ def test_the_table(tmp_path: Path) -> None:
     words = ("configs/sglang_quickstart.yaml", "rollout.sync_bucket_bytes=50000", "--repeat", "2", "--json", out)
     done = start(ROOT / "benchmarks/weight_sync.py", *words, processes=2)
     assert done.returncode == 0, done.stderr[-3000:]
-    rows = {row["way"]: row for row in json.loads(out.read_text())["rows"]}
+    found = json.loads(out.read_text())
+    rows = {row["way"]: row for row in found["rows"]}
     assert list(rows) == ["copy", "sync", "unverified", "verl", "slime"]
     assert all(row["seconds"] > 0 and row["gigabytes_per_second"] > 0 for row in rows.values())
     assert rows["sync"]["phases"].keys() == {"gather", "load", "verify", "session"}
     assert rows["sync"]["phases"]["verify"] > rows["unverified"]["phases"]["verify"]
+    assert found["received_bytes"] == [0, 0]  # into memory that both ranks share
+    assert "received: rank 0 0 GB, rank 1 0 GB" in done.stdout
     assert "of the copy" in done.stdout and "x slime's way" in done.stdout

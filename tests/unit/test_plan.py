@@ -219,20 +219,20 @@ def test_engine_memory_by_hand() -> None:
 
 
 def test_buckets_by_hand() -> None:
-    """Of the embedded engine a bucket twice; into SGLang two, a share of one, and a layer's experts for comparison."""
+    """Of the embedded engine a bucket twice; into SGLang three times, and a layer's experts for comparison."""
     embedding = 2 * 151936 * 4096
     embedded = ["rollout.engine=transformers"]
     assert plan(MIDDLE, *embedded).fullest.sync == 2 * embedding
     assert plan(MIDDLE, *embedded, f"rollout.sync_bucket_bytes={10**10}").fullest.sync == 2 * 10**10
     assert plan(MIDDLE, *embedded, f"rollout.sync_bucket_bytes={10**12}").fullest.sync == 2 * 2 * PUBLISHED["Qwen3-8B"]
     base = plan(MIDDLE, "rollout.engine=sglang", "actor.layout.tensor_parallel=4").fullest.sync
-    assert base == (2 + 1 / 4) * embedding
-    config = load_config(MIDDLE, ["rollout.engine=sglang"])
+    assert base == 3 * embedding
+    config = load_config(MIDDLE, ["rollout.engine=sglang", "rollout.sglang={tensor_parallel: 1}"])
     setup = make_setup(config, models_of(MIDDLE), 8, on_cuda=True, device_bytes=80e9)
     arch = dataclasses.replace(setup.actor.arch, experts=4, declaration=FAMILIES["qwen3_moe"])
     waiting = 2 * 4 * 3 * 12288 * 4096
     with_experts = dataclasses.replace(setup, actor=dataclasses.replace(setup.actor, arch=arch))
-    assert sync_bytes(with_experts) == (2 + 1 / setup.actor.grid.tp) * bucket_bytes(with_experts) + waiting
+    assert sync_bytes(with_experts) == 3 * bucket_bytes(with_experts) + waiting
 
 
 def test_evaluation_and_reward_model_take_memory(tmp_path: Path) -> None:

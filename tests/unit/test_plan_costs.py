@@ -388,37 +388,76 @@ def setup_of(actor: RoleSetup, **changes: object) -> Setup:
     return Setup(actor, None, None, work(**changes))
 
 
+TWO_STAGES = role(tp=1, dp=2, first_rank=0)  # on ranks 0 to 3, the last of them on the second stage
+OF_THREE_LAYERS = 3 * (H * (Q + 2 * K) + Q * H + 3 * H * F + 2 * H + 2 * D)
+FIRST_BYTES = 2 * (OF_THREE_LAYERS + VOCAB * H)
+LAST_BYTES = FIRST_BYTES + 2 * H  # the final norm
+
+
 def test_weights_for_the_embedded_engine() -> None:
-    """They are received once, and read and written for joining, converting and copying."""
-    model_bytes = 2 * totals(arch())[0]
+    """A rank receives what it has not, all of it where it has nothing; they are read and written for joining,
+    converting and copying."""
 
-    def stage(m: Machine, ranks: int = 29) -> StageCost:
-        return sync_cost(setup_of(role(), world_size=ranks), m)
+    def stage(m: Machine, actor: RoleSetup = TWO_STAGES, ranks: int = 4) -> StageCost:
+        return sync_cost(setup_of(actor, world_size=ranks), m)
 
-    assert memory_bytes(stage) == about(6 * model_bytes)
-    assert sent_bytes(stage, 28) == (0, about(model_bytes)) and sent_bytes(stage, 29) == (about(model_bytes), 0)
-    assert stage(machine(), 1).link_bytes == 0 and stage(machine(), 2).link_bytes == model_bytes
-    assert stage(machine(), 7).seconds == 0 and stage(machine()).name == "sync"
+    assert memory_bytes(stage) == about(6 * (FIRST_BYTES + LAST_BYTES))
+    assert sent_bytes(stage, 3) == (0, about(LAST_BYTES)) and sent_bytes(stage, 4) == (about(LAST_BYTES), 0)
+    assert stage(machine(), ranks=5).link_bytes == FIRST_BYTES + LAST_BYTES
+    everything_there = role(tp=1, pp=1, dp=4, first_rank=0)
+    assert stage(machine(), everything_there).link_bytes == 0
+    assert stage(machine()).seconds == 0 and stage(machine()).name == "sync"
+    halves = role(tp=3, pp=1, dp=1, first_rank=0)  # of the vocabulary's 101 rows the last rank has 33
+    own = 6 * (H * (Q + 2 * K) + Q * H + 3 * H * F) // 3 + 6 * (2 * H + 2 * D) + H + 2 * 33 * H
+    assert stage(machine(), halves, 3).link_bytes == FIRST_BYTES + LAST_BYTES - 2 * own
+    experts = role(with_experts(), tp=1, pp=1, dp=2, ep=2, first_rank=0)
+    assert stage(machine(), experts, 2).link_bytes == 2 * 6 * 6 * 3 * H * F
 
 
-@pytest.mark.parametrize(("ranks", "servers_of_the_busiest"), [(2, 4), (3, 3), (7, 1), (8, 1)])
+def test_weights_for_servers_on_the_trainers_devices() -> None:
+    """Gathering counts, which takes longer than loading: of whole tensors by one rank for each server, or of slices by
+    the rank beside each of a server's. Without GPUs each of a copy's ranks writes its part into memory."""
+
+    def stage(m: Machine, ranks: int = 6, on_cuda: bool = True, **changes: Any) -> StageCost:
+        actor = role(tp=1, dp=ranks // 2, first_rank=0)
+        given = servers(count=2, tensor_parallel=3, **changes)
+        return sync_cost(setup_of(actor, world_size=ranks, servers=given, on_cuda=on_cuda), m)
+
+    assert memory_bytes(stage) == about(4 * (FIRST_BYTES + LAST_BYTES))
+    assert sent_bytes(stage, 5) == (0, about(LAST_BYTES)) and sent_bytes(stage, 6) == (about(LAST_BYTES), 0)
+    # Of three ranks each has a third of the matrices, all norms, and 64 of the 101 rows, which are filled up to 192.
+    matrices = 3 * (H * (Q + 2 * K) + Q * H + 3 * H * F) // 3
+    of_slices = 2 * (matrices + 3 * (2 * H + 2 * D) + 64 * H + H)
+    assert stage(machine(), sliced=True).link_bytes == of_slices
+    assert stage(machine(memory_bandwidth=1.0), sliced=True).memory_bytes < 4 * (FIRST_BYTES + LAST_BYTES) / 2
+    shared = stage(machine(memory_bandwidth=1.0), on_cuda=False, shares_machine=True)
+    assert (shared.memory_bytes, shared.link_bytes) == (about(4 * (FIRST_BYTES + LAST_BYTES) / 2), 0)
+
+
+@pytest.mark.parametrize(("count", "of_the_busiest"), [(1, 1), (2, 1), (3, 2), (7, 4)])
 @pytest.mark.parametrize("shares", [False, True])
-def test_weights_for_servers(ranks: int, servers_of_the_busiest: int, shares: bool) -> None:
-    """On the trainers' devices gathering counts, which takes longer than loading; to seven servers elsewhere each rank
-    that has some broadcasts to one after the other."""
-    model_bytes = 2 * totals(arch())[0]
-
-    def stage(m: Machine, **changes: Any) -> StageCost:
-        return sync_cost(setup_of(role(), world_size=ranks, servers=servers(count=7, **changes)), m)
-
-    assert memory_bytes(stage) == about(4 * model_bytes)
-    for devices, sent in ((ranks - 1, (0, about(model_bytes))), (ranks, (about(model_bytes), 0))):
-        assert sent_bytes(stage, devices) == sent
-    alone = sync_cost(setup_of(role(), world_size=1, servers=servers(tensor_parallel=1)), machine(memory_bandwidth=1.0))
-    assert (alone.memory_bytes, alone.link_bytes) == (about(4 * model_bytes), 0)
+def test_weights_for_servers_elsewhere(count: int, of_the_busiest: int, shares: bool) -> None:
+    """A server receives the model; two ranks of each stage broadcast their stage to one server after the other."""
     link = "intra_node_bandwidth" if shares else "inter_node_bandwidth"
-    apart = stage(machine(**{link: 1.0}, devices_per_node=10), colocated=False, shares_machine=shares)
-    assert apart.seconds * 0.7 == about(servers_of_the_busiest * model_bytes)
+    given = servers(count=count, colocated=False, shares_machine=shares)
+    found = sync_cost(setup_of(TWO_STAGES, world_size=4, servers=given), machine(**{link: 1.0}, devices_per_node=10))
+    assert found.seconds * 0.7 == about(max(FIRST_BYTES + LAST_BYTES, of_the_busiest * LAST_BYTES))
+
+
+def test_who_reaches_servers_elsewhere() -> None:
+    """Of two nodes of two ranks only the first one's reach servers that stand there, a rank of each stage; all reach
+    those that a node has no room for, which are started apart, and those that `urls` name."""
+    nodes = machine(inter_node_bandwidth=1.0, devices_per_node=2)
+
+    def sent(**changes: Any) -> float:
+        given = servers(count=2, tensor_parallel=1, colocated=False, **changes)
+        return sync_cost(setup_of(TWO_STAGES, world_size=4, servers=given), nodes).seconds * 0.7
+
+    whole = FIRST_BYTES + LAST_BYTES
+    assert sent() == about(2 * LAST_BYTES) and sent(reached_from_everywhere=True) == about(whole)
+    seven = servers(count=7, colocated=False)
+    found = sync_cost(setup_of(TWO_STAGES, world_size=4, servers=seven), nodes)
+    assert found.seconds * 0.7 == about(4 * LAST_BYTES)
 
 
 def moved_bytes(stage: Stage) -> float:

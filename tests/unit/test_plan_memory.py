@@ -237,13 +237,20 @@ def bucket(setup: RoleSetup, given: int) -> float:
 
 @pytest.mark.parametrize("given", [1000, 4 * F * H + 2, 10**9])
 def test_buckets(given: int) -> None:
-    """Shards and tensors made of them; for servers two buffers and a share, and a layer's experts to be compared."""
+    """A bucket, and as much in messages; for servers one more, and a layer's experts to be compared. Slices for servers
+    of two ranks: half as large, of six ranks' messages a sixth more, and half of the experts of a layer of each
+    stage."""
     for setup, experts in ((role(), 0), (role(with_experts()), 2 * 12 * 3 * H * F)):
         size = bucket(setup, given)
         embedded = Setup(setup, None, None, work(sync_bucket_bytes=given))
         assert sync_bytes(embedded) == 2 * size
         served = Setup(setup, None, None, work(sync_bucket_bytes=given, servers=servers()))
-        assert sync_bytes(served) == pytest.approx((2 + 1 / 3) * size + experts, rel=1e-12)
+        assert sync_bytes(served) == pytest.approx(3 * size + experts, rel=1e-12)
+        sliced = Setup(setup, None, None, work(sync_bucket_bytes=given, servers=servers(sliced=True)))
+        size = max(min(given, whole(setup.arch)), 2 * F * H)
+        assert sync_bytes(sliced) == pytest.approx((3 + 1 / 6) * size + experts, rel=1e-12)
+    alone = Setup(role(tp=1, pp=1), None, None, work(sync_bucket_bytes=given))
+    assert sync_bytes(alone) == 2 * bucket(role(), given)
 
 
 def test_servers_on_ranks_of_trainers_or_their_own() -> None:

@@ -86,7 +86,7 @@ def test_servers_of_settings() -> None:
     words = ["rollout.sglang={tensor_parallel: 2, memory_fraction: 0.25, max_inflight_sequences: 10}"]
     expected = Servers(
         count=4, tensor_parallel=2, colocated=True, shares_machine=False, sleeps=True, ahead=False, static_bytes=25e9,
-        max_total_tokens=None, deterministic=False, most_sequences=80, notes_experts=True,
+        max_total_tokens=None, deterministic=False, most_sequences=80, notes_experts=True, sliced=True,
     )  # fmt: skip
 
     def find(*more: str, on_cuda: bool = True) -> Servers | None:
@@ -103,11 +103,14 @@ def test_servers_of_settings() -> None:
     assert find("rollout.sglang.sleep=false") == dataclasses.replace(expected, sleeps=False)
     assert find("rollout.sglang.max_total_tokens=5000") == dataclasses.replace(expected, max_total_tokens=5000)
     elsewhere = find("rollout.sglang.placement=disaggregated", "rollout.sglang.engines=3")
-    assert elsewhere == dataclasses.replace(expected, count=3, colocated=False, sleeps=False) and elsewhere.beside
+    apart = dataclasses.replace(expected, count=3, colocated=False, sleeps=False, sliced=False)
+    assert elsewhere == apart and elsewhere.beside
     urls = ("rollout.sglang.placement=disaggregated", "rollout.sglang.urls=[http://a:1, http://b:1]")
     assert find("rollout.when_stopped=keep") == dataclasses.replace(expected, deterministic=True)
     running = find(*urls, on_cuda=False)
     assert running is not None and not running.shares_machine and running.beside and running.count == 2
+    assert running.reached_from_everywhere and not elsewhere.reached_from_everywhere
+    assert find("rollout.sglang.verify=false") == dataclasses.replace(expected, sliced=False)
     ahead = find("rollout.ahead=1", "algorithm.old_logprob=corrected")
     assert ahead == dataclasses.replace(expected, ahead=True, sleeps=False)
     assert find_servers(load_config(MIDDLE, EMBEDDED), 8, on_cuda=True, device_bytes=1e9) is None

@@ -7,8 +7,10 @@ import importlib.metadata
 import json
 import os
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,16 +28,19 @@ from megappo.engines.sglang.client import Endpoint
 from megappo.engines.sglang.inspection import check_routing
 from megappo.engines.sglang.server import EngineError, ServerSpec
 from megappo.engines.sglang.sync import ServerSync, SyncRun
+from megappo.engines.sglang.transport import Loaded
 from megappo.errors import RunError
 from megappo.families.architecture import ArchitectureConfig, ModelShape
 from megappo.families.blocks import Attention, Experts, GatedMlp, QueryKeyNorms, QueryKeyValueBiases
 from megappo.families.declaration import Block, Family
 from megappo.families.parameters import model_parameters, tensor_shapes
 from megappo.plan.cache import PlannedCache
-from megappo.reshard.fingerprint import EngineShape, Fingerprints, differing
-from megappo.reshard.stream import Bucket
+from megappo.reshard.fingerprint import Fingerprints, differing
+from megappo.reshard.slices import EngineShape, Receiver
+from megappo.reshard.stream import Parcel
 from megappo.runtime import nccl, sglang_cpu
 from megappo.runtime.process import Runtime
+from megappo.runtime.sglang_slices import LOADER, SlicePlace, describe, load_slices
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs" / "models" / "tiny_arithmetic"
@@ -113,17 +118,21 @@ def test_threads_of_a_sync_work_on_the_device_of_their_rank(monkeypatch: pytest.
 
     both = threading.Barrier(2, timeout=60)  # the load and the fingerprints wait for each other, so these are two
 
+    def work() -> None:
+        worked.append(threading.get_ident())
+        both.wait()
+
     class Watched:
-        def load(self, bucket: Bucket, flat_bytes: Tensor) -> None:
-            worked.append(threading.get_ident())
-            both.wait()
+        def prepare(self, parcels: Loaded, others: Sequence[int]) -> Callable[[], None]:
+            return work
 
         def close(self) -> None: ...
 
-    transport, nothing = Watched(), Bucket(0, (), ())
-    monkeypatch.setattr(Fingerprints, "of_bucket", lambda *_: transport.load(nothing, torch.empty(0)))
-    run = SyncRun([ServerSync(Endpoint(0, "", "", 0), transport)], EngineShape(arch(), 1), 60.0, verify=True)
-    run.load(nothing, torch.empty(0))
+    receiver = Receiver(0)
+    monkeypatch.setattr(Fingerprints, "of_bucket", lambda *_: work())
+    server = ServerSync(Endpoint(0, "", "", 0), Watched(), [receiver], 0)
+    run = SyncRun([server], EngineShape(arch(), 1), 60.0, verify=True)
+    run.load([(Parcel(receiver, (), ()), torch.empty(0))])
     run.settle()
     assert len(set(worked)) == 2 and threading.get_ident() not in worked
     assert [devices[thread] for thread in worked] == [3, 3]
@@ -417,3 +426,56 @@ def test_shipped_settings_go_together() -> None:
 def test_wrong_servers(sglang: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         load_config(ROOT / "configs/sglang_quickstart.yaml", [f"rollout.sglang={sglang}"])
+
+
+class Held(torch.nn.Module):
+    """An engine's parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = torch.nn.Parameter(torch.full((3, 2, 4), 7.0))
+        self.rows = torch.nn.Parameter(torch.full((4, 2), 7.0))
+
+
+def test_slices_are_put_in_their_places_with_the_padding_behind_them() -> None:
+    """An expert's part of a parameter of three, and a vocabulary of three rows in four."""
+    engine, flat = Held(), torch.arange(14.0)
+    places = [SlicePlace("experts", 2, 3, 0, "float32", 0, 32), SlicePlace("rows", 0, 1, 2, "float32", 32, 56)]
+    load_slices(engine, [(describe(places), flat.view(torch.uint8))])
+    assert torch.equal(engine.experts[2], flat[:8].view(2, 4)) and (engine.experts[:2] == 7).all()
+    assert engine.rows.tolist() == [[8, 9], [10, 11], [12, 13], [0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        (SlicePlace("columns", 0, 1, 0, "float32", 0, 32), "the engine has no parameter columns"),
+        (SlicePlace("rows", 0, 1, 0, "float32", 0, 28), "holds rows as .4, 2. of torch.float32, not as 7 elements"),
+        (SlicePlace("rows", 0, 1, 0, "bfloat16", 0, 16), "not as 8 elements of torch.bfloat16; remove what changes"),
+        (SlicePlace("experts", 1, 4, 0, "float32", 0, 32), "not as 32 elements of torch.float32"),
+    ],
+)
+def test_slices_of_another_layout_are_refused(place: SlicePlace, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        load_slices(Held(), [(describe([place]), torch.arange(14.0).view(torch.uint8))])
+
+
+@pytest.mark.parametrize(
+    ("version", "settings", "sliced"),
+    [
+        ("0.5.23", {"tensor_parallel": 2}, True),
+        ("0.5.24", {"tensor_parallel": 2}, False),
+        ("0.5.23", {"tensor_parallel": 2, "verify": False}, False),
+        ("0.5.23", {}, False),
+        ("0.5.23", {"tensor_parallel": 2, "placement": "disaggregated"}, False),
+    ],
+)
+def test_a_server_has_the_loader_of_slices_where_it_is_given_some(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str, settings: dict[str, Any], sliced: bool
+) -> None:
+    """A server that may be laid out in another way takes whole tensors."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda _name: version)
+    given = SGLangSettings(**settings)
+    spec = ServerSpec(tmp_path, "float32", given, (1,), False, tmp_path, CACHE)
+    monkeypatch.setattr("megappo.engines.sglang.server.own_stack", lambda _environment: SimpleNamespace(labels=dict))
+    assert spec.arguments(1, "k").get("custom-weight-loader") == ([LOADER] if sliced else None)

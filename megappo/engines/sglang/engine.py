@@ -1,7 +1,8 @@
 """SGLang servers as one engine, driven by all ranks of the trainer together.
 
-Every rank sends its own prompts to any server. A rank that started a server (its sender) also gives it weights and
-starts it again where it died. Ranks agree on what failed, so that all of them raise the same error or none.
+Every rank sends its own prompts to any server. The rank that started a server (its sender) also starts it again where
+it died, and says which weights it has; which ranks feed it says `feeding`. Ranks agree on what failed, so that all of
+them raise the same error or none.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -32,12 +33,14 @@ from megappo.engines.sglang.transport import (
     share_by_name,
 )
 from megappo.observe.messages import tell
-from megappo.reshard.fingerprint import EngineShape
-from megappo.reshard.stream import WeightStream
+from megappo.reshard.slices import EngineShape, Receiver
+from megappo.reshard.stream import Delivery, WeightStream
 from megappo.runtime.device import device_bytes
 from megappo.runtime.interrupts import NeverStop, Stop
 from megappo.runtime.objects import from_rank, of_all_ranks
 from megappo.runtime.process import Runtime
+
+T = TypeVar("T")
 
 
 class SyncError(EngineError):
@@ -69,7 +72,8 @@ class SGLangEngine:
         self._suspects: set[int] = set()
         """Servers that failed since they were last seen well."""
         self._transports: dict[tuple[int, int], Transport] = {}
-        self._buffers: list[Tensor] = []
+        self._buffers: dict[Receiver, list[Tensor]] = {}
+        self._buffers_of: Delivery | None = None
         self._weights: WeightStream | None = None
         self._version = 0
         self._asleep = False
@@ -217,67 +221,80 @@ class SGLangEngine:
 
     def _sync(self, stale: Sequence[Endpoint]) -> dict[int, str]:
         """Send the weights; what went wrong, by server, the same on every rank."""
-        weights = self._weights
+        weights, rank = self._weights, self._runtime.rank
         assert weights is not None
-        buffers, shared = self._make_buffers(weights)
-        mine = [ServerSync(e, self._transport(e)) for e in stale if e.sender == self._runtime.rank]
         shape = EngineShape(weights.arch, self.settings.tensor_parallel, self.settings.expert_parallel)
+        feeders = {e.index: self.fleet.feeding.feeders(e.index, weights.holdings.grid) for e in stale}
+        mine = [
+            ServerSync(e, self._transport(e, shape), feeders[e.index], rank)
+            for e in stale
+            if rank == e.sender or any(receiver.rank == rank for receiver in feeders[e.index])
+        ]
         run = SyncRun(mine, shape, self.settings.sync_timeout_seconds, self.settings.verify)
         run.begin()
-        for number, bucket in enumerate(weights.buckets):
-            flat = buffers[number % 2] if buffers else self._fresh_buffer(bucket.n_bytes)
+        run.give_up(_merged(of_all_ranks(run.problems)))  # nothing is sent before all sessions are open
+        self._send(run, weights, [receiver for e in stale for receiver in feeders[e.index]])
+        run.finish(self._version)
+        self._sync_seconds = run.seconds
+        return _merged(of_all_ranks(run.problems))
+
+    def _send(self, run: SyncRun, weights: WeightStream, receivers: Sequence[Receiver]) -> None:
+        """All buckets to these receivers, and on into the servers."""
+        shared = self.fleet.feeding.shares_memory
+        # A rank gets once what it feeds several servers with; where memory is shared, once is for all ranks.
+        wanted = dict.fromkeys(receiver._replace(rank=0) if shared else receiver for receiver in receivers)
+        delivery = weights.delivery(list(wanted), shared=shared)
+        buffers = self._make_buffers(delivery)
+        for number, bucket in enumerate(delivery.buckets):
+            flats = {
+                p.receiver: buffers[p.receiver][number % 2] if buffers else weights.buffer(p.n_bytes)
+                for p in bucket.parcels
+            }
             with run.timed("gather"):
-                if shared:
-                    weights.write_own(bucket, flat)
-                else:
-                    weights.gather(bucket, flat)
+                weights.deliver(delivery, bucket, flats)
             run.settle()
             if shared:
                 # After it this bucket is whole, and the one before it has left its buffer on every rank.
                 with run.timed("gather"):
                     dist.barrier()
             self._runtime.synchronize()  # the server's streams know nothing of ours
-            run.load(bucket, flat)
-        run.finish(self._version)
-        self._sync_seconds = run.seconds
-        facts = of_all_ranks({server.endpoint.index: server.problem for server in mine if server.problem})
-        return {index: reason for problems in facts for index, reason in problems.items()}
+            run.load([(parcel, flats[parcel.receiver]) for parcel in bucket.parcels])
 
-    def _make_buffers(self, weights: WeightStream) -> tuple[list[Tensor], bool]:
-        """Two buffers for buckets, none on GPUs, and whether they are the same memory on every rank."""
-        if self._runtime.on_cuda:
-            return [], False
-        size, one_host = weights.largest_bucket_bytes, self.fleet.one_host
-        share_by_name()
-        if self._buffers and len(self._buffers[0]) == size:
-            return self._buffers, one_host
-        if one_host:
-            mine = share_buffers(2, size) if self._runtime.is_main else []
-            handles = from_rank([buffer_handles(mine) for _ in range(self._runtime.world_size - 1)] if mine else [])
-            self._buffers = mine or open_buffers(handles[self._runtime.rank - 1])
-        else:
-            self._buffers = share_buffers(2, size)
-        return self._buffers, one_host
+    def _make_buffers(self, delivery: Delivery) -> dict[Receiver, list[Tensor]]:
+        """Two buffers for each of this rank's receivers that servers and, where it is shared, all ranks can open.
 
-    def _fresh_buffer(self, n_bytes: int) -> Tensor:
-        """On a GPU the server answers when its copies are queued, not when they are done. Memory that was opened there
-        is given out again by torch's allocator only when the other side has let go of it, so each bucket gets its own;
-        what `load` holds bounds them to two."""
-        return torch.empty(n_bytes, dtype=torch.uint8, device=self._runtime.device)
+        None where parcels are broadcast, and on GPUs. There a server answers when its copies are queued, not when they
+        are done, and memory that it has opened is given out again by torch's allocator only when it has let go of it:
+        each parcel gets its own, and what a sync holds bounds them to two.
+        """
+        if self._runtime.on_cuda or self.settings.placement != "colocated" or not delivery.buckets:
+            return {}
+        if self._buffers_of is not delivery:
+            share_by_name()
+            shared, rank = self.fleet.feeding.shares_memory, self._runtime.rank
+            own = [r for r in delivery.receivers if r.rank == rank]
+            made = [buffer for r in own for buffer in share_buffers(2, delivery.largest_bytes(r.part))]
+            if shared:
+                handles = from_rank([buffer_handles(made) for _ in range(self._runtime.world_size - 1)] if made else [])
+                own, made = list(delivery.receivers), made or open_buffers(handles[rank - 1])
+            self._buffers = {receiver: made[2 * n : 2 * n + 2] for n, receiver in enumerate(own)}
+            self._buffers_of = delivery
+        return self._buffers
 
-    def _transport(self, endpoint: Endpoint) -> Transport:
+    def _transport(self, endpoint: Endpoint, shape: EngineShape) -> Transport:
         key = (endpoint.index, endpoint.starts)
         if key not in self._transports:
             for old in [k for k in self._transports if k[0] == endpoint.index]:
                 self._transports.pop(old).close()
-            self._transports[key] = self._make_transport(endpoint)
+            self._transports[key] = self._make_transport(endpoint, shape)
         return self._transports[key]
 
-    def _make_transport(self, endpoint: Endpoint) -> Transport:
-        tp, timeout = self.settings.tensor_parallel, self.settings.sync_timeout_seconds
+    def _make_transport(self, endpoint: Endpoint, shape: EngineShape) -> Transport:
+        rank, timeout = self._runtime.rank, self.settings.sync_timeout_seconds
         if self.settings.placement == "colocated":
-            return SharedTransport(endpoint, tp, timeout)
-        return BroadcastTransport(endpoint, tp, self.settings.sync_address, timeout, self._runtime.backend)
+            return SharedTransport(endpoint, shape, rank, timeout)
+        address, backend = self.settings.sync_address, self._runtime.backend
+        return BroadcastTransport(endpoint, shape.tp, rank, address, timeout, backend)
 
     # Verification and figures
 
@@ -291,8 +308,7 @@ class SGLangEngine:
             mine = [e for e in self._endpoints if e.sender == self._runtime.rank]
             rounds = [Round([e], {e.index: request}, params, self._version, self.settings) for e in mine]
             outcomes = [round_.result() for round_ in rounds]
-            facts = of_all_ranks({index: reason for o in outcomes for index, reason in o.failures.items()})
-            failures = {index: reason for fact in facts for index, reason in fact.items()}
+            failures = _merged(of_all_ranks({index: reason for o in outcomes for index, reason in o.failures.items()}))
             if not failures:
                 return {index: answer for o in outcomes for index, answer in o.completions.items()}
             self._note_failures(failures)
@@ -301,7 +317,7 @@ class SGLangEngine:
 
     def judge(self, gaps: Mapping[int, float], tolerance_nats: float) -> float:
         """See `ServedEngine.judge`."""
-        found = {index: gap for fact in of_all_ranks(dict(gaps)) for index, gap in fact.items()}
+        found = _merged(of_all_ranks(dict(gaps)))
         index = max(found, key=lambda i: found[i] if found[i] == found[i] else float("inf"))
         if not found[index] <= tolerance_nats:
             raise SyncError(
@@ -335,7 +351,7 @@ class SGLangEngine:
                     action(self.fleet.servers[endpoint.index])
                 except ServerFailure as failure:
                     failed[endpoint.index] = str(failure)
-        return {index: reason for found in of_all_ranks(failed) for index, reason in found.items()}
+        return _merged(of_all_ranks(failed))
 
     def close(self) -> None:
         """End the servers of this rank and everything they made."""
@@ -343,8 +359,13 @@ class SGLangEngine:
             pending.round.cancel()
         for transport in self._transports.values():
             transport.close()
-        self._pending, self._transports, self._buffers = [], {}, []
+        self._pending, self._transports, self._buffers = [], {}, {}
         self.fleet.close()
+
+
+def _merged(facts: Sequence[Mapping[int, T]]) -> dict[int, T]:
+    """What ranks know of servers, by the servers' numbers."""
+    return {index: fact for of_rank in facts for index, fact in of_rank.items()}
 
 
 def served_engine(

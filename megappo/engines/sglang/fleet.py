@@ -14,8 +14,10 @@ from megappo.engines.sglang.gpus import server_gpus
 from megappo.engines.sglang.inspection import check_room, check_routing, check_stack, what_it_says
 from megappo.engines.sglang.server import EngineError, Server, ServerSpec, start_server
 from megappo.errors import RunError
+from megappo.reshard.feeding import Feeding
 from megappo.runtime.objects import agreed, of_all_ranks
 from megappo.runtime.process import Runtime
+from megappo.runtime.sglang_slices import has_loader
 from megappo.runtime.waiting import wait_until
 
 KEY_VARIABLE = "MEGAPPO_SGLANG_API_KEY"
@@ -40,13 +42,18 @@ class Fleet:
         self._spec, self._settings, self._runtime = spec, spec.settings, runtime
         runtime.release_cached_memory()
         hosts = of_all_ranks((socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text()))
-        self.one_host = len(set(hosts)) == 1
-        """Whether all ranks can share memory."""
+        self.feeding = Feeding(
+            hosts,
+            self._settings.tensor_parallel,
+            colocated=self._settings.placement == "colocated",
+            on_cuda=runtime.on_cuda,
+            sliced=self._settings.takes_slices and has_loader(),
+            anywhere=self._settings.reached_from_everywhere,
+        )
         self._ranks_here = hosts.count(hosts[runtime.rank])
-        self._ranks_on_first = hosts.count(hosts[0])
         self._external = dict(enumerate(self._settings.urls))
         self._count = self._settings.count(runtime.world_size, on_cuda=runtime.on_cuda)
-        self._mine = [i for i in range(self._count) if self._sender(i) == runtime.rank]
+        self._mine = [i for i in range(self._count) if self.feeding.sender(i) == runtime.rank]
         self.servers: dict[int, Server] = {}
         self._starts = dict.fromkeys(self._mine, 0)
         self._restarts = dict.fromkeys(self._mine, 0)
@@ -64,15 +71,6 @@ class Fleet:
     def returns_routing(self) -> bool:
         """Whether the servers say which experts computed a token."""
         return self._spec.returns_routing
-
-    def _sender(self, index: int) -> int:
-        """The rank that sends weights to a server. Own servers that are not spread over the trainers' GPUs stand on the
-        first machine, and so does a `sync_address`."""
-        if self._external and self._settings.sync_address is None:
-            return index % self._runtime.world_size
-        if self._runtime.on_cuda and self._settings.placement == "colocated":
-            return index * self._settings.tensor_parallel
-        return index % self._ranks_on_first
 
     def _start(self, index: int) -> None:
         self._starts[index] += 1

@@ -29,6 +29,7 @@ from megappo.errors import RunError
 from megappo.plan.cache import PlannedCache, server_cache
 from megappo.runtime.nccl import own_stack, share_settings
 from megappo.runtime.sglang_cpu import ENTRY_POINTS, PLATFORM_NAME
+from megappo.runtime.sglang_slices import LOADER, has_loader
 from megappo.runtime.store import free_port
 from megappo.runtime.waiting import wait_until
 
@@ -123,6 +124,8 @@ class ServerSpec:
             found["trust-remote-code"] = True
         if self.returns_routing:
             found["enable-return-routed-experts"] = True
+        if self.settings.takes_slices and has_loader():
+            found["custom-weight-loader"] = [LOADER]
         if self.cache.tokens is not None:
             found["max-total-tokens"] = self.cache.tokens
         if self.devices:

@@ -1,4 +1,4 @@
-"""One weight sync of the servers that this rank sends to: session, buckets, verification.
+"""One weight sync of the servers that this rank looks after or feeds: session, buckets, verification.
 
 While a server takes bucket k over, bucket k + 1 is gathered into the other of two buffers.
 """
@@ -6,21 +6,20 @@ While a server takes bucket k over, bucket k + 1 is gathered into the other of t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from megappo.engines.sglang.client import Endpoint, ServerFailure, call
-from megappo.engines.sglang.transport import Transport
+from megappo.engines.sglang.transport import Loaded, Transport
 from megappo.errors import first_of
-from megappo.reshard.fingerprint import EngineShape, Fingerprints, differing
-from megappo.reshard.stream import Bucket
+from megappo.reshard.fingerprint import Fingerprints, differing
+from megappo.reshard.slices import EngineShape, Receiver
 from megappo.runtime.device import thread_pool
+from megappo.runtime.objects import hand_to, taken_from
 
 
 @dataclass
@@ -36,13 +35,29 @@ class SyncSeconds:
 
 @dataclass
 class ServerSync:
-    """The state of one server's sync."""
+    """One server's sync, as a rank sees it that looks after it or feeds it."""
 
     endpoint: Endpoint
     transport: Transport
+    receivers: Sequence[Receiver]
+    """Of what feeds it."""
+    rank: int
+    """This one."""
     problem: str | None = None
-    """Why the sync of this server failed; no more buckets are sent to it then. None: it has not."""
+    """Why the sync of this server failed; no more is sent to it then. None: it has not."""
     loading: Future[None] | None = None
+    expected: dict[tuple[int, str], str] = field(default_factory=dict)
+    """Fingerprints of what was sent."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this rank looks after it: opens its session, compares what arrived, and says its version."""
+        return self.rank == self.endpoint.sender
+
+    @property
+    def others(self) -> list[int]:
+        """Further ranks that feed it."""
+        return [rank for rank in dict.fromkeys(r.rank for r in self.receivers) if rank != self.endpoint.sender]
 
     def step(self, action: Callable[[], object]) -> None:
         """Do something unless it failed already, and note where it fails."""
@@ -64,14 +79,16 @@ class SyncRun:
     """A sync of several servers from this rank's buffers."""
 
     servers: Sequence[ServerSync]
+    """In the order of their numbers, on all ranks."""
     shape: EngineShape
     timeout_seconds: float
     verify: bool
     seconds: SyncSeconds = field(default_factory=SyncSeconds)
     _expected: list[Future[dict[tuple[int, str], str]]] = field(default_factory=list)
+    _fingerprints: dict[Receiver, Fingerprints] = field(default_factory=dict)
+    _in_use: Loaded = ()
 
     def __post_init__(self) -> None:
-        self._fingerprints = Fingerprints(self.shape)
         self._pool = thread_pool(2 * len(self.servers) + 1, "megappo-sync")
 
     @contextmanager
@@ -83,27 +100,46 @@ class SyncRun:
         finally:
             setattr(self.seconds, phase, getattr(self.seconds, phase) + time.monotonic() - started)
 
+    @property
+    def problems(self) -> dict[int, str]:
+        """What went wrong so far on this rank, by server."""
+        return {server.endpoint.index: server.problem for server in self.servers if server.problem}
+
     def begin(self) -> None:
-        """Open a session on every server; one that a broken sync left open is closed first."""
+        """Open a session on each of this rank's own servers; one that a broken sync left open is closed first."""
         with self.timed("session"):
-            self._on_all(self._open)
+            self._on_own(self._open)
+
+    def give_up(self, problems: Mapping[int, str]) -> None:
+        """Send nothing to these servers."""
+        for server in self.servers:
+            server.problem = server.problem or problems.get(server.endpoint.index)
 
     def _open(self, server: ServerSync) -> None:
         with suppress(ServerFailure):
             self._call(server, "/end_weight_update")  # answers "no session is open" unless a sync broke off
         self._call(server, "/begin_weight_update")
 
-    def load(self, bucket: Bucket, flat_bytes: Tensor) -> None:
-        """Start loading a bucket; its buffer is free again after the next `settle`."""
+    def load(self, parcels: Loaded) -> None:
+        """Start loading this rank's parcels of a bucket; their memory is free again when the next was settled and is
+        loading."""
         for server in self.servers:
-            if server.problem is None:
-                server.loading = self._pool.submit(server.transport.load, bucket, flat_bytes)
-        if self.verify and self.servers:
-            whole = {slot.name: slot.view(flat_bytes) for slot in bucket.slots}
-            self._expected.append(self._pool.submit(self._fingerprints.of_bucket, bucket.parameters, whole))
+            parts = {(receiver.part, receiver.stage) for receiver in server.receivers if receiver.rank == server.rank}
+            own = [entry for entry in parcels if (entry[0].receiver.part, entry[0].receiver.stage) in parts]
+            work = server.transport.prepare(own, server.others) if own else None
+            if work is not None and server.problem is None:
+                server.loading = self._pool.submit(work)
+        self._in_use = parcels
+        for parcel, flat_bytes in parcels if self.verify and self.servers else ():
+            receiver, tensors = parcel.receiver, parcel.tensors(flat_bytes)
+            if receiver not in self._fingerprints:
+                rank = receiver.tensor_rank if receiver.tp > 1 else None
+                self._fingerprints[receiver] = Fingerprints(self.shape, rank)
+            compute = self._fingerprints[receiver].of_bucket
+            self._expected.append(self._pool.submit(compute, parcel.parameters, tensors))
 
     def settle(self) -> None:
-        """Wait until no buffer is in use."""
+        """Wait until nothing is being loaded by this rank."""
         with self.timed("load"):
             for server in self.servers:
                 server.settle()
@@ -114,15 +150,28 @@ class SyncRun:
     def finish(self, version: int) -> None:
         """Close the sessions, compare what arrived, and only then give it its version."""
         self.settle()
+        self._report()
         with self.timed("session"):
-            self._on_all(lambda server: self._call(server, "/end_weight_update"))
+            self._on_own(lambda server: self._call(server, "/end_weight_update"))
         if self.verify:
             with self.timed("verify"):
-                self._on_all(self._compare)
+                self._on_own(self._compare)
         with self.timed("session"):
-            self._on_all(lambda server: self._call(server, "/flush_cache?timeout=10"))
-            self._on_all(lambda server: self._publish(server, version))
+            self._on_own(lambda server: self._call(server, "/flush_cache?timeout=10"))
+            self._on_own(lambda server: self._publish(server, version))
         self._pool.shutdown()
+
+    def _report(self) -> None:
+        """Ranks that feed a server tell the one that looks after it what went wrong, and what they have sent."""
+        mine = {key: value for part in self._expected for key, value in part.result().items()}
+        for server in self.servers:
+            if server.is_own:
+                server.expected = dict(mine)
+                for problem, expected in [taken_from(rank) for rank in server.others]:
+                    server.problem = server.problem or problem
+                    server.expected |= expected
+            else:
+                hand_to((server.problem, mine), server.endpoint.sender)
 
     def _compare(self, server: ServerSync) -> None:
         answer = self._call(server, "/weights_checker", {"action": "checksum"})
@@ -132,8 +181,7 @@ class SyncRun:
             for place in rank["parallelism_info"]
             for name, value in rank["checksums"].items()
         }
-        expected = {key: value for part in self._expected for key, value in part.result().items()}
-        wrong = differing(expected, actual)
+        wrong = differing(server.expected, actual)
         if wrong:
             raise ServerFailure(f"{server.endpoint.name} does not hold what was sent: {first_of(wrong, 5)}")
 
@@ -143,7 +191,7 @@ class SyncRun:
     def _call(self, server: ServerSync, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         return call(server.endpoint, path, body, timeout_seconds=self.timeout_seconds)
 
-    def _on_all(self, action: Callable[[ServerSync], object]) -> None:
-        jobs = [self._pool.submit(server.step, partial(action, server)) for server in self.servers]
+    def _on_own(self, action: Callable[[ServerSync], object]) -> None:
+        jobs = [self._pool.submit(server.step, partial(action, server)) for server in self.servers if server.is_own]
         for job in jobs:
             job.result()

@@ -1,7 +1,8 @@
-"""How a bucket of weights gets from this process into one server.
+"""How a parcel of weights gets from the ranks that feed a server into it.
 
-On the same machine only a handle travels: the bucket lies in shared memory (CPU) or is opened by CUDA IPC, and every
-server rank reads its own part of it. Elsewhere a process group of this rank and the server's ranks broadcasts it.
+On the same machine only handles travel: a parcel lies in shared memory (CPU) or is opened by CUDA IPC, one for each
+rank of the server, which the ranks that have them hand to the one that looks after the server. Elsewhere each rank that
+feeds a server has a process group with the server's ranks, over which it broadcasts.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import base64
 import datetime
 import io
+import math
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any, Protocol, cast
@@ -23,18 +26,31 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megappo.engines.sglang.client import Endpoint, ServerFailure, call
-from megappo.reshard.stream import Bucket, Slot
+from megappo.reshard.slices import EngineShape
+from megappo.reshard.stream import Parcel, Slot
+from megappo.runtime.objects import hand_to, taken_from
+from megappo.runtime.sglang_slices import LOADER, SlicePlace, describe
 from megappo.runtime.store import listening_store
 from megappo.runtime.waiting import wait_until
 
 _POLL_SECONDS = 0.002
 
 
-class Transport(Protocol):
-    """Brings buckets into one server."""
+Loaded = Sequence[tuple[Parcel, Tensor]]
+"""Parcels of one bucket with the memory that they are in."""
 
-    def load(self, bucket: Bucket, flat_bytes: Tensor) -> None:
-        """Return when the server has taken the bucket over. Raises ServerFailure."""
+
+class Transport(Protocol):
+    """Brings parcels into one server."""
+
+    def prepare(self, parcels: Loaded, others: Sequence[int]) -> Callable[[], None] | None:
+        """What brings these into the server, to be done in another thread; it raises ServerFailure. None where another
+        rank does it. Called by all ranks that feed the server, for every bucket that they have parcels of.
+
+        `others`: those that do not look after it.
+
+        The memory is free again when that is done, or, where others do it, when the next bucket was prepared.
+        """
         ...
 
     def close(self) -> None:
@@ -45,23 +61,47 @@ class Transport(Protocol):
 class SharedTransport:
     """Handles of memory that the server opens."""
 
-    def __init__(self, endpoint: Endpoint, tp: int, timeout_seconds: float) -> None:
-        self._endpoint, self._tp, self._timeout = endpoint, tp, timeout_seconds
+    def __init__(self, endpoint: Endpoint, shape: EngineShape, rank: int, timeout_seconds: float) -> None:
+        """`rank`: of this process."""
+        self._endpoint, self._shape, self._rank, self._timeout = endpoint, shape, rank, timeout_seconds
 
-    def load(self, bucket: Bucket, flat_bytes: Tensor) -> None:
-        """See `Transport.load`."""
-        payload = flat_payload(flat_bytes[: bucket.n_bytes], bucket.slots)
-        call(
-            self._endpoint,
-            "/update_weights_from_tensor",
-            {
-                # A handle may be opened once: torch counts openings, and removes the memory after the last.
-                "serialized_named_tensors": [serialize(payload) for _ in range(self._tp)],
-                "load_format": "flattened_bucket",
-                "flush_cache": False,
-            },
-            timeout_seconds=self._timeout,
-        )
+    def prepare(self, parcels: Loaded, others: Sequence[int]) -> Callable[[], None] | None:
+        """See `Transport.prepare`. The server's ranks open a parcel each, or all of them the only one."""
+        handles = {number: handle for parcel, flat in parcels for number, handle in self._handles(parcel, flat)}
+        if self._rank != self._endpoint.sender:
+            hand_to(handles, self._endpoint.sender)
+            taken_from(self._endpoint.sender)  # the server has taken the bucket before over
+            return None
+        for rank in others:
+            handles |= taken_from(rank)
+        for rank in others:
+            hand_to(None, rank)
+        load_format = LOADER if parcels[0][0].receiver.tp > 1 else "flattened_bucket"
+        return partial(self._load, [handles[number] for number in sorted(handles)], load_format)
+
+    def _handles(self, parcel: Parcel, flat_bytes: Tensor) -> list[tuple[int, str]]:
+        """What ranks of the server open, by their numbers."""
+        flat = flat_bytes[: parcel.n_bytes]
+        if parcel.receiver.tp > 1:
+            return [(parcel.receiver.tensor_rank, serialize([(describe(self._places(parcel)), flat)]))]
+        payload = flat_payload(flat, parcel.slots)
+        # A handle may be opened once: torch counts openings, and removes the memory after the last.
+        return [(number, serialize(payload)) for number in range(self._shape.tp)]
+
+    def _places(self, parcel: Parcel) -> list[SlicePlace]:
+        """Where the runs of bytes of its parameters belong in the engine."""
+        places, slots, rank = [], iter(parcel.slots), parcel.receiver.tensor_rank
+        for parameter in parcel.parameters:
+            own = [next(slots) for _ in parameter.hf]
+            zeros = self._shape.padding(parameter, rank) * math.prod(own[0].shape[1:])
+            part, parts = (0, 1) if parameter.expert is None else (parameter.expert, self._shape.arch.experts)
+            name, dtype = parameter.engine_name, str(own[0].dtype).removeprefix("torch.")
+            places.append(SlicePlace(name, part, parts, zeros, dtype, own[0].start, own[-1].stop))
+        return places
+
+    def _load(self, handles: list[str], load_format: str) -> None:
+        body = {"serialized_named_tensors": handles, "load_format": load_format, "flush_cache": False}
+        call(self._endpoint, "/update_weights_from_tensor", body, timeout_seconds=self._timeout)
 
     def close(self) -> None:
         """The handles belong to the buffers, which outlive the transport."""
@@ -127,29 +167,40 @@ def address_towards(url: str) -> str:
 
 
 class BroadcastTransport:
-    """A process group of this rank (its rank 0) and the server's ranks, made when the first bucket is sent."""
+    """A process group of this rank (its rank 0) and the server's ranks, made when the first parcel is sent. Other ranks
+    that feed the server have groups of their own with it; it takes one parcel after the other."""
 
-    def __init__(self, endpoint: Endpoint, tp: int, address: str | None, timeout_seconds: float, backend: str) -> None:
-        """`address`: where the server finds this machine; None: where its packets come from."""
+    def __init__(
+        self, endpoint: Endpoint, tp: int, rank: int, address: str | None, timeout_seconds: float, backend: str
+    ) -> None:
+        """`rank`: of this process; `address`: where the server finds this machine, None: where its packets come
+        from."""
         self._endpoint, self._tp, self._address = endpoint, tp, address
         self._timeout, self._backend = timeout_seconds, backend
         self._group: dist.ProcessGroup | None = None
-        self._name = f"megappo-{endpoint.index}-{endpoint.starts}-{time.monotonic_ns()}"
+        self._name = f"megappo-{endpoint.index}-{endpoint.starts}-{rank}-{time.monotonic_ns()}"
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="megappo-sync")
 
-    def load(self, bucket: Bucket, flat_bytes: Tensor) -> None:
-        """See `Transport.load`."""
+    def prepare(self, parcels: Loaded, others: Sequence[int]) -> Callable[[], None]:
+        """See `Transport.prepare`."""
+        return partial(self._load_all, parcels)
+
+    def _load_all(self, parcels: Loaded) -> None:
+        for parcel, flat_bytes in parcels:
+            self._load(parcel, flat_bytes)
+
+    def _load(self, parcel: Parcel, flat_bytes: Tensor) -> None:
         group = self._group or self._join()
         body = {
-            "names": [s.name for s in bucket.slots],
-            "dtypes": [str(s.dtype).removeprefix("torch.") for s in bucket.slots],
-            "shapes": [list(s.shape) for s in bucket.slots],
+            "names": [s.name for s in parcel.slots],
+            "dtypes": [str(s.dtype).removeprefix("torch.") for s in parcel.slots],
+            "shapes": [list(s.shape) for s in parcel.slots],
             "group_name": self._name,
             "load_format": "flattened_bucket",
             "flush_cache": False,
         }
         answer = self._post("/update_weights_from_distributed", body)
-        work = group.broadcast(flat_bytes[: bucket.n_bytes], 0)
+        work = group.broadcast(flat_bytes[: parcel.n_bytes], 0)
 
         def is_taken() -> bool:
             if answer.done():

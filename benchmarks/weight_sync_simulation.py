@@ -1,0 +1,66 @@
+"""What each rank of a large world receives and sends in a weight sync, by the plan of slices that a sync goes by.
+
+Nothing is sent: the plan is a pure function of grids and parameters, and what a sync of a small world receives is
+compared with it byte by byte in the tests. Gigabytes are 1e9 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megappo.config import Config, derive
+from megappo.plan.inputs import make_setup
+from megappo.plan.planner import default_machine, read_models
+from megappo.plan.sizes import model_sizes
+from megappo.plan.sync import received_bytes, receivers, sent_bytes
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A weight sync on so many ranks."""
+
+    ranks: int
+    servers: int
+    model_gigabytes: float
+    """What each of the ranks would receive if all of them received the model."""
+    receiving_ranks: int
+    """Those that feed servers, or have an engine of their own."""
+    received_bytes: list[int]
+    """Of each rank."""
+    sent_bytes: list[int]
+    """By each rank to other ranks; what is broadcast to servers comes on top."""
+
+
+def simulate(config: Config, folder: Path, worlds: Sequence[int]) -> Iterator[Simulated]:
+    """One for each number of ranks. Raises ConfigError where the settings do not hold on one.
+
+    `folder`: that of the configuration; architectures may lie beside it.
+    """
+    models, machine = read_models(config, folder / "models").models, default_machine(config)
+    for world in worlds:
+        derive(config, world, models.actor, models.critic, models.reference)
+        setup = make_setup(config, models, world, on_cuda=machine.is_cuda, device_bytes=machine.memory_bytes)
+        node, settings = machine.devices_per_node, config.rollout.servers
+        yield Simulated(
+            world,
+            settings.count(world, on_cuda=machine.is_cuda) if config.rollout.has_servers else 0,
+            setup.actor.dtype_bytes * model_sizes(setup.actor.arch)[0] / 1e9,
+            len({receiver.rank for receiver in receivers(setup, node)}),
+            list(received_bytes(setup, node).values()),
+            list(sent_bytes(setup, node).values()),
+        )
+
+
+def show(found: Sequence[Simulated]) -> None:
+    """Print the table, in Markdown."""
+    columns = ["ranks", "servers", "ranks that receive", "most GB received", "mean of all ranks", "least"]
+    columns += ["most GB sent", "model in GB"]
+    print("|", " | ".join(columns), "|")
+    print("|", "---|" * len(columns), sep="")
+    for world in found:
+        received, sent = world.received_bytes, world.sent_bytes
+        cells = [max(received), sum(received) / len(received), min(received), max(sent)]
+        numbers = [world.ranks, world.servers, world.receiving_ranks, *(f"{n / 1e9:.4g}" for n in cells)]
+        print("|", " | ".join(map(str, [*numbers, f"{world.model_gigabytes:.4g}"])), "|")

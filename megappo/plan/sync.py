@@ -1,0 +1,114 @@
+"""What of the weights each rank receives in a weight sync, by the plan of slices that the sync itself goes by."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megappo.config.grid import Grid
+from megappo.families.architecture import ArchitectureConfig
+from megappo.plan.inputs import Setup
+from megappo.plan.servers import server_weights
+from megappo.plan.sizes import model_sizes
+from megappo.reshard.feeding import Feeding
+from megappo.reshard.slices import Holdings, Receiver, copy_ranks
+
+_SAMPLED_RANKS = 8
+
+
+@dataclass(frozen=True)
+class SyncTraffic:
+    """Bytes of one weight sync on the busiest rank."""
+
+    received: float
+    """From other ranks."""
+    made: float
+    """Of the tensors that it puts together."""
+    broadcast: float
+    """To servers elsewhere."""
+
+
+def sync_traffic(setup: Setup, ranks_per_node: int) -> SyncTraffic:
+    """Of a few ranks that are spread over all that receive something, what the busiest one does."""
+    found, holdings = receivers(setup, ranks_per_node), _holdings_of(setup)
+    arch, servers, e = setup.actor.arch, setup.work.servers, setup.actor.dtype_bytes
+    whole = float(e * model_sizes(arch)[0])
+    ranks = sorted({receiver.rank for receiver in found})
+    sampled = {*ranks[:: max(1, len(ranks) // _SAMPLED_RANKS)], *ranks[-1:]}
+    received = float(max(received_bytes(setup, ranks_per_node, sampled).values(), default=0))
+    if servers is None:
+        return SyncTraffic(received, whole, 0.0)
+    if servers.colocated and not found:  # each rank writes its part of one copy
+        return SyncTraffic(received, whole / min(setup.work.world_size, copy_ranks(setup.actor.grid)), 0.0)
+    if servers.colocated:
+        return SyncTraffic(
+            received, e * server_weights(arch, servers.tensor_parallel) if servers.sliced else whole, 0.0
+        )
+    stages = {stage: float(e * holdings.elements(stage)) for stage in range(setup.actor.grid.pp)}
+    made, sent = Counter[int](), Counter[int]()
+    for receiver in found:
+        made[receiver.rank] += int(stages[receiver.stage or 0])
+    for feeder in _feeders(setup, ranks_per_node):
+        sent[feeder.rank] += int(stages[feeder.stage or 0])
+    return SyncTraffic(received, float(max(made.values())), float(max(sent.values())))
+
+
+def receivers(setup: Setup, ranks_per_node: int) -> list[Receiver]:
+    """All that ask for weights: every rank for the embedded engine, those that feed servers otherwise; none where
+    servers read memory that all ranks write."""
+    if setup.work.servers is None:
+        return [Receiver(rank) for rank in range(setup.work.world_size)]
+    return list(dict.fromkeys(_feeders(setup, ranks_per_node)))
+
+
+def _feeders(setup: Setup, ranks_per_node: int) -> list[Receiver]:
+    """Of each server. Those that a node has no room for are started apart, and `rollout.sglang.urls` will name them."""
+    servers, world = setup.work.servers, setup.work.world_size
+    assert servers is not None
+    apart = servers.beside and servers.ranks > ranks_per_node
+    feeding = Feeding(
+        tuple(0 if servers.shares_machine else rank // ranks_per_node for rank in range(world)),
+        servers.tensor_parallel,
+        colocated=servers.colocated,
+        on_cuda=setup.work.on_cuda,
+        sliced=servers.sliced,
+        anywhere=servers.reached_from_everywhere or apart,
+    )
+    if feeding.shares_memory:
+        return []
+    return [receiver for index in range(servers.count) for receiver in feeding.feeders(index, setup.actor.grid)]
+
+
+def received_bytes(setup: Setup, ranks_per_node: int, ranks: Collection[int] | None = None) -> dict[int, int]:
+    """What other ranks send to each rank, or to each of these."""
+    found = dict.fromkeys(range(setup.work.world_size) if ranks is None else ranks, 0)
+    for receiver in receivers(setup, ranks_per_node):
+        if receiver.rank in found:
+            found[receiver.rank] += setup.actor.dtype_bytes * sum(_sources(_holdings_of(setup), receiver).values())
+    return found
+
+
+def sent_bytes(setup: Setup, ranks_per_node: int) -> dict[int, int]:
+    """What each rank sends to others."""
+    found = dict.fromkeys(range(setup.work.world_size), 0)
+    for receiver in receivers(setup, ranks_per_node):
+        for rank, elements in _sources(_holdings_of(setup), receiver).items():
+            found[rank] += setup.actor.dtype_bytes * elements
+    return found
+
+
+def _holdings_of(setup: Setup) -> Holdings:
+    actor = setup.actor
+    return _holdings(actor.arch, actor.grid, actor.padded_vocab, actor.stage_layers)
+
+
+@lru_cache(maxsize=64)
+def _holdings(arch: ArchitectureConfig, grid: Grid, padded_vocab: int, stage_layers: tuple[int, ...]) -> Holdings:
+    return Holdings.planned(arch, grid, padded_vocab, stage_layers)
+
+
+@lru_cache(maxsize=4096)
+def _sources(holdings: Holdings, receiver: Receiver) -> Counter[int]:
+    return holdings.sources(receiver)
