@@ -13,17 +13,18 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs launch/requirements-sglang.txt"),
 ]
+OFFLOAD = ("actor.offload=true", "critic.offload=true")
 
 
 def test_on_policy_killed_and_continued(tmp_path: Path) -> None:
-    """While the servers are given weights."""
+    """While the servers are given weights, which rest outside of the device."""
     settings = ("run.steps=3", "checkpoint.every_steps=1")
     killed = tmp_path / "killed"
     attempts(
         tmp_path,
         train(tmp_path / "whole", *settings, config="sglang_quickstart"),
-        killed_at(killed, 2, "sync", 0, *settings, config="sglang_quickstart"),
-        train(killed, *settings, config="sglang_quickstart"),
+        killed_at(killed, 2, "sync", 0, *settings, *OFFLOAD, config="sglang_quickstart"),
+        train(killed, *settings, *OFFLOAD, config="sglang_quickstart"),
         timeout=400,
     )
     assert not (tmp_path / "whole/checkpoints/step-000002/responses-00001.pt").exists()
@@ -33,16 +34,16 @@ def test_on_policy_killed_and_continued(tmp_path: Path) -> None:
 def test_one_step_ahead_stopped_killed_and_continued(tmp_path: Path) -> None:
     """Stopped while the servers owe the next step's responses: what is left of them is generated with the weights that
     were due, which are older than the actor's. Then killed while they generate: what was generated ahead is in the
-    checkpoint, so it is trained on although newer weights are there."""
+    checkpoint, so it is trained on although newer weights are there. Weights rest meanwhile."""
     settings = ("run.steps=4", "checkpoint.every_steps=1", "checkpoint.keep_last=9", "rollout.when_stopped=keep")
     config, run = "sglang_disaggregated", tmp_path / "killed"
     stop = {"rank": 1, "step": 2, "at": "update_critic", "signal": "SIGUSR1", "stall": "rollout", "after_answers": True}
     output = attempts(
         tmp_path,
         train(tmp_path / "whole", *settings, config=config),
-        train(run, *settings, config=config, expect="85", kill=stop),
-        killed_at(run, 4, "update_actor", 1, *settings, config=config),
-        train(run, *settings, config=config),
+        train(run, *settings, *OFFLOAD, config=config, expect="85", kill=stop),
+        killed_at(run, 4, "update_actor", 1, *settings, *OFFLOAD, config=config),
+        train(run, *settings, *OFFLOAD, config=config),
         timeout=500,
     )
     assert "stopped after step 2 with a checkpoint" in output and "Traceback" not in output
