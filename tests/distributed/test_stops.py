@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from distributed.attempts import ROOT, assert_same_run, attempts, timeless, train
+from distributed.models import write_model
 from megappo.checkpoint.files import read_marker, stamp, write_marker
 from megappo.config.schema import PHASES
 
@@ -144,9 +145,16 @@ NOT_FINITE = ("actor.optimizer.learning_rate=1e9", "run.steps=2")
 
 
 def test_a_refused_update_is_kept_and_repeats(tmp_path: Path) -> None:
-    run = tmp_path / "run"
+    """Of a model with experts, whose batch has the routing that was replayed."""
+    run, model = tmp_path / "run", write_model(tmp_path / "model", "qwen3_moe", 3, vocab_size=16, num_hidden_layers=2)
+    of_model = (f"model.path={model}", "model.init=pretrained", "model.tokenizer=configs/models/tiny_arithmetic",
+                "actor.layout={pipeline_parallel: 2}", "critic.layout={}", "actor.optimizer.weight_decay=1e9",
+                "model.dtype=float32")  # fmt: skip
     replay = {"arguments": ["train", "--replay", str(run / "replay/step-000001")], "processes": 2, "expect": "0"}
-    output = attempts(tmp_path, train(run, *NOT_FINITE, expect="1"), replay, {**replay, "processes": 1, "expect": "2"})
+    refused = train(run, *NOT_FINITE, *of_model, expect="1")
+    output = attempts(tmp_path, refused, replay, {**replay, "processes": 1, "expect": "2"})
+    kept = torch.load(run / "replay/step-000001/batch-00000.pt")
+    assert [len(routing) + 1 for routing in kept["routing"]] == [len(tokens) for tokens in kept["sequences"]] != []
     assert "its weights were left as they were" in output
     assert f"`megappo train --replay {run / 'replay/step-000001'}` repeats the update" in output
     assert "step 1, actor, minibatch 2: refused again, all numbers as in the run" in output
