@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megappo.config.grid import Grid
 from megappo.errors import RunError, first_of
 from megappo.families.declaration import Shape
 from megappo.families.parameters import OUTPUT_LAYER, Parameter, model_parameters
@@ -183,7 +184,7 @@ class WeightStream:
     """
 
     def __init__(self, role: Role, bucket_bytes: int) -> None:
-        """A collective of the world: ranks tell each other which parameters they hold.
+        """A collective of the world: the ranks of the first copy of everything say which parameters they hold.
 
         Raises RunError where there are parameters that none of them holds.
         """
@@ -191,7 +192,7 @@ class WeightStream:
         self.dtype, self.device, self._bucket_bytes = options.dtype, options.device, bucket_bytes
         self._here = {held.entry.megatron: held for held in role.mapped_parameters()}
         self._read = role.read_shard
-        held = of_all_ranks(list(self._here))
+        held = of_all_ranks(self._said(grid))
         stage_of = {name: s for s in range(grid.pp) for r in grid.stage_ranks(s) for name in held[r]}
         self._check_whole(stage_of, is_critic=options.is_critic)
         self.holdings = Holdings(self.arch, grid, options.padded_vocab, stage_of)
@@ -201,6 +202,16 @@ class WeightStream:
         self._deliveries: dict[tuple[tuple[Receiver, ...], bool], Delivery] = {}
         # NCCL wants all ranks in the first thing that goes over a group; later, messages are for those concerned alone.
         dist.all_reduce(torch.zeros(1, device=self.device))
+
+    def _said(self, grid: Grid) -> list[str]:
+        """Names of what this rank has the first copy of, so that every rank hears each name once or twice."""
+        place = grid.place(dist.get_rank())
+        if place is None:
+            return []
+        replica, _, context_rank, tensor_rank = place
+        first_experts = grid.expert_place(replica, context_rank, tensor_rank)[0] == 0
+        first = replica == context_rank == tensor_rank == 0
+        return [n for n, held in self._here.items() if (first if held.entry.expert is None else first_experts)]
 
     def _check_whole(self, stage_of: dict[str, int], *, is_critic: bool) -> None:
         missing = [p.megatron for p in model_parameters(self.arch) if p.megatron not in stage_of]

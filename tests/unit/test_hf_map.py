@@ -32,9 +32,11 @@ from megappo.families.parameters import (
 from megappo.families.weights import read_shard, scatter_shard
 from megappo.megatron.build import BuildOptions, RoleModel
 from megappo.megatron.roles import LocalRole, Placement
+from megappo.reshard import stream
 from megappo.reshard.sources import RandomSource, SafetensorsSource
 from megappo.reshard.stream import WeightStream
 from megappo.runtime.process import Runtime
+from unit.helpers_worlds import fake_world
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "qwen3_moe"])
@@ -197,6 +199,25 @@ def test_an_entry_of_the_map_that_nobody_holds_is_an_error(llama_8b: Architectur
     )
     with pytest.raises(RunError, match=r"no rank holds decoder.layers.7.pre_mlp_layernorm.weight of the model"):
         WeightStream(role, 1 << 30)
+
+
+def test_names_are_said_by_the_first_copy_alone(llama_8b: ArchitectureConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what a rank hears does not grow with the world."""
+    model = held_model(llama_8b, transformer_engine_names(llama_8b))
+    names = [held.entry.megatron for held in model.parameters_here()]
+    said: list[list[str]] = []
+
+    def heard(own: list[str]) -> list[list[str]]:
+        said.append(own)
+        return [names] * 8
+
+    monkeypatch.setattr(stream, "of_all_ranks", heard)
+    for rank in range(8):
+        with fake_world(rank, 8):
+            runtime = Runtime(rank, 8, 0, torch.device("cpu"))
+            grid = Grid(range(8), 2, 1, cp=2)
+            WeightStream(LocalRole(Placement("actor", grid, 1, 1, SampleCost(1, 0)), model, runtime), 1 << 30)
+    assert said == [names] + [[]] * 7
 
 
 @pytest.fixture
