@@ -151,6 +151,7 @@ TWO_EXPERTS: dict[str, list[str]] = {
         "actor.recompute_modules=[core_attn, moe]",
     ],
     "ep2-distributed-experts": [*EP2, "actor.optimizer.distributed=true", "critic.optimizer.distributed=true"],
+    "ep2-offload-experts": [*EP2, *ON_HOST, *OFFLOAD],
     "sp2-experts": [
         *SP2,
         "critic.layout.expert_parallel=2",

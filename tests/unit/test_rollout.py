@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distributed.models import VOCAB, write_model
 from megappo.config.model_files import read_architecture
-from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
+from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams, ServedEngine, SleepingEngine
 from megappo.engines.transformers_engine import TransformersEngine
 from megappo.errors import Interrupted
 from megappo.observe.progress import PROGRESS
@@ -30,10 +30,15 @@ def model(folder: Path):  # type: ignore[no-untyped-def]
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def make_engine(folder: Path, batch: int = 8, stop: Stop | None = None) -> TransformersEngine:
-    cpu = torch.device("cpu")
-    arch = read_architecture(folder)
-    return TransformersEngine(arch, dtype=torch.float32, device=cpu, generate_batch_sequences=batch, stop=stop)
+def make_engine(folder: Path, batch: int = 8, stop: Stop | None = None, *, sleeps: bool = False) -> TransformersEngine:
+    return TransformersEngine(
+        read_architecture(folder),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        generate_batch_sequences=batch,
+        sleeps=sleeps,
+        stop=stop,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +91,20 @@ def test_logprobs_are_those_of_a_plain_forward_pass(engine: TransformersEngine, 
         truth = logp.gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(done.logprobs), truth, rtol=0, atol=1e-5)
         assert done.weight_version == 3
+
+
+def test_an_engine_that_slept_answers_again(folder: Path, engine: TransformersEngine, model) -> None:  # type: ignore[no-untyped-def]
+    """Once it was given weights; one that is not to sleep answers on."""
+    sleeper = make_engine(folder, sleeps=True)
+    assert isinstance(sleeper, SleepingEngine) and not isinstance(sleeper, ServedEngine)
+    for _ in range(2):
+        sleeper.update_weights(model.named_parameters(), 3)
+        assert sleeper.generate(requests(), PARAMS) == engine.generate(requests(), PARAMS)
+        sleeper.sleep()
+        with pytest.raises(RuntimeError, match="without a whole set of weights"):
+            sleeper.generate(requests(), PARAMS)
+    engine.sleep()
+    assert engine.generate(requests(1), PARAMS)
 
 
 def test_responses_end_at_the_first_stop_token(engine: TransformersEngine) -> None:
