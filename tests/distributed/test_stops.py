@@ -151,7 +151,7 @@ def test_a_refused_update_is_kept_and_repeats(tmp_path: Path) -> None:
                 "actor.layout={pipeline_parallel: 2}", "critic.layout={}", "actor.optimizer.weight_decay=1e9",
                 "model.dtype=float32")  # fmt: skip
     replay = {"arguments": ["train", "--replay", str(run / "replay/step-000001")], "processes": 2, "expect": "0"}
-    refused = train(run, *NOT_FINITE, *of_model, expect="1")
+    refused = train(run, *NOT_FINITE, *of_model, "actor.offload=true", "critic.offload=true", expect="1")
     output = attempts(tmp_path, refused, replay, {**replay, "processes": 1, "expect": "2"})
     kept = torch.load(run / "replay/step-000001/batch-00000.pt")
     assert [len(routing) + 1 for routing in kept["routing"]] == [len(tokens) for tokens in kept["sequences"]] != []

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from distributed.models import VOCAB, stored_parameters, write_model
 from megappo.config import ConfigError, load_config
 from megappo.config.model_files import read_architecture
-from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
+from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams, ServedEngine, SleepingEngine
 from megappo.engines.transformers_engine import TransformersEngine
 from megappo.errors import Interrupted
 from megappo.families.architecture import ArchitectureConfig
@@ -36,10 +36,15 @@ def model(folder: Path):  # type: ignore[no-untyped-def]
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def make_engine(folder: Path, batch: int = 8, stop: Stop | None = None) -> TransformersEngine:
-    cpu = torch.device("cpu")
-    arch = read_architecture(folder)
-    return TransformersEngine(arch, dtype=torch.float32, device=cpu, generate_batch_sequences=batch, stop=stop)
+def make_engine(folder: Path, batch: int = 8, stop: Stop | None = None, *, sleeps: bool = False) -> TransformersEngine:
+    return TransformersEngine(
+        read_architecture(folder),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        generate_batch_sequences=batch,
+        sleeps=sleeps,
+        stop=stop,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +136,20 @@ def test_an_engine_that_does_not_say_is_refused_where_it_must(tmp_path: Path) ->
     for engine in (silent, other):
         with pytest.raises(ConfigError, match="algorithm.router_replay is true, but the engine .* does not say which"):
             asked(experts, engine, "algorithm.router_replay=true")
+
+
+def test_an_engine_that_slept_answers_again(folder: Path, engine: TransformersEngine, model) -> None:  # type: ignore[no-untyped-def]
+    """Once it was given weights; one that is not to sleep answers on."""
+    sleeper = make_engine(folder, sleeps=True)
+    assert isinstance(sleeper, SleepingEngine) and not isinstance(sleeper, ServedEngine)
+    for _ in range(2):
+        sleeper.update_weights(model.named_parameters(), 3)
+        assert sleeper.generate(requests(), PARAMS) == engine.generate(requests(), PARAMS)
+        sleeper.sleep()
+        with pytest.raises(RuntimeError, match="without a whole set of weights"):
+            sleeper.generate(requests(), PARAMS)
+    engine.sleep()
+    assert engine.generate(requests(1), PARAMS)
 
 
 def test_responses_end_at_the_first_stop_token(engine: TransformersEngine) -> None:
