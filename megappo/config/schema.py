@@ -195,7 +195,7 @@ class RolloutSettings(Settings):
     generate_batch_sequences: PositiveInt = 64
     """Sequences the embedded engine generates together."""
     sync_bucket_bytes: Bytes = 256 * 2**20
-    """Size of a bucket of the weight stream."""
+    """Most bytes of the weights that a rank receives at a time, unless one tensor is larger."""
     sglang: SGLangSettings | None = None
     """Servers of `engine: sglang`; default: one that lives beside the trainers, on GPUs one per rank."""
 

@@ -41,7 +41,7 @@ def engine_findings(config: Config, models: Models, ranks: Ranks, world_size: in
     except RunError as error:
         problem, _, remedy = str(error).rpartition("; ")
         yield broken("engines", problem, remedy)
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and settings.placement == "colocated":
         setup = make_setup(config, models, world_size, on_cuda=False)
         local = 1 if (ranks.local_world_size or ranks.world_size) == ranks.world_size else ranks.local_world_size or 1
         yield bucket_room(2 * bucket_bytes(setup) * local)

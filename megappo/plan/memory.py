@@ -247,15 +247,15 @@ def sync_bytes(setup: Setup) -> float:
     messages = (c - 1 + min(_parts(setup), max(1, c - 1))) / c * size
     if servers is None:
         return size + messages
-    arch, in_turns = setup.actor.arch, grid.pp if servers.sliced else 1
-    waiting = setup.actor.dtype_bytes * arch.experts * expert_parameters(arch) / _parts(setup) * in_turns
+    arch, parts = setup.actor.arch, _parts(setup)
+    waiting = setup.actor.dtype_bytes * arch.experts * expert_parameters(arch) / parts * (grid.pp if parts > 1 else 1)
     return 2.0 * size + messages + waiting
 
 
 def _parts(setup: Setup) -> int:
-    """How many different slices of a tensor travel."""
+    """In how many slices tensors travel, each to other ranks; on a machine that all share they lie in one place."""
     servers = setup.work.servers
-    return servers.tensor_parallel if servers is not None and servers.sliced else 1
+    return servers.tensor_parallel if servers is not None and servers.sliced and not servers.shares_machine else 1
 
 
 def rank_memory(setup: Setup) -> tuple[RankMemory, ...]:

@@ -249,6 +249,8 @@ def test_buckets(given: int) -> None:
         sliced = Setup(setup, None, None, work(sync_bucket_bytes=given, servers=servers(sliced=True)))
         size = max(min(given, whole(setup.arch)), 2 * F * H)
         assert sync_bytes(sliced) == pytest.approx((3 + 1 / 6) * size + experts, rel=1e-12)
+        in_one_place = work(sync_bucket_bytes=given, servers=servers(sliced=True, shares_machine=True), on_cuda=False)
+        assert sync_bytes(Setup(setup, None, None, in_one_place)) == sync_bytes(served)
     alone = Setup(role(tp=1, pp=1), None, None, work(sync_bucket_bytes=given))
     assert sync_bytes(alone) == 2 * bucket(role(), given)
 
