@@ -7,6 +7,7 @@ which the shards of tensor ranks follow each other.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,7 +98,7 @@ def _written_here(layout: Layout, entries: Sequence[_Entry]) -> set[int]:
     )
     found = set[int]()
     for numbers, holders, own in kinds:
-        sizes = [entries[number].held.shard.numel() for number in numbers]
+        sizes = [math.prod(entries[number].held.shape) for number in numbers]
         found |= {numbers[i] for i in balance(sizes, holders)[own]}
     return found
 
