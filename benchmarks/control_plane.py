@@ -47,7 +47,9 @@ from benchmarks.step import versions  # noqa: E402
 from megappo.config import Config, load_config  # noqa: E402
 from megappo.config.grid import Grid  # noqa: E402
 from megappo.data import Cursor  # noqa: E402
+from megappo.families.architecture import ArchitectureConfig  # noqa: E402
 from megappo.families.flops import SampleCost  # noqa: E402
+from megappo.megatron.build import BuildOptions  # noqa: E402
 from megappo.megatron.packing import MicrobatchPlan  # noqa: E402
 from megappo.megatron.roles import Placement, Role, TrainedRole, Update  # noqa: E402
 from megappo.megatron.schedule import PlacedSample, Task  # noqa: E402
@@ -90,11 +92,12 @@ class Spent:
 class Echo(TrainedRole):
     """A role without a model, which answers at once."""
 
-    def __init__(self, placement: Placement, runtime: Runtime) -> None:
-        Role.__init__(self, placement, arch=None, options=None, runtime=runtime)  # type: ignore[arg-type]
+    def __init__(self, placement: Placement, arch: ArchitectureConfig, runtime: Runtime) -> None:
+        options = BuildOptions(torch.float32, runtime.device, padded_vocab=arch.vocab_size)
+        Role.__init__(self, placement, arch, options, runtime)
 
-    def settle_weights(self) -> None:
-        """There are none."""
+    def rest(self) -> None:
+        """There is nothing to move."""
 
     def run_forward(self, plan: MicrobatchPlan, samples: Mapping[int, PlacedSample]) -> dict[int, Tensor]:
         """Zeros, from the rank that hands out results."""
@@ -152,8 +155,9 @@ def placement(name: str, config: Config, size: Size) -> Placement:
 
 def make_trainer(config: Config, runtime: Runtime, size: Size) -> Trainer:
     """The trainer of a run whose models are echoes."""
-    actor = Echo(placement("actor", config, size), runtime)
-    critic = Echo(placement("critic", config, size), runtime) if config.critic is not None else None
+    models = read_models(config, ROOT / "configs" / "models").models
+    actor = Echo(placement("actor", config, size), models.actor, runtime)
+    critic = Echo(placement("critic", config, size), models.critic, runtime) if config.critic is not None else None
     given: dict[str, Any] = dict.fromkeys(Parts.__dataclass_fields__)
     given |= {
         "config": config,

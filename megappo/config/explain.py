@@ -209,9 +209,14 @@ def _description(key: Key) -> str:
     return f" ({text.rstrip('.')})" if text else ""
 
 
+def _without_places(key: Key) -> Key:
+    """Of the list that an entry is in."""
+    return tuple(part for part in key if not part.isdigit())
+
+
 def _choices(key: Key) -> list[str]:
-    """The words a Literal field takes."""
-    field = find_field(key)
+    """The words that a Literal field takes, or a list of them."""
+    field = find_field(_without_places(key))
     assert field is not None
     literals = [
         a for a in (field.annotation, *typing.get_args(field.annotation)) if typing.get_origin(a) is typing.Literal
@@ -223,7 +228,7 @@ def _bound(key: Key, kind: str, context: Mapping[str, Any]) -> str:
     """`must be above 0; the nearest is 1`: an open bound has a nearest value only among whole numbers."""
     name, words = _BOUNDS[kind]
     bound = context[name]
-    field = find_field(tuple(part for part in key if not part.isdigit()))
+    field = find_field(_without_places(key))
     whole = field is not None and "int" in str(field.annotation)
     step = {"gt": 1, "lt": -1}.get(name, 0)
     if step and not whole:

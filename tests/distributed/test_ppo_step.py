@@ -60,6 +60,7 @@ SHARDED = [f"{role}.optimizer.distributed=true" for role in ("actor", "critic")]
 # A part of the optimizer on the host, all of it, and what Megatron gathers late.
 OFFLOADED = {
     "tp2-offload": [*(f"{role}.layout.tensor_parallel=2" for role in ("actor", "critic")), *OFFLOAD],
+    "dp2-distributed": SHARDED,
     "dp2-distributed-offload": [*SHARDED, *OFFLOAD],
 }
 TWO_PROCESSES: dict[str, list[str]] = {
@@ -413,15 +414,14 @@ def test_shared_out_samples_in_bfloat16_are_as_near_the_oracle_as_whole_ones(wor
 
 @pytest.mark.parametrize("name", ["tp2", "dp2-distributed"])
 def test_what_rests_comes_back_to_the_last_bit(world: World, name: str) -> None:
-    plain = "dp2-distributed-optimizer" if name == "dp2-distributed" else name
-    found = [world.result(scenario) for scenario in (plain, f"{name}-offload")]
+    found = [world.result(scenario) for scenario in (name, f"{name}-offload")]
     metrics = [
         {key: value for key, value in result["metrics"].items() if not key.startswith(("time/", "memory/"))}
         for result in found
     ]
     assert metrics[0] == metrics[1] and found[0]["samples"] == found[1]["samples"]
     for role in ("actor", "critic"):
-        files = [world.out(scenario) / f"{role}.safetensors" for scenario in (plain, f"{name}-offload")]
+        files = [world.out(scenario) / f"{role}.safetensors" for scenario in (name, f"{name}-offload")]
         assert files[0].read_bytes() == files[1].read_bytes()
 
 

@@ -97,6 +97,10 @@ MALFORMED: list[tuple[dict[str, Any], list[str]]] = [
     ),
     ({"model.dtype": "bf16"}, ["model.dtype is 'bf16'", "float32 or bfloat16", "nearest is 'bfloat16'"]),
     ({"rollout.dtype": "fp16"}, ["rollout.dtype is 'fp16'", "must be float32 or bfloat16"]),
+    (
+        {"actor.recompute_modules": ["core_atn"]},
+        ["actor.recompute_modules.0 is 'core_atn', must be core_attn, mlp or moe; the nearest is 'core_attn'"],
+    ),
     ({"actor.optimizer.schedule": "cos"}, ["actor.optimizer.schedule is 'cos'", "the nearest is 'cosine'"]),
     (
         {"algorithm.kl_in_loss": {"coef": 0.1, "kind": "k4"}},
