@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_it_prints_and_saves_a_table(tmp_path: Path) -> None:
     saved = tmp_path / "experts.json"
     command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "experts.py"), "--device", "cpu"]

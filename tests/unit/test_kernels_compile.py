@@ -52,6 +52,7 @@ def test_all_kernels_compile_for_all_chips(tmp_path: Path) -> None:
     assert {of_chip[chip, "fused_kernel"] for chip in ("80", "90", "100", "120")} == {5}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("ptxas") is None, reason="no CUDA toolkit on PATH")
 def test_the_toolkits_assembler_compiles_them_too(tmp_path: Path) -> None:
     """It allots registers otherwise than Triton's own, and is taken for Blackwell where flashinfer is imported.
