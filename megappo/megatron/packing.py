@@ -74,7 +74,8 @@ def pack(lengths: Sequence[int], budget_tokens: int, cost: SampleCost) -> list[l
 
     def packed(n_bins: int) -> list[list[int]] | None:
         # Bins of equal costs may be over the budget where bins of equal tokens are not.
-        for bins in (balance(costs, n_bins), balance(lengths, n_bins)):
+        for evened in (costs, lengths):
+            bins = balance(evened, n_bins)
             if max(sum(lengths[i] for i in b) for b in bins) <= budget_tokens:
                 return sorted((b for b in bins if b), key=lambda b: -sum(costs[i] for i in b))
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megappo.families import architecture
 from megappo.families.flops import SampleCost, sample_cost
+from megappo.megatron import packing
 from megappo.megatron.packing import Microbatch, balance, pack, plan_microbatches
 
 TOKENS = SampleCost(of_token=1, of_pair=0)
@@ -62,6 +64,31 @@ def test_a_plan_by_hand() -> None:
         (Microbatch((4,), is_filler=True),) * 2,
     )
     assert alone.replica_of() == {1: 0, 4: 1}
+
+
+@given(st.integers(1, 20), st.integers(1, 200))
+@example(1, 2)
+@example(3, 7)
+def test_the_first_packing_is_found_by_steps_that_double(start: int, fits: int) -> None:
+    """Of all numbers of bins from `start` on the first that fits; in as many tries as twice its digits."""
+    tried: list[int] = []
+
+    def packed(n_bins: int) -> list[list[int]] | None:
+        tried.append(n_bins)
+        return [[n_bins]] if n_bins >= fits else None
+
+    assert packing._fewest(start, packed) == [[max(start, fits)]]
+    steps = [start + 2**i - 1 for i in range(max(0, fits - start).bit_length() + 1)]
+    assert tried[: len(steps)] == steps
+    assert len(tried) <= 2 * len(steps) - (1 if len(steps) < 3 else 2)
+
+
+@pytest.mark.parametrize("lengths", [[8] * 6, [9] * 8, [16, 9, 7]])
+def test_a_packing_begins_where_fewer_bins_cannot_do(lengths: list[int]) -> None:
+    """As many as the tokens ask for, or as there are samples of more than half a bin: here the first try fits."""
+    with mock.patch.object(packing, "balance", wraps=balance) as tries:
+        bins = pack(lengths, 16, TOKENS)
+    tries.assert_called_once_with(lengths, len(bins))
 
 
 @given(st.lists(st.integers(1, 4), max_size=12), st.integers(1, 4))
