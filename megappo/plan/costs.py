@@ -19,9 +19,9 @@ from megappo.plan.servers import Servers, running_sequences, server_weights, tok
 from megappo.plan.sizes import model_sizes
 from megappo.plan.sync import sync_traffic
 
-_LAUNCHES_OF_EXPERTS = 0.5
-"""Of a layer's kernels, what routing adds: 62 forward and backward with grouped experts, however many they are, where
-SwiGLU has 14."""
+_LAUNCHES_OF_EXPERTS, _LAUNCHES_OF_REPLAY = 1.2, 0.3
+"""Of a layer's kernels, what routing adds and what replaying it does: forward and backward 50 and 12, however many
+experts, where a layer without has 41 with its norms, rope and SwiGLU in kernels of their own."""
 _TRAINING_PASSES = {"none": 3, "selective": 3, "full": 4}
 """Of a microbatch in an update, by recomputation, in units of a forward pass: backward is two."""
 _BUCKET_ELEMENTS, _BUCKET_ELEMENTS_OF_A_REPLICA = 40_000_000, 1_000_000
@@ -223,7 +223,7 @@ def _pipeline(spent: _StageWork, role: RoleSetup, work: Workload, *, train: bool
     seconds = spent.run(
         flops=max(stage_flops) / role.grid.tp,
         memory_bytes=passes * (weights * e + activation_bytes) + (8 * weights if train else 0),
-        layers=layers * passes * (1 + (_LAUNCHES_OF_EXPERTS if arch.experts else 0)),
+        layers=layers * passes * _launches(role),
         times=slots,
     )
     samples = times * role.replica_sequences * work.sequence_tokens * role.grid.dp
@@ -231,6 +231,11 @@ def _pipeline(spent: _StageWork, role: RoleSetup, work: Workload, *, train: bool
     spent.flops += samples * (arch.layers * layer_flops + response_share * head_flops)
     _layer_communication(spent, role, tokens, passes=passes, slots=slots)
     return seconds
+
+
+def _launches(role: RoleSetup) -> float:
+    """Of a layer, in units of one without experts."""
+    return 1 + (_LAUNCHES_OF_EXPERTS if role.arch.experts else 0) + (_LAUNCHES_OF_REPLAY if role.routing_bytes else 0)
 
 
 def _pass_flops(role: RoleSetup, work: Workload, *, train: bool) -> tuple[float, float]:

@@ -124,7 +124,7 @@ def test_scoring(model: ArchitectureConfig, critic: bool) -> None:
     heaviest = held(model, 3) + 34 * H + (0 if critic else H) + 3 * model.experts * 3 * H * F
     wide = 8 * H + 6 * Q + (PER_TOKEN * (3 * F + 4 * H) if model.experts else 3 * F)
     assert memory_bytes(stage) == about(14 * (2 * heaviest + 2 * 2 * 60 * 3 * wide / 3))
-    assert launched_layers(stage) == about(14 * 3 * (1.5 if model.experts else 1))
+    assert launched_layers(stage) == about(14 * 3 * (2.2 if model.experts else 1))
     assert stage(machine()).name == "forward"
 
 
@@ -179,7 +179,9 @@ def test_updates_of_experts(distributed: bool) -> None:
     moved = 3 * (4 * (shared + experts) + 2 * 4 * 52.5 * 3 * wide / 3) + 8 * (shared + experts)
     sharded = shared / 4 + experts / 2 if distributed else shared + experts
     assert memory_bytes(stage) == about(3 * (4 + 1 / 3) * moved + 3 * (4 + 12 + 12 + 4) * sharded)
-    assert launched_layers(stage) == about(3 * (4 + 1 / 3) * 3 * 3 * 1.5)
+    assert launched_layers(stage) == about(3 * (4 + 1 / 3) * 3 * 3 * 2.2)
+    replayed = replace(setup, routing_bytes=8)
+    assert launched_layers(lambda m: update_cost(replayed, work(), m)) == about(3 * (4 + 1 / 3) * 3 * 3 * 2.5)
     reduced = 3 / 4 * shared + 1 / 2 * experts
     all_reduce, scatter_and_gather = 2 * 4, 4 + 4
     updates = 3 * reduced * (scatter_and_gather if distributed else all_reduce)
