@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 ROLES = ("actor", "critic")
 _DRAWN, _SEED = 2000, 1
+_SMALLEST_MINIBATCH = 6
+"""Samples, of which every replica needs one."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,8 @@ class Case:
             for level in self.levels:
                 layout = (setting for setting in level.both if not (plain and setting.startswith("layout.")))
                 yield from (f"{role}.{setting}" for setting in layout)
+            if plain and self.ranks > _SMALLEST_MINIBATCH:
+                yield f"{role}.layout.pipeline_parallel=2"
             if self["recompute"].name == "parts":
                 yield f"{role}.recompute_modules=[core_attn, {'moe' if has_experts else 'mlp'}]"
             if has_experts and (self.ranks if plain else stage) > 1:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import importlib.util
+import json
 import socket
 import threading
 import time
@@ -12,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +29,7 @@ if importlib.util.find_spec("aiohttp") is None:
 
 from aiohttp import web
 
+from megappo.engines.sglang import dispatch
 from megappo.engines.sglang.dispatch import Outcome, Round
 from megappo.observe.progress import PROGRESS
 
@@ -44,6 +48,8 @@ class StandIn:
         self.fail_after: int | None = None
         """Breaks the connection once so many samples were asked for."""
         self.hang_after: int | None = None
+        self.page: str | None = None
+        """What it says instead of an answer."""
         self.bodies: list[dict[str, Any]] = []
         self.routing: Callable[[int], str] | None = None
         """What it says of the experts of a sample, by the last token of its prompt."""
@@ -95,6 +101,8 @@ class StandIn:
         self.running -= len(body["input_ids"])
         if self.status != 200:
             return web.Response(status=self.status, text="because")
+        if self.page is not None:
+            return web.Response(text=self.page, content_type="text/html")
         self.answered_at.append(time.monotonic())
         texts = [self._text(ids) for ids in body["input_ids"]]
         if body["return_routed_experts"] and self.routing is not None:
@@ -244,6 +252,34 @@ def test_other_weights_are_not_taken() -> None:
     outcome = spread([well, old])
     assert complete(outcome)
     assert "generated with weights ['6'], not 7" in outcome.failures[1]
+
+
+def test_what_is_no_answer_is_a_failed_server() -> None:
+    """A proxy's page, say, with a status that promises an answer."""
+    page, well = StandIn(0), StandIn(1)
+    page.page = "<html>please wait</html>"
+    outcome = spread([page, well])
+    assert complete(outcome)
+    assert "answered what is no JSON: b'<html>please wait</html>'" in outcome.failures[0]
+
+
+def test_answers_are_read_without_the_garbage_collector() -> None:
+    """It is back afterwards, and stays off where it was."""
+    collecting: list[bool] = []
+    loads = json.loads
+
+    def read(content: bytes) -> Any:
+        collecting.append(gc.isenabled())
+        return loads(content)
+
+    with mock.patch.object(dispatch.json, "loads", read):
+        assert complete(spread([StandIn(0)], 40), 40)
+        assert collecting and not any(collecting) and gc.isenabled()
+        gc.disable()
+        try:
+            assert complete(spread([StandIn(0)], 40), 40) and not gc.isenabled()
+        finally:
+            gc.enable()
 
 
 def test_a_refused_request_stops_the_run() -> None:

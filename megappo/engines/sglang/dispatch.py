@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -254,9 +256,18 @@ class Round:
                     raise EngineError(f"{endpoint.name} refused to generate: {(await answer.text())[:500]}")
                 if answer.status != 200:
                     raise ServerFailure(f"{endpoint.name} failed to generate: {(await answer.text())[:500]}")
-                texts = await answer.json()
+                content = await answer.read()
         except (aiohttp.ClientError, OSError) as error:
             raise ServerFailure(f"{endpoint.name} broke off while it generated ({error!r})") from None
+        with _no_collections():
+            try:
+                texts = json.loads(content)
+            except ValueError:
+                raise ServerFailure(f"{endpoint.name} answered what is no JSON: {content[:100]!r}") from None
+            return self._read(texts, endpoint, group)
+
+    def _read(self, texts: Sequence[dict[str, Any]], endpoint: Endpoint, group: list[int]) -> list[Completion]:
+        """Check and convert the answers for a group. Raises as `_post`."""
         answers = [_completion(text, endpoint, self._version) for text in texts]
         if self._params.routing is None:
             return answers
@@ -264,6 +275,21 @@ class Round:
             replace(answer, routing=_routing(text, self._requests[i], self._params.routing, endpoint))
             for i, answer, text in zip(group, answers, texts, strict=True)
         ]
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Without Python's garbage collector: an answer is a list for each of its tokens, of which some ten thousand make
+    the collector walk through every object of the trainer, which takes longer than reading them. They end with the
+    answer, by their count of references."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _sampling(request: GenerateRequest, params: SamplingParams) -> dict[str, Any]:
