@@ -81,10 +81,10 @@ def pack(lengths: Sequence[int], budget_tokens: int, cost: SampleCost) -> list[l
         return None
 
     halves = sum(2 * n > budget_tokens for n in lengths)  # of which no two go into one bin
-    return _fewest(max(-(-sum(lengths) // budget_tokens), halves), packed)
+    return fewest(max(-(-sum(lengths) // budget_tokens), halves), packed)
 
 
-def _fewest(n_bins: int, packed: Callable[[int], list[list[int]] | None]) -> list[list[int]]:
+def fewest(n_bins: int, packed: Callable[[int], list[list[int]] | None]) -> list[list[int]]:
     """The first packing from so many bins on, found by steps that double, then by halving the last of them."""
     found, step = packed(n_bins), 1
     while found is None:

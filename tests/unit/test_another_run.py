@@ -148,6 +148,15 @@ def test_tensors_of_another_architecture_are_named(world: Path, changes: dict[st
     assert words in str(refused.value)
 
 
+@pytest.mark.parametrize("more", [-8, 8])
+def test_tensors_of_other_sizes_are_refused(world: Path, more: int) -> None:
+    """Smaller ones and larger ones."""
+    arch = read_architecture(world / "model")
+    other = dataclasses.replace(arch, ffn_hidden_size=arch.ffn_hidden_size + more)
+    with pytest.raises(ValueError, match=r"mlp\..* has shape .*; the checkpoint is of another model"):
+        dict(CheckpointSource(world / "run/checkpoints/step-000001", "actor", other).tensors())
+
+
 def rewrite(run: Path, **changes: Any) -> None:
     """Change a marker's content; None removes an entry."""
     folder = run / "checkpoints/step-000001"

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megappo.families import architecture
 from megappo.families.flops import SampleCost, sample_cost
 from megappo.megatron import packing
-from megappo.megatron.packing import Microbatch, balance, pack, plan_microbatches
+from megappo.megatron.packing import Microbatch, balance, fewest, pack, plan_microbatches
 
 TOKENS = SampleCost(of_token=1, of_pair=0)
 QUADRATIC = SampleCost(of_token=20, of_pair=3, window=30)
@@ -77,7 +77,7 @@ def test_the_first_packing_is_found_by_steps_that_double(start: int, fits: int) 
         tried.append(n_bins)
         return [[n_bins]] if n_bins >= fits else None
 
-    assert packing._fewest(start, packed) == [[max(start, fits)]]
+    assert fewest(start, packed) == [[max(start, fits)]]
     steps = [start + 2**i - 1 for i in range(max(0, fits - start).bit_length() + 1)]
     assert tried[: len(steps)] == steps
     assert len(tried) <= 2 * len(steps) - (1 if len(steps) < 3 else 2)
