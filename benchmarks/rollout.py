@@ -33,6 +33,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 import torch  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
 
 from benchmarks.step import versions  # noqa: E402
 from megappo.config.engine import SGLangSettings  # noqa: E402
@@ -90,8 +91,10 @@ def measure_generation(
     torch.manual_seed(3)
     arch = read_architecture(folder)
     engine = TransformersEngine(arch, dtype=dtype, device=device, generate_batch_sequences=sequences)
-    model = engine._model
-    engine.update_weights(((name, p.data.clone()) for name, p in model.named_parameters()), _VERSION)
+    made = AutoModelForCausalLM.from_config(arch.hf_config, dtype=dtype, attn_implementation="sdpa")
+    model: Any = made.to(device).eval().requires_grad_(False)
+    model.generation_config = type(model.generation_config)()  # the folder's defaults must not interfere
+    engine.update_weights(((name, p.data) for name, p in model.named_parameters()), _VERSION)
     ids = torch.randint(1, arch.vocab_size, (sequences, prompt), device=device)
     requests = [GenerateRequest(tuple(row), seed=i, prompt_id=i) for i, row in enumerate(ids.tolist())]
     params = SamplingParams(temperature=1.0, max_new_tokens=response, stop_token_ids=())
