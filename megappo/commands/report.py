@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megappo.observe.charts import curve
 from megappo.observe.metrics import read_metrics
+from megappo.observe.step_profile import newest_page
 
 _WINDOW_STEPS = 5
 
@@ -40,6 +41,7 @@ def report(run_dir: str, metric: str = "reward/mean") -> str:
         raise ValueError(f"the run in {directory} has no metric '{metric}'; it has {', '.join(known)}")
     last = values[-_WINDOW_STEPS:]
     result = sum(last) / len(last)
+    traced = newest_page(directory)
     verdict = "rose" if result > values[0] else "did not rise"
     return "\n".join(
         [
@@ -50,5 +52,6 @@ def report(run_dir: str, metric: str = "reward/mean") -> str:
             f"samples: {directory / 'samples.jsonl'}",
             f"configuration: {directory / 'config.yaml'}",
             *([f"trained actor: {directory / 'final'}"] if (directory / "final").is_dir() else []),
+            *(["", traced.read_text().rstrip()] if traced is not None else []),
         ]
     )

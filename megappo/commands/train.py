@@ -5,16 +5,22 @@ from __future__ import annotations
 import argparse
 import os
 
-from megappo.commands import add_config_arguments, add_machine_arguments
+from megappo.commands import add_config_arguments, add_machine_arguments, whole_option
 from megappo.commands.start import start
 from megappo.config import Config, ConfigError, load_config
+from megappo.errors import shortened
 from megappo.runtime.launchers import is_main, read_world_size
+
+_MOST_TRACED = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What follows `megappo train`."""
     parser.add_argument("--dry-run", action="store_true", help="do everything but train, in one process without a GPU")
     parser.add_argument("--replay", metavar="FOLDER", help="repeat an update that was refused as not finite, instead")
+    parser.add_argument(
+        "--profile", metavar="STEPS", help="trace these steps, such as 3 or 3,5-7, and say where their time goes"
+    )
     add_machine_arguments(parser)
     add_config_arguments(parser, optional=True)
 
@@ -25,7 +31,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             "--machine and --gpus are for plan and for train --dry-run; torchrun sets the processes of a run"
         )
-    given = [arguments.config is not None, bool(arguments.overrides)]
+    given = [arguments.config is not None, bool(arguments.overrides), arguments.profile is not None]
     if any(given) if arguments.replay is not None else not given[0]:
         raise ConfigError("train needs CONFIG, or --replay FOLDER alone, which holds its settings")
     if arguments.replay is not None:
@@ -33,7 +39,8 @@ def run(arguments: argparse.Namespace) -> None:
 
         replay(arguments.replay, read_world_size(os.environ))
         return
-    config = load_config(arguments.config, arguments.overrides)
+    traced = [] if arguments.profile is None else [f"logging.profile_steps={_steps(arguments.profile)}"]
+    config = load_config(arguments.config, [*arguments.overrides, *traced])
     if not arguments.dry_run:
         start("train", config)
     elif is_main(os.environ):
@@ -42,6 +49,20 @@ def run(arguments: argparse.Namespace) -> None:
         _refuse_lost_run(config)
         gpus, machine = arguments.gpus, arguments.machine
         dry_run(config, arguments.config, arguments.overrides, gpus_text=gpus, machine_name=machine)
+
+
+def _steps(text: str) -> list[int]:
+    """Numbers and ranges of numbers. Raises ConfigError for anything else."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        ends = [whole_option("--profile", end, 1, 2**31 - 1) for end in (first, last if dash else first)]
+        if ends[1] - ends[0] not in range(_MOST_TRACED):
+            raise ConfigError(
+                f"--profile {shortened(part)} is no range of at most {_MOST_TRACED} steps; write 3-5, say"
+            )
+        found += range(ends[0], ends[1] + 1)
+    return found
 
 
 def _refuse_lost_run(config: Config) -> None:

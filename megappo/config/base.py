@@ -37,6 +37,7 @@ Processes = Annotated[int, Field(gt=0, le=4096)]
 Bytes = Annotated[int, Field(gt=0, le=2**40)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+StepNumbers = Annotated[tuple[PositiveInt, ...], Field(strict=False)]
 TokenIds = Annotated[tuple[NonNegativeInt, ...], Field(strict=False)]  # YAML has lists, strict mode wants tuples
 Text = Annotated[str, Field(min_length=1, max_length=1000)]
 PathText = Annotated[str, Field(min_length=1), AfterValidator(_fits_a_file_system)]

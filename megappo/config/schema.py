@@ -24,6 +24,7 @@ from megappo.config.base import (
     Processes,
     Seconds,
     Settings,
+    StepNumbers,
     Text,
     TokenIds,
     WholeSeconds,
@@ -308,6 +309,8 @@ class LoggingSettings(Settings):
     """`live`: a progress view that is redrawn; `plain`: a line per step; `auto`: live on a terminal."""
     sample_texts: NonNegativeInt = 2
     """Samples per step written to `<directory>/samples.jsonl`."""
+    profile_steps: StepNumbers = ()
+    """Steps to trace: a torch trace of every rank and a page about all of them in `<directory>/profile`."""
 
 
 class Config(Settings):

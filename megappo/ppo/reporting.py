@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 
 from torch import Tensor
@@ -12,12 +12,13 @@ from megappo.config import Config, Derived, save_config
 from megappo.observe.console import make_view
 from megappo.observe.messages import MESSAGES, tell
 from megappo.observe.metrics import MetricsLog
+from megappo.observe.profiler import StepProfiler
 from megappo.observe.progress import PROGRESS
 from megappo.observe.stopwatch import Lap, StageTimer
 from megappo.observe.stragglers import Stragglers
 from megappo.ppo.advice import Advisor
 from megappo.ppo.jumps import Jump
-from megappo.runtime.objects import of_all_ranks
+from megappo.runtime.objects import agreed, of_all_ranks
 from megappo.runtime.process import Runtime
 from megappo.types import Rollouts
 
@@ -59,6 +60,8 @@ class Reporter:
         self._timer = StageTimer(runtime.synchronize, on_enter=self._view.stage)
         self._advisor = Advisor(config.algorithm)
         self._stragglers = Stragglers()
+        on_cuda, steps = runtime.device.type == "cuda", config.logging.profile_steps
+        self._profiler = StepProfiler(config.run.path, steps, rank=runtime.rank, on_cuda=on_cuda)
         self._slow: dict[str, list[float]] = {}
         self._log: MetricsLog | None = None
         if runtime.is_main:
@@ -79,10 +82,16 @@ class Reporter:
         if self._on_stage is not None:
             self._on_stage(name, waits_for)
         PROGRESS.enter(name, waits_for or _AWAITED.get(name, ""))
-        return self._timer.stage(name)
+        return self._timed(name)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[Lap]:
+        with self._profiler.stage(name), self._timer.stage(name) as lap:
+            yield lap
 
     def begin_step(self, step: int) -> None:
         """Start the clock of a step."""
+        self._profiler.begin(step)
         self._timer.reset()
         if self._runtime.is_main:
             self._view.begin_step(step)
@@ -90,6 +99,8 @@ class Reporter:
     def end_step(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """`time/*`, throughput and memory of the step; a collective of the world, which finds the slowest ranks."""
         seconds = self._timer.total
+        if self._profiler.is_running:
+            self._write_profile()
         of_ranks = of_all_ranks(self._timer.seconds)
         self._slow = {stage: [times[stage] for times in of_ranks] for stage in self._timer.seconds}
         return {
@@ -99,6 +110,11 @@ class Reporter:
             "samples_per_second": metrics["step_samples"] / seconds,
             **{f"memory/{name}": value for name, value in asdict(self._runtime.memory()).items()},
         }
+
+    def _write_profile(self) -> None:
+        of_ranks = of_all_ranks(agreed(self._profiler.end))
+        if self._runtime.is_main:
+            self.message(f"where the step's time went is in {self._profiler.write_page(of_ranks)}")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write and show a finished step, with advice where the numbers ask for it; a collective of the world."""
@@ -159,6 +175,7 @@ class Reporter:
     def close(self) -> None:
         """Close files and restore the terminal."""
         PROGRESS.leave()
+        self._profiler.cancel()
         MESSAGES.show_in(None)
         self._view.close()
         if self._log is not None:

@@ -52,7 +52,7 @@ SHORT = (
 @pytest.fixture(scope="module")
 def short_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("short") / "run"
-    quickstart(directory, *SHORT, "evaluation.every_steps=1")
+    quickstart(directory, *SHORT, "evaluation.every_steps=1", "--profile=2")
     return directory
 
 
@@ -86,6 +86,24 @@ def test_the_run_leaves_what_a_user_looks_for(short_run: Path) -> None:
     assert done.returncode == 0
     assert "reward/mean" in done.stdout
     assert str(short_run / "final") in done.stdout
+
+
+def test_a_step_is_traced_on_every_rank(short_run: Path) -> None:
+    """Each stage of the page is as long as the log has it, and the report ends with the page."""
+    profile = short_run / "profile"
+    traces = [f"step-000002-rank-{rank}.json.gz" for rank in (0, 1)]
+    assert sorted(path.name for path in profile.iterdir()) == sorted([*traces, "step-000002.json", "step-000002.md"])
+    logged = read_metrics(short_run / "metrics.jsonl")[-1]
+    ranks = json.loads((profile / "step-000002.json").read_text())
+    assert len(ranks) == 2
+    stages = {stage["stage"]: stage for stage in ranks[0]["stages"]}
+    timed = ("rollout", "reward", "forward", "advantages", "update_critic", "update_actor", "sync")
+    assert set(stages) == set(timed)
+    for name in timed:
+        assert stages[name]["seconds"] == pytest.approx(logged[f"time/{name}"], rel=0.05, abs=5e-3)
+    update = stages["update_actor"]
+    assert 0 < update["exchanging"] < update["computing"] < update["seconds"]
+    assert (profile / "step-000002.md").read_text().strip() in megappo("report", short_run).stdout
 
 
 def test_the_final_folder_loads_in_transformers(short_run: Path) -> None:

@@ -223,6 +223,26 @@ def test_a_run_that_was_asked_to_stop_has_a_code_of_its_own(calls: list[tuple[An
         assert main(["train", str(BASE_PATH), model]) == code
 
 
+def test_steps_to_trace_are_settings(calls: list[tuple[Any, ...]], model: str) -> None:
+    assert main(["train", str(BASE_PATH), model, "--profile", "3,7-9"]) == 0
+    assert calls[0][1].logging.profile_steps == (3, 7, 8, 9)
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        ("0", "--profile is '0', must be a whole number from 1 to"),
+        ("3-", "--profile is '', must be a whole number from 1 to"),
+        ("x,3", "--profile is 'x', must be a whole number from 1 to"),
+        ("5-3", "--profile 5-3 is no range of at most 100 steps; write 3-5, say"),
+        ("1-1000000", "--profile 1-1000000 is no range of at most 100 steps; write 3-5, say"),
+    ],
+)
+def test_what_is_no_step_is_refused(steps: str, words: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(BASE_PATH), model, "--profile", steps]) == 2
+    assert words in capsys.readouterr().err
+
+
 def test_a_replay_holds_its_own_settings(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in ([], ["a.yaml", "--replay", "x"], ["--replay", "x", "run.steps=1"]):
         assert main(["train", *arguments]) == 2

@@ -1,0 +1,96 @@
+"""Where the time of a step goes: a torch trace of every rank, and one page about all of them.
+
+Of each stage a rank's seconds are split three ways: computing, which is kernels of the device, or on a CPU torch's
+operators; exchanging, which is collectives beside which nothing computes; and idle, where there is neither: Python,
+engines and reward functions that are waited for, launches that come too late.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from megappo.observe.step_profile import FOLDER, RankProfile, page, shares
+
+_STAGE = "megappo: "
+_EXCHANGE = re.compile(r"c10d|gloo|nccl|record_param_comms", re.IGNORECASE)
+
+
+class StepProfiler:
+    """Traces the steps that are asked for, on every rank."""
+
+    def __init__(self, directory: Path, steps: Iterable[int], *, rank: int, on_cuda: bool) -> None:
+        """`directory` of the run."""
+        self._folder, self._steps, self._rank, self._on_cuda = directory / FOLDER, frozenset(steps), rank, on_cuda
+        self._step = 0
+        self._running: Any = None
+
+    def begin(self, step: int) -> None:
+        """Start where this step is asked for."""
+        self.cancel()
+        if step in self._steps:
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_cuda else [])]
+            self._step, self._running = step, profile(activities=activities)
+            self._running.start()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the step that began is traced; the same on every rank."""
+        return self._running is not None
+
+    def stage(self, name: str) -> AbstractContextManager[object]:
+        """Marks a stage in the trace."""
+        return record_function(f"{_STAGE}{name}") if self._running is not None else nullcontext()
+
+    def end(self) -> RankProfile:
+        """Write this rank's trace. Returns what it says."""
+        running, self._running = self._running, None
+        running.stop()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        running.export_chrome_trace(str(self._folder / f"step-{self._step:06d}-rank-{self._rank}.json.gz"))
+        return _read(running.events(), self._on_cuda)
+
+    def write_page(self, ranks: Sequence[RankProfile]) -> Path:
+        """The page about all ranks, and its numbers as JSON. Returns its path."""
+        path = self._folder / f"step-{self._step:06d}.md"
+        path.with_suffix(".json").write_text(json.dumps([asdict(rank) for rank in ranks], indent=1))
+        device = torch.cuda.get_device_name() if self._on_cuda else "CPU"
+        path.write_text(page(self._step, ranks, f"{device}, torch {torch.__version__}"))
+        return path
+
+    def cancel(self) -> None:
+        """Give up a step that did not end."""
+        if self._running is not None:
+            self._running.stop()
+            self._running = None
+
+
+def _read(events: Iterable[Any], on_cuda: bool) -> RankProfile:
+    """From torch's events: those of its device are work, or on a CPU all operators; stages are marks of ours."""
+    stages, work, exchange = [], [], []
+    seconds: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
+    for event in events:
+        interval = (event.time_range.start, event.time_range.end)
+        on_device = event.device_type != DeviceType.CPU
+        if event.name.startswith(_STAGE):
+            if not on_device:
+                stages.append((event.name.removeprefix(_STAGE), interval))
+        elif _EXCHANGE.search(event.name):
+            exchange.append(interval)
+        elif on_device == on_cuda and not event.is_user_annotation:
+            work.append(interval)
+            seconds[event.name] += 1e-6 * (event.self_device_time_total if on_cuda else event.self_cpu_time_total)
+            calls[event.name] += 1
+    stages.sort(key=lambda stage: stage[1])
+    return RankProfile(shares(stages, work, exchange), dict(seconds), dict(calls))

@@ -1,0 +1,121 @@
+"""Where the time of a step went, stage by stage on every rank: numbers, and one page of them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = "profile"
+"""In a run's directory."""
+_OPERATORS, _RANKS = 12, 8
+"""On the page; of more ranks it has the quickest, the middle and the slowest of each stage."""
+
+Interval = tuple[float, float]
+"""Microseconds of its beginning and its end."""
+
+
+@dataclass(frozen=True)
+class StageShare:
+    """A stage on one rank."""
+
+    stage: str
+    seconds: float
+    computing: float
+    """Seconds in which its device computed."""
+    exchanging: float
+    """Seconds of collectives beside which nothing was computed."""
+
+    @property
+    def idle(self) -> float:
+        """Seconds that are left."""
+        return self.seconds - self.computing - self.exchanging
+
+
+@dataclass(frozen=True)
+class RankProfile:
+    """A step on one rank."""
+
+    stages: list[StageShare]
+    operators: dict[str, float]
+    """Seconds in each kernel of a GPU, or in each operator on a CPU, those that it calls left out."""
+    calls: dict[str, int]
+
+
+def united(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same time without overlaps, in order."""
+    found: list[Interval] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((start, end))
+    return found
+
+
+def _within(intervals: Sequence[Interval], start: float, end: float) -> float:
+    """Seconds of disjoint intervals that lie in a longer one."""
+    return 1e-6 * sum(max(0.0, min(end, b) - max(start, a)) for a, b in intervals)
+
+
+def shares(stages: Sequence[tuple[str, Interval]], work: list[Interval], exchange: list[Interval]) -> list[StageShare]:
+    """How the time of each stage divides; stages of one name add up."""
+    busy, either = united(work), united([*work, *exchange])
+    found: dict[str, StageShare] = {}
+    for name, (start, end) in stages:
+        before = found.get(name, StageShare(name, 0.0, 0.0, 0.0))
+        computing = _within(busy, start, end)
+        found[name] = StageShare(
+            name,
+            before.seconds + 1e-6 * (end - start),
+            before.computing + computing,
+            before.exchanging + _within(either, start, end) - computing,
+        )
+    return list(found.values())
+
+
+def _chosen(times: Mapping[int, StageShare]) -> Iterator[int]:
+    """The ranks that the page has of a stage."""
+    order = sorted(times, key=lambda rank: times[rank].seconds)
+    return iter(sorted(times) if len(order) <= _RANKS else (order[0], order[len(order) // 2], order[-1]))
+
+
+def page(step: int, ranks: Sequence[RankProfile], where: str) -> str:
+    """One page of Markdown: each stage on each rank, idle time included, and the operators that take longest."""
+    lines = [f"# Step {step}, traced", "", f"{len(ranks)} ranks, {where}. A traced step takes longer than others.", ""]
+    lines += ["| stage | rank | seconds | computing | exchanging | idle |", "|---|---|---|---|---|---|"]
+    by_rank = [{share.stage: share for share in rank.stages} for rank in ranks]
+    for stage in dict.fromkeys(share.stage for rank in ranks for share in rank.stages):
+        times = {number: of[stage] for number, of in enumerate(by_rank) if stage in of}
+        for rank in _chosen(times):
+            lines.append(f"| {stage} | {rank} | {_row(times[rank])} |")
+    for rank in _chosen({number: _whole(found) for number, found in enumerate(ranks)}):
+        lines.append(f"| all | {rank} | {_row(_whole(ranks[rank]))} |")
+    lines += ["", "| operator | calls | seconds | of the computing |", "|---|---|---|---|"]
+    names = {name for rank in ranks for name in rank.operators}
+    mean = {name: statistics.fmean(rank.operators.get(name, 0.0) for rank in ranks) for name in names}
+    total = sum(mean.values()) or 1.0
+    for name in sorted(names, key=lambda name: (-mean[name], name))[:_OPERATORS]:
+        calls = statistics.fmean(rank.calls.get(name, 0) for rank in ranks)
+        lines.append(f"| `{name[:80]}` | {calls:.0f} | {mean[name]:.3f} | {mean[name] / total:.0%} |")
+    lines += [
+        "",
+        "Calls and seconds are those of a rank, in the mean; seconds without those of what an operator calls.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _whole(rank: RankProfile) -> StageShare:
+    of = rank.stages
+    return StageShare("all", *(sum(getattr(s, part) for s in of) for part in ("seconds", "computing", "exchanging")))
+
+
+def _row(share: StageShare) -> str:
+    parts = (share.computing, share.exchanging, share.idle)
+    return " | ".join([f"{share.seconds:.3f}", *(f"{part / (share.seconds or 1.0):.0%}" for part in parts)])
+
+
+def newest_page(directory: Path) -> Path | None:
+    """Of the traced steps of a run."""
+    return max((directory / FOLDER).glob("step-*.md"), default=None)
