@@ -18,8 +18,6 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-import torch
-
 from benchmarks.acceptance import nodes
 from benchmarks.acceptance.registry import Place
 from benchmarks.acceptance.table import FAILED, Report, Row, join
@@ -72,6 +70,8 @@ def judge(shape: nodes.Shape, name: str, code: int, given: Sequence[str]) -> Non
 
 def table(shape: nodes.Shape) -> int:
     """Join the rows of all steps, in their order; the exit code of the job."""
+    import torch
+
     paths = sorted((shape.logs / "rows").glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     report = join(paths, shape.logs / NAME)
