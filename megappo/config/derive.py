@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from megappo.config import expert_rules, rules
 from megappo.config.engine import ENGINES
+from megappo.config.environment import environment_rules
 from megappo.config.grid import Grid
 from megappo.config.model_files import load_architectures
 from megappo.config.rules import RoleSpec, format_ranks, kl_target_notes
@@ -148,6 +149,7 @@ def _problems(
     different = {n: r.shape for n, r in shaped.items() if n == "actor" or r.shape != roles[0].shape}
     yield from rules.length_rules(config, different)
     yield from rules.engine_rules(config)
+    yield from environment_rules(config)
     yield from rules.server_rules(config, roles[0].shape)
     yield from expert_rules.replay_rules(config, roles[0].shape)
     for role in roles:
