@@ -219,6 +219,7 @@ def describe(config: Config, derived: Derived) -> list[tuple[str, str]]:
             + f"{derived.batch_sequences} sequences of at most {derived.max_sequence_tokens} tokens",
         ),
         ("rollout", f"{_engine_words(config)}, temperature {rollout.temperature:g}"),
+        *_episode_rows(config),
         *_role_rows("actor", config, derived.actor),
     ]
     if derived.critic is not None:
@@ -227,6 +228,15 @@ def describe(config: Config, derived: Derived) -> list[tuple[str, str]]:
     if config.evaluation is not None and config.data.validation is not None:
         rows.append(("evaluation", f"{config.data.validation.source}, every {config.evaluation.every_steps} steps"))
     return rows + [("note", note) for note in derived.notes]
+
+
+def _episode_rows(config: Config) -> list[tuple[str, str]]:
+    episodes = config.rollout.episodes
+    if episodes is None:
+        return []
+    return [
+        ("episodes", f"{episodes.name}, at most {episodes.max_turns} turns and {episodes.max_calls} calls of tools")
+    ]
 
 
 def _length_words(config: Config, derived: Derived) -> str:
