@@ -8,8 +8,9 @@ distribution that was sampled from, temperature included. Padded positions may h
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -72,6 +73,58 @@ class RoutingShape:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """What the model said at a stretch: tokens `start` to `stop` after the prompt, counted from 0."""
+
+    start: int
+    stop: int
+    reward: float = 0.0
+    """The environment's, which lands on the turn's last token."""
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """The calls of one tool in an episode."""
+
+    calls: int = 0
+    failures: int = 0
+    """Of them those that raised, ran out of time or took more than they may."""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Episode:
+    """How an environment's sample came about. Tokens of no turn are what the environment said; they count nowhere."""
+
+    turns: tuple[Turn, ...]
+    """None where it failed: no token of the sample counts."""
+    failure: Literal["", "raised", "hung", "nonsense"] = ""
+    reason: str = ""
+    """Of the failure, for people."""
+    limit: Literal["", "turns", "tokens", "calls"] = ""
+    """The limit that ended it; what was rewarded until then counts."""
+    seconds: float = 0.0
+    """In the environment, engine and tools aside."""
+    tools: Mapping[str, ToolUse] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """What environments made of this rank's samples."""
+
+    of_samples: tuple[Episode, ...]
+    turn_rewards_BR: Tensor
+    """The environment's rewards, on the last token of each turn."""
+    conversations: tuple[tuple[dict[str, Any], ...], ...]
+    """B: who said what after the prompt, special tokens shown, and the rewards of turns."""
+
+    @property
+    def failed_B(self) -> Tensor:
+        """bool: no token of the sample counts."""
+        return torch.tensor([bool(episode.failure) for episode in self.of_samples], dtype=torch.bool)
+
+
+@dataclass(frozen=True)
 class Samples:
     """This rank's samples as a model reads them; it may have none."""
 
@@ -80,7 +133,7 @@ class Samples:
     sequences: tuple[Tensor, ...]
     """B tensors (T,) of token ids: the prompt, then the response as sampled, never re-tokenised."""
     response_lengths_B: Tensor
-    """int64, >= 1, the stop token included."""
+    """int64, >= 1, the stop token included: all that follows the prompt, what an environment said among it."""
     routing: tuple[Tensor, ...] | None = field(default=None, kw_only=True)
     """B tensors (T - 1, L, K), see `RoutingShape`: the experts that the engine sent tokens to; None on all ranks: the
     trainer's routers choose."""
@@ -93,10 +146,11 @@ class Rollouts(Samples):
     prompts: tuple[Prompt, ...]
     """B: the prompt of each sample."""
     group_ids_B: Tensor
-    """int64: position of each sample's prompt in the step; equal for samples of one prompt."""
+    """int64: position of each sample's prompt in the step; equal for samples of one prompt. Negative for a failed
+    episode, which is a group of its own."""
     engine_logprob_BR: Tensor
     response_mask_BR: Tensor
-    """True on the response's own tokens."""
+    """True on the response's own tokens: those that the model made. It has holes where an environment spoke."""
     truncated_B: Tensor
     """bool: the length limit ended the response."""
     weight_versions_B: Tensor
@@ -107,6 +161,12 @@ class Rollouts(Samples):
     """The same with special tokens shown, the stop token included."""
     special_tokens_B: Tensor
     """int64: special tokens inside each response, the stop token that ended it aside."""
+    episodes: Episodes | None = field(default=None, kw_only=True)
+    """Not None: samples of an environment. `responses` and what is said of them are of the last turn then."""
+
+    def totals_B(self, scores_B: Tensor) -> Tensor:
+        """Scores of the reward function with the environment's rewards of all turns."""
+        return scores_B if self.episodes is None else scores_B + self.episodes.turn_rewards_BR.sum(-1)
 
     @property
     def lengths_B(self) -> Tensor:
@@ -120,6 +180,7 @@ class Scored:
 
     rollouts: Rollouts
     scores_B: Tensor
+    """Of the reward function, for the last token of each sample."""
     old_logprob_BR: Tensor
     """The denominator of the ratio: recomputed by the trainer, or the engine's in bypass mode."""
     ref_logprob_BR: Tensor | None

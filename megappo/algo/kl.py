@@ -25,6 +25,11 @@ def apply_kl_to_rewards(*, scores: Tensor, kl: Tensor, mask: Tensor, coef: float
         return rewards + clean(scores, mask)
     if scores.shape != mask.shape[:1]:
         raise ValueError(f"scores has shape {tuple(scores.shape)}, must be (B,) or the mask's {tuple(mask.shape)}")
+    return rewards + on_last_tokens(scores.to(rewards.dtype), mask)
+
+
+def on_last_tokens(scores_B: Tensor, mask: Tensor) -> Tensor:
+    """(B, T): each sample's score at its last token that counts, 0 elsewhere."""
     positions = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
     last = positions == positions.masked_fill(~mask, -1).amax(dim=1, keepdim=True)
-    return rewards + torch.where(last & mask, scores[:, None].to(rewards.dtype), 0.0)
+    return torch.where(last & mask, scores_B[:, None], 0.0)

@@ -22,7 +22,8 @@ _DANGEROUS = (
     "critic.value_head_std", "reference", "data.train", "data.apply_chat_template",
     "data.system_prompt", "data.max_prompt_tokens", "data.overlong_prompts", "data.shuffle", "reward.function",
     "reward.options", "reward.batch", "reward.model_path", "algorithm.estimator", "algorithm.estimator_options",
-    "algorithm.policy_loss", "algorithm.policy_loss_options",
+    "algorithm.policy_loss", "algorithm.policy_loss_options", "rollout.environment.name",
+    "rollout.environment.arguments",
 )  # fmt: skip
 """With another value it is another run: other models, data, task or objective."""
 _SOURCES = {"data.train.source", "data.validation.source"}

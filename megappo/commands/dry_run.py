@@ -24,6 +24,7 @@ from megappo.data.sources import Record, read_records
 from megappo.doctor.findings import Finding
 from megappo.doctor.machine import disk
 from megappo.doctor.software import generation_finding, reward_findings
+from megappo.environments.registry import set_stage, tool_schemas
 from megappo.errors import RunError, one_line, raised_by_megappo, shortened
 from megappo.plan.engines import other_engine
 from megappo.plan.here import resolve_here
@@ -36,7 +37,7 @@ from megappo.plugins import is_import_path
 from megappo.ppo.methods import check_methods
 from megappo.ppo.origins import open_origin
 from megappo.reshard.sources import SafetensorsSource
-from megappo.rewards.registry import check_reward
+from megappo.rewards.registry import OF_ENVIRONMENT, check_reward
 from megappo.rewards.workers import RewardPool, RewardRequest
 from megappo.runtime.launchers import read_ranks
 
@@ -125,16 +126,21 @@ def _prompts(config: Config, models: Models, ranks: int) -> Rows:
         "stop tokens",
         ", ".join(f"{i} {tokenizer.decode([i])!r}" for i in stops) or "none: responses have full length",
     )
-    train = PromptDataset(config.data.train, config.data, tokenizer)
+    stage, schemas = set_stage(config, tokenizer, stops), tool_schemas(config)
+    if stage is not None:
+        tools = ", ".join(getattr(stage.environment, "tools", {})) or "none in workers"
+        yield (
+            "environment",
+            f"{type(stage.environment).__name__} of {type(stage.environment).__module__}; tools: {tools}",
+        )
+    train = PromptDataset(config.data.train, config.data, tokenizer, schemas)
     yield "data", _data_words(train, config.data.train, config)
     epoch = len(train) / config.rollout.prompts_per_step
     steps = derive(config, ranks, models.actor, models.critic, models.reference, prompts=len(train)).steps
     yield "epochs", f"{epoch:.1f} steps take every prompt once; {steps} steps are {steps / epoch:.1f}"
     if config.data.validation is not None:
-        yield (
-            "validation",
-            _data_words(PromptDataset(config.data.validation, config.data, tokenizer), config.data.validation, config),
-        )
+        validation = PromptDataset(config.data.validation, config.data, tokenizer, schemas)
+        yield "validation", _data_words(validation, config.data.validation, config)
     first = train[0]
     text, answer = (shortened(repr(shown), _SHOWN_CHARACTERS) for shown in (first.text, str(first.answer)))
     yield "a prompt", f"{text}, {len(first.token_ids)} tokens, answer {answer}"
@@ -154,6 +160,9 @@ def _reward(config: Config) -> Rows:
     for finding in reward_findings(config):
         _refuse_broken(finding)
     check_reward(config.reward)
+    if config.reward.function == OF_ENVIRONMENT:
+        yield "reward", "what the environment gives for turns, and nothing else"
+        return
     if config.reward.model_path is not None:
         size = sum(file.stat().st_size for file in Path(config.reward.model_path).glob("*.safetensors"))
         yield "reward", f"the model in {config.reward.model_path}, {size / 1e9:.3g} GB, which the run loads"

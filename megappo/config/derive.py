@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from megappo.config import expert_rules, rules
 from megappo.config.engine import ENGINES
+from megappo.config.environment import environment_rules
 from megappo.config.grid import Grid
 from megappo.config.model_files import load_architectures
 from megappo.config.rules import RoleSpec, format_ranks, kl_target_notes
@@ -148,6 +149,7 @@ def _problems(
     different = {n: r.shape for n, r in shaped.items() if n == "actor" or r.shape != roles[0].shape}
     yield from rules.length_rules(config, different)
     yield from rules.engine_rules(config)
+    yield from environment_rules(config)
     yield from rules.server_rules(config, roles[0].shape)
     yield from expert_rules.replay_rules(config, roles[0].shape)
     for role in roles:
@@ -217,6 +219,7 @@ def describe(config: Config, derived: Derived) -> list[tuple[str, str]]:
             + f"{derived.batch_sequences} sequences of at most {derived.max_sequence_tokens} tokens",
         ),
         ("rollout", f"{_engine_words(config)}, temperature {rollout.temperature:g}"),
+        *_episode_rows(config),
         *_role_rows("actor", config, derived.actor),
     ]
     if derived.critic is not None:
@@ -225,6 +228,15 @@ def describe(config: Config, derived: Derived) -> list[tuple[str, str]]:
     if config.evaluation is not None and config.data.validation is not None:
         rows.append(("evaluation", f"{config.data.validation.source}, every {config.evaluation.every_steps} steps"))
     return rows + [("note", note) for note in derived.notes]
+
+
+def _episode_rows(config: Config) -> list[tuple[str, str]]:
+    episodes = config.rollout.episodes
+    if episodes is None:
+        return []
+    return [
+        ("episodes", f"{episodes.name}, at most {episodes.max_turns} turns and {episodes.max_calls} calls of tools")
+    ]
 
 
 def _length_words(config: Config, derived: Derived) -> str:

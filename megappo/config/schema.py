@@ -30,6 +30,7 @@ from megappo.config.base import (
     WholeSeconds,
 )
 from megappo.config.engine import ENGINES, SGLangSettings
+from megappo.config.environment import SINGLE_TURN, EnvironmentSettings
 from megappo.config.roles import ActorSettings, CriticSettings, ReferenceSettings
 from megappo.errors import show
 from megappo.plugins import check_choice
@@ -179,7 +180,7 @@ class RolloutSettings(Settings):
     samples_per_prompt: int = Field(default=1, gt=0, le=2**16)
     """Responses drawn for each prompt."""
     max_response_tokens: PositiveInt
-    """Longest response."""
+    """Longest response; of an episode, all turns and what the environment says between them."""
     when_stopped: Literal["drop", "keep"] = "drop"
     """What becomes of the responses that a step has when the run is told to stop: generated again, or kept in the
     checkpoint."""
@@ -199,6 +200,13 @@ class RolloutSettings(Settings):
     """Most bytes of the weights that a rank receives at a time, unless one tensor is larger."""
     sglang: SGLangSettings | None = None
     """Servers of `engine: sglang`; default: one that lives beside the trainers, on GPUs one per rank."""
+    environment: EnvironmentSettings | None = None
+    """Episodes of several turns instead of one response to each prompt; default: none."""
+
+    @property
+    def episodes(self) -> EnvironmentSettings | None:
+        """The environment of episodes; None where a prompt has one response."""
+        return None if self.environment is None or self.environment.name == SINGLE_TURN else self.environment
 
     @property
     def batch_sequences(self) -> int:
@@ -248,7 +256,8 @@ class RolloutSettings(Settings):
 
 class RewardSettings(Settings):
     function: Text
-    """`exact`, `number`, `gsm8k`, `math_verify`, `reasoning_gym`, `model`, or `package.module:function`."""
+    """`exact`, `number`, `gsm8k`, `math_verify`, `reasoning_gym`, `model`, `package.module:function`, or `environment`:
+    nothing but what `rollout.environment` gives, which other functions' scores are added to."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
     batch: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -22,13 +23,23 @@ END_CHARACTERS, END_CHARACTERS_PER_TOKEN = 100_000, 16
 class PromptDataset:
     """The prompts of a source as the model sees them; over-long ones are dropped, cut or refused, and counted."""
 
-    def __init__(self, source: DataSourceSettings, settings: DataSettings, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Read and tokenise everything. Raises ValueError for unusable data, or where nothing is left."""
+    def __init__(
+        self,
+        source: DataSourceSettings,
+        settings: DataSettings,
+        tokenizer: PreTrainedTokenizerBase,
+        tool_schemas: Sequence[Any] = (),
+    ) -> None:
+        """Read and tokenise everything; `tool_schemas` are what chat templates tell a model of its tools.
+
+        Raises ValueError for unusable data, or where nothing is left.
+        """
         self._settings, self._tokenizer, self._source = settings, tokenizer, source.source
         if settings.apply_chat_template and not tokenizer.chat_template:
             raise ValueError("the tokenizer has no chat template; set data.apply_chat_template: false")
         if settings.system_prompt is not None and not settings.apply_chat_template:
             raise ValueError("data.system_prompt is set, but apply_chat_template is false; write it into the prompts")
+        self._tools = list(tool_schemas) or None
         self.dropped = 0
         self.truncated = 0
         self._prompts = self._tokenise(read_records(source))
@@ -106,7 +117,11 @@ class PromptDataset:
         where = f"prompt {index} of '{self._source}'"
         remedy = "fix its messages, data.system_prompt or the template"
         with users_code(f"the chat template refuses {where}", remedy):
-            text = str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+            text = str(
+                self._tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=True, tools=self._tools
+                )
+            )
         return checked_text(text, where, "rendered chat")
 
     def _fit(self, prompt: Prompt) -> Prompt | None:

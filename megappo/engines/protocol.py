@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megappo.reshard.stream import WeightStream
     from megappo.runtime.interrupts import Stop
     from megappo.runtime.process import Runtime
-    from megappo.types import RoutingShape
+    from megappo.types import Episode, RoutingShape
 
 
 class PendingCompletions(Protocol):
@@ -45,6 +45,12 @@ class GenerateRequest:
     seed: int
     prompt_id: int
     """Number of its prompt among those of all ranks; all samples of a prompt have the same."""
+    max_new_tokens: int | None = None
+    """Fewer than the parameters' for this request alone; None: as many."""
+
+    def most_tokens(self, params: SamplingParams) -> int:
+        """How many it may get."""
+        return params.max_new_tokens if self.max_new_tokens is None else min(self.max_new_tokens, params.max_new_tokens)
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,9 @@ class Completion:
     weight_version: int
     routing: Tensor | None = field(default=None, compare=False)
     """(T - 1, L, K) in the host's memory, of prompt and response, where it was asked for; see `RoutingShape`."""
+    episode: Episode | None = field(default=None, compare=False)
+    """Not None: the answers of all turns of an episode, with what the environment said between them, which has the
+    log-probability 0. No engine gives it."""
 
 
 class Engine(Protocol):
@@ -150,6 +159,42 @@ class AheadEngine(Protocol):
         `weights_changed`: the stream of the last update has newer weights than the engine, which take over if the
         engine has to be given weights again.
         """
+        ...
+
+
+class Line(Protocol):
+    """Takes requests one at a time, and has each answered as soon as it can be."""
+
+    def send(self, number: int, request: GenerateRequest) -> None:
+        """Ask for an answer, which comes to `Talk.answered` under this number."""
+        ...
+
+    @property
+    def is_over(self) -> bool:
+        """Nobody is left who could answer."""
+        ...
+
+
+class Talk(Protocol):
+    """Who asks one thing after the other: the episodes of a rank."""
+
+    def drive(self, line: Line) -> int:
+        """Send over the line what waits for an answer and what comes up, until nothing will any more, the line is over
+        or the run is asked to stop; gives the number of requests that still wait."""
+        ...
+
+    def answered(self, number: int, completion: Completion) -> None:
+        """Take an answer; called from any thread."""
+        ...
+
+
+@runtime_checkable
+class ConversingEngine(Protocol):
+    """An engine that answers each request as soon as it can while others come, so that no episode waits for another's
+    turn."""
+
+    def converse(self, talk: Talk, params: SamplingParams) -> None:
+        """Answer what is asked until nothing is any more; every rank calls it. Raises as `generate` does."""
         ...
 
 

@@ -227,15 +227,15 @@ class TransformersEngine:
                 attention_mask=attention.to(self._device),
                 logits_processor=LogitsProcessorList([sampler]),
                 do_sample=False,
-                max_new_tokens=params.max_new_tokens,
+                max_new_tokens=max(request.most_tokens(params) for request in requests),
                 eos_token_id=list(params.stop_token_ids) or None,
                 pad_token_id=0,
             )
         tokens_BS = torch.stack(sampler.tokens, dim=1).cpu()
         logprobs_BS = torch.stack(sampler.logprobs, dim=1).cpu()
         completions = [
-            self._cut(tokens, logprobs, params)
-            for tokens, logprobs in zip(tokens_BS.tolist(), logprobs_BS.tolist(), strict=True)
+            self._cut(tokens[: (most := request.most_tokens(params))], logprobs[:most], params)
+            for request, tokens, logprobs in zip(requests, tokens_BS.tolist(), logprobs_BS.tolist(), strict=True)
         ]
         if params.routing is None:
             return completions

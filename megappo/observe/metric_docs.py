@@ -40,6 +40,34 @@ def _of_experts(role: str) -> dict[str, MetricDoc]:
     }
 
 
+EPISODES = {
+    "episode/turns": MetricDoc("turns", "Mean number of turns of an episode that did not fail.", "as the task"),
+    "episode/turns_max": MetricDoc("turns", "Most turns of an episode.", "at most `rollout.environment.max_turns`"),
+    "episode/observed_tokens": MetricDoc(
+        "tokens", "What the environment said in an episode, in the mean.", "steady; counts in `response/length`"
+    ),
+    "episode/seconds": MetricDoc("seconds", "Mean time in the environment, engine and tools aside.", "near 0"),
+    "episode/seconds_max": MetricDoc("seconds", "The longest of them.", "well below `rollout.environment.max_seconds`"),
+    "episode/failures": MetricDoc(
+        "fraction", "Episodes that failed; nothing of them is trained on.", "0; at most `max_failure_fraction`"
+    ),
+    "episode/raised": MetricDoc("fraction", "Of all: those whose environment raised.", "0"),
+    "episode/hung": MetricDoc("fraction", "Of all: those that passed `rollout.environment.max_seconds`.", "0"),
+    "episode/nonsense": MetricDoc("fraction", "Of all: those that gave no rewards, tokens or turns.", "0"),
+    "episode/limit_turns": MetricDoc("fraction", "Episodes that a limit of turns ended.", "near 0, or as the task"),
+    "episode/limit_tokens": MetricDoc("fraction", "Episodes that `rollout.max_response_tokens` ended.", "near 0"),
+    "episode/limit_calls": MetricDoc("fraction", "Episodes that a limit of tool calls ended.", "near 0"),
+    "turn/tokens": MetricDoc("tokens", "Mean length of a turn of the model.", "as the task"),
+    "turn/reward": MetricDoc("score", "Mean reward that the environment gave for a turn.", "rises"),
+    "tool/NAME/calls": MetricDoc("calls", "Calls of this tool in an episode, in the mean.", "above 0 where it helps"),
+    "tool/NAME/failures": MetricDoc(
+        "fraction", "Of its calls: those that raised, or took more time, memory or processes than they may.", "near 0"
+    ),
+    "tool/NAME/seconds": MetricDoc("seconds", "Mean time of a call, waiting for a worker aside.", "small"),
+}
+"""Of runs with an environment (`rollout.environment`); NAME is a tool's."""
+
+
 METRICS: dict[str, MetricDoc] = {
     "reward/mean": MetricDoc("score", "Mean score of the step's responses, KL not subtracted.", "rises"),
     "reward/std": MetricDoc("score", "Spread of the scores.", "above 0; at 0 there is nothing to learn from"),
@@ -91,6 +119,7 @@ METRICS: dict[str, MetricDoc] = {
     "rollout/lag": MetricDoc(
         "versions", "Syncs between the weights that sampled and the actor's.", "0; 1 with `rollout.ahead: 1`"
     ),
+    **EPISODES,
     "mismatch/mean": MetricDoc(
         "nats per token", "Mean |engine - trainer| log-probability.", "below 0.001 in float32, 0.05 in bfloat16"
     ),

@@ -301,16 +301,18 @@ def rollout_cost(arch: ArchitectureConfig, work: Workload, machine: Machine) -> 
     kv_bytes = 2.0 * e * arch.layers * arch.key_width
     groups = arch.heads // arch.kv_heads
     traffic = kv_bytes * (3 if groups == 1 else 3 + 2 * groups)
-    of_prompt, of_token, context = _generation_flops(arch, work)
+    _, of_token, context = _generation_flops(arch, work)
+    turns = [work.prompt_tokens + work.response_tokens * turn // work.turns for turn in range(work.turns)]
     remaining = work.sequences_per_rank
     while remaining > 0:
         batch = min(work.generate_batch_sequences, remaining)
         same = remaining // batch
-        prefill, step = batch * of_prompt, batch * of_token
-        spent.run(flops=prefill, memory_bytes=e * total, layers=arch.layers, times=same)
+        prefills, step = [batch * _prefill_flops(arch, before) for before in turns], batch * of_token
+        for prefill in prefills:  # what was said before a turn is computed again for it
+            spent.run(flops=prefill, memory_bytes=e * total, layers=arch.layers, times=same)
         step_bytes = e * total + batch * (context * traffic + 8 * 4 * arch.vocab_size)
         spent.run(flops=step, memory_bytes=step_bytes, layers=arch.layers, times=same * work.response_tokens)
-        spent.flops += same * (prefill + work.response_tokens * step) * work.world_size
+        spent.flops += same * (sum(prefills) + work.response_tokens * step) * work.world_size
         remaining -= same * batch
     return spent.cost("rollout")
 
@@ -320,8 +322,14 @@ def _generation_flops(arch: ArchitectureConfig, work: Workload) -> tuple[float, 
     _, trunk, head = model_sizes(arch)
     attention = 4.0 * arch.layers * arch.heads * arch.head_dim
     context = work.prompt_tokens + work.response_tokens / 2
-    of_prompt = work.prompt_tokens * (2.0 * trunk + attention * work.prompt_tokens) + 2.0 * head
+    of_prompt = _prefill_flops(arch, work.prompt_tokens)
     return of_prompt, 2.0 * (trunk + head) + attention * context, context
+
+
+def _prefill_flops(arch: ArchitectureConfig, tokens: int) -> float:
+    """Of what stands before a response of one sequence."""
+    _, trunk, head = model_sizes(arch)
+    return tokens * (2.0 * trunk + 4.0 * arch.layers * arch.heads * arch.head_dim * tokens) + 2.0 * head
 
 
 def _served_rollout(arch: ArchitectureConfig, servers: Servers, work: Workload, machine: Machine) -> StageCost:

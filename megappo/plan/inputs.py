@@ -162,6 +162,8 @@ class Workload:
     """The SGLang servers; None with the embedded engine."""
     engine_sleeps: bool = False
     """The embedded engine gives its weights' memory to the trainers between rollouts."""
+    turns: int = 1
+    """Of an episode, each of which the embedded engine begins anew; servers have the others in their caches."""
 
     @property
     def sequence_tokens(self) -> int:
@@ -219,6 +221,7 @@ def workload(config: Config, world_size: int, *, on_cuda: bool, device_bytes: fl
         reward_bytes=reward_parameters(config.reward.model_path) * _BYTES[config.reward.model_dtype(on_cuda=on_cuda)],
         servers=find_servers(config, world_size, on_cuda=on_cuda, device_bytes=device_bytes),
         engine_sleeps=config.offloads,
+        turns=rollout.episodes.max_turns if rollout.episodes is not None else 1,
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megappo.algo.controllers import AdaptiveKLController, FixedKLController
 from megappo.algo.correction import importance_weights
-from megappo.algo.kl import apply_kl_to_rewards
+from megappo.algo.kl import apply_kl_to_rewards, on_last_tokens
 from megappo.config.algorithm import AlgorithmSettings
 from megappo.ppo.methods import find_estimator
 from megappo.runtime.tally import Tally
@@ -57,9 +57,10 @@ class ExperienceMaker:
         weights_BR, loss_mask_BR = self._correction(scored, tally)
         tally.mean_and_std("advantage", advantages_BR, mask_BR)
         tally.mean("return/mean", returns_BR, mask_BR)
-        tally.mean_and_std("reward", scored.scores_B)
-        tally.maximum("reward/max", scored.scores_B)
-        tally.minimum("reward/min", scored.scores_B)
+        totals_B = scored.rollouts.totals_B(scored.scores_B)
+        tally.mean_and_std("reward", totals_B)
+        tally.maximum("reward/max", totals_B)
+        tally.minimum("reward/min", totals_B)
         numbers = tally.reduce(None, self._device)
         if "kl/per_response" in numbers:
             numbers["kl/coef"] = self.kl_controller.value
@@ -69,8 +70,11 @@ class ExperienceMaker:
         return Experience(scored, advantages_BR, returns_BR, weights_BR, loss_mask_BR), numbers
 
     def _rewards(self, scored: Scored, tally: Tally) -> Tensor:
-        """Token rewards (B, R): the score on the last token, minus the weighted KL on every token."""
-        mask_BR = scored.rollouts.response_mask_BR
+        """Token rewards (B, R): the score on the last token, minus the weighted KL on every token. What an environment
+        gave for a turn stands on the turn's last token."""
+        mask_BR, episodes, scores = scored.rollouts.response_mask_BR, scored.rollouts.episodes, scored.scores_B
+        if episodes is not None:
+            scores = episodes.turn_rewards_BR + on_last_tokens(scores, mask_BR)
         kl = torch.zeros_like(scored.old_logprob_BR)
         if scored.ref_logprob_BR is not None:
             settings = self._algorithm.kl_in_reward
@@ -79,7 +83,7 @@ class ExperienceMaker:
             kl = torch.where(mask_BR, kl, 0.0)
             tally.mean("kl/mean", kl, mask_BR)
             tally.mean("kl/per_response", kl.sum(-1))
-        return apply_kl_to_rewards(scores=scored.scores_B, kl=kl, mask=mask_BR, coef=self.kl_controller.value)
+        return apply_kl_to_rewards(scores=scores, kl=kl, mask=mask_BR, coef=self.kl_controller.value)
 
     def _gae(self, *, rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
         """GAE on the device it is fast on."""

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from megappo.engines.protocol import AheadEngine, Completion, GenerateRequest, PendingCompletions
+from megappo.ppo.episodes import keep_episodes, kept_episodes
 from megappo.ppo.parts import Parts
 from megappo.ppo.sampling import SampleRequests, finish_rollout, prompts_of_rank, request_samples, sample_seed
-from megappo.types import Rollouts
+from megappo.types import Prompt, Rollouts
 
 Kept = dict[int, dict[str, Tensor]]
 """Responses by step, in tensors that a checkpoint can hold."""
@@ -38,6 +39,11 @@ class _Drawn:
         """The requests without an answer, for the engine."""
         self.asked = tuple(i for i in range(len(self.wanted.requests)) if i not in self.answers)
         return [self.wanted.requests[i] for i in self.asked]
+
+    @property
+    def asked_prompts(self) -> list[Prompt]:
+        """The prompts of those requests."""
+        return [self.wanted.prompts[i] for i in self.asked]
 
     def take(self, done: Mapping[int, Completion]) -> None:
         """Answers, by their number among what was asked for last."""
@@ -65,7 +71,7 @@ class Responses:
         if not drawn.is_whole:
             requests, done = drawn.ask_for_the_rest(), dict[int, Completion]()
             try:
-                done |= dict(enumerate(self._parts.engine.generate(requests, self._params, done)))
+                done |= dict(enumerate(self._parts.answer(drawn.asked_prompts, requests, self._params, done)))
             finally:
                 drawn.take(done)
             drawn.is_whole = True
@@ -130,6 +136,8 @@ class Responses:
                 continue
             if any((c.routing is None) != (self._params.routing is None) for c in found.values()):
                 continue
+            if any((c.episode is None) != (self._parts.episodes is None) for c in found.values()):
+                continue
             drawn = self._draw(step)
             drawn.answers = {n: found[i] for n, i in enumerate(drawn.wanted.sample_ids) if i in found}
             drawn.is_whole = len(found) == len(everything)
@@ -164,6 +172,7 @@ def _keep(drawn: _Drawn) -> dict[str, Tensor]:
         "truncated_B": torch.tensor([a.truncated for a in answers]),
         "weight_versions_B": torch.tensor([a.weight_version for a in answers]),
         **_keep_routing([a.routing for a in answers if a.routing is not None]),
+        **keep_episodes(answers),
     }
 
 
@@ -183,9 +192,10 @@ def _completions(kept: Mapping[str, Tensor]) -> dict[int, Completion]:
         kept["truncated_B"].tolist(),
         kept["weight_versions_B"].tolist(),
         routings,
+        kept_episodes(kept, len(lengths)),
         strict=True,
     )
     return {
-        sample_id: Completion(tuple(tokens.tolist()), tuple(logprobs.tolist()), truncated, version, routing)
-        for sample_id, tokens, logprobs, truncated, version, routing in columns
+        sample_id: Completion(tuple(tokens.tolist()), tuple(logprobs.tolist()), truncated, version, routing, episode)
+        for sample_id, tokens, logprobs, truncated, version, routing, episode in columns
     }

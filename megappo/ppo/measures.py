@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megappo.config.algorithm import AlgorithmSettings
 from megappo.engines.protocol import ServedEngine
+from megappo.environments.metrics import episode_metrics
 from megappo.errors import RunError
 from megappo.families.parameters import multiplied_parameters
 from megappo.megatron.placed import PlacedBatch
@@ -39,6 +40,14 @@ def rollout_metrics(rollouts: Rollouts, runtime: Runtime, newest_version: int) -
     tally.total("step_tokens", float(rollouts.lengths_B.sum()))
     tally.total("step_samples", float(len(responses)))
     return tally.reduce(None, runtime.device)
+
+
+def environment_metrics(rollouts: Rollouts, parts: Parts) -> dict[str, float]:
+    """`episode/*`, `turn/*` and `tool/*` of a step; empty where no environment takes part."""
+    if parts.episodes is None:
+        return {}
+    episodes = rollouts.episodes.of_samples if rollouts.episodes is not None else ()  # none on a rank without samples
+    return episode_metrics(episodes, rollouts.response_lengths_B.tolist())
 
 
 def balance_metrics(batches: Iterable[PlacedBatch]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
@@ -9,8 +10,10 @@ from transformers import PreTrainedTokenizerBase
 from megappo.config import Config, ConfigError, Derived
 from megappo.config.model_files import load_tokenizer, resolve_stop_token_ids, role_folder
 from megappo.data import Cursor, PromptDataset
-from megappo.engines.protocol import Engine, RoutingEngine, SamplingParams
+from megappo.engines.protocol import Completion, Engine, GenerateRequest, RoutingEngine, SamplingParams
 from megappo.engines.registry import make_engine
+from megappo.environments.registry import set_stage, tool_schemas
+from megappo.environments.runner import EpisodeRunner
 from megappo.megatron.roles import Role
 from megappo.ppo.methods import check_methods
 from megappo.ppo.models import ROLES, ModelBuilder
@@ -18,7 +21,7 @@ from megappo.reshard.stream import WeightStream
 from megappo.rewards.scorer import RewardScorer
 from megappo.runtime.interrupts import NeverStop, Stop
 from megappo.runtime.process import Runtime
-from megappo.types import RoutingShape
+from megappo.types import Prompt, RoutingShape
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class Parts:
     validation_prompts: PromptDataset | None
     reward: RewardScorer
     engine: Engine
+    episodes: EpisodeRunner | None
+    """What asks the engine where an environment takes part."""
     actor: Role
     critic: Role | None
     reference: Role | None
@@ -82,15 +87,30 @@ class Parts:
         routing = self.replayed_routing if trained_on else None
         return SamplingParams(self.config.rollout.temperature, most_tokens, self.stop_token_ids, greedy, routing)
 
+    def answer(
+        self,
+        prompts: Sequence[Prompt],
+        requests: Sequence[GenerateRequest],
+        params: SamplingParams,
+        done: MutableMapping[int, Completion] | None = None,
+    ) -> list[Completion]:
+        """A sample for each request, whose prompts these are: the engine's response, or an episode. As
+        `Engine.generate` otherwise."""
+        if self.episodes is None:
+            return self.engine.generate(requests, params, done)
+        return self.episodes.generate(prompts, requests, params, done)
+
     def close(self) -> None:
         """End worker processes and engines."""
         self.reward.close()
+        if self.episodes is not None:
+            self.episodes.close()
         self.engine.close()
 
 
 def training_prompts(config: Config) -> PromptDataset:
     """The prompts to train on. Raises ValueError where data or tokenizer cannot be read."""
-    return PromptDataset(config.data.train, config.data, load_tokenizer(config.model))
+    return PromptDataset(config.data.train, config.data, load_tokenizer(config.model), tool_schemas(config))
 
 
 def assemble(config: Config, derived: Derived, runtime: Runtime, purpose: Purpose | None = None) -> Parts:
@@ -99,15 +119,22 @@ def assemble(config: Config, derived: Derived, runtime: Runtime, purpose: Purpos
     tokenizer = load_tokenizer(config.model)
     prompts = purpose.prompts if purpose.prompts is not None else training_prompts(config)
     validation = config.data.validation if config.evaluation is not None or not purpose.training else None
-    validation_prompts = PromptDataset(validation, config.data, tokenizer) if validation is not None else None
+    validation_prompts = None
+    if validation is not None:
+        validation_prompts = PromptDataset(validation, config.data, tokenizer, tool_schemas(config))
+    folder = role_folder(config, "actor")
+    stop_token_ids = resolve_stop_token_ids(folder, tokenizer, config.rollout.stop_token_ids)
+    stage = set_stage(config, tokenizer, stop_token_ids)
     reward = RewardScorer(config.reward, runtime.device)
     if purpose.training:
         check_methods(config)
     roles = ROLES if purpose.training else ("actor",)
     models = ModelBuilder(config, derived, runtime, roles=roles, resumed=purpose.resumed)
     actor = models.actor(trained=purpose.training)
-    folder = role_folder(config, "actor")
-    stop_token_ids = resolve_stop_token_ids(folder, tokenizer, config.rollout.stop_token_ids)
+    reference = models.reference(actor) if purpose.training else None
+    critic = models.critic() if purpose.training else None
+    weights = WeightStream(actor, config.rollout.sync_bucket_bytes)
+    engine = make_engine(config, folder, stop_token_ids, runtime, purpose.stop)
     return Parts(
         config=config,
         derived=derived,
@@ -119,10 +146,11 @@ def assemble(config: Config, derived: Derived, runtime: Runtime, purpose: Purpos
         validation_prompts=validation_prompts,
         reward=reward,
         actor=actor,
-        reference=models.reference(actor) if purpose.training else None,
-        critic=models.critic() if purpose.training else None,
-        weights=WeightStream(actor, config.rollout.sync_bucket_bytes),
-        engine=make_engine(config, folder, stop_token_ids, runtime, purpose.stop),
+        reference=reference,
+        critic=critic,
+        weights=weights,
+        engine=engine,
+        episodes=None if stage is None else EpisodeRunner(stage, engine, purpose.stop),
         origins=tuple(models.origins),
         stop=purpose.stop,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
+from typing import Any
 
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from megappo.ppo.advice import Advisor
 from megappo.ppo.jumps import Jump
 from megappo.runtime.objects import agreed, of_all_ranks
 from megappo.runtime.process import Runtime
-from megappo.types import Rollouts
+from megappo.types import Episodes, Rollouts
 
 _JUMP_SAMPLES = 16
 # Counts that other metrics are made of.
@@ -139,6 +140,7 @@ class Reporter:
         if self._log is None:
             return
         chosen = range(min(self._config.logging.sample_texts, len(rollouts.responses)))
+        totals_B, episodes = rollouts.totals_B(scores_B), rollouts.episodes
         self._log.log_samples(
             step,
             [
@@ -147,8 +149,9 @@ class Reporter:
                     "response": rollouts.responses[b],
                     "raw_response": rollouts.raw_responses[b],
                     "answer": rollouts.prompts[b].answer,
-                    "score": float(scores_B[b]),
+                    "score": float(totals_B[b]),
                     "tokens": int(rollouts.response_lengths_B[b]),
+                    **({} if episodes is None else _told_of(episodes, b)),
                 }
                 for b in chosen
             ],
@@ -180,3 +183,11 @@ class Reporter:
         self._view.close()
         if self._log is not None:
             self._log.close()
+
+
+def _told_of(episodes: Episodes, b: int) -> dict[str, Any]:
+    """What a reader of a sample wants to know of its episode."""
+    episode = episodes.of_samples[b]
+    told = {"failure": episode.failure, "reason": episode.reason, "limit": episode.limit}
+    calls = {name: use.calls for name, use in episode.tools.items()}
+    return {"conversation": episodes.conversations[b], "tools": calls, **{k: v for k, v in told.items() if v}}

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from megappo.data import PromptDataset
 from megappo.engines.protocol import Completion, GenerateRequest
 from megappo.errors import RunError
+from megappo.ppo.episodes import episodes_of, own_tokens, turns_mask
 from megappo.runtime.process import Runtime
 from megappo.types import Prompt, Prompts, Rollouts
 
@@ -59,32 +60,36 @@ def request_samples(prompts: Prompts, *, samples_per_prompt: int, seed_of: Calla
 def finish_rollout(
     wanted: SampleRequests, completions: Sequence[Completion], tokenizer: PreTrainedTokenizerBase
 ) -> Rollouts:
-    """The engine's answers as padded tensors, (0, 1) where there is none; all with a routing, or none."""
+    """The engine's answers as padded tensors, (0, 1) where there is none; all with a routing, or none. So are those of
+    episodes."""
     sample_ids = torch.tensor(wanted.sample_ids, dtype=torch.int64)
-    token_ids = [list(c.token_ids) for c in completions]
+    token_ids = [own_tokens(c) for c in completions]
     inside = [ids if c.truncated else ids[:-1] for ids, c in zip(token_ids, completions, strict=True)]
     # What decoding leaves out: the named special tokens, and added ones that are only marked as such.
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} | {*tokenizer.all_special_ids}
-    lengths = torch.tensor([len(ids) for ids in token_ids], dtype=torch.int64)
+    lengths = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.int64)
     mask_BR = torch.arange(max(lengths.tolist(), default=1))[None] < lengths[:, None]
     logprob_BR = torch.zeros(mask_BR.shape)
     logprob_BR[mask_BR] = torch.tensor([x for c in completions for x in c.logprobs])
+    episodes = episodes_of(completions, mask_BR, tokenizer)
+    group_ids = sample_ids // wanted.samples_per_prompt
     return Rollouts(
         prompts=wanted.prompts,
         sample_ids_B=sample_ids,
-        group_ids_B=sample_ids // wanted.samples_per_prompt,
+        group_ids_B=group_ids if episodes is None else torch.where(episodes.failed_B, -1 - sample_ids, group_ids),
         sequences=tuple(
             torch.tensor(p.token_ids + c.token_ids) for p, c in zip(wanted.prompts, completions, strict=True)
         ),
         response_lengths_B=lengths,
         engine_logprob_BR=logprob_BR,
-        response_mask_BR=mask_BR,
+        response_mask_BR=turns_mask(completions, mask_BR),
         truncated_B=torch.tensor([c.truncated for c in completions], dtype=torch.bool),
         weight_versions_B=torch.tensor([c.weight_version for c in completions], dtype=torch.int64),
         responses=_decoded(tokenizer, token_ids, skip_special_tokens=True),
         raw_responses=_decoded(tokenizer, token_ids, skip_special_tokens=False),
         routing=None if completions and completions[0].routing is None else tuple(map(routing_of, completions)),
         special_tokens_B=torch.tensor([sum(i in special for i in ids) for ids in inside], dtype=torch.int64),
+        episodes=episodes,
     )
 
 

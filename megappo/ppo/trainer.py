@@ -25,6 +25,7 @@ from megappo.ppo.measures import (
     balance_metrics,
     check_mismatch,
     engine_metrics,
+    environment_metrics,
     rollout_metrics,
     routing_metrics,
     sync_metrics,
@@ -205,6 +206,7 @@ class Trainer:
         self._note_recovery()
         newest = self.weight_version + self.actor_changed
         self.metrics |= rollout_metrics(rollouts, self.parts.runtime, newest)
+        self.metrics |= environment_metrics(rollouts, self.parts)
         self.metrics["prompt/dropped"] = float(self.parts.train_prompts.dropped)
         if not self.config.rollout.ahead:
             if isinstance(self.parts.engine, SleepingEngine):

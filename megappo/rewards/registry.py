@@ -8,6 +8,8 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args, get_origin, get
 from megappo.plugins import check_call, check_choice, load_function, signature_of
 from megappo.rewards.rules import RULES, warm_up
 
+OF_ENVIRONMENT = "environment"
+"""Name of no function at all: the environment's own rewards are all there is."""
 _PER_SAMPLE = ("prompt", "response", "answer", "metadata")
 _PER_BATCH = ("prompts", "responses", "answers", "metadata")
 _RAW = {False: "raw_response", True: "raw_responses"}
@@ -35,10 +37,10 @@ class RewardChoice(NamedTuple):
 
 def check_reward(settings: ChosenReward) -> None:
     """Raises ValueError where the reward cannot be used: unknown name, failing import, options it does not take."""
-    if settings.function == "model":
+    if settings.function in ("model", OF_ENVIRONMENT):
         unused = [name for name, value in (("options", settings.options), ("batch", settings.batch)) if value]
         if unused:
-            raise ValueError(f"reward.function 'model' takes no reward.{unused[0]}; remove it")
+            raise ValueError(f"reward.function '{settings.function}' takes no reward.{unused[0]}; remove it")
         return
     resolve(settings)
 
@@ -57,7 +59,7 @@ def resolve(settings: ChosenReward) -> Callable[..., Any]:
         _check_rule_options(function, settings)
         warm_up(name)
         return function
-    check_choice(name, [*RULES, "model"], "reward.function")
+    check_choice(name, [*RULES, "model", OF_ENVIRONMENT], "reward.function")
     function = load_function(name, "reward.function")
     _check_call(function, settings)
     return function

@@ -105,7 +105,7 @@ def _leave_stopping_to_the_pool() -> None:
     os.register_at_fork(after_in_child=lambda: [signal.signal(number, signal.SIG_DFL) for number in stopping] and None)
 
 
-def _work(requests: int, answers: int, supervisor: int) -> None:
+def _work(requests: int, answers: int, supervisor: int, serve: Callable[[WorkerEnd], None]) -> None:
     """The worker's life, in a session of its own: a function may signal its whole process group."""
     die_with_parent(signal.SIGKILL)  # a function that hangs would never notice that the pool is gone
     if os.getppid() != supervisor:
@@ -115,7 +115,7 @@ def _work(requests: int, answers: int, supervisor: int) -> None:
     for descriptor in (requests, answers):
         os.set_inheritable(descriptor, False)  # a function's own children would keep the sockets open
     try:
-        _serve(WorkerEnd(requests, answers))
+        serve(WorkerEnd(requests, answers))
     except (EOFError, ConnectionError):
         return
 
@@ -151,15 +151,15 @@ def _runs(worker: int) -> bool:
     return ended is not None and worker not in ended
 
 
-def main() -> None:
-    """Serve until the pool hangs up."""
+def main(serve: Callable[[WorkerEnd], None] = _serve) -> None:
+    """Have a worker serve until the pool hangs up."""
     requests, answers = int(sys.argv[1]), int(sys.argv[2])
     trainer, supervisor = os.getppid(), os.getpid()
     os.dup2(2, 1)  # what a function prints must not end up in the parent's output
     adopt_orphans()
     worker = os.fork()
     if worker == 0:
-        _work(requests, answers, supervisor)
+        _work(requests, answers, supervisor, serve)
         return
     os.close(answers)  # its end must be seen when the worker ends
     _supervise(worker, requests, trainer)

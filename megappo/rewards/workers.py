@@ -68,7 +68,8 @@ class RewardResult:
 class Worker:
     """One worker process and its supervisor, from their start to their end."""
 
-    def __init__(self, choice: RewardChoice) -> None:
+    def __init__(self, choice: Any, program: str = "megappo.rewards.worker_main") -> None:
+        """`choice`: what its program receives first."""
         self.ready = False
         self.pending: deque[int] = deque()
         """Indices of the requests it works on, in order."""
@@ -78,7 +79,7 @@ class Worker:
         """Of the process that calls the function, once it has imported it."""
         self._mark = secrets.token_hex(16)
         descriptors = self.channel.their_descriptors
-        command = [sys.executable, "-m", "megappo.rewards.worker_main", *map(str, descriptors)]
+        command = [sys.executable, "-m", program, *map(str, descriptors)]
         # The parent's import path, so that a function found here is found there.
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)
         self.supervisor = subprocess.Popen(

@@ -97,6 +97,7 @@ FACTORS: dict[str, tuple[Level, ...]] = {
         Level("giant", "one long sample among short ones"),
         Level("single", "a microbatch with a single trained token"),
         Level("edges", "responses that begin and end where context ranks are cut"),
+        Level("turns", "episodes of several turns, with a reward for each and what an environment said between them"),
         Level(
             "rejected", "replicas and minibatches whose every sample was rejected",
             settings=(

@@ -27,6 +27,26 @@ class Sample:
     """Log-probability of every token of the response as the engine gave it."""
     routing: Tensor | None = None
     """(tokens - 1, layers, chosen) the experts that the actor is to take; negative where it takes its own."""
+    turn_rewards: list[float | None] | None = None
+    """Of an episode: for each response token its reward, None for one that an environment put there."""
+
+    @property
+    def own(self) -> Tensor:
+        """The response tokens that the model made, counted from the first of the response."""
+        if self.turn_rewards is None:
+            return torch.arange(self.response)
+        return torch.tensor([i for i, reward in enumerate(self.turn_rewards) if reward is not None])
+
+    @property
+    def counted(self) -> int:
+        return len(self.own)
+
+    def rewards(self) -> Tensor:
+        """Of each of those tokens: a turn's on its last one, the score on the last of all."""
+        given = [0.0] * self.response if self.turn_rewards is None else self.turn_rewards
+        rewards = torch.tensor([reward for reward in given if reward is not None])
+        rewards[-1] += self.score
+        return rewards
 
 
 @dataclass
@@ -79,7 +99,7 @@ class ValueModel(nn.Module):
 
     def forward(self, sample: Sample) -> Tensor:
         hidden = self.trunk(input_ids=sample.tokens[None]).last_hidden_state[0]
-        return self.head(hidden)[-sample.response - 1 : -1, 0]
+        return self.head(hidden)[-sample.response - 1 : -1, 0][sample.own]
 
 
 def changed_routing(model: Any, samples: list[Sample]) -> float:
@@ -98,9 +118,9 @@ def changed_routing(model: Any, samples: list[Sample]) -> float:
 
 def policy_outputs(model: Any, sample: Sample, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probability and entropy at each response token."""
-    logits = model(input_ids=sample.tokens[None]).logits[0, -sample.response - 1 : -1] / temperature
+    logits = model(input_ids=sample.tokens[None]).logits[0, -sample.response - 1 : -1][sample.own] / temperature
     logp = logits.log_softmax(-1)
-    labels = sample.tokens[-sample.response :]
+    labels = sample.tokens[-sample.response :][sample.own]
     return logp.gather(1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
@@ -155,9 +175,9 @@ def _optimizer(model: nn.Module, lr: float, settings: Settings) -> torch.optim.A
 def _weights(samples: list[Sample], aggregation: str) -> list[float]:
     """Weight of each token of each sample in the minibatch's loss."""
     if aggregation == "token-mean":
-        return [1 / sum(s.response for s in samples)] * len(samples)
+        return [1 / sum(s.counted for s in samples)] * len(samples)
     if aggregation == "seq-mean-token-mean":
-        return [1 / (len(samples) * s.response) for s in samples]
+        return [1 / (len(samples) * s.counted) for s in samples]
     assert aggregation == "seq-mean-token-sum"
     return [1 / len(samples)] * len(samples)
 
@@ -181,8 +201,7 @@ def ppo_step(
         values = [critic(s) for s in samples]
     advantages, returns = [], []
     for s, o, r, v in zip(samples, old, ref, values, strict=True):
-        rewards = -settings.kl_reward_coef * (o - r)
-        rewards[-1] += s.score
+        rewards = s.rewards() - settings.kl_reward_coef * (o - r)
         advantages.append(gae(rewards, v, settings.gamma, settings.lam))
         returns.append(advantages[-1] + v)
     every = torch.cat(advantages)
@@ -242,7 +261,7 @@ def _critic_update(critic, optimizer, samples, minibatch, values, returns, setti
         plain, other = (v - returns[i]) ** 2, (near - returns[i]) ** 2
         loss = loss + weight * 0.5 * torch.maximum(plain, other).sum()
         clipped += int((other > plain).sum())
-        count += samples[i].response
+        count += samples[i].counted
     (loss + _balancing(uneven, settings.critic_balance, minibatch)).backward()
     norm = nn.utils.clip_grad_norm_(critic.parameters(), settings.clip_grad_norm)
     optimizer.step()
@@ -288,7 +307,7 @@ def _actor_update(actor, optimizer, samples, minibatch, old, ref, advantages, im
         k3 = (torch.exp(gap) - gap - 1).clamp(-10, 10)
         total = importance[i] * objective - settings.entropy_coef * entropy + settings.kl_loss_coef * k3
         loss = loss + weights[i] * total.sum()
-        count += samples[i].response
+        count += samples[i].counted
         sums["clipfrac"] += float(is_clipped.sum())
         sums["ppo_kl"] += float((old[i] - logp).detach().sum())
         sums["entropy"] += float(entropy.detach().sum())

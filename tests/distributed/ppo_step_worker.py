@@ -23,7 +23,7 @@ from megappo.ppo.trainer import Trainer
 from megappo.ppo.updates import NonFiniteUpdateError
 from megappo.reshard.stream import WeightStream
 from megappo.runtime.process import start_runtime
-from megappo.types import Prompt, Rollouts
+from megappo.types import Episode, Episodes, Prompt, Rollouts
 
 
 def rollouts_of_rank(samples: list[dict[str, Any]], rank: int, world: int) -> Rollouts:
@@ -34,6 +34,10 @@ def rollouts_of_rank(samples: list[dict[str, Any]], rank: int, world: int) -> Ro
     mask = torch.arange(R)[None] < lengths[:, None]
     logprob = torch.full((len(mine), R), float("nan"))
     logprob[mask] = torch.tensor([s.get("engine", -1.0) for _, s in mine]).repeat_interleave(lengths)
+    episodes = episodes_of_samples([s["turn_rewards"] for _, s in mine], R) if "turn_rewards" in samples[0] else None
+    if episodes is not None:
+        mask &= ~episodes.turn_rewards_BR.isnan()
+        logprob[~mask] = float("nan")
     return Rollouts(
         prompts=tuple(Prompt(i, tuple(s["tokens"][: -s["response"]]), "", None, {}) for i, s in mine),
         sample_ids_B=torch.tensor([i for i, _ in mine]),
@@ -50,7 +54,15 @@ def rollouts_of_rank(samples: list[dict[str, Any]], rank: int, world: int) -> Ro
         routing=tuple(torch.tensor(s["routing"], dtype=torch.uint8) for _, s in mine)
         if "routing" in samples[0]
         else None,
+        episodes=episodes,
     )
+
+
+def episodes_of_samples(rewards: list[list[float | None]], R: int) -> Episodes:
+    """Episodes with these rewards at their tokens, NaN wherever no token is the model's."""
+    nan = float("nan")
+    padded = [[nan if r is None else r for r in of_sample] + [nan] * (R - len(of_sample)) for of_sample in rewards]
+    return Episodes((Episode(()),) * len(rewards), torch.tensor(padded), ((),) * len(rewards))
 
 
 def run(scenario: dict[str, Any], runtime: Any, found: Path) -> None:
@@ -73,12 +85,12 @@ def run(scenario: dict[str, Any], runtime: Any, found: Path) -> None:
     assert scored.old_logprob_BR is not None and scored.values_BR is not None
     per_sample = {
         i: {
-            "old_logprob": scored.old_logprob_BR[b, :n].tolist(),
-            "values": scored.values_BR[b, :n].tolist(),
-            "advantages": experience.advantages_BR[b, :n].tolist(),
-            "returns": experience.returns_BR[b, :n].tolist(),
+            "old_logprob": scored.old_logprob_BR[b, own].tolist(),
+            "values": scored.values_BR[b, own].tolist(),
+            "advantages": experience.advantages_BR[b, own].tolist(),
+            "returns": experience.returns_BR[b, own].tolist(),
         }
-        for b, (i, n) in enumerate(zip(ids, rollouts.response_lengths_B.tolist(), strict=True))
+        for b, (i, own) in enumerate(zip(ids, rollouts.response_mask_BR, strict=True))
     }
     gathered: list[Any] = [None] * runtime.world_size
     dist.all_gather_object(gathered, per_sample)

@@ -59,6 +59,8 @@ def samples_of(case: Case, plain: list[dict[str, Any]]) -> list[dict[str, Any]]:
     kind = case["samples"].name
     if kind == "rejected":
         return [{**sample, "engine": -4.0 if i in (0, 5, 7) else REJECTED} for i, sample in enumerate(plain)]
+    if kind == "turns":
+        return [in_turns(sample) for sample in plain]
     if kind not in LENGTHS:
         return plain
     g = torch.Generator().manual_seed(8)
@@ -70,6 +72,21 @@ def samples_of(case: Case, plain: list[dict[str, Any]]) -> list[dict[str, Any]]:
         }
         for prompt, response in LENGTHS[kind]
     ]
+
+
+def in_turns(sample: dict[str, Any]) -> dict[str, Any]:
+    """A sample of turns of three tokens, each rewarded on its last one, and two of the environment's after each."""
+    response = sample["response"]
+    rewards = [[0.0, 0.0, 0.1 * (i + 1), None, None][i % 5] for i in range(response)]
+    while rewards[-1] is None:  # a sample ends with what the model said
+        rewards[-1] = 0.0
+        rewards.pop()
+    return {
+        **sample,
+        "tokens": sample["tokens"][: len(sample["tokens"]) - response + len(rewards)],
+        "response": len(rewards),
+        "turn_rewards": rewards,
+    }
 
 
 def test_features_that_meet_are_exact(case: Case, world: World, tmp_path: Path) -> None:

@@ -336,7 +336,15 @@ def oracle_step(
     head.bias.data.zero_()
     critic = ValueModel(trunk, head)
     samples = [
-        Sample(torch.tensor(s["tokens"]), s["response"], s["score"], s.get("engine", ENGINE), told(s)) for s in given
+        Sample(
+            torch.tensor(s["tokens"]),
+            s["response"],
+            s["score"],
+            s.get("engine", ENGINE),
+            told(s),
+            s.get("turn_rewards"),
+        )
+        for s in given
     ]
     changed = changed_routing(actor, samples) if any(sample.routing is not None for sample in samples) else None
     measured = ppo_step(actor, reference, critic, samples, settings, minibatches["actor"], minibatches["critic"])

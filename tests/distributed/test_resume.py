@@ -84,6 +84,30 @@ def test_killed_with_everything_that_has_a_state(tmp_path: Path) -> None:
     assert_same_run(tmp_path / "whole", killed, 6)
 
 
+def test_episodes_that_are_killed(tmp_path: Path) -> None:
+    """Two turns and a tool. The run is killed between rollout and update, and in a rollout asked to stop, after which
+    the episodes that were over are kept and the others are played from their beginning."""
+    settings = (
+        "run.steps=3", "checkpoint.every_steps=1", "rollout.environment={name: examples.lookup:Lookup, max_turns: 2}",
+        "reward.function=environment", "rollout.max_response_tokens=9", "rollout.when_stopped=keep",
+        "data.train={source: 'examples.lookup:keys', options: {held_out: false}}", "data.max_prompt_tokens=4",
+        "data.validation={source: 'examples.lookup:keys', options: {held_out: true}}", "logging.sample_texts=100",
+    )  # fmt: skip
+    killed = tmp_path / "killed"
+    asked = {"step": 3, "at": "token", "rank": 1, "signal": "SIGTERM", "stall": "rollout"}
+    kills = [
+        killed_at(killed, 2, "update_critic", 0, *settings),
+        train(killed, *settings, expect="85", kill=asked),
+    ]
+    attempts(tmp_path, train(tmp_path / "whole", *settings), *kills, train(killed, *settings))
+    assert_same_run(tmp_path / "whole", killed, 3)
+    samples = [json.loads(line) for line in (killed / "samples.jsonl").read_text().splitlines()]
+    assert all([said["by"] for said in s["conversation"]][:2] == ["model", "environment"] for s in samples)
+    line = timeless(killed / "metrics.jsonl")[-1]
+    assert line["episode/turns"] == 2 and line["tool/lookup/calls"] == 1 and line["episode/failures"] == 0
+    assert 0 < line["mismatch/max"] < 1e-4
+
+
 @pytest.fixture(scope="module")
 def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps under TP2 and PP2 with a checkpoint of each."""

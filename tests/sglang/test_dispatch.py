@@ -20,8 +20,9 @@ import pytest
 import torch
 
 from megappo.config.engine import SGLangSettings
-from megappo.engines.protocol import GenerateRequest, SamplingParams
+from megappo.engines.protocol import Completion, GenerateRequest, Line, SamplingParams
 from megappo.engines.sglang.client import Endpoint, ServerFailure, call
+from megappo.runtime.waiting import wait_until
 from megappo.types import RoutingShape
 
 if importlib.util.find_spec("aiohttp") is None:
@@ -31,6 +32,7 @@ from aiohttp import web
 
 from megappo.engines.sglang import dispatch
 from megappo.engines.sglang.dispatch import Outcome, Round
+from megappo.engines.sglang.line import OpenRound
 from megappo.observe.progress import PROGRESS
 
 PARAMS = SamplingParams(temperature=0.5, max_new_tokens=4, stop_token_ids=(1,))
@@ -365,3 +367,78 @@ def test_a_server_without_routing_failed(said: str | None) -> None:
     outcome = spread([server], 2, replace(PARAMS, routing=RoutingShape(1, 1, 4)))
     assert not outcome.completions
     assert "gave no experts for each of 3 x 1 x 1 places" in outcome.failures[0]
+
+
+class Chats:
+    """So many chats of three turns each, all at the same time: the next is asked for once one is answered."""
+
+    def __init__(self, count: int) -> None:
+        self.waiting = {i: GenerateRequest((2, 100 + i), seed=i, prompt_id=i) for i in range(count)}
+        self.turns: dict[int, list[tuple[int, ...]]] = {i: [] for i in range(count)}
+        self.ended_at: dict[int, float] = {}
+        self._line: OpenRound | None = None
+
+    def drive(self, line: Line) -> int:
+        assert isinstance(line, OpenRound)
+        self._line = line
+        for number, request in list(self.waiting.items()):
+            line.send(number, request)
+        assert wait_until(lambda: not self.waiting or line.is_over, 20.0, every_seconds=0.005)
+        return len(self.waiting)
+
+    def answered(self, number: int, completion: Completion) -> None:
+        request = self.waiting.pop(number)
+        self.turns[number].append(completion.token_ids)
+        if len(self.turns[number]) < 3:
+            self.waiting[number] = replace(request, token_ids=(*request.token_ids, 100 + number))
+            assert self._line is not None
+            self._line.send(number, self.waiting[number])
+        else:
+            self.ended_at[number] = time.monotonic()
+
+
+def chat(servers: list[StandIn], count: int = 40, **changes: Any) -> tuple[Chats, int, Outcome]:
+    """What came of it, the requests that are left, and which servers failed."""
+    chats = Chats(count)
+    line = OpenRound([s.endpoint for s in servers], chats, PARAMS, 7, settings(**changes))
+    try:
+        left = chats.drive(line)
+    finally:
+        outcome = line.hang_up()
+    return chats, left, outcome
+
+
+def test_turns_are_answered_while_others_come() -> None:
+    """Each alone, all of an episode by one server; who is slow holds nobody up."""
+    fast, slow = StandIn(0, 0.001), StandIn(1, 0.3)
+    begun = time.monotonic()
+    chats, left, outcome = chat([fast, slow], max_inflight_sequences=64)
+    assert left == 0 and not outcome.failures
+    assert all(turns == [(100 + i, 1)] * 3 for i, turns in chats.turns.items())
+    assert all(len(body["input_ids"]) == 1 for server in (fast, slow) for body in server.bodies)
+    by_server = [{body["input_ids"][0][1] for body in server.bodies} for server in (fast, slow)]
+    assert not by_server[0] & by_server[1]
+    assert max(chats.ended_at[prompt - 100] for prompt in by_server[0]) - begun < 0.3
+
+
+def test_turns_of_a_lost_server_go_elsewhere_or_are_left() -> None:
+    fine, broken = StandIn(0), StandIn(1)
+    broken.fail_after = 10
+    chats, left, outcome = chat([fine, broken])
+    assert left == 0 and outcome.failures.keys() == {1}
+    assert all(turns == [(100 + i, 1)] * 3 for i, turns in chats.turns.items())
+    fine.fail_after = fine.asked + 10
+    chats, left, outcome = chat([fine, broken])
+    assert left == len(chats.waiting) > 0 and outcome.failures.keys() == {0, 1}
+    again = StandIn(2)
+    line = OpenRound([again.endpoint], chats, PARAMS, 7, settings())
+    assert chats.drive(line) == 0  # what is left is asked again
+    line.hang_up()
+    assert all(turns == [(100 + i, 1)] * 3 for i, turns in chats.turns.items())
+
+
+def test_a_refused_turn_ends_the_round() -> None:
+    server = StandIn(0)
+    server.status = 400
+    _, left, outcome = chat([server])
+    assert left == 40 and "refused to generate" in str(outcome.refusal)

@@ -54,6 +54,19 @@ def test_a_run_learns(tmp_path: Path, config: str, steps: int, reward: float) ->
     assert len(list((tmp_path / "run" / "engines").glob("*.log"))) == (2 if ahead else 1)
 
 
+def test_episodes_through_servers(tmp_path: Path) -> None:
+    """Two turns and a tool: the log-probabilities of both turns are those of the trainer."""
+    words = (
+        "train", "tests/examples/lookup.yaml", f"run.directory={tmp_path / 'run'}", "run.steps=2", "evaluation=null",
+        "data.validation=null", "rollout.engine=sglang", "rollout.sglang={max_total_tokens: 16384, threads: 1}",
+    )  # fmt: skip
+    done = start("megappo", *words, processes=2, timeout_seconds=560)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    for line in read_metrics(tmp_path / "run" / "metrics.jsonl"):
+        assert line["episode/turns"] == 2 and line["episode/failures"] == 0 and line["tool/lookup/calls"] == 1
+        assert 0 < line["mismatch/max"] < 1e-5 and line["rollout/lag"] == 0
+
+
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A run in its third step or later, in a process group of its own, and the sessions of its servers."""

@@ -339,6 +339,17 @@ def test_generation_by_the_embedded_engine(model: ArchitectureConfig) -> None:
     assert stage(machine()).link_bytes == 0 and stage(machine()).name == "rollout"
 
 
+def test_turns_are_computed_from_their_beginning_by_the_embedded_engine() -> None:
+    """Of two turns the second begins after half of the response; servers have it in their cache."""
+    _, trunk, head = totals(arch())
+    half = P + RESPONSE // 2
+    second = 13 * (half * (2 * trunk + 2 * 2 * 6 * Q * half) + 2 * head)
+    found = [rollout_cost(arch(), work(turns=turns), machine()) for turns in (1, 2)]
+    assert found[1].flops - found[0].flops == about(29 * second)
+    served = [rollout_cost(arch(), work(turns=turns, servers=servers()), machine()) for turns in (1, 2)]
+    assert served[0] == served[1]
+
+
 @pytest.mark.parametrize("cuda", [True, False])
 @pytest.mark.parametrize(("most", "running"), [(1000, 20.8), (7, 7)])
 def test_generation_by_servers(cuda: bool, most: int, running: float) -> None:

@@ -37,6 +37,12 @@ class Deal:
             prompt.waiting.append(request)
         self._give(prompts.values(), first=0)
 
+    def add(self, request: int, prompt_id: int) -> None:
+        """One more request, for the server that this prompt's others go to while all servers are well."""
+        prompt = _DealtPrompt(prompt_id, deque([request]))
+        self._prompt_of[request] = prompt
+        self._give([prompt], first=0)
+
     @property
     def waiting(self) -> bool:
         """Whether there is anything to hand out."""

@@ -88,7 +88,9 @@ class Round:
         order = sorted(requests, key=lambda i: -len(requests[i].token_ids))
         self._deal = Deal([e.index for e in endpoints], {i: requests[i].prompt_id for i in order})
         self._outcome = Outcome()
-        PROGRESS.expect(SAMPLES, len(requests))
+        self._largest_group = _LARGEST_GROUP if params.routing is None else 1
+        if requests:
+            PROGRESS.expect(SAMPLES, len(requests))
         self._loop = asyncio.new_event_loop()
         self._task = self._loop.create_task(self._spread())
         pool = ThreadPoolExecutor(1, thread_name_prefix="megappo-rollout")
@@ -115,19 +117,29 @@ class Round:
         if not self._loop.is_closed():
             self._loop.close()
 
+    @property
+    def _is_done(self) -> bool:
+        """Nothing waits for an answer."""
+        return not (self._deal.waiting or any(lane.calls for lane in self._lanes))
+
+    def _news(self) -> list[asyncio.Future[Any]]:
+        """What may bring more requests; with none, the round is over where nobody is asked any more."""
+        return []
+
     async def _spread(self) -> None:
-        if not self._requests:
+        if self._is_done:
             return
         timeout = aiohttp.ClientTimeout(total=None)
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             try:
-                while (self._deal.waiting or any(lane.calls for lane in self._lanes)) and not self._outcome.refusal:
+                while not self._is_done and not self._outcome.refusal:
                     self._hand_out(session)
                     calls = {call: lane for lane in self._lanes for call in lane.calls}
-                    if not calls:
+                    news = self._news()
+                    if not calls and not news:
                         return  # nobody is left to ask
-                    tasks = [task for lane in self._lanes for task in lane.tasks]
+                    tasks = [*news, *(task for lane in self._lanes for task in lane.tasks)]
                     done, _ = await asyncio.wait(tasks, timeout=_WATCH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                     for call, lane in calls.items():
                         if call in done and call in lane.calls:  # else its server failed a moment ago
@@ -152,8 +164,7 @@ class Round:
         return self._settings.max_inflight_sequences - lane.sequences
 
     def _fill(self, session: aiohttp.ClientSession, lane: _Lane) -> None:
-        most = _LARGEST_GROUP if self._params.routing is None else 1
-        while group := self._deal.take(lane.endpoint.index, min(self._room(lane), most)):
+        while group := self._deal.take(lane.endpoint.index, min(self._room(lane), self._largest_group)):
             if not lane.calls:
                 lane.last_answer = time.monotonic()
             lane.calls[asyncio.ensure_future(self._ask(session, lane.endpoint, group))] = group
@@ -297,7 +308,7 @@ def _sampling(request: GenerateRequest, params: SamplingParams) -> dict[str, Any
     without it SGLang makes no tensor of seeds, and draws from a generator of the server's."""
     chosen: dict[str, Any] = {
         "temperature": params.temperature,
-        "max_new_tokens": params.max_new_tokens,
+        "max_new_tokens": request.most_tokens(params),
         "stop_token_ids": list(params.stop_token_ids),
         "sampling_seed": request.seed,
         "skip_special_tokens": False,

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from megappo.config import Config
 from megappo.config.engine import SGLangSettings
-from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
+from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams, Talk
 from megappo.engines.sglang.client import Endpoint, ServerFailure
-from megappo.engines.sglang.dispatch import Round
+from megappo.engines.sglang.dispatch import Outcome, Round
 from megappo.engines.sglang.fleet import Fleet, Started
+from megappo.engines.sglang.line import OpenRound
 from megappo.engines.sglang.server import CACHES, WEIGHTS, EngineError, Server, ServerSpec
 from megappo.engines.sglang.sync import ServerSync, SyncRun, SyncSeconds
 from megappo.engines.sglang.transport import (
@@ -111,9 +112,7 @@ class SGLangEngine:
 
     def submit(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> Pending:
         """Send requests and return at once; `collect` takes the answers. Not a collective."""
-        if not self.current or self._asleep:
-            state = "asleep" if self._asleep else "without a whole set of weights"
-            raise RuntimeError(f"the engine is {state}; update its weights first")
+        self._require_weights()
         round_ = self._start_round(dict(enumerate(requests)), params)
         self._pending.append(Pending(requests, params, self._version, round_))
         return self._pending[-1]
@@ -129,12 +128,7 @@ class SGLangEngine:
             pending.completions |= outcome.completions
             self._stop.check()  # raises on every rank where one of them has not waited for its answers
             left = {i: r for i, r in enumerate(pending.requests) if i not in pending.completions}
-            facts = of_all_ranks((len(left), outcome.failures, outcome.refusal))
-            refusals = [refusal for _, _, refusal in facts if refusal]
-            if refusals:
-                raise EngineError(refusals[0])
-            self._note_failures({i: reason for _, failures, _ in facts for i, reason in failures.items()})
-            if not any(count for count, _, _ in facts):
+            if self._all_is_answered(len(left), outcome):
                 self._pending.remove(pending)
                 return [pending.completions[i] for i in range(len(pending.requests))]
             assert self._weights is not None
@@ -145,6 +139,35 @@ class SGLangEngine:
                 self._bring_up_to_date()
             pending.round = self._start_round(left, pending.params)
 
+    def converse(self, talk: Talk, params: SamplingParams) -> None:
+        """See `ConversingEngine.converse`. What failed servers owe is generated as `collect` says."""
+        self._require_weights()
+        while True:
+            line = OpenRound(self._ready, talk, params, self._version, self.settings, self.on_tokens)
+            try:
+                left = talk.drive(line)
+            finally:
+                outcome = line.hang_up()
+            self._stop.check()
+            if self._all_is_answered(left, outcome):
+                return
+            self._bring_up_to_date()
+
+    def _all_is_answered(self, left: int, outcome: Outcome) -> bool:
+        """Whether no rank has a request left, and which servers failed; every rank calls it. Raises EngineError for a
+        request that no server will ever take."""
+        facts = of_all_ranks((left, outcome.failures, outcome.refusal))
+        refusals = [refusal for _, _, refusal in facts if refusal]
+        if refusals:
+            raise EngineError(refusals[0])
+        self._note_failures({i: reason for _, failures, _ in facts for i, reason in failures.items()})
+        return not any(count for count, _, _ in facts)
+
+    def _require_weights(self) -> None:
+        if not self.current or self._asleep:
+            state = "asleep" if self._asleep else "without a whole set of weights"
+            raise RuntimeError(f"the engine is {state}; update its weights first")
+
     def _note_failures(self, reasons: Mapping[int, str]) -> None:
         """Use these servers no more until they are seen well, and say why, once."""
         self._suspects |= reasons.keys()
@@ -154,9 +177,12 @@ class SGLangEngine:
                 tell(f"{reason}; it will be started again if need be")
 
     def _start_round(self, requests: dict[int, GenerateRequest], params: SamplingParams) -> Round:
-        # In the same order on every rank, as dealing wants it.
-        ready = [endpoint for endpoint in self._endpoints if endpoint.index in self.current]
-        return Round(ready, requests, params, self._version, self.settings, self.on_tokens)
+        return Round(self._ready, requests, params, self._version, self.settings, self.on_tokens)
+
+    @property
+    def _ready(self) -> list[Endpoint]:
+        """Servers with the current weights, in the same order on every rank, as dealing wants it."""
+        return [endpoint for endpoint in self._endpoints if endpoint.index in self.current]
 
     # Weights
 

@@ -1,0 +1,87 @@
+"""Settings of episodes of several turns (`rollout.environment`), and their rules with other sections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, field_validator
+
+from megappo.config.base import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Processes, Seconds, Settings, Text
+from megappo.plugins import check_choice
+
+if TYPE_CHECKING:
+    from megappo.config.schema import Config
+
+SINGLE_TURN = "single_turn"
+ENVIRONMENTS = {
+    SINGLE_TURN: "",
+    "tools": "megappo.environments.tool_calling:ToolCalling",
+    "guess": "megappo.environments.guess:GuessNumber",
+}
+"""Names for `rollout.environment.name`, and the import path of each; `megappo.environments.protocol` says what
+they are."""
+
+
+class ToolSettings(Settings):
+    workers: Processes = 4
+    """Worker processes per rank, each of which runs one call at a time."""
+    timeout_seconds: Seconds = 10.0
+    """Longest time of a call; what it started is killed then."""
+    memory_gigabytes: PositiveFloat = 1.0
+    """Most memory (GB, 1e9 bytes) of a call, all its processes together."""
+    processes: PositiveInt = 16
+    """Most processes of a call at the same time."""
+    output_characters: int = Field(default=4000, gt=0, le=16000)
+    """A longer result is cut in its middle."""
+
+
+class EnvironmentSettings(Settings):
+    name: Text = SINGLE_TURN
+    """`single_turn`: a prompt and a response. `tools`: a model that may call a calculator and Python. `guess`: a number
+    is guessed with hints. Or one of your own: `package.module:Class`."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the environment."""
+    max_turns: PositiveInt = 8
+    """An episode ends after so many turns of the model."""
+    max_calls: NonNegativeInt = 16
+    """An episode ends where it wants to call tools more often."""
+    max_turn_tokens: PositiveInt | None = None
+    """Longest turn; default: what is left of `rollout.max_response_tokens`, which holds for all turns and what the
+    environment says between them together."""
+    max_seconds: Seconds = 60.0
+    """An episode that has spent more in its environment, engine and tools aside, hangs: it has failed."""
+    max_failure_fraction: Fraction = 0.5
+    """The run stops when more than this fraction of a step's episodes failed."""
+    tools: ToolSettings = ToolSettings()
+    """Worker processes of the environment's tools."""
+
+    @field_validator("name")
+    @classmethod
+    def _environment_is_known(cls, name: str) -> str:
+        check_choice(name, ENVIRONMENTS)
+        return name
+
+
+def environment_rules(config: Config) -> Iterator[str]:
+    """What episodes need of the other settings."""
+    rollout, function = config.rollout, config.reward.function
+    environment = rollout.episodes
+    if environment is None:
+        if function == "environment":
+            yield (
+                "reward.function is environment, but rollout.environment names none that rewards; "
+                "set rollout.environment.name, or another reward.function"
+            )
+        return
+    if rollout.ahead:
+        yield (
+            f"rollout.ahead is 1, but the episodes of rollout.environment '{environment.name}' are not played ahead; "
+            "set rollout.ahead to 0"
+        )
+    most = environment.max_turn_tokens
+    if most is not None and most > rollout.max_response_tokens:
+        yield (
+            f"rollout.environment.max_turn_tokens {most} is above rollout.max_response_tokens "
+            f"{rollout.max_response_tokens}, which holds for all turns together; set at most that"
+        )

@@ -1,0 +1,73 @@
+"""A round that requests are added to while it goes on: turns of episodes, each answered as soon as it can be."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megappo.config.engine import SGLangSettings
+from megappo.engines.protocol import GenerateRequest, SamplingParams, Talk
+from megappo.engines.sglang.client import Endpoint
+from megappo.engines.sglang.dispatch import Outcome, Round
+
+
+class OpenRound(Round):
+    """A `Line` to servers. The turns of an episode go to the server of its prompt, whose prefix cache has the earlier
+    ones; each is a request of its own, as those that go together wait for the longest."""
+
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        talk: Talk,
+        params: SamplingParams,
+        version: int,
+        settings: SGLangSettings,
+        on_tokens: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._talk = talk
+        self._bell: asyncio.Future[None] | None = None
+        """Rings when there is a request more."""
+        super().__init__(endpoints, {}, params, version, settings, on_tokens)
+        self._largest_group = 1
+
+    def send(self, number: int, request: GenerateRequest) -> None:
+        """See `Line.send`."""
+        self._loop.call_soon_threadsafe(self._add, number, request)
+
+    @property
+    def is_over(self) -> bool:
+        """See `Line.is_over`."""
+        return self._finished.done()
+
+    def hang_up(self) -> Outcome:
+        """Give up what is not answered. Which servers failed meanwhile, and how."""
+        try:
+            if self._finished.done():
+                self._finished.result()  # raises what nobody expected
+        finally:
+            self.cancel()
+        return self._outcome
+
+    def _add(self, number: int, request: GenerateRequest) -> None:
+        self._requests[number] = request
+        self._deal.add(number, request.prompt_id)
+        if self._bell is not None and not self._bell.done():
+            self._bell.set_result(None)
+
+    @property
+    def _is_done(self) -> bool:
+        return not self._lanes
+
+    def _news(self) -> list[asyncio.Future[Any]]:
+        if self._bell is None or self._bell.done():
+            self._bell = self._loop.create_future()
+        return [self._bell]
+
+    def _take(self, lane: Any, call: Any) -> None:
+        numbers = lane.calls[call]
+        super()._take(lane, call)
+        for number in numbers:
+            completion = self._outcome.completions.pop(number, None)
+            if completion is not None:
+                self._talk.answered(number, completion)

@@ -1,0 +1,1 @@
+"""Episodes: a model and an environment speak in turn, and the environment rewards what the model says."""

@@ -1,0 +1,73 @@
+"""The tokens that a chat template puts between two turns of a model.
+
+The template is applied to the conversation as it was and as it goes on, and the tokens that came along are taken. What
+the model said stands there as a placeholder: its own tokens are in the sequence already and are never made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from megappo.plugins import users_code
+
+Message = Mapping[str, Any]
+
+PLACEHOLDER = "<think>\nSo it is.\n</think>\n\nYes."
+"""It thinks, as templates that take thoughts out of earlier turns would show."""
+BEGINNING: Message = {"role": "user", "content": "Begin."}
+"""In place of a prompt whose messages are not known."""
+_REMEDY = "give model.tokenizer a template that keeps them, or set data.apply_chat_template: false"
+
+
+class ChatTokens:
+    """One tokenizer's template."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int], schemas: Sequence[Any] = ()
+    ) -> None:
+        self._tokenizer, self._stops, self._schemas = tokenizer, frozenset(stop_token_ids), list(schemas) or None
+
+    def check(self, role: str) -> None:
+        """Raise ValueError where messages of this role cannot follow what the model says."""
+        said: Message = {"role": "assistant", "content": PLACEHOLDER}
+        heard: Message = {"role": role, "content": "Go on."}
+        self.between([BEGINNING, said], [heard], closed=True)
+        self.between([BEGINNING, said, heard, said], [heard], closed=True)
+
+    def between(self, before: Sequence[Message], heard: Sequence[Message], *, closed: bool) -> list[int]:
+        """The tokens from the end of the model's last turn to the beginning of its next.
+
+        Args:
+            before: the conversation; its last message is the model's, with any content.
+            heard: what follows it, at least one message.
+            closed: a stop token ended the turn; else the template's own one comes first.
+
+        Raises ValueError where the template does not go on from what was there.
+        """
+        old, new = self._ids(before, goes_on=False), self._ids([*before, *heard], goes_on=True)
+        stop = next((i for i in reversed(range(len(old))) if old[i] in self._stops), None)
+        if stop is None or stop < len(self._ids(before[:-1], goes_on=True)):
+            raise ValueError(
+                "the chat template ends what the model says with none of the stop tokens; add the token that it ends "
+                "it with to rollout.stop_token_ids"
+            )
+        if new[: stop + 1] != old[: stop + 1]:
+            raise ValueError(
+                f"the chat template changes what was said in earlier turns once a message of the role "
+                f"'{heard[0]['role']}' follows, so that the model would be trained on what it never saw; {_REMEDY}"
+            )
+        return new[stop + closed :]
+
+    def _ids(self, messages: Sequence[Message], *, goes_on: bool) -> list[int]:
+        with users_code("the chat template refuses a conversation of several turns", _REMEDY):
+            text = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=goes_on,
+                tools=self._schemas,
+            )
+        ids: list[int] = self._tokenizer(str(text), add_special_tokens=False)["input_ids"]
+        return ids

@@ -1,0 +1,59 @@
+"""What an environment is, and what it gets to see of a turn of the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from megappo.environments.session import Session
+
+Limit = Literal["turns", "tokens", "calls"]
+
+
+class Environment(Protocol):
+    """What `rollout.environment.name` names: a class, called with `rollout.environment.arguments`.
+
+    It may also have, as attributes or properties:
+
+        tools     {name: import path} of functions that `Session.use` calls in worker processes, which have time,
+                  memory and processes for a call and no more; they take keyword arguments and return a text
+        schemas   descriptions of its tools for the chat template (OpenAI's form), which prompts are rendered with
+        role      of the messages that it observes as text, "user" where it says nothing
+    """
+
+    async def run(self, session: Session) -> float | None:
+        """Play one episode; all those of a rank run in one event loop.
+
+        Returns a reward for the last turn besides what `Session.reward` gave, or None. `LimitReached` may be left
+        alone: the episode then ends with the rewards that it has. Whatever else is raised fails the sample, of which
+        nothing is trained on. What it draws at random it draws by `Session.seed`, so that a run can be repeated.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A turn of the model."""
+
+    token_ids: tuple[int, ...]
+    """As sampled, the stop token included."""
+    logprobs: tuple[float, ...]
+    text: str
+    """Without special tokens."""
+    raw_text: str
+    truncated: bool
+    """A limit of tokens ended it, not a stop token."""
+    weight_version: int
+
+
+class LimitReached(Exception):
+    """The episode has used up its turns, tokens or calls of tools."""
+
+    def __init__(self, limit: Limit) -> None:
+        super().__init__(f"the episode has reached its limit of {limit}")
+        self.limit: Limit = limit
+
+
+class NonsenseError(ValueError):
+    """An environment gave what is no reward, no token or no episode."""

@@ -1,0 +1,63 @@
+"""From the settings to the environment."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from megappo.config import Config
+from megappo.config.environment import ENVIRONMENTS, EnvironmentSettings
+from megappo.environments.chat import ChatTokens
+from megappo.environments.protocol import Environment
+from megappo.environments.session import Surroundings
+from megappo.environments.tool_pool import ToolPool
+from megappo.plugins import check_call, load, users_code
+
+_SETTING = "rollout.environment.name"
+
+
+def make_environment(settings: EnvironmentSettings) -> Environment:
+    """The environment that the settings name. Raises ValueError where it cannot be made or has no `run`."""
+    made = load(ENVIRONMENTS.get(settings.name, settings.name), _SETTING, inspect.isclass, "class")
+    what, remedy = f"{_SETTING} '{settings.name}'", "change its parameters, or rollout.environment.arguments"
+    check_call(made, (), settings.arguments, what=what, remedy=remedy)
+    with users_code(f"{what} cannot be made", remedy, but=(ValueError,)):
+        environment: Environment = made(**settings.arguments)
+    if not inspect.iscoroutinefunction(getattr(environment, "run", None)):
+        raise ValueError(f"{what} has no `async def run(self, session)`; give it one")
+    return environment
+
+
+def tool_schemas(config: Config) -> Sequence[Any]:
+    """The descriptions of tools that prompts are rendered with; none without an environment that has some."""
+    settings = config.rollout.episodes
+    return [] if settings is None else getattr(make_environment(settings), "schemas", [])
+
+
+@dataclass(frozen=True)
+class Stage:
+    """An environment with all that its episodes share; no engine yet."""
+
+    environment: Environment
+    shared: Surroundings
+
+
+def set_stage(config: Config, tokenizer: PreTrainedTokenizerBase, stop_token_ids: tuple[int, ...]) -> Stage | None:
+    """What episodes need besides an engine; None where a prompt has one response.
+
+    Raises ValueError where the environment, its tools or the chat template cannot be used.
+    """
+    settings = config.rollout.episodes
+    if settings is None:
+        return None
+    environment = make_environment(settings)
+    role, schemas = getattr(environment, "role", "user"), getattr(environment, "schemas", [])
+    chat = ChatTokens(tokenizer, stop_token_ids, schemas) if config.data.apply_chat_template else None
+    if chat is not None:
+        chat.check(role)
+    tools = ToolPool(getattr(environment, "tools", {}), settings.tools)
+    return Stage(environment, Surroundings(settings, tokenizer, len(tokenizer), chat, role, tools))

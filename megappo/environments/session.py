@@ -1,0 +1,283 @@
+"""An episode as its environment drives it: turns of the model, what the environment says between them, and rewards."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from megappo.config.environment import EnvironmentSettings
+from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
+from megappo.environments.chat import BEGINNING, PLACEHOLDER, ChatTokens, Message
+from megappo.environments.protocol import LimitReached, NonsenseError, Reply
+from megappo.environments.tool_pool import ToolPool
+from megappo.errors import RunError, show
+from megappo.types import CHAT_MESSAGES, Episode, Prompt, ToolUse, Turn
+
+_REASON_CHARACTERS = 300
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """63 bits for each turn of a sample; the first turn has the sample's own, as a response without environment has."""
+    if turn == 0:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed}/turn/{turn}".encode(), digest_size=8).digest(), "little") >> 1
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What all episodes of a rank share over the run."""
+
+    limits: EnvironmentSettings
+    tokenizer: PreTrainedTokenizerBase
+    vocabulary: int
+    chat: ChatTokens | None
+    """None: what an environment says is plain text."""
+    role: str
+    tools: ToolPool
+
+
+class Session:
+    """What an environment has of the engine, for one episode."""
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        request: GenerateRequest,
+        shared: Surroundings,
+        params: SamplingParams,
+        ask: Callable[[GenerateRequest], Awaitable[Completion]],
+    ) -> None:
+        self.prompt = prompt
+        """The text that the episode begins with, its answer and metadata."""
+        self.seed = request.seed
+        """For what the environment draws at random."""
+        self.is_over = False
+        self.waits = 0
+        """For so many answers of engine and tools: time that passes meanwhile is theirs."""
+        self._generates = False
+        self.spent_seconds = 0.0
+        self._request, self._shared, self._params, self._ask = request, shared, params, ask
+        self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._turns: list[Turn] = []
+        self._versions: set[int] = set()
+        self._heard: list[int] = []
+        """Tokens that the model will see with its next turn."""
+        self._messages: list[Message] = list(prompt.metadata.get(CHAT_MESSAGES) or [BEGINNING])
+        self._heard_messages: list[Message] = []
+        self._uses: dict[str, ToolUse] = {}
+        self._routing: torch.Tensor | None = None
+        self._truncated = False
+
+    @property
+    def turns(self) -> int:
+        """Turns of the model so far."""
+        return len(self._turns)
+
+    async def generate(self, max_tokens: int | None = None) -> Reply:
+        """The model's next turn, of at most so many tokens. Raises LimitReached where turns or tokens are used up."""
+        self._require_running()
+        if self._generates:
+            raise NonsenseError("asked for two turns of the model at the same time")
+        self._generates = True
+        try:
+            return await self._next_turn(max_tokens)
+        finally:
+            self._generates = False
+
+    async def _next_turn(self, max_tokens: int | None) -> Reply:
+        limits, params = self._shared.limits, self._params
+        if len(self._turns) >= limits.max_turns:
+            raise LimitReached("turns")
+        heard = self._take_heard()
+        room = params.max_new_tokens - len(self._tokens) - len(heard)
+        if room < 1:
+            raise LimitReached("tokens")
+        self._hear(heard)
+        most = min(x for x in (room, limits.max_turn_tokens, max_tokens) if x is not None)
+        with self._off_the_clock():
+            completion = await self._ask(
+                GenerateRequest(
+                    (*self._request.token_ids, *self._tokens),
+                    turn_seed(self._request.seed, len(self._turns)),
+                    self._request.prompt_id,
+                    most,
+                )
+            )
+        self._require_running()
+        return self._take_turn(completion, most)
+
+    def observe(self, text: str, role: str | None = None) -> None:
+        """Say something to the model: a message of a role (default: the environment's), or plain text where prompts are
+        plain."""
+        self._require_running()
+        if not isinstance(text, str):
+            raise NonsenseError(f"observed {show(text)}, must be a text")
+        if self._shared.chat is None:
+            self._heard += self._shared.tokenizer(text, add_special_tokens=False)["input_ids"]
+        else:
+            self._heard_messages.append({"role": role or self._shared.role, "content": text})
+
+    def observe_token_ids(self, token_ids: Sequence[int]) -> None:
+        """Put tokens into the sequence as they are, with no chat template around them."""
+        self._require_running()
+        wrong = [t for t in token_ids if not isinstance(t, int) or not 0 <= t < self._shared.vocabulary]
+        if wrong:
+            raise NonsenseError(f"observed {show(wrong[0])}, which is none of {self._shared.vocabulary} tokens")
+        self._heard += token_ids
+
+    def reward(self, value: float) -> None:
+        """Reward the model's last turn; rewards of a turn add up."""
+        self._require_running()
+        if not self._turns:
+            raise NonsenseError("rewarded an episode in which the model has said nothing")
+        last = self._turns[-1]
+        self._turns[-1] = replace(last, reward=last.reward + _number(value))
+
+    async def use(self, tool: str, **arguments: Any) -> str:
+        """What a tool of the environment's `tools` says, called in a worker process; where it raises, hangs or takes
+        too much, words that say so. Raises LimitReached where the calls are used up."""
+        self._count_call(tool)
+        with self._off_the_clock():
+            result = await self._shared.tools.call(tool, arguments)
+        self._require_running()
+        self._note_use(tool, failed=bool(result.failure), seconds=result.seconds)
+        return result.text
+
+    @asynccontextmanager
+    async def using(self, tool: str) -> AsyncIterator[None]:
+        """Count a call of a tool of one's own: its time, and whether it raises. Raises LimitReached as `use`."""
+        self._count_call(tool)
+        start, failed = time.monotonic(), True
+        try:
+            yield
+            failed = False
+        finally:
+            self._note_use(tool, failed=failed, seconds=time.monotonic() - start)
+
+    # For who plays the episode
+
+    def finish(self, value: object) -> None:
+        """The environment has ended it and given this. Raises NonsenseError for what is no end of an episode."""
+        if not self._turns:
+            raise NonsenseError("ended without a turn of the model")
+        if value is not None:
+            self.reward(_number(value))
+
+    def completion(
+        self, *, failure: Literal["", "raised", "hung", "nonsense"], reason: str, limit: Any, version: int
+    ) -> Completion:
+        """The sample; nothing of a failed one counts. No more can be done in it. `version`: the engine's weights."""
+        self.is_over = True
+        if not self._tokens:  # a sample has a token after its prompt
+            self._tokens, self._logprobs = [next(iter(self._params.stop_token_ids), 0)], [0.0]
+        episode = Episode(
+            turns=() if failure else tuple(self._turns),
+            failure=failure,
+            reason=reason[:_REASON_CHARACTERS],
+            limit=limit,
+            seconds=self.spent_seconds,
+            tools=dict(self._uses),
+        )
+        return Completion(
+            tuple(self._tokens),
+            tuple(self._logprobs),
+            truncated=self._truncated or bool(limit),
+            weight_version=min(self._versions, default=version),
+            routing=self._whole_routing(),
+            episode=episode,
+        )
+
+    def _whole_routing(self) -> torch.Tensor | None:
+        """(T - 1, L, K): of tokens that no engine has seen it says so."""
+        shape, computed = self._params.routing, len(self._request.token_ids) + len(self._tokens) - 1
+        if shape is None:
+            return None
+        known = [] if self._routing is None else [self._routing[:computed]]
+        return torch.cat([*known, shape.unknown(computed - sum(len(routing) for routing in known))])
+
+    def _require_running(self) -> None:
+        if self.is_over:
+            raise RuntimeError("the episode is over; return from it")
+
+    def _take_turn(self, completion: Completion, most: int) -> Reply:
+        if len(completion.token_ids) > most:
+            raise RunError(
+                f"the engine gave {len(completion.token_ids)} tokens where a request wanted {most} at most; have it "
+                "heed GenerateRequest.max_new_tokens, or play no environment with it"
+            )
+        start = len(self._tokens)
+        self._tokens += completion.token_ids
+        self._logprobs += completion.logprobs
+        self._turns.append(Turn(start, len(self._tokens)))
+        self._versions.add(completion.weight_version)
+        self._truncated = completion.truncated
+        self._messages.append({"role": "assistant", "content": PLACEHOLDER})
+        if completion.routing is not None:  # what the turns before were sampled with stays as it was then
+            known = completion.routing[:0] if self._routing is None else self._routing
+            self._routing = torch.cat([known, completion.routing[len(known) :]])
+        ids, decode = list(completion.token_ids), self._shared.tokenizer.decode
+        return Reply(
+            completion.token_ids,
+            completion.logprobs,
+            str(decode(ids, skip_special_tokens=True)),
+            str(decode(ids, skip_special_tokens=False)),
+            completion.truncated,
+            completion.weight_version,
+        )
+
+    def _take_heard(self) -> list[int]:
+        """The tokens that the model sees before its next turn."""
+        if self._heard_messages:
+            assert self._shared.chat is not None
+            if self._heard:
+                raise NonsenseError("observed tokens and messages between the same two turns; observe either of them")
+            if not self._turns:
+                raise NonsenseError("observed a message before the model's first turn; write it into the prompt")
+            heard, self._heard_messages = self._heard_messages, []
+            ids = self._shared.chat.between(self._messages, heard, closed=not self._truncated)
+            self._messages += heard
+            return ids
+        heard_ids, self._heard = self._heard, []
+        return heard_ids
+
+    def _hear(self, token_ids: Sequence[int]) -> None:
+        self._tokens += token_ids
+        self._logprobs += [0.0] * len(token_ids)
+
+    def _count_call(self, tool: str) -> None:
+        self._require_running()
+        if sum(use.calls for use in self._uses.values()) >= self._shared.limits.max_calls:
+            raise LimitReached("calls")
+        use = self._uses.get(tool, ToolUse())
+        self._uses[tool] = replace(use, calls=use.calls + 1)
+
+    def _note_use(self, tool: str, *, failed: bool, seconds: float) -> None:
+        use = self._uses[tool]
+        self._uses[tool] = replace(use, failures=use.failures + failed, seconds=use.seconds + seconds)
+
+    @contextmanager
+    def _off_the_clock(self) -> Iterator[None]:
+        self.waits += 1
+        try:
+            yield
+        finally:
+            self.waits -= 1
+
+
+def _number(value: object) -> float:
+    """A reward. Raises NonsenseError for what is none."""
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        raise NonsenseError(f"gave the reward {show(value)}, must be a number")
+    number = float(value)
+    if not math.isfinite(number) or abs(number) > 1e9:
+        raise NonsenseError(f"gave the reward {number}, must be finite and at most 1e9")
+    return number

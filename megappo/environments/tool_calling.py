@@ -1,0 +1,71 @@
+"""A model that may call tools before it answers: `rollout.environment.name: tools`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megappo.environments.session import Session
+from megappo.environments.tool_calls import FORMATS, WantedCall
+from megappo.errors import either, show
+
+_PARAMETERS = {"calculator": "expression", "python": "code"}
+_FUNCTIONS = {
+    "calculator": "megappo.environments.mathematics:calculate",
+    "python": "megappo.environments.mathematics:python",
+}
+_WORDS = {
+    "calculator": ("The value of an arithmetic expression.", "such as (3 + 4) * 2 ** 5 or sqrt(2)"),
+    "python": ("Runs a Python program and gives what it prints.", "the program"),
+}
+
+
+class ToolCalling:
+    """Runs the calls of each reply and shows the model what they gave; a reply without calls ends the episode. It gives
+    no reward itself: `reward.function` scores the last reply."""
+
+    role = "tool"
+
+    def __init__(self, *, tools: Sequence[str] = ("calculator", "python"), format: str = "qwen") -> None:
+        """Raises ValueError for a tool or a format that there is not."""
+        if format not in FORMATS:
+            raise ValueError(
+                f"rollout.environment.arguments.format is {show(format)}, must be {either(FORMATS)}; change it"
+            )
+        unknown = [tool for tool in tools if tool not in _FUNCTIONS]
+        if unknown or isinstance(tools, str) or not tools:
+            raise ValueError(
+                f"rollout.environment.arguments.tools is {show(tools)}, must be a list of {either(_FUNCTIONS)}; "
+                "change it, or write an environment with tools of your own"
+            )
+        self._calls = FORMATS[format]
+        self.tools = {tool: _FUNCTIONS[tool] for tool in tools}
+        self.schemas = [_schema(tool) for tool in tools]
+
+    async def run(self, session: Session) -> None:
+        """See `Environment.run`."""
+        while calls := self._calls((await session.generate()).text):
+            for wanted in calls:
+                session.observe(await self._answer(session, wanted))
+
+    async def _answer(self, session: Session, wanted: WantedCall) -> str:
+        if wanted.problem:
+            return f"Error: {wanted.problem}"
+        if wanted.tool not in self.tools:
+            return f"Error: there is no tool '{wanted.tool}'; there are {', '.join(self.tools)}"
+        parameter = _PARAMETERS[wanted.tool]
+        if wanted.arguments.keys() != {parameter} or not isinstance(wanted.arguments[parameter], str):
+            return f"Error: {wanted.tool} takes one text, {parameter}"
+        return await session.use(wanted.tool, **wanted.arguments)
+
+
+def _schema(tool: str) -> dict[str, Any]:
+    """OpenAI's description of a tool."""
+    what, example = _WORDS[tool]
+    name = _PARAMETERS[tool]
+    parameters = {
+        "type": "object",
+        "properties": {name: {"type": "string", "description": example}},
+        "required": [name],
+    }
+    return {"type": "function", "function": {"name": tool, "description": what, "parameters": parameters}}

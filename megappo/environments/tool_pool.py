@@ -1,0 +1,135 @@
+"""Worker processes of tools, driven from the event loop of the episodes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megappo.config.environment import ToolSettings
+from megappo.environments.tool_worker import LIMITS, ToolChoice
+from megappo.errors import RunError
+from megappo.plugins import load_function
+from megappo.rewards.channel import ForeignMessageError
+from megappo.rewards.workers import Worker
+
+_PROGRAM = "megappo.environments.tool_worker"
+_START_SECONDS = 120.0
+_GRACE_SECONDS = 15.0
+"""In which a worker itself ends a call whose time is up."""
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """What a tool said."""
+
+    text: str
+    failure: str
+    """Why it failed, one of `tool_worker.LIMITS`, or nothing."""
+    seconds: float
+    """From when a worker took it on."""
+
+
+class ToolPool:
+    """At most so many workers, each started when there is a call for it."""
+
+    def __init__(self, functions: Mapping[str, str], settings: ToolSettings) -> None:
+        """`functions`: import paths by the names of tools. Raises ValueError for one that cannot be imported."""
+        for name, path in functions.items():
+            load_function(path, f"tool '{name}'")
+        self._choice = ToolChoice(
+            dict(functions),
+            settings.timeout_seconds,
+            int(settings.memory_gigabytes * 1e9),
+            settings.processes,
+            settings.output_characters,
+        )
+        self._places = asyncio.Semaphore(settings.workers)
+        self._workers: set[Worker] = set()
+        self._idle: list[Worker] = []
+        self._calls = 0
+
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """Have a worker call a tool. Raises ValueError for one that there is not, RunError where no worker starts."""
+        if tool not in self._choice.functions:
+            known = ", ".join(self._choice.functions) or "none"
+            raise ValueError(f"there is no tool '{tool}'; the environment's tools are {known}")
+        async with self._places:
+            worker = await self._ready_worker()
+            start, is_well = time.monotonic(), False
+            try:
+                failure, text = await self._ask(worker, tool, arguments)
+                is_well = failure not in ("hung", "gone")
+            finally:
+                self._give_back(worker, is_well)
+        failure = {"hung": "time", "gone": "died"}.get(failure, failure)
+        if failure:
+            text = f"Error: {LIMITS[failure]}" if failure != "raised" else f"Error: {text}"
+        return ToolResult(text, failure, time.monotonic() - start)
+
+    def _give_back(self, worker: Worker, is_well: bool) -> None:
+        if is_well:
+            self._idle.append(worker)
+        else:  # it works on what nobody waits for, or is gone
+            self._workers.discard(worker)
+            worker.hang_up()
+            asyncio.get_running_loop().run_in_executor(None, worker.wait)
+
+    async def _ready_worker(self) -> Worker:
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.supervisor.poll() is None and not worker.speaks:
+                return worker
+            self._give_back(worker, is_well=False)  # it ended between two calls, by whatever
+        worker = Worker(self._choice, _PROGRAM)
+        self._workers.add(worker)
+        try:
+            state, found = await self._receive(worker, _START_SECONDS)
+        except (EOFError, OSError, TimeoutError, ForeignMessageError) as error:
+            self._give_back(worker, is_well=False)
+            raise RunError(f"a worker of tools does not start ({type(error).__name__}); see its messages") from error
+        if state == "broken":
+            self._give_back(worker, is_well=False)
+            raise RunError(str(found))
+        return worker
+
+    async def _ask(self, worker: Worker, tool: str, arguments: Mapping[str, Any]) -> tuple[str, str]:
+        self._calls += 1
+        try:
+            worker.channel.send((self._calls, tool, dict(arguments)))
+            _, failure, text = await self._receive(worker, self._choice.timeout_seconds + _GRACE_SECONDS)
+        except TimeoutError:
+            return "hung", ""
+        except (EOFError, OSError, ForeignMessageError):
+            return "gone", ""
+        return failure, text
+
+    async def _receive(self, worker: Worker, seconds: float) -> list[Any]:
+        """The worker's next answer. Raises TimeoutError, EOFError, OSError, ForeignMessageError."""
+        loop, socket = asyncio.get_running_loop(), worker.channel.answers
+        came = asyncio.Event()
+        loop.add_reader(socket, came.set)
+        try:
+            deadline = loop.time() + seconds
+            while True:
+                came.clear()
+                if (answer := worker.channel.receive()) is not None:
+                    return answer
+                if loop.time() >= deadline:
+                    raise TimeoutError
+                try:
+                    await asyncio.wait_for(came.wait(), deadline - loop.time())
+                except TimeoutError:
+                    continue  # one more look: the loop may have stood still
+        finally:
+            loop.remove_reader(socket)
+
+    def close(self) -> None:
+        """End all workers, at the same time."""
+        for worker in self._workers:
+            worker.hang_up()
+        for worker in self._workers:
+            worker.wait()
+        self._workers, self._idle = set(), []

@@ -1,0 +1,185 @@
+"""A worker of tools: `python -m megappo.environments.tool_worker REQUESTS ANSWERS`, started by `tool_pool.ToolPool`.
+
+It receives a ToolChoice once and answers ("ready", its process id) or ("broken", reason). Then it receives
+(number, tool, arguments), one at a time, and answers (number, failure, text). Each call runs in a process that it
+forks, with limits of its own; whatever the call starts is a descendant of the worker, and is ended with the call.
+
+Must import nothing heavy: a killed worker is replaced in the time this takes.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import resource
+import select
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple, NoReturn
+
+import psutil
+
+from megappo.plugins import load_function
+from megappo.rewards.channel import WorkerEnd
+from megappo.rewards.descendants import adopt_orphans, end_descendants, reap
+from megappo.rewards.worker_main import main
+
+LIMITS = {
+    "time": "it ran out of time",
+    "memory": "it used more memory than it may",
+    "processes": "it started more processes than it may",
+    "died": "its process ended",
+    "raised": "it raised",
+}
+"""Failures of a call, and what a model is told of them."""
+_POLL_SECONDS = 0.02
+_LOOK_EVERY = 4
+"""Polls between two looks at all descendants, which read /proc."""
+_MEGABYTES_OF_FILES = 100
+_STARTS = ("os.fork", "os.forkpty", "os.posix_spawn", "subprocess.Popen")
+"""Audit events of Python for processes that begin. What other programs start is counted from outside."""
+_BROKEN_CHARACTERS = 4000
+_SHARED_BYTES = 100 * 10**6
+"""What every fork of a worker has of it, at most."""
+
+
+class ToolChoice(NamedTuple):
+    """What is sent to a worker."""
+
+    functions: dict[str, str]
+    timeout_seconds: float
+    memory_bytes: int
+    processes: int
+    output_characters: int
+
+
+def cut(text: str, characters: int) -> str:
+    """A text whose middle is left out where it is longer."""
+    if len(text) <= characters:
+        return text
+    half = characters // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[len(text) - half :]}"
+
+
+class _Call:
+    """One call, in a process of its own."""
+
+    def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any], choice: ToolChoice) -> None:
+        self._choice, self._shared = choice, mmap.mmap(-1, 2)
+        """Shared with all that the call forks: processes begun, and whether they were too many."""
+        self._folder = tempfile.mkdtemp(prefix="megappo-tool-")
+        self._reader, writer = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            os.close(self._reader)
+            self._run(function, arguments, writer)
+        os.close(writer)
+
+    def _run(self, function: Callable[..., Any], arguments: Mapping[str, Any], writer: int) -> NoReturn:
+        """The call's own process, which ends here."""
+        os.setsid()
+        os.chdir(self._folder)
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (0, 1, 2):
+            os.dup2(nowhere, descriptor)
+        held = psutil.Process().memory_info().vms
+        resource.setrlimit(resource.RLIMIT_AS, (held + self._choice.memory_bytes,) * 2)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (_MEGABYTES_OF_FILES * 10**6,) * 2)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        sys.addaudithook(self._count_start)
+        own = os.getpid()
+        try:
+            failure, text = "", str(function(**arguments))
+        except MemoryError:
+            failure, text = "memory", ""
+        except BaseException as error:  # noqa: BLE001 - whatever a tool raises is what it says
+            failure, text = "raised", f"{type(error).__name__}: {error}"
+        if os.getpid() == own:  # else the function forked, and its child has come here too
+            text = cut(text, self._choice.output_characters)
+            with suppress(OSError), open(writer, "wb") as out:
+                out.write(json.dumps([failure, text]).encode())
+        os._exit(0)
+
+    def _count_start(self, event: str, _arguments: tuple[Any, ...]) -> None:
+        if event in _STARTS:
+            if self._shared[0] >= min(self._choice.processes, 255) - 1:
+                self._shared[1] = 1
+                os._exit(1)
+            self._shared[0] += 1
+
+    def result(self) -> tuple[str, str]:
+        """(failure, text); nothing of the call is left then."""
+        try:
+            failure, told = self._await()
+        finally:
+            os.close(self._reader)
+            end_descendants()
+            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._shared[1]:
+            return "processes", ""
+        if failure:
+            return failure, ""
+        try:
+            found: tuple[str, str] = tuple(json.loads(told))
+        except ValueError:
+            return "died", ""
+        return found
+
+    def _await(self) -> tuple[str, bytes]:
+        """Until the call has ended or takes too much: why, and what it wrote."""
+        told, looks, deadline = b"", 0, time.monotonic() + self._choice.timeout_seconds
+        poll = select.poll()
+        poll.register(self._reader, select.POLLIN | select.POLLHUP)
+        while time.monotonic() < deadline:
+            if poll.poll(_POLL_SECONDS * 1000):
+                piece = os.read(self._reader, 1 << 16)
+                if not piece:
+                    return "", told
+                told += piece
+                continue
+            ended = reap()
+            if ended is None or self._pid in ended:  # what it left behind may hold the pipe open
+                return "", told + self._rest()
+            looks += 1
+            if looks % _LOOK_EVERY == 0 and (failure := self._takes_too_much()):
+                return failure, told
+        return "time", told
+
+    def _rest(self) -> bytes:
+        os.set_blocking(self._reader, False)
+        with suppress(BlockingIOError):
+            return os.read(self._reader, 1 << 20)
+        return b""
+
+    def _takes_too_much(self) -> str:
+        held, processes = 0, psutil.Process().children(recursive=True)
+        for process in processes:
+            with suppress(psutil.Error):
+                held += process.memory_info().rss
+        if len(processes) > self._choice.processes or self._shared[1]:
+            return "processes"
+        return "memory" if held > self._choice.memory_bytes + _SHARED_BYTES * len(processes) else ""
+
+
+def _serve(pool: WorkerEnd) -> None:
+    """Answer until the pool is gone, which raises EOFError or ConnectionError."""
+    choice: ToolChoice = pool.first
+    try:
+        functions = {name: load_function(path, f"tool '{name}'") for name, path in choice.functions.items()}
+    except ValueError as error:
+        pool.send(("broken", str(error)[:_BROKEN_CHARACTERS]))
+        return
+    adopt_orphans()
+    pool.send(("ready", os.getpid()))
+    while True:
+        number, tool, arguments = pool.receive()
+        pool.send((number, *_Call(functions[tool], arguments, choice).result()))
+
+
+if __name__ == "__main__":
+    main(_serve)

@@ -1,0 +1,91 @@
+"""Samples of environments as a step sees them: which tokens count, where rewards land, who said what.
+
+A checkpoint holds what is not in their tokens as JSON in bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from megappo.engines.protocol import Completion
+from megappo.types import Episode, Episodes, ToolUse, Turn
+
+
+def own_tokens(completion: Completion) -> list[int]:
+    """What the model answered: all of it, or in an episode its last turn."""
+    ids = list(completion.token_ids)
+    if completion.episode is None or not completion.episode.turns:
+        return ids
+    last = completion.episode.turns[-1]
+    return ids[last.start : last.stop]
+
+
+def turns_mask(completions: Sequence[Completion], mask_BR: Tensor) -> Tensor:
+    """(B, R) bool of the tokens that the model made, where `mask_BR` is of all that follow the prompt."""
+    if all(completion.episode is None for completion in completions):
+        return mask_BR
+    own_BR = torch.zeros_like(mask_BR)
+    for own_R, completion in zip(own_BR, completions, strict=True):
+        assert completion.episode is not None, "all samples of a step are episodes, or none"
+        for turn in completion.episode.turns:
+            own_R[turn.start : turn.stop] = True
+    return own_BR
+
+
+def episodes_of(
+    completions: Sequence[Completion], mask_BR: Tensor, tokenizer: PreTrainedTokenizerBase
+) -> Episodes | None:
+    """None where no environment took part."""
+    episodes = tuple(completion.episode for completion in completions if completion.episode is not None)
+    if not episodes:
+        return None
+    rewards_BR = torch.zeros(mask_BR.shape)
+    for rewards_R, episode in zip(rewards_BR, episodes, strict=True):
+        for turn in episode.turns:
+            rewards_R[turn.stop - 1] += turn.reward
+    return Episodes(episodes, rewards_BR, tuple(_conversation(c, tokenizer) for c in completions))
+
+
+def _conversation(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, Any], ...]:
+    """What the model and the environment said in turn."""
+    assert completion.episode is not None
+    said: list[dict[str, Any]] = []
+    heard = 0
+    for turn in completion.episode.turns:
+        if turn.start > heard:
+            said.append({"by": "environment", "text": _text(completion.token_ids[heard : turn.start], tokenizer)})
+        text = _text(completion.token_ids[turn.start : turn.stop], tokenizer)
+        said.append({"by": "model", "text": text, "reward": turn.reward})
+        heard = turn.stop
+    return tuple(said)
+
+
+def _text(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    return str(tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+
+def keep_episodes(completions: Sequence[Completion]) -> dict[str, Tensor]:
+    """Their episodes for a checkpoint; nothing where there are none."""
+    episodes = [asdict(completion.episode) for completion in completions if completion.episode is not None]
+    if not episodes:
+        return {}
+    return {"episodes": torch.frombuffer(bytearray(json.dumps(episodes).encode()), dtype=torch.uint8)}
+
+
+def kept_episodes(kept: Mapping[str, Tensor], count: int) -> list[Episode | None]:
+    """What `keep_episodes` gave, for each of so many completions."""
+    if "episodes" not in kept:
+        return [None] * count
+    return [_episode(**told) for told in json.loads(bytes(kept["episodes"].tolist()))]
+
+
+def _episode(*, turns: list[dict[str, Any]], tools: dict[str, dict[str, Any]], **told: Any) -> Episode:
+    uses = {name: ToolUse(**use) for name, use in tools.items()}
+    return Episode(turns=tuple(Turn(**turn) for turn in turns), tools=uses, **told)
