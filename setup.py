@@ -25,7 +25,16 @@ setup(
         "te": ["transformer-engine[pytorch]"],
         "tasks": ["math-verify", "reasoning-gym"],
         "wandb": ["wandb"],
-        "test": ["hypothesis", "math-verify", "mypy", "pytest", "pytest-timeout", "reasoning-gym", "ruff"],
+        "test": [
+            "hypothesis",
+            "math-verify",
+            "mypy",
+            "peft>=0.21",
+            "pytest",
+            "pytest-timeout",
+            "reasoning-gym",
+            "ruff",
+        ],
     },
     entry_points={
         "console_scripts": ["megappo=megappo.cli:main"],

@@ -71,7 +71,7 @@ def ppo_head_loss(
         context_group: ranks that have other rows of the same sequences, which `inputs.sequences` number alike.
         accumulate_main_grad: add the weight's gradient to `weight.main_grad` (float32, Megatron's) during forward and
             set `weight.grad_added_to_main_grad`; backward then leaves a placeholder without memory of its own as
-            `weight.grad`, for Megatron's hooks, which drop it.
+            `weight.grad`, for Megatron's hooks, which drop it. A weight that requires no gradient gets none.
         upstream: with `accumulate_main_grad`, the gradient that the loss will receive in backward, which refuses
             any other.
 
@@ -81,6 +81,7 @@ def ppo_head_loss(
     Raises ValueError for shapes, types or options that do not fit.
     """
     check_inputs(inputs.tensors(), labels_T.shape)
+    accumulate_main_grad &= weight_VH.requires_grad
     if accumulate_main_grad and not hasattr(weight_VH, "main_grad"):
         raise ValueError("the weight has no main_grad; wrap the model in Megatron's DistributedDataParallel")
     shard = HeadShard.of(
@@ -134,10 +135,10 @@ def _forward(
 ) -> _Found:
     rows_N = torch.nonzero(inputs.mask & (inputs.weights != 0)).squeeze(1)
     grad_weight_VH = None
-    if trains:
+    if trains and weight_VH.requires_grad:
         grad_weight_VH = weight_VH.main_grad if options.accumulate_main_grad else _accumulator(weight_VH)
     chunks = _Chunks(hidden_TH[rows_N], weight_VH, local_labels_T[rows_N], inputs.of_rows(rows_N), options, rows_N)
-    report = chunks.run(grad_weight_VH)
+    report = chunks.run(grad_weight_VH, trains=trains)
     outputs_2T = chunks.outputs_2N.new_zeros(2, len(local_labels_T)).index_copy_(1, rows_N, chunks.outputs_2N)
     gradients = None
     if trains:
@@ -171,7 +172,8 @@ class _HandedOut(torch.autograd.Function):
             _leave_placeholder(weight_VH)
         else:
             grad_hidden_TH.mul_(grads[0])
-            grad_weight_VH = grad_weight_VH.mul_(grads[0]).to(weight_VH.dtype)
+            if grad_weight_VH is not None:
+                grad_weight_VH = grad_weight_VH.mul_(grads[0]).to(weight_VH.dtype)
         return grad_hidden_TH, grad_weight_VH, None, None
 
 
@@ -227,26 +229,30 @@ class _Chunks:
             self.low = torch.empty(self.chunk, self.shard.here, dtype=hidden_NH.dtype, device=device)
         self.width = max(1, self.shard.here) if self.shard.triton else _SLICE_CPU
 
-    def run(self, grad_weight_VH: Tensor | None) -> dict[str, Tensor]:
-        """All chunks; returns the report. Gradients only where there is something to add the weight's to."""
+    def run(self, grad_weight_VH: Tensor | None, *, trains: bool) -> dict[str, Tensor]:
+        """All chunks; returns the report. Gradients where it `trains`, of the weight where there is something to add
+        its to."""
         n = len(self.labels_N)
         chunks = [slice(start, min(start + self.chunk, n)) for start in range(0, n, self.chunk)]
         if self.options.objective.sees_sequences or not chunks:
-            return self._run_at_once(chunks, grad_weight_VH)
+            return self._run_at_once(chunks, grad_weight_VH, trains=trains)
         reports = []
         for rows in chunks:
             stats_4C = self._forward(rows)
             found = self._evaluate(rows)
             reports.append(found.report)
-            self._backward(rows, stats_4C, found.slopes, grad_weight_VH)
+            if trains:
+                self._backward(rows, stats_4C, found.slopes, grad_weight_VH)
         return combine(stacked(reports))
 
-    def _run_at_once(self, chunks: Sequence[slice], grad_weight_VH: Tensor | None) -> dict[str, Tensor]:
+    def _run_at_once(
+        self, chunks: Sequence[slice], grad_weight_VH: Tensor | None, *, trains: bool
+    ) -> dict[str, Tensor]:
         """The objective of all rows together; of several chunks the logits are computed once more for gradients."""
         stats = [self._forward(rows) for rows in chunks]
         found = self._evaluate(slice(None))
-        for rows, stats_4C in zip(chunks, stats, strict=True):
-            if len(chunks) > 1 and grad_weight_VH is not None:
+        for rows, stats_4C in zip(chunks, stats, strict=True) if trains else ():
+            if len(chunks) > 1:
                 self._statistics(rows)
             self._backward(rows, stats_4C, {name: slope[rows] for name, slope in found.slopes.items()}, grad_weight_VH)
         return found.report
@@ -267,7 +273,7 @@ class _Chunks:
         self, rows: slice, stats_4C: Tensor, slopes: Mapping[str, Tensor], grad_weight_VH: Tensor | None
     ) -> None:
         """Add the gradients of a chunk whose logits are in the buffer."""
-        if grad_weight_VH is None or not self.shard.here:
+        if not self.shard.here:
             return
         up = self.options.upstream
         entropy_C = up * slopes["entropy"] if self.options.objective.slopes_in_entropy else None
@@ -297,7 +303,7 @@ class _Chunks:
             )
         return stats_4C
 
-    def _gradients(self, rows: slice, gradients: RowGradients, grad_weight_VH: Tensor) -> None:
+    def _gradients(self, rows: slice, gradients: RowGradients, grad_weight_VH: Tensor | None) -> None:
         n = rows.stop - rows.start
         for columns in self._slices():
             logits_gradient(
@@ -310,4 +316,5 @@ class _Chunks:
             )
         low_CV = self.low[:n]
         add_product(self.grad_hidden_NH[rows], low_CV, self.weight_VH)
-        add_product(grad_weight_VH[: self.shard.here], low_CV.T, self.hidden_NH[rows])
+        if grad_weight_VH is not None:
+            add_product(grad_weight_VH[: self.shard.here], low_CV.T, self.hidden_NH[rows])

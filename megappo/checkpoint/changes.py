@@ -19,7 +19,7 @@ _UNMENTIONED = (
 nobody."""
 _DANGEROUS = (
     "run.seed", "model", "actor.start_from", "critic.start_from", "critic.path",
-    "critic.value_head_std", "reference", "data.train", "data.apply_chat_template",
+    "critic.value_head_std", "actor.lora", "critic.lora", "reference", "data.train", "data.apply_chat_template",
     "data.system_prompt", "data.max_prompt_tokens", "data.overlong_prompts", "data.shuffle", "reward.function",
     "reward.options", "reward.batch", "reward.model_path", "algorithm.estimator", "algorithm.estimator_options",
     "algorithm.policy_loss", "algorithm.policy_loss_options", "rollout.environment.name",
@@ -57,6 +57,16 @@ def compare_settings(before: Mapping[str, Any], now: Mapping[str, Any], steps: t
         else:
             harmless.append(sentence)
     return Changes(tuple(harmless), tuple(dangerous))
+
+
+def lora_changes(before: Mapping[str, Any], now: Config) -> str | None:
+    """Why the checkpoint's weights are not those of these settings' roles at all: adapters are no weights."""
+    for role, settings in now.trained.items():
+        old = (before.get(role) or {}).get("lora")
+        new = None if settings.lora is None else settings.lora.model_dump(mode="json")
+        if old != new:
+            return f"{role}.lora {show(old)} and not {show(new)}, so its checkpoints hold other tensors"
+    return None
 
 
 def keep_kl_unit(before: Mapping[str, Any], config: Config) -> tuple[Mapping[str, Any], Config]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,10 @@ from megappo.families.architecture import ArchitectureConfig
 from megappo.runtime.objects import of_all_ranks
 
 _WITHOUT_MEANING = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures")
+
+
+BASE = "'s base"
+"""After a role's name: the weights under its adapters, which are in no checkpoint."""
 
 
 def architecture_digest(folder: Path) -> str:
@@ -57,9 +61,16 @@ def weights_digest(named_tensors: Iterable[tuple[str, Tensor]]) -> str:
 
     `named_tensors`: this rank's share of them.
     """
-    own: dict[str, str] = {}
-    for name, tensor in named_tensors:
-        data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-        own[name] = hashlib.sha256(data.data).hexdigest()
-    whole = {name: digest for part in of_all_ranks(own) for name, digest in part.items()}
-    return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
+    own = {name: tensor_digest(tensor) for name, tensor in named_tensors}
+    return whole_digest({name: digest for part in of_all_ranks(own) for name, digest in part.items()})
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """sha256 of a tensor's bytes."""
+    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return hashlib.sha256(data.data).hexdigest()
+
+
+def whole_digest(of_tensors: Mapping[str, str]) -> str:
+    """sha256 of the digests of all of a model's tensors, by their names."""
+    return hashlib.sha256(json.dumps(dict(of_tensors), sort_keys=True).encode()).hexdigest()

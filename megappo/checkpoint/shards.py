@@ -1,4 +1,5 @@
-"""A role's weights and optimizer state as shards of whole tensors, named by the Hugging Face tensors they hold.
+"""A role's weights and optimizer state as shards of whole tensors, named by the Hugging Face tensors they hold; of a
+role with adapters, these alone, as only they are trained.
 
 Names and shapes do not depend on the layout, so another layout finds what it needs. A gated layer's two halves are
 tensors of their own, because each tensor rank holds a part of both; query, key and value stay in Megatron's order, in
@@ -49,13 +50,13 @@ class _Entry:
 
 
 def _entries(model: RoleModel) -> Iterator[_Entry]:
-    yield from map(_Entry, model.parameters_here())
+    yield from map(_Entry, model.trained_here())
     last = model.chunks[-1]
     if last.post_process and model.is_critic:
         for name, parameter in zip(VALUE_HEAD, (last.output_layer.weight, last.output_layer.bias), strict=True):
             entry = Parameter(name, (name,), (tuple(parameter.shape),), "replicated")
             yield _Entry(HeldParameter(entry, parameter))
-    elif last.post_process and model.arch.tied_embeddings and not last.pre_process:
+    elif model.options.lora is None and last.post_process and model.arch.tied_embeddings and not last.pre_process:
         yield _Entry(HeldParameter(embedding(model.arch), last.output_layer.weight), is_copy=True)
 
 

@@ -19,18 +19,19 @@ from megappo.checkpoint.files import DamagedError
 from megappo.checkpoint.reader import ShardReader, read_metadata
 from megappo.checkpoint.shards import VALUE_HEAD
 from megappo.errors import RunError, first_of, reason
+from megappo.families.adapters import LoraShape, adapter_parameters
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.parameters import OUTPUT_LAYER, Parameter, Piece, model_parameters, pieces
 from megappo.families.weights import ValueHeadWeights, scatter_shard
 
 
 class CheckpointSource:
-    """The actor or critic of a whole checkpoint.
+    """The actor or critic of a whole checkpoint, or its adapters.
 
     Raises ValueError where the checkpoint has no such role, or its tensors are not those of the architecture.
     """
 
-    def __init__(self, folder: Path, role: str, arch: ArchitectureConfig) -> None:
+    def __init__(self, folder: Path, role: str, arch: ArchitectureConfig, lora: LoraShape | None = None) -> None:
         self._folder, self._arch, self._prefix = folder, arch, f"{role}.weight."
         try:
             metadata = read_metadata(folder)
@@ -44,7 +45,8 @@ class CheckpointSource:
         }
         if not self._sizes:
             raise ValueError(f"{folder} holds no {role}; its run trained none")
-        self._parameters = [p for p in model_parameters(arch) if role != "critic" or p.megatron != OUTPUT_LAYER]
+        parameters = model_parameters(arch) if lora is None else adapter_parameters(arch, lora)
+        self._parameters = [p for p in parameters if role != "critic" or p.megatron != OUTPUT_LAYER]
         self._stored = {hf: (name, p) for p in self._parameters for name, parts in p.stored.items() for hf in parts}
         wanted = {name for name, _ in self._stored.values()} | set(VALUE_HEAD if role == "critic" else ())
         if wanted != self._sizes.keys():
@@ -97,7 +99,8 @@ class CheckpointSource:
         return found
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the trunk, and an actor's output layer, in Hugging Face's order and float32."""
+        """Every tensor of the trunk, and an actor's output layer, or of all adapters, in Hugging Face's order and
+        float32."""
         for parameter in self._parameters:
             for name in parameter.hf:
                 yield name, self._tensor(name)

@@ -226,7 +226,8 @@ def _origins(config: Config) -> Rows:
     for role, settings in config.trained.items():
         if settings.start_from is not None:
             arch = load_architecture(role_folder(config, role, weights=False), config.model)
-            yield "starts from", open_origin(settings.start_from, role, arch).words
+            lora = None if settings.lora is None else settings.lora.of(arch)
+            yield "starts from", open_origin(settings.start_from, role, arch, lora=lora).words
 
 
 def _machine(config: Config) -> Rows:

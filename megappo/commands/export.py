@@ -12,19 +12,30 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megappo.checkpoint.identity import model_of
+from megappo.checkpoint.files import Marker
+from megappo.checkpoint.identity import BASE, model_of, tensor_digest, whole_digest
 from megappo.checkpoint.select import find_checkpoint
 from megappo.checkpoint.source import CheckpointSource
 from megappo.checkpoint.torch_dist.writer import write_torch_dist
 from megappo.config import Config
-from megappo.config.model_files import load_architecture, load_tokenizer, resolve_stop_token_ids
+from megappo.config.model_files import (
+    load_architecture,
+    load_tokenizer,
+    model_paths,
+    resolve_stop_token_ids,
+    role_folder,
+)
+from megappo.families.adapters import LoraShape
 from megappo.families.architecture import ArchitectureConfig
+from megappo.families.weights import TensorSource, WeightSource
 from megappo.megatron.build import DTYPES
+from megappo.reshard.peft import MergedSource, write_peft
+from megappo.reshard.sources import RandomSource, SafetensorsSource
 from megappo.reshard.value_heads import EXPORTED
 from megappo.reshard.writer import write_critic, write_policy
 
 ROLES = ("actor", "critic")
-FORMATS = ("huggingface", "torch_dist")
+FORMATS = ("huggingface", "torch_dist", "peft")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,8 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--step", metavar="N", default="latest", help="step of the checkpoint, best or latest (default: %(default)s)"
     )
     parser.add_argument(
-        "--format", choices=FORMATS, default=FORMATS[0], help="torch_dist: for Megatron-LM (default: %(default)s)"
-    )
+        "--format", choices=FORMATS, default=FORMATS[0],
+        help="torch_dist: for Megatron-LM; peft: adapters alone (default: %(default)s, adapters merged)",
+    )  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -61,10 +73,18 @@ def export_run(run_dir: str, out: str, role: str = "actor", step: str = "latest"
     folder, marker, sentences = find_checkpoint(directory / "checkpoints", step)
     config, model = model_of(marker, role)
     arch = load_architecture(model, config.model)
-    source = CheckpointSource(folder, role, arch)
+    settings = config.trained[role].lora if role in config.trained else None
+    lora = None if settings is None else settings.of(arch)
+    held = CheckpointSource(folder, role, arch, lora)
+    if form == "peft":
+        _check_peft(lora, role)
+    source = held if lora is None or form == "peft" else _merged(held, lora, arch, config, marker, role)
     with ExitStack() as undo:
         undo.callback(_take_back, target, keep=target.exists())
-        if form == "torch_dist":
+        if lora is not None and form == "peft":
+            dtype = DTYPES[config.model.dtype]
+            write_peft(target, lora, ((n, t.to(dtype)) for n, t in held.tensors()), model_paths(config)[role])
+        elif form == "torch_dist":
             write_torch_dist(target, arch, source, DTYPES[config.model.dtype], role=role, step=marker.step)
         else:
             _write_huggingface(target, arch, source, config, model, role)
@@ -72,8 +92,35 @@ def export_run(run_dir: str, out: str, role: str = "actor", step: str = "latest"
     return [*sentences, f"the {role} after step {marker.step} is in {target}"]
 
 
+def _check_peft(lora: LoraShape | None, role: str) -> None:
+    if lora is None:
+        raise ValueError(f"the run trained all weights of the {role} and no adapters; leave out --format peft")
+    if role == "critic":
+        raise ValueError("a critic's value head has no place in a PEFT folder; leave out --format peft to merge it")
+
+
+def _merged(
+    adapters: CheckpointSource, lora: LoraShape, arch: ArchitectureConfig, config: Config, marker: Marker, role: str
+) -> MergedSource:
+    """Raises ValueError where the weights under the adapters are not those that the run began with."""
+    folder = role_folder(config, role)
+    if config.model.init == "random":
+        base: WeightSource = RandomSource(arch, config.run.seed)
+    else:
+        base = SafetensorsSource(folder, arch)
+    merged = MergedSource(arch, lora, base, adapters, role == "critic", DTYPES[config.model.dtype])
+    before = marker.content["identity"][role + BASE]
+    digest = whole_digest({name: tensor_digest(tensor) for name, tensor in merged.base_tensors()})
+    if digest != before:
+        raise ValueError(
+            f"the weights in {folder} are not those the run's adapters are for (sha256 {digest[:12]}, then "
+            f"{before[:12]}); bring the folder back, or export with --format peft"
+        )
+    return merged
+
+
 def _write_huggingface(
-    target: Path, arch: ArchitectureConfig, source: CheckpointSource, config: Config, model: Path, role: str
+    target: Path, arch: ArchitectureConfig, source: TensorSource, config: Config, model: Path, role: str
 ) -> None:
     dtype, tokenizer = DTYPES[config.model.dtype], load_tokenizer(config.model)
     if role == "critic":
@@ -95,7 +142,7 @@ def _take_back(folder: Path, *, keep: bool) -> None:
         folder.rmdir()
 
 
-def _critic_tensors(source: CheckpointSource, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def _critic_tensors(source: TensorSource, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     head = source.value_head()
     assert head is not None, "a critic's checkpoint has one"
     for name, tensor in chain(source.tensors(), zip(EXPORTED, head, strict=True)):

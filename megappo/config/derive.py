@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from megappo.config import expert_rules, rules
+from megappo.config import expert_rules, lora_rules, rules
 from megappo.config.engine import ENGINES
 from megappo.config.environment import environment_rules
 from megappo.config.grid import Grid
@@ -135,6 +135,9 @@ def _problems(
     """All broken rules; those that need a role's replicas are checked only where its ranks are right."""
     yield from rules.algorithm_rules(config)
     yield from rules.section_rules(config, steps)
+    yield from lora_rules.base_rules(config)
+    for role in roles:
+        yield from lora_rules.target_rules(role)
     placed = {role.name: list(rules.placement_rules(role, world_size)) for role in roles}
     for found in placed.values():
         yield from found
@@ -285,6 +288,8 @@ def _role_rows(name: str, config: Config, numbers: RoleNumbers) -> list[tuple[st
     layout += f", EP {grid.ep}" if grid.ep > 1 else ""
     layout += f", VPP {numbers.vpp}" if numbers.vpp > 1 else ""
     layout += ", sequence parallel" if settings.layout.sequence_parallel else ""
+    lora = settings.lora
+    layout += f", adapters of rank {lora.rank}" if lora is not None else ""
     optimizer = settings.optimizer
     updates = (
         f"{settings.epochs} epochs x {numbers.minibatches_per_step} minibatches of {settings.minibatch_sequences} = "

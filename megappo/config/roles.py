@@ -20,6 +20,8 @@ from megappo.config.base import (
 )
 from megappo.config.grid import Grid
 from megappo.errors import show
+from megappo.families.adapters import LoraShape
+from megappo.families.architecture import ArchitectureConfig
 
 
 def _words_or_counts(value: object) -> object:
@@ -34,6 +36,23 @@ def _words_or_counts(value: object) -> object:
 PipelineLayers = Annotated[
     Literal["auto", "balanced"] | Annotated[tuple[PositiveInt, ...], Field(strict=False)],
     BeforeValidator(_words_or_counts),
+]
+
+
+def _all_or_names(value: object) -> object:
+    """One sentence, where a union would have one for each of its members."""
+    if value == "all":
+        return value
+    if isinstance(value, list | tuple) and value and all(type(name) is str and name for name in value):
+        names: list[object] = list(value)
+        if len(set(names)) == len(names):
+            return value
+    raise ValueError(f"{show(value)} must be all, or a list of different names such as [q_proj, v_proj]")
+
+
+LoraTargets = Annotated[
+    Literal["all"] | Annotated[tuple[str, ...], Field(strict=False)],
+    BeforeValidator(_all_or_names),
 ]
 RecomputeModules = Annotated[tuple[Literal["core_attn", "mlp", "moe"], ...], Field(strict=False)]
 """Parts of a layer as Megatron calls them; what it has for norms runs with Transformer Engine only."""
@@ -161,6 +180,34 @@ class OffloadSettings(Settings):
 Offload = Annotated[OffloadSettings, BeforeValidator(_all_or_parts)]
 
 
+class LoraSettings(Settings):
+    """Low-rank adapters (Hu et al. 2021, "LoRA") that are trained in place of the weights, each as PEFT has it: what
+    a matrix makes of its input x gets alpha / rank B A x added, with A drawn as PEFT draws it and B zero at first."""
+
+    rank: PositiveInt
+    """Rows of A and columns of B, the `r` of PEFT; at most the smaller side of any of the matrices."""
+    alpha: PositiveFloat
+    """The sum's weight times the rank, the `lora_alpha` of PEFT."""
+    targets: LoraTargets = "all"
+    """Which matrices of the layers have adapters, by the last part of their names in the Hugging Face model, such as
+    `[q_proj, v_proj]`, or `all` of them; of experts, every expert's."""
+    dropout: NonNegativeFloat = 0.0
+    """0 alone: with dropout, a sample's probability under unchanged weights would not be what it was."""
+
+    def of(self, arch: ArchitectureConfig) -> LoraShape:
+        """The adapters of a model."""
+        return LoraShape.of(arch, self.rank, self.alpha, self.targets)
+
+    @model_validator(mode="after")
+    def _has_no_dropout(self) -> LoraSettings:
+        if self.dropout:
+            raise ValueError(
+                f"dropout {self.dropout:g} would change the policy between its samples and its updates; set it to 0, "
+                "or remove it"
+            )
+        return self
+
+
 class TrainedRoleSettings(Settings):
     """What actor and critic have in common."""
 
@@ -168,6 +215,9 @@ class TrainedRoleSettings(Settings):
     """The role's own parallel layout."""
     optimizer: OptimizerSettings
     """AdamW and its schedule."""
+    lora: LoraSettings | None = None
+    """Train adapters of the model in place of its weights, which stay as they are (a critic's value head is trained
+    besides); null: train all weights."""
     epochs: PositiveInt = 1
     """Passes over the step's samples."""
     minibatch_sequences: PositiveInt
@@ -179,8 +229,9 @@ class TrainedRoleSettings(Settings):
     mean over samples, sum over layers; 0: none."""
     start_from: PathText | None = None
     """Weights to begin a new run with: another run's (`RUN`, `RUN@STEP`, `RUN@best`), a Hugging Face folder's, or those
-    of a `torch_dist` checkpoint of Megatron-LM (`FOLDER`, `FOLDER@ITERATION`); default: those of the role's model. A
-    run that continues does not read them again."""
+    of a `torch_dist` checkpoint of Megatron-LM (`FOLDER`, `FOLDER@ITERATION`); default: those of the role's model. With
+    `lora` adapters for the role's model: another run's, or a PEFT folder's. A run that continues does not read them
+    again."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation: of parts of each layer (`selective`) or of whole layers (`full`)."""
     offload: Offload = OffloadSettings()
@@ -225,6 +276,8 @@ class ReferenceSettings(Settings):
 
     path: PathText | None = None
     """Hugging Face folder; default: `model.path`, also where the actor has `start_from`."""
+    share_actor_base: bool = False
+    """Compute with the actor's weights, its adapters (`actor.lora`) off, in place of a copy of them."""
     offload: Annotated[OffloadSettings, BeforeValidator(_weights_alone)] = OffloadSettings()
     """Whether the weights leave the device while the role rests: `true`, `false`, or `{weights: true}`; it has neither
     gradients nor an optimizer."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from megappo.families.adapters import LoraShape, multiplied_adapters
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.parameters import multiplied_parameters
 from megappo.observe.throughput import training_flops_per_token
@@ -32,17 +33,30 @@ def update_flops(
     is_critic: bool,
     recompute: str = "none",
     recompute_modules: Collection[str] = (),
+    lora: LoraShape | None = None,
 ) -> tuple[float, float]:
     """FLOPs forward and backward per token in one layer, and per response token in the head.
 
     Backward is two forward passes; full recomputation adds one, selective that of its modules. A language model's head
-    computes its logits twice.
+    computes its logits twice. Weights under adapters have no gradient, the head's included: backward is one forward
+    pass of theirs.
     """
     layer, attention, head = forward_flops(arch, sequence_tokens, is_critic=is_critic)
     mlp = 2.0 * 3 * arch.hidden_size * arch.ffn_hidden_size * (arch.experts_per_token or 1)
     of = {"core_attn": attention, "mlp": mlp, "moe": mlp}  # an MLP has three matrices
     again = {"none": 0.0, "selective": sum(of[module] for module in set(recompute_modules)), "full": layer}
-    return 3 * layer + again[recompute], 3 * head + (0.0 if is_critic else head)
+    extra = 0.0 if is_critic else head
+    if lora is None:
+        return 3 * layer + again[recompute], 3 * head + extra
+    added = adapter_flops(arch, lora)
+    again["full"] += added
+    in_layer = 2 * (layer - attention) + 3 * (attention + added) + again[recompute]
+    return in_layer, (3 if is_critic else 2) * head + extra
+
+
+def adapter_flops(arch: ArchitectureConfig, lora: LoraShape | None) -> float:
+    """FLOPs forward per token in the adapters of one layer."""
+    return 0.0 if lora is None else 2.0 * multiplied_adapters(arch, lora) / arch.layers
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 import torch
@@ -29,6 +30,18 @@ class WeightSource(Protocol):
 
     def value_head(self) -> ValueHeadWeights | None:
         """The trained scalar head of a critic, on the CPU; None where there is none."""
+        ...
+
+
+class TensorSource(Protocol):
+    """Gives a whole model, tensor by tensor."""
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, tensor) in Hugging Face's order, in float32."""
+        ...
+
+    def value_head(self) -> ValueHeadWeights | None:
+        """See `WeightSource`."""
         ...
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -22,14 +24,16 @@ from torch import Tensor, nn
 from megappo.config.pipeline import even_layers
 from megappo.config.roles import OffloadSettings
 from megappo.errors import RunError
+from megappo.families.adapters import LoraShape, RowOrder, adapter_parameters, adapters
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.parameters import EMBEDDING, OUTPUT_LAYER, Parameter, canonical_names, embedding, model_parameters
 from megappo.families.rope import rotary
-from megappo.families.weights import WeightSource, read_shard
+from megappo.families.weights import ValueHeadWeights, WeightSource, read_shard
 from megappo.megatron.attention import PackedCoreAttention, RMSNorm
 from megappo.megatron.experts import use_grouped_experts
 from megappo.megatron.heads import LogprobHead, ValueHead
 from megappo.megatron.layout import Layout
+from megappo.megatron.lora import Switch, attach_adapters
 from megappo.megatron.rotary import PackedRotary, rotate
 from megappo.megatron.router import RouterChoice
 from megappo.megatron.routing import TokenDispatcher
@@ -61,6 +65,8 @@ class BuildOptions:
     """Routers take the experts that a sample comes with, in place of their own choice."""
     router_aux_loss_coef: float = 0.0
     """Weight of the load-balancing loss of each layer's experts."""
+    lora: LoraShape | None = None
+    """Adapters that are trained in place of the weights."""
     accelerations: Accelerations = field(default_factory=Accelerations)
     offload: OffloadSettings = field(default_factory=OffloadSettings)
     """What leaves the device while the role rests."""
@@ -74,8 +80,8 @@ class BuildOptions:
 
     @property
     def has_engine_layers(self) -> bool:
-        """Whether layers are Transformer Engine's."""
-        return self.accelerations.uses_engine_layers(self.dtype)
+        """Whether layers are Transformer Engine's; these make a norm and a matrix one, and leave adapters no place."""
+        return self.lora is None and self.accelerations.uses_engine_layers(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -110,6 +116,14 @@ class HeldParameter:
         return slice(start, start + size)
 
 
+class HeldAdapter(NamedTuple):
+    """What is added to a parameter of this rank."""
+
+    a: HeldParameter
+    b: HeldParameter
+    order: RowOrder
+
+
 @dataclass(frozen=True)
 class RoleModel:
     """The model chunks of one rank: one, or `vpp` of them with an interleaved pipeline."""
@@ -119,6 +133,8 @@ class RoleModel:
     options: BuildOptions
     config: TransformerConfig
     chunks: list[GPTModel]
+    switch: Switch | None = None
+    """Of the adapters, where there are some."""
 
     @property
     def is_critic(self) -> bool:
@@ -127,12 +143,36 @@ class RoleModel:
 
     def parameters_here(self) -> list[HeldParameter]:
         """The mapped parameters of this rank, in the map's order; a critic's trunk has no output layer in it."""
+        return self._held_of(
+            p for p in model_parameters(self.arch) if not (self.is_critic and p.megatron == OUTPUT_LAYER)
+        )
+
+    def adapters_here(self) -> list[HeldParameter]:
+        """The A and B of this rank, in the map's order."""
+        lora = self.options.lora
+        return [] if lora is None else self._held_of(adapter_parameters(self.arch, lora))
+
+    def trained_here(self) -> list[HeldParameter]:
+        """What of the map is trained on this rank."""
+        return self.parameters_here() if self.options.lora is None else self.adapters_here()
+
+    @cached_property
+    def adapter_of(self) -> dict[str, HeldAdapter]:
+        """The adapters of this rank by the names of the parameters that they are added to."""
+        lora, found = self.options.lora, {held.entry.megatron: held for held in self.adapters_here()}
+        return {
+            adapter.base.megatron: HeldAdapter(
+                found[adapter.a.megatron],
+                found[adapter.b.megatron],
+                RowOrder.of(self.arch, adapter, self.layout.grid.tp),
+            )
+            for adapter in (adapters(self.arch, lora) if lora is not None else ())
+            if adapter.a.megatron in found
+        }
+
+    def _held_of(self, parameters: Iterable[Parameter]) -> list[HeldParameter]:
         held = self._held()
-        return [
-            HeldParameter(p, *held[p.megatron])
-            for p in model_parameters(self.arch)
-            if p.megatron in held and not (self.is_critic and p.megatron == OUTPUT_LAYER)
-        ]
+        return [HeldParameter(p, *held[p.megatron]) for p in parameters if p.megatron in held]
 
     def _held(self) -> dict[str, tuple[nn.Parameter, int | None]]:
         """Every parameter of this rank by its canonical name, those of all experts by each expert's, with its place."""
@@ -148,7 +188,9 @@ class RoleModel:
         """Raise RunError for a parameter that the map does not know, and for one of the map that belongs here and is
         not held: it would be missing from every load, weight sync and export."""
         held = self._held().keys()
-        here = {p.megatron for p in model_parameters(self.arch) if self._belongs_here(p)}
+        lora = self.options.lora
+        known = chain(model_parameters(self.arch), adapter_parameters(self.arch, lora) if lora is not None else ())
+        here = {p.megatron for p in known if self._belongs_here(p)}
         own = set()
         if self.is_critic:
             own = {OUTPUT_LAYER, "output_layer.bias"}
@@ -184,7 +226,7 @@ def _global_names(chunk: GPTModel, name: str, canonical: Mapping[str, str]) -> I
     prefix, in_layer = f"decoder.layers.{layer.layer_number - 1}", ".".join(parts[3:])
     if parts[3:5] == ["mlp", "experts"]:
         for place, expert in enumerate(layer.mlp.local_expert_indices):
-            yield f"{prefix}.mlp.experts.{expert}.{parts[5]}", place
+            yield f"{prefix}.mlp.experts.{expert}.{'.'.join(parts[5:])}", place
     else:
         yield f"{prefix}.{canonical.get(in_layer, in_layer)}", None
 
@@ -280,8 +322,14 @@ def layer_spec(config: TransformerConfig, layout: Layout, vp_stage: int | None, 
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
 
 
-def build_model(arch: ArchitectureConfig, layout: Layout, options: BuildOptions, source: WeightSource) -> RoleModel:
-    """Build this rank's chunks of a role and fill them from `source`."""
+def build_model(
+    arch: ArchitectureConfig,
+    layout: Layout,
+    options: BuildOptions,
+    source: WeightSource,
+    adapters_from: WeightSource | None = None,
+) -> RoleModel:
+    """Build this rank's chunks of a role and fill them from `source`, and their adapters from a source of these."""
     if arch.experts:
         fix_router()
     model_parallel_cuda_manual_seed(
@@ -289,22 +337,31 @@ def build_model(arch: ArchitectureConfig, layout: Layout, options: BuildOptions,
     )
     config = transformer_config(arch, layout, options)
     chunks = [_build_chunk(arch, layout, options, config, chunk) for chunk in range(layout.vpp)]
-    model = RoleModel(arch, layout, options, config, chunks)
+    switch = None
+    if options.lora is not None:
+        switch = attach_adapters(arch, layout, options.lora, chunks, is_critic=options.is_critic)
+    model = RoleModel(arch, layout, options, config, chunks, switch)
     model.check_names()
     if arch.experts:
         for number, layer in enumerate(layer for chunk in chunks for layer in chunk.decoder.layers):
             RouterChoice(layer, number, layout.tensor_rank, layout.sample_group)
     with torch.no_grad():
-        for held in model.parameters_here():
-            _mark_partition(held.entry, held.parameter, layout)
-            held.shard.copy_(
-                read_shard(
-                    source, arch, held.entry, held.shard, layout.tensor_rank, layout.grid.tp, options.padded_vocab
-                )
-            )
+        _fill(model, model.parameters_here(), source)
+        if adapters_from is not None:
+            _fill(model, model.adapters_here(), adapters_from)
         _fill_last_stage_copy(model, source)
-        _fill_value_head(model, source)
+        _fill_value_head(model, (adapters_from, source))
     return model
+
+
+def _fill(model: RoleModel, parameters: Iterable[HeldParameter], source: WeightSource) -> None:
+    layout = model.layout
+    for held in parameters:
+        _mark_partition(held.entry, held.parameter, layout)
+        shard = read_shard(
+            source, model.arch, held.entry, held.shard, layout.tensor_rank, layout.grid.tp, model.options.padded_vocab
+        )
+        held.shard.copy_(shard)
 
 
 def _mark_partition(entry: Parameter, parameter: nn.Parameter, layout: Layout) -> None:
@@ -365,10 +422,16 @@ def _build_chunk(
     return model
 
 
-def _fill_value_head(model: RoleModel, source: WeightSource) -> None:
+def first_value_head(sources: Iterable[WeightSource | None]) -> ValueHeadWeights | None:
+    """That of the first source which has one."""
+    heads = (source.value_head() for source in sources if source is not None)
+    return next((head for head in heads if head is not None), None)
+
+
+def _fill_value_head(model: RoleModel, sources: Iterable[WeightSource | None]) -> None:
     """A trained head takes the place of the drawn one."""
     last = model.chunks[-1]
-    head = source.value_head() if model.is_critic and last.post_process else None
+    head = first_value_head(sources) if model.is_critic and last.post_process else None
     if head is not None:
         last.output_layer.weight.copy_(head.weight)
         last.output_layer.bias.copy_(head.bias)

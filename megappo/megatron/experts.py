@@ -9,7 +9,7 @@ Shape legend: L experts of this rank, R rows that it has for them; H hidden size
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.transformer.module import MegatronModule
@@ -20,6 +20,9 @@ from torch.nn.functional import grouped_mm, linear  # `grouped_mm`: since torch 
 
 from megappo.megatron.swiglu import is_swiglu, mlp_submodules
 from megappo_kernels.layers import swiglu
+
+if TYPE_CHECKING:
+    from megappo.megatron.lora import ExpertAdapter
 
 _GROUPED_TYPES = (torch.bfloat16, torch.float32)
 _GROUPED_ROW_BYTES = 16
@@ -55,11 +58,19 @@ class GroupedExperts(MegatronModule):
         made = partial(torch.empty, dtype=config.params_dtype, device=device)
         self.weight1 = nn.Parameter(made(n_experts, ffn * (2 if config.gated_linear_unit else 1), hidden))
         self.weight2 = nn.Parameter(made(n_experts, hidden, ffn))
+        self.lora1: ExpertAdapter | None = None
+        self.lora2: ExpertAdapter | None = None
 
     def forward(self, rows_RH: Tensor, counts_L: Tensor, weights_R: Tensor) -> tuple[Tensor, None]:
         """(R, H), and no bias: what the expert of each row makes of it, times the row's weight."""
         inner = expert_products(rows_RH, self.weight1, counts_L)
-        return expert_products(self._weighted(inner, weights_R), self.weight2, counts_L), None
+        if self.lora1 is not None:
+            inner = self.lora1.add_to(inner, rows_RH, counts_L)
+        inner = self._weighted(inner, weights_R)
+        output = expert_products(inner, self.weight2, counts_L)
+        if self.lora2 is not None:
+            output = self.lora2.add_to(output, inner, counts_L)
+        return output, None
 
     def _weighted(self, inner: Tensor, weights_R: Tensor) -> Tensor:
         """The activation times the weights of the rows, which the router makes in float32."""

@@ -97,7 +97,7 @@ class LogprobHead(_Head):
             inputs,
             objective=objective,
             context_group=self.layout.groups.cp if self.layout.grid.cp > 1 else None,
-            accumulate_main_grad=True,
+            accumulate_main_grad=matrix.requires_grad,
             **where,
         )
         self.report = result.metrics

@@ -59,6 +59,7 @@ class RoleOptimizer:
                 config, self.chunks, use_gloo_process_groups=False, pg_collection=model.layout.groups
             )
         inners = getattr(self.megatron, "chained_optimizers", [self.megatron])
+        inners = [inner for inner in inners if inner.optimizer is not None]
         for inner in inners if settings.on_host else ():
             inner.optimizer = PartlyOnHost(inner.optimizer, settings.on_host, self._weight_storages())
         self._on_host = [inner.optimizer for inner in inners if isinstance(inner.optimizer, PartlyOnHost)]

@@ -43,7 +43,8 @@ class OptimizerState:
     def __init__(self, optimizer: Any, replicas: dist.ProcessGroup, expert_replicas: dist.ProcessGroup) -> None:
         """`optimizer` is what `get_megatron_optimizer` returned, `replicas` the data parallel group and
         `expert_replicas` the ranks with the same experts."""
-        self._inners = getattr(optimizer, "chained_optimizers", [optimizer])
+        inners = getattr(optimizer, "chained_optimizers", [optimizer])
+        self._inners = [inner for inner in inners if inner.optimizer is not None]  # where all dense weights are frozen
         self._replicas, self._expert_replicas = replicas, expert_replicas
         self._is_shared = any(isinstance(inner, DistributedOptimizer) for inner in self._inners)
         """Whether the state is spread over data parallel ranks."""

@@ -20,6 +20,7 @@ from megappo.families.flops import SampleCost
 from megappo.megatron.build import BuildOptions, HeldParameter, RoleModel
 from megappo.megatron.context import whole_output
 from megappo.megatron.layout import Layout, Outside
+from megappo.megatron.lora import merged
 from megappo.megatron.offload import RoleStorage, RoleTensors
 from megappo.megatron.optimization import RoleOptimizer
 from megappo.megatron.packing import MicrobatchPlan
@@ -84,22 +85,29 @@ class Role(ABC):
 
     @abstractmethod
     def read_shard(self, held: HeldParameter) -> Tensor:
-        """The same of a shard."""
+        """The same of a shard, its adapters added where there are some."""
 
     @abstractmethod
     def mapped_parameters(self) -> list[HeldParameter]:
         """See `RoleModel.parameters_here`."""
 
+    @abstractmethod
+    def trained_parameters(self) -> list[HeldParameter]:
+        """See `RoleModel.trained_here`."""
+
     def copy_weights(self) -> list[Tensor]:
-        """This rank's part of the model, in the host's memory."""
-        return [self.read(p).to("cpu", copy=True) for p in self.parameters()]
+        """This rank's part of the model, as far as it is ever trained, in the host's memory."""
+        return [self.read(p).to("cpu", copy=True) for p in self._changing()]
+
+    def _changing(self) -> list[nn.Parameter]:
+        return [p for p in self.parameters() if p.requires_grad]
 
     @torch.no_grad()
     def exchange_weights(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """Put what `copy_weights` gave once in the model's place; returns a copy of what was there."""
         before = self.copy_weights()
         self.wake()
-        for parameter, tensor in zip(self.parameters(), weights, strict=True):
+        for parameter, tensor in zip(self._changing(), weights, strict=True):
             parameter.copy_(tensor)
         self.rest()
         return before
@@ -129,6 +137,9 @@ class AbsentRole(Role):
         return self.read(held.parameter)
 
     def mapped_parameters(self) -> list[HeldParameter]:
+        return []
+
+    def trained_parameters(self) -> list[HeldParameter]:
         return []
 
 
@@ -165,10 +176,20 @@ class LocalRole(Role):
         return self.storage.read(parameter).view(parameter.shape)
 
     def read_shard(self, held: HeldParameter) -> Tensor:
+        adapter, shape = self.model.adapter_of.get(held.entry.megatron), self.options.lora
+        if adapter is None or shape is None:
+            return self._as_it_is(held)
+        a, b = self._as_it_is(adapter.a), self._as_it_is(adapter.b)
+        return merged(self._as_it_is(held), a, b, shape.scale, adapter.order)
+
+    def _as_it_is(self, held: HeldParameter) -> Tensor:
         return self.storage.read(held.parameter, held.elements).view(held.shape)
 
     def mapped_parameters(self) -> list[HeldParameter]:
         return self.model.parameters_here()
+
+    def trained_parameters(self) -> list[HeldParameter]:
+        return self.model.trained_here()
 
     def run_forward(self, plan: MicrobatchPlan, samples: Mapping[int, PlacedSample]) -> dict[int, Tensor]:
         batches = self._packed(plan, samples)
@@ -305,3 +326,31 @@ class TrainedRole(LocalRole):
         weight = self.options.router_aux_loss_coef * self.arch.layers
         uneven = sum(loss for _, loss in found) / weight if weight else None
         return {name: float(value) for name, value in combine(of_role).items()}, uneven
+
+
+class SharedBase(LocalRole):
+    """A reference that is an actor with its adapters off, on one of its ranks: it has no weights of its own.
+
+    They rest and come back with the actor's.
+    """
+
+    def __init__(self, actor: TrainedRole) -> None:
+        Role.__init__(self, actor.placement, actor.arch, replace(actor.options, replays_routing=False), actor.runtime)
+        self.model, self.storage, self._chunks, self._actor = actor.model, actor.storage, actor.optimizer.chunks, actor
+        self._report = None
+
+    def rest(self) -> None:
+        self._actor.rest()
+
+    def read_shard(self, held: HeldParameter) -> Tensor:
+        return self._as_it_is(held)
+
+    def run_forward(self, plan: MicrobatchPlan, samples: Mapping[int, PlacedSample]) -> dict[int, Tensor]:
+        assert self.model.switch is not None
+        with self.model.switch.off():
+            return super().run_forward(plan, samples)
+
+
+def base_of(actor: Role) -> Role:
+    """The model under the adapters of a trained role, on every rank."""
+    return SharedBase(actor) if isinstance(actor, TrainedRole) else actor

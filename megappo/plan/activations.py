@@ -18,6 +18,7 @@ head size, F the feed-forward size, h and g the heads:
     experts    4 E + 56 k       router: float32 weights; those of the chosen, and places on the way there and back
                k e (H + 3 F)    for each of k experts its input, gate and up, weighted product
                8 E              with a load-balancing loss: float32 shares, and what they are multiplied with
+    adapters   2 e r n          what A makes of a token, before and after its scale, for each of n matrices
 
 F is that of one expert, and routing is taken to be even: a rank's experts get as many tokens as it sends out. Tensor
 parallelism divides attention and SwiGLU; sequence parallelism divides the residual part too (their section 4.2).
@@ -34,6 +35,7 @@ norms and SwiGLU are several operations, more is kept: see `_norm_input` and `pe
 
 from __future__ import annotations
 
+from megappo.families.adapters import adapters
 from megappo.plan.inputs import RoleSetup, Workload
 from megappo_kernels.lm_head import BLOCK
 from megappo_kernels.ppo_head import CHUNK_BYTES
@@ -56,7 +58,16 @@ def layer_bytes_per_token(role: RoleSetup, *, recompute: str, fused: bool) -> fl
     of_blocks = arch.declaration.per_token(arch, e, fused=fused, without=dropped).kept_bytes
     if role.balances_experts and "moe" not in dropped:
         of_blocks += 8 * arch.experts
-    return residual / rows + (attention + of_blocks) / role.grid.tp
+    return residual / rows + (attention + of_blocks) / role.grid.tp + 2 * e * adapted_ranks(role)
+
+
+def adapted_ranks(role: RoleSetup) -> int:
+    """Numbers between A and B for each token, in all adapters of a layer."""
+    lora, routed = role.lora, role.arch.experts_per_token
+    if lora is None:
+        return 0
+    found = (a.a for a in adapters(role.arch, lora, experts=range(min(1, role.arch.experts))) if a.base.layer == 0)
+    return sum(len(a.hf) * lora.rank * (1 if a.expert is None else routed) for a in found)
 
 
 def seen_per_token(role: RoleSetup) -> float:
@@ -154,7 +165,8 @@ def head_bytes(role: RoleSetup, stage: int, work: Workload, *, train: bool) -> f
         block_rows, block_columns = BLOCK[device]
         return float(e * rows * hidden + 4 * min(rows, block_rows) * min(vocab, block_columns))
     chunk = min(CHUNK_BYTES[device], (6 if e == 2 else 4) * rows * vocab)
-    return (3.0 * e + 4) * rows * hidden + chunk + float(e) * vocab * hidden
+    placeholder = 0.0 if role.lora is not None else float(e) * vocab * hidden
+    return (3.0 * e + 4) * rows * hidden + chunk + placeholder
 
 
 def transient_bytes(role: RoleSetup, stage: int, work: Workload, *, train: bool) -> float:
@@ -164,12 +176,14 @@ def transient_bytes(role: RoleSetup, stage: int, work: Workload, *, train: bool)
     the gradients of those, and the gradient of the largest weight before it is added to the gradient buffer. Sequence
     parallelism gathers the hidden states of all tokens in a buffer, context parallelism keys and values. Experts: those
     tensors for every routed token, its product times the expert's weight in float32, and its hidden state sorted for
-    sending, as received and sorted by expert, and back.
+    sending, as received and sorted by expert, and back. What adapters make of gate and up is there in parts, and put
+    together.
     """
     tokens, e = role.rank_tokens(work.sequence_tokens), role.dtype_bytes
     hidden = role.arch.hidden_size
     live = role.arch.declaration.per_token(role.arch, e, fused=work.on_cuda).live_elements
-    wide = e * tokens * (live / role.grid.tp + 2 * hidden)
+    made = 4 * role.arch.ffn_hidden_size * max(1, role.arch.experts_per_token) if role.lora is not None else 0
+    wide = e * tokens * ((live + made) / role.grid.tp + 2 * hidden)
     gathered = float(e * tokens * hidden) if role.sequence_parallel else 0.0
     if role.grid.cp > 1:
         gathered += 2.0 * e * tokens * (role.grid.cp + 1) * role.arch.key_width / role.grid.tp

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megappo.families.architecture import ArchitectureConfig
-from megappo.families.flops import forward_flops, update_flops
+from megappo.families.flops import adapter_flops, forward_flops, update_flops
 from megappo.plan.inputs import RoleSetup, Setup, Workload
 from megappo.plan.machines import ASSUMED, Machine
 from megappo.plan.servers import Servers, running_sequences, server_weights, token_bytes
@@ -185,8 +185,8 @@ def _between_replicas(spent: _StageWork, role: RoleSetup, microbatch_seconds: fl
 
 def _replicated(role: RoleSetup, stage: int) -> float:
     """Parameters of a rank of a stage that it sends in half an all-reduce."""
-    of_experts, d, copies = role.expert_parameters(stage), role.grid.copies, role.grid.expert_replicas
-    return (d - 1) / d * (role.parameters(stage) - of_experts) + (copies - 1) / copies * of_experts
+    of_experts, d, copies = role.trained_expert_parameters(stage), role.grid.copies, role.grid.expert_replicas
+    return (d - 1) / d * (role.trained_parameters(stage) - of_experts) + (copies - 1) / copies * of_experts
 
 
 def first_bucket_share(role: RoleSetup) -> float:
@@ -195,9 +195,9 @@ def first_bucket_share(role: RoleSetup) -> float:
     Megatron-Core's `DistributedDataParallel` fills buckets from the last layer to the first until they hold 40 million
     elements, or a million for each replica; the embedding, which comes last, is never cut.
     """
-    embedding = role.padded_vocab // role.grid.tp * role.arch.hidden_size
+    embedding = 0 if role.lora is not None else role.padded_vocab // role.grid.tp * role.arch.hidden_size
     bucket = max(_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_OF_A_REPLICA * role.grid.copies)
-    return min(1.0, max(bucket, embedding) / role.parameters(0))
+    return min(1.0, max(bucket, embedding) / role.trained_parameters(0))
 
 
 def _pipeline(spent: _StageWork, role: RoleSetup, work: Workload, *, train: bool, times: int) -> float:
@@ -216,13 +216,14 @@ def _pipeline(spent: _StageWork, role: RoleSetup, work: Workload, *, train: bool
     layers = max(role.stage_layers)
     slots = times * (microbatches + (role.grid.pp - 1) / role.vpp)
     weights = max(role.parameters(stage) for stage in range(role.grid.pp))
+    gradients = max(role.trained_parameters(stage) for stage in range(role.grid.pp))
     of_blocks = arch.declaration.per_token(arch, e, fused=work.on_cuda)
     widths = 8 * arch.hidden_size + 6 * arch.query_width + of_blocks.moved_elements
     activation_bytes = 2.0 * e * tokens * layers * widths / role.grid.tp
     passes = _TRAINING_PASSES[role.recompute] if train else 1
     seconds = spent.run(
         flops=max(stage_flops) / role.grid.tp,
-        memory_bytes=passes * (weights * e + activation_bytes) + (8 * weights if train else 0),
+        memory_bytes=passes * (weights * e + activation_bytes) + (8 * gradients if train else 0),
         layers=layers * passes * _launches(role),
         times=slots,
     )
@@ -242,13 +243,14 @@ def _pass_flops(role: RoleSetup, work: Workload, *, train: bool) -> tuple[float,
     """FLOPs per token in one layer, and per response token in the head, of an update or of a forward pass."""
     if not train:
         layer, _, head = forward_flops(role.arch, work.sequence_tokens, is_critic=role.is_critic)
-        return layer, head
+        return layer + adapter_flops(role.arch, role.lora), head
     return update_flops(
         role.arch,
         work.sequence_tokens,
         is_critic=role.is_critic,
         recompute=role.recompute,
         recompute_modules=role.recompute_modules,
+        lora=role.lora,
     )
 
 

@@ -13,6 +13,7 @@ from megappo.config.grid import Grid
 from megappo.config.pipeline import chunk_layers, even_layers
 from megappo.config.roles import ActorSettings, CriticSettings, OffloadSettings
 from megappo.config.rules import RoleSpec
+from megappo.families.adapters import LoraShape, adapter_parameters, expert_adapter_parameters
 from megappo.families.architecture import ArchitectureConfig, expert_number_bytes
 from megappo.families.parameters import EMBEDDING, OUTPUT_LAYER, expert_parameters, model_parameters, shard_shape
 from megappo.plan.servers import Servers, find_servers
@@ -70,6 +71,10 @@ class RoleSetup:
     """Fraction of the optimizer's state that lives on the host."""
     balances_experts: bool = False
     """There is a load-balancing loss."""
+    lora: LoraShape | None = None
+    """Adapters that are trained in place of the weights."""
+    shares_weights: bool = False
+    """It computes with the actor's weights and has none."""
 
     @property
     def is_critic(self) -> bool:
@@ -110,9 +115,26 @@ class RoleSetup:
         return -(-count // self.grid.pp) * self.grid.pp if self.vpp > 1 else count
 
     def parameters(self, stage: int) -> int:
-        """Parameters on one rank of a stage."""
+        """Parameters on one rank of a stage, adapters included."""
         shared = stage_parameters(self.arch, self.grid.tp, self.stage_layers, self.padded_vocab, self.is_critic)
-        return shared[stage] + self.expert_parameters(stage)
+        of_adapters = 0 if self.lora is None else self.trained_parameters(stage) - self._trained_head(stage)
+        return shared[stage] + self.expert_parameters(stage) + of_adapters
+
+    def trained_parameters(self, stage: int) -> int:
+        """Those of them that have gradients: with adapters these alone, and a critic's head."""
+        if self.lora is None:
+            return self.parameters(stage)
+        of_layers = self.stage_layers[stage] * layer_adapters(self.arch, self.lora, self.grid.tp)
+        return of_layers + self.trained_expert_parameters(stage) + self._trained_head(stage)
+
+    def _trained_head(self, stage: int) -> int:
+        return self.arch.hidden_size + 1 if self.is_critic and stage == self.grid.pp - 1 else 0
+
+    def trained_expert_parameters(self, stage: int) -> int:
+        """Those of them that belong to experts."""
+        if self.lora is None:
+            return self.expert_parameters(stage)
+        return self.stage_layers[stage] * self.experts_per_rank * expert_adapter_parameters(self.arch, self.lora)
 
     @property
     def experts_per_rank(self) -> int:
@@ -120,18 +142,20 @@ class RoleSetup:
         return self.arch.experts // self.grid.ep
 
     def expert_parameters(self, stage: int) -> int:
-        """Parameters on one rank of a stage that belong to experts."""
+        """Weights on one rank of a stage that belong to experts."""
         return self.stage_layers[stage] * self.experts_per_rank * expert_parameters(self.arch)
 
     def optimizer_parameters(self, stage: int) -> float:
         """Parameters whose optimizer state one rank of a stage holds."""
         if not self.distributed_optimizer:
-            return self.parameters(stage)
-        of_experts = self.expert_parameters(stage)
-        return (self.parameters(stage) - of_experts) / self.grid.copies + of_experts / self.grid.expert_replicas
+            return self.trained_parameters(stage)
+        of_experts = self.trained_expert_parameters(stage)
+        return (self.trained_parameters(stage) - of_experts) / self.grid.copies + of_experts / self.grid.expert_replicas
 
     def largest_weight(self, stage: int) -> int:
-        """Elements of the largest weight on one rank of a stage."""
+        """Elements of the largest weight that is trained on one rank of a stage."""
+        if self.lora is not None:
+            return largest_adapter(self.arch, self.lora, self.grid.tp, self.experts_per_rank)
         holds_vocabulary = stage == 0 or (stage == self.grid.pp - 1 and not self.is_critic)
         vocabulary = self.padded_vocab // self.grid.tp * self.arch.hidden_size if holds_vocabulary else 0
         return max(vocabulary, largest_of_layer(self.arch, self.grid.tp, self.experts_per_rank))
@@ -256,6 +280,7 @@ def trained_role(
         padded_vocab=numbers.padded_vocab_size,
         dtype_bytes=_BYTES[config.model.dtype],
         balances_experts=settings.router_aux_loss_coef > 0,
+        lora=None if settings.lora is None else settings.lora.of(arch),
         routing_bytes=_routing_bytes(arch) if name == "actor" and config.algorithm.replays_routing(arch.experts) else 0,
         offload=settings.offload,
         on_host=settings.optimizer.on_host,
@@ -271,7 +296,8 @@ def reference_role(config: Config, actor: RoleSetup, models: Models, settings: R
     layers = chunk_layers(config, "actor", settings or config.actor, models.reference)
     offload = config.reference.offload if config.reference is not None else OffloadSettings()
     untrained = replace(actor, trained=False, recompute="none", updates_per_step=0, offload=offload)
-    untrained = replace(untrained, routing_bytes=0, balances_experts=False)
+    shared = config.reference is not None and config.reference.share_actor_base
+    untrained = replace(untrained, routing_bytes=0, balances_experts=False, lora=None, shares_weights=shared)
     return replace(untrained, name="reference", arch=models.reference, chunk_layers=layers)
 
 
@@ -297,6 +323,21 @@ def stage_parameters(
     if is_critic:
         stages[-1] += arch.hidden_size + 1
     return tuple(stages)
+
+
+@lru_cache(maxsize=256)
+def layer_adapters(arch: ArchitectureConfig, lora: LoraShape, tp: int) -> int:
+    """Elements of a layer's adapters on one tensor parallel rank, those of experts left out."""
+    here = [p for p in adapter_parameters(arch, lora, experts=()) if p.layer == 0]
+    return sum(math.prod(shard_shape(arch, p, tp, arch.vocab_size)) for p in here)
+
+
+@lru_cache(maxsize=256)
+def largest_adapter(arch: ArchitectureConfig, lora: LoraShape, tp: int, experts_here: int) -> int:
+    """Elements of the largest A or B on one tensor parallel rank, which has those of its experts in one."""
+    here = [p for p in adapter_parameters(arch, lora, experts=range(min(1, arch.experts))) if p.layer == 0]
+    held = [1 if p.expert is None else experts_here for p in here]
+    return max(n * math.prod(shard_shape(arch, p, tp, arch.vocab_size)) for n, p in zip(held, here, strict=True))
 
 
 @lru_cache(maxsize=8)

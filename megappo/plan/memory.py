@@ -19,7 +19,7 @@ from megappo.plan.servers import (
     server_workspace,
     token_bytes,
 )
-from megappo.plan.sizes import largest_tensor, model_sizes
+from megappo.plan.sizes import largest_of_layer, largest_tensor, model_sizes
 from megappo.reshard.slices import copy_ranks
 
 
@@ -132,7 +132,8 @@ def role_memory(role: RoleSetup, stage: int, work: Workload) -> RoleMemory:
     bfloat16: 2 bytes of weight, 4 of gradient (`grad_reduce_in_fp32`), 12 of optimizer state (main weight and the two
     moments of AdamW in float32). float32: 4, 4 and 8 (the weight is its own main weight). The distributed optimizer
     divides its state, and nothing else, by the data parallel size (Rajbhandari et al. 2020, "ZeRO", stage 1), that of
-    experts by the ranks that hold the same. A role that is not trained has weights only.
+    experts by the ranks that hold the same. A role that is not trained has weights only, one with adapters gradients
+    and state of these only.
 
     What lives on the host are moments, a main weight and a gradient in float32 per parameter, 16 bytes, which without
     CUDA take the same memory. Main weights of a bfloat16 model come from there for the moment in which they become
@@ -142,7 +143,7 @@ def role_memory(role: RoleSetup, stage: int, work: Workload) -> RoleMemory:
     untrained = role.in_forward_pass(work.batch_sequences)
     forward = head_bytes(untrained, stage, work, train=False) + transient_bytes(untrained, stage, work, train=False)
     forward += routing_bytes(untrained, stage, work)
-    weights = float(count * role.dtype_bytes)
+    weights = 0.0 if role.shares_weights else float(count * role.dtype_bytes)
     moved = role.offload.parts
     if not role.trained:
         host = weights if moved else 0.0
@@ -158,7 +159,7 @@ def role_memory(role: RoleSetup, stage: int, work: Workload) -> RoleMemory:
         stage=stage,
         parameters=count,
         weights=weights,
-        gradients=4.0 * count,
+        gradients=4.0 * role.trained_parameters(stage),
         optimizer=optimizer,
         activations=kept_bytes(role, stage, work),
         head=head_bytes(role, stage, work, train=True),
@@ -241,15 +242,19 @@ def sync_bytes(setup: Setup) -> float:
 
     Into SGLang: two buffers, one of which is loaded while the other is filled, and copies of a layer's experts, which
     wait for each other to be compared with the engine's: of each pipeline stage where all of them send in turns.
+
+    With adapters a rank's part of a bucket is merged first: weight, product and sum are there in float32 for one
+    parameter at a time.
     """
     servers, grid, size = setup.work.servers, setup.actor.grid, bucket_bytes(setup)
+    merging = size + 12.0 * largest_of_layer(setup.actor.arch, grid.tp, 1) if setup.actor.lora is not None else 0.0
     c = copy_ranks(grid)
     messages = (c - 1 + min(_parts(setup), max(1, c - 1))) / c * size
     if servers is None:
-        return size + messages
+        return size + messages + merging
     arch, parts = setup.actor.arch, _parts(setup)
     waiting = setup.actor.dtype_bytes * arch.experts * expert_parameters(arch) / parts * (grid.pp if parts > 1 else 1)
-    return 2.0 * size + messages + waiting
+    return 2.0 * size + messages + merging + waiting
 
 
 def _parts(setup: Setup) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megappo.checkpoint.clock import Clock
 from megappo.checkpoint.files import Marker, step_folder
-from megappo.checkpoint.identity import architecture_digest, architecture_fields, weights_digest
+from megappo.checkpoint.identity import BASE, architecture_digest, architecture_fields, weights_digest
 from megappo.checkpoint.randomness import random_states, restore_random_states
 from megappo.checkpoint.reader import load_values
 from megappo.checkpoint.shards import load_shards, role_shards, role_updates
@@ -24,7 +24,7 @@ from megappo.checkpoint.writer import CheckpointWriter, Snapshot
 from megappo.config.model_files import role_folder
 from megappo.config.schema import CheckpointSettings
 from megappo.errors import RunError
-from megappo.megatron.roles import LocalRole, Update
+from megappo.megatron.roles import LocalRole, Update, base_of
 from megappo.observe.messages import tell
 from megappo.ppo.generation import Kept
 from megappo.ppo.parts import Parts
@@ -135,7 +135,7 @@ class Resumed:
                 continue
             if name == "reference" and self._parts.config.run.force_resume:
                 continue
-            what = "weights" if name == "reference" else "config.json"
+            what = "weights" if name == "reference" or name.endswith(BASE) else "config.json"
             raise ValueError(
                 f"the {what} of the {name} are not those the run began with (sha256 {digest[:12]}, then "
                 f"{before[name][:12]}); bring the folder back, or start a new run"
@@ -288,8 +288,11 @@ def _identity(parts: Parts) -> dict[str, str]:
     found = {"model": architecture_digest(role_folder(config, "actor"))}
     if config.critic is not None and config.critic.path is not None:
         found["critic"] = architecture_digest(role_folder(config, "critic"))
-    if parts.reference is not None:
-        stream = WeightStream(parts.reference, config.rollout.sync_bucket_bytes)
-        world = parts.runtime.world_size
-        found["reference"] = weights_digest(stream.to([Receiver(rank, share=(rank, world)) for rank in range(world)]))
+    frozen = {role.placement.name + BASE: base_of(role) for role in parts.trained if role.options.lora is not None}
+    if parts.reference is not None and config.reference is not None and not config.reference.share_actor_base:
+        frozen["reference"] = parts.reference
+    world = parts.runtime.world_size
+    for name, role in frozen.items():
+        stream = WeightStream(role, config.rollout.sync_bucket_bytes)
+        found[name] = weights_digest(stream.to([Receiver(rank, share=(rank, world)) for rank in range(world)]))
     return found

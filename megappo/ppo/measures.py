@@ -12,6 +12,7 @@ from megappo.config.algorithm import AlgorithmSettings
 from megappo.engines.protocol import ServedEngine
 from megappo.environments.metrics import episode_metrics
 from megappo.errors import RunError
+from megappo.families.adapters import multiplied_adapters
 from megappo.families.parameters import multiplied_parameters
 from megappo.megatron.placed import PlacedBatch
 from megappo.megatron.roles import Role
@@ -133,6 +134,9 @@ def actor_mfu(parts: Parts, metrics: Mapping[str, float]) -> dict[str, float]:
         head_dim=arch.head_dim,
         sequence_tokens=metrics["step_tokens"] / metrics["step_samples"],
     )
+    lora = parts.actor.options.lora
+    if lora is not None:  # backward has the gradients of adapters in place of those of weights
+        per_token += 6 * multiplied_adapters(arch, lora) - 2 * multiplied_parameters(arch)
     share = mfu(
         metrics["step_tokens"] * parts.config.actor.epochs / metrics["time/update_actor"],
         per_token,

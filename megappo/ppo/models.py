@@ -14,17 +14,20 @@ from megappo.config.roles import OffloadSettings, TrainedRoleSettings
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.flops import sample_cost
 from megappo.families.weights import WeightSource
-from megappo.megatron.build import DTYPES, BuildOptions, build_model
+from megappo.megatron.build import DTYPES, BuildOptions, build_model, first_value_head
 from megappo.megatron.layout import Cut, Layout, Outside, make_layouts
 from megappo.megatron.optimization import RoleOptimizer
-from megappo.megatron.roles import AbsentRole, LocalRole, Placement, Role, TrainedRole
+from megappo.megatron.roles import AbsentRole, LocalRole, Placement, Role, TrainedRole, base_of
 from megappo.ppo.origins import open_origin
+from megappo.reshard.peft import FreshAdapters
 from megappo.reshard.sources import RandomSource, SafetensorsSource
 from megappo.runtime.accelerations import find_accelerations
 from megappo.runtime.objects import agreed
 from megappo.runtime.process import Runtime
 
 ROLES = ("actor", "critic", "reference")
+_Sources = tuple[WeightSource, WeightSource | None]
+"""Of a model's weights, and of its adapters where it has some."""
 
 
 def weight_sources(config: Config, roles: Sequence[str]) -> Mapping[Path, WeightSource]:
@@ -76,14 +79,13 @@ class ModelBuilder:
     def actor(self, *, trained: bool = True) -> Role:
         """The policy, with an optimizer where it is to be trained."""
         settings, numbers = self._config.actor, self._derived.actor
-        arch, source = self._weights("actor", settings.start_from)
+        arch, source, adapters = self._weights("actor", settings)
         layers = chunk_layers(self._config, "actor", settings, arch)
-        options = self._options(numbers, layers, settings.offload, settings)
+        options = self._options(numbers, layers, settings.offload, (arch, settings))
         # The reference is a policy of its own, and its routers choose as they would without an actor.
         options = replace(options, replays_routing=self._config.algorithm.replays_routing(arch.experts))
-        role = self._role(
-            self._placement("actor", settings, numbers, arch, layers), self._layouts["actor"], arch, source, options
-        )
+        placement = self._placement("actor", settings, numbers, arch, layers)
+        role = self._role(placement, self._layouts["actor"], arch, (source, adapters), options)
         return self._at_rest(self._trained(role, settings, numbers) if trained else role)
 
     def reference(self, actor: Role) -> Role | None:
@@ -91,28 +93,29 @@ class ModelBuilder:
         settings = self._config.reference
         if settings is None:
             return None
-        arch, source = self._weights("reference", None)
+        if settings.share_actor_base:
+            return base_of(actor)
+        arch, source, _ = self._weights("reference", None)
         layers = chunk_layers(self._config, "actor", self._config.actor, arch)
         options = self._options(self._derived.actor, layers, settings.offload)
-        return self._at_rest(self._role(actor.placement, actor.layout, arch, source, options))
+        return self._at_rest(self._role(actor.placement, actor.layout, arch, (source, None), options))
 
     def critic(self) -> Role | None:
         """The value model, where there is one."""
         settings, numbers = self._config.critic, self._derived.critic
         if settings is None or numbers is None:
             return None
-        arch, source = self._weights("critic", settings.start_from)
-        head = source.value_head()  # asked on every rank, as `_weights` is
+        arch, source, adapters = self._weights("critic", settings)
+        head = first_value_head((adapters, source))  # asked on every rank, as `_weights` is
         if head is not None and settings.value_head_std and not self._resumed:
             raise ConfigError(
                 f"critic.value_head_std {settings.value_head_std:g} is for a new value head, but the critic's weights "
                 "have one; set it to 0 to keep that one, or name a folder without a head"
             )
         layers = chunk_layers(self._config, "critic", settings, arch)
-        options = self._options(numbers, layers, settings.offload, settings, settings.value_head_std)
-        role = self._role(
-            self._placement("critic", settings, numbers, arch, layers), self._layouts["critic"], arch, source, options
-        )
+        options = self._options(numbers, layers, settings.offload, (arch, settings), settings.value_head_std)
+        placement = self._placement("critic", settings, numbers, arch, layers)
+        role = self._role(placement, self._layouts["critic"], arch, (source, adapters), options)
         return self._at_rest(self._trained(role, settings, numbers))
 
     def _at_rest(self, role: Role) -> Role:
@@ -120,17 +123,20 @@ class ModelBuilder:
         role.rest()
         return role
 
-    def _weights(self, role: str, start_from: str | None) -> tuple[ArchitectureConfig, WeightSource]:
+    def _weights(self, role: str, settings: TrainedRoleSettings | None) -> tuple[ArchitectureConfig, *_Sources]:
         """On every rank, so that what is wrong with the weights is found where it can be told."""
         folder = role_folder(self._config, role)
-        arch = load_architecture(folder, self._config.model)
-        if start_from is not None and not self._resumed:
-            origin = open_origin(start_from, role, arch, self._runtime)
-            self.origins.append(origin.words)
-            return arch, origin.source
-        if self._config.model.init == "random":
-            return arch, RandomSource(arch, self._config.run.seed)
-        return arch, self._sources[folder]
+        arch, seed = load_architecture(folder, self._config.model), self._config.run.seed
+        lora = settings.lora.of(arch) if settings is not None and settings.lora is not None else None
+        origin: WeightSource | None = None
+        if settings is not None and settings.start_from is not None and not self._resumed:
+            opened = open_origin(settings.start_from, role, arch, self._runtime, lora)
+            self.origins.append(opened.words)
+            origin = opened.source
+        if lora is None and origin is not None:
+            return arch, origin, None
+        own = RandomSource(arch, seed) if self._config.model.init == "random" else self._sources[folder]
+        return arch, own, origin if lora is None else origin or FreshAdapters(arch, lora, seed)
 
     def _trained(self, role: Role, settings: TrainedRoleSettings, numbers: RoleNumbers) -> Role:
         if not isinstance(role, LocalRole):
@@ -162,30 +168,32 @@ class ModelBuilder:
         placement: Placement,
         layout: Layout | Outside,
         arch: ArchitectureConfig,
-        source: WeightSource,
+        sources: _Sources,
         options: BuildOptions,
     ) -> Role:
         if isinstance(layout, Outside):
             return AbsentRole(placement, arch, options, self._runtime)
         with self._runtime.megatron():
-            return LocalRole(placement, build_model(arch, layout, options, source), self._runtime)
+            return LocalRole(placement, build_model(arch, layout, options, *sources), self._runtime)
 
     def _options(
         self,
         numbers: RoleNumbers,
         layers: tuple[int, ...] | None,
         offload: OffloadSettings,
-        trained: TrainedRoleSettings | None = None,
+        trained: tuple[ArchitectureConfig, TrainedRoleSettings] | None = None,
         value_head_std: float | None = None,
     ) -> BuildOptions:
-        """Those of a role that is trained with such settings, or of one that is not."""
+        """Those of a role whose model is trained with such settings, or of one that is not."""
         kept: dict[str, Any] = {}
         if trained is not None:
+            arch, settings = trained
             kept = {
-                "recompute": trained.recompute,
-                "recompute_modules": trained.recompute_modules,
-                "deallocate_pipeline_outputs": trained.layout.deallocate_pipeline_outputs,
-                "router_aux_loss_coef": trained.router_aux_loss_coef,
+                "recompute": settings.recompute,
+                "recompute_modules": settings.recompute_modules,
+                "deallocate_pipeline_outputs": settings.layout.deallocate_pipeline_outputs,
+                "router_aux_loss_coef": settings.router_aux_loss_coef,
+                "lora": None if settings.lora is None else settings.lora.of(arch),
             }
         return BuildOptions(
             dtype=DTYPES[self._config.model.dtype],

@@ -10,15 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megappo.checkpoint.files import Marker
 from megappo.checkpoint.identity import architecture_fields, model_of
 from megappo.checkpoint.select import find_checkpoint
 from megappo.checkpoint.source import CheckpointSource
 from megappo.checkpoint.torch_dist.folder import find_iteration, is_megatron
 from megappo.checkpoint.torch_dist.source import TorchDistSource
+from megappo.config import Config
 from megappo.config.model_files import read_architecture
+from megappo.errors import show
 from megappo.families import FAMILIES
+from megappo.families.adapters import LoraShape
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.weights import WeightSource
+from megappo.reshard.peft import CONFIG, PeftSource
 from megappo.reshard.sources import SafetensorsSource
 from megappo.runtime.objects import agreed
 from megappo.runtime.process import Runtime
@@ -37,6 +42,8 @@ class Wanted:
     """The words behind the path's `@`: a step or `best`; None: there were none."""
     runtime: Runtime | None
     """The run's ranks, which all read; None: this process reads alone."""
+    lora: LoraShape | None = None
+    """Not None: not weights, but such adapters."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,7 @@ class Origin:
     """Weights to begin with."""
 
     source: WeightSource
+    """Of weights, or of adapters where these are wanted."""
     words: str
 
 
@@ -66,15 +74,18 @@ def register_origin(name: str, kind: OriginKind) -> None:
     _KINDS[name] = kind
 
 
-def open_origin(text: str, role: str, arch: ArchitectureConfig, runtime: Runtime | None = None) -> Origin:
-    """The weights that `<role>.start_from: text` names; a collective of the world where there is a runtime.
+def open_origin(
+    text: str, role: str, arch: ArchitectureConfig, runtime: Runtime | None = None, lora: LoraShape | None = None
+) -> Origin:
+    """The weights, or adapters of this shape, that `<role>.start_from: text` names; a collective of the world where
+    there is a runtime.
 
     Raises ValueError where there are none, or none of this architecture; on every rank, whichever of them finds it.
     """
     try:
         path, step = _split(text)
         kind = _kind(path) if runtime is None else agreed(lambda: _kind(path))
-        wanted = Wanted(role, arch, step, runtime)
+        wanted = Wanted(role, arch, step, runtime, lora)
         return kind.open(path, wanted) if runtime is None else agreed(lambda: kind.open(path, wanted))
     except (ValueError, OSError) as error:
         raise ValueError(f"{role}.start_from '{text}': {error}") from error
@@ -100,18 +111,54 @@ def _split(text: str) -> tuple[Path, str | None]:
 
 def _open_run(path: Path, wanted: Wanted) -> Origin:
     folder, marker, sentences = find_checkpoint(path / "checkpoints", wanted.step or "latest", wanted.runtime)
-    source = CheckpointSource(folder, wanted.role, wanted.arch)
+    _require_same_adapters(marker, wanted)
+    source = CheckpointSource(folder, wanted.role, wanted.arch, wanted.lora)
     other = marker.content.get("architectures", {}).get(wanted.role)
     if other is None:  # checkpoints of an earlier megappo do not say it
         _, model = model_of(marker, wanted.role)
         other = architecture_fields(_read(model, wanted))
     _require_same(other, wanted)
-    return Origin(source, ". ".join([*sentences, f"the {wanted.role} begins with that of {folder}"]))
+    what = "that" if wanted.lora is None else "the adapters"
+    return Origin(source, ". ".join([*sentences, f"the {wanted.role} begins with {what} of {folder}"]))
+
+
+def _require_same_adapters(marker: Marker, wanted: Wanted) -> None:
+    """Raises ValueError where a run trained weights and adapters are wanted, or the other way round, or others."""
+    settings = Config.model_validate(marker.content["settings"]).trained.get(wanted.role)
+    lora = None if settings is None or settings.lora is None else settings.lora.of(wanted.arch)
+    if lora is not None and wanted.lora is None:
+        raise ValueError(
+            f"its {wanted.role} has adapters alone, and without {wanted.role}.lora all weights are trained; set "
+            f"{wanted.role}.lora as it was there, or merge them (`megappo export`) and name that folder"
+        )
+    if lora is None and wanted.lora is not None:
+        raise ValueError(_WHOLE.format(role=wanted.role, place="`megappo export` it and name that folder"))
+    if lora != wanted.lora:
+        raise ValueError(f"its adapters are {show(vars(lora))}, {wanted.role}.lora wants {show(vars(wanted.lora))}")
+
+
+_WHOLE = (
+    "it holds whole weights, and {role}.lora trains adapters of the model that the settings name; {place} as the "
+    "model's path in place of start_from"
+)
+
+
+def _open_peft(path: Path, wanted: Wanted) -> Origin:
+    if wanted.step is not None:
+        raise ValueError("a PEFT folder has no steps; remove what follows the @")
+    if wanted.lora is None:
+        raise ValueError(
+            f"it holds adapters alone, and without {wanted.role}.lora all weights are trained; set {wanted.role}.lora "
+            "to their rank, alpha and targets, or merge them into their base (PEFT's merge_and_unload) and name that "
+            "folder"
+        )
+    return Origin(PeftSource(path, wanted.arch, wanted.lora), f"the {wanted.role} begins with the adapters of {path}")
 
 
 def _open_folder(path: Path, wanted: Wanted) -> Origin:
     if wanted.step is not None:
         raise ValueError("a Hugging Face folder has no steps; remove what follows the @")
+    _refuse_adapters(wanted)
     other = _read(path, wanted)
     _require_same(architecture_fields(other), wanted)
     source = SafetensorsSource(path, other)
@@ -119,7 +166,13 @@ def _open_folder(path: Path, wanted: Wanted) -> Origin:
     return Origin(source, f"the {wanted.role} begins with {path}")
 
 
+def _refuse_adapters(wanted: Wanted) -> None:
+    if wanted.lora is not None:
+        raise ValueError(_WHOLE.format(role=wanted.role, place="name it"))
+
+
 def _open_megatron(path: Path, wanted: Wanted) -> Origin:
+    _refuse_adapters(wanted)
     folder = find_iteration(path, wanted.step)
     return Origin(TorchDistSource(folder, wanted.role, wanted.arch), f"the {wanted.role} begins with {folder}")
 
@@ -150,6 +203,7 @@ register_origin(
         _open_run,
     ),
 )
+register_origin("peft", OriginKind("a PEFT folder", lambda path: (path / CONFIG).is_file(), _open_peft))
 register_origin(
     "folder", OriginKind("a Hugging Face folder", lambda path: (path / "config.json").is_file(), _open_folder)
 )

@@ -129,7 +129,7 @@ def _nonfinite(samples: Samples, tensors_BR: Collection[Tensor]) -> list[int]:
 
 
 def _nonfinite_gradients(role: Role) -> list[str]:
-    here: list[tuple[Any, Any]] = [(held, held.parameter) for held in role.mapped_parameters()]
+    here: list[tuple[Any, Any]] = [(held, held.parameter) for held in role.trained_parameters()]
     return [
         held.entry.megatron for held, parameter in here if not torch.isfinite(held.part_of(parameter.main_grad)).all()
     ]

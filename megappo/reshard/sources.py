@@ -196,6 +196,12 @@ class SafetensorsSource:
         return tensor
 
 
+def generator_of(seed: int, name: str) -> torch.Generator:
+    """What draws a tensor, by its name alone."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
 class RandomSource:
     """Weights drawn from a seed and the tensor's name alone, so every layout starts from the same model."""
 
@@ -209,9 +215,7 @@ class RandomSource:
         shape = self._shapes[name]
         if len(shape) == 1:
             return torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
-        digest = hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        return torch.randn(shape, generator=generator) * self._std
+        return torch.randn(shape, generator=generator_of(self._seed, name)) * self._std
 
     def read(self, piece: Piece) -> Tensor:
         """The slice, on the CPU, in float32."""

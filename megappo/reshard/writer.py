@@ -118,12 +118,16 @@ def _write_tensors(out: Path, tensors: Iterable[tuple[str, Tensor]], wanted: dic
     return dtype
 
 
-def _save(out: Path, files: list[dict[str, Tensor]], number: int) -> None:
-    path = out / f"part-{number:05d}.safetensors"
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write one file of safetensors, for whom the umask allows to read it."""
     path.touch()
-    mode = path.stat().st_mode  # as the umask has it; safetensors makes files that only their owner can read
-    save_file(files[number], path, metadata={"format": "pt"})
+    mode = path.stat().st_mode  # safetensors makes files that only their owner can read
+    save_file(dict(tensors), path, metadata={"format": "pt"})
     path.chmod(mode)
+
+
+def _save(out: Path, files: list[dict[str, Tensor]], number: int) -> None:
+    save_tensors(files[number], out / f"part-{number:05d}.safetensors")
     files[number] = {}
 
 

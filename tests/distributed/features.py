@@ -75,6 +75,10 @@ FACTORS: dict[str, tuple[Level, ...]] = {
             ("optimizer.distributed=true", "optimizer.overlap_grad_reduce=true"),
         ),
     ),
+    "weights": (
+        _off("all weights trained"),
+        Level("lora", "adapters on every matrix", ("lora={rank: 4, alpha: 6, targets: all}",)),
+    ),
     "recompute": (
         _off("activations kept"),
         Level("parts", "attention and MLP recomputed", ("recompute=selective",)),

@@ -165,8 +165,8 @@ class Settings:
 
 
 def _optimizer(model: nn.Module, lr: float, settings: Settings) -> torch.optim.AdamW:
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    spared = [p for p in model.parameters() if p.dim() <= 1]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decayed, spared = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() <= 1]
     # A value head of one row is a matrix in Megatron's eyes too.
     groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": spared, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.999), eps=settings.adam_eps)

@@ -16,12 +16,15 @@ from safetensors.torch import save_file
 
 from megappo.config import derive_run, load_config, resolve
 from megappo.config.schema import RuntimeSettings
-from megappo.megatron.roles import LocalRole, TrainedRole
+from megappo.families.parameters import pieces
+from megappo.families.weights import scatter_shard
+from megappo.megatron.roles import LocalRole, Role, TrainedRole
 from megappo.ppo.parts import assemble
 from megappo.ppo.reporting import Reporter
 from megappo.ppo.trainer import Trainer
 from megappo.ppo.updates import NonFiniteUpdateError
 from megappo.reshard.stream import WeightStream
+from megappo.runtime.objects import of_all_ranks
 from megappo.runtime.process import start_runtime
 from megappo.types import Episode, Episodes, Prompt, Rollouts
 
@@ -96,12 +99,16 @@ def run(scenario: dict[str, Any], runtime: Any, found: Path) -> None:
     dist.all_gather_object(gathered, per_sample)
     actor = {name: tensor.clone() for name, tensor in parts.weights}
     critic = critic_weights(trainer, runtime)
+    adapters = {role.placement.name: adapter_weights(role) for role in parts.trained}
     parts.close()
     if runtime.is_main:
         out = Path(scenario["out"])
         out.mkdir(parents=True)
         save_file(actor, out / "actor.safetensors")
         save_file(critic, out / "critic.safetensors")
+        for role, tensors in adapters.items():
+            if tensors:
+                save_file(tensors, out / f"{role}-adapters.safetensors")
         plans = {role: [sorted(m) for m in trainer.minibatches(role)] for role in ("actor", "critic")}
         merged = {str(k): v for part in gathered for k, v in part.items()}
         found.write_text(
@@ -128,6 +135,24 @@ def built(role: Any) -> dict[str, Any]:
         "modules": config.recompute_modules,
         "frees": config.deallocate_pipeline_outputs,
     }
+
+
+def adapter_weights(role: Role) -> dict[str, torch.Tensor]:
+    """PEFT's tensors of a role's adapters, put together of what all ranks have; none without adapters."""
+    mine = []
+    if isinstance(role, LocalRole) and role.options.lora is not None:
+        place = role.layout.tensor_rank, role.layout.grid.tp, role.options.padded_vocab
+        mine = [
+            (held.entry, pieces(role.arch, held.entry, *place), role.read_shard(held).clone())
+            for held in role.trained_parameters()
+        ]
+    found: dict[str, torch.Tensor] = {}
+    for part in of_all_ranks(mine):
+        for entry, slices, shard in part:
+            for name, shape in entry.tensors.items():
+                found.setdefault(name, torch.full(shape, float("nan")))
+            scatter_shard(shard, slices, found)
+    return found
 
 
 def critic_weights(trainer: Trainer, runtime: Any) -> dict[str, torch.Tensor]:

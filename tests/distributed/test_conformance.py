@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from distributed.features import FACTORS, Case, covering, goes_together
+from distributed.adapters import write_adapters
+from distributed.features import FACTORS, ROLES, Case, covering, goes_together
 from distributed.harness import ask
 from distributed.test_ppo_step import (
     CISPO,
@@ -93,9 +94,11 @@ def test_features_that_meet_are_exact(case: Case, world: World, tmp_path: Path) 
     folder, samples, loss = world.folder(MODELS[case["model"].name]), samples_of(case, world.samples), case["loss"].name
     if case["model"].name == "experts-replayed":
         samples = with_routing(samples)
+    adapters = adapters_for(folder) if case["weights"].name == "lora" else None
+    begins = [] if adapters is None else [f"{role}.start_from={adapters}" for role in ROLES]
     told = {
         "config": str(folder.with_suffix(".yaml")),
-        "overrides": [*case.overrides(), *LOSSES.get(loss, ()), f"run.directory={tmp_path / 'run'}"],
+        "overrides": [*case.overrides(), *LOSSES.get(loss, ()), *begins, f"run.directory={tmp_path / 'run'}"],
         "samples": samples,
         "out": str(tmp_path / "out"),
     }
@@ -111,7 +114,14 @@ def test_features_that_meet_are_exact(case: Case, world: World, tmp_path: Path) 
         settings.actor_balance = settings.critic_balance = BALANCE
     if case["samples"].name == "rejected":
         settings.importance_cap, settings.reject_above = CAP, REJECT
-    check_step(result, tmp_path / "out", samples, *oracle_step(folder, samples, settings, result["minibatches"]))
+    found = oracle_step(folder, samples, settings, result["minibatches"], adapters)
+    check_step(result, tmp_path / "out", samples, *found, base=None if adapters is None else folder)
+
+
+def adapters_for(folder: Path) -> Path:
+    """A PEFT folder beside the model's, on every matrix."""
+    out = folder.with_name(f"{folder.name}-adapters")
+    return out if out.exists() else write_adapters(out, folder, rank=4, alpha=6, seed=13)
 
 
 def test_the_samples_are_what_they_are_called(world: World) -> None:

@@ -21,6 +21,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from distributed.adapters import adapters_of, merged_weights, put_adapters
 from distributed.harness import ROOT, ask
 from distributed.models import EXPERTS, VOCAB, stored_parameters, write_model
 from distributed.oracle import Sample, Settings, ValueModel, changed_routing, ppo_step
@@ -323,13 +324,20 @@ def oracle(world: World, name: str) -> tuple[dict[str, Any], Any, ValueModel]:
 
 
 def oracle_step(
-    folder: Path, given: list[dict[str, Any]], settings: Settings, minibatches: dict[str, list[list[int]]]
+    folder: Path,
+    given: list[dict[str, Any]],
+    settings: Settings,
+    minibatches: dict[str, list[list[int]]],
+    adapters: Path | None = None,
 ) -> tuple[dict[str, Any], Any, ValueModel]:
-    """What was measured in the step, and the models behind it."""
+    """What was measured in the step, and the models behind it. `adapters`: what actor and critic train."""
     actor, reference, trunk = (
         AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32, experts_implementation="eager")
         for p in (folder, reference_of(folder), folder)
     )
+    if adapters is not None:
+        put_adapters(actor, adapters)
+        put_adapters(trunk, adapters)
     head = torch.nn.Linear(32, 1)
     drawn = torch.randn(1, 32, generator=torch.Generator().manual_seed(5)) * 0.3
     head.weight.data.copy_(drawn)
@@ -373,8 +381,10 @@ def check_step(
     measured: dict[str, Any],
     actor: Any,
     critic: ValueModel,
+    *,
+    base: Path | None = None,
 ) -> None:
-    """Every number and every updated weight of a run's step is the oracle's."""
+    """Every number and every updated weight of a run's step is the oracle's. `base`: the model under adapters."""
     for key in ("old_logprob", "values", "advantages", "returns"):
         mine = torch.cat([torch.tensor(result["samples"][str(i)][key]) for i in range(len(given))])
         close(mine, torch.cat(measured[key]), key)
@@ -393,13 +403,15 @@ def check_step(
     if measured["changed"] is not None:
         assert measured["changed"] > 0.5
         assert result["metrics"]["mismatch/router_changed"] == pytest.approx(measured["changed"], rel=1e-9)
-    trained = load_file(out / "actor.safetensors")
-    for parameter_name, parameter in stored_parameters(actor):
-        close(trained[parameter_name], parameter.detach(), parameter_name)
-    trained = load_file(out / "critic.safetensors")
-    for parameter_name, parameter in stored_parameters(critic):
-        mapped = parameter_name.replace("trunk.", "model.")
-        close(trained[mapped], parameter.detach(), f"critic {mapped}")
+    for role, model in (("actor", actor), ("critic", critic)):
+        trained = load_file(out / f"{role}.safetensors")
+        weights = dict(stored_parameters(model)) if base is None else merged_weights(base, model)
+        assert base is None or load_file(out / f"{role}-adapters.safetensors").keys() == adapters_of(model).keys()
+        for name, tensor in weights.items():
+            mapped = name.replace("trunk.", "model.")
+            close(trained[mapped], tensor.detach(), f"{role} {mapped}")
+        for name, tensor in adapters_of(model).items() if base is not None else ():
+            close(load_file(out / f"{role}-adapters.safetensors")[name], tensor, f"{role} {name}")
 
 
 def test_shared_out_samples_in_bfloat16_are_as_near_the_oracle_as_whole_ones(world: World) -> None:

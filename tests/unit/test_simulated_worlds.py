@@ -29,7 +29,7 @@ SAMPLES, PLAN_SECONDS = 8192, 2.0
 
 
 @cache
-def settings(path: Path) -> Config:
+def settings(path: Path, *more: str) -> Config:
     """With random weights and, of models that are fetched from a hub, the config.json that the plan reads."""
     raw = load_config(path)
     named = {"model": raw.model, "critic": raw.critic, "reference": raw.reference}
@@ -39,7 +39,7 @@ def settings(path: Path) -> Config:
         if part is not None and part.path is not None
         if (local := ROOT / "configs" / "models" / Path(part.path).name).is_dir()
     ]
-    return load_config(path, [*overrides, "model.init=random", "run.epochs=null", "run.steps=100"])
+    return load_config(path, [*overrides, "model.init=random", "run.epochs=null", "run.steps=100", *more])
 
 
 def planned(config: Config, world: int) -> Setup:
@@ -92,6 +92,27 @@ def test_ranks_build_what_is_planned(name: str) -> None:
         assert roles.keys() == {role.name for role in setup.roles}
         for role in setup.roles:
             check(roles[role.name], role, setup)
+
+
+LORA = "lora={rank: 16, alpha: 32}"
+
+
+@pytest.mark.parametrize("name", ["qwen3_8b_8gpu_math", "qwen3_30b_a3b_4node_math"])
+def test_adapters_are_built_as_planned_and_take_little(name: str) -> None:
+    """Gradients and the optimizer's state are below 5% of what they are where all weights are trained."""
+    path, world = WORLDS[name]
+    plain = settings(path)
+    adapted = settings(path, *(f"{role}.{LORA}" for role in plain.trained))
+    bytes_of = []
+    for config in (plain, adapted):
+        setup, roles = planned(config, world), on_rank(config, 0, world)
+        for role in setup.roles:
+            check(roles[role.name], role, setup)
+        actor = roles["actor"]
+        assert isinstance(actor, TrainedRole)
+        width = setup.actor.dtype_bytes
+        bytes_of.append((gradient_bytes(actor.optimizer), optimizer_bytes(actor.optimizer.megatron, width)))
+    assert all(few < 0.05 * many for many, few in zip(*bytes_of, strict=True)), bytes_of
 
 
 @pytest.mark.parametrize("name", WORLDS)

@@ -1,0 +1,55 @@
+"""Rules of adapters; see `rules`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megappo.config.schema import Config
+from megappo.errors import nearest_word, show
+from megappo.families.adapters import LoraShape, least_side, target_names
+from megappo.families.architecture import ArchitectureConfig
+
+if TYPE_CHECKING:
+    from megappo.config.rules import RoleSpec
+
+
+def base_rules(config: Config) -> Iterator[str]:
+    """A reference that is the actor without adapters."""
+    reference = config.reference
+    if reference is None or not reference.share_actor_base:
+        return
+    if config.actor.lora is None:
+        yield (
+            "reference.share_actor_base is true, but without actor.lora the actor's weights are trained and are no "
+            "reference; add actor.lora, or remove share_actor_base"
+        )
+    if reference.path is not None:
+        yield (
+            f"reference.share_actor_base is true, but reference.path '{reference.path}' names weights of its own; "
+            "remove one of them"
+        )
+    if reference.offload.parts:
+        yield (
+            "reference.share_actor_base is true, so the reference has no weights to offload; set "
+            "actor.offload.weights, and remove reference.offload"
+        )
+
+
+def target_rules(role: RoleSpec) -> Iterator[str]:
+    """Adapters are for matrices that there are, and lower in rank than they."""
+    lora, arch, key = role.settings.lora, role.shape, f"{role.name}.lora"
+    if lora is None or not isinstance(arch, ArchitectureConfig):
+        return
+    possible = target_names(arch)
+    unknown = [] if lora.targets == "all" else [name for name in lora.targets if name not in possible]
+    if unknown:
+        yield (
+            f"{key}.targets has {show(unknown[0])}, which no matrix of a {arch.family}'s layers is called; there are "
+            f"{', '.join(possible)}, of which '{nearest_word(unknown[0], possible)}' is the nearest"
+        )
+        return
+    shape = LoraShape.of(arch, lora.rank, lora.alpha, lora.targets)
+    least = least_side(arch, shape.targets)
+    if lora.rank > least:
+        yield f"{key}.rank {lora.rank} is above {least}, the smallest side of its matrices; set at most {least}"

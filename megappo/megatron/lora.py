@@ -1,0 +1,190 @@
+"""Low-rank adapters on Megatron's parallel layers and on grouped experts.
+
+A layer computes W x + scale B A x, where W requires no gradient. Between A and B stand only `rank` numbers for each
+token and matrix, so these are what tensor parallel ranks tell each other:
+
+- Column parallel: A is whole on every rank and takes what the rank has of the sequence; what it makes is gathered along
+  the sequence, or handed on with a sum in backward, and meets the rows of B that belong to the rank's rows of W.
+- Row parallel: A has the rank's columns, what it makes is summed over ranks (and scattered along the sequence), and B
+  is whole.
+
+So the gradient of an adapter that is whole on all ranks is that of all tokens, or under sequence parallelism that of
+the rank's, which Megatron sums as it does that of norms (`sequence_parallel`).
+
+Shape legend: P rows of all A of a parameter, O rows of its B, I inputs, L experts of this rank, R rows for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from megappo.families.adapters import Adapter, LoraShape, RowOrder, adapters
+from megappo.families.architecture import ArchitectureConfig
+from megappo.families.declaration import Shape
+from megappo.families.parameters import shard_shape
+from megappo.megatron.experts import expert_products
+from megappo.megatron.layout import Layout
+
+Product = Callable[[Tensor, Tensor], Tensor]
+"""Of some inputs and a matrix (or a stack of them)."""
+
+
+class Switch:
+    """Whether the adapters of a model take part."""
+
+    def __init__(self) -> None:
+        self.is_on = True
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """The model computes as if it had none, to the last bit."""
+        self.is_on = False
+        try:
+            yield
+        finally:
+            self.is_on = True
+
+
+class LowRank(nn.Module):
+    """A and B of the matrices in one parameter.
+
+    Only a call of the module itself waits for what other ranks updated of it (Megatron's hooks), so `add_to` makes one.
+    """
+
+    def __init__(self, a: Tensor, b: Tensor, scale: float, order: RowOrder, switch: Switch) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(a), nn.Parameter(b)
+        self.scale, self.order, self.switch = scale, order, switch
+
+    def add_to(self, output: Tensor, *inputs: Tensor) -> Tensor:
+        """What the parameter made of its inputs, with what the adapters make of them where they are on."""
+        added: Tensor = self(output, *inputs) if self.switch.is_on else output
+        return added
+
+    def _expanded(self, low: Tensor, product: Product) -> Tensor:
+        """(..., P) -> (..., outputs of the parameter): what each A made, times its B, where its matrix' rows stand."""
+        order, lead = self.order, self.b.shape[:-2]
+        lows = iter((low * self.scale).chunk(sum(order.adapted), dim=-1))
+        of_groups = self.b.view(*lead, order.groups, -1, self.b.shape[-1])
+        adapted = [rows for rows, has_one in zip(order.rows, order.adapted, strict=True) if has_one]
+        bs = iter(of_groups.split(adapted, dim=-2))
+        parts = []
+        for rows, has_one in zip(order.rows, order.adapted, strict=True):
+            if has_one:
+                part = product(next(lows).contiguous(), next(bs).reshape(*lead, order.groups * rows, -1))
+                parts.append(part.unflatten(-1, (order.groups, rows)))
+            else:
+                parts.append(low.new_zeros(*low.shape[:-1], order.groups, rows))
+        return torch.cat(parts, dim=-1).flatten(-2)
+
+
+class LinearAdapter(LowRank):
+    """Of a tensor parallel layer."""
+
+    def __init__(self, *parts: Any, layout: Layout, of_rows: bool) -> None:
+        super().__init__(*parts)
+        self._layout, self._of_rows = layout, of_rows
+
+    def forward(self, output: Tensor, inputs: Tensor) -> Tensor:
+        """What the layer made of its inputs, and what the adapters make of them."""
+        return output + self._expanded(self._between_ranks(linear(inputs, self.a)), linear)
+
+    def _between_ranks(self, low: Tensor) -> Tensor:
+        group = self._layout.groups.tp
+        if self._layout.grid.tp == 1:
+            return low
+        if self._of_rows and self._layout.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(low, group=group)
+        if self._of_rows:
+            return reduce_from_tensor_model_parallel_region(low, group=group)
+        if self._layout.sequence_parallel:
+            return gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=group)
+        return copy_to_tensor_model_parallel_region(low, group=group)
+
+
+class ExpertAdapter(LowRank):
+    """Of all experts of this rank."""
+
+    def forward(self, output_RO: Tensor, rows_RI: Tensor, counts_L: Tensor) -> Tensor:
+        """What the experts' matrix made of the rows, and what the adapters make of them."""
+
+        def product(rows: Tensor, matrix: Tensor) -> Tensor:
+            return expert_products(rows, matrix, counts_L)
+
+        return output_RO + self._expanded(product(rows_RI, self.a), product)
+
+
+def attach_adapters(
+    arch: ArchitectureConfig, layout: Layout, lora: LoraShape, chunks: Sequence[GPTModel], *, is_critic: bool
+) -> Switch:
+    """Put adapters, whose values are still to come, beside the matrices of these chunks, and freeze every weight that
+    there was but a critic's head."""
+    switch = Switch()
+    templates = list(adapters(arch, lora, experts=range(min(1, arch.experts))))
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            parameter.requires_grad_(is_critic and name.startswith("output_layer."))
+        if chunk.pre_process:
+            chunk.embedding.register_forward_hook(_begin_gradients)
+        layers = {layer.layer_number - 1: layer for layer in chunk.decoder.layers}
+        for adapter in templates:
+            if adapter.base.layer in layers:
+                order = RowOrder.of(arch, adapter, layout.grid.tp)
+                shapes = [shard_shape(arch, p, layout.grid.tp, arch.vocab_size) for p in (adapter.a, adapter.b)]
+                _attach(layers[adapter.base.layer], adapter, shapes, (lora.scale, order, switch), layout)
+    return switch
+
+
+def _begin_gradients(_embedding: nn.Module, _inputs: Any, hidden: Tensor) -> None:
+    """Layers that are computed again in backward have no gradient where no input wants one."""
+    if torch.is_grad_enabled():
+        hidden.requires_grad_()
+
+
+def _attach(
+    layer: nn.Module, adapter: Adapter, shapes: Sequence[Shape], rest: tuple[float, RowOrder, Switch], layout: Layout
+) -> None:
+    """Beside one parameter of a layer."""
+    base = adapter.base
+    path = base.megatron.split(".")[3:]
+    if base.expert is not None:  # one parameter for all experts: mlp.experts.weight1 of mlp.experts.0.weight1
+        experts = layer.get_submodule(".".join(path[:-2]))
+        weight = getattr(experts, path[-1])
+        a, b = (weight.new_empty(len(weight), *shape) for shape in shapes)
+        setattr(experts, path[-1].replace("weight", "lora"), ExpertAdapter(a, b, *rest))
+        return
+    parallel: Any = layer.get_submodule(".".join(path[:-1]))
+    a, b = (parallel.weight.new_empty(shape) for shape in shapes)
+    lora = LinearAdapter(a, b, *rest, layout=layout, of_rows=base.kind == "row")
+    if layout.sequence_parallel:
+        whole: Any = lora.b if base.kind == "row" else lora.a
+        whole.sequence_parallel = True
+    parallel.lora = lora
+    parallel.register_forward_hook(lambda _layer, inputs, output: (lora.add_to(output[0], inputs[0]), *output[1:]))
+
+
+def merged(weight_OI: Tensor, a_PI: Tensor, b_OR: Tensor, scale: float, order: RowOrder) -> Tensor:
+    """A new tensor: the shard of a matrix with its adapters added in float32, rounded once."""
+    matrices = iter(a_PI.float().chunk(sum(order.adapted)))
+    adapted = [rows for rows, has_one in zip(order.rows, order.adapted, strict=True) if has_one]
+    columns = iter(b_OR.float().view(order.groups, -1, b_OR.shape[-1]).split(adapted, dim=1))
+    parts = [
+        next(columns) @ next(matrices) if has_one else weight_OI.new_zeros(order.groups, rows, 1).float()
+        for rows, has_one in zip(order.rows, order.adapted, strict=True)
+    ]
+    width = weight_OI.shape[1]
+    product_OI = torch.cat([part.expand(-1, -1, width) for part in parts], dim=1).flatten(0, 1)
+    return torch.add(weight_OI.float(), product_OI, alpha=scale).to(weight_OI.dtype)

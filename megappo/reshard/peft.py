@@ -1,0 +1,191 @@
+"""Adapters: where they come from, the folders in which PEFT keeps them, and whole weights with adapters added."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megappo.errors import first_of, reason, show
+from megappo.families.adapters import WEIGHT, A, B, LoraShape, adapter_tensors, initial_bound
+from megappo.families.architecture import ArchitectureConfig
+from megappo.families.parameters import OUTPUT_LAYER, Piece, model_parameters
+from megappo.families.weights import ValueHeadWeights, WeightSource
+from megappo.reshard.sources import generator_of
+from megappo.reshard.writer import save_tensors
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "bias": ("none", None), "fan_in_fan_out": (False, None), "use_rslora": (False, None), "use_dora": (False, None),
+    "lora_bias": (False, None), "rank_pattern": ({}, None), "alpha_pattern": ({}, None),
+    "modules_to_save": (None, []), "layers_to_transform": (None, []), "layer_replication": (None, []),
+    "target_parameters": (None, []), "trainable_token_indices": (None, []), "use_qalora": (False, None),
+    "alora_invocation_tokens": (None, []),
+}  # fmt: skip
+"""What PEFT's configuration may say beside rank, alpha and targets: that there is nothing else."""
+
+
+class FreshAdapters:
+    """A drawn from a seed and the tensor's name alone, as PEFT draws it, so that every layout starts from the same; B
+    is zero."""
+
+    def __init__(self, arch: ArchitectureConfig, lora: LoraShape, seed: int) -> None:
+        self._shapes, self._seed = adapter_tensors(arch, lora), seed
+        self._whole = lru_cache(maxsize=3)(self._draw)
+
+    def _draw(self, name: str) -> Tensor:
+        shape = self._shapes[name]
+        if name.endswith(B):
+            return torch.zeros(shape)
+        bound = initial_bound(shape[1])
+        return torch.empty(shape).uniform_(-bound, bound, generator=generator_of(self._seed, name))
+
+    def read(self, piece: Piece) -> Tensor:
+        """The slice, in float32."""
+        return self._whole(piece.name).narrow(piece.dim, piece.start, piece.size)
+
+    def value_head(self) -> None:
+        """None: a new head is drawn, or comes with the critic's weights."""
+
+
+class PeftSource:
+    """The adapters in a PEFT folder.
+
+    Raises ValueError where these are not plain LoRA of the wanted rank, alpha and targets for this architecture.
+    """
+
+    def __init__(self, folder: Path, arch: ArchitectureConfig, lora: LoraShape) -> None:
+        _check_config(folder, lora)
+        self._file = _opened(folder / WEIGHTS)
+        there, wanted = set(self._file.keys()), adapter_tensors(arch, lora)
+        if strange := sorted(there ^ {_PREFIX + name for name in wanted}):
+            which = f"{first_of(strange, 3)} {'is' if len(strange) == 1 else 'are'} in only one of them"
+            raise ValueError(f"{folder / WEIGHTS} holds other tensors than adapters of this model have: {which}")
+        for name, shape in wanted.items():
+            found = tuple(self._file.get_slice(_PREFIX + name).get_shape())
+            if found != shape:
+                raise ValueError(
+                    f"tensor '{name}' in {folder / WEIGHTS} has shape {found}, must be {shape}; it is for another model"
+                )
+
+    def read(self, piece: Piece) -> Tensor:
+        """The slice, in the type it is stored in."""
+        tensor = self._file.get_slice(_PREFIX + piece.name)
+        part: Tensor = tensor[piece.start : piece.stop] if piece.dim == 0 else tensor[:, piece.start : piece.stop]
+        return part
+
+    def value_head(self) -> None:
+        """None: PEFT's folders of causal language models have none."""
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} cannot be read ({reason(error)}); save the adapters as safetensors") from error
+
+
+def read_peft_config(folder: Path) -> dict[str, Any]:
+    """Raises ValueError where it is no JSON object."""
+    try:
+        content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{folder / CONFIG} cannot be read: {reason(error)}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{folder / CONFIG} is no JSON object; save the adapters again")
+    return content
+
+
+def _check_config(folder: Path, lora: LoraShape) -> None:
+    said = read_peft_config(folder)
+    if said.get("peft_type") != "LORA":
+        raise ValueError(f"{folder / CONFIG} has peft_type {show(said.get('peft_type'))}, must be LORA")
+    for name, plain in _PLAIN.items():
+        if said.get(name) not in plain:
+            raise ValueError(
+                f"{folder / CONFIG} has {name} {show(said[name])}, which is more than plain LoRA; must be "
+                f"{show(plain[0])}"
+            )
+    targets = said.get("target_modules")
+    listed = sorted(targets) if isinstance(targets, list) else targets
+    for name, there, here in (
+        ("r", said.get("r"), lora.rank),
+        ("lora_alpha", said.get("lora_alpha"), lora.alpha),
+        ("target_modules", listed, sorted(lora.targets)),
+    ):
+        if there != here:
+            raise ValueError(
+                f"{folder / CONFIG} has {name} {show(there)}, the settings have {show(here)}; set the same"
+            )
+
+
+def write_peft(out: Path, lora: LoraShape, tensors: Iterable[tuple[str, Tensor]], base: str) -> None:
+    """Adapters, by their names, as a folder that PEFT loads onto `base`, a folder or a hub name."""
+    out.mkdir(parents=True, exist_ok=True)
+    save_tensors({_PREFIX + name: tensor.contiguous() for name, tensor in tensors}, out / WEIGHTS)
+    content = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": lora.rank,
+        "lora_alpha": lora.alpha, "target_modules": sorted(lora.targets), "lora_dropout": 0.0, "bias": "none",
+        "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True, "use_rslora": False,
+        "use_dora": False, "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
+    }  # fmt: skip
+    (out / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class MergedSource:
+    """Whole weights: those of a base with adapters added."""
+
+    arch: ArchitectureConfig
+    lora: LoraShape
+    base: WeightSource
+    adapters_from: WeightSource
+    is_critic: bool
+    dtype: torch.dtype
+    """Of the run's weights."""
+
+    def read(self, piece: Piece) -> Tensor:
+        """The slice in float32, of numbers that are rounded as the run's are."""
+        tensor = self.base.read(piece).to(self.dtype).float()
+        pair = self._pairs.get(piece.name)
+        if pair is None:
+            return tensor
+        a, b = pair
+        if piece.dim == 0:
+            b = replace(b, start=piece.start, stop=piece.stop)
+        else:
+            a = replace(a, dim=1, start=piece.start, stop=piece.stop)
+        b_OR, a_RI = (self.adapters_from.read(part).to(self.dtype).float() for part in (b, a))
+        return torch.add(tensor, b_OR @ a_RI, alpha=self.lora.scale).to(self.dtype).float()
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the model in Hugging Face's order and float32, rounded as the run's weights are."""
+        yield from ((piece.name, self.read(piece)) for piece in self._whole_tensors())
+
+    def base_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Those of the base, in the type of the run."""
+        yield from ((piece.name, self.base.read(piece).to(self.dtype)) for piece in self._whole_tensors())
+
+    def _whole_tensors(self) -> Iterator[Piece]:
+        for parameter in model_parameters(self.arch):
+            if not (self.is_critic and parameter.megatron == OUTPUT_LAYER):
+                yield from (Piece(name, 0, 0, shape[0]) for name, shape in parameter.tensors.items())
+
+    @cached_property
+    def _pairs(self) -> dict[str, tuple[Piece, Piece]]:
+        """A and B of each matrix, whole."""
+        wholes = {name: Piece(name, 0, 0, shape[0]) for name, shape in adapter_tensors(self.arch, self.lora).items()}
+        names = (name.removesuffix(A) for name in wholes if name.endswith(A))
+        return {name + WEIGHT: (wholes[name + A], wholes[name + B]) for name in names}
+
+    def value_head(self) -> ValueHeadWeights | None:
+        """The critic's, which is trained beside the adapters."""
+        return self.adapters_from.value_head()
