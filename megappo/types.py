@@ -166,7 +166,9 @@ class Rollouts(Samples):
 
     def totals_B(self, scores_B: Tensor) -> Tensor:
         """Scores of the reward function with the environment's rewards of all turns."""
-        return scores_B if self.episodes is None else scores_B + self.episodes.turn_rewards_BR.sum(-1)
+        if self.episodes is None:
+            return scores_B
+        return scores_B + self.episodes.turn_rewards_BR.masked_fill(~self.response_mask_BR, 0.0).sum(-1)
 
     @property
     def lengths_B(self) -> Tensor:

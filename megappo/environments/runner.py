@@ -243,7 +243,7 @@ class EpisodeRunner:
             if (passed := time.monotonic() - last) >= _TICK_SECONDS:
                 last += passed
                 alarm.set()
-                table.count_seconds(min(passed, 2 * _TICK_SECONDS))  # one that blocks the loop costs others nothing
+                table.count_seconds(min(passed, _TICK_SECONDS))  # one that blocks the loop costs others nothing
 
     def close(self) -> None:
         """End tools and the loop, and what episodes that hang have left in it."""

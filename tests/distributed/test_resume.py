@@ -88,7 +88,8 @@ def test_episodes_that_are_killed(tmp_path: Path) -> None:
     """Two turns and a tool. The run is killed between rollout and update, and in a rollout asked to stop, after which
     the episodes that were over are kept and the others are played from their beginning."""
     settings = (
-        "run.steps=3", "checkpoint.every_steps=1", "rollout.environment={name: examples.lookup:Lookup, max_turns: 2}",
+        "run.steps=3", "checkpoint.every_steps=1",
+        "rollout.environment={name: examples.lookup:Lookup, max_turns: 2, max_turn_tokens: 3}",
         "reward.function=environment", "rollout.max_response_tokens=9", "rollout.when_stopped=keep",
         "data.train={source: 'examples.lookup:keys', options: {held_out: false}}", "data.max_prompt_tokens=4",
         "data.validation={source: 'examples.lookup:keys', options: {held_out: true}}", "logging.sample_texts=100",

@@ -1,9 +1,4 @@
-"""An environment of your own, and its prompts: what a key stands for is known to a tool alone.
-
-rollout:
-  environment: {name: examples.lookup:Lookup, max_turns: 2}
-reward: {function: environment}
-"""
+"""An environment of your own, and its prompts: what a key stands for is known to a tool alone (see lookup.yaml)."""
 
 from __future__ import annotations
 
@@ -12,35 +7,34 @@ from collections.abc import Iterator
 
 from megappo.environments.session import Session
 
-KEYS = [f"{number:02}" for number in range(100)]
-
 
 def keys(*, held_out: bool) -> Iterator[dict[str, str]]:
-    """A data source: every fifth key is held out."""
-    for number, key in enumerate(KEYS):
-        if (number % 5 == 0) == held_out:
-            yield {"prompt": f"{key}=", "answer": key}
+    """A data source: numbers of two digits, every fifth of which is held out."""
+    yield from ({"prompt": f"{n:02}=", "answer": f"{n:02}"} for n in range(100) if (n % 5 == 0) == held_out)
+
+
+def entry(text: str) -> str:
+    """What a text stands for: two digits that nobody can guess."""
+    return f"{random.Random(text).randrange(100):02}"
 
 
 def share(said: str, wanted: str) -> float:
-    """How much of a text and its end is right."""
-    letters = said.removesuffix("<eos>")
-    return (sum(a == b for a, b in zip(letters, wanted, strict=False)) + (said == wanted + "<eos>")) / (len(wanted) + 1)
+    """How much of a text and of its end is right."""
+    return (sum(a == b for a, b in zip(said, wanted, strict=False)) + (said == f"{wanted}<eos>")) / 3
 
 
 class Lookup:
-    """The model says the key, hears what it stands for, and says that; a fifth of the reward is for the first turn."""
+    """The model says the key, hears what that stands for, and says it; a fifth of the reward is for the first turn."""
 
     def __init__(self, *, answers: bool = True) -> None:
-        self._entries = dict(zip(KEYS, random.Random(0).sample(KEYS, len(KEYS)), strict=True))
         self._answers = answers
 
     async def run(self, session: Session) -> float:
-        """See `megappo.environments.protocol.Environment.run`."""
+        key = str(session.prompt.answer)
         asked = await session.generate()
-        session.reward(0.2 * share(asked.raw_text, str(session.prompt.answer)))
+        session.reward(0.2 * share(asked.raw_text, key))
         async with session.using("lookup"):
-            found = self._entries.get(asked.text, "++") if self._answers else "++"
+            found = entry(asked.text) if self._answers else "++"
         session.observe(f"{found}=")
-        said = await session.generate()
-        return 0.8 * share(said.raw_text, self._entries[str(session.prompt.answer)])
+        said = (await session.generate()).raw_text
+        return 0.4 * share(said, entry(key)) + 0.4 * self._answers * share(said, found)

@@ -231,7 +231,7 @@ class Mixed:
 @pytest.mark.parametrize("kind", [SayingEngine, PromptEngine])
 def test_a_thousand_episodes_of_which_every_seventh_fails(kind: type[SayingEngine]) -> None:
     processes = {process.pid for process in psutil.Process().children(recursive=True)}
-    made = runner(Mixed(), kind(lambda request: "ok"), max_seconds=0.5)
+    made = runner(Mixed(), kind(lambda request: "ok"), max_seconds=1.5)
     prompts, requests = asked(1000)
     start = time.monotonic()
     completions = made.generate(prompts, requests, PARAMS)
@@ -250,7 +250,7 @@ def test_a_thousand_episodes_of_which_every_seventh_fails(kind: type[SayingEngin
 
 
 def test_too_many_failures_end_the_run() -> None:
-    made = runner(Mixed(), SayingEngine(lambda request: "ok"), max_seconds=0.2, max_failure_fraction=0.1)
+    made = runner(Mixed(), SayingEngine(lambda request: "ok"), max_seconds=1.0, max_failure_fraction=0.1)
     with pytest.raises(TooManyFailuresError, match=r"3 of 20 episodes failed, .* the first: raised: KeyError"):
         made.generate(*asked(20), PARAMS)
     made.close()
@@ -362,7 +362,7 @@ def test_an_episode_without_a_turn_or_with_two_at_a_time_is_nonsense() -> None:
 
 def test_a_failed_episode_has_the_score_of_a_failure() -> None:
     """And the others what the environment gave, with the reward function's on the last token."""
-    made = runner(Mixed(), SayingEngine(lambda request: "ok"), max_seconds=0.2)
+    made = runner(Mixed(), SayingEngine(lambda request: "ok"), max_seconds=1.0)
     prompts, requests = asked(20, answer="ok")
     rollouts = rollouts_of(made.generate(prompts, requests, PARAMS), prompts)
     made.close()
