@@ -61,16 +61,17 @@ def put_adapters(model: Any, folder: Path) -> None:
     tensors = {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}
     dense = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
     names = {name.split(".lora_")[0].rpartition(".")[2] for name in dense}
-    inject_adapter_in_model(
-        LoraConfig(r=config["r"], lora_alpha=config["lora_alpha"], target_modules=list(names)), model
-    )
-    loaded: Any = set_peft_model_state_dict(model, dense)
-    assert not loaded.unexpected_keys
+    model.requires_grad_(False)
+    if dense:
+        plain = LoraConfig(r=config["r"], lora_alpha=config["lora_alpha"], target_modules=list(names))
+        inject_adapter_in_model(plain, model)
+        loaded: Any = set_peft_model_state_dict(model, dense)
+        assert not loaded.unexpected_keys
     for number, layer in enumerate(model.model.layers):
         if hasattr(layer.mlp, "experts"):
             for parameter, matrices in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
                 experts = layer.mlp.experts
-                weight = getattr(experts, parameter).requires_grad_(False)
+                weight = getattr(experts, parameter)
                 stems = [[f"model.layers.{number}.mlp.experts.{e}.{m}" for e in range(len(weight))] for m in matrices]
                 pairs = [
                     tuple(torch.stack([tensors[f"{s}.lora_{x}.weight"] for s in of_matrix]) for x in "AB")
@@ -115,5 +116,6 @@ def merged_weights(base: Path, model: Any) -> dict[str, Tensor]:
 
 
 def _scale(model: Any) -> float:
+    of_experts = (module.scale for module in model.modules() if isinstance(module, _OfExperts))
     scalings = (getattr(module, "scaling", None) for module in model.modules())  # attention has one of its own
-    return next(float(scaling["default"]) for scaling in scalings if isinstance(scaling, dict))
+    return next((float(s["default"]) for s in scalings if isinstance(s, dict)), 0.0) or next(of_experts)

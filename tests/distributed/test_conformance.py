@@ -124,6 +124,26 @@ def adapters_for(folder: Path) -> Path:
     return out if out.exists() else write_adapters(out, folder, rank=4, alpha=6, seed=13)
 
 
+def test_adapters_on_experts_alone(world: World, tmp_path: Path) -> None:
+    """No dense weight of the actor is trained."""
+    folder, targets = world.folder("model-experts"), ("gate_proj", "up_proj", "down_proj")
+    adapters = write_adapters(tmp_path / "adapters", folder, rank=4, alpha=6, seed=14, targets=targets)
+    lora = f"lora={{rank: 4, alpha: 6, targets: [{', '.join(targets)}]}}"
+    told = {
+        "config": str(folder.with_suffix(".yaml")),
+        "overrides": [
+            *(f"{role}.{x}" for role in ROLES for x in (lora, f"start_from={adapters}", "layout.expert_parallel=2")),
+            "actor.optimizer.distributed=true",
+            f"run.directory={tmp_path / 'run'}",
+        ],
+        "samples": world.samples,
+        "out": str(tmp_path / "out"),
+    }
+    result = ask("ppo_step_worker.py", 2, told)
+    found = oracle_step(folder, world.samples, copy.copy(ORACLE), result["minibatches"], adapters)
+    check_step(result, tmp_path / "out", world.samples, *found, base=folder)
+
+
 def test_the_samples_are_what_they_are_called(world: World) -> None:
     """A microbatch holds the sample of one token and no other; rejected ones leave a minibatch with few or none."""
     totals = [prompt + response for prompt, response in LENGTHS["single"]]
