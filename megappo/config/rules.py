@@ -15,7 +15,7 @@ from megappo.config import expert_rules
 from megappo.config.engine import ENGINES
 from megappo.config.roles import ActorSettings, CriticSettings, LayoutSettings
 from megappo.config.schema import Config
-from megappo.errors import divisors, either, nearest_numbers, nearest_word
+from megappo.errors import divisors, either, nearest_numbers, nearest_word, show
 from megappo.families.architecture import ModelShape, padded_vocab_size
 from megappo.observe.metric_docs import METRICS
 
@@ -226,14 +226,14 @@ def _layer_list_rules(role: RoleSpec, given: tuple[int, ...], model_name: str) -
     pp, vpp = layout.pipeline_parallel, layout.virtual_pipeline_chunks
     if len(given) != pp * vpp:
         yield (
-            f"{key}.pipeline_layers {list(given)} has {len(given)} entries, must have one for each of the "
+            f"{key}.pipeline_layers {show(list(given))} has {len(given)} entries, must have one for each of the "
             f"pipeline_parallel {pp} x virtual_pipeline_chunks {vpp} = {pp * vpp} chunks; give {pp * vpp}, or set it "
             "to auto"
         )
     elif sum(given) != role.shape.layers:
         yield (
-            f"{key}.pipeline_layers {list(given)} has {sum(given)} layers, must have the {role.shape.layers} of the "
-            f"{model_name} model; change its entries, or set it to auto"
+            f"{key}.pipeline_layers {show(list(given))} has {sum(given)} layers, must have the {role.shape.layers} of "
+            f"the {model_name} model; change its entries, or set it to auto"
         )
 
 

@@ -69,7 +69,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     shutil.copytree(root / "again", root / "moved")
     write_model(root / "model", "qwen3", 4, vocab_size=17, tie_word_embeddings=True)
-    output += attempts(root, refused("moved", *pp))
+    output += attempts(root, refused("moved", *pp, f"actor.start_from={root / 'whole'}"))
     write_model(root / "model", "qwen3", 3, vocab_size=17, tie_word_embeddings=True)
     (root / "output").write_text(output)
     return root

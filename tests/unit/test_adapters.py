@@ -21,9 +21,13 @@ from megappo.config import ConfigError, check_run, load_config
 from megappo.config.model_files import read_architecture
 from megappo.families.adapters import LoraShape, RowOrder, adapter_tensors, adapters
 from megappo.families.architecture import ArchitectureConfig
+from megappo.families.flops import update_flops
 from megappo.families.parameters import Piece, pieces
 from megappo.families.weights import read_shard
 from megappo.megatron.lora import merged
+from megappo.plan.inputs import make_setup
+from megappo.plan.memory import role_memory
+from megappo.plan.planner import read_models
 from megappo.ppo.origins import open_origin
 from megappo.reshard.peft import FreshAdapters, MergedSource, PeftSource, write_peft
 from megappo.reshard.sources import SafetensorsSource
@@ -210,6 +214,27 @@ def test_settings_that_cannot_be(overrides: list[str], sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_run(load_config(QUICKSTART, overrides), 2)
     assert sentence in str(caught.value)
+
+
+def test_the_plan_counts_what_is_trained(world: Path) -> None:
+    """Of a frozen matrix a pass and its backward have two products, of an adapter's factors three; a reference that is
+    the actor's base has no weights of its own."""
+    arch = read_architecture(world / "dense")
+    lora, tokens = shape_of(arch), 100
+    weights = load_file(world / "dense/model.safetensors")  # norms are counted with the matrices
+    in_layers = sum(w.numel() for name, w in weights.items() if ".layers." in name or name == "model.norm.weight")
+    factors = sum(rows * columns for rows, columns in adapter_tensors(arch, lora).values()) / arch.layers
+    attention = 4 * arch.heads * arch.head_dim * tokens
+    layer, head = update_flops(arch, tokens, is_critic=False, lora=lora)
+    assert layer == pytest.approx(2 * 2 * in_layers / arch.layers + 3 * attention + 3 * 2 * factors)
+    assert head == pytest.approx(3 * 2 * arch.vocab_size * arch.hidden_size)  # logits twice, and their way back
+    settings = [f"model.path={world / 'dense'}", "actor.lora={rank: 3, alpha: 5}", KL, "actor.layout={}"]
+    config = load_config(QUICKSTART, [*settings, "reference={share_actor_base: true}"])
+    setup = make_setup(config, read_models(config, None).models, 2, on_cuda=False)
+    assert setup.reference is not None
+    actor, reference = (role_memory(role, 0, setup.work) for role in (setup.actor, setup.reference))
+    assert reference.weights == 0 and actor.gradients == 4 * factors * arch.layers
+    assert actor.parameters == reference.parameters + factors * arch.layers
 
 
 def test_a_frozen_output_matrix_has_no_gradient_and_changes_no_other() -> None:
