@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megappo.algo.estimators import NAMES, Estimator, builtin
 from megappo.config import expert_rules
-from megappo.config.engine import ENGINES
+from megappo.config.engine import ENGINES, SGLangSettings
 from megappo.config.roles import ActorSettings, CriticSettings, LayoutSettings
 from megappo.config.schema import Config
 from megappo.errors import divisors, either, nearest_numbers, nearest_word
@@ -364,7 +364,21 @@ def server_rules(config: Config, shape: ModelShape) -> Iterator[str]:
     if unfit:
         nearest = nearest_numbers(tp, valid_tensor_parallel(shape))
         yield f"rollout.sglang.tensor_parallel {tp} does not divide {either(unfit)}; the nearest is {nearest}"
+    yield from _node_rules(rollout.servers)
     yield from expert_rules.server_rules(rollout.servers, shape)
+
+
+_NODE_ARGUMENTS = {"nnodes", "node-rank", "dist-init-addr", "nccl-init-addr"}
+
+
+def _node_rules(servers: SGLangSettings) -> Iterator[str]:
+    """Each machine of a server has as many of its ranks, and is told so by us."""
+    tp, nodes = servers.tensor_parallel, servers.nodes
+    if tp % nodes:
+        nearest = nearest_numbers(nodes, divisors(tp))
+        yield f"rollout.sglang.nodes {nodes} does not divide tensor_parallel {tp}; the nearest is {nearest}"
+    for name in sorted(_NODE_ARGUMENTS & set(servers.arguments)):
+        yield f"rollout.sglang.arguments has {name}, which follows from rollout.sglang.nodes; remove it, and set that"
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

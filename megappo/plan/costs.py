@@ -325,8 +325,9 @@ def _served_rollout(arch: ArchitectureConfig, servers: Servers, work: Workload, 
 
     A step reads the weights and the keys and values of what runs, and writes float32 logits. On a GPU it is a CUDA
     graph, which costs no host time per layer. Under tensor parallelism two all-reduces per layer wait for each other;
-    they move 2 (t-1)/t of the hidden states and take at least `small_all_reduce_seconds`. Deterministic inference makes
-    everything there take `deterministic_slowdown` times as long.
+    they move 2 (t-1)/t of the hidden states and take at least `small_all_reduce_seconds`, or where a server stands on
+    several nodes `small_all_reduce_between_nodes_seconds`. Deterministic inference makes everything there take
+    `deterministic_slowdown` times as long.
     """
     e, tp = work.engine_dtype_bytes, servers.tensor_parallel
     spent = _StageWork(_server_machine(machine, servers, work), e)
@@ -345,9 +346,11 @@ def _served_rollout(arch: ArchitectureConfig, servers: Servers, work: Workload, 
     spent.flops += servers.count * (prefill + steps * step)
     if tp > 1:
         ring = 2 * (tp - 1) / tp * e * arch.hidden_size
-        spent.send(2 * arch.layers * ring * running, inside_node=True, times=steps)
-        spent.send(2 * arch.layers * ring * sequences * work.prompt_tokens, inside_node=True)
-        spent.wait(steps * 2 * arch.layers * ASSUMED.small_all_reduce_seconds)
+        inside = servers.nodes == 1
+        wait = ASSUMED.small_all_reduce_seconds if inside else ASSUMED.small_all_reduce_between_nodes_seconds
+        spent.send(2 * arch.layers * ring * running, inside_node=inside, times=steps)
+        spent.send(2 * arch.layers * ring * sequences * work.prompt_tokens, inside_node=inside)
+        spent.wait(steps * 2 * arch.layers * wait)
     cost = spent.cost("rollout")
     slowdown = ASSUMED.deterministic_slowdown if servers.deterministic and work.on_cuda else 1.0
     return replace(cost, seconds=slowdown * cost.seconds)

@@ -51,6 +51,8 @@ class Servers:
     """In a weight sync each of its ranks is given its own slices."""
     reached_from_everywhere: bool = False
     """Every machine's ranks can feed it."""
+    nodes: int = 1
+    """Machines that share out its ranks."""
 
     @property
     def ranks(self) -> int:
@@ -82,6 +84,7 @@ def find_servers(config: Config, world_size: int, *, on_cuda: bool, device_bytes
         notes_experts=config.algorithm.router_replay is not False,
         sliced=settings.takes_slices,
         reached_from_everywhere=settings.reached_from_everywhere,
+        nodes=settings.nodes,
     )
 
 

@@ -66,6 +66,20 @@ def free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
+def address_towards(host: str, port: int) -> str:
+    """The address that this machine's packets to another one bear. Raises OSError where no way leads there."""
+    family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(place)  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address. Raises OSError for a name that is none."""
+    found = {str(place[4][0]) for place in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    return all(address.startswith("127.") or address == "::1" for address in found)
+
+
 def listening_problem(host: str, port: int) -> str | None:
     """Why nothing can listen there (0: on any port); None where something can."""
     try:

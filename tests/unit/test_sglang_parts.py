@@ -248,7 +248,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runtime: Runtime, *
     monkeypatch.setattr(fleet, "of_all_ranks", lambda value: [value] * runtime.world_size)
     monkeypatch.setattr(Runtime, "release_cached_memory", lambda self: None)
     monkeypatch.setattr(fleet, "agreed", lambda work, _caught: work())
-    monkeypatch.setattr(fleet, "start_server", lambda spec, *_: found.append(spec.environment(tmp_path)))
+    monkeypatch.setattr(fleet, "start_server", lambda spec, *_, **__: found.append(spec.environment(tmp_path)))
     fleet.Fleet(ServerSpec(tmp_path, "bfloat16", SGLangSettings(**settings), (1,), False, tmp_path, CACHE), runtime)
     return found
 
@@ -287,6 +287,51 @@ def test_servers_stand_on_gpus_that_there_are(monkeypatch: pytest.MonkeyPatch, t
     assert [f["CUDA_VISIBLE_DEVICES"] for f in started(monkeypatch, tmp_path, first, **apart)] == ["GPU-c"]
     with pytest.raises(RunError, match="server 0 would stand on the GPUs 2 to 5, but a rank sees 4 here"):
         started(monkeypatch, tmp_path, first, tensor_parallel=4, **apart)
+
+
+def started_on_machines(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hosts: Sequence[int], rank: int, **settings: Any
+) -> list[ServerSpec]:
+    """The specifications with which a rank of a world on such machines starts servers."""
+    found: list[ServerSpec] = []
+    address = [f"10.0.0.{host}" for host in hosts]
+
+    def of_all(value: Any) -> list[Any]:
+        return address if isinstance(value, str) else list(hosts)
+
+    def towards(to: str, _port: int) -> str:
+        return "10.0.0.0" if to == "10.0.0.1" else "10.0.0.1" if hosts[rank] else "127.0.1.1"
+
+    monkeypatch.setenv("MASTER_ADDR", "node0")
+    monkeypatch.setattr(fleet, "of_all_ranks", of_all)
+    monkeypatch.setattr(fleet, "address_towards", towards)
+    monkeypatch.setattr(fleet, "listening_problem", lambda *_: None)
+    monkeypatch.setattr(fleet, "agreed", lambda work, *_caught: work())
+    monkeypatch.setattr(Runtime, "release_cached_memory", lambda self: None)
+    monkeypatch.setattr(fleet, "start_server", lambda spec, *_, **__: found.append(spec))
+    runtime = Runtime(rank=rank, world_size=len(hosts), local_rank=0, device=torch.device("cpu"))
+    fleet.Fleet(ServerSpec(tmp_path, "float32", SGLangSettings(**settings), (1,), False, tmp_path, CACHE), runtime)
+    return found
+
+
+def test_servers_of_several_machines_are_found_by_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They listen where the way to the other machines begins, though the first one's name means loopback there; a
+    machine that is alone listens on loopback."""
+    for rank, expected in ((0, ("10.0.0.0", "10.0.0.0")), (1, None)):
+        found = started_on_machines(monkeypatch, tmp_path, [0, 1], rank)
+        assert [(spec.host, spec.address) for spec in found] == ([expected] if expected else [])
+    (alone,) = started_on_machines(monkeypatch, tmp_path, [0, 0], 0)
+    assert (alone.host, alone.address) == ("127.0.0.1", "")
+    (everywhere,) = started_on_machines(monkeypatch, tmp_path, [0, 1], 0, host="0.0.0.0")
+    assert (everywhere.host, everywhere.address) == ("0.0.0.0", "10.0.0.0")
+    with pytest.raises(
+        RunError, match=r"host is 127.0.0.1 \(which only the machine itself reaches\), and the trainers"
+    ):
+        started_on_machines(monkeypatch, tmp_path, [0, 1], 0, host="127.0.0.1")
+    with pytest.raises(
+        RunError, match="rollout.sglang.nodes is 2, but the trainers have 1 machine; start the trainers on"
+    ):
+        started_on_machines(monkeypatch, tmp_path, [0, 0], 0, tensor_parallel=2, nodes=2)
 
 
 @pytest.mark.parametrize("given", [{}, {"NCCL_NVLS_ENABLE": "1"}])
@@ -360,6 +405,11 @@ SHAPE = ModelShape("llama", 64, 2, 4, 2, 16, 256, 16, 32, False)
         (["rollout.ahead=1"], "set it to corrected or bypass"),
         (["rollout.when_stopped=keep", "rollout.sglang.deterministic=false"], "samples the long ones anew"),
         (["rollout.sglang.tensor_parallel=3"], "rollout.sglang.tensor_parallel 3 does not divide"),
+        (
+            ["rollout.sglang={tensor_parallel: 4, nodes: 3}"],
+            "rollout.sglang.nodes 3 does not divide tensor_parallel 4; the nearest is 2 or 4",
+        ),
+        (["rollout.sglang.arguments={nnodes: 2}"], "has nnodes, which follows from rollout.sglang.nodes; remove it"),
     ],
 )
 def test_settings_that_do_not_go_together(overrides: list[str], words: str) -> None:
@@ -421,6 +471,10 @@ def test_shipped_settings_go_together() -> None:
         ("{urls: ['http://a:1']}", "set placement: disaggregated"),
         ("{urls: ['http://a:1'], placement: disaggregated, engines: 2}", "set one of them"),
         ("{urls: ['a:1'], placement: disaggregated}", "must look like http://HOST:PORT"),
+        (
+            "{urls: ['http://a:1'], placement: disaggregated, nodes: 2}",
+            "nodes 2 is for own servers, and urls name others",
+        ),
     ],
 )
 def test_wrong_servers(sglang: str, words: str) -> None:

@@ -292,7 +292,7 @@ class SGLangEngine:
     def _make_transport(self, endpoint: Endpoint, shape: EngineShape) -> Transport:
         rank, timeout = self._runtime.rank, self.settings.sync_timeout_seconds
         if self.settings.placement == "colocated":
-            return SharedTransport(endpoint, shape, rank, timeout)
+            return SharedTransport(endpoint, shape, rank, timeout, self.fleet.feeding.opening(endpoint.index, rank))
         address, backend = self.settings.sync_address, self._runtime.backend
         return BroadcastTransport(endpoint, shape.tp, rank, address, timeout, backend)
 
