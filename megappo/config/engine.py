@@ -31,6 +31,9 @@ class SGLangSettings(Settings):
     expert_parallel: Ranks = 1
     """Shares of each layer's experts (SGLang's EP). As many ranks of a server hold each share, and between them the
     matrices of its experts; divides `tensor_parallel`."""
+    data_parallel_attention: Ranks = 1
+    """Groups of a server's ranks that each attend to requests of their own and hold all heads (SGLang's DP attention):
+    for models with fewer key and value heads than ranks. Divides `tensor_parallel`."""
     nodes: Ranks = 1
     """Machines of each own server, which share out its ranks evenly; divides `tensor_parallel`."""
     urls: Urls = ()
@@ -90,13 +93,18 @@ class SGLangSettings(Settings):
     def takes_slices(self) -> bool:
         """Whether each rank of a server is given its own slices, which are put in their places as they are. That wants
         parameters laid out as fingerprints have them, which more arguments may change where these are not compared."""
-        whole_experts = self.expert_parallel > 1
-        return self.placement == "colocated" and self.tensor_parallel > 1 and self.verify and not whole_experts
+        even = self.expert_parallel == self.data_parallel_attention == 1
+        return self.placement == "colocated" and self.tensor_parallel > 1 and self.verify and even
 
     @property
     def reached_from_everywhere(self) -> bool:
         """Whether every machine's ranks can feed a server, not only those of the first."""
         return bool(self.urls) and self.sync_address is None
+
+    @property
+    def attention_ranks(self) -> int:
+        """Ranks of a server that attend to the same requests."""
+        return self.tensor_parallel // self.data_parallel_attention
 
     @property
     def node_ranks(self) -> int:

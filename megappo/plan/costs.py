@@ -336,10 +336,10 @@ def _served_rollout(arch: ArchitectureConfig, servers: Servers, work: Workload, 
     running = running_sequences(arch, servers, e, wanted=math.ceil(sequences), mean_tokens=context)
     steps = sequences * work.response_tokens / running
     prefill, step = sequences * of_prompt, running * of_token
-    weights = e * server_weights(arch, tp)
+    weights = e * server_weights(arch, tp, servers.attention_groups)
     layers = 0 if work.on_cuda else arch.layers
     spent.run(flops=prefill / tp, memory_bytes=weights, layers=layers)
-    cache = running * context * token_bytes(arch, tp, e)
+    cache = running / servers.attention_groups * context * token_bytes(arch, servers.attention_ranks, e)
     spent.run(
         flops=step / tp, memory_bytes=weights + cache + 8.0 * running * arch.vocab_size, layers=layers, times=steps
     )

@@ -365,14 +365,14 @@ def machine_of_ones_own(runtime: Runtime) -> Iterator[None]:
 
 def experts_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
     """Qwen3 with experts, one server of two ranks on a machine each, which share out the matrices of experts, and one
-    whose share out the experts."""
+    whose share out the experts and attend to requests of their own."""
     served = "tensor_parallel: 2, nodes: 2"
     with machine_of_ones_own(runtime):
         bench = Bench(folder, runtime, "qwen3_moe", served, tie_word_embeddings=False)
         found: dict[str, Any] = {"EP2": after_an_update(bench, "{expert_parallel: 2}")}
     found["cut"] = cut_sync(bench, following(bench, "{expert_parallel: 2}"), victim=1)
     found["first"] = leave(bench)
-    served = "tensor_parallel: 2, expert_parallel: 2, nodes: 2"
+    served = "tensor_parallel: 2, expert_parallel: 2, data_parallel_attention: 2, nodes: 2"
     with machine_of_ones_own(runtime):
         bench = Bench(folder / "whole", runtime, "qwen3_moe", served, tie_word_embeddings=False)
         found["TP2xEP2"] = after_an_update(bench, "{tensor_parallel: 2, expert_parallel: 2, sequence_parallel: true}")

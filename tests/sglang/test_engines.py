@@ -55,7 +55,7 @@ LAYOUTS = [
     (SHARDED, "PP2-messages"),
     (SHARDED, "apart-messages"),
     pytest.param("experts_engine", "EP2", marks=slow),  # Qwen3 with experts, engine TP2 on two machines
-    pytest.param("experts_engine", "TP2xEP2", marks=slow),  # and TP2xEP2
+    pytest.param("experts_engine", "TP2xEP2", marks=slow),  # and TP2xEP2, attending apart
     pytest.param("plain_engine", "TP2", marks=slow),
     pytest.param("broadcast_engine", "TP2", marks=slow),
     pytest.param("broadcast_engine", "DP2", marks=slow),
@@ -216,10 +216,10 @@ def test_the_processes_of_a_server_are_forked(scenario: Callable[[str], Found]) 
 
 @slow
 def test_a_server_on_two_machines_has_a_part_on_each(scenario: Callable[[str], Found]) -> None:
-    """Guarded there, with a rank of its own; a detokenizer beside the first one. Of the first server nothing is left
-    when there is the second."""
+    """Guarded there, with a rank of its own; a detokenizer beside the first one, and on both machines of the second
+    server, whose ranks attend apart, what deals requests out to them. Of the first server nothing is left."""
     found = scenario("experts_engine")
-    assert [[*f["first"]["forked"], *f["forked"]] for f in found] == [[3, 3], [2, 2]]
+    assert [[*f["first"]["forked"], *f["forked"]] for f in found] == [[3, 4], [2, 3]]
     sessions = {session for f in found for session in (*f["first"]["sessions"], *f["sessions"])}
     assert len(sessions) == 4 and not any(session_pids(session) for session in sessions)
     left = [path for f in found for path in f["first"]["files"] + f["first"]["folders"] if os.path.exists(path)]

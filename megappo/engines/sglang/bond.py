@@ -16,10 +16,12 @@ import torch.distributed as dist
 
 from megappo.config.engine import SGLangSettings
 from megappo.engines.sglang.client import ServerFailure
-from megappo.runtime.store import listening_store
+from megappo.runtime.store import free_ports, listening_store
 from megappo.runtime.waiting import wait_until
 
 _POLL_SECONDS = 0.2
+_OWN_PORTS = 16
+"""SGLang 0.5.23 takes the 13 behind the one that it is told (its server_args.py and data_parallel_controller.py)."""
 
 
 class Bond:
@@ -59,7 +61,8 @@ class Bond:
         timeout = datetime.timedelta(seconds=self._settings.start_timeout_seconds)
         ranks = self._settings.tensor_parallel
         self._ranks = listening_store(self._address, 0, ranks, timeout, wait_for_workers=False)
-        self._store.set(f"{start}/meeting", str(self._ranks.port))
+        own = free_ports(self._address, _OWN_PORTS)
+        self._store.set(f"{start}/meeting", f"{self._ranks.port} {own}")
 
     def is_called(self, start: int) -> bool:
         """Whether they may. Raises ServerFailure where the first part's owner is gone."""
@@ -89,9 +92,16 @@ class Bond:
         except dist.DistError:
             raise ServerFailure("whoever started the first part of the server is gone") from None
 
-    def arguments(self) -> dict[str, Any]:
-        """SGLang's arguments of this part."""
-        return {"nnodes": self._settings.nodes, "node-rank": self.node}
+    def arguments(self, start: int) -> dict[str, Any]:
+        """SGLang's arguments of this part. Groups that attend apart are sent their requests from ports that follow the
+        one that stands here."""
+        address = f"[{self._address}]" if ":" in self._address else self._address
+        found: dict[str, Any] = {"nnodes": self._settings.nodes, "node-rank": self.node}
+        return found | {"dist-init-addr": f"{address}:{self._meeting(start)[1]}"}
+
+    def _meeting(self, start: int) -> list[str]:
+        """Port of the ranks' store, and the first of SGLang's own."""
+        return str(self._store.get(f"{start}/meeting").decode()).split()
 
     def environment(self, start: int) -> dict[str, str]:
         """Variables by which its ranks find the others: at our store, as torch's would listen on every interface."""
@@ -99,7 +109,7 @@ class Bond:
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": "env://",
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # no rank is to serve it
             "MASTER_ADDR": self._address,
-            "MASTER_PORT": self._store.get(f"{start}/meeting").decode(),
+            "MASTER_PORT": self._meeting(start)[0],
         }
 
 

@@ -223,7 +223,8 @@ class SGLangEngine:
         """Send the weights; what went wrong, by server, the same on every rank."""
         weights, rank = self._weights, self._runtime.rank
         assert weights is not None
-        shape = EngineShape(weights.arch, self.settings.tensor_parallel, self.settings.expert_parallel)
+        given = self.settings
+        shape = EngineShape(weights.arch, given.tensor_parallel, given.expert_parallel, given.data_parallel_attention)
         feeders = {e.index: self.fleet.feeding.feeders(e.index, weights.holdings.grid) for e in stale}
         mine = [
             ServerSync(e, self._transport(e, shape), feeders[e.index], rank)

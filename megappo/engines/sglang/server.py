@@ -128,6 +128,8 @@ class ServerSpec:
             found |= {"enable-deterministic-inference": True, "sampling-backend": "pytorch"}  # no other takes seeds
         if self.settings.expert_parallel > 1:
             found["ep-size"] = self.settings.expert_parallel
+        if self.settings.data_parallel_attention > 1:
+            found["attn-dp-size"] = self.settings.data_parallel_attention
         if self.trust_remote_code:
             found["trust-remote-code"] = True
         if self.returns_routing:
@@ -348,7 +350,7 @@ def start_server(
     port = port or free_port(spec.host)
     config = scratch / "server.yaml"
     config.touch(mode=0o600)  # it holds the key, which a command line would show to everybody
-    arguments = spec.arguments(port, key) | (part.bond.arguments() if part is not None else {})
+    arguments = spec.arguments(port, key) | (part.bond.arguments(part.start) if part is not None else {})
     config.write_text(json.dumps({k: v for k, v in arguments.items() if v is not None}))
     spec.log_directory.mkdir(parents=True, exist_ok=True)
     node = part.bond.node if part is not None else 0
