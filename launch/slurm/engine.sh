@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# One task of the engines' step. `engine.sh describe WORDS...` prints how many devices an engine takes, and how many GPUs
-# and CPUs the node has; `engine.sh serve WORDS...` runs this task's engine.
+# One task of the engines' step. `engine.sh describe WORDS...` prints over how many nodes an engine stands, how many devices
+# of each it takes, and how many GPUs and CPUs the node has; `engine.sh serve WORDS...` runs this task's engine, or its part
+# of one.
 set -euo pipefail
 action=$1
 shift
@@ -12,8 +13,17 @@ if [ "$action" = describe ]; then
     echo "$ranks ${SLURM_GPUS_ON_NODE:-0} ${SLURM_CPUS_ON_NODE:-0}"
     exit
 fi
-index=$((SLURM_NODEID * MEGAPPO_ENGINES_OF_NODE + SLURM_LOCALID))
+index=$((SLURM_NODEID / MEGAPPO_ENGINE_WIDTH * MEGAPPO_ENGINES_OF_NODE + SLURM_LOCALID))
+part=$((SLURM_NODEID % MEGAPPO_ENGINE_WIDTH))
 read -ra ports <<<"$MEGAPPO_ENGINE_PORTS"
+read -ra meetings <<<"$MEGAPPO_ENGINE_MEETINGS"
+port=${ports[index]} log=engine-$index options=()
+if [ "$MEGAPPO_ENGINE_WIDTH" -gt 1 ]; then
+    options=(--part "$part" --meet "${meetings[index]}")
+fi
+if [ "$part" != 0 ]; then
+    port=0 log=engine-$index-part-$part # nobody asks this one
+fi
 exec python -m megappo serve "$@" "rollout.sglang.first_device=$((SLURM_LOCALID * MEGAPPO_ENGINE_RANKS))" \
-    --host "$MEGAPPO_ENGINE_HOST" --port "${ports[index]}" --index "$index" --linger "$MEGAPPO_ENGINE_LINGER" \
-    >>"$MEGAPPO_RANK_LOGS/engine-$index.log" 2>&1
+    --host "$MEGAPPO_ENGINE_HOST" --port "$port" --index "$index" --linger "$MEGAPPO_ENGINE_LINGER" "${options[@]}" \
+    >>"$MEGAPPO_RANK_LOGS/$log.log" 2>&1

@@ -21,30 +21,41 @@ split_nodes() {
 
 # place_engines WORDS...: how many engines, where they listen (URLS), and the key of the job.
 place_engines() {
-    local described node address port ranks gpus
+    local described node address port width ranks gpus number=0 taken=''
     described=$(srun "${ENGINE_PLACE[@]}" --nodes 1 --ntasks 1 "${SRUN_CONTAINER[@]}" "${IN_CONTAINER[@]}" \
         bash "$ROOT/launch/slurm/engine.sh" describe "$@") || fail "the engines' settings cannot be read"
-    read -r ranks gpus ENGINE_CPUS <<<"$described"
+    read -r width ranks gpus ENGINE_CPUS <<<"$described"
     ENGINES_PER_NODE=${MEGAPPO_ENGINES_PER_NODE:-$((gpus > 0 ? gpus / ranks : 1))}
     [[ $ENGINES_PER_NODE =~ ^[0-9]+$ ]] || fail "MEGAPPO_ENGINES_PER_NODE is '$ENGINES_PER_NODE', must be a whole number"
     if [ "$ENGINES_PER_NODE" = 0 ] || { [ "$gpus" != 0 ] && [ $((ENGINES_PER_NODE * ranks)) -gt "$gpus" ]; }; then
-        fail "$ENGINES_PER_NODE engines of rollout.sglang.tensor_parallel $ranks do not stand on a node of $gpus GPUs"
+        fail "$ENGINES_PER_NODE engines of rollout.sglang.tensor_parallel $((width * ranks)) do not stand on $width nodes of" \
+            "$gpus GPUs; lower it, or set rollout.sglang.nodes"
     fi
-    URLS=() MEGAPPO_ENGINE_PORTS=
+    if [ $((ENGINE_NODES % width)) != 0 ]; then
+        fail "engines of rollout.sglang.nodes $width do not stand on $ENGINE_NODES nodes; make those a multiple of it"
+    fi
+    URLS=() MEGAPPO_ENGINE_PORTS='' MEGAPPO_ENGINE_MEETINGS=''
     for node in $(scontrol show hostnames "$ENGINE_NODELIST"); do
         address=$(address_of "$node")
+        number=$((number + 1))
+        if [ $(((number - 1) % width)) != 0 ]; then
+            continue # the node before has the first parts of its engines
+        fi
         for _ in $(seq "$ENGINES_PER_NODE"); do
             # No number twice in the job: nodes may share an address.
-            port=$(free_port "$address" $MEGAPPO_ENGINE_PORTS)
+            port=$(free_port "$address" $taken) && taken+=" $port"
             URLS+=("http://$address:$port") MEGAPPO_ENGINE_PORTS+="$port "
+            port=$(free_port "$address" $taken) && taken+=" $port"
+            MEGAPPO_ENGINE_MEETINGS+="$address:$port "
         done
     done
     # Through the environment, as everybody may read command lines.
     MEGAPPO_SGLANG_API_KEY=$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n')
     export MEGAPPO_SGLANG_API_KEY MEGAPPO_ENGINE_PORTS MEGAPPO_ENGINE_HOST MEGAPPO_ENGINE_LINGER
-    export MEGAPPO_ENGINE_RANKS=$ranks MEGAPPO_ENGINES_OF_NODE=$ENGINES_PER_NODE
-    TRAINER_WORDS=(rollout.sglang.placement=disaggregated rollout.sglang.engines=null)
-    ENGINE_WORDS=("${TRAINER_WORDS[@]}" "rollout.sglang.urls=[]")
+    export MEGAPPO_ENGINE_RANKS=$ranks MEGAPPO_ENGINES_OF_NODE=$ENGINES_PER_NODE MEGAPPO_ENGINE_WIDTH=$width
+    export MEGAPPO_ENGINE_MEETINGS
+    ENGINE_WORDS=(rollout.sglang.placement=disaggregated rollout.sglang.engines=null "rollout.sglang.urls=[]")
+    TRAINER_WORDS=("${ENGINE_WORDS[@]:0:2}" rollout.sglang.nodes=1)
     TRAINER_WORDS+=("rollout.sglang.urls=[$(printf "'%s'," "${URLS[@]}")]")
 }
 

@@ -1,5 +1,8 @@
 """`megappo serve`: one SGLang server for trainers elsewhere, with the arguments that megappo's own servers get.
 
+Of a server on several machines each has a `megappo serve` of its own, which runs a part of it. Parts end and start
+together.
+
 The server is started again when it dies or hangs, and ends with everything it made when this process is told to stop
 or is killed. SIGINT and SIGHUP stop at once. SIGTERM, which a scheduler sends to engines and trainers together, stops
 after `linger_seconds`, in which the trainers may still need answers. SIGUSR1 and SIGUSR2 are the trainers' business.
@@ -19,11 +22,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from megappo.commands import add_config_arguments, seconds_option, whole_option
 from megappo.config import Config, ConfigError, load_config
 from megappo.config.model_files import load_architecture, load_tokenizer, model_folder, resolve_stop_token_ids
 from megappo.config.rules import server_rules
+from megappo.engines.sglang.bond import Bond, ServerPart
 from megappo.engines.sglang.client import ServerFailure, is_alive
 from megappo.engines.sglang.fleet import KEY_VARIABLE
 from megappo.engines.sglang.server import Server, ServerSpec, start_server
@@ -37,6 +42,7 @@ from megappo.runtime.waiting import wait_until
 
 _POLL_SECONDS = 0.2
 _HEALTH_SECONDS = 10.0
+_JOIN_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,10 @@ class Service:
     index: int
     """Its number among the engines of a run; names its log."""
     linger_seconds: float
+    node: int = 0
+    """Number of this machine's part."""
+    meet: tuple[str, int] | None = None
+    """Where parts meet; None: the server stands on this machine alone."""
 
 
 class StopRequest:
@@ -89,7 +99,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", default="30000", help="port, 0: a free one (default: %(default)s)")
     parser.add_argument("--index", default="0", help="number that names its log (default: %(default)s)")
     parser.add_argument("--linger", default="0", metavar="SECONDS", help="go on so long after SIGTERM (default: 0)")
-    parser.add_argument("--ranks", action="store_true", help="print how many devices a server takes, instead")
+    parser.add_argument("--part", default="0", help="of a server on several machines, number of this one's part")
+    parser.add_argument("--meet", metavar="HOST:PORT", help="and where its parts meet, on the machine of part 0")
+    parser.add_argument("--ranks", action="store_true", help="print machines of a server and devices on each, instead")
     add_config_arguments(parser)
 
 
@@ -101,7 +113,7 @@ def run(arguments: argparse.Namespace) -> None:
     """
     config = load_config(arguments.config, arguments.overrides)
     if arguments.ranks:
-        print(config.rollout.servers.tensor_parallel)
+        print(config.rollout.servers.nodes, config.rollout.servers.node_ranks)
         return
     service = make_service(
         resolve_here(config),
@@ -110,9 +122,24 @@ def run(arguments: argparse.Namespace) -> None:
         index=whole_option("--index", arguments.index, 0, 2**31 - 1),
         linger_seconds=seconds_option("--linger", arguments.linger, 1e6),
     )
+    service = replace(service, **_parts(arguments, service.spec.settings.nodes))
     stop = StopRequest(service.linger_seconds)
     with _signals(stop):
         _supervise(service, stop)
+
+
+def _parts(arguments: argparse.Namespace, nodes: int) -> dict[str, Any]:
+    """Which part is served, and where parts meet. Raises ConfigError where that does not fit the settings."""
+    node = whole_option("--part", arguments.part, 0, nodes - 1)
+    if (arguments.meet is None) != (nodes == 1):
+        rule = "--meet is for more than one" if nodes == 1 else "their parts need --part N and --meet HOST:PORT"
+        raise ConfigError(f"rollout.sglang.nodes is {nodes}, {rule}")
+    if arguments.meet is None:
+        return {}
+    address, _, port = arguments.meet.rpartition(":")
+    if not address or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(f"--meet is '{arguments.meet}', must be HOST:PORT of part 0's machine")
+    return {"node": node, "meet": (address, int(port))}
 
 
 def make_service(config: Config, *, host: str | None, port: int, index: int, linger_seconds: float) -> Service:
@@ -123,12 +150,12 @@ def make_service(config: Config, *, host: str | None, port: int, index: int, lin
     problems = list(server_rules(config, load_architecture(config.model.path, config.model)))
     if problems:
         raise ConfigError(problems)
-    host = host or config.rollout.servers.host
+    host = host or config.rollout.servers.host or "127.0.0.1"
     check_address(host, port)
     folder = model_folder(config.model.path, weights=False)
     stops = resolve_stop_token_ids(folder, load_tokenizer(config.model), config.rollout.stop_token_ids)
     spec = ServerSpec.of(config, folder, stops, on_cuda=runs_on_cuda(config.runtime), device_bytes=device_bytes())
-    spec = replace(spec, settings=spec.settings.model_copy(update={"host": host}), memory_saver=False, seed=index)
+    spec = replace(spec, host=host, memory_saver=False, seed=index)
     key = os.environ.get(KEY_VARIABLE, "") or kept_key(spec.log_directory)
     return Service(_placed(spec), port or free_port(host), key, index, linger_seconds)
 
@@ -169,11 +196,11 @@ def _placed(spec: ServerSpec) -> ServerSpec:
 
     if not torch.cuda.is_available():
         return replace(spec, cores=tuple(sorted(os.sched_getaffinity(0))))
-    first, ranks, count = spec.settings.first_device or 0, spec.settings.tensor_parallel, torch.cuda.device_count()
+    first, ranks, count = spec.settings.first_device or 0, spec.settings.node_ranks, torch.cuda.device_count()
     if first + ranks > count:
         raise ConfigError(
-            f"rollout.sglang.tensor_parallel {ranks} from first_device {first} on needs {first + ranks} GPUs, this "
-            f"machine has {count}; a server stands on one machine"
+            f"rollout.sglang.tensor_parallel {spec.settings.tensor_parallel} on {spec.settings.nodes} machines, from "
+            f"first_device {first} on, needs {first + ranks} GPUs, this machine has {count}; set rollout.sglang.nodes"
         )
     return replace(spec, devices=tuple(range(first, first + ranks)))
 
@@ -181,10 +208,18 @@ def _placed(spec: ServerSpec) -> ServerSpec:
 def _supervise(service: Service, stop: StopRequest) -> None:
     """Start the server as often as `max_restarts` allows; one that never got ready twice running is given up."""
     most, restarts, never_ready = service.spec.settings.max_restarts, 0, 0
+    bond = _bound(service, stop)
     while not stop.due:
-        server = start_server(service.spec, service.index, 0, restarts + 1, port=service.port, key=service.key)
+        part = _begun(bond, restarts, stop)
+        if bond is not None and part is None:
+            return
+        server = start_server(
+            service.spec, service.index, 0, restarts + 1, port=service.port, key=service.key, part=part
+        )
         try:
             ready, reason = _watch(server, service, stop)
+            if reason is not None:
+                server.tell_parts(f"ended: {reason}")
         finally:
             server.stop()
         if reason is None:
@@ -194,6 +229,42 @@ def _supervise(service: Service, stop: StopRequest) -> None:
             raise RunError(f"{reason}; it was started {restarts + 1} times (rollout.sglang.max_restarts {most})")
         restarts += 1
         tell(f"{reason}; it is started again")
+
+
+def _bound(service: Service, stop: StopRequest) -> Bond | None:
+    """What holds this part together with the others, if there are any. Raises RunError where part 0 cannot be found."""
+    if service.meet is None:
+        return None
+    settings, found, (address, port) = service.spec.settings, list[Bond](), service.meet
+    if service.node == 0:
+        try:
+            return Bond.first(address, port, settings)
+        except OSError as error:
+            raise RunError(f"parts of a server cannot meet at --meet {address}:{port} ({error})") from None
+
+    def joined() -> bool:
+        with suppress(ServerFailure):
+            found.append(Bond.further(address, port, service.node, settings, _JOIN_SECONDS))
+        return bool(found) or stop.due
+
+    if not wait_until(joined, settings.start_timeout_seconds, every_seconds=_POLL_SECONDS):
+        raise RunError(f"part 0 of the server does not listen at --meet {address}:{port}; start it there")
+    return found[0] if found else None
+
+
+def _begun(bond: Bond | None, start: int, stop: StopRequest) -> ServerPart | None:
+    """The part of the next start; None: told to stop before it was called, or there are no parts. Raises RunError
+    where part 0 is gone."""
+    if bond is None:
+        return None
+    if bond.node == 0:
+        bond.call(start)
+        return ServerPart(bond, start)
+    try:
+        wait_until(lambda: stop.due or bond.is_called(start), math.inf, every_seconds=_POLL_SECONDS)
+    except ServerFailure as failure:
+        raise RunError(f"{failure}, so this part of it ends") from None
+    return None if stop.due else ServerPart(bond, start)
 
 
 def _watch(server: Server, service: Service, stop: StopRequest) -> tuple[bool, str | None]:
@@ -212,7 +283,7 @@ def _watch(server: Server, service: Service, stop: StopRequest) -> tuple[bool, s
     next_question = answered + _HEALTH_SECONDS
     while not stop.due:
         if not server.running:
-            return ready, f"{server.endpoint.name} died; {server.log} ends with: {server.tail()}"
+            return ready, f"{server.endpoint.name} died; {server.why_ended}"
         now = time.monotonic()
         if now >= next_question:
             if is_alive(server.endpoint, _HEALTH_SECONDS):

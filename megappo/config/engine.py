@@ -31,6 +31,11 @@ class SGLangSettings(Settings):
     expert_parallel: Ranks = 1
     """Shares of each layer's experts (SGLang's EP). As many ranks of a server hold each share, and between them the
     matrices of its experts; divides `tensor_parallel`."""
+    data_parallel_attention: Ranks = 1
+    """Groups of a server's ranks that each attend to requests of their own and hold all heads (SGLang's DP attention):
+    for models with fewer key and value heads than ranks. Divides `tensor_parallel`."""
+    nodes: Ranks = 1
+    """Machines of each own server, which share out its ranks evenly; divides `tensor_parallel`."""
     urls: Urls = ()
     """Servers that run already, such as http://10.0.0.5:30000, instead of own ones (disaggregated). Their key, if they
     want one, is read from the environment variable MEGAPPO_SGLANG_API_KEY."""
@@ -42,8 +47,9 @@ class SGLangSettings(Settings):
     """Tokens whose keys and values a server holds; default: what memory_fraction allows, on a CPU 65536."""
     threads: Processes | None = None
     """CPU threads of each server rank, without CUDA; default: the machine's cores over all of them."""
-    host: Text = "127.0.0.1"
-    """Interface that own servers listen on; every request needs the key of the run."""
+    host: Text | None = None
+    """Interface that own servers listen on; every request needs the key of the run. Default: loopback, and where the
+    trainers have several machines, on each the one that leads to the others."""
     sync_address: Text | None = None
     """Address of the first machine at which servers reach its ranks, which alone feed them then; default: on every
     machine the one that its packets to a server bear."""
@@ -87,13 +93,23 @@ class SGLangSettings(Settings):
     def takes_slices(self) -> bool:
         """Whether each rank of a server is given its own slices, which are put in their places as they are. That wants
         parameters laid out as fingerprints have them, which more arguments may change where these are not compared."""
-        whole_experts = self.expert_parallel > 1
-        return self.placement == "colocated" and self.tensor_parallel > 1 and self.verify and not whole_experts
+        even = self.expert_parallel == self.data_parallel_attention == 1
+        return self.placement == "colocated" and self.tensor_parallel > 1 and self.verify and even
 
     @property
     def reached_from_everywhere(self) -> bool:
         """Whether every machine's ranks can feed a server, not only those of the first."""
         return bool(self.urls) and self.sync_address is None
+
+    @property
+    def attention_ranks(self) -> int:
+        """Ranks of a server that attend to the same requests."""
+        return self.tensor_parallel // self.data_parallel_attention
+
+    @property
+    def node_ranks(self) -> int:
+        """Ranks of a server on each of its machines."""
+        return self.tensor_parallel // self.nodes
 
     def held_tokens(self, *, on_cuda: bool) -> int | None:
         """Tokens whose keys and values a server holds; None for as many as `memory_fraction` allows."""
@@ -105,6 +121,8 @@ class SGLangSettings(Settings):
             raise ValueError("urls name servers elsewhere, which are not colocated; set placement: disaggregated")
         if self.urls and self.engines is not None:
             raise ValueError(f"engines {self.engines} starts own servers, urls names others; set one of them")
+        if self.urls and self.nodes > 1:
+            raise ValueError(f"nodes {self.nodes} is for own servers, and urls name others; remove nodes")
         for url in self.urls:
             if not url.startswith("http://"):
                 raise ValueError(f"'{url}' in urls must look like http://HOST:PORT")

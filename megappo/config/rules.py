@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megappo.algo.estimators import NAMES, Estimator, builtin
-from megappo.config import expert_rules
+from megappo.config import expert_rules, sharing_rules
 from megappo.config.engine import ENGINES
 from megappo.config.roles import ActorSettings, CriticSettings, LayoutSettings
 from megappo.config.schema import Config
@@ -355,15 +355,16 @@ def server_rules(config: Config, shape: ModelShape) -> Iterator[str]:
             "rollout.when_stopped is keep and rollout.sglang.deterministic false, which keeps the short responses and "
             "samples the long ones anew, which makes them shorter; set when_stopped to drop, or deterministic to true"
         )
-    tp = rollout.servers.tensor_parallel
-    sizes = {"heads": shape.heads}
-    sizes |= {} if shape.experts else {"FFN hidden size": shape.ffn_hidden_size}
-    unfit = [f"{size} ({name})" for name, size in sizes.items() if size % tp]
-    if shape.kv_heads % tp and tp % shape.kv_heads:
+    tp, heads = rollout.servers.tensor_parallel, rollout.servers.attention_ranks
+    unfit = [f"{shape.heads} (heads)"] if shape.heads % heads else []
+    unfit += [f"{shape.ffn_hidden_size} (FFN hidden size)"] if not shape.experts and shape.ffn_hidden_size % tp else []
+    if shape.kv_heads % heads and heads % shape.kv_heads:
         unfit.append(f"{shape.kv_heads} (KV heads)")
     if unfit:
         nearest = nearest_numbers(tp, valid_tensor_parallel(shape))
         yield f"rollout.sglang.tensor_parallel {tp} does not divide {either(unfit)}; the nearest is {nearest}"
+    yield from sharing_rules.node_rules(rollout.servers)
+    yield from sharing_rules.attention_rules(rollout.servers, shape)
     yield from expert_rules.server_rules(rollout.servers, shape)
 
 

@@ -48,7 +48,7 @@ def engine_findings(config: Config, models: Models, ranks: Ranks, world_size: in
     if settings.urls:
         for url in settings.urls:
             yield server_finding(url, os.environ.get(KEY_VARIABLE, ""))
-    else:
+    elif settings.host is not None:
         yield from _addresses({"rollout.sglang.host": settings.host})
     if ranks.rank == 0 and settings.sync_address is not None:
         yield from _addresses({"rollout.sglang.sync_address": settings.sync_address})

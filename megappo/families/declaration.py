@@ -85,6 +85,9 @@ class Family:
     ValueError for what the blocks do not build."""
     blocks: tuple[Block, ...]
     """Of each layer. Their order is that of the parameters in buckets and files."""
+    attends_in_groups: bool = False
+    """Whether groups of a server's ranks may attend apart in SGLang's model (`rollout.sglang.data_parallel_attention`).
+    """
 
     def architecture(self, hf_config: PretrainedConfig) -> ArchitectureConfig:
         """The architecture of a model of this family. Raises ValueError for what it refuses."""

@@ -59,6 +59,11 @@ class Parameter:
         return _AXES.get(self.kind) if self.expert is None else None
 
     @property
+    def is_of_attention(self) -> bool:
+        """Whether ranks of an engine that attend in groups share it out within each: heads, and what is embedded."""
+        return ".self_attention." in self.megatron or self.megatron == EMBEDDING
+
+    @property
     def engine_name(self) -> str:
         """SGLang's name of the parameter that holds its tensors."""
         return self.fused or self.hf[0]

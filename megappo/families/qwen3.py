@@ -8,4 +8,5 @@ FAMILY = Family(
     "qwen3",
     reads=(decoder, silu_mlp, no_attention_bias, window_by_layer_types),
     blocks=(Attention(), GatedMlp(), QueryKeyNorms()),
+    attends_in_groups=True,
 )

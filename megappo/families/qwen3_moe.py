@@ -8,4 +8,5 @@ FAMILY = Family(
     "qwen3_moe",
     reads=(decoder, silu_mlp, no_attention_bias, experts, window_of_every_layer),
     blocks=(Attention(), Experts(), QueryKeyNorms()),
+    attends_in_groups=True,
 )

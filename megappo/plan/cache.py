@@ -45,7 +45,8 @@ def check_cache(arch: ArchitectureConfig, work: Workload, memory_fraction: float
             f"rollout.sglang.max_total_tokens {servers.max_total_tokens} is below the longest prompt and response, "
             f"{work.cache_tokens} tokens; set at least that"
         )
-    needed = e * server_weights(arch, tp) + work.cache_tokens * token_bytes(arch, tp, e)
+    needed = e * server_weights(arch, tp, servers.attention_groups)
+    needed += work.cache_tokens * token_bytes(arch, servers.attention_ranks, e)
     raise ConfigError(
         f"rollout.sglang.memory_fraction {memory_fraction:g} gives a server {size_words(servers.static_bytes)} of "
         f"each device, weights and the longest sequence take {size_words(needed)}; raise it, or "

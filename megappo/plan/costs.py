@@ -340,8 +340,9 @@ def _served_rollout(arch: ArchitectureConfig, servers: Servers, work: Workload, 
 
     A step reads the weights and the keys and values of what runs, and writes float32 logits. On a GPU it is a CUDA
     graph, which costs no host time per layer. Under tensor parallelism two all-reduces per layer wait for each other;
-    they move 2 (t-1)/t of the hidden states and take at least `small_all_reduce_seconds`. Deterministic inference makes
-    everything there take `deterministic_slowdown` times as long.
+    they move 2 (t-1)/t of the hidden states and take at least `small_all_reduce_seconds`, or where a server stands on
+    several nodes `small_all_reduce_between_nodes_seconds`. Deterministic inference makes everything there take
+    `deterministic_slowdown` times as long.
     """
     e, tp = work.engine_dtype_bytes, servers.tensor_parallel
     spent = _StageWork(_server_machine(machine, servers, work), e)
@@ -350,19 +351,21 @@ def _served_rollout(arch: ArchitectureConfig, servers: Servers, work: Workload, 
     running = running_sequences(arch, servers, e, wanted=math.ceil(sequences), mean_tokens=context)
     steps = sequences * work.response_tokens / running
     prefill, step = sequences * of_prompt, running * of_token
-    weights = e * server_weights(arch, tp)
+    weights = e * server_weights(arch, tp, servers.attention_groups)
     layers = 0 if work.on_cuda else arch.layers
     spent.run(flops=prefill / tp, memory_bytes=weights, layers=layers)
-    cache = running * context * token_bytes(arch, tp, e)
+    cache = running / servers.attention_groups * context * token_bytes(arch, servers.attention_ranks, e)
     spent.run(
         flops=step / tp, memory_bytes=weights + cache + 8.0 * running * arch.vocab_size, layers=layers, times=steps
     )
     spent.flops += servers.count * (prefill + steps * step)
     if tp > 1:
         ring = 2 * (tp - 1) / tp * e * arch.hidden_size
-        spent.send(2 * arch.layers * ring * running, inside_node=True, times=steps)
-        spent.send(2 * arch.layers * ring * sequences * work.prompt_tokens, inside_node=True)
-        spent.wait(steps * 2 * arch.layers * ASSUMED.small_all_reduce_seconds)
+        inside = servers.nodes == 1
+        wait = ASSUMED.small_all_reduce_seconds if inside else ASSUMED.small_all_reduce_between_nodes_seconds
+        spent.send(2 * arch.layers * ring * running, inside_node=inside, times=steps)
+        spent.send(2 * arch.layers * ring * sequences * work.prompt_tokens, inside_node=inside)
+        spent.wait(steps * 2 * arch.layers * wait)
     cost = spent.cost("rollout")
     slowdown = ASSUMED.deterministic_slowdown if servers.deterministic and work.on_cuda else 1.0
     return replace(cost, seconds=slowdown * cost.seconds)

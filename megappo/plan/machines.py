@@ -78,6 +78,8 @@ class Assumptions:
     """Host time to start the kernels of one layer forward, without CUDA graphs."""
     small_all_reduce_seconds: float = 10e-6
     """Of a few hundred kilobytes within a node, between the kernels of a CUDA graph."""
+    small_all_reduce_between_nodes_seconds: float = 40e-6
+    """The same between nodes."""
     deterministic_slowdown: float = 1.34
     """Times as long as otherwise that SGLang's deterministic inference takes on GPUs: its authors measured 34.35% more
     (https://lmsys.org/blog/2025-09-22-sglang-deterministic)."""
@@ -98,8 +100,9 @@ class Assumptions:
             f"assumed: {self.compute_share:.0%} of peak FLOP/s, {self.bandwidth_share:.0%} of memory bandwidth, "
             f"{self.link_share:.0%} of link bandwidth, {1e3 * self.launch_seconds_per_layer:g} ms of host time per "
             "layer and forward pass (none when SGLang decodes on GPUs, where a small all-reduce takes "
-            f"{1e6 * self.small_all_reduce_seconds:g} us and deterministic inference {self.deterministic_slowdown:g} "
-            f"times as long), {self.checkpoint_bytes_per_second / 1e9:g} GB/s of a "
+            f"{1e6 * self.small_all_reduce_seconds:g} us, between nodes "
+            f"{1e6 * self.small_all_reduce_between_nodes_seconds:g}, and deterministic inference "
+            f"{self.deterministic_slowdown:g} times as long), {self.checkpoint_bytes_per_second / 1e9:g} GB/s of a "
             f"checkpoint per node, {self.host_memory_bandwidth / 1e9:g} GB/s of the host's memory per GPU, "
             f"{self.memory_share:.0%} of memory less "
             f"{self.cuda_reserve_bytes / 1e9:g} GB per GPU for CUDA and NCCL, "

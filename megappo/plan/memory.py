@@ -197,9 +197,9 @@ def server_memory(arch: ArchitectureConfig, servers: Servers, work: Workload) ->
     Beside trainers on a GPU it has a CUDA context of its own. Asleep it keeps nothing else; woken for a weight sync it
     has its weights, and keys and values only after it.
     """
-    e, tp = work.engine_dtype_bytes, servers.tensor_parallel
-    weights = e * server_weights(arch, tp)
-    cache = cache_tokens(arch, servers, e) * token_bytes(arch, tp, e)
+    e = work.engine_dtype_bytes
+    weights = e * server_weights(arch, servers.tensor_parallel, servers.attention_groups)
+    cache = cache_tokens(arch, servers, e) * token_bytes(arch, servers.attention_ranks, e)
     if not work.on_cuda:  # which the host holds
         cache += cache_tokens(arch, servers, e) * noted_bytes(arch, servers)
     mean = work.prompt_tokens + work.response_tokens / 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from megappo.config import Config, derive, resolve
+from megappo.config import Config, ConfigError, derive, resolve
 from megappo.config.base import LARGEST_WORLD
 from megappo.config.model_files import load_architectures
 from megappo.config.rules import rank_words
@@ -16,6 +16,7 @@ from megappo.plan.machines import ASSUMED, MACHINES, Machine
 from megappo.plan.memory import RankMemory, rank_memory
 from megappo.plan.sizes import size_words
 from megappo.plan.stopping import Stopping, stopping
+from megappo.plan.sync import misplaced_server
 
 _BOUND_WORDS = {
     "compute": "arithmetic",
@@ -123,6 +124,9 @@ def make_plan(config: Config, models: Models, machine: Machine, gpus: int) -> Pl
     share = machine.per_rank(gpus)
     setup = make_setup(config, models, gpus, on_cuda=machine.is_cuda, device_bytes=share.memory_bytes)
     if setup.work.servers is not None:
+        problem = misplaced_server(setup, machine.devices_per_node)
+        if problem is not None:
+            raise ConfigError(problem)
         check_cache(setup.actor.arch, setup.work, config.rollout.servers.memory_fraction)
     ranks, stages, servers = rank_memory(setup), step_costs(setup, share), setup.work.servers
     seconds = step_seconds(stages, servers)

@@ -3,7 +3,7 @@
 A rank of a server with tensor parallelism t holds, with e bytes per element:
 
     weights     e N / t, N the model's weights; norms and routers whole, key and value matrices as often as t exceeds
-                their heads
+                their heads; heads and embedding over the ranks of a group where several groups attend apart
     keys,       2 e layers max(heads / t, 1) head_dim per token, heads those of keys and values, for as many tokens
     values      as fit into memory_fraction of the device beside the weights, or max_total_tokens
     workspace   a chunk of 8192 prompt tokens through its widest layer, or float32 logits of the running sequences;
@@ -51,6 +51,15 @@ class Servers:
     """In a weight sync each of its ranks is given its own slices."""
     reached_from_everywhere: bool = False
     """Every machine's ranks can feed it."""
+    nodes: int = 1
+    """Machines that share out its ranks."""
+    attention_groups: int = 1
+    """Groups of its ranks that attend apart."""
+
+    @property
+    def attention_ranks(self) -> int:
+        """Those of a server that share out its heads."""
+        return self.tensor_parallel // self.attention_groups
 
     @property
     def ranks(self) -> int:
@@ -82,36 +91,41 @@ def find_servers(config: Config, world_size: int, *, on_cuda: bool, device_bytes
         notes_experts=config.algorithm.router_replay is not False,
         sliced=settings.takes_slices,
         reached_from_everywhere=settings.reached_from_everywhere,
+        nodes=settings.nodes,
+        attention_groups=settings.data_parallel_attention,
     )
 
 
-def server_weights(arch: ArchitectureConfig, tensor_parallel: int) -> float:
+def server_weights(arch: ArchitectureConfig, tensor_parallel: int, attention_groups: int = 1) -> float:
     """Weights on one rank of a server, in elements."""
-    whole = whole_parameters(arch)
-    copies = 1 / min(tensor_parallel, arch.kv_heads) - 1 / tensor_parallel
+    whole, heads = whole_parameters(arch), tensor_parallel // attention_groups
+    copies = 1 / min(heads, arch.kv_heads) - 1 / heads
     repeated = 2 * arch.layers * arch.hidden_size * arch.key_width * copies
+    in_groups = arch.hidden_size * (arch.vocab_size + 2 * arch.layers * (arch.query_width + arch.key_width))
+    repeated += in_groups * (1 / heads - 1 / tensor_parallel)
     return (model_sizes(arch)[0] - whole) / tensor_parallel + whole + repeated
 
 
-def token_bytes(arch: ArchitectureConfig, tensor_parallel: int, element_bytes: int) -> float:
-    """Keys and values of one token on one rank of a server."""
-    return 2.0 * element_bytes * arch.layers * max(arch.kv_heads / tensor_parallel, 1) * arch.head_dim
+def token_bytes(arch: ArchitectureConfig, attention_ranks: int, element_bytes: int) -> float:
+    """Keys and values of one token on one of the ranks that share out a server's heads."""
+    return 2.0 * element_bytes * arch.layers * max(arch.kv_heads / attention_ranks, 1) * arch.head_dim
 
 
 def cache_tokens(arch: ArchitectureConfig, servers: Servers, element_bytes: int) -> float:
-    """Tokens whose keys and values a server holds; 0 where the weights leave no room."""
+    """Tokens whose keys and values a server holds, or each of its groups; 0 where the weights leave no room."""
     limit = float("inf") if servers.max_total_tokens is None else float(servers.max_total_tokens)
     if not servers.static_bytes:
         return limit
-    room = servers.static_bytes - element_bytes * server_weights(arch, servers.tensor_parallel)
-    return max(0.0, min(limit, room / token_bytes(arch, servers.tensor_parallel, element_bytes)))
+    weights = server_weights(arch, servers.tensor_parallel, servers.attention_groups)
+    room = servers.static_bytes - element_bytes * weights
+    return max(0.0, min(limit, room / token_bytes(arch, servers.attention_ranks, element_bytes)))
 
 
 def running_sequences(
     arch: ArchitectureConfig, servers: Servers, element_bytes: int, *, wanted: int, mean_tokens: float
 ) -> float:
     """Sequences that a server decodes at the same time, of those it is asked for."""
-    room = cache_tokens(arch, servers, element_bytes) / mean_tokens
+    room = servers.attention_groups * cache_tokens(arch, servers, element_bytes) / mean_tokens
     return max(1.0, min(float(wanted), float(servers.most_sequences), room))
 
 

@@ -64,21 +64,44 @@ def receivers(setup: Setup, ranks_per_node: int) -> list[Receiver]:
 
 
 def _feeders(setup: Setup, ranks_per_node: int) -> list[Receiver]:
-    """Of each server. Those that a node has no room for are started apart, and `rollout.sglang.urls` will name them."""
+    """Of each server."""
+    servers, feeding = setup.work.servers, _feeding(setup, ranks_per_node)
+    assert servers is not None
+    if feeding.shares_memory:
+        return []
+    return [receiver for index in range(servers.count) for receiver in feeding.feeders(index, setup.actor.grid)]
+
+
+def misplaced_server(setup: Setup, ranks_per_node: int) -> str | None:
+    """Why the first server does not stand on nodes of so many devices; None where all do."""
+    servers = setup.work.servers
+    if servers is None or not setup.work.on_cuda:
+        return None
+    ranks = servers.tensor_parallel // servers.nodes
+    if ranks > ranks_per_node:
+        nodes = -(-servers.tensor_parallel // ranks_per_node)
+        return (
+            f"rollout.sglang.tensor_parallel {servers.tensor_parallel} puts {ranks} ranks of a server on a node, which "
+            f"has {ranks_per_node} devices; set rollout.sglang.nodes to {nodes}, or lower it"
+        )
+    problem = _feeding(setup, ranks_per_node).problem(0)
+    return None if problem is None else f"rollout.sglang.nodes is {servers.nodes}, but {problem}; set it to fit"
+
+
+def _feeding(setup: Setup, ranks_per_node: int) -> Feeding:
+    """Servers that a node has no room for are started apart, and `rollout.sglang.urls` will name them."""
     servers, world = setup.work.servers, setup.work.world_size
     assert servers is not None
     apart = servers.beside and servers.ranks > ranks_per_node
-    feeding = Feeding(
+    return Feeding(
         tuple(0 if servers.shares_machine else rank // ranks_per_node for rank in range(world)),
         servers.tensor_parallel,
         colocated=servers.colocated,
         on_cuda=setup.work.on_cuda,
         sliced=servers.sliced,
         anywhere=servers.reached_from_everywhere or apart,
+        nodes=servers.nodes,
     )
-    if feeding.shares_memory:
-        return []
-    return [receiver for index in range(servers.count) for receiver in feeding.feeders(index, setup.actor.grid)]
 
 
 def received_bytes(setup: Setup, ranks_per_node: int, ranks: Collection[int] | None = None) -> dict[int, int]:

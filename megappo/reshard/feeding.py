@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from megappo.config.grid import Grid
 from megappo.reshard.slices import Receiver
@@ -28,6 +29,8 @@ class Feeding:
     """Each rank of a colocated server is given its own slices; otherwise all of them are given whole tensors."""
     anywhere: bool = False
     """Servers are reached from every machine. Own ones are disaggregated on the first machine, and listen there."""
+    nodes: int = 1
+    """Machines of each server, which share out its ranks."""
 
     @property
     def shares_memory(self) -> bool:
@@ -35,33 +38,68 @@ class Feeding:
         return self.colocated and not self.on_cuda and len(set(self.hosts)) == 1
 
     def sender(self, index: int) -> int:
-        """The rank that looks after a server. Own servers that are not spread over the trainers' GPUs stand on the
-        first machine, and so does `rollout.sglang.sync_address`."""
+        """The rank that looks after a server: of those that start its parts, the first."""
+        return self.starters(index)[0]
+
+    def starters(self, index: int) -> tuple[int, ...]:
+        """The ranks that start a server, one on each of its machines. Own servers that are not spread over the
+        trainers' GPUs stand on the first machines, and on the very first is `rollout.sglang.sync_address`."""
         if self.anywhere:
-            return index % len(self.hosts)
+            return (index % len(self.hosts),)
         if self.on_cuda and self.colocated:
-            return index * self.tp
-        return index % self._on_first
+            return tuple(range(index * self.tp, (index + 1) * self.tp, self._node_ranks))
+        return tuple(ranks[index % len(ranks)] for ranks in self._machines[: self.nodes])
+
+    def problem(self, index: int) -> str | None:
+        """Why the trainers' machines are none for a server of several; None where they are."""
+        if self.nodes == 1 or self.anywhere:
+            return None
+        if not (self.on_cuda and self.colocated):
+            count = len(self._machines)
+            return f"the trainers have {count} machine{'' if count == 1 else 's'}" if count < self.nodes else None
+        parts = [self.hosts[first : first + self._node_ranks] for first in self.starters(index)]
+        whole = all(len(part) == self._node_ranks and len(set(part)) == 1 for part in parts)
+        if whole and len({part[0] for part in parts}) == self.nodes:
+            return None
+        return (
+            f"the ranks {index * self.tp} to {(index + 1) * self.tp - 1} beside it are not {self._node_ranks} on each "
+            f"of {self.nodes} machines"
+        )
 
     @property
-    def _on_first(self) -> int:
-        return sum(host == self.hosts[0] for host in self.hosts)
+    def _node_ranks(self) -> int:
+        return self.tp // self.nodes
+
+    @cached_property
+    def _machines(self) -> list[list[int]]:
+        """The ranks of each machine."""
+        found: dict[object, list[int]] = {}
+        for rank, host in enumerate(self.hosts):
+            found.setdefault(host, []).append(rank)
+        return list(found.values())
 
     def feeders(self, index: int, grid: Grid) -> tuple[Receiver, ...]:
         """Who gives a server the weights of an actor on this grid, and needs them for that, in the order of the
         server's ranks or of pipeline stages."""
-        sender = self.sender(index)
         if not self.colocated:
             return tuple(Receiver(self._of_stage(grid, stage, index), stage=stage) for stage in range(grid.pp))
         if not self.sliced:
-            return (Receiver(sender),)
-        return tuple(Receiver(self._beside(sender, r), self.tp, r) for r in range(self.tp))
+            return tuple(map(Receiver, self.starters(index)))
+        starters = self.starters(index)
+        return tuple(Receiver(self._beside(starters, r), self.tp, r) for r in range(self.tp))
 
-    def _beside(self, sender: int, tensor_rank: int) -> int:
-        """The rank on whose device a rank of a server stands; the sender where nobody trains there."""
-        rank = sender + tensor_rank
-        near = rank < len(self.hosts) and self.hosts[rank] == self.hosts[sender]
-        return rank if near and not self.shares_memory else sender
+    def opening(self, index: int, rank: int) -> range:
+        """The ranks of a server, by their numbers, that this rank starts."""
+        starters = self.starters(index)
+        first = starters.index(rank) * self._node_ranks if rank in starters else self.tp
+        return range(first, min(first + self._node_ranks, self.tp))
+
+    def _beside(self, starters: Sequence[int], tensor_rank: int) -> int:
+        """The rank on whose device a rank of a server stands; the one that starts it where nobody trains there."""
+        node, place = divmod(tensor_rank, self._node_ranks)
+        rank = starters[node] + place
+        near = rank < len(self.hosts) and self.hosts[rank] == self.hosts[starters[node]]
+        return rank if near and not self.shares_memory else starters[node]
 
     def _of_stage(self, grid: Grid, stage: int, index: int) -> int:
         """A rank of the stage that reaches the server, or, where none does, the sender."""

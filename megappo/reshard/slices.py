@@ -32,6 +32,8 @@ class EngineShape:
     tp: int
     ep: int = 1
     """Groups of ranks that hold whole experts; the first tp / ep ranks are the first group."""
+    attention: int = 1
+    """Groups of ranks that hold all heads; the first tp / attention ranks are the first group."""
 
     def of_experts(self, rank: int) -> tuple[range, EngineShape, int]:
         """The experts that are on a rank, how its group holds each of them, and its place in the group."""
@@ -48,14 +50,23 @@ class EngineShape:
     def pieces(self, parameter: Parameter, rank: int) -> list[Piece]:
         """What stands, one after another, in the engine's parameter on one of the tensor parallel ranks that share it
         out; of an expert, those are its group's."""
-        cuts = _engine_cuts(self, parameter.kind, parameter.shapes, rank)
+        shape, place = self._sharing(parameter, rank)
+        cuts = _engine_cuts(shape, parameter.kind, parameter.shapes, place)
         return [Piece(name, *cut) for name, cut in zip(parameter.hf, cuts, strict=True)]
+
+    def _sharing(self, parameter: Parameter, rank: int) -> tuple[EngineShape, int]:
+        """The ranks among which a parameter is shared out, and the place of a rank there."""
+        if self.attention == 1 or not parameter.is_of_attention:
+            return self, rank
+        ranks = self.tp // self.attention
+        return EngineShape(self.arch, ranks), rank % ranks
 
     def padding(self, parameter: Parameter, rank: int) -> int:
         """Rows of zeros after them."""
         if parameter.kind != "vocab":
             return 0
-        return self.padded_vocab // self.tp - self.pieces(parameter, rank)[0].size
+        shape, _ = self._sharing(parameter, rank)
+        return shape.padded_vocab // shape.tp - self.pieces(parameter, rank)[0].size
 
 
 @lru_cache(maxsize=4096)

@@ -129,6 +129,24 @@ def replace_gpu_code() -> None:
     experts: Any = importlib.import_module("sglang.srt.layers.moe.fused_moe_native")
     experts.moe_forward_native = functools.partial(_forward_of_held, experts.moe_forward_native)
     torch.get_device_module = _get_device_module  # type: ignore[assignment]
+    _replace_gpu_code_of_attention_groups()
+
+
+def _replace_gpu_code_of_attention_groups() -> None:
+    """The same for ranks that attend in groups.
+
+    - `get_cpu_graph_seq_len_fill_value` (forward_batch_info.py:2014) is missing in attention in plain torch: the length
+      of a sequence that only fills up.
+    - `_is_cpu` there (:1948) and `memcpy_func` (dp_attention.py:644) are those of SGLang's own CPU build.
+    - `all_gather_into_tensor` (parallel_state.py:1372) is an operator for CUDA alone.
+    """
+    backend: Any = importlib.import_module("sglang.srt.layers.attention.torch_native_backend")
+    backend.TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda _self: 1
+    importlib.import_module("sglang.srt.model_executor.forward_batch_info")._is_cpu = True  # type: ignore[attr-defined]
+    attention: Any = importlib.import_module("sglang.srt.layers.dp_attention")
+    attention.memcpy_func = attention.memcpy_cpu
+    groups: Any = importlib.import_module("sglang.srt.distributed.parallel_state").GroupCoordinator
+    groups.all_gather_into_tensor = groups._all_gather_into_tensor
 
 
 @functools.cache

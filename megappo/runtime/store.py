@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import datetime
 import errno
+import random
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
+
+_LOW_PORTS = range(10000, 30000)
+_TRIES = 100
 
 
 def listening_store(
@@ -64,6 +68,30 @@ def free_port(host: str) -> int:
     """A port of the interface that nobody listens on. Raises OSError where it is none of this machine's."""
     with _bound(host, 0) as probe:
         return int(probe.getsockname()[1])
+
+
+def free_ports(host: str, count: int) -> int:
+    """The first of so many ports in a row that nobody listens on, below those that Linux hands out by itself. Raises
+    OSError where there are none."""
+    tries = [random.choice(_LOW_PORTS[:-count]) for _ in range(_TRIES)]
+    for first in tries:
+        if all(listening_problem(host, port) is None for port in range(first, first + count)):
+            return first
+    raise OSError(errno.EADDRINUSE, f"no {count} ports in a row are free on {host}")
+
+
+def address_towards(host: str, port: int) -> str:
+    """The address that this machine's packets to another one bear. Raises OSError where no way leads there."""
+    family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(place)  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address. Raises OSError for a name that is none."""
+    found = {str(place[4][0]) for place in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    return all(address.startswith("127.") or address == "::1" for address in found)
 
 
 def listening_problem(host: str, port: int) -> str | None:

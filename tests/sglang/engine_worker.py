@@ -13,6 +13,7 @@ import http.client
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, nullcontext
@@ -100,9 +101,10 @@ class Bench:
         return Trainer(parts, Reporter(config, parts.derived, self.runtime))
 
     def sessions(self) -> list[int]:
-        """Process ids of this rank's servers."""
+        """Process ids of this rank's servers and parts of servers."""
         assert self.engine is not None
-        return [server.session for server in self.engine.fleet.servers.values()]
+        fleet = self.engine.fleet
+        return [server.session for server in (*fleet.servers.values(), *fleet.parts.values())]
 
 
 def after_an_update(bench: Bench, layout: str) -> dict[str, Any]:
@@ -263,15 +265,15 @@ def following(bench: Bench, layout: str) -> Trainer:
     return trainer
 
 
-def cut_sync(bench: Bench, trainer: Trainer) -> dict[str, Any]:
-    """A server is killed when some of the buckets are in it."""
+def cut_sync(bench: Bench, trainer: Trainer, victim: int = 0) -> dict[str, Any]:
+    """A server, or this rank's part of it, is killed when some of the buckets are in it."""
     engine = bench.engine
     assert engine is not None
     restarts, seen = engine.restarts, [0]
 
     def kill(parcels: Loaded) -> Loaded:
         seen[0] += 1
-        if bench.runtime.rank == 0 and seen[0] == 4:
+        if bench.runtime.rank == victim and seen[0] == 4:
             for pid in session_pids(bench.sessions()[0]):
                 os.kill(pid, signal.SIGKILL)
         return parcels
@@ -354,18 +356,26 @@ def sharded_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
     return found | leave(bench)
 
 
+@contextmanager
+def machine_of_ones_own(runtime: Runtime) -> Iterator[None]:
+    """Each rank as if it were on another machine; servers know nothing of that."""
+    with patch.object(socket, "gethostname", lambda: f"n{runtime.rank}"):
+        yield
+
+
 def experts_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
-    """Qwen3 with experts, one server of two ranks, which share out the matrices of experts, and one whose share out the
-    experts."""
-    bench = Bench(folder, runtime, "qwen3_moe", "tensor_parallel: 2", tie_word_embeddings=False)
-    found: dict[str, Any] = {"EP2": after_an_update(bench, "{expert_parallel: 2}")}
-    with by_messages():
-        found["EP2-messages"] = after_an_update(bench, "{expert_parallel: 2}")
-        found["cut"] = cut_sync(bench, following(bench, "{expert_parallel: 2}"))
-    leave(bench)
-    served = "tensor_parallel: 2, expert_parallel: 2"
-    bench = Bench(folder / "whole", runtime, "qwen3_moe", served, tie_word_embeddings=False)
-    found["TP2xEP2"] = after_an_update(bench, "{tensor_parallel: 2, expert_parallel: 2, sequence_parallel: true}")
+    """Qwen3 with experts, one server of two ranks on a machine each, which share out the matrices of experts, and one
+    whose share out the experts and attend to requests of their own."""
+    served = "tensor_parallel: 2, nodes: 2"
+    with machine_of_ones_own(runtime):
+        bench = Bench(folder, runtime, "qwen3_moe", served, tie_word_embeddings=False)
+        found: dict[str, Any] = {"EP2": after_an_update(bench, "{expert_parallel: 2}")}
+    found["cut"] = cut_sync(bench, following(bench, "{expert_parallel: 2}"), victim=1)
+    found["first"] = leave(bench)
+    served = "tensor_parallel: 2, expert_parallel: 2, data_parallel_attention: 2, nodes: 2"
+    with machine_of_ones_own(runtime):
+        bench = Bench(folder / "whole", runtime, "qwen3_moe", served, tie_word_embeddings=False)
+        found["TP2xEP2"] = after_an_update(bench, "{tensor_parallel: 2, expert_parallel: 2, sequence_parallel: true}")
     return found | leave(bench)
 
 
@@ -445,7 +455,8 @@ def leave(bench: Bench) -> dict[str, Any]:
     assert bench.engine is not None
     urls = [e.url for e in bench.engine.endpoints]
     addresses = listening([pid for s in sessions for pid in session_pids(s)])
-    folders = [str(server.scratch) for server in bench.engine.fleet.servers.values()]
+    fleet = bench.engine.fleet
+    folders = [str(server.scratch) for server in (*fleet.servers.values(), *fleet.parts.values())]
     assert all(Path(folder).is_dir() for folder in folders)
     facts = [call(e, "/server_info", timeout_seconds=60, method="GET") for e in bench.engine.endpoints]
     known: dict[str, Any] = {"deterministic": [fact["enable_deterministic_inference"] for fact in facts]}

@@ -1,4 +1,4 @@
-"""A SLURM of two virtual nodes on this machine, with daemons, ports and folders of its own."""
+"""A SLURM of three virtual nodes on this machine, with daemons, ports and folders of its own."""
 
 from __future__ import annotations
 
@@ -45,10 +45,12 @@ KillWait=20
 SchedulerParameters=sched_interval=2,bf_interval=2
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMemory=8000 State=UNKNOWN
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 RealMemory=8000 State=UNKNOWN
+NodeName=n3 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[3]} CPUs=2 RealMemory=8000 State=UNKNOWN
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=20
 PartitionName=urgent Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
+PartitionName=all Nodes=n1,n2,n3 MaxTime=INFINITE State=UP PriorityTier=1
 """
 
 
@@ -136,17 +138,17 @@ def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 @contextmanager
-def two_nodes(folder: Path) -> Iterator[Cluster]:
+def virtual_nodes(folder: Path) -> Iterator[Cluster]:
     """Start it, with everything it keeps in `folder`; jobs and daemons end with it."""
     # munged refuses a folder that others may write to, and a socket's path may have 107 characters.
-    for name in ("state", "n1", "n2"):
+    for name in ("state", "n1", "n2", "n3"):
         (folder / name).mkdir(parents=True)
     folder.chmod(0o755)
     key = folder / "munge.key"
     key.write_bytes(secrets.token_bytes(128))
     key.chmod(0o600)
     host = socket.gethostname().split(".")[0]
-    text = _CONFIGURATION.format(folder=folder, host=host, user=getpass.getuser(), ports=_free_ports(3))
+    text = _CONFIGURATION.format(folder=folder, host=host, user=getpass.getuser(), ports=_free_ports(4))
     (folder / "slurm.conf").write_text(text)
     cluster = Cluster(folder)
     processes: list[subprocess.Popen[bytes]] = []
@@ -160,11 +162,11 @@ def two_nodes(folder: Path) -> Iterator[Cluster]:
         start("munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *files)
         _await("munged", "munge.socket", ["ls", str(folder)], cluster)
         start("slurmctld", "-D")
-        start("slurmd", "-D", "-N", "n1")
-        start("slurmd", "-D", "-N", "n2")
-        _await("SLURM", "2 idle", ["sinfo", "--noheader", "--format=%D %t"], cluster)
+        for node in ("n1", "n2", "n3"):
+            start("slurmd", "-D", "-N", node)
+        _await("SLURM", "3 idle", ["sinfo", "--noheader", "--format=%D %t"], cluster)
         yield cluster
         subprocess.run(["scancel", f"--user={getpass.getuser()}"], env=cluster.environment, timeout=30, check=False)
-        _await("the end of all jobs", "2 idle", ["sinfo", "--noheader", "--format=%D %t"], cluster)
+        _await("the end of all jobs", "3 idle", ["sinfo", "--noheader", "--format=%D %t"], cluster)
     finally:
         _stop(processes)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from slurm.cluster import Cluster, two_nodes, why_not
+from slurm.cluster import Cluster, virtual_nodes, why_not
 
 
 @pytest.fixture(scope="session")
@@ -18,7 +18,7 @@ def cluster() -> Iterator[Cluster]:
         pytest.skip(f"no SLURM: {reason}")
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # sockets want a short path
     try:
-        with two_nodes(folder) as running:
+        with virtual_nodes(folder) as running:
             yield running
     finally:
         shutil.rmtree(folder)

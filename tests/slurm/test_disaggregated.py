@@ -1,8 +1,9 @@
-"""Real SLURM: training and SGLang as two steps of one job, each on a node of its own."""
+"""Real SLURM: training and SGLang as two steps of one job, each on nodes of its own."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
 import time
@@ -72,6 +73,16 @@ def servers(cluster: Cluster) -> dict[int, set[str]]:
     return found
 
 
+def further_part(seen: dict[int, set[str]]) -> int:
+    """Of the parts of a server, the one that nobody asks."""
+    nodes = {}
+    for session, paths in seen.items():
+        (arguments,) = (json.loads(file.read_text()) for path in paths if (file := Path(path, "server.yaml")).exists())
+        nodes[arguments["node-rank"]] = session
+    assert sorted(nodes) == [0, 1]
+    return nodes[1]
+
+
 def assert_nothing_is_left(seen: dict[int, set[str]]) -> None:
     """No process, no scratch folder and no shared memory of these servers."""
     deadline = time.monotonic() + 30
@@ -81,20 +92,23 @@ def assert_nothing_is_left(seen: dict[int, set[str]]) -> None:
 
 
 def test_trainers_and_engines_are_two_steps(cluster: Cluster, tmp_path: Path) -> None:
-    """A server that is killed in the middle is started again and given the weights; the run goes to its end."""
-    job = submit(cluster, tmp_path, ("--nodes=2", "--ntasks-per-node=1"), "run.steps=12", MEGAPPO_ENGINE_NODES=1)
+    """One server on two nodes. The part of it on the second one is killed in the middle: all of it is started again
+    and given the weights, and the run goes to its end."""
+    shape = ("--partition=all", "--nodes=3", "--ntasks-per-node=1")
+    wide = ("run.steps=12", "rollout.sglang.tensor_parallel=2", "rollout.sglang.nodes=2")
+    job = submit(cluster, tmp_path, shape, *wide, MEGAPPO_ENGINE_NODES=2)
     await_steps(cluster, job, tmp_path, 2)
-    assert places(cluster, job) == {"train": "n1", "engines": "n2"}
+    assert places(cluster, job) == {"train": "n1", "engines": "n[2-3]"}
     seen = servers(cluster)
-    (server,) = seen
-    os.kill(server, signal.SIGKILL)
+    os.kill(further_part(seen), signal.SIGKILL)
     state = cluster.wait(job, "COMPLETED", "FAILED", "NODE_FAIL", "CANCELLED", seconds=400)
     assert state["JobState"] == "COMPLETED", cluster.log(state) + logs_of(tmp_path)
     logs = tmp_path / "logs" / str(job) / "attempt-0"
     assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 13))
     said = (logs / "engines" / "engine-0.log").read_text()
-    assert "died" in said and said.count("is ready") == 2
-    assert "1 ranks on 1 of the nodes, 1 engines on n2" in (tmp_path / "job.out").read_text()
+    assert "died; part 1 of server 0, on" in said and said.count("is ready") == 2
+    assert (logs / "engines" / "engine-0-part-1.log").read_text().count("is ready") == 2
+    assert "1 ranks on 1 of the nodes, 1 engines on n2,n3" in (tmp_path / "job.out").read_text()
     assert (logs / "doctor" / "exit-0").read_text() == "0\n"
     assert_nothing_is_left(seen)
     written = (tmp_path / "job.out", logs / "job.txt", logs / "train" / "rank-0.log")

@@ -171,7 +171,7 @@ def engine_site(site: Site) -> None:
 def test_engines_share_a_node_by_their_gpus(site: Site) -> None:
     """TP2 on nodes of eight GPUs: four engines, each with a port; the key stands in the environment only."""
     engine_site(site)
-    done = site.sbatch("a.yaml", script=DISAGGREGATED, DESCRIBED="2 8 96", **GPUS)
+    done = site.sbatch("a.yaml", script=DISAGGREGATED, DESCRIBED="1 2 8 96", **GPUS)
     assert done.returncode == 0, done.stderr
     words = site.words.read_text().splitlines()
     urls = next(word for word in words if word.startswith("rollout.sglang.urls=['http"))
@@ -188,10 +188,49 @@ def test_engines_share_a_node_by_their_gpus(site: Site) -> None:
     assert "16 ranks on 2 of the nodes, 4 engines on localhost" in done.stdout
 
 
+def test_engines_stand_on_several_nodes(site: Site) -> None:
+    """TP16 on two nodes of eight GPUs: one address for both, and a place where its parts meet."""
+    engine_site(site)
+    site.program("scontrol", SCONTROL.replace("echo localhost", "echo localhost; echo localhost"))
+    settings = GPUS | {"MEGAPPO_ENGINE_NODES": "2", "SLURM_JOB_NUM_NODES": "4", "DESCRIBED": "2 8 8 96"}
+    done = site.sbatch("a.yaml", script=DISAGGREGATED, **settings)
+    assert done.returncode == 0, done.stderr
+    words = site.words.read_text().splitlines()
+    ports = next(line for line in words if line.startswith("ports ")).split()
+    assert f"rollout.sglang.urls=['http://localhost:{ports[1]}',]" in words and "rollout.sglang.nodes=1" in words
+    assert len(ports) == 4
+    start = words.index("engines")
+    assert words[start + 1 : start + 7] == ["--nodes", "2", "--ntasks", "2", "--ntasks-per-node", "1"]
+
+
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [
+        (("0", "1"), "--port 12 --index 1 --linger 5 --part 0 --meet n0:22"),
+        (("1", "1"), "--port 0 --index 1 --linger 5 --part 1 --meet n0:22"),
+        (("3", "0"), "--port 0 --index 2 --linger 5 --part 1 --meet n2:23"),
+    ],
+)
+def test_a_task_runs_its_part_of_an_engine(site: Site, place: tuple[str, str], expected: str) -> None:
+    """Two engines of four GPUs of each of two nodes."""
+    site.program("python", 'echo "$*"')
+    environment = os.environ | {
+        "SLURM_NODEID": place[0], "SLURM_LOCALID": place[1], "MEGAPPO_ENGINE_WIDTH": "2", "MEGAPPO_ENGINE_RANKS": "4",
+        "MEGAPPO_ENGINES_OF_NODE": "2", "MEGAPPO_ENGINE_PORTS": "11 12 13 14", "MEGAPPO_ENGINE_HOST": "0.0.0.0",
+        "MEGAPPO_ENGINE_MEETINGS": "n0:21 n0:22 n2:23 n2:24", "MEGAPPO_ENGINE_LINGER": "5",
+        "MEGAPPO_RANK_LOGS": str(site.folder), "PATH": f"{site.folder / 'bin'}:{os.environ['PATH']}",
+    }  # fmt: skip
+    subprocess.run(["bash", "launch/slurm/engine.sh", "serve", "a.yaml"], cwd=ROOT, env=environment, check=True)
+    (log,) = site.folder.glob("engine-*.log")
+    first = 4 * int(place[1])
+    assert log.read_text() == f"-m megappo serve a.yaml rollout.sglang.first_device={first} --host 0.0.0.0 {expected}\n"
+    assert log.name == f"engine-{expected.split()[3]}{'-part-1' if 'part 1' in expected else ''}.log"
+
+
 def test_a_heterogeneous_job_places_its_steps(site: Site) -> None:
     engine_site(site)
     het = {"SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_1": "n3", "SLURM_JOB_NUM_NODES_HET_GROUP_1": "1"}
-    settings = GPUS | het | {"MEGAPPO_ENGINE_NODES": "", "SLURM_JOB_NUM_NODES": "2", "DESCRIBED": "8 8 96"}
+    settings = GPUS | het | {"MEGAPPO_ENGINE_NODES": "", "SLURM_JOB_NUM_NODES": "2", "DESCRIBED": "1 8 8 96"}
     done = site.sbatch("a.yaml", script=DISAGGREGATED, **settings)
     assert done.returncode == 0, done.stderr
     words = site.words.read_text().splitlines()
@@ -200,7 +239,7 @@ def test_a_heterogeneous_job_places_its_steps(site: Site) -> None:
 
 def test_engines_that_end_take_the_trainers_with_them(site: Site) -> None:
     engine_site(site)
-    done = site.sbatch("a.yaml", script=DISAGGREGATED, DESCRIBED="2 8 96", DEAD="yes", **GPUS)
+    done = site.sbatch("a.yaml", script=DISAGGREGATED, DESCRIBED="1 2 8 96", DEAD="yes", **GPUS)
     assert done.returncode == 1
     assert "the engines' step ended (exit code 1), so the trainers are told to stop" in done.stderr
     assert "out of memory" in done.stderr
@@ -212,10 +251,14 @@ def test_engines_that_end_take_the_trainers_with_them(site: Site) -> None:
     [
         ({"MEGAPPO_ENGINE_NODES": ""}, "MEGAPPO_ENGINE_NODES is '', must be a whole number from 1 to 2 of the job's 3"),
         ({"MEGAPPO_ENGINE_NODES": "3"}, "MEGAPPO_ENGINE_NODES is '3', must be"),
-        ({"DESCRIBED": "16 8 96"}, "0 engines of rollout.sglang.tensor_parallel 16 do not stand on a node of 8 GPUs"),
+        (
+            {"DESCRIBED": "1 16 8 96"},
+            "0 engines of rollout.sglang.tensor_parallel 16 do not stand on 1 nodes of 8 GPUs",
+        ),
+        ({"DESCRIBED": "2 8 8 96"}, "engines of rollout.sglang.nodes 2 do not stand on 1 nodes; make those a multiple"),
         (
             {"MEGAPPO_ENGINES_PER_NODE": "5"},
-            "5 engines of rollout.sglang.tensor_parallel 2 do not stand on a node of 8",
+            "5 engines of rollout.sglang.tensor_parallel 2 do not stand on 1 nodes of 8",
         ),
         (
             {"SLURM_JOB_NODELIST_HET_GROUP_1": "n3", "SLURM_HET_SIZE": "3"},
@@ -225,7 +268,7 @@ def test_engines_that_end_take_the_trainers_with_them(site: Site) -> None:
 )
 def test_wrong_settings_of_engines(site: Site, settings: dict[str, str], words: str) -> None:
     engine_site(site)
-    done = site.sbatch("a.yaml", script=DISAGGREGATED, **({"DESCRIBED": "2 8 96"} | GPUS | settings))
+    done = site.sbatch("a.yaml", script=DISAGGREGATED, **({"DESCRIBED": "1 2 8 96"} | GPUS | settings))
     assert done.returncode == 2
     assert words in done.stderr
     assert "train" not in (site.words.read_text().splitlines() if site.words.exists() else [])

@@ -136,19 +136,21 @@ def test_the_embedded_engine(e: int) -> None:
     assert found.total == found.weights + found.kv_cache + found.workspace
 
 
-@pytest.mark.parametrize("tp", [1, 2, 6])
-def test_a_rank_of_a_server(tp: int) -> None:
-    """Norms are whole on each rank; a key and value head, if there are fewer than ranks, is on several."""
+@pytest.mark.parametrize(("tp", "groups"), [(1, 1), (2, 1), (6, 1), (6, 3), (6, 6)])
+def test_a_rank_of_a_server(tp: int, groups: int) -> None:
+    """Norms are whole on each rank; a key and value head, if there are fewer than ranks that attend together, is on
+    several; heads and embedding are shared out by those alone."""
     model = arch()
-    norms = LAYERS * (2 * H + 2 * D) + H
-    keys_and_values = LAYERS * 2 * H * K
-    on_rank = (whole(model) - norms - keys_and_values) / tp + norms + keys_and_values / min(tp, 3)
-    assert server_weights(model, tp) == pytest.approx(on_rank, rel=1e-12)
+    norms, ranks = LAYERS * (2 * H + 2 * D) + H, tp // groups
+    keys_and_values, others = LAYERS * 2 * H * K, model.vocab_size * H + LAYERS * 2 * H * Q
+    on_rank = (whole(model) - norms - keys_and_values - others) / tp + norms + others / ranks
+    on_rank += keys_and_values / min(ranks, 3)
+    assert server_weights(model, tp, groups) == pytest.approx(on_rank, rel=1e-12)
     plain = arch(qk_norm=False)
     assert server_weights(plain, 1) == pytest.approx(whole(model) - LAYERS * 2 * D, rel=1e-12)
-    of_token = 2 * 2 * LAYERS * max(3 / tp, 1) * D
-    assert token_bytes(model, tp, 2) == of_token
-    given = servers(tensor_parallel=tp)
+    of_token = 2 * 2 * LAYERS * max(3 / ranks, 1) * D
+    assert token_bytes(model, ranks, 2) == of_token
+    given = servers(tensor_parallel=tp, attention_groups=groups)
     tokens = (2e6 - 2 * on_rank) / of_token
     assert cache_tokens(model, given, 2) == pytest.approx(tokens, rel=1e-12)
     assert cache_tokens(model, servers(tensor_parallel=tp, max_total_tokens=33), 2) == 33

@@ -12,7 +12,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from megappo.cli import main
-from megappo.config import load_config
+from megappo.config import ConfigError, load_config
 from megappo.engines.sglang import ServerSpec
 from megappo.plan.inputs import Models
 from megappo.plan.machines import ASSUMED, MACHINES
@@ -137,6 +137,18 @@ def test_servers_elsewhere() -> None:
     assert servers.engine.weights == 2 * server_weights(models().actor, 2)
     assert set(servers.stages) == {"rollout", "sync"}
     assert found.verdict.startswith("fits: ranks 0-3 of the SGLang servers need")
+
+
+def test_servers_larger_than_a_node() -> None:
+    """Their ranks wait for each other over the network; what a node has no devices for is refused, with the number."""
+    large: dict[str, Any] = {"placement": "disaggregated", "engines": 2, "tensor_parallel": 8}
+    one, two = plan(**large), plan(**large, nodes=2)
+    assert seconds(two, "rollout") > seconds(one, "rollout") and two.ranks[-1].engine == one.ranks[-1].engine
+    with pytest.raises(ConfigError, match="puts 32 ranks of a server on a node, which has 8 devices; set .*nodes to 4"):
+        plan("rollout.sglang.tensor_parallel=32", gpus=32, memory_fraction=0.3)
+    assert plan(gpus=16, tensor_parallel=16, nodes=2, memory_fraction=0.3).fits
+    with pytest.raises(ConfigError, match="nodes is 2, but the ranks 0 to 7 beside it are not 4 on each of 2 machines"):
+        plan(gpus=16, tensor_parallel=8, nodes=2, memory_fraction=0.3)
 
 
 def test_time_of_servers() -> None:

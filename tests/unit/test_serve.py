@@ -12,7 +12,9 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from megappo.cli import main
@@ -60,6 +62,23 @@ class Site:
         command = [sys.executable, "-m", "megappo", "serve", CONFIG, "--port", str(self.port), *words]
         command += [f"run.directory={self.folder / 'run'}"]
         return subprocess.Popen(command, cwd=worlds.ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+
+    def serve_parts(self) -> list[subprocess.Popen[str]]:
+        """A server on two machines, which here are one; part 1 is there first, and waits."""
+        meeting = worlds.closed_port()
+        words = (
+            "--meet",
+            f"127.0.0.1:{meeting}",
+            "rollout.sglang={placement: disaggregated, tensor_parallel: 2, nodes: 2}",
+        )
+        key = {KEY_VARIABLE: "secret"}
+        parts = [self.serve("--part", "1", "--port", "0", *words, **key), self.serve("--part", "0", *words, **key)]
+        return parts[::-1]
+
+    def given(self, pid: int) -> dict[str, Any]:
+        """Arguments that a server was started with."""
+        found: dict[str, Any] = json.loads((self.folder / "starts" / f"{pid}.json").read_text())
+        return found
 
     def started(self) -> list[int]:
         """Process ids of the servers, the oldest first."""
@@ -114,6 +133,31 @@ def test_a_server_that_dies_is_started_again(site: Site) -> None:
     assert "it is started again" in said and "secret" not in said
     assert not session_pids(second)
     assert (site.folder / "run" / "engines" / "engine-0.log").exists()
+
+
+def test_parts_of_a_server_start_and_end_together(site: Site) -> None:
+    """On two machines: whichever part dies, both are started again, once; a part whose first one is given up ends."""
+    parts = site.serve_parts()
+    for victim in (1, 0):
+        started = site.await_servers(4 if victim == 0 else 2)[-2:]
+        nodes = {site.given(pid)["node-rank"]: pid for pid in started}
+        assert sorted(nodes) == [0, 1] and {site.given(pid)["nnodes"] for pid in started} == {2}
+        os.kill(nodes[victim], signal.SIGKILL)
+    started = site.await_servers(6)[-2:]
+    environments = [psutil.Process(pid).environ() for pid in started]
+    for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        assert len({environment[name] for environment in environments}) == 1
+    parts[0].kill()  # with its machine, say
+    _, said = parts[1].communicate(timeout=30)
+    assert parts[1].returncode == 1
+    words = said.replace("\n", " ")
+    assert words.count("it is started again") == 3 and "part 0 of server 0, on" in words
+    assert "whoever started the first part of the server is gone" in words
+    parts[0].communicate(timeout=30)
+    deadline = time.monotonic() + 30
+    while any(session_pids(pid) for pid in started):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_a_server_ends_with_a_killed_supervisor(site: Site) -> None:
@@ -198,13 +242,22 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
         ("--linger", "nan", "a number of seconds from 0 to 1e+06"),
         ("--linger", "inf", "a number of seconds from 0 to 1e+06"),
         ("--linger", "soon", "a number of seconds from 0 to 1e+06"),
+        ("--part", "1", "a whole number from 0 to 0"),
     ):
         assert f"{option} is '{text}', must be {rule}" in refused(capsys, CONFIG, f"{option}={text}")
     with worlds.listening() as taken:
         port = str(taken.getsockname()[1])
         assert f"nothing can listen on --host 127.0.0.1 --port {port}" in refused(capsys, CONFIG, "--port", port)
 
+    two = "rollout.sglang={placement: disaggregated, tensor_parallel: 2, nodes: 2}"
+    assert "rollout.sglang.nodes is 1, --meet is for more" in refused(capsys, CONFIG, "--meet", "a:1")
+    assert "nodes is 2, their parts need --part N and --meet HOST:PORT" in refused(capsys, CONFIG, two)
+    assert "--meet is 'node7', must be HOST:PORT" in refused(capsys, CONFIG, two, "--meet", "node7")
+
 
 def test_how_wide_a_server_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", str(worlds.ROOT / CONFIG), "--ranks", "rollout.sglang.tensor_parallel=2"]) == 0
-    assert capsys.readouterr().out == "2\n"
+    """Machines, and devices on each."""
+    for nodes in (1, 2):
+        words = ["rollout.sglang.tensor_parallel=4", f"rollout.sglang.nodes={nodes}"]
+        assert main(["serve", str(worlds.ROOT / CONFIG), "--ranks", *words]) == 0
+        assert capsys.readouterr().out == f"{nodes} {4 // nodes}\n"

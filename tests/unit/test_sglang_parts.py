@@ -60,21 +60,26 @@ def checksum(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().numpy().tobytes()).digest()[:8].hex()
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_fingerprints_are_those_of_the_engines_own_parameters(tp: int) -> None:
-    """Built here the long way: fused, sharded, key/value heads repeated, vocabulary padded to a multiple of 64."""
+@pytest.mark.parametrize(("tp", "groups"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2)])
+def test_fingerprints_are_those_of_the_engines_own_parameters(tp: int, groups: int) -> None:
+    """Built here the long way: fused, sharded, key/value heads repeated, vocabulary padded to a multiple of 64; heads
+    and embedding sharded in each of the groups that attend apart."""
     a = arch(Attention(), GatedMlp(), QueryKeyValueBiases(), QueryKeyNorms())
     parameters = list(model_parameters(a))
     whole = {name: torch.randn(shape) for name, shape in tensor_shapes(a).items()}
-    found = Fingerprints(EngineShape(a, tp)).of_bucket(parameters, whole)
+    found = Fingerprints(EngineShape(a, tp, attention=groups)).of_bucket(parameters, whole)
+    ranks = tp // groups
     assert {rank for rank, _ in found} == set(range(tp))
     layer = "model.layers.1."
     for rank in range(tp):
-        q = whole[layer + "self_attn.q_proj.weight"].chunk(tp)[rank]
-        head = rank * 2 // tp
-        heads = slice(head * 8, (head + max(1, 2 // tp)) * 8)
+        place = rank % ranks
+        q = whole[layer + "self_attn.q_proj.weight"].chunk(ranks)[place]
+        head = place * 2 // ranks
+        heads = slice(head * 8, (head + max(1, 2 // ranks)) * 8)
         k, v = (whole[layer + f"self_attn.{n}_proj.weight"][heads] for n in "kv")
         assert found[rank, layer + "self_attn.qkv_proj.weight"] == checksum(torch.cat([q, k, v]))
+        out = whole[layer + "self_attn.o_proj.weight"].chunk(ranks, dim=1)[place]
+        assert found[rank, layer + "self_attn.o_proj.weight"] == checksum(out)
         gate, up = (whole[layer + f"mlp.{n}_proj.weight"].chunk(tp)[rank] for n in ("gate", "up"))
         assert found[rank, layer + "mlp.gate_up_proj.weight"] == checksum(torch.cat([gate, up]))
         down = whole[layer + "mlp.down_proj.weight"].chunk(tp, dim=1)[rank]
@@ -82,6 +87,8 @@ def test_fingerprints_are_those_of_the_engines_own_parameters(tp: int) -> None:
         padded = torch.zeros(192, 16)
         padded[:131] = whole["lm_head.weight"]
         assert found[rank, "lm_head.weight"] == checksum(padded.chunk(tp)[rank])
+        padded[:131] = whole["model.embed_tokens.weight"]
+        assert found[rank, "model.embed_tokens.weight"] == checksum(padded.chunk(ranks)[place])
         assert found[rank, layer + "self_attn.k_norm.weight"] == checksum(whole[layer + "self_attn.k_norm.weight"])
 
 
@@ -248,7 +255,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runtime: Runtime, *
     monkeypatch.setattr(fleet, "of_all_ranks", lambda value: [value] * runtime.world_size)
     monkeypatch.setattr(Runtime, "release_cached_memory", lambda self: None)
     monkeypatch.setattr(fleet, "agreed", lambda work, _caught: work())
-    monkeypatch.setattr(fleet, "start_server", lambda spec, *_: found.append(spec.environment(tmp_path)))
+    monkeypatch.setattr(fleet, "start_server", lambda spec, *_, **__: found.append(spec.environment(tmp_path)))
     fleet.Fleet(ServerSpec(tmp_path, "bfloat16", SGLangSettings(**settings), (1,), False, tmp_path, CACHE), runtime)
     return found
 
@@ -287,6 +294,51 @@ def test_servers_stand_on_gpus_that_there_are(monkeypatch: pytest.MonkeyPatch, t
     assert [f["CUDA_VISIBLE_DEVICES"] for f in started(monkeypatch, tmp_path, first, **apart)] == ["GPU-c"]
     with pytest.raises(RunError, match="server 0 would stand on the GPUs 2 to 5, but a rank sees 4 here"):
         started(monkeypatch, tmp_path, first, tensor_parallel=4, **apart)
+
+
+def started_on_machines(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hosts: Sequence[int], rank: int, **settings: Any
+) -> list[ServerSpec]:
+    """The specifications with which a rank of a world on such machines starts servers."""
+    found: list[ServerSpec] = []
+    address = [f"10.0.0.{host}" for host in hosts]
+
+    def of_all(value: Any) -> list[Any]:
+        return address if isinstance(value, str) else list(hosts)
+
+    def towards(to: str, _port: int) -> str:
+        return "10.0.0.0" if to == "10.0.0.1" else "10.0.0.1" if hosts[rank] else "127.0.1.1"
+
+    monkeypatch.setenv("MASTER_ADDR", "node0")
+    monkeypatch.setattr(fleet, "of_all_ranks", of_all)
+    monkeypatch.setattr(fleet, "address_towards", towards)
+    monkeypatch.setattr(fleet, "listening_problem", lambda *_: None)
+    monkeypatch.setattr(fleet, "agreed", lambda work, *_caught: work())
+    monkeypatch.setattr(Runtime, "release_cached_memory", lambda self: None)
+    monkeypatch.setattr(fleet, "start_server", lambda spec, *_, **__: found.append(spec))
+    runtime = Runtime(rank=rank, world_size=len(hosts), local_rank=0, device=torch.device("cpu"))
+    fleet.Fleet(ServerSpec(tmp_path, "float32", SGLangSettings(**settings), (1,), False, tmp_path, CACHE), runtime)
+    return found
+
+
+def test_servers_of_several_machines_are_found_by_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They listen where the way to the other machines begins, though the first one's name means loopback there; a
+    machine that is alone listens on loopback."""
+    for rank, expected in ((0, ("10.0.0.0", "10.0.0.0")), (1, None)):
+        found = started_on_machines(monkeypatch, tmp_path, [0, 1], rank)
+        assert [(spec.host, spec.address) for spec in found] == ([expected] if expected else [])
+    (alone,) = started_on_machines(monkeypatch, tmp_path, [0, 0], 0)
+    assert (alone.host, alone.address) == ("127.0.0.1", "")
+    (everywhere,) = started_on_machines(monkeypatch, tmp_path, [0, 1], 0, host="0.0.0.0")
+    assert (everywhere.host, everywhere.address) == ("0.0.0.0", "10.0.0.0")
+    with pytest.raises(
+        RunError, match=r"host is 127.0.0.1 \(which only the machine itself reaches\), and the trainers"
+    ):
+        started_on_machines(monkeypatch, tmp_path, [0, 1], 0, host="127.0.0.1")
+    with pytest.raises(
+        RunError, match="rollout.sglang.nodes is 2, but the trainers have 1 machine; start the trainers on"
+    ):
+        started_on_machines(monkeypatch, tmp_path, [0, 0], 0, tensor_parallel=2, nodes=2)
 
 
 @pytest.mark.parametrize("given", [{}, {"NCCL_NVLS_ENABLE": "1"}])
@@ -360,11 +412,36 @@ SHAPE = ModelShape("llama", 64, 2, 4, 2, 16, 256, 16, 32, False)
         (["rollout.ahead=1"], "set it to corrected or bypass"),
         (["rollout.when_stopped=keep", "rollout.sglang.deterministic=false"], "samples the long ones anew"),
         (["rollout.sglang.tensor_parallel=3"], "rollout.sglang.tensor_parallel 3 does not divide"),
+        (
+            ["rollout.sglang={tensor_parallel: 4, nodes: 3}"],
+            "rollout.sglang.nodes 3 does not divide tensor_parallel 4; the nearest is 2 or 4",
+        ),
+        (
+            ["rollout.sglang={tensor_parallel: 4, data_parallel_attention: 3}"],
+            "rollout.sglang.data_parallel_attention 3 does not divide tensor_parallel 4; the nearest is 2 or 4",
+        ),
+        (
+            ["rollout.sglang={tensor_parallel: 2, data_parallel_attention: 2}"],
+            "is 2, which SGLang has for qwen3 or qwen3_moe, not for llama; set it to 1",
+        ),
+        (["rollout.sglang.arguments={attn-dp-size: 2}"], "has attn-dp-size, by which weights would stand elsewhere"),
+        (["rollout.sglang.arguments={nnodes: 2}"], "has nnodes, which follows from rollout.sglang.nodes; remove it"),
     ],
 )
 def test_settings_that_do_not_go_together(overrides: list[str], words: str) -> None:
     config = load_config(ROOT / "configs/sglang_quickstart.yaml", overrides)
     assert any(words in problem for problem in (*engine_rules(config), *server_rules(config, SHAPE)))
+
+
+def test_heads_are_shared_out_by_the_ranks_that_attend_together() -> None:
+    words = ["rollout.sglang={tensor_parallel: 8, data_parallel_attention: 4}"]
+    config, shape = load_config(ROOT / "configs/sglang_quickstart.yaml", words), replace(SHAPE, family="qwen3")
+    assert not list(server_rules(config, shape))
+    (problem,) = server_rules(config, replace(shape, tied_embeddings=True))
+    assert "data_parallel_attention is 4, but the model's embedding is its output layer" in problem
+    arguments = ServerSpec.of(config, TINY, (1,), on_cuda=False).arguments(1, "")
+    assert (arguments["tensor-parallel-size"], arguments["attn-dp-size"]) == (8, 4)
+    assert not config.rollout.servers.takes_slices
 
 
 def test_a_server_elsewhere_has_to_say_which_experts_computed_a_token() -> None:
@@ -421,6 +498,10 @@ def test_shipped_settings_go_together() -> None:
         ("{urls: ['http://a:1']}", "set placement: disaggregated"),
         ("{urls: ['http://a:1'], placement: disaggregated, engines: 2}", "set one of them"),
         ("{urls: ['a:1'], placement: disaggregated}", "must look like http://HOST:PORT"),
+        (
+            "{urls: ['http://a:1'], placement: disaggregated, nodes: 2}",
+            "nodes 2 is for own servers, and urls name others",
+        ),
     ],
 )
 def test_wrong_servers(sglang: str, words: str) -> None:

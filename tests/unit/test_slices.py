@@ -257,6 +257,34 @@ def test_who_feeds_servers_on_the_trainers_gpus() -> None:
     assert beyond == (Receiver(0, 4, 0), Receiver(1, 4, 1), Receiver(0, 4, 2), Receiver(0, 4, 3))
 
 
+def test_servers_larger_than_a_machine() -> None:
+    """On the trainers' GPUs each rank feeds the one beside it, or the first of each machine those on it; others stand
+    on the first machines."""
+    hosts, grid = [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4, Grid(range(16), 4, 2)
+    large = feeding(hosts, 8, nodes=2)
+    assert large.starters(1) == (8, 12) and large.sender(1) == 8 and large.problem(1) is None
+    assert large.feeders(1, grid) == tuple(Receiver(8 + r, 8, r) for r in range(8))
+    assert [large.opening(1, rank) for rank in (8, 12, 9)] == [range(4), range(4, 8), range(8, 8)]
+    assert feeding(hosts, 8, nodes=2, sliced=False).feeders(1, grid) == (Receiver(8), Receiver(12))
+    apart = feeding(hosts, 8, nodes=2, colocated=False)
+    assert apart.starters(1) == (1, 5) and apart.feeders(1, grid) == (Receiver(1, stage=0), Receiver(1, stage=1))
+    without_gpus = feeding([0, 1], 4, nodes=2, on_cuda=False)
+    assert without_gpus.feeders(0, Grid(range(2), 2, 1)) == tuple(
+        Receiver(rank, 4, r) for r, rank in enumerate((0, 0, 1, 1))
+    )
+
+
+def test_servers_that_do_not_stand_on_the_trainers_machines() -> None:
+    hosts = [0] * 4 + [1] * 4
+    assert feeding(hosts, 8, nodes=2).problem(0) is None
+    words = feeding(hosts, 4, nodes=2).problem(1)
+    assert words == "the ranks 4 to 7 beside it are not 2 on each of 2 machines"
+    assert "the ranks 0 to 15 beside" in (feeding(hosts, 16, nodes=2).problem(0) or "")
+    assert feeding(hosts, 4, nodes=4, colocated=False).problem(0) == "the trainers have 2 machines"
+    assert feeding([0], 2, nodes=2, on_cuda=False).problem(0) == "the trainers have 1 machine"
+    assert feeding(hosts, 16, nodes=4, colocated=False, anywhere=True).problem(0) is None
+
+
 def test_who_feeds_servers_elsewhere() -> None:
     """A rank of every stage: of the first machine where only it reaches them; others for other servers."""
     hosts, grid = [0] * 4 + [1] * 4, Grid(range(8), 2, 2)

@@ -249,7 +249,8 @@ class SGLangEngine:
         """Send the weights; what went wrong, by server, the same on every rank."""
         weights, rank = self._weights, self._runtime.rank
         assert weights is not None
-        shape = EngineShape(weights.arch, self.settings.tensor_parallel, self.settings.expert_parallel)
+        given = self.settings
+        shape = EngineShape(weights.arch, given.tensor_parallel, given.expert_parallel, given.data_parallel_attention)
         feeders = {e.index: self.fleet.feeding.feeders(e.index, weights.holdings.grid) for e in stale}
         mine = [
             ServerSync(e, self._transport(e, shape), feeders[e.index], rank)
@@ -318,7 +319,7 @@ class SGLangEngine:
     def _make_transport(self, endpoint: Endpoint, shape: EngineShape) -> Transport:
         rank, timeout = self._runtime.rank, self.settings.sync_timeout_seconds
         if self.settings.placement == "colocated":
-            return SharedTransport(endpoint, shape, rank, timeout)
+            return SharedTransport(endpoint, shape, rank, timeout, self.fleet.feeding.opening(endpoint.index, rank))
         address, backend = self.settings.sync_address, self._runtime.backend
         return BroadcastTransport(endpoint, shape.tp, rank, address, timeout, backend)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megappo.engines.sglang.bond import Bond, ServerPart
 from megappo.engines.sglang.client import Endpoint, ServerFailure, is_alive
 from megappo.engines.sglang.gpus import server_gpus
 from megappo.engines.sglang.inspection import check_room, check_routing, check_stack, what_it_says
@@ -18,10 +19,14 @@ from megappo.reshard.feeding import Feeding
 from megappo.runtime.objects import agreed, of_all_ranks
 from megappo.runtime.process import Runtime
 from megappo.runtime.sglang_slices import has_loader
+from megappo.runtime.store import address_towards, is_loopback, listening_problem
 from megappo.runtime.waiting import wait_until
 
 KEY_VARIABLE = "MEGAPPO_SGLANG_API_KEY"
 _RETRY_SECONDS = 1.0
+_ANY_PORT = 9
+"""Of another machine, to which nothing is sent."""
+_EVERYWHERE = ("0.0.0.0", "::")
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class Fleet:
 
     def __init__(self, spec: ServerSpec, runtime: Runtime) -> None:
         """Start this rank's servers without waiting for them; a collective of the world."""
-        self._spec, self._settings, self._runtime = spec, spec.settings, runtime
+        self._settings, self._runtime = spec.settings, runtime
         runtime.release_cached_memory()
         hosts = of_all_ranks((socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text()))
         self.feeding = Feeding(
@@ -49,18 +54,26 @@ class Fleet:
             on_cuda=runtime.on_cuda,
             sliced=self._settings.takes_slices and has_loader(),
             anywhere=self._settings.reached_from_everywhere,
+            nodes=self._settings.nodes,
         )
         self._ranks_here = hosts.count(hosts[runtime.rank])
         self._external = dict(enumerate(self._settings.urls))
         self._count = self._settings.count(runtime.world_size, on_cuda=runtime.on_cuda)
-        self._mine = [i for i in range(self._count) if self.feeding.sender(i) == runtime.rank]
+        places = {i: self.feeding.starters(i) for i in range(self._count)}
+        self._mine = [i for i, starters in places.items() if starters[0] == runtime.rank]
+        self._nodes = {i: starters.index(runtime.rank) for i, starters in places.items() if runtime.rank in starters}
+        """Which part of which server is this rank's."""
         self.servers: dict[int, Server] = {}
+        self.parts: dict[int, Server] = {}
+        """Further parts of servers that stand on several machines; their first ones are other ranks'."""
         self._starts = dict.fromkeys(self._mine, 0)
-        self._restarts = dict.fromkeys(self._mine, 0)
-        self._specs = agreed(lambda: {i: self._placed(i) for i in self._mine if not self._external}, (RunError,))
+        self._restarts = dict.fromkeys(self._nodes, 0)
+        host, address = self._interface(hosts)
+        self._spec = replace(spec, host=host, address=address)
+        self._specs = agreed(lambda: {i: self._placed(i) for i in self._nodes if not self._external}, (RunError,))
         """Of own servers, also when they are started again."""
-        for index in self._specs:
-            self._start(index)
+        self._bonds = self._bind() if self._settings.nodes > 1 else {}
+        self._start(list(self._specs))
 
     @property
     def can_sleep(self) -> bool:
@@ -72,12 +85,64 @@ class Fleet:
         """Whether the servers say which experts computed a token."""
         return self._spec.returns_routing
 
-    def _start(self, index: int) -> None:
-        self._starts[index] += 1
-        self.servers[index] = start_server(self._specs[index], index, self._runtime.rank, self._starts[index])
+    def _interface(self, hosts: Sequence[object]) -> tuple[str, str]:
+        """Where this machine's servers listen, and where others find them; a collective."""
+        host, mine = self._settings.host, hosts[self._runtime.rank]
+        if self._external or len(set(hosts)) == 1:
+            return host or "127.0.0.1", ""
+        agreed(lambda: self._check_host(host), (RunError,))
+        towards_first = agreed(lambda: address_towards(os.environ["MASTER_ADDR"], _ANY_PORT), (OSError,))
+        others = [a for a, machine in zip(of_all_ranks(towards_first), hosts, strict=True) if machine != hosts[0]]
+        if mine == hosts[0]:
+            own = agreed(lambda: address_towards(others[0], _ANY_PORT), (OSError,))
+        else:
+            own = agreed(lambda: towards_first)
+        return host or own, host if host and host not in _EVERYWHERE else own
+
+    def _check_host(self, host: str | None) -> None:
+        """Raises RunError for an interface that does not serve several machines."""
+        if host is None or host in _EVERYWHERE or not self._nodes:
+            return
+        problem = "which only the machine itself reaches" if is_loopback(host) else listening_problem(host, 0)
+        if problem is not None:
+            raise RunError(
+                f"rollout.sglang.host is {host} ({problem}), and the trainers have several machines; remove it, and "
+                "servers listen on the interface that leads to the others"
+            )
+
+    def _bind(self) -> dict[int, Bond]:
+        """What holds each of this rank's servers and parts together with the rest of it; a collective."""
+        address, patience = self._spec.address or self._spec.host, self._settings.start_timeout_seconds
+        first = agreed(lambda: {i: Bond.first(address, 0, self._settings) for i in self._mine}, (OSError,))
+        told = of_all_ranks({index: (address, bond.port) for index, bond in first.items()})
+        meetings = {index: meeting for of_rank in told for index, meeting in of_rank.items()}
+
+        def join(index: int, node: int) -> Bond:
+            return Bond.further(*meetings[index], node, self._settings, patience)
+
+        return first | agreed(lambda: {i: join(i, node) for i, node in self._nodes.items() if node}, (ServerFailure,))
+
+    def _start(self, indices: Iterable[int]) -> None:
+        """First parts first: they call the others. Raises ServerFailure where one is not called."""
+        for index in sorted(indices, key=lambda i: self._nodes[i]):
+            spec, rank, part = self._specs[index], self._runtime.rank, None
+            if index in self._bonds:
+                part = ServerPart(self._bonds[index], self._restarts[index])
+                part.begin()
+            if self._nodes[index]:
+                self.parts[index] = start_server(spec, index, rank, 1, part=part)
+            else:
+                self._starts[index] += 1
+                self.servers[index] = start_server(spec, index, rank, self._starts[index], part=part)
 
     def _placed(self, index: int) -> ServerSpec:
-        """The specification with this server's devices or cores."""
+        """The specification with the devices or cores of this server, or of this rank's part of it."""
+        problem = self.feeding.problem(index)
+        if problem is not None:
+            raise RunError(
+                f"rollout.sglang.nodes is {self._settings.nodes}, but {problem}; start the trainers on as many "
+                "machines, or set nodes to what a server fits on"
+            )
         if self._runtime.on_cuda:
             gpus = server_gpus(self._settings, index, self._runtime.device.index, self._ranks_here)
             return replace(self._spec, devices=gpus, seed=index)
@@ -89,14 +154,78 @@ class Fleet:
     # What a rank does for its servers; every method returns what all ranks must know
 
     def start_all(self) -> Started:
-        """Wait until this rank's servers answer."""
-        return self._each(self._mine, self._await_first)
+        """Wait until this rank's servers answer; a collective where they stand on several machines. One that does not
+        is started once more: another program may have taken the port in the meantime, and a real fault shows again."""
+        if self._external:
+            return self._each(self._mine, lambda index: self._taken_in(self._await_external(index)))
+        lost = self._agreed(self._of_mine(self._mine, self._came_up))
+        return self._renewed(lost, self._mine)
 
     def restart_dead(self, suspects: Iterable[int]) -> Started:
-        """Start again what does not answer, and wait for it; `suspects` failed in some way."""
-        suspects = set(suspects)
-        gone = {i for i in self._mine if i in self.servers and not self.servers[i].running}
-        return self._each([i for i in self._mine if i in suspects | gone], self._recover)
+        """Start again what does not answer, and wait for it; `suspects` failed in some way. A collective as
+        `start_all`."""
+        known = set(suspects)
+        if self._external:
+            suspected = [index for index in self._mine if index in known]
+            return self._each(suspected, lambda index: self._taken_in(self._await_external(index)))
+        gone = {index for index, server in (self.servers | self.parts).items() if not server.running}
+        lost = self._agreed(gone | self._of_mine([i for i in self._mine if i in known - gone], self._answers))
+        mine = [index for index in self._mine if index in known | lost]
+        for index in mine:
+            if index not in lost:  # a broadcast group with it may be broken: never used again
+                self._starts[index] += 1
+                server = self.servers[index]
+                server.endpoint = replace(server.endpoint, starts=self._starts[index])
+        return self._renewed(lost, mine)
+
+    def _of_mine(self, indices: list[int], is_well: Callable[[int], bool]) -> set[int]:
+        """Those of these servers that are not well."""
+        with ThreadPoolExecutor(max(1, len(indices))) as pool:
+            return {i for i, well in zip(indices, pool.map(is_well, indices), strict=True) if not well}
+
+    def _agreed(self, lost: set[int]) -> set[int]:
+        """Servers of which any rank has lost a part; one that stands on one machine is its own rank's business."""
+        return {i for of_rank in of_all_ranks(lost) for i in of_rank} if self._settings.nodes > 1 else lost
+
+    def _came_up(self, index: int) -> bool:
+        try:
+            self.servers[index].wait_ready()
+        except ServerFailure:
+            return False
+        return True
+
+    def _answers(self, index: int) -> bool:
+        """A server of which a part of its memory was given away is not well when it failed, as nothing can be asked of
+        it."""
+        server = self.servers[index]
+        return not server.released and is_alive(server.endpoint, self._settings.health_timeout_seconds)
+
+    def _renewed(self, lost: set[int], mine: list[int]) -> Started:
+        """Start this rank's parts of the lost servers again, and take its own servers in: those that still answer will
+        be given weights again."""
+        again = sorted(lost & self._nodes.keys())
+        try:
+            for index in again:
+                self._count_restart(index)
+            self._stop([s for index in again for s in (self.servers.get(index), self.parts.get(index)) if s])
+            self._start(again)
+        except (ServerFailure, EngineError) as error:
+            return Started(error=str(error))
+        return self._each(mine, lambda index: self._awaited(index, restarts=int(index in lost)))
+
+    def _count_restart(self, index: int) -> None:
+        server = self.servers.get(index) or self.parts[index]
+        if self._restarts[index] >= self._settings.max_restarts:
+            raise EngineError(
+                f"server {index} failed after {self._restarts[index]} restarts, "
+                f"rollout.sglang.max_restarts is {self._settings.max_restarts}; {server.why_ended}"
+            )
+        self._restarts[index] += 1
+
+    def _awaited(self, index: int, restarts: int) -> Started:
+        if restarts:
+            self.servers[index].wait_ready()
+        return self._taken_in(self.servers[index].endpoint, restarts)
 
     def _each(self, indices: list[int], action: Callable[[int], Started]) -> Started:
         if not indices:
@@ -108,16 +237,6 @@ class Fleet:
             return Started(error=str(error))
         return Started(tuple(e for d in done for e in d.endpoints), sum(d.restarts for d in done))
 
-    def _await_first(self, index: int) -> Started:
-        if self._external:
-            return self._taken_in(self._await_external(index))
-        try:
-            self.servers[index].wait_ready()
-        except ServerFailure:
-            # Another program may have taken the port in the meantime; a real fault shows the second time.
-            return self._restart(index)
-        return self._taken_in(self.servers[index].endpoint)
-
     def _taken_in(self, endpoint: Endpoint, restarts: int = 0) -> Started:
         """A server that has just come up, looked at once."""
         said = what_it_says(endpoint, self._settings.health_timeout_seconds)
@@ -126,31 +245,6 @@ class Fleet:
             check_stack(endpoint.name, said, by_nccl=self._runtime.on_cuda)
             check_routing(endpoint.name, said, wanted=self._spec.returns_routing)
         return Started((endpoint,), restarts)
-
-    def _recover(self, index: int) -> Started:
-        """A server that still answers is given weights again; one that does not is replaced, and one that failed when
-        part of its memory was given away, as nothing can be asked of it."""
-        if self._external:
-            return self._taken_in(self._await_external(index))
-        server = self.servers[index]
-        if server.running and not server.released and is_alive(server.endpoint, self._settings.health_timeout_seconds):
-            self._starts[index] += 1  # a broadcast group with it may be broken: never used again
-            server.endpoint = replace(server.endpoint, starts=self._starts[index])
-            return Started((server.endpoint,))
-        return self._restart(index)
-
-    def _restart(self, index: int) -> Started:
-        if self._restarts[index] >= self._settings.max_restarts:
-            raise EngineError(
-                f"server {index} failed after {self._restarts[index]} restarts, "
-                f"rollout.sglang.max_restarts is {self._settings.max_restarts}; "
-                f"{self.servers[index].log} ends with: {self.servers[index].tail()}"
-            )
-        self._restarts[index] += 1
-        self.servers[index].stop()
-        self._start(index)
-        self.servers[index].wait_ready()
-        return self._taken_in(self.servers[index].endpoint, restarts=1)
 
     def _await_external(self, index: int) -> Endpoint:
         """Wait until a server that somebody else starts answers."""
@@ -166,8 +260,10 @@ class Fleet:
         return endpoint
 
     def close(self) -> None:
-        """End this rank's servers, all at once."""
-        if self.servers:
-            with ThreadPoolExecutor(len(self.servers)) as pool:
-                list(pool.map(Server.stop, self.servers.values()))
-        self.servers = {}
+        """End this rank's servers and parts, all at once."""
+        self._stop([*self.servers.values(), *self.parts.values()])
+        self.servers, self.parts = {}, {}
+
+    def _stop(self, servers: Sequence[Server]) -> None:
+        with ThreadPoolExecutor(max(1, len(servers))) as pool:
+            list(pool.map(Server.stop, servers))

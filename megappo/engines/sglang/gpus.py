@@ -15,7 +15,7 @@ def check_visible(settings: SGLangSettings) -> None:
     """Raises RunError where servers need GPUs that a launcher hides from the ranks that start them."""
     if settings.urls or not torch.cuda.is_available() or not sees_one_device(torch.cuda.device_count()):
         return
-    if settings.tensor_parallel > 1:
+    if settings.node_ranks > 1:
         raise RunError(
             f"rollout.sglang.tensor_parallel is {settings.tensor_parallel}, but each rank sees one GPU alone, so a "
             f"server that it starts has one; set it to 1, or {_REMEDY}"
@@ -28,23 +28,23 @@ def check_visible(settings: SGLangSettings) -> None:
 
 
 def server_gpus(settings: SGLangSettings, index: int, own: int, ranks_here: int) -> tuple[int, ...]:
-    """GPUs of server `index` by their number among those that this process sees. `own` is that of the rank that starts
-    it, `ranks_here` how many ranks train on this machine.
+    """GPUs of server `index` here by their number among those that this process sees. `own` is that of the rank that
+    starts it, `ranks_here` how many ranks train on this machine.
 
     Raises RunError where there are too few, which depends on the rank.
     """
     check_visible(settings)
-    tp, count = settings.tensor_parallel, torch.cuda.device_count()
+    ranks, count = settings.node_ranks, torch.cuda.device_count()
     if settings.placement == "colocated":
         first = (settings.first_device or 0) + own
     else:
-        first = (ranks_here if settings.first_device is None else settings.first_device) + index * tp
-    if first + tp > count:
+        first = (ranks_here if settings.first_device is None else settings.first_device) + index * ranks
+    if first + ranks > count:
         raise RunError(
-            f"server {index} would stand on the GPUs {first} to {first + tp - 1}, but a rank sees {count} here; start "
-            "fewer ranks or servers on this machine, or set rollout.sglang.first_device or tensor_parallel"
+            f"server {index} would stand on the GPUs {first} to {first + ranks - 1}, but a rank sees {count} here; "
+            "start fewer ranks or servers on this machine, or set rollout.sglang.first_device, nodes or tensor_parallel"
         )
-    return tuple(range(first, first + tp))
+    return tuple(range(first, first + ranks))
 
 
 def visible_devices(gpus: tuple[int, ...], ours: str) -> str:

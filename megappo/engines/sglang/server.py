@@ -8,9 +8,11 @@ import math
 import os
 import secrets
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -22,7 +24,8 @@ import megappo
 from megappo.config import Config
 from megappo.config.engine import SGLangSettings
 from megappo.config.model_files import load_architecture
-from megappo.engines.sglang.client import Endpoint, ServerFailure, call
+from megappo.engines.sglang.bond import ServerPart
+from megappo.engines.sglang.client import HEALTH, Endpoint, ServerFailure, call
 from megappo.engines.sglang.gpus import visible_devices
 from megappo.engines.sglang.guard import ServerProcesses, clean_up
 from megappo.errors import RunError
@@ -39,6 +42,7 @@ _SHARE_OF_FREE_MEMORY = 0.99
 their number of tokens, which we choose, and must not be the lower one."""
 _FREEZE_SECONDS = 30.0
 _IDLE_SECONDS = 10
+_PART_SECONDS = 0.5
 WEIGHTS, CACHES = ("weights",), ("kv_cache", "cuda_graph")
 """Parts of a server's memory by SGLang's names; it needs the second ones to generate only."""
 _SCRUBBED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR")
@@ -72,6 +76,10 @@ class ServerSpec:
     returns_routing: bool = False
     """Whether it says which experts computed a token, where a request asks for it."""
     seed: int = 0
+    host: str = "127.0.0.1"
+    """Interface that it listens on."""
+    address: str = ""
+    """Where others find it; by default at `host`."""
 
     @classmethod
     def of(
@@ -102,7 +110,7 @@ class ServerSpec:
             "model-path": str(self.model_folder),
             "load-format": "dummy",  # weights come from the actor only
             "dtype": self.dtype,
-            "host": self.settings.host,
+            "host": self.host,
             "port": port,
             "api-key": key or None,
             "tensor-parallel-size": self.settings.tensor_parallel,
@@ -120,6 +128,8 @@ class ServerSpec:
             found |= {"enable-deterministic-inference": True, "sampling-backend": "pytorch"}  # no other takes seeds
         if self.settings.expert_parallel > 1:
             found["ep-size"] = self.settings.expert_parallel
+        if self.settings.data_parallel_attention > 1:
+            found["attn-dp-size"] = self.settings.data_parallel_attention
         if self.trust_remote_code:
             found["trust-remote-code"] = True
         if self.returns_routing:
@@ -136,8 +146,8 @@ class ServerSpec:
             found |= {"device": "cpu", "attention-backend": "torch_native", "disable-overlap-schedule": True}
         return found | self.settings.arguments
 
-    def environment(self, scratch: Path) -> dict[str, str]:
-        """The server's variables: ours without what torchrun set."""
+    def environment(self, scratch: Path, part: ServerPart | None = None) -> dict[str, str]:
+        """The server's variables, or those of a part of it: ours without what torchrun set."""
         kept = {
             name: value
             for name, value in os.environ.items()
@@ -148,8 +158,10 @@ class ServerSpec:
         share_settings(kept)
         path = [str(Path(megappo.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         kept["TMPDIR"] = str(scratch)  # SGLang leaves its sockets there
-        # Its ranks, all on this machine, meet at a file: torch's store would listen on every interface.
-        kept["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch}/ranks"
+        if part is not None:
+            kept |= part.bond.environment(part.start)
+        else:  # its ranks, all on this machine, meet at a file: torch's store would listen on every interface
+            kept["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch}/ranks"
         kept["SGLANG_HEALTH_CHECK_TIMEOUT"] = str(max(1, int(self.settings.health_timeout_seconds)))
         if self.settings.tensor_parallel > 1 and not self.deterministic:
             kept["SYNC_TOKEN_IDS_ACROSS_TP"] = "1"  # ranks that drew other tokens would wait for each other for ever
@@ -159,12 +171,14 @@ class ServerSpec:
             kept["CUDA_VISIBLE_DEVICES"] = visible_devices(self.devices, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
         else:
             path.insert(0, str(_advertise_platform(scratch)))
-            ranks = self.settings.tensor_parallel
+            ranks = self.settings.node_ranks
             share = max(1, len(self.cores) // ranks)
             threads = self.settings.threads or share
             kept |= {"SGLANG_PLATFORM": PLATFORM_NAME, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": str(threads)}
             kept["OMP_WAIT_POLICY"] = "passive"  # the trainer's threads want the same cores
-            if ranks > 1:  # on one NUMA node SGLang wants to be told which cores belong to which rank
+            if (
+                self.settings.tensor_parallel > 1
+            ):  # on one NUMA node SGLang wants to be told which cores belong to which rank
                 cores = [self.cores[(r * share + i) % len(self.cores)] for r in range(ranks) for i in range(share)]
                 groups = [cores[r * share : (r + 1) * share] for r in range(ranks)]
                 kept["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, group)) for group in groups)
@@ -191,7 +205,7 @@ def _advertise_platform(scratch: Path) -> Path:
 
 @dataclass
 class Server:
-    """One running server; made by `start_server`."""
+    """One running server, or a part of it on one of its machines; made by `start_server`."""
 
     endpoint: Endpoint
     guard: subprocess.Popen[bytes]
@@ -202,6 +216,10 @@ class Server:
     log: Path
     deadline: float
     settings: SGLangSettings
+    part: ServerPart | None = None
+    """Of a server on several machines; it ends where another part has ended."""
+    lost: str | None = None
+    """Why another part ended, where this one ended for that."""
     stopped: bool = field(default=False)
     released: set[str] = field(default_factory=set)
     """Parts whose memory it has given away; while there is one, it must not generate, not even for its health."""
@@ -222,6 +240,36 @@ class Server:
     def _ask(self, path: str, body: dict[str, Any]) -> None:
         call(self.endpoint, path, body, timeout_seconds=self.settings.sync_timeout_seconds)
 
+    def __post_init__(self) -> None:
+        if self.part is not None:
+            threading.Thread(target=self._end_together, args=(self.part,), daemon=True).start()
+
+    def _end_together(self, part: ServerPart) -> None:
+        """End with the other parts, which end with this one: a collective would wait for the dead for ever."""
+
+        def is_over() -> bool:
+            if not self.running:
+                if not self.stopped:
+                    self.tell_parts(f"ended; {self.log} ends with: {self.tail()}")
+                return True
+            self.lost = part.bond.why_ended(part.start)
+            if self.lost is not None:
+                self._order_end()
+            return self.lost is not None
+
+        wait_until(is_over, math.inf, every_seconds=_PART_SECONDS)
+
+    def tell_parts(self, reason: str) -> None:
+        """Have the other parts end for a reason, unless one was given already."""
+        if self.part is not None:
+            here = f"part {self.part.bond.node} of server {self.endpoint.index}, on {socket.gethostname()},"
+            self.part.bond.say_ended(self.part.start, f"{here} {reason}")
+
+    @property
+    def why_ended(self) -> str:
+        """What to tell of a server that runs no longer."""
+        return self.lost or f"{self.log} ends with: {self.tail()}"
+
     def wait_ready(self) -> None:
         """Wait until it answers. Raises ServerFailure with the end of its log where it ends or hangs instead."""
         wait_until(self.is_ready, math.inf, every_seconds=0.2)  # which knows when it is late
@@ -229,8 +277,11 @@ class Server:
     def is_ready(self) -> bool:
         """Whether it answers by now. Raises ServerFailure with the end of its log where it ended or is late."""
         if self.guard.poll() is not None:
-            raise ServerFailure(f"{self.endpoint.name} ended while it started; {self.log} ends with: {self.tail()}")
+            raise ServerFailure(f"{self.endpoint.name} ended while it started; {self.why_ended}")
         with suppress(ServerFailure):
+            if self.part is not None and self.part.bond.node > 0:  # which answers nothing else
+                call(self.endpoint, HEALTH, timeout_seconds=5.0, method="GET")
+                return True
             call(self.endpoint, "/model_info", timeout_seconds=5.0, method="GET")
             # SGLang sends itself this when it starts, now and then before it listens. Without it every weight sync
             # waits half a second for Python's garbage collection, which looks through all that was imported.
@@ -257,13 +308,16 @@ class Server:
         if self.stopped:
             return
         self.stopped = True
-        assert self.guard.stdin is not None
-        with suppress(OSError):
-            self.guard.stdin.close()
+        self._order_end()
         with suppress(subprocess.TimeoutExpired):
             self.guard.wait(STOP_SECONDS)
         if self.guard.poll() != 0:
             self._end_without_guard()
+
+    def _order_end(self) -> None:
+        assert self.guard.stdin is not None
+        with suppress(OSError):
+            self.guard.stdin.close()
 
     def _end_without_guard(self) -> None:
         """The guard hangs, or it was killed: its keeper ends the server then, unless that is gone too."""
@@ -280,18 +334,27 @@ def _own_name(host: str) -> str:
 
 
 def start_server(
-    spec: ServerSpec, index: int, sender: int, starts: int, *, port: int | None = None, key: str | None = None
+    spec: ServerSpec,
+    index: int,
+    sender: int,
+    starts: int,
+    *,
+    port: int | None = None,
+    key: str | None = None,
+    part: ServerPart | None = None,
 ) -> Server:
-    """Start a server, on a free port under a key of its own unless they are given; returns at once."""
+    """Start a server or a part of it, on a free port under a key of its own unless they are given; returns at once."""
     # Short, because the names of sockets in it may not be longer than 107 bytes.
     scratch = Path(tempfile.mkdtemp(prefix="mppo-", dir="/tmp"))
     key = secrets.token_hex(16) if key is None else key
-    port = port or free_port(spec.settings.host)
+    port = port or free_port(spec.host)
     config = scratch / "server.yaml"
     config.touch(mode=0o600)  # it holds the key, which a command line would show to everybody
-    config.write_text(json.dumps({k: v for k, v in spec.arguments(port, key).items() if v is not None}))
+    arguments = spec.arguments(port, key) | (part.bond.arguments(part.start) if part is not None else {})
+    config.write_text(json.dumps({k: v for k, v in arguments.items() if v is not None}))
     spec.log_directory.mkdir(parents=True, exist_ok=True)
-    log = spec.log_directory / f"engine-{index}.log"
+    node = part.bond.node if part is not None else 0
+    log = spec.log_directory / (f"engine-{index}-part-{node}.log" if node else f"engine-{index}.log")
     command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")), str(scratch), str(log), "--"]
     command += [sys.executable, "-m", "sglang.launch_server", "--config", str(config)]
     try:
@@ -299,7 +362,7 @@ def start_server(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=spec.environment(scratch),
+            env=spec.environment(scratch, part),
             start_new_session=True,
             cwd=scratch,
         )
@@ -308,6 +371,6 @@ def start_server(
         raise
     assert guard.stdout is not None
     session = int(guard.stdout.readline())
-    endpoint = Endpoint(index, f"http://{_own_name(spec.settings.host)}:{port}", key, sender, starts)
+    endpoint = Endpoint(index, f"http://{_own_name(spec.address or spec.host)}:{port}", key, sender, starts)
     deadline = time.monotonic() + spec.settings.start_timeout_seconds
-    return Server(endpoint, guard, session, scratch, log.absolute(), deadline, spec.settings)
+    return Server(endpoint, guard, session, scratch, log.absolute(), deadline, spec.settings, part)

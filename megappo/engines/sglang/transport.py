@@ -11,7 +11,6 @@ import base64
 import datetime
 import io
 import math
-import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,9 +27,9 @@ from torch import Tensor
 from megappo.engines.sglang.client import Endpoint, ServerFailure, call
 from megappo.reshard.slices import EngineShape
 from megappo.reshard.stream import Parcel, Slot
+from megappo.runtime import store
 from megappo.runtime.objects import hand_to, taken_from
 from megappo.runtime.sglang_slices import LOADER, SlicePlace, describe
-from megappo.runtime.store import listening_store
 from megappo.runtime.waiting import wait_until
 
 _POLL_SECONDS = 0.002
@@ -61,9 +60,12 @@ class Transport(Protocol):
 class SharedTransport:
     """Handles of memory that the server opens."""
 
-    def __init__(self, endpoint: Endpoint, shape: EngineShape, rank: int, timeout_seconds: float) -> None:
-        """`rank`: of this process."""
+    def __init__(
+        self, endpoint: Endpoint, shape: EngineShape, rank: int, timeout_seconds: float, numbers: Sequence[int]
+    ) -> None:
+        """`rank`: of this process; `numbers`: of the server's ranks, those that open whole tensors of ours."""
         self._endpoint, self._shape, self._rank, self._timeout = endpoint, shape, rank, timeout_seconds
+        self._numbers = numbers
 
     def prepare(self, parcels: Loaded, others: Sequence[int]) -> Callable[[], None] | None:
         """See `Transport.prepare`. The server's ranks open a parcel each, or all of them the only one."""
@@ -86,7 +88,7 @@ class SharedTransport:
             return [(parcel.receiver.tensor_rank, serialize([(describe(self._places(parcel)), flat)]))]
         payload = flat_payload(flat, parcel.slots)
         # A handle may be opened once: torch counts openings, and removes the memory after the last.
-        return [(number, serialize(payload)) for number in range(self._shape.tp)]
+        return [(number, serialize(payload)) for number in self._numbers]
 
     def _places(self, parcel: Parcel) -> list[SlicePlace]:
         """Where the runs of bytes of its parameters belong in the engine."""
@@ -155,13 +157,10 @@ def open_buffers(handles: bytes) -> list[Tensor]:
 
 
 def address_towards(url: str) -> str:
-    """The address that this machine's packets to a server bear. Raises ServerFailure where no way leads there."""
+    """The address at which a server finds this machine. Raises ServerFailure where no way leads there."""
     parts = urlsplit(url)
     try:
-        family, kind, _, _, address = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)  # sends nothing
-            return str(probe.getsockname()[0])
+        return store.address_towards(parts.hostname or "", parts.port or 80)
     except OSError as error:
         raise ServerFailure(f"no way leads to {url} of rollout.sglang.urls ({error.strerror})") from None
 
@@ -223,7 +222,7 @@ class BroadcastTransport:
         world, timeout = 1 + self._tp, datetime.timedelta(seconds=self._timeout)
         address = self._address or address_towards(self._endpoint.url)
         try:
-            store = listening_store(address, 0, world, timeout, wait_for_workers=False)
+            meeting = store.listening_store(address, 0, world, timeout, wait_for_workers=False)
         except (RuntimeError, OSError) as error:
             raise ServerFailure(
                 f"no broadcast group can be made at rollout.sglang.sync_address {address} ({error})"
@@ -232,7 +231,7 @@ class BroadcastTransport:
             "/init_weights_update_group",
             {
                 "master_address": address,
-                "master_port": store.port,
+                "master_port": meeting.port,
                 "rank_offset": 1,
                 "world_size": world,
                 "group_name": self._name,
@@ -245,7 +244,7 @@ class BroadcastTransport:
                 0,
                 [],
                 dist.Backend(self._backend),
-                dist.PrefixStore(self._name, store),
+                dist.PrefixStore(self._name, meeting),
                 group_name=cast(Any, self._name),
                 timeout=timeout,
             )
@@ -253,7 +252,7 @@ class BroadcastTransport:
             raise ServerFailure(f"{self._endpoint.name} did not join the broadcast group ({error})") from None
         answer.result()
         assert isinstance(group, dist.ProcessGroup)
-        self._store, self._group = store, group
+        self._store, self._group = meeting, group
         return group
 
     def close(self) -> None:

@@ -1,0 +1,49 @@
+"""Rules of SGLang servers whose ranks stand on several machines, or attend in groups; see `rules`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megappo.config.engine import SGLangSettings
+from megappo.errors import divisors, either, nearest_numbers
+from megappo.families import FAMILIES
+from megappo.families.architecture import ModelShape
+
+_ATTENTION_ARGUMENTS = {
+    "dp",
+    "dp-size",
+    "data-parallel-size",
+    "attn-dp-size",
+    "enable-dp-attention",
+    "enable-dp-lm-head",
+}
+
+
+def attention_rules(servers: SGLangSettings, shape: ModelShape) -> Iterator[str]:
+    """Groups of ranks may attend apart in models that SGLang has so, and where the weights stand is known."""
+    tp, groups, key = servers.tensor_parallel, servers.data_parallel_attention, "rollout.sglang.data_parallel_attention"
+    for name in sorted(_ATTENTION_ARGUMENTS & set(servers.arguments)):
+        yield f"rollout.sglang.arguments has {name}, by which weights would stand elsewhere; remove it, and set {key}"
+    if groups == 1:
+        return
+    if tp % groups:
+        nearest = nearest_numbers(groups, divisors(tp))
+        yield f"{key} {groups} does not divide tensor_parallel {tp}; the nearest is {nearest}"
+    able = [name for name, family in FAMILIES.items() if family.attends_in_groups]
+    if shape.family not in able:
+        yield f"{key} is {groups}, which SGLang has for {either(able)}, not for {shape.family}; set it to 1"
+    elif shape.tied_embeddings:
+        yield f"{key} is {groups}, but the model's embedding is its output layer, which other ranks share; set it to 1"
+
+
+_NODE_ARGUMENTS = {"nnodes", "node-rank", "dist-init-addr", "nccl-init-addr"}
+
+
+def node_rules(servers: SGLangSettings) -> Iterator[str]:
+    """Each machine of a server has as many of its ranks, and is told so by us."""
+    tp, nodes = servers.tensor_parallel, servers.nodes
+    if tp % nodes:
+        nearest = nearest_numbers(nodes, divisors(tp))
+        yield f"rollout.sglang.nodes {nodes} does not divide tensor_parallel {tp}; the nearest is {nearest}"
+    for name in sorted(_NODE_ARGUMENTS & set(servers.arguments)):
+        yield f"rollout.sglang.arguments has {name}, which follows from rollout.sglang.nodes; remove it, and set that"

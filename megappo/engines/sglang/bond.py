@@ -1,0 +1,128 @@
+"""What holds the parts of a server together that stands on several machines.
+
+Each part is an SGLang process group with a share of the server's ranks, started and guarded on its own machine; the
+first one answers requests. Those who start the parts talk over a key-value store of the first one's: where the ranks
+meet, start after start, and that a part has ended, upon which everybody ends his own.
+"""
+
+from __future__ import annotations
+
+import datetime
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from megappo.config.engine import SGLangSettings
+from megappo.engines.sglang.client import ServerFailure
+from megappo.runtime.store import free_ports, listening_store
+from megappo.runtime.waiting import wait_until
+
+_POLL_SECONDS = 0.2
+_OWN_PORTS = 16
+"""SGLang 0.5.23 takes the 13 behind the one that it is told (its server_args.py and data_parallel_controller.py)."""
+
+
+class Bond:
+    """One part's end of it."""
+
+    def __init__(self, store: dist.Store, address: str, node: int, settings: SGLangSettings) -> None:
+        """`address`: of the first part's machine, `node`: number of this part."""
+        self._store, self._address, self.node, self._settings = store, address, node, settings
+        self._ranks: dist.TCPStore | None = None
+
+    @classmethod
+    def first(cls, address: str, port: int, settings: SGLangSettings) -> Bond:
+        """That of the first part, which listens at `address` (port 0: a free one). Raises OSError as sockets do."""
+        timeout = datetime.timedelta(seconds=settings.start_timeout_seconds)
+        return cls(
+            listening_store(address, port, settings.nodes, timeout, wait_for_workers=False), address, 0, settings
+        )
+
+    @classmethod
+    def further(cls, address: str, port: int, node: int, settings: SGLangSettings, patience_seconds: float) -> Bond:
+        """That of another part. Raises ServerFailure where the first part's does not listen within so long."""
+        timeout = datetime.timedelta(seconds=patience_seconds)
+        try:
+            store = dist.TCPStore(address, port, settings.nodes, False, timeout, wait_for_workers=False)
+        except dist.DistError:
+            raise ServerFailure(f"nothing listens at {address}:{port}, where parts of a server meet") from None
+        return cls(store, address, node, settings)
+
+    @property
+    def port(self) -> int:
+        """On which the first part's listens."""
+        assert isinstance(self._store, dist.TCPStore)
+        return int(self._store.port)
+
+    def call(self, start: int) -> None:
+        """Let the ranks of this start meet, at a store of their own; for the first part."""
+        timeout = datetime.timedelta(seconds=self._settings.start_timeout_seconds)
+        ranks = self._settings.tensor_parallel
+        self._ranks = listening_store(self._address, 0, ranks, timeout, wait_for_workers=False)
+        own = free_ports(self._address, _OWN_PORTS)
+        self._store.set(f"{start}/meeting", f"{self._ranks.port} {own}")
+
+    def is_called(self, start: int) -> bool:
+        """Whether they may. Raises ServerFailure where the first part's owner is gone."""
+        return self._has(f"{start}/meeting")
+
+    def await_call(self, start: int) -> None:
+        """Wait for it. Raises ServerFailure as `is_called`, and where it does not come."""
+        patience = self._settings.start_timeout_seconds
+        if not wait_until(lambda: self.is_called(start), patience, every_seconds=_POLL_SECONDS):
+            raise ServerFailure(f"the first part of a server was not started within {patience:g} seconds")
+
+    def say_ended(self, start: int, reason: str) -> None:
+        """Tell the others that this part has ended; the first reason counts."""
+        with suppress(dist.DistError):
+            self._store.compare_set(f"{start}/ended", "", reason)
+
+    def why_ended(self, start: int) -> str | None:
+        """Why a part has ended; None: all run as far as is known."""
+        try:
+            return self._store.get(f"{start}/ended").decode("utf-8", "replace") if self._has(f"{start}/ended") else None
+        except ServerFailure as failure:
+            return str(failure)
+
+    def _has(self, key: str) -> bool:
+        try:
+            return bool(self._store.check([key]))
+        except dist.DistError:
+            raise ServerFailure("whoever started the first part of the server is gone") from None
+
+    def arguments(self, start: int) -> dict[str, Any]:
+        """SGLang's arguments of this part. Groups that attend apart are sent their requests from ports that follow the
+        one that stands here."""
+        address = f"[{self._address}]" if ":" in self._address else self._address
+        found: dict[str, Any] = {"nnodes": self._settings.nodes, "node-rank": self.node}
+        return found | {"dist-init-addr": f"{address}:{self._meeting(start)[1]}"}
+
+    def _meeting(self, start: int) -> list[str]:
+        """Port of the ranks' store, and the first of SGLang's own."""
+        return str(self._store.get(f"{start}/meeting").decode()).split()
+
+    def environment(self, start: int) -> dict[str, str]:
+        """Variables by which its ranks find the others: at our store, as torch's would listen on every interface."""
+        return {
+            "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": "env://",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # no rank is to serve it
+            "MASTER_ADDR": self._address,
+            "MASTER_PORT": self._meeting(start)[0],
+        }
+
+
+@dataclass(frozen=True)
+class ServerPart:
+    """A part of a server in one of its starts."""
+
+    bond: Bond
+    start: int
+
+    def begin(self) -> None:
+        """Call the others, or wait to be called. Raises ServerFailure as `Bond.await_call`."""
+        if self.bond.node == 0:
+            self.bond.call(self.start)
+        else:
+            self.bond.await_call(self.start)
