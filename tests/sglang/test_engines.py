@@ -56,6 +56,7 @@ LAYOUTS = [
     pytest.param("experts_engine", "EP2", marks=slow),  # Qwen3 with experts, engine TP2
     pytest.param("experts_engine", "EP2-messages", marks=slow),
     pytest.param("experts_engine", "TP2xEP2", marks=slow),
+    pytest.param("mixtral_engine", "EP2", marks=slow),
     pytest.param("plain_engine", "TP2", marks=slow),
     pytest.param("broadcast_engine", "TP2", marks=slow),
     pytest.param("broadcast_engine", "DP2", marks=slow),
