@@ -34,7 +34,17 @@ def architecture_digest(folder: Path) -> str:
 def architecture_fields(arch: ArchitectureConfig) -> dict[str, Any]:
     """All that says what an architecture's weights compute, in JSON's types."""
     fields = {f.name: getattr(arch, f.name) for f in dataclasses.fields(arch) if f.compare}
-    found: dict[str, Any] = json.loads(json.dumps({**fields, "rope_parameters": arch.hf_config.rope_parameters}))
+    return _of_json({**fields, "rope_parameters": arch.hf_config.rope_parameters})
+
+
+def said_fields(said: Mapping[str, Any]) -> dict[str, Any]:
+    """`architecture_fields` of a checkpoint: what an earlier megappo did not know is as by default."""
+    unsaid = {f.name: f.default for f in dataclasses.fields(ArchitectureConfig) if f.default is not dataclasses.MISSING}
+    return {**_of_json(unsaid), **said}
+
+
+def _of_json(fields: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(json.dumps(fields, default=dataclasses.asdict))
     return found
 
 

@@ -80,13 +80,15 @@ class _Sampler(LogitsProcessor):
 
 
 def _destinations(model: Any, arch: ArchitectureConfig) -> dict[str, Tensor]:
-    """Where each tensor of the stream belongs. transformers may keep the experts of a layer in common parameters."""
+    """Where each tensor of the stream belongs. transformers may keep the experts of a layer in common parameters, and
+    call parameters otherwise than files do."""
     held = {name: parameter.data for name, parameter in model.named_parameters()}
     found: dict[str, Tensor] = {}
     packed = [parameter for parameter in model_parameters(arch) if parameter.packed in held]
     for parameter in packed:
-        rows = [shape[0] for shape in parameter.shapes]
-        found |= zip(parameter.hf, held[parameter.packed][parameter.expert].split(rows), strict=True)
+        rows, whole = [shape[0] for shape in parameter.shapes], held[parameter.packed]
+        own = whole if parameter.expert is None else whole[parameter.expert]
+        found |= zip(parameter.hf, own.split(rows), strict=True)
     return found | {name: held[name] for name in held.keys() - {parameter.packed for parameter in packed}}
 
 
@@ -94,11 +96,12 @@ def _destinations(model: Any, arch: ArchitectureConfig) -> dict[str, Tensor]:
 def _noted_experts(model: Any, arch: ArchitectureConfig, shape: RoutingShape | None) -> Iterator[list[list[Tensor]]]:
     """What the routers of each layer choose meanwhile, call by call: (tokens, K). Nothing where nobody asks."""
     noted: list[list[Tensor]] = []
-    hooks = []
+    hooks, held = [], {name for name, _ in model.named_parameters()}
     for parameter in model_parameters(arch, experts=()) if shape is not None else ():
         if parameter.megatron.endswith(".router.weight"):
             noted.append([])
-            router = model.get_submodule(parameter.hf[0].removesuffix(".weight"))
+            name = parameter.packed if parameter.packed in held else parameter.hf[0]
+            router = model.get_submodule(name.removesuffix(".weight"))
             hooks.append(router.register_forward_hook(partial(_note, noted[-1])))
     try:
         yield noted
@@ -144,8 +147,10 @@ class TransformersEngine:
         stop: Stop | None = None,
     ) -> None:
         self._arch, self._weights = arch, Movable() if sleeps else None
+        # torch's attention knows no cap of scores, which transformers would leave out without a word.
+        attention = "sdpa" if arch.beyond.scores_cap is None else "eager"
         self._model: Any = AutoModelForCausalLM.from_config(
-            arch.hf_config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
+            arch.hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
         )
         self._model.to(device).eval().requires_grad_(False)
         # Everything about generation is said per call; the folder's defaults (top_k, penalties) must not interfere.

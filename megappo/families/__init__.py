@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from megappo.families import llama, mistral, qwen2, qwen3, qwen3_moe
+from megappo.families import gemma2, gemma3_text, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.declaration import Family
 
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 FAMILIES: Mapping[str, Family] = {
-    module.FAMILY.model_type: module.FAMILY for module in (llama, qwen2, qwen3, qwen3_moe, mistral)
+    module.FAMILY.model_type: module.FAMILY
+    for module in (llama, qwen2, qwen3, qwen3_moe, mistral, mixtral, gemma2, gemma3_text)
 }
 """The families that ship, by `model_type` of config.json."""
 

@@ -49,6 +49,26 @@ class ModelShape:
         return sizes if self.experts else sizes | {"FFN hidden size": self.ffn_hidden_size}
 
 
+CAPPED_ROWS = 256
+"""Queries whose capped attention scores are there at once."""
+
+
+@dataclass(frozen=True)
+class Beyond:
+    """What a model has that Megatron-Core has no field for: megappo's own layers build it, not Transformer Engine's."""
+
+    scores_cap: float | None = None
+    """Attention scores become cap * tanh(score / cap) before the softmax."""
+    logits_cap: float | None = None
+    """So do logits, before the temperature."""
+    embedding_scale: float = 1.0
+    """Embeddings are multiplied by it."""
+    norms_after: bool = False
+    """What attention and MLP add to the residual stream passes a norm first."""
+    ropes: tuple[str, ...] = ()
+    """The kind of rope of each layer, by its name in `rope_parameters`; nothing: there is one rope for all."""
+
+
 @dataclass(frozen=True)
 class ArchitectureConfig(ModelShape):
     """A decoder as its `config.json` says, read by its family."""
@@ -61,6 +81,11 @@ class ArchitectureConfig(ModelShape):
     """What its parameters are and how it is built."""
     sliding_window: int | None = None
     """Tokens each token sees, itself included; None: all before it."""
+    windowed_layers: tuple[bool, ...] = ()
+    """Which layers have the window; nothing: all of them."""
+    score_width: int | None = None
+    """Attention scores are divided by the root of it; None: by that of a head's size."""
+    beyond: Beyond = Beyond()
     experts_per_token: int = 0
     """Experts that each token is sent to; 0: a dense model."""
     normalized_experts: bool = True
@@ -72,6 +97,17 @@ class ArchitectureConfig(ModelShape):
     def has_window(self) -> bool:
         """Whether a token sees only the last of those before it."""
         return self.sliding_window is not None
+
+    @property
+    def has_own_layers(self) -> bool:
+        """Whether megappo's own layers build it, where others may be Transformer Engine's."""
+        return self.beyond != Beyond()
+
+    @property
+    def layers_with_window(self) -> int:
+        """How many of the layers have the window."""
+        every = self.windowed_layers or (True,) * self.layers
+        return sum(every) if self.has_window else 0
 
 
 def expert_number_bytes(experts: int) -> int:

@@ -6,6 +6,7 @@ Shapes of matrices are (rows, columns) as transformers stores them: outputs by i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from megappo.families.architecture import ArchitectureConfig
@@ -40,11 +41,13 @@ class Attention(Block):
     def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
         from megappo.families.rope import rotary
 
-        scale = rotary(arch)[1]
+        scale, width = rotary(arch)[1], arch.score_width or arch.head_dim
+        some = {"window_attn_skip_freq": [int(has) for has in arch.windowed_layers]} if arch.windowed_layers else {}
         return {
             "window_size": None if arch.sliding_window is None else (arch.sliding_window - 1, 0),
             # The factor that yarn puts on cosine and sine of both query and key.
-            "softmax_scale": None if scale == 1.0 else scale**2 * arch.head_dim**-0.5,
+            "softmax_scale": None if scale == 1.0 and width == arch.head_dim else scale**2 * width**-0.5,
+            **some,
         }
 
 
@@ -105,23 +108,30 @@ class GatedMlp(Block):
         return PerToken(kept_bytes=element_bytes * width, live_elements=width, moved_elements=width)
 
 
+@dataclass(frozen=True)
 class Experts(GatedMlp):
     """The norm before it, a router, and in each expert SwiGLU.
 
     No token is dropped. The router learns from the role's objective, and from `router_aux_loss_coef` where that is set.
     """
 
+    stored: str = "mlp"
+    """What files, and SGLang, call the router and the experts of a layer together; transformers says `mlp`."""
+    matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """What files call those of an expert."""
+
     recompute_module = "moe"
 
     def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
         hidden, ffn = arch.hidden_size, arch.ffn_hidden_size
-        gate, up, down = (f"mlp.experts.{{expert}}.{name}_proj.weight" for name in ("gate", "up", "down"))
+        gate, up, down = (f"{self.stored}.experts.{{expert}}.{name}.weight" for name in self.matrices)
         megatron = "mlp.experts.{expert}"  # Megatron-Core has one parameter for all experts of a rank
-        w13 = {"fused": "mlp.experts.w13_weight", "packed": "mlp.experts.gate_up_proj"}
-        w2 = {"fused": "mlp.experts.w2_weight", "packed": "mlp.experts.down_proj"}
+        w13 = {"fused": f"{self.stored}.experts.w13_weight", "packed": "mlp.experts.gate_up_proj"}
+        w2 = {"fused": f"{self.stored}.experts.w2_weight", "packed": "mlp.experts.down_proj"}
+        router = {f"{self.stored}.gate.weight": (arch.experts, hidden)}
         return (
             mlp_norm(arch),
-            Weight("mlp.router.weight", {"mlp.gate.weight": (arch.experts, hidden)}, "replicated"),
+            Weight("mlp.router.weight", router, "replicated", packed="mlp.gate.weight"),
             Weight(f"{megatron}.weight1", dict.fromkeys((gate, up), (ffn, hidden)), "column", **w13),
             Weight(f"{megatron}.weight2", {down: (hidden, ffn)}, "row", **w2),
         )

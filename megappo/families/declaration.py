@@ -35,7 +35,8 @@ class Weight:
     fused: str = ""
     """SGLang's parameter that holds all of the tensors, where it is not named like the only one."""
     packed: str = ""
-    """transformers' parameter that holds the tensors of every expert, where a model has no parameter for each."""
+    """transformers' parameter that holds the tensors, where it is not named like the only one; of experts, that which
+    holds those of all of them."""
 
     @property
     def is_of_experts(self) -> bool:
@@ -74,6 +75,27 @@ class Block:
         return PerToken()
 
 
+class Served(NamedTuple):
+    """What SGLang is to generate with a model."""
+
+    on_cuda: bool
+    """On GPUs; otherwise on a CPU."""
+    tokens: int
+    """Of the longest sequence."""
+
+
+def unread_window(arch: ArchitectureConfig, asked: Served) -> str:
+    """SGLang's models of most families read no window."""
+    if arch.sliding_window is None or arch.sliding_window >= asked.tokens:
+        return ""
+    return f"SGLang's {arch.family} takes no account of sliding_window {arch.sliding_window} in config.json"
+
+
+def nothing(c: Any) -> dict[str, Any]:
+    """Of config.json."""
+    return {}
+
+
 @dataclass(frozen=True)
 class Family:
     """The one declaration of a family, which loading, streaming, checkpoints, export, plans and engines walk."""
@@ -88,6 +110,10 @@ class Family:
     attends_in_groups: bool = False
     """Whether groups of a server's ranks may attend apart in SGLang's model (`rollout.sglang.data_parallel_attention`).
     """
+    unserved: Callable[[ArchitectureConfig, Served], str] = unread_window
+    """Why SGLang does not compute such a model; nothing where it does."""
+    further: Callable[[Any], Mapping[str, Any]] = nothing
+    """Of transformers' configuration: what SGLang reads of config.json beside what transformers writes."""
 
     def architecture(self, hf_config: PretrainedConfig) -> ArchitectureConfig:
         """The architecture of a model of this family. Raises ValueError for what it refuses."""

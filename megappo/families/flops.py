@@ -45,12 +45,13 @@ def update_flops(
     mlp = 2.0 * 3 * arch.hidden_size * arch.ffn_hidden_size * (arch.experts_per_token or 1)
     of = {"core_attn": attention, "mlp": mlp, "moe": mlp}  # an MLP has three matrices
     again = {"none": 0.0, "selective": sum(of[module] for module in set(recompute_modules)), "full": layer}
+    scores = attention if arch.beyond.scores_cap is not None else 0.0  # made again in backward
     extra = 0.0 if is_critic else head
     if lora is None:
-        return 3 * layer + again[recompute], 3 * head + extra
+        return 3 * layer + again[recompute] + scores, 3 * head + extra
     added = adapter_flops(arch, lora)
     again["full"] += added
-    in_layer = 2 * (layer - attention) + 3 * (attention + added) + again[recompute]
+    in_layer = 2 * (layer - attention) + 3 * (attention + added) + again[recompute] + scores
     return in_layer, (3 if is_critic else 2) * head + extra
 
 
@@ -70,12 +71,15 @@ class SampleCost:
     of_pair: int
     window: int | None = None
     """Tokens each token sees, itself included; None: all before it."""
+    of_far_pair: int = 0
+    """Of a pair that layers without the window see, where others have it."""
 
     def of(self, tokens: int) -> int:
         """Of a sample of so many tokens, of which each sees itself and those before it."""
         seen = tokens if self.window is None else min(tokens, self.window)
         pairs = seen * (seen + 1) // 2 + (tokens - seen) * seen
-        return tokens * self.of_token + pairs * self.of_pair
+        every = tokens * (tokens + 1) // 2
+        return tokens * self.of_token + pairs * self.of_pair + every * self.of_far_pair
 
 
 def sample_cost(arch: ArchitectureConfig, *, is_critic: bool) -> SampleCost:
@@ -84,5 +88,6 @@ def sample_cost(arch: ArchitectureConfig, *, is_critic: bool) -> SampleCost:
     A policy's output matrix counts for every token, though a prompt does not pass it; a critic has none.
     """
     head = arch.vocab_size * arch.hidden_size if is_critic else 0
-    of_pair = 12 * arch.layers * arch.query_width
-    return SampleCost(6 * (multiplied_parameters(arch) - head), of_pair, arch.sliding_window)
+    near = arch.layers_with_window if arch.has_window else arch.layers
+    of_pair, of_far_pair = (12 * layers * arch.query_width for layers in (near, arch.layers - near))
+    return SampleCost(6 * (multiplied_parameters(arch) - head), of_pair, arch.sliding_window, of_far_pair)

@@ -64,9 +64,17 @@ def no_attention_bias(c: Any) -> dict[str, Any]:
 
 
 def _check_rope(c: Any) -> None:
-    rope = c.rope_parameters
-    if not isinstance(rope.get("rope_type"), str):
-        raise ValueError(f"rope_parameters of '{', '.join(rope)}' are not supported; use a model with one rope")
+    ropes, kinds = c.rope_parameters, getattr(c, "layer_types", None) or ()
+    if isinstance(ropes.get("rope_type"), str):
+        _check_one_rope(c, ropes)
+    elif not isinstance(getattr(c, "default_theta", None), Mapping) or ropes.keys() != set(_LAYER_TYPES) | set(kinds):
+        raise ValueError(f"rope_parameters of '{', '.join(ropes)}' are not supported; use a model with one rope")
+    else:  # of a family whose kinds of layers have ropes of their own
+        for rope in ropes.values():
+            _check_one_rope(c, rope)
+
+
+def _check_one_rope(c: Any, rope: Mapping[str, Any]) -> None:
     if rope["rope_type"] not in _ROPE_TYPES:
         raise ValueError(f"rope type '{rope['rope_type']}' is not supported; use one of {', '.join(_ROPE_TYPES)}")
     factor = rope.get("partial_rotary_factor", getattr(c, "partial_rotary_factor", None))
@@ -93,22 +101,29 @@ def window_of_every_layer(c: Any) -> dict[str, Any]:
 
 
 def window_by_layer_types(c: Any) -> dict[str, Any]:
-    """`sliding_window`, for families in which it holds for the layers that `layer_types` calls sliding.
+    """`sliding_window`, for families in which it holds for the layers that `layer_types` calls sliding, all or some.
 
-    Raises ValueError for layers that differ.
+    Raises ValueError for a window that is not there, and for layers without a type.
     """
-    window = _stated_window(c)
-    return _agreeing(c, window if "sliding_attention" in _layer_types(c) else None)
+    window, kinds = _stated_window(c), _layer_types(c)
+    if len(kinds) < 2:
+        return _agreeing(c, window if "sliding_attention" in kinds else None)
+    if window is None:
+        return _agreeing(c, None)
+    if len(c.layer_types) != c.num_hidden_layers:
+        raise ValueError(
+            f"layer_types has {len(c.layer_types)} entries for num_hidden_layers {c.num_hidden_layers}; give one each"
+        )
+    windowed = tuple(kind == "sliding_attention" for kind in c.layer_types)
+    return {"sliding_window": window, "windowed_layers": windowed}
 
 
 def _layer_types(c: Any) -> tuple[str, ...]:
-    """The one kind of all layers, or nothing where config.json does not say it."""
+    """The kinds of layers that there are, or nothing where config.json does not say it."""
     kinds = tuple(dict.fromkeys(getattr(c, "layer_types", None) or ()))
     other = [kind for kind in kinds if kind not in _LAYER_TYPES]
     if other:
         raise ValueError(f"layer_types of '{other[0]}' is not supported; use a model of {' or '.join(_LAYER_TYPES)}")
-    if len(kinds) > 1:
-        raise ValueError("a mix of full and sliding attention layers is not supported; use a model with one kind")
     return kinds
 
 
@@ -121,12 +136,13 @@ def _stated_window(c: Any) -> int | None:
 
 
 def _agreeing(c: Any, window: int | None) -> dict[str, Any]:
-    """The window that transformers applies. Raises ValueError where `layer_types` speak of the other kind."""
-    kinds = _layer_types(c)
-    if kinds and (kinds == ("sliding_attention",)) != (window is not None):
+    """The window that transformers applies. Raises ValueError where `layer_types` speak of the other kind, or of it
+    too."""
+    wrong = [kind for kind in _layer_types(c) if (kind == "sliding_attention") != (window is not None)]
+    if wrong:
         found = "no sliding_window" if window is None else f"a sliding_window of {window} in every layer"
         raise ValueError(
-            f"layer_types of '{kinds[0]}' contradicts what transformers computes for this {c.model_type}, {found}; "
+            f"layer_types of '{wrong[0]}' contradicts what transformers computes for this {c.model_type}, {found}; "
             "make layer_types and sliding_window of config.json agree"
         )
     return {"sliding_window": window}
@@ -139,17 +155,20 @@ def experts(c: Any) -> dict[str, Any]:
             f"decoder_sparse_step {c.decoder_sparse_step} with mlp_only_layers {c.mlp_only_layers} mixes dense layers "
             "among those with experts, which is not supported; use a model with experts in every layer"
         )
-    if not 0 < c.num_experts_per_tok <= c.num_experts or c.num_experts < 2:
+    counts = expert_counts(c, "num_experts")
+    return {**counts, "ffn_hidden_size": c.moe_intermediate_size, "normalized_experts": c.norm_topk_prob}
+
+
+def expert_counts(c: Any, name: str) -> dict[str, Any]:
+    """How many there are, by the setting of that name, and how many a token is sent to. Raises ValueError where that
+    is no choice."""
+    count = getattr(c, name)
+    if not 0 < c.num_experts_per_tok <= count or count < 2:
         raise ValueError(
-            f"num_experts_per_tok {c.num_experts_per_tok} of num_experts {c.num_experts} is not supported; "
+            f"num_experts_per_tok {c.num_experts_per_tok} of {name} {count} is not supported; "
             "use a model of at least 2 experts that sends each token to some of them"
         )
-    return {
-        "ffn_hidden_size": c.moe_intermediate_size,
-        "experts": c.num_experts,
-        "experts_per_token": c.num_experts_per_tok,
-        "normalized_experts": c.norm_topk_prob,
-    }
+    return {"experts": count, "experts_per_token": c.num_experts_per_tok}
 
 
 def _stored_blocks(c: Any) -> tuple[int, int] | None:

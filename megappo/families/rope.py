@@ -10,13 +10,28 @@ from megappo.families.architecture import ArchitectureConfig
 
 
 def rotary(arch: ArchitectureConfig) -> tuple[Tensor, float]:
-    """Inverse frequencies (head_dim/2,) and the factor on cosine and sine, as transformers computes them.
+    """Inverse frequencies (kinds, head_dim/2) and the factor on cosine and sine, as transformers computes them.
 
     Megatron's own scaling knows Llama 3's constants only.
     """
-    rope = arch.hf_config.rope_parameters
+    kinds = rope_kinds(arch)
+    found = [_of_kind(arch, kind) for kind in kinds] if kinds else [_of_kind(arch, None)]
+    assert len({scale for _, scale in found}) == 1, "one factor for all layers"
+    return torch.stack([frequencies for frequencies, _ in found]), found[0][1]
+
+
+def rope_kinds(arch: ArchitectureConfig) -> tuple[str, ...]:
+    """The kinds of rope that a model's layers have, in the order of `rotary`; nothing: there is one."""
+    return tuple(sorted(set(arch.beyond.ropes)))
+
+
+def _of_kind(arch: ArchitectureConfig, kind: str | None) -> tuple[Tensor, float]:
+    said = arch.hf_config.rope_parameters
+    rope = said if kind is None else said[kind]
     if rope["rope_type"] == "default":
         exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.int64).float() / arch.head_dim
         return 1.0 / (rope["rope_theta"] ** exponents), 1.0
-    inverse_frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](arch.hf_config, torch.device("cpu"))
+    of_layers = {} if kind is None else {"layer_type": kind}
+    compute = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
+    inverse_frequencies, scale = compute(arch.hf_config, torch.device("cpu"), **of_layers)
     return inverse_frequencies, float(scale)

@@ -17,10 +17,13 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn.attention import varlen
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import rms_norm, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
+from megappo.families.architecture import CAPPED_ROWS
 from megappo.megatron.context import WHOLE, ContextShard, gather_keys_values
 
 if TYPE_CHECKING:
@@ -100,34 +103,43 @@ def _described(lengths: Sequence[int], key_lengths: Sequence[int], **tensors: An
     )
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, cap: float | None = None
+) -> Tensor:
     """Causal attention of (b, heads, n, d) tensors, of which the last query sees all keys; with a window each token
-    sees the last `window` tokens.
+    sees the last `window` tokens, with a cap scores are cap * tanh(score / cap).
 
     Queries of a long windowed sequence are taken in blocks of `window`, so that no mask exceeds window x 2 window.
-    Without a window, a chunk that is not the first of its segment takes one mask of all its queries x keys.
+    Without a window, a chunk that is not the first of its segment takes one mask of all its queries x keys. With a cap,
+    which torch's attention does not know, blocks have at most `CAPPED_ROWS` queries and keep no scores: these are made
+    again in backward.
     """
     length, before = query.shape[-2], key.shape[-2] - query.shape[-2]
     grouped = query.shape[1] != key.shape[1]
-    if not before and (window is None or length <= window):
+    if cap is None and not before and (window is None or length <= window):
         return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
     blocks, window = [], key.shape[-2] if window is None else window
-    for start in range(before, before + length, window):
-        stop, first = min(start + window, before + length), max(0, start - window + 1)
+    step = window if cap is None else min(window, CAPPED_ROWS)
+    for start in range(before, before + length, step):
+        stop, first = min(start + step, before + length), max(0, start - window + 1)
         rows = torch.arange(start, stop, device=query.device)[:, None]
         columns = torch.arange(first, stop, device=query.device)[None, :]
         mask = (columns <= rows) & (columns > rows - window)
-        blocks.append(
-            scaled_dot_product_attention(
-                query[..., start - before : stop - before, :],
-                key[..., first:stop, :],
-                value[..., first:stop, :],
-                attn_mask=mask,
-                scale=scale,
-                enable_gqa=grouped,
-            )
-        )
+        of_block = query[..., start - before : stop - before, :], key[..., first:stop, :], value[..., first:stop, :]
+        if cap is None:
+            block = scaled_dot_product_attention(*of_block, attn_mask=mask, scale=scale, enable_gqa=grouped)
+        else:
+            block = checkpoint(_capped, *of_block, mask, scale, cap, use_reentrant=False, preserve_rng_state=False)
+        blocks.append(block)
     return torch.cat(blocks, dim=-2)
+
+
+def _capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, cap: float) -> Tensor:
+    """Plain products in float32: what kernels keep of scores, products of bfloat16 would round away."""
+    grouped = query.unflatten(1, (key.shape[1], -1)).float()  # (b, g, h/g, n, d)
+    scores = grouped @ key.unsqueeze(2).float().transpose(-1, -2) * scale
+    shares = (cap * torch.tanh(scores / cap)).masked_fill(~mask, -torch.inf).softmax(-1)
+    return (shares @ value.unsqueeze(2).float()).flatten(1, 2).to(query.dtype)
 
 
 def takes_packs(dtype: torch.dtype, head_dim: int, capability: tuple[int, int] | None) -> bool:
@@ -183,13 +195,15 @@ class PackedCoreAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
+        scores_cap: float | None = None,
     ) -> None:
         super().__init__(config=config)
+        self.scores_cap = scores_cap
         assert not config.attention_dropout, "PPO's ratio needs a policy without dropout"
         self.context_group: Any = None if pg_collection is None else pg_collection.cp
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
-        window = config.window_size
-        self.window = window[0] + 1 if isinstance(window, tuple) else None
+        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if config.window_size is not None and has_window else None
 
     def forward(
         self,
@@ -206,7 +220,7 @@ class PackedCoreAttention(MegatronModule):
         segments = packed_seq_params.chunks or packed_seq_params
         if segments.key_rows is not None:
             key, value = gather_keys_values(key, value, segments.key_rows, self.context_group)
-        if takes_packs(query.dtype, query.shape[-1], _capability(query.device)):
+        if self.scores_cap is None and takes_packs(query.dtype, query.shape[-1], _capability(query.device)):
             out = attend_pack(query, key, value, segments, scale=self.scale, window=self.window)
             return out.flatten(1)
         lengths, key_lengths = segments.lengths, segments.key_lengths
@@ -215,7 +229,7 @@ class PackedCoreAttention(MegatronModule):
         outputs = []
         for q, k, v in zip(query.split(lengths), key.split(key_lengths), value.split(key_lengths), strict=True):
             q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-            outputs.append(_attend(q, k, v, self.scale, self.window).squeeze(0).transpose(0, 1))
+            outputs.append(_attend(q, k, v, self.scale, self.window, self.scores_cap).squeeze(0).transpose(0, 1))
         return torch.cat(outputs).flatten(1)
 
     def _attend_rectangle(
@@ -227,7 +241,8 @@ class PackedCoreAttention(MegatronModule):
             padded = x.new_zeros(segments * longest, *x.shape[1:]).index_copy(0, slots, x)
             return padded.view(segments, longest, *x.shape[1:]).transpose(1, 2)
 
-        out = _attend(rectangle(query), rectangle(key), rectangle(value), self.scale, self.window)
+        q, k, v = rectangle(query), rectangle(key), rectangle(value)
+        out = _attend(q, k, v, self.scale, self.window, self.scores_cap)
         return out.transpose(1, 2).flatten(0, 1).index_select(0, slots).flatten(1)
 
 
@@ -241,3 +256,11 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.zero_centered = config.layernorm_zero_centered_gamma
+        """The weight is what it multiplies by, less 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of weights around zero the sum with 1 is made in float32, as are the products: bfloat16 would round it."""
+        if not self.zero_centered:
+            return super().forward(x)
+        return rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(x.dtype)

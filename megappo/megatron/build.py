@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -25,11 +25,12 @@ from megappo.config.pipeline import even_layers
 from megappo.config.roles import OffloadSettings
 from megappo.errors import RunError
 from megappo.families.adapters import LoraShape, RowOrder, adapter_parameters, adapters
-from megappo.families.architecture import ArchitectureConfig
+from megappo.families.architecture import ArchitectureConfig, Beyond
 from megappo.families.parameters import EMBEDDING, OUTPUT_LAYER, Parameter, canonical_names, embedding, model_parameters
 from megappo.families.rope import rotary
 from megappo.families.weights import ValueHeadWeights, WeightSource, read_shard
-from megappo.megatron.attention import PackedCoreAttention, RMSNorm
+from megappo.megatron.attention import RMSNorm
+from megappo.megatron.beyond import around_layers, core_attention, norms_after
 from megappo.megatron.experts import use_grouped_experts
 from megappo.megatron.heads import LogprobHead, ValueHead
 from megappo.megatron.layout import Layout
@@ -300,7 +301,9 @@ def _stage_layers(arch: ArchitectureConfig, layout: Layout, options: BuildOption
     return StageLayers(options.chunk_layers or even_layers(arch.layers, pp * layout.vpp), pp, layout.stage)
 
 
-def layer_spec(config: TransformerConfig, layout: Layout, vp_stage: int | None, options: BuildOptions) -> Any:
+def layer_spec(
+    config: TransformerConfig, layout: Layout, vp_stage: int | None, options: BuildOptions, beyond: Beyond
+) -> Any:
     """Transformer Engine's layers where it can run; otherwise Megatron's own with our attention and norm."""
     parts = {"num_experts": config.num_moe_experts, "qk_layernorm": config.qk_layernorm}
     if options.has_engine_layers:
@@ -314,10 +317,12 @@ def layer_spec(config: TransformerConfig, layout: Layout, vp_stage: int | None, 
     if options.has_engine_layers:
         return layer
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = PackedCoreAttention
+    attention.core_attention = core_attention(beyond)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if beyond.norms_after:
+        norms_after(layer)
     layers = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=layout.stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
 
@@ -332,6 +337,7 @@ def build_model(
     """Build this rank's chunks of a role and fill them from `source`, and their adapters from a source of these."""
     if arch.experts:
         fix_router()
+    options = replace(options, accelerations=options.accelerations.for_model(own_layers=arch.has_own_layers))
     model_parallel_cuda_manual_seed(
         options.seed, tp_rank=layout.tensor_rank, ep_rank=layout.expert_rank, etp_rank=0, force_reset_rng=True
     )
@@ -387,7 +393,7 @@ def _build_chunk(
     last = layout.is_last_stage and chunk == layout.vpp - 1
     model = GPTModel(
         config=config,
-        transformer_layer_spec=layer_spec(config, layout, vp_stage, options),
+        transformer_layer_spec=layer_spec(config, layout, vp_stage, options, arch.beyond),
         vocab_size=options.padded_vocab,
         max_sequence_length=arch.max_position_embeddings,
         pre_process=first,
@@ -404,9 +410,10 @@ def _build_chunk(
     model.to(options.device)  # Megatron makes the router's weight on the CPU, torch makes norms there
     frequencies = rotary(arch)[0].to(options.device)
     if options.has_engine_layers:
-        model.rotary_pos_emb.inv_freq = frequencies
+        model.rotary_pos_emb.inv_freq = frequencies[0]
     else:
         model.rotary_pos_emb = PackedRotary(frequencies, options.dtype)
+    around_layers(model, arch)
     if last and options.value_head_std is not None:
         model.output_layer = ValueHead(layout, arch.hidden_size, options.dtype, options.device)
         generator = torch.Generator().manual_seed(options.seed)
@@ -418,6 +425,7 @@ def _build_chunk(
             model.output_layer.weight,
             vocab_size=arch.vocab_size,
             temperature=options.temperature,
+            cap=arch.beyond.logits_cap,
         )
     return model
 

@@ -55,11 +55,21 @@ class PolicyTarget:
 class LogprobHead(_Head):
     """Language model head: log-probabilities of the response tokens, or the policy loss of an update, float32."""
 
-    def __init__(self, layout: Layout, weight: nn.Parameter | None, *, vocab_size: int, temperature: float) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        weight: nn.Parameter | None,
+        *,
+        vocab_size: int,
+        temperature: float,
+        cap: float | None = None,
+    ) -> None:
+        """`cap`: logits become cap * tanh(logits / cap) before the temperature."""
         super().__init__(layout)
         self.weight = weight  # None where the tied embedding of the same stage is passed to forward
         self.vocab_size = vocab_size
         self.temperature = temperature
+        self.cap = cap
         self._labels_N: Tensor | None = None
         self._target: PolicyTarget | None = None
         self.report: Mapping[str, Tensor] = {}
@@ -84,6 +94,7 @@ class LogprobHead(_Head):
             "temperature": self.temperature,
             "tp_group": self.layout.groups.tp,
             "valid_vocab": self.vocab_size,
+            "softcap": self.cap,
             "sequence_parallel": self.layout.sequence_parallel,
         }
         if self._target is None:

@@ -3,7 +3,7 @@
 Megatron's own rotation of packed sequences reads the segments' lengths on the host, twice for queries and twice for
 keys of every layer, and computes cosine and sine anew each time. Here they are computed once per microbatch, for the
 positions that the pack brings along.
-Shape legend: t tokens of a packed microbatch, h heads, d channels.
+Shape legend: t tokens of a packed microbatch, h heads, d channels, k kinds of rope that a model's layers have.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class PackedRotary(nn.Module):
     """Stands at GPTModel's `rotary_pos_emb`, with the two methods that GPTModel calls."""
 
     def __init__(self, inverse_frequencies: Tensor, dtype: torch.dtype) -> None:
-        """`inverse_frequencies`: (d/2,) float32, on the model's device; `dtype`: of the activations."""
+        """`inverse_frequencies`: (k, d/2) float32, on the model's device; `dtype`: of the activations."""
         super().__init__()
         self.inverse_frequencies, self.dtype = inverse_frequencies, dtype
 
@@ -32,10 +32,11 @@ class PackedRotary(nn.Module):
         return packed_seq_params.positions
 
     def forward(self, positions: Tensor, *, packed_seq: bool, cp_group: Any) -> Tensor:
-        """(t,) -> (2, t, 1, d): cosine and sine, in one tensor, as Megatron takes a pair for queries and keys."""
-        angles = torch.outer(positions.float(), self.inverse_frequencies)
-        angles = torch.cat((angles, angles), dim=-1)[:, None]
-        return torch.stack((angles.cos(), angles.sin())).to(self.dtype)
+        """(t,) -> (2k, t, 1, d): cosine and sine of each kind of rope, in one tensor, as Megatron takes a pair for
+        queries and keys."""
+        angles = positions.float()[:, None] * self.inverse_frequencies[:, None]
+        angles = torch.cat((angles, angles), dim=-1)[:, :, None]
+        return torch.stack((angles.cos(), angles.sin()), dim=1).flatten(0, 1).to(self.dtype)
 
 
 def rotate(x: Tensor, _cu_seqlens: Tensor, cosine_sine: Tensor, **_of_context_parallelism: Any) -> Tensor:

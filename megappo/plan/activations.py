@@ -15,6 +15,7 @@ head size, F the feed-forward size, h and g the heads:
                e Q              input of the output matrix
                2 e K (CP - 1/2) keys and values of other ranks' tokens, for each of this rank's  [not recomputed]
     SwiGLU     3 e F            gate and up, product
+    norms      2 e H            inputs of those behind attention and MLP, where there are such
     experts    4 E + 56 k       router: float32 weights; those of the chosen, and places on the way there and back
                k e (H + 3 F)    for each of k experts its input, gate and up, weighted product
                8 E              with a load-balancing loss: float32 shares, and what they are multiplied with
@@ -36,6 +37,7 @@ norms and SwiGLU are several operations, more is kept: see `_norm_input` and `pe
 from __future__ import annotations
 
 from megappo.families.adapters import adapters
+from megappo.families.architecture import CAPPED_ROWS, ArchitectureConfig
 from megappo.plan.inputs import RoleSetup, Workload
 from megappo_kernels.lm_head import BLOCK
 from megappo_kernels.ppo_head import CHUNK_BYTES
@@ -48,7 +50,9 @@ def layer_bytes_per_token(role: RoleSetup, *, recompute: str, fused: bool) -> fl
     hidden, q, kv = arch.hidden_size, arch.query_width, arch.key_width
     if recompute == "full":
         return e * hidden / rows
-    residual = 2.0 * (_norm_input(hidden, e, fused) + e * hidden)
+    residual = 2.0 * (_norm_input(hidden, _norm_bytes(arch, e), fused) + e * hidden)
+    if arch.beyond.norms_after:  # what they give is added up, and not kept
+        residual += 2.0 * _norm_input(hidden, _norm_bytes(arch, e), fused)
     attention = float(e * (q + 2 * kv) + e * (q + kv) + e * q)
     dropped = role.recompute_modules if recompute == "selective" else ()
     if "core_attn" not in dropped:
@@ -73,6 +77,11 @@ def adapted_ranks(role: RoleSetup) -> int:
 def seen_per_token(role: RoleSetup) -> float:
     """Keys that attention holds for each token of a rank: its own, and under context parallelism those of others."""
     return role.grid.cp + 0.5 if role.grid.cp > 1 else 1.0
+
+
+def _norm_bytes(arch: ArchitectureConfig, e: int) -> int:
+    """Of an element of a norm's input: those whose weights are around zero work in float32."""
+    return 4 if arch.declaration.megatron(arch).get("layernorm_zero_centered_gamma") else e
 
 
 def _norm_input(width: int, e: int, fused: bool) -> float:
@@ -134,7 +143,8 @@ def kept_bytes(role: RoleSetup, stage: int, work: Workload) -> float:
         kept += layer_bytes_per_token(role, recompute="none", fused=work.on_cuda) * tokens
     if stage == role.grid.pp - 1:
         rows = role.grid.tp if role.sequence_parallel else 1
-        kept += _norm_input(role.arch.hidden_size, role.dtype_bytes, work.on_cuda) * tokens / rows
+        e = _norm_bytes(role.arch, role.dtype_bytes)
+        kept += _norm_input(role.arch.hidden_size, e, work.on_cuda) * tokens / rows
     return kept + routing_bytes(role, stage, work)
 
 
@@ -169,6 +179,20 @@ def head_bytes(role: RoleSetup, stage: int, work: Workload, *, train: bool) -> f
     return (3.0 * e + 4) * rows * hidden + chunk + placeholder
 
 
+def capped_bytes(role: RoleSetup, work: Workload) -> float:
+    """What attention with a cap of its scores needs for one block of queries, in plain products in float32.
+
+    Scores, what tanh and softmax make of them, and their gradient; queries, keys and values. Segments side by side are
+    padded to at most twice their tokens.
+    """
+    if role.arch.beyond.scores_cap is None:
+        return 0.0
+    tokens, arch = role.rank_tokens(work.sequence_tokens), role.arch
+    rows = min(CAPPED_ROWS, work.sequence_tokens)
+    seen = 2 * tokens * seen_per_token(role)
+    return 4.0 * (4 * rows * seen * arch.heads + seen * (arch.query_width + 2 * arch.key_width)) / role.grid.tp
+
+
 def transient_bytes(role: RoleSetup, stage: int, work: Workload, *, train: bool) -> float:
     """What one layer needs while it runs, beyond what is kept.
 
@@ -187,4 +211,5 @@ def transient_bytes(role: RoleSetup, stage: int, work: Workload, *, train: bool)
     gathered = float(e * tokens * hidden) if role.sequence_parallel else 0.0
     if role.grid.cp > 1:
         gathered += 2.0 * e * tokens * (role.grid.cp + 1) * role.arch.key_width / role.grid.tp
+    wide = max(wide, capped_bytes(role, work))
     return wide + gathered + (e * role.largest_weight(stage) if train else 0)

@@ -10,6 +10,7 @@ from megappo.config import Config, resolve
 from megappo.config.engine import SGLangSettings
 from megappo.config.rules import server_rules
 from megappo.config.schema import RolloutSettings
+from megappo.families.declaration import Served
 from megappo.plan.costs import rollout_cost
 from megappo.plan.inputs import Models, make_setup
 from megappo.plan.machines import Machine
@@ -39,6 +40,9 @@ def other_engine(config: Config, models: Models, machine: Machine, gpus: int) ->
     """Plan the rollout with the engine that the configuration does not use on this machine."""
     config = resolve(config, on_cuda=machine.is_cuda)
     name = "transformers" if config.rollout.has_servers else "sglang"
+    why = models.actor.declaration.unserved(models.actor, Served(machine.is_cuda, config.max_sequence_tokens))
+    if why and name == "sglang":
+        return OtherEngine(name, (), None, f"{_NAMES[name]} would not do: {why}")
     now = _rollout_seconds(config, models, machine, gpus)
     found = [
         (seconds, overrides)

@@ -88,8 +88,9 @@ def outlook(config: Config, world_size: int, machine: Machine) -> Outlook:
     stages = step_costs(setup, share)
     rollout = next(stage.seconds for stage in stages if stage.name == "rollout")
     total = step_seconds(stages, setup.work.servers)
-    found, dtype = find_accelerations(config.model.accelerations), getattr(torch, config.model.dtype)
-    if found.uses_engine_layers(dtype):
+    dtype = getattr(torch, config.model.dtype)
+    found = find_accelerations(config.model.accelerations).for_model(own_layers=models.actor.has_own_layers)
+    if found.for_model(own_layers=False).uses_engine_layers(dtype):
         _check_windows(setup, found.engine.words)
     rows = (
         ("layers", found.sentence(dtype)),
@@ -107,7 +108,7 @@ def outlook(config: Config, world_size: int, machine: Machine) -> Outlook:
 def _check_windows(setup: Setup, engine: str) -> None:
     """The ring in which Transformer Engine hands keys from rank to rank knows no windows."""
     for role in setup.roles:
-        if role.grid.cp > 1 and role.arch.has_window:
+        if role.grid.cp > 1 and role.arch.has_window and not role.arch.has_own_layers:
             name = "actor" if role.name == "reference" else role.name
             raise ConfigError(
                 f"{name}.layout.context_parallel is {role.grid.cp} and the {role.name} model has a sliding window, "

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
-from megappo.config import Config
+from megappo.config import Config, ConfigError, resolve
 from megappo.config.derive import role_numbers
 from megappo.config.grid import Grid
 from megappo.config.pipeline import chunk_layers, even_layers
@@ -15,6 +15,7 @@ from megappo.config.roles import ActorSettings, CriticSettings, OffloadSettings
 from megappo.config.rules import RoleSpec
 from megappo.families.adapters import LoraShape, adapter_parameters, expert_adapter_parameters
 from megappo.families.architecture import ArchitectureConfig, expert_number_bytes
+from megappo.families.declaration import Served
 from megappo.families.parameters import EMBEDDING, OUTPUT_LAYER, expert_parameters, model_parameters, shard_shape
 from megappo.plan.servers import Servers, find_servers
 from megappo.plan.sizes import largest_of_layer
@@ -216,7 +217,13 @@ class Setup:
 
 
 def make_setup(config: Config, models: Models, world_size: int, *, on_cuda: bool, device_bytes: float = 0.0) -> Setup:
-    """The planner's view of settings that break no rule; SGLang takes its share of `device_bytes`."""
+    """The planner's view of settings that break no rule; SGLang takes its share of `device_bytes`.
+
+    Raises ConfigError where SGLang is to generate and does not compute the actor's model.
+    """
+    why = models.actor.declaration.unserved(models.actor, Served(on_cuda, config.max_sequence_tokens))
+    if why and resolve(config, on_cuda=on_cuda).rollout.has_servers:
+        raise ConfigError(f"rollout.engine is sglang, but {why}; set rollout.engine to transformers")
     actor = trained_role(config, "actor", models, world_size, on_cuda=on_cuda)
     critic = None if config.critic is None else trained_role(config, "critic", models, world_size, on_cuda=on_cuda)
     reference = None if config.reference is None else reference_role(config, actor, models)

@@ -185,6 +185,8 @@ def engine_memory(arch: ArchitectureConfig, work: Workload) -> EngineMemory:
     cache = 2.0 * arch.layers * kv_width * e * tokens
     layer_copies = 2.0 * e * tokens * (kv_width + (q_width if q_width > kv_width else 0))
     prefill = e * batch * work.prompt_tokens * (3 * arch.ffn_hidden_size + 2 * arch.hidden_size)
+    if arch.beyond.scores_cap is not None:  # scores are there whole, three times in the engine's type and in float32
+        prefill += (3 * e + 4) * batch * arch.heads * work.prompt_tokens**2
     sampler = batch * arch.vocab_size * (e + 3 * 4)
     weights = float(model_sizes(arch)[0] * e)
     idle = 0.0 if work.engine_sleeps else weights

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megappo.checkpoint.files import Marker
-from megappo.checkpoint.identity import architecture_fields, model_of
+from megappo.checkpoint.identity import architecture_fields, model_of, said_fields
 from megappo.checkpoint.select import find_checkpoint
 from megappo.checkpoint.source import CheckpointSource
 from megappo.checkpoint.torch_dist.folder import find_iteration, is_megatron
@@ -117,7 +117,7 @@ def _open_run(path: Path, wanted: Wanted) -> Origin:
     if other is None:  # checkpoints of an earlier megappo do not say it
         _, model = model_of(marker, wanted.role)
         other = architecture_fields(_read(model, wanted))
-    _require_same(other, wanted)
+    _require_same(said_fields(other), wanted)
     what = "that" if wanted.lora is None else "the adapters"
     return Origin(source, ". ".join([*sentences, f"the {wanted.role} begins with {what} of {folder}"]))
 

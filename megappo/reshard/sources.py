@@ -207,14 +207,15 @@ class RandomSource:
 
     def __init__(self, arch: ArchitectureConfig, seed: int) -> None:
         self._std, self._shapes, self._seed = arch.initializer_range, tensor_shapes(arch), seed
+        self._less_one = bool(arch.declaration.megatron(arch).get("layernorm_zero_centered_gamma"))
         # The slices of one parameter come from at most three tensors (query, key, value).
         self._whole = lru_cache(maxsize=3)(self._draw)
 
     def _draw(self, name: str) -> Tensor:
-        """A normal(0, initializer_range) matrix, a norm of ones or a bias of zeros."""
+        """A normal(0, initializer_range) matrix, a norm that multiplies by one or a bias of zeros."""
         shape = self._shapes[name]
         if len(shape) == 1:
-            return torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
+            return torch.zeros(shape) if name.endswith(".bias") or self._less_one else torch.ones(shape)
         return torch.randn(shape, generator=generator_of(self._seed, name)) * self._std
 
     def read(self, piece: Piece) -> Tensor:

@@ -52,11 +52,13 @@ def write_critic(
     out: Path, arch: ArchitectureConfig, tensors: Iterable[tuple[str, Tensor]], tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Write a value model as AutoModelForTokenClassification loads it: its one logit at a token is the value of the
-    state after that token. Raises ValueError as `write_policy` does."""
+    state after that token. Of a family for which transformers has no such class, as megappo alone loads it. Raises
+    ValueError as `write_policy` does."""
     wanted = tensor_shapes(arch, output_layer=False)
     wanted |= zip(EXPORTED, ((1, arch.hidden_size), (1,)), strict=True)
     dtype = _write_tensors(out, tensors, wanted)
-    model_class = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES[arch.family]
+    classifiers = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
+    model_class = classifiers.get(arch.family, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[arch.family])
     settings = {"num_labels": 1, "classifier_dropout": 0.0, "token_classification_bias": True}
     _write_config(out, arch, dtype, model_class, settings, without=_OF_OTHER_HEADS)
     tokenizer.save_pretrained(out)
@@ -72,7 +74,8 @@ def _write_config(
     without: Sequence[str] = (),
 ) -> None:
     config = copy.deepcopy(arch.hf_config)
-    for name, value in {**changes, "dtype": dtype, "architectures": [model_class]}.items():
+    further = arch.declaration.further(config)
+    for name, value in {**further, **changes, "dtype": dtype, "architectures": [model_class]}.items():
         setattr(config, name, value)
     for name in without:
         if hasattr(config, name):

@@ -10,7 +10,7 @@ import functools
 import importlib
 import importlib.util
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -55,10 +55,16 @@ class Accelerations:
     apex: Library = Library("Apex", None, "was not looked for")
     gradients_problem: str | None = "was not looked for"
     """Why gradients are not added up in Apex's extension; None: they are."""
+    own_layers: bool = False
+    """The model has what Transformer Engine's layers do not."""
+
+    def for_model(self, *, own_layers: bool) -> Accelerations:
+        """The same for a model that may need megappo's own layers."""
+        return replace(self, own_layers=own_layers)
 
     def uses_engine_layers(self, dtype: torch.dtype) -> bool:
         """Whether layers are Transformer Engine's: it attends to packed sequences in 16 bits only."""
-        return self.engine.is_used and dtype == torch.bfloat16
+        return self.engine.is_used and dtype == torch.bfloat16 and not self.own_layers
 
     def switches(self, dtype: torch.dtype) -> dict[str, bool]:
         """What to set of Megatron-Core's TransformerConfig for a model of this type."""
@@ -74,6 +80,8 @@ class Accelerations:
         parts, used = [], self.switches(dtype)
         if self.uses_engine_layers(dtype):
             parts.append(f"{self.engine.words} (attention, norms, rope)")
+        elif self.engine.is_used and self.own_layers:
+            parts.append(f"torch's layers, as the model has what those of {self.engine.words} have not")
         elif self.engine.is_used:
             parts.append(f"torch's layers, as {self.engine.words} attends to packs in bfloat16 only")
         else:

@@ -51,13 +51,14 @@ def sequences(vocab: int) -> list[torch.Tensor]:
 
 def expected(folder: Path, tokens: list[torch.Tensor]) -> torch.Tensor:
     """(N, 1) log-probabilities of everything but the first token, by transformers in float64."""
+    # The fused products of experts know no float64.
+    exact: dict[str, Any] = {"dtype": torch.float64, "experts_implementation": "eager", "attn_implementation": "eager"}
     if value_head := value_head_of(folder):
-        trunk = AutoModel.from_pretrained(folder, dtype=torch.float64).eval()
+        trunk = AutoModel.from_pretrained(folder, **exact).eval()
         with torch.no_grad():
             hidden = torch.cat([trunk(sequence[None]).last_hidden_state[0, :-1] for sequence in tokens])
         return hidden @ value_head[0].double().T + value_head[1]
-    # The fused products of experts know no float64.
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, **exact).eval()
     rows = []
     for sequence in tokens:
         with torch.no_grad():

@@ -9,10 +9,24 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+OWN: dict[str, dict[str, Any]] = {
+    "qwen3_moe": EXPERTS,
+    # Caps that are felt, and scores that are not divided by the root of a head's size.
+    "gemma2": {
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 5.0,
+        "query_pre_attn_scalar": 5,
+        "sliding_window": 7,
+    },
+    "gemma3_text": {"query_pre_attn_scalar": 5, "sliding_window": 7, "sliding_window_pattern": 2},
+    "mixtral": {"num_local_experts": EXPERTS["num_experts"], "num_experts_per_tok": EXPERTS["num_experts_per_tok"]},
+}
+"""What a tiny model of a family has beside the sizes of all."""
 VOCAB = 131  # a prime: never divisible, so every tensor parallel size pads
 
 
@@ -35,7 +49,7 @@ def write_model(folder: Path, family: str, seed: int, noise: float = 0.0, **chan
         "pad_token_id": 0,
         "bos_token_id": None,
     }
-    settings |= EXPERTS if family == "qwen3_moe" else {}
+    settings |= OWN.get(family, {})
     config = AutoConfig.for_model(family, **(settings | changes))
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -67,17 +81,10 @@ def write_value_model(
     return folder
 
 
-def stored_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """A transformers model's parameters by the names they have in files: there every expert has its own."""
-    for name, parameter in model.named_parameters():
-        if ".mlp.experts." not in name:
-            yield name, parameter
-            continue
-        prefix, _, last = name.rpartition(".")
-        for expert, matrix in enumerate(parameter):
-            parts = {"gate_proj": matrix[: len(matrix) // 2], "up_proj": matrix[len(matrix) // 2 :]}
-            for part, tensor in parts.items() if last == "gate_up_proj" else [(last, matrix)]:
-                yield f"{prefix}.{expert}.{part}.weight", tensor
+def stored_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """A transformers model's parameters by the names they have in files, where every expert has its own."""
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    yield from revert_weight_conversion(model, parameters).items()
 
 
 def quantise(folder: Path, out: Path, blocks: tuple[int, int], **config: Any) -> dict[str, Tensor]:

@@ -122,6 +122,7 @@ BALANCE = {"actor": 0.05, "critic": 0.02}
 BALANCED = [f"{role}.router_aux_loss_coef={weight}" for role, weight in BALANCE.items()]
 TWO_EXPERTS: dict[str, list[str]] = {
     "ep2-experts": EP2,
+    "ep2-mixtral": EP2,
     "sp2-balanced-experts": [
         *SP2,
         "critic.layout.expert_parallel=2",
@@ -152,6 +153,11 @@ GSPO = [
     f"algorithm.policy_loss_options={{low: {GSPO_CLIP}, high: {GSPO_CLIP}}}",
     "algorithm.loss_aggregation=seq-mean-token-mean",
 ]
+# Models with caps, norms behind layers and layers that differ.
+GEMMA = {
+    "sp2-recompute-gemma2": [*SP2, *(f"{r}.recompute=full" for r in ("actor", "critic"))],
+    "pp2-gemma3_text": TWO_PROCESSES["pp2"],
+}
 OF_USERS = {f"{name}-tp2": [*loss, *TWO_PROCESSES["tp2"]] for name, loss in (("cispo", CISPO), ("gspo", GSPO))}
 ONE_PROCESS: dict[str, list[str]] = {"one": [], "one-tied": [], "one-experts": []}
 # The first update of a step: one epoch, and no learning where there are several updates.
@@ -171,7 +177,7 @@ ON_HOST_ROUNDED = ["model.dtype=bfloat16", *(f"{r}.optimizer.on_host=0.5" for r 
 ROUNDED = {"one-bfloat16": ["model.dtype=bfloat16"], "cp2-bfloat16": [*CP2, "model.dtype=bfloat16"]}
 WITH_ORACLE = {
     1: ONE_PROCESS,
-    2: {**TWO_PROCESSES, **UNEVEN_CHUNKS, "pp2-tied": TWO_PROCESSES["pp2"], **TWO_EXPERTS, **OF_USERS},
+    2: {**TWO_PROCESSES, **UNEVEN_CHUNKS, "pp2-tied": TWO_PROCESSES["pp2"], **TWO_EXPERTS, **GEMMA, **OF_USERS},
     3: THREE_PROCESSES,
     4: {**FOUR_PROCESSES, **FOUR_EXPERTS},
     8: EIGHT_PROCESSES,
@@ -180,7 +186,16 @@ SCENARIOS = {
     **WITH_ORACLE,
     2: {**WITH_ORACLE[2], **FIRST_UPDATE, **NON_FINITE, **ROUNDED, "one-bfloat16-on-host": ON_HOST_ROUNDED},
 }
-MODELS = ("model", "model-tied", "model-experts", "model-five")  # scenarios say by the end of their names which one
+# Scenarios say by the end of their names which one.
+MODELS = {
+    "model": "qwen3",
+    "model-tied": "qwen3",
+    "model-experts": "qwen3_moe",
+    "model-five": "qwen3",
+    "model-mixtral": "mixtral",
+    "model-gemma2": "gemma2",
+    "model-gemma3_text": "gemma3_text",
+}
 
 
 def base_config(folder: Path) -> dict[str, Any]:
@@ -258,10 +273,10 @@ class World:
 
     def folder(self, scenario: str) -> Path:
         """The model of a scenario; its configuration and its reference stand beside it."""
-        name = next((name for name in MODELS[1:] if scenario.endswith(name.removeprefix("model"))), "model")
+        name = next(name for name in reversed(MODELS) if scenario.endswith(name.removeprefix("model")))
         folder = self.root / name
         if not folder.exists():
-            family = "qwen3_moe" if name == "model-experts" else "qwen3"
+            family = MODELS[name]
             changes = {
                 "tie_word_embeddings": name == "model-tied",
                 "num_hidden_layers": 5 if name == "model-five" else 4,
@@ -332,7 +347,9 @@ def oracle_step(
 ) -> tuple[dict[str, Any], Any, ValueModel]:
     """What was measured in the step, and the models behind it. `adapters`: what actor and critic train."""
     actor, reference, trunk = (
-        AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32, experts_implementation="eager")
+        AutoModelForCausalLM.from_pretrained(
+            p, dtype=torch.float32, experts_implementation="eager", attn_implementation="eager"
+        )
         for p in (folder, reference_of(folder), folder)
     )
     if adapters is not None:
@@ -374,6 +391,14 @@ def test_step_equals_the_oracle(world: World, name: str) -> None:
     check_step(world.result(name), world.out(name), world.samples_of(name), *oracle(world, name))
 
 
+def stored_weights(model: Any) -> dict[str, torch.Tensor]:
+    """By their names in files; of a value model with its head."""
+    if not isinstance(model, ValueModel):
+        return dict(stored_parameters(model))
+    of_trunk = {f"model.{name}": parameter for name, parameter in stored_parameters(model.trunk)}
+    return {**of_trunk, **dict(model.head.named_parameters(prefix="head"))}
+
+
 def check_step(
     result: dict[str, Any],
     out: Path,
@@ -405,7 +430,7 @@ def check_step(
         assert result["metrics"]["mismatch/router_changed"] == pytest.approx(measured["changed"], rel=1e-9)
     for role, model in (("actor", actor), ("critic", critic)):
         trained = load_file(out / f"{role}.safetensors")
-        weights = dict(stored_parameters(model)) if base is None else merged_weights(base, model)
+        weights = stored_weights(model) if base is None else merged_weights(base, model)
         assert base is None or load_file(out / f"{role}-adapters.safetensors").keys() == adapters_of(model).keys()
         for name, tensor in weights.items():
             mapped = name.replace("trunk.", "model.")

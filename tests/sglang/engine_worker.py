@@ -379,6 +379,13 @@ def experts_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
     return found | leave(bench)
 
 
+def mixtral_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
+    """Mixtral, whose files have names of their own, one server of two ranks."""
+    bench = Bench(folder, runtime, "mixtral", "tensor_parallel: 2", tie_word_embeddings=False)
+    found: dict[str, Any] = {"EP2": after_an_update(bench, "{expert_parallel: 2}")}
+    return found | leave(bench)
+
+
 def plain_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
     """Llama, one server of one rank that takes no seeds, as those on GPUs are by default."""
     bench = Bench(folder, runtime, "llama", "deterministic: false", tie_word_embeddings=True)

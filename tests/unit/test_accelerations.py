@@ -63,6 +63,9 @@ def test_both_are_there(shelf: Shelf) -> None:
     assert found.switches(torch.bfloat16) == every
     assert every.keys() <= {field.name for field in fields(TransformerConfig)}
     assert not any(found.switches(torch.float32).values()), "no attention for packs in float32"
+    own = found.for_model(own_layers=True)  # of a model that has what Transformer Engine's layers have not
+    assert found.uses_engine_layers(torch.bfloat16) and not own.uses_engine_layers(torch.bfloat16)
+    assert own.sentence(torch.bfloat16).startswith("torch's layers, as the model has what those of Transformer Engine")
     ((check, state, words, _),) = said(found)
     assert (check, state) == ("layers", "fine")
     assert words == (

@@ -175,3 +175,43 @@ def test_one_call_computes_what_the_chunks_do(
     assert call["max"] == [max(seen.lengths), max(seen.key_lengths)]
     for mine, theirs in zip(*found, strict=True):
         assert float((mine - theirs).abs().max()) < 1e-5
+
+
+def plain(tensors: list[Tensor], lengths: tuple[int, ...], window: int | None, cap: float) -> Tensor:
+    """Segments of queries (t, h, d), keys and values (t, g, d), one after the other, with a cap of their scores."""
+    query, key, value = (x.repeat_interleave(4 // x.shape[1], dim=1).split(lengths) for x in tensors)
+    found = []
+    for q, k, v in zip(query, key, value, strict=True):
+        scores = cap * torch.tanh(torch.einsum("ihd,jhd->hij", q, k) * SCALE / cap)
+        distance = torch.arange(len(q))[None] - torch.arange(len(q))[:, None]
+        hidden = (distance > 0) | (distance <= -(window or len(q)))
+        found.append(torch.einsum("hij,jhd->ihd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v))
+    return torch.cat(found).flatten(1)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "window", "groups"), itertools.product(((5, 1, 9, 2), (9, 8, 7)), (None, 3, 6), (2, 1))
+)
+def test_scores_with_a_cap(
+    monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], window: int | None, groups: int
+) -> None:
+    """No kernel is asked, whatever the GPU; queries are taken four at a time."""
+    monkeypatch.setattr(attention, "takes_packs", lambda *_: True)
+    monkeypatch.setattr(attention, "CAPPED_ROWS", 4)
+    core = PackedCoreAttention(config_with(window), 1, None, "self", softmax_scale=SCALE, scores_cap=0.7)
+    g = torch.Generator().manual_seed(3)
+    given = [torch.randn(sum(lengths), n, 8, generator=g, requires_grad=True) for n in (4, groups, groups)]
+    exact = [x.detach().double().requires_grad_() for x in given]
+    segments = packed_segments(lengths, segment_tensors(lengths))
+    assert (segments.slots is not None) == (lengths == (9, 8, 7))
+    out, truth = core(*given, None, packed_seq_params=segments), plain(exact, lengths, window, 0.7)
+    upstream = torch.randn(out.shape, generator=g)
+    gradients, true = torch.autograd.grad(out, given, upstream), torch.autograd.grad(truth, exact, upstream.double())
+    for mine, theirs in zip((out, *gradients), (truth, *true), strict=True):
+        assert float((mine - theirs).abs().max()) < 1e-5
+
+
+def test_layers_that_differ_have_the_window_or_not() -> None:
+    config = config_with(7)
+    config.window_attn_skip_freq = [1, 0]
+    assert [PackedCoreAttention(config, number, None, "self").window for number in (1, 2)] == [7, None]

@@ -23,6 +23,8 @@ from megappo.config import (
 from megappo.config import print_table as print_config_table
 from megappo.config.grid import Grid
 from megappo.config.model_files import read_architecture
+from megappo.errors import either
+from megappo.families import FAMILIES
 from unit.helpers_config import SHAPE
 
 BASE_PATH = Path(__file__).parent / "config_base.yaml"
@@ -318,7 +320,7 @@ def test_model_shape(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "gpt2"}, ["model_type 'gpt2' is not supported", "llama, qwen2, qwen3, qwen3_moe or mistral"]),
+        ({"model_type": "gpt2"}, ["model_type 'gpt2' is not supported", f"use a model of {either(FAMILIES)}"]),
         ({"model_type": None}, ["has no model_type", "use a model of llama"]),
         ({"hidden_size": "wide"}, ["its config.json is refused", "hidden_size"]),
         ({"num_key_value_heads": 3}, ["num_attention_heads 4 is not a multiple of num_key_value_heads 3"]),

@@ -12,16 +12,21 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import silu
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from distributed.models import EXPERTS, write_model
-from megappo.config import ConfigError
+from distributed.models import OWN, write_model
+from megappo.config import ConfigError, load_config
 from megappo.config.model_files import load_architecture, read_architecture
 from megappo.config.schema import ModelSettings
 from megappo.families import FAMILIES, architecture
 from megappo.families.architecture import ArchitectureConfig
+from megappo.families.parameters import tensor_shapes
+from megappo.plan.engines import other_engine
+from megappo.plan.inputs import Models, make_setup
+from megappo.plan.machines import MACHINES
 from megappo.plan.sizes import model_sizes
 from megappo.ppo.origins import open_origin
+from megappo.reshard.writer import write_policy
 
 ROOT = Path(__file__).parents[2]
 SIZES: dict[str, Any] = {
@@ -39,6 +44,8 @@ TOKENS = 24
 WINDOW = 7
 SLIDING = {"layer_types": ["sliding_attention"]}
 FULL = {"layer_types": ["full_attention"]}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+MIXED = {"layer_types": ["full_attention", "sliding_attention"], "num_hidden_layers": 2}
 ON = {"sliding_window": WINDOW, "use_sliding_window": True}
 TRAITS: list[dict[str, Any]] = [
     {},
@@ -56,7 +63,7 @@ TRAITS: list[dict[str, Any]] = [
 
 def written(folder: Path, family: str, **changes: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    content = SIZES | (EXPERTS if family == "qwen3_moe" else {}) | {"model_type": family} | changes
+    content = SIZES | OWN.get(family, {}) | {"model_type": family} | changes
     (folder / "config.json").write_text(json.dumps(content))
     return folder
 
@@ -103,9 +110,11 @@ def test_windows_are_those_of_transformers_or_refused(tmp_path: Path, family: st
         ("llama", {"layer_types": ["linear_attention"]}, "layer_types of 'linear_attention' is not supported"),
         (
             "qwen3",
-            {"layer_types": ["full_attention", "sliding_attention"], "num_hidden_layers": 2},
-            "a mix of full and sliding attention layers is not supported",
+            MIXED,
+            "layer_types of 'sliding_attention' contradicts what transformers computes",
         ),
+        ("qwen3_moe", ON | MIXED, "layer_types of 'full_attention' contradicts"),
+        ("mixtral", {"sliding_window": WINDOW} | MIXED, "layer_types of 'full_attention' contradicts"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         (
             "qwen2",
@@ -120,6 +129,19 @@ def test_windows_are_those_of_transformers_or_refused(tmp_path: Path, family: st
         ("mistral", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
         ("mistral", {"attention_bias": True}, "attention_bias: true is not supported"),
         ("qwen3", {"mlp_bias": True}, "mlp_bias: true is not supported"),
+        ("mixtral", {"sliding_window": WINDOW} | FULL, "layer_types of 'full_attention' contradicts"),
+        ("gemma2", {"hidden_activation": "silu"}, "hidden_activation 'silu' is not supported"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention True lets tokens see"),
+        ("gemma2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping 0.0 must be above 0, or null"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar 0 must be at least 1"),
+        ("gemma2", {"attention_bias": True}, "attention_bias: true is not supported"),
+        ("gemma2", {"layer_types": ["full_attention"] * 2 + ["sliding_attention"]}, "layer_types"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 means nothing to transformers"),
+        ("gemma3_text", {"rope_parameters": {"full_attention": YARN}}, "rope type 'yarn' is not supported for this"),
+        ("gemma3_text", {"sliding_window": None}, "layer_types of 'sliding_attention' contradicts"),
+        ("mixtral", {"router_jitter_noise": 0.01}, "router_jitter_noise 0.01 trains a policy that is not the one"),
+        ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok 9 of num_local_experts 8 is not supported"),
+        ("mixtral", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; use a model with silu"),
         ("llama", {"per_layer_config": {"0": {"intermediate_size": 16}}}, "per_layer_config is not supported"),
         ("llama", {"is_causal": False}, "is_causal: false lets tokens see those after them"),
     ],
@@ -145,7 +167,7 @@ def test_windows_that_are_switched_off_are_none(tmp_path: Path) -> None:
 def test_settings_that_say_what_is_built_are_accepted(tmp_path: Path) -> None:
     said = {"partial_rotary_factor": 1.0, "attention_bias": False, "mlp_bias": False, "is_causal": True}
     for family in FAMILIES:
-        kinds = {} if family == "mistral" else FULL
+        kinds = {} if family in ("mistral", "mixtral") else FULL
         folder = written(tmp_path / family, family, sliding_window=None, **said, **kinds)
         assert read_architecture(folder).layers == 1
 
@@ -153,16 +175,21 @@ def test_settings_that_say_what_is_built_are_accepted(tmp_path: Path) -> None:
 def test_what_megatron_is_told_of_a_layer(tmp_path: Path) -> None:
     """A token is in its own window. YaRN's factor, 0.1 ln(4) + 1 (Peng et al. 2024), is on cosine and sine of query and
     of key, so its square is in the scale of their product."""
-    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
     scale = (0.1 * math.log(4) + 1) ** 2 / math.sqrt(8)
     experts = {"num_moe_experts": 8, "moe_ffn_hidden_size": 24, "moe_router_topk": 2, "moe_router_dtype": "fp32"}
     experts |= {"moe_router_pre_softmax": False, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
     cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         ("llama", {}, {}),
-        ("llama", {"rope_parameters": yarn}, {"softmax_scale": pytest.approx(scale, rel=1e-6)}),
+        ("llama", {"rope_parameters": YARN}, {"softmax_scale": pytest.approx(scale, rel=1e-6)}),
         ("mistral", {"sliding_window": WINDOW}, {"window_size": (WINDOW - 1, 0)}),
         ("qwen2", {}, {"add_qkv_bias": True}),
+        (
+            "qwen2",
+            ON | MIXED,
+            {"add_qkv_bias": True, "window_size": (WINDOW - 1, 0), "window_attn_skip_freq": [0, 1]},
+        ),
         ("qwen3", {}, {"qk_layernorm": True}),
+        ("mixtral", {}, {**experts, "moe_ffn_hidden_size": 48}),
         ("qwen3_moe", {"norm_topk_prob": True}, {"qk_layernorm": True, **experts}),
         ("qwen3_moe", {"norm_topk_prob": False}, {"qk_layernorm": True, **experts, "moe_router_pre_softmax": True}),
     ]
@@ -181,7 +208,7 @@ def arcee(folder: Path, family: str) -> ArchitectureConfig:
 
 def test_a_family_of_the_users_is_read_beside_ours(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "arcee", "arcee", 1, tie_word_embeddings=False)
-    with pytest.raises(ConfigError, match=r"model_type 'arcee' is not supported; use a model of llama, .* or mistral"):
+    with pytest.raises(ConfigError, match=r"model_type 'arcee' is not supported; use a model of .* or gemma3_text"):
         read_architecture(folder)
     arch = arcee(folder, "FAMILY")
     assert arch.family == "arcee"
@@ -205,6 +232,49 @@ def test_a_family_of_the_users_is_read_beside_ours(tmp_path: Path) -> None:
 def test_what_is_no_family(tmp_path: Path, family: str, words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         arcee(tmp_path, family)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("gemma2", {}, "SGLang's gemma2 needs a GPU, and the run is on a CPU"),
+        ("gemma3_text", {}, "SGLang's gemma3_text on a CPU is 0.3 nats and more off"),
+        ("mixtral", {"sliding_window": WINDOW}, "SGLang's mixtral takes no account of sliding_window 7"),
+        ("mixtral", {"rope_parameters": YARN}, "SGLang's Mixtral takes no account of rope type 'yarn'"),
+        ("mixtral", {"head_dim": 16}, "SGLang's Mixtral takes no account of head_dim 16"),
+        ("qwen3", ON | MIXED, "SGLang's qwen3 takes no account of sliding_window 7"),
+        ("mixtral", {}, ""),
+        ("mistral", {"sliding_window": 40}, ""),  # no sequence is longer
+    ],
+)
+def test_what_sglang_does_not_compute_is_refused(
+    tmp_path: Path, family: str, changes: dict[str, Any], words: str
+) -> None:
+    """Before anything starts, and only with SGLang."""
+    arch = read_architecture(written(tmp_path / "m", family, **changes))
+    models = Models(arch, arch, arch)
+    config = load_config(
+        ROOT / "configs/sglang_quickstart.yaml", ["data.max_prompt_tokens=16", "rollout.max_response_tokens=24"]
+    )
+    if words:
+        with pytest.raises(ConfigError, match=f"rollout.engine is sglang, but {words}.*; set rollout.engine to tr"):
+            make_setup(config, models, 2, on_cuda=False)
+        other = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": "transformers"})})
+        assert words in other_engine(other, models, MACHINES["cpu"], 2).sentence
+        make_setup(other, models, 2, on_cuda=False)
+    else:
+        make_setup(config, models, 2, on_cuda=False)
+
+
+def test_an_export_says_what_sglang_reads(tmp_path: Path) -> None:
+    for family, said in (("gemma2", {"hidden_act": "gelu_pytorch_tanh"}), ("llama", {})):
+        arch = read_architecture(written(tmp_path / family, family))
+        assert arch.declaration.further(arch.hf_config) == said
+        tokenizer = AutoTokenizer.from_pretrained(ROOT / "configs/models/tiny_arithmetic")
+        tensors = ((name, torch.zeros(shape)) for name, shape in tensor_shapes(arch).items())
+        out = tmp_path / f"{family}-out"
+        write_policy(out, arch, tensors, tokenizer, started_from=tmp_path / family, stop_token_ids=[1])
+        assert json.loads((out / "config.json").read_text()).items() >= said.items()
 
 
 def test_only_this_room_knows_what_is_special_about_a_family() -> None:

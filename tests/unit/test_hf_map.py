@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from distributed.models import VOCAB, stored_parameters, write_model
 from megappo.config.grid import Grid
 from megappo.errors import RunError
-from megappo.families import architecture
+from megappo.families import FAMILIES, architecture
 from megappo.families.architecture import ArchitectureConfig, padded_vocab_size
 from megappo.families.flops import SampleCost
 from megappo.families.parameters import (
@@ -39,7 +39,7 @@ from megappo.runtime.process import Runtime
 from unit.helpers_worlds import fake_world
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "qwen3_moe"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_cutting_and_joining_gives_the_model_back(tmp_path: Path, family: str, tied: bool, tp: int) -> None:

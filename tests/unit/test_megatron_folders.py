@@ -72,7 +72,15 @@ def assert_same(found: WeightSource, given: WeightSource, folder: Path, role: st
 
 
 @pytest.mark.parametrize(
-    ("family", "tied"), [("llama", False), ("qwen2", True), ("qwen3", True), ("qwen3_moe", False), ("mistral", False)]
+    ("family", "tied"),
+    [
+        ("llama", False),
+        ("qwen2", True),
+        ("qwen3", True),
+        ("qwen3_moe", False),
+        ("mistral", False),
+        ("mixtral", False),
+    ],
 )
 def test_what_is_written_is_read_again(tmp_path: Path, family: str, tied: bool) -> None:
     folder = write_model(tmp_path / "model", family, 3, num_hidden_layers=2, tie_word_embeddings=tied)

@@ -131,6 +131,8 @@ def test_plan_places_every_sample_once(lengths: list[int], replicas: int, multip
 def test_a_samples_cost_counts_the_pairs_that_attend(tokens: int, window: int | None) -> None:
     pairs = sum(1 for query in range(tokens) for key in range(query + 1) if window is None or query - key < window)
     assert SampleCost(7, 2, window).of(tokens) == 7 * tokens + 2 * pairs
+    every = tokens * (tokens + 1) // 2
+    assert SampleCost(7, 2, window, of_far_pair=3).of(tokens) == 7 * tokens + 2 * pairs + 3 * every
 
 
 @pytest.mark.parametrize("tied", [True, False])

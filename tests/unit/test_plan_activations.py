@@ -8,8 +8,16 @@ from typing import Any
 
 import pytest
 
-from megappo.families.architecture import ArchitectureConfig
-from megappo.plan.activations import head_bytes, kept_bytes, layer_bytes_per_token, layers_in_flight, transient_bytes
+from megappo.families import gemma2
+from megappo.families.architecture import ArchitectureConfig, Beyond
+from megappo.plan.activations import (
+    capped_bytes,
+    head_bytes,
+    kept_bytes,
+    layer_bytes_per_token,
+    layers_in_flight,
+    transient_bytes,
+)
 from unit import helpers_plan as odd
 from unit.helpers_plan import FFN as F
 from unit.helpers_plan import HEAD_DIM as D
@@ -76,6 +84,27 @@ def test_what_a_layer_keeps_of_a_token(model: Any, e: int, qk_norm: bool, sequen
     assert found == pytest.approx(norms / share + sum(attention(e, fused, qk_norm, True)) / TP, rel=1e-12)
     found = layer_bytes_per_token(setup, recompute="full", fused=fused)
     assert found == pytest.approx(H * e / share, rel=1e-12)
+
+
+@pytest.mark.parametrize(("e", "fused"), itertools.product((2, 4), (True, False)))
+def test_what_layers_with_norms_behind_them_keep(e: int, fused: bool) -> None:
+    """Four norms in float32, of which two give what is added up; gelu of the gate is a tensor on every device."""
+    model = dataclasses.replace(arch(), declaration=gemma2.FAMILY, beyond=Beyond(norms_after=True))
+    norms = 4 * sum(norm(FLOAT, fused)) + 2 * H * e
+    divided = sum(attention(e, fused, qk_norm=False, kernel=True)) + (2 * F + F + F) * e
+    found = layer_bytes_per_token(role(model, tp=TP, dtype_bytes=e), recompute="none", fused=fused)
+    assert found == pytest.approx(norms + divided / TP, rel=1e-12)
+
+
+def test_what_capped_scores_need_for_a_block_of_queries() -> None:
+    """30 queries, as long as a sequence is, of 77 tokens that are padded to twice as many."""
+    model = dataclasses.replace(arch(), declaration=gemma2.FAMILY, beyond=Beyond(scores_cap=5.0))
+    setup, plain = role(model, tp=TP), role(dataclasses.replace(model, beyond=Beyond()), tp=TP)
+    scores, vectors = 4 * 30 * 154 * HEADS * FLOAT, 154 * (Q + 2 * K) * FLOAT
+    assert capped_bytes(setup, work()) == pytest.approx((scores + vectors) / TP, rel=1e-12)
+    assert capped_bytes(plain, work()) == 0
+    found, usual = (transient_bytes(x, 0, work(), train=False) for x in (setup, plain))
+    assert found >= capped_bytes(setup, work()) and found > usual
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -99,9 +99,10 @@ def test_logprobs_are_those_of_a_plain_forward_pass(engine: TransformersEngine, 
         assert done.weight_version == 3
 
 
-def test_the_engine_says_which_experts_computed_each_token(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_the_engine_says_which_experts_computed_each_token(tmp_path: Path, family: str) -> None:
     """Those that transformers' routers choose for the whole sequence at once, whatever was beside it in the batch."""
-    folder = write_model(tmp_path / "model", "qwen3_moe", 5)
+    folder = write_model(tmp_path / "model", family, 5)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     engine, shape = make_engine(folder, batch=5), RoutingShape.of(read_architecture(folder))
     assert engine.returns_routing and shape is not None and shape.dtype == torch.uint8

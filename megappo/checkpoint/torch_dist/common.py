@@ -64,7 +64,7 @@ _NAMES: Mapping[tuple[str, str], type] = inert_names({
     "torch._utils": ("_rebuild_tensor_v2", "_rebuild_parameter"),
     "torch.serialization": ("_get_layout",),
 }) | {("collections", name): _Entries for name in ("OrderedDict", "defaultdict")}  # fmt: skip
-_NONE_SAYS = ("num_experts", "window_size", "rotary_seq_len_interpolation_factor")
+_NONE_SAYS = ("num_experts", "window_size", "window_attn_skip_freq", "rotary_seq_len_interpolation_factor")
 """Arguments that mean something where they are None; of others it is unknown then."""
 
 RENAMED = {"norm_epsilon": "layernorm_epsilon", "apply_layernorm_1p": "layernorm_zero_centered_gamma"}
@@ -123,7 +123,12 @@ def _pickle_of(file: BytesIO) -> bytes:
 
 
 def megatron_arguments(arch: ArchitectureConfig) -> dict[str, Any]:
-    """Megatron-LM's arguments for a model of this architecture."""
+    """Megatron-LM's arguments for a model of this architecture. Raises ValueError where it has none that say it."""
+    if arch.has_own_layers:
+        raise ValueError(
+            f"a {arch.family} has caps, scales or norms that Megatron-LM knows no arguments for; use the Hugging Face "
+            "format"
+        )
     built = arch.declaration.megatron(arch)
     rope = arch.hf_config.rope_parameters
     said: dict[str, Any] = {
@@ -145,6 +150,7 @@ def megatron_arguments(arch: ArchitectureConfig) -> dict[str, Any]:
         "qk_layernorm": bool(built.get("qk_layernorm")),
         "multi_latent_attention": False,
         "window_size": built.get("window_size"),
+        "window_attn_skip_freq": built.get("window_attn_skip_freq"),
         "position_embedding_type": "yarn" if rope["rope_type"] == "yarn" else "rope",
         "rotary_base": rope["rope_theta"],
         "rotary_percent": 1.0,

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,6 +73,8 @@ class ServerSpec:
     """Whether it can give its memory away."""
     deterministic: bool = False
     """Whether a response follows from its prompt and seed."""
+    further: Mapping[str, Any] = field(default_factory=dict)
+    """What it reads of config.json beside what may stand there."""
     returns_routing: bool = False
     """Whether it says which experts computed a token, where a request asks for it."""
     seed: int = 0
@@ -98,6 +100,7 @@ class ServerSpec:
             stop_token_ids=stop_token_ids,
             trust_remote_code=config.model.trust_remote_code,
             log_directory=config.run.path.absolute() / "engines",
+            further=arch.declaration.further(arch.hf_config),
             cache=server_cache(config, arch, on_cuda=on_cuda, device_bytes=own_bytes),
             memory_saver=config.rollout.servers_sleep(on_cuda=on_cuda),
             deterministic=config.rollout.servers_are_deterministic(on_cuda=on_cuda),
@@ -121,7 +124,7 @@ class ServerSpec:
             "extra-metric-labels": json.dumps(own_stack(os.environ).labels()),  # whom it can form a group with
             # The actor's weights are plain, however those of its folder are stored.
             "json-model-override-args": json.dumps(
-                {"eos_token_id": list(self.stop_token_ids) or None, "quantization_config": None}
+                {**self.further, "eos_token_id": list(self.stop_token_ids) or None, "quantization_config": None}
             ),
         }
         if self.deterministic:

@@ -1,0 +1,89 @@
+"""Gemma 2: caps on attention scores and logits, windows in every other layer, norms before and after attention and MLP,
+and embeddings times the root of their width. A norm's weight is what it multiplies by, less 1."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from megappo.families.architecture import ArchitectureConfig, Beyond
+from megappo.families.blocks import Attention, GatedMlp, norm
+from megappo.families.declaration import Family, PerToken, Served, Weight
+from megappo.families.reading import decoder, no_attention_bias, window_by_layer_types
+
+_GELU = "gelu_pytorch_tanh"
+
+
+def gemma(c: Any) -> dict[str, Any]:
+    """What all Gemmas have. Raises ValueError for what some of their configurations may switch on."""
+    if c.hidden_activation != _GELU:
+        raise ValueError(f"hidden_activation '{c.hidden_activation}' is not supported; use a model with {_GELU}")
+    if c.use_bidirectional_attention:
+        raise ValueError(
+            f"use_bidirectional_attention {c.use_bidirectional_attention} lets tokens see those after them; use a "
+            "model that generates from the left"
+        )
+    if c.query_pre_attn_scalar < 1:
+        raise ValueError(f"query_pre_attn_scalar {c.query_pre_attn_scalar} must be at least 1")
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        cap = getattr(c, name)
+        if cap is not None and cap <= 0:
+            raise ValueError(f"{name} {cap} must be above 0, or null")
+    beyond = Beyond(
+        scores_cap=c.attn_logit_softcapping,
+        logits_cap=c.final_logit_softcapping,
+        embedding_scale=math.sqrt(c.hidden_size),
+        norms_after=True,
+    )
+    return {"score_width": c.query_pre_attn_scalar, "beyond": beyond}
+
+
+class NormedAttention(Attention):
+    """With a norm behind it; the norm's weight stands in the layer of its output matrix."""
+
+    def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
+        after = norm("self_attention.linear_proj.norm.weight", "post_attention_layernorm.weight", arch.hidden_size)
+        return (*super().weights(arch), after)
+
+    def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
+        return super().megatron(arch) | {"layernorm_zero_centered_gamma": True}
+
+
+class GeluMlp(GatedMlp):
+    """The norms before and behind it, and GeGLU: down(gelu(gate) * up), with the approximation of gelu by tanh."""
+
+    def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
+        before = norm("pre_mlp_layernorm.weight", "pre_feedforward_layernorm.weight", arch.hidden_size)
+        after = norm("mlp.linear_fc2.norm.weight", "post_feedforward_layernorm.weight", arch.hidden_size)
+        return (before, *super().weights(arch)[1:], after)
+
+    def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
+        from functools import partial
+
+        from torch.nn.functional import gelu
+
+        return {"gated_linear_unit": True, "activation_func": partial(gelu, approximate="tanh")}
+
+    def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:
+        """Gate and up, gelu(gate), product: torch's operations on every device."""
+        return super().per_token(arch, element_bytes, fused=False)
+
+
+def unserved(arch: ArchitectureConfig, asked: Served) -> str:
+    """SGLang 0.5.23 starts none without Triton's driver."""
+    return "" if asked.on_cuda else "SGLang's gemma2 needs a GPU, and the run is on a CPU"
+
+
+def activation(c: Any) -> dict[str, Any]:
+    """By the name that SGLang asks for."""
+    return {"hidden_act": c.hidden_activation}
+
+
+FAMILY = Family(
+    "gemma2",
+    reads=(decoder, no_attention_bias, gemma, window_by_layer_types),
+    blocks=(NormedAttention(), GeluMlp()),
+    unserved=unserved,
+    further=activation,
+)

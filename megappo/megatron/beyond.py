@@ -1,0 +1,65 @@
+"""What Megatron-Core's GPT model has no field for, put into its layers and around them; see `Beyond` of families.
+
+The caps are elsewhere: that of attention scores in `attention`, that of logits in `heads`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import RowParallelLinear
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor, nn
+
+from megappo.families.architecture import ArchitectureConfig, Beyond
+from megappo.families.rope import rope_kinds
+from megappo.megatron.attention import PackedCoreAttention, RMSNorm
+from megappo.megatron.swiglu import mlp_submodules
+
+
+class NormedRowParallel(RowParallelLinear):
+    """A row parallel layer with a norm behind it, of whole sums: of all tokens, or of a sequence parallel rank's."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **of_megatron: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **of_megatron)
+        self.norm = RMSNorm(config, output_size, eps=config.layernorm_epsilon)
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """As Megatron's layer does; there is no bias."""
+        output, bias = super().forward(input_)
+        return self.norm(output), bias
+
+
+def core_attention(beyond: Beyond) -> ModuleSpec:
+    """Our own attention, with the cap of its scores."""
+    return ModuleSpec(PackedCoreAttention, params={"scores_cap": beyond.scores_cap})
+
+
+def norms_after(layer: ModuleSpec) -> None:
+    """Put them into the spec of a layer with a dense MLP."""
+    layer.submodules.self_attention.submodules.linear_proj = NormedRowParallel
+    mlp_submodules(layer).linear_fc2 = NormedRowParallel
+
+
+def around_layers(model: GPTModel, arch: ArchitectureConfig) -> None:
+    """Scale what the embedding gives, and hand each layer its kind of rope."""
+    if model.pre_process and arch.beyond.embedding_scale != 1:
+        model.embedding.register_forward_hook(partial(_scaled, arch.beyond.embedding_scale))
+    kinds = rope_kinds(arch)
+    if len(kinds) > 1:
+        for layer in model.decoder.layers:
+            number = kinds.index(arch.beyond.ropes[layer.layer_number - 1])
+            layer.register_forward_pre_hook(partial(_with_rope, number), with_kwargs=True)
+
+
+def _scaled(scale: float, _embedding: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+    return output * output.new_full((), scale)  # rounded to the embedding's type, as by transformers
+
+
+def _with_rope(number: int, _layer: nn.Module, inputs: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Of the cosines and sines of all kinds, those of one."""
+    own = options["rotary_pos_emb"][2 * number : 2 * number + 2]
+    return inputs, {**options, "rotary_pos_emb": own}
