@@ -17,7 +17,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distributed.harness import start
-from examples.lookup import entry, keys
 from megappo.observe.metric_docs import METRICS
 from megappo.observe.metrics import read_metrics
 
@@ -218,29 +217,6 @@ def test_the_quickstart_learns_to_answer_and_to_stop(tmp_path: Path) -> None:
         answer = model.generate(ids, max_new_tokens=3, do_sample=False)[0, ids.shape[1] :]
         right.append(tokenizer.decode(answer, skip_special_tokens=False) == f"{a + b}<eos>")
     assert sum(right) >= 0.95 * len(right)
-
-
-@pytest.mark.slow
-def test_a_small_model_learns_to_use_a_tool(tmp_path: Path) -> None:
-    """Two turns, from random weights, on keys of which a fifth is held out; without the tool's answers it is lost."""
-    assert len({entry(record["answer"]) for record in keys(held_out=False)}) >= 50
-    config, run = "tests/examples/lookup.yaml", tmp_path / "run"
-    done = megappo("train", config, f"run.directory={run}", processes=2, timeout=590)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    lines = read_metrics(run / "metrics.jsonl")
-    held_out = [line["eval/reward_mean"] for line in lines if "eval/reward_mean" in line]
-    assert held_out[0] < 0.3 and held_out[-1] > 0.9
-    names = {re.sub("^tool/[^/]+", "tool/NAME", name) for line in lines for name in line} - {"step"}
-    assert names <= set(METRICS), names - set(METRICS)
-    assert all(math.isfinite(value) for line in lines for value in line.values())
-    said = [json.loads(line)["conversation"] for line in (run / "samples.jsonl").read_text().splitlines()][-1]
-    assert [part["by"] for part in said] == ["model", "environment", "model"]
-    assert said[1]["text"].removesuffix("=") + "<eos>" == said[2]["text"]
-    silent = "rollout.environment.arguments={answers: false}"
-    done = megappo("eval", config, "--weights", run / "final", silent)
-    assert done.returncode == 0, done.stderr
-    found = re.search(r"eval/reward_mean: ([\d.]+)", done.stdout)
-    assert found is not None and float(found[1]) < 0.3
 
 
 def test_the_step_benchmark(tmp_path: Path) -> None:
