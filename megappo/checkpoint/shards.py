@@ -24,7 +24,8 @@ from megappo.checkpoint.files import DamagedError
 from megappo.checkpoint.reader import ShardReader, read_metadata
 from megappo.errors import reason
 from megappo.families.parameters import Parameter, embedding
-from megappo.megatron.build import HeldParameter, RoleModel
+from megappo.megatron.build import RoleModel
+from megappo.megatron.held import HeldParameter
 from megappo.megatron.layout import Layout
 from megappo.megatron.optimizer_state import MOMENTS
 from megappo.megatron.packing import balance

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor, nn
+from torch import nn
 
 from megappo.config.pipeline import even_layers
 from megappo.config.roles import OffloadSettings
@@ -33,6 +33,7 @@ from megappo.megatron.attention import RMSNorm
 from megappo.megatron.beyond import around_layers, core_attention, norms_after
 from megappo.megatron.experts import use_grouped_experts
 from megappo.megatron.heads import LogprobHead, ValueHead
+from megappo.megatron.held import HeldAdapter, HeldParameter
 from megappo.megatron.layout import Layout
 from megappo.megatron.lora import Switch, attach_adapters
 from megappo.megatron.rotary import PackedRotary, rotate
@@ -83,46 +84,6 @@ class BuildOptions:
     def has_engine_layers(self) -> bool:
         """Whether layers are Transformer Engine's; these make a norm and a matrix one, and leave adapters no place."""
         return self.lora is None and self.accelerations.uses_engine_layers(self.dtype)
-
-
-@dataclass(frozen=True)
-class HeldParameter:
-    """A parameter of the map on a rank that has its shard."""
-
-    entry: Parameter
-    parameter: nn.Parameter
-    """What Megatron trains: the shard, or those of all experts of this rank in one."""
-    place: int | None = None
-    """Of the shard in `parameter`, if that holds several."""
-
-    @property
-    def shard(self) -> Tensor:
-        """The weights, without a gradient; they share the parameter's memory, and must be on the device."""
-        return self.part_of(self.parameter.detach())
-
-    @property
-    def shape(self) -> torch.Size:
-        """The shard's, wherever it lies."""
-        return self.parameter.shape if self.place is None else self.parameter.shape[1:]
-
-    def part_of(self, tensor: Tensor) -> Tensor:
-        """What belongs to the shard in a tensor that is shaped as the parameter."""
-        return tensor if self.place is None else tensor[self.place]
-
-    @property
-    def elements(self) -> slice:
-        """The shard's in the flattened parameter."""
-        size = self.parameter.numel() // (1 if self.place is None else len(self.parameter))
-        start = size * (self.place or 0)
-        return slice(start, start + size)
-
-
-class HeldAdapter(NamedTuple):
-    """What is added to a parameter of this rank."""
-
-    a: HeldParameter
-    b: HeldParameter
-    order: RowOrder
 
 
 @dataclass(frozen=True)

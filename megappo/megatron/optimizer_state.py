@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
-from megappo.megatron.build import HeldParameter
+from megappo.megatron.held import HeldParameter
 from megappo.megatron.host_optimizer import PartlyOnHost
 from megappo.runtime.exchange import all_gather_varying
 

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from megappo.config.grid import Grid
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.flops import SampleCost
-from megappo.megatron.build import BuildOptions, HeldParameter, RoleModel
+from megappo.megatron.build import BuildOptions, RoleModel
 from megappo.megatron.context import whole_output
+from megappo.megatron.held import HeldParameter
 from megappo.megatron.layout import Layout, Outside
 from megappo.megatron.lora import merged
 from megappo.megatron.offload import RoleStorage, RoleTensors

@@ -1,0 +1,291 @@
+#!/usr/bin/env python3
+"""How long does an update take beside the bare model's forward and backward?
+
+Usage: [torchrun --nproc-per-node N] benchmarks/update.py CONFIG [key=value ...] [--roles actor critic] [--samples 16]
+           [--prompt 43] [--responses 30 | 1-64] [--threads N] [--warmup 1] [--repeat 7] [--json FILE]
+
+Ours is one update of a real role of the configuration, on all its ranks: packing, forward, loss, backward, gradients,
+AdamW. The other is forward and backward of the same samples in a stock transformers model (`bare_model`), without an
+optimizer, in the fastest form of those that are exact, which warm-up finds; rank 0 computes it with all threads while
+the other ranks wait. Both take turns, and a ratio is that of neighbours. On cores that others use too, the ratio of CPU
+seconds with `--threads 1` says more than that of seconds: several threads wait for the slowest of them. Weights are
+drawn, no file of weights is read. `--responses 1-64` spreads lengths evenly. The run directory is a temporary one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from benchmarks.bare_model import BareModel, Inputs, forms  # noqa: E402
+from benchmarks.step import versions  # noqa: E402
+from megappo.config import Config, ConfigError, derive_run, load_config  # noqa: E402
+from megappo.config.model_files import load_architecture, role_folder  # noqa: E402
+from megappo.plan.here import resolve_here  # noqa: E402
+from megappo.runtime.objects import from_rank, of_all_ranks  # noqa: E402
+from megappo.runtime.process import Runtime, start_runtime  # noqa: E402
+from megappo.types import Samples  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of the samples of one update."""
+
+    samples: int
+    prompt: int
+    shortest: int
+    longest: int
+
+    def draw(self, vocabulary: int) -> list[tuple[Tensor, int]]:
+        """(tokens, response tokens) of each sample, lengths spread evenly; the same on every rank."""
+        g = torch.Generator().manual_seed(7)
+        spread = torch.linspace(self.shortest, self.longest, self.samples).round().long()
+        lengths = spread[torch.randperm(self.samples, generator=g)].tolist()
+        return [(torch.randint(vocabulary, (self.prompt + n,), generator=g), n) for n in lengths]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Seconds of one role's rounds; a ratio is that of a round's update and the bare model's next to it."""
+
+    role: str
+    form: str
+    """Of the bare model: the fastest."""
+    update_seconds: list[float]
+    bare_seconds: list[float]
+    ratios: list[float]
+    median_ratio: float
+    update_cpu_seconds: list[float]
+    """Of all threads of all ranks."""
+    bare_cpu_seconds: list[float]
+    median_cpu_ratio: float
+    other_forms: dict[str, float]
+    """Median seconds of warm-up."""
+
+
+def local_samples(drawn: Sequence[tuple[Tensor, int]], runtime: Runtime) -> Samples:
+    """The part that a rank hands over."""
+    ids = range(runtime.rank, len(drawn), runtime.world_size)
+    lengths = torch.tensor([drawn[i][1] for i in ids], dtype=torch.int64)
+    return Samples(torch.tensor(ids, dtype=torch.int64), tuple(drawn[i][0] for i in ids), lengths)
+
+
+def our_update(
+    name: str, config: Config, runtime: Runtime, drawn: Sequence[tuple[Tensor, int]], targets: Sequence[Tensor]
+) -> Callable[[], None]:
+    """A role of the run, and one update of it from all samples."""
+    from megappo.megatron.placed import announce, place
+    from megappo.megatron.schedule import Task
+    from megappo.ppo.methods import find_objective
+    from megappo.ppo.models import ModelBuilder
+    from megappo.ppo.updates import LossWeights, PolicyTask, ValueTask
+
+    builder = ModelBuilder(config, derive_run(config, runtime.world_size), runtime, roles=(name,))
+    role = builder.actor() if name == "actor" else builder.critic()
+    assert role is not None
+    samples = local_samples(drawn, runtime)
+    batch = place(role, announce(samples, runtime.device), [range(len(drawn))])
+    scored_BR = batch.forward()
+    mask_BR = torch.arange(scored_BR.shape[1])[None] < samples.response_lengths_B[:, None]
+    wanted_BR = torch.zeros_like(scored_BR)
+    for row_R, sample_id in zip(wanted_BR, samples.sample_ids_B.tolist(), strict=True):
+        row_R[: len(targets[sample_id])] = targets[sample_id]
+    weights = LossWeights(config.algorithm.loss_aggregation, sum(n for _, n in drawn), len(drawn), 1)
+    task: Task
+    if name == "actor":
+        task = PolicyTask(find_objective(config.algorithm, 0.0), weights)
+        given = batch.with_fields({"old_logprob": scored_BR, "advantages": wanted_BR, "mask": mask_BR})
+    else:
+        assert config.critic is not None
+        task = ValueTask(config.critic.value_clip, weights)
+        given = batch.with_fields({"old_values": scored_BR, "returns": wanted_BR, "mask": mask_BR})
+
+    def update() -> None:
+        if not given.update(0, task).applied:
+            raise RuntimeError(f"the update of the {name} was not finite")
+
+    return update
+
+
+def spent(call: Callable[[], object], runtime: Runtime) -> tuple[float, float]:
+    """Seconds from the moment when all ranks are there to the one when all are done, and CPU seconds of all of them."""
+    gc.collect()
+    dist.barrier()
+    start, cpu_start = time.perf_counter(), time.process_time()
+    call()
+    runtime.synchronize()
+    cpu = time.process_time() - cpu_start
+    dist.barrier()
+    seconds = time.perf_counter() - start
+    return seconds, sum(of_all_ranks(cpu))
+
+
+class Bare:
+    """The bare model on rank 0, with all threads; other ranks wait."""
+
+    def __init__(self, name: str, config: Config, runtime: Runtime, threads: int) -> None:
+        from megappo.megatron.build import DTYPES
+
+        self.runtime, self.threads = runtime, threads
+        self.model: BareModel | None = None
+        if runtime.is_main:
+            self.model = BareModel(role_folder(config, name), DTYPES[config.model.dtype], is_critic=name == "critic")
+
+    def spent(self, calls: list[Inputs], attention: str) -> tuple[float, float]:
+        """Of forward and backward, as `spent`."""
+        if self.model is not None:
+            self.model.forget_gradients()
+        return spent(partial(self._run, calls, attention), self.runtime)
+
+    def _run(self, calls: list[Inputs], attention: str) -> None:
+        if self.model is None:
+            return
+        ours = torch.get_num_threads()
+        torch.set_num_threads(self.threads)
+        self.model.run(calls, attention)
+        torch.set_num_threads(ours)
+
+
+def measure(name: str, config: Config, runtime: Runtime, size: Size, arguments: argparse.Namespace) -> Row:
+    """One role beside the bare model, in turns."""
+    drawn = size.draw(load_architecture(role_folder(config, name), config.model).vocab_size)
+    g = torch.Generator().manual_seed(3)
+    targets = [torch.randn(n, generator=g) for _, n in drawn]
+    update = our_update(name, config, runtime, drawn, targets)
+    bare = Bare(name, config, runtime, arguments.threads)
+    ways = {form: (calls, attention) for form, attention, calls in forms(drawn, targets)}
+    warm: dict[str, list[float]] = {form: [] for form in ways}
+    for _ in range(arguments.warmup):
+        update()
+        for form, way in ways.items():
+            bare.spent(*way)
+            warm[form].append(bare.spent(*way)[0])
+    found = {form: statistics.median(seconds) for form, seconds in warm.items()}
+    fastest = from_rank(min(found, key=found.__getitem__), src=0)
+    rounds = [(spent(update, runtime), bare.spent(*ways[fastest])) for _ in range(arguments.repeat)]
+    (ours, our_cpu), (theirs, their_cpu) = (list(zip(*side, strict=True)) for side in zip(*rounds, strict=True))
+    ratios, cpu_ratios = (
+        [x / y for x, y in zip(*pair, strict=True)] for pair in ((ours, theirs), (our_cpu, their_cpu))
+    )
+    medians = statistics.median(ratios), statistics.median(cpu_ratios)
+    return Row(
+        name, fastest, list(ours), list(theirs), ratios, medians[0], list(our_cpu), list(their_cpu), medians[1], found
+    )
+
+
+def measure_all(config: Config, size: Size, arguments: argparse.Namespace) -> tuple[list[Row], int] | None:
+    """All rows and the number of ranks on the main rank, None elsewhere."""
+    with start_runtime(config.runtime) as runtime:
+        rows = []
+        for name in arguments.roles:
+            rows.append(measure(name, config, runtime, size, arguments))
+            gc.collect()
+        return (rows, runtime.world_size) if runtime.is_main else None
+
+
+def print_rows(rows: list[Row], title: str) -> None:
+    """A table on the terminal."""
+    table = Table(title=title)
+    for column in ("role", "update s", "bare s", "ratio", "from", "to", "CPU ratio", "bare model"):
+        table.add_column(column, justify="left" if column in ("role", "bare model") else "right")
+    for r in rows:
+        seconds = (f"{statistics.median(x):.3f}" for x in (r.update_seconds, r.bare_seconds))
+        ratios = (f"{x:.3f}" for x in (r.median_ratio, min(r.ratios), max(r.ratios), r.median_cpu_ratio))
+        table.add_row(r.role, *seconds, *ratios, r.form)
+    Console().print(table)
+
+
+def _lengths(text: str) -> tuple[int, int]:
+    """'30' or '1-64' -> shortest and longest."""
+    shortest, _, longest = text.partition("-")
+    found = int(shortest), int(longest or shortest)
+    if not 1 <= found[0] <= found[1]:
+        raise argparse.ArgumentTypeError(f"{text} is no range of response lengths; give one such as 30 or 1-64")
+    return found
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("config", metavar="CONFIG")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--roles", nargs="+", choices=["actor", "critic"], default=["actor", "critic"])
+    parser.add_argument("--samples", type=int, default=16, help="in one update")
+    parser.add_argument("--prompt", type=int, default=43, help="tokens of each prompt")
+    parser.add_argument("--responses", type=_lengths, default=(30, 30), metavar="N|FROM-TO", help="their tokens")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--threads", type=int, default=cores, help="of all ranks together, and of the bare model")
+    parser.add_argument("--warmup", type=int, default=1, help="rounds that are not counted")
+    parser.add_argument("--repeat", type=int, default=7, help="rounds that are counted")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here too")
+    return parser.parse_intermixed_args()
+
+
+def settings(arguments: argparse.Namespace, size: Size, *, has_critic: bool) -> Iterator[str]:
+    """What the measurement itself settles of the configuration, as overrides."""
+    yield from (
+        "run.export_final_model=false",
+        "model.init=random",
+        "evaluation=null",
+        "data.validation=null",
+        "logging.console=quiet",
+        "logging.tensorboard=false",
+    )
+    yield f"runtime.threads_per_rank={max(1, arguments.threads // int(os.environ.get('WORLD_SIZE', '1')))}"
+    yield f"rollout.prompts_per_step={size.samples}"
+    yield f"rollout.max_response_tokens={size.longest}"
+    yield f"data.max_prompt_tokens={size.prompt}"
+    for role in ("actor", "critic") if has_critic else ("actor",):
+        yield f"{role}.minibatch_sequences={size.samples}"
+
+
+def configuration(arguments: argparse.Namespace, size: Size, directory: str) -> Config:
+    """The given one with what the measurement settles. Raises ConfigError."""
+    given = load_config(arguments.config, arguments.overrides)
+    own = settings(arguments, size, has_critic=given.critic is not None)
+    return resolve_here(load_config(arguments.config, [*own, *arguments.overrides, f"run.directory={directory}"]))
+
+
+def main() -> int:
+    arguments = parse()
+    size = Size(arguments.samples, arguments.prompt, *arguments.responses)
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            found = measure_all(configuration(arguments, size, directory), size, arguments)
+        except ConfigError as error:
+            print(f"update.py: error: {error}", file=sys.stderr)
+            return 2
+    if found is None:
+        return 0
+    rows, ranks = found
+    lengths = f"{size.prompt} + {size.shortest}" + (f" to {size.longest}" if size.longest > size.shortest else "")
+    where = f"{ranks} rank{'s' * (ranks > 1)}, {arguments.threads} thread{'s' * (arguments.threads > 1)} in all"
+    print_rows(rows, f"{size.samples} samples of {lengths} tokens, {where}, medians of {arguments.repeat}")
+    if arguments.json is not None:
+        report = {"config": arguments.config, "overrides": arguments.overrides, "ranks": ranks, **versions()}
+        report |= {"threads": arguments.threads, "size": asdict(size), "rows": [asdict(r) for r in rows]}
+        arguments.json.write_text(json.dumps(report, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""Parameters of the map that a rank has a shard of, whatever Megatron keeps them in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megappo.families.adapters import RowOrder
+from megappo.families.parameters import Parameter
+
+
+@dataclass(frozen=True)
+class HeldParameter:
+    """A parameter of the map on a rank that has its shard."""
+
+    entry: Parameter
+    parameter: nn.Parameter
+    """What Megatron trains: the shard, or those of all experts of this rank in one."""
+    place: int | None = None
+    """Of the shard in `parameter`, if that holds several."""
+
+    @property
+    def shard(self) -> Tensor:
+        """The weights, without a gradient; they share the parameter's memory, and must be on the device."""
+        return self.part_of(self.parameter.detach())
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shard's, wherever it lies."""
+        return self.parameter.shape if self.place is None else self.parameter.shape[1:]
+
+    def part_of(self, tensor: Tensor) -> Tensor:
+        """What belongs to the shard in a tensor that is shaped as the parameter."""
+        return tensor if self.place is None else tensor[self.place]
+
+    @property
+    def elements(self) -> slice:
+        """The shard's in the flattened parameter."""
+        size = self.parameter.numel() // (1 if self.place is None else len(self.parameter))
+        start = size * (self.place or 0)
+        return slice(start, start + size)
+
+
+class HeldAdapter(NamedTuple):
+    """What is added to a parameter of this rank."""
+
+    a: HeldParameter
+    b: HeldParameter
+    order: RowOrder
