@@ -208,6 +208,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "scaled rope": ({"use_rope_scaling": True}, "use_rope_scaling true (config.json: false)"),
     "an object": ({"normalization": AttnBackend.auto}, "normalization AttnBackend (config.json: 'RMSNorm')"),
+    "latent attention": ({"multi_latent_attention": True}, "multi_latent_attention true (config.json: false)"),
     "tokens": ({"vocab_size": VOCAB + 5}, f"vocab_size {VOCAB + 5} (config.json: {VOCAB})"),
 }
 
@@ -393,9 +394,8 @@ def test_a_common_file_that_is_none_is_a_sentence(world: Path, content: bytes | 
         torch.save([content], path)
     else:
         path.write_bytes(content)
-    assert f"{path} {'cannot be read: No such file' if content is None else 'is not what Megatron-LM'}" in refused(
-        world
-    )
+    words = "cannot be read: No such file" if content is None else "is not what Megatron-LM"
+    assert f"{path} {words}" in refused(world)
 
 
 def test_files_that_were_cut_short_are_a_sentence(world: Path) -> None:
@@ -446,4 +446,5 @@ def test_an_export_says_what_megatron_looks_for(first: Path) -> None:
     assert (common["iteration"], common["checkpoint_version"]) == (3, 3.0)
     said = vars(common["args"])
     wanted = {"num_layers": 2, "num_query_groups": 2, "padded_vocab_size": VOCAB, "normalization": "RMSNorm"}
+    wanted |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "no_save_optim": True, "no_save_rng": True}
     assert said | wanted == said and said["swiglu"] and said["tensor_model_parallel_size"] == 1
