@@ -103,13 +103,14 @@ class SGLangSettings(Settings):
 
     @property
     def attention_ranks(self) -> int:
-        """Ranks of a server that attend to the same requests."""
-        return self.tensor_parallel // self.data_parallel_attention
+        """Ranks of a server that attend to the same requests; one where there are more groups than ranks, which
+        `sharing_rules` refuses."""
+        return max(1, self.tensor_parallel // self.data_parallel_attention)
 
     @property
     def node_ranks(self) -> int:
         """Ranks of a server on each of its machines."""
-        return self.tensor_parallel // self.nodes
+        return max(1, self.tensor_parallel // self.nodes)
 
     def held_tokens(self, *, on_cuda: bool) -> int | None:
         """Tokens whose keys and values a server holds; None for as many as `memory_fraction` allows."""

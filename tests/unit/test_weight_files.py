@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from distributed.models import VOCAB, quantise, stored_parameters, write_model
+from distributed.models import VOCAB, quantise, write_model
 from megappo.commands.dry_run import dry_run
 from megappo.config import ConfigError, load_config
 from megappo.config.model_files import read_architecture
@@ -72,7 +72,7 @@ def test_float8_weights_are_dequantised_exactly(
 def test_float8_weights_are_those_of_transformers(tmp_path: Path, dtype: torch.dtype) -> None:
     """Where blocks divide the matrices: transformers takes the size of blocks from the number of scales."""
     quantise(write_model(tmp_path / "m", "qwen3", 1), tmp_path / "float8", (16, 8))
-    theirs = dict(stored_parameters(AutoModelForCausalLM.from_pretrained(tmp_path / "float8", dtype=dtype)))
+    theirs = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "float8", dtype=dtype).named_parameters())
     ours = whole_tensors(tmp_path / "float8", dtype, 2)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
