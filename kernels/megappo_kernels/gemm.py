@@ -13,7 +13,7 @@ from torch import Tensor
 
 MIN_ROWS = 16
 """Below this a CPU's GEMM takes other kernels, whose sums differ in the last bit from those of a larger batch."""
-_ROUNDED = 4096
+_WIDENED = 4096
 
 
 class LogitsGemm:
@@ -72,16 +72,18 @@ def bf16_valued_inputs() -> Iterator[None]:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, summed in the precision of `total`.
-
-    On a CPU a product of bfloat16 matrices is rounded to bfloat16 before it is added, as that of every other layer is:
-    in float32 it takes four times as long.
-    """
+    """total += left @ right, every product and sum in the precision of `total`."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     elif total.is_cuda:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
-        for start in range(0, len(left), _ROUNDED):  # so that the product stays small
-            rows = slice(start, start + _ROUNDED)
-            total[rows] += left[rows] @ right
+        with bf16_valued_inputs():
+            for rows in _blocks(len(left)):
+                for inner in _blocks(len(right)):
+                    total[rows].addmm_(left[rows, inner].float(), right[inner].float())
+
+
+def _blocks(n: int) -> list[slice]:
+    """Slices of 0:n whose copies in float32 stay small."""
+    return [slice(start, start + _WIDENED) for start in range(0, n, _WIDENED)]

@@ -59,12 +59,10 @@ class RoleOptimizer:
                 config, self.chunks, use_gloo_process_groups=False, pg_collection=model.layout.groups
             )
         inners = getattr(self.megatron, "chained_optimizers", [self.megatron])
-        self._inners = [inner for inner in inners if inner.optimizer is not None]
-        if not on_cuda:
-            self._fuse()
-        for inner in self._inners if settings.on_host else ():
+        inners = [inner for inner in inners if inner.optimizer is not None]
+        for inner in inners if settings.on_host else ():
             inner.optimizer = PartlyOnHost(inner.optimizer, settings.on_host, self._weight_storages())
-        self._on_host = [inner.optimizer for inner in self._inners if isinstance(inner.optimizer, PartlyOnHost)]
+        self._on_host = [inner.optimizer for inner in inners if isinstance(inner.optimizer, PartlyOnHost)]
         self.state = OptimizerState(self.megatron, model.layout.groups.dp_cp, model.layout.groups.expt_dp)
         self._schedule = OptimizerParamScheduler(
             self.megatron,
@@ -80,13 +78,6 @@ class RoleOptimizer:
             wd_incr_style="constant",
             use_checkpoint_opt_param_scheduler=False,
         )
-
-    def _fuse(self) -> None:
-        """On a CPU torch's AdamW takes five times as long where it is not asked to go through memory once; Megatron
-        passes no such option, and torch reads it at every step."""
-        for inner in self._inners:
-            for group in inner.optimizer.param_groups:
-                group["fused"] = True
 
     @property
     def learning_rate(self) -> float:
@@ -143,8 +134,7 @@ class RoleOptimizer:
         grad_norm = float(self.megatron.get_grad_norm())
         if not math.isfinite(grad_norm):
             return False, grad_norm
-        self._clip(grad_norm)
-        self.megatron.step_with_ready_grads()
+        self.megatron.step()
         for optimizer in self._on_host:
             optimizer.release()
         self._schedule.step(increment=1)
@@ -152,16 +142,6 @@ class RoleOptimizer:
             for chunk in self.chunks:
                 chunk.start_param_sync()
         return True, grad_norm
-
-    def _clip(self, grad_norm: float) -> None:
-        """Scale the gradients down to the norm that the settings allow: `clip_grad_by_total_norm_fp32` of Megatron's
-        clip_grads.py in place, where without Apex it makes a copy of every gradient."""
-        for inner in self._inners:
-            allowed = inner.config.clip_grad
-            factor = allowed / (grad_norm + 1e-6) if allowed > 0 else 1.0
-            gradients = [main.grad for main in inner.get_parameters() if main.grad is not None]
-            if factor < 1.0 and gradients:
-                torch._foreach_mul_(gradients, factor)
 
     def settle_weights(self) -> None:
         """Wait until the weights that other ranks updated are here, as each part of the model does before it runs."""
