@@ -53,12 +53,12 @@ class StepProfiler:
         return record_function(f"{_STAGE}{name}") if self._running is not None else nullcontext()
 
     def end(self) -> RankProfile:
-        """Write this rank's trace. Returns what it says."""
+        """Write this rank's trace. Returns what it says. Raises OSError or RuntimeError where it cannot be written."""
         running, self._running = self._running, None
         running.stop()
         self._folder.mkdir(parents=True, exist_ok=True)
         running.export_chrome_trace(str(self._folder / f"step-{self._step:06d}-rank-{self._rank}.json.gz"))
-        return _read(running.events(), self._on_cuda)
+        return read_events(running.events(), on_cuda=self._on_cuda)
 
     def write_page(self, ranks: Sequence[RankProfile]) -> Path:
         """The page about all ranks, and its numbers as JSON. Returns its path."""
@@ -75,8 +75,11 @@ class StepProfiler:
             self._running = None
 
 
-def _read(events: Iterable[Any], on_cuda: bool) -> RankProfile:
-    """From torch's events: those of its device are work, or on a CPU all operators; stages are marks of ours."""
+def read_events(events: Iterable[Any], *, on_cuda: bool) -> RankProfile:
+    """From torch's events: those of the device are work, or on a CPU all operators; stages are marks of ours.
+
+    With a GPU the host's events of NCCL are launches, and those of gloo collectives.
+    """
     stages, work, exchange = [], [], []
     seconds: Counter[str] = Counter()
     calls: Counter[str] = Counter()
@@ -87,7 +90,8 @@ def _read(events: Iterable[Any], on_cuda: bool) -> RankProfile:
             if not on_device:
                 stages.append((event.name.removeprefix(_STAGE), interval))
         elif _EXCHANGE.search(event.name):
-            exchange.append(interval)
+            if on_device == on_cuda or "gloo" in event.name.lower():
+                exchange.append(interval)
         elif on_device == on_cuda and not event.is_user_annotation:
             work.append(interval)
             seconds[event.name] += 1e-6 * (event.self_device_time_total if on_cuda else event.self_cpu_time_total)

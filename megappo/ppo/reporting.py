@@ -19,7 +19,7 @@ from megappo.observe.stopwatch import Lap, StageTimer
 from megappo.observe.stragglers import Stragglers
 from megappo.ppo.advice import Advisor
 from megappo.ppo.jumps import Jump
-from megappo.runtime.objects import agreed, of_all_ranks
+from megappo.runtime.objects import attempt, of_all_ranks
 from megappo.runtime.process import Runtime
 from megappo.types import Episodes, Rollouts
 
@@ -113,9 +113,19 @@ class Reporter:
         }
 
     def _write_profile(self) -> None:
-        of_ranks = of_all_ranks(agreed(self._profiler.end))
+        """A trace that cannot be written is a message: the run is worth more."""
+        caught = (OSError, RuntimeError)
+        found, problem = attempt(self._profiler.end, caught)
+        of_ranks = of_all_ranks((found, problem))
         if self._runtime.is_main:
-            self.message(f"where the step's time went is in {self._profiler.write_page(of_ranks)}")
+            problem = next((problem for _, problem in of_ranks if problem), "")
+            if not problem:
+                page, problem = attempt(
+                    lambda: self._profiler.write_page([rank for rank, _ in of_ranks if rank]), caught
+                )
+            self.message(
+                f"the step is not traced: {problem}" if problem else f"where the step's time went is in {page}"
+            )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write and show a finished step, with advice where the numbers ask for it; a collective of the world."""

@@ -186,10 +186,12 @@ def test_every_option_at_once(tmp_path: Path) -> None:
 
 
 def test_bypass_takes_the_engines_logprobs(tmp_path: Path) -> None:
-    """The same weights and arithmetic, so the first update of each step still starts near ratio 1."""
-    lines = quickstart(
-        tmp_path / "run", *SHORT, "algorithm.old_logprob=bypass", "actor.epochs=1", "actor.minibatch_sequences=80"
-    )
+    """The same weights and arithmetic, so the first update of each step still starts near ratio 1. A trace that finds a
+    file in its place ends no run."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "profile").touch()
+    words = ("algorithm.old_logprob=bypass", "actor.epochs=1", "actor.minibatch_sequences=80", "--profile=1")
+    lines = quickstart(tmp_path / "run", *SHORT, *words)
     for line in lines[1:]:
         assert 0 < abs(line["actor/ratio_max"] - 1) < 1e-3
 

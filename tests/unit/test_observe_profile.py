@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.autograd import DeviceType
 
 from megappo.commands.report import report
-from megappo.observe.profiler import StepProfiler
+from megappo.observe.profiler import StepProfiler, read_events
 from megappo.observe.step_profile import RankProfile, StageShare, newest_page, page, shares, united
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda x: (x[0], x[0] + x[1])), max_size=12)
@@ -63,6 +65,35 @@ def test_a_trace_says_what_was_done(tmp_path: Path) -> None:
     assert [stage["stage"] for stage in json.loads(path.with_suffix(".json").read_text())[1]["stages"]] == [
         "products", "sleep",
     ]  # fmt: skip
+
+
+def event(name: str, start: int, end: int, *, on_device: bool = False, is_mark: bool = False) -> SimpleNamespace:
+    """As torch's profiler gives it, in microseconds."""
+    return SimpleNamespace(
+        name=name, time_range=SimpleNamespace(start=start, end=end), is_user_annotation=is_mark,
+        device_type=DeviceType.CUDA if on_device else DeviceType.CPU,
+        self_cpu_time_total=end - start, self_device_time_total=end - start if on_device else 0,
+    )  # fmt: skip
+
+
+def test_with_a_gpu_kernels_are_work_and_launches_are_not() -> None:
+    """Nor are the host's events of NCCL an exchange, as its kernels are; gloo's are."""
+    found = read_events(
+        [
+            event("megappo: update_actor", 0, 100, is_mark=True),
+            event("megappo: update_actor", 10, 90, on_device=True, is_mark=True),
+            event("aten::mm", 0, 60),
+            event("gemm", 10, 40, on_device=True),
+            event("c10d::allreduce_", 60, 99),
+            event("ncclDevKernel_AllReduce", 30, 50, on_device=True),
+            event("gloo:all_gather", 70, 75),
+        ],
+        on_cuda=True,
+    )
+    (stage,) = found.stages
+    assert (stage.stage, found.calls, found.operators) == ("update_actor", {"gemm": 1}, {"gemm": pytest.approx(3e-5)})
+    assert (stage.seconds, stage.computing) == (pytest.approx(1e-4), pytest.approx(3e-5))
+    assert stage.exchanging == pytest.approx(1.5e-5) and stage.idle == pytest.approx(5.5e-5)
 
 
 def test_a_step_that_does_not_end_leaves_the_next_one_alone(tmp_path: Path) -> None:

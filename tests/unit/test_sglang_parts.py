@@ -421,6 +421,10 @@ SHAPE = ModelShape("llama", 64, 2, 4, 2, 16, 256, 16, 32, False)
             "rollout.sglang.data_parallel_attention 3 does not divide tensor_parallel 4; the nearest is 2 or 4",
         ),
         (
+            ["rollout.sglang={tensor_parallel: 2, data_parallel_attention: 4}"],
+            "rollout.sglang.data_parallel_attention 4 does not divide tensor_parallel 2; the nearest is 2",
+        ),
+        (
             ["rollout.sglang={tensor_parallel: 2, data_parallel_attention: 2}"],
             "is 2, which SGLang has for qwen3 or qwen3_moe, not for llama; set it to 1",
         ),
