@@ -51,6 +51,9 @@ class ModelShape:
 
 CAPPED_ROWS = 256
 """Queries whose capped attention scores are there at once."""
+SHORT_SEGMENT = 256
+"""Tokens of the longest segment that a CPU attends to by plain products in bfloat16, which keep scores' shares; torch's
+flash kernel catches up at about 512."""
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megappo.families.architecture import CAPPED_ROWS
 from megappo.megatron.context import WHOLE, ContextShard, gather_keys_values
+from megappo.megatron.short_attention import attend_short, takes_products
 
 if TYPE_CHECKING:
     from megappo.megatron.router import MicrobatchRouting
@@ -179,8 +180,8 @@ def attend_pack(
 
 
 class PackedCoreAttention(MegatronModule):
-    """Causal self-attention of packed segments: torch's variable-length attention where a GPU has it for the type, else
-    torch's scaled_dot_product_attention.
+    """Causal self-attention of packed segments: torch's variable-length attention where a GPU has it for the type,
+    plain products of short segments in bfloat16 on a CPU, else torch's scaled_dot_product_attention.
 
     Takes part in Megatron's layer spec as `core_attention`; the arguments are those Megatron passes.
     """
@@ -224,6 +225,8 @@ class PackedCoreAttention(MegatronModule):
             out = attend_pack(query, key, value, segments, scale=self.scale, window=self.window)
             return out.flatten(1)
         lengths, key_lengths = segments.lengths, segments.key_lengths
+        if segments.key_rows is None and takes_products(query, lengths, self.window, self.scores_cap):
+            return attend_short(query, key, value, lengths, self.scale).flatten(1)
         if segments.slots is not None:
             return self._attend_rectangle(query, key, value, len(lengths), max(lengths), segments.slots)
         outputs = []

@@ -31,13 +31,14 @@ Selective recomputation drops the attention kernel's own tensors (section 5) or 
 input only, e H, and one layer is whole while its backward runs. Cosine and sine of the positions, 2 e d, are there once
 for all layers that a microbatch passes on a rank. A pipeline stage that does not free what it sent keeps e H more for
 each microbatch in flight and the one before them. Transformer Engine's fused attention keeps less. On a CPU, where
-norms and SwiGLU are several operations, more is kept: see `_norm_input` and `per_token` of the blocks.
+norms and SwiGLU are several operations, more is kept: see `_norm_input` and `per_token` of the blocks; short samples in
+bfloat16 keep the shares of attention there (`shares_bytes`).
 """
 
 from __future__ import annotations
 
 from megappo.families.adapters import adapters
-from megappo.families.architecture import CAPPED_ROWS, ArchitectureConfig
+from megappo.families.architecture import CAPPED_ROWS, SHORT_SEGMENT, ArchitectureConfig
 from megappo.plan.inputs import RoleSetup, Workload
 from megappo_kernels.lm_head import BLOCK
 from megappo_kernels.ppo_head import CHUNK_BYTES
@@ -63,6 +64,21 @@ def layer_bytes_per_token(role: RoleSetup, *, recompute: str, fused: bool) -> fl
     if role.balances_experts and "moe" not in dropped:
         of_blocks += 8 * arch.experts
     return residual / rows + (attention + of_blocks) / role.grid.tp + 2 * e * adapted_ranks(role)
+
+
+def shares_bytes(role: RoleSetup, work: Workload) -> float:
+    """Per token and layer, what attention of short samples keeps on a CPU in bfloat16 beyond the table: its shares, e h
+    for each token of the longest sample. As its queries, keys and values are copies, nothing holds the QKV matrix's
+    output, nor what is rotated; nor are there the kernel's output and log-sum-exp.
+
+    Where the longest sample is too long for it, shorter ones may stand together, so it is counted where it is more.
+    """
+    arch, e = role.arch, role.dtype_bytes
+    if work.on_cuda or e != 2 or arch.beyond.scores_cap is not None or role.grid.cp > 1:
+        return 0.0
+    without = e * (3 * arch.query_width + 3 * arch.key_width) + 4 * arch.heads
+    further = e * arch.heads * min(work.sequence_tokens, SHORT_SEGMENT) - without
+    return (max(further, 0) if work.sequence_tokens > SHORT_SEGMENT else further) / role.grid.tp
 
 
 def adapted_ranks(role: RoleSetup) -> int:
@@ -126,7 +142,13 @@ def layers_in_flight(role: RoleSetup, stage: int, microbatches: int) -> int:
 def kept_bytes(role: RoleSetup, stage: int, work: Workload) -> float:
     """Activations of a stage at their peak in a minibatch."""
     tokens = role.rank_tokens(work.sequence_tokens)
-    per_token = layer_bytes_per_token(role, recompute=role.recompute, fused=work.on_cuda)
+    per_token, whole = (
+        layer_bytes_per_token(role, recompute=recompute, fused=work.on_cuda) for recompute in (role.recompute, "none")
+    )
+    shares = shares_bytes(role, work)
+    whole += shares
+    if role.recompute == "none" or (role.recompute == "selective" and "core_attn" not in role.recompute_modules):
+        per_token += shares
     microbatches = role.microbatches(work.sequence_tokens)
     in_flight, passes = (count(role, stage, microbatches) for count in (layers_in_flight, passes_in_flight))
     kept = (in_flight * per_token + passes * 2 * role.dtype_bytes * role.arch.head_dim) * tokens
@@ -137,10 +159,9 @@ def kept_bytes(role: RoleSetup, stage: int, work: Workload) -> float:
         rows = role.grid.tp if role.sequence_parallel else 1
         kept += sent * role.dtype_bytes * role.arch.hidden_size * tokens / rows
     if role.recompute == "selective" and (role.grid.cp > 1 or {"mlp", "moe"} & set(role.recompute_modules)):
-        whole = layer_bytes_per_token(role, recompute="none", fused=work.on_cuda)
         kept += (whole - per_token) * tokens
     if role.recompute == "full":
-        kept += layer_bytes_per_token(role, recompute="none", fused=work.on_cuda) * tokens
+        kept += whole * tokens
     if stage == role.grid.pp - 1:
         rows = role.grid.tp if role.sequence_parallel else 1
         e = _norm_bytes(role.arch, role.dtype_bytes)

@@ -16,12 +16,13 @@ from megappo.plan.activations import (
     kept_bytes,
     layer_bytes_per_token,
     layers_in_flight,
+    shares_bytes,
     transient_bytes,
 )
 from unit import helpers_plan as odd
 from unit.helpers_plan import FFN as F
 from unit.helpers_plan import HEAD_DIM as D
-from unit.helpers_plan import HEADS, KV_HEADS, arch, role, with_experts, work
+from unit.helpers_plan import HEADS, KV_HEADS, PROMPT, arch, role, with_experts, work
 from unit.helpers_plan import HIDDEN as H
 
 TP = 4
@@ -96,9 +97,13 @@ def test_what_layers_with_norms_behind_them_keep(e: int, fused: bool) -> None:
     assert found == pytest.approx(norms + divided / TP, rel=1e-12)
 
 
+def capped() -> ArchitectureConfig:
+    return dataclasses.replace(arch(), declaration=gemma2.FAMILY, beyond=Beyond(scores_cap=5.0))
+
+
 def test_what_capped_scores_need_for_a_block_of_queries() -> None:
     """30 queries, as long as a sequence is, of 77 tokens that are padded to twice as many."""
-    model = dataclasses.replace(arch(), declaration=gemma2.FAMILY, beyond=Beyond(scores_cap=5.0))
+    model = capped()
     setup, plain = role(model, tp=TP), role(dataclasses.replace(model, beyond=Beyond()), tp=TP)
     scores, vectors = 4 * 30 * 154 * HEADS * FLOAT, 154 * (Q + 2 * K) * FLOAT
     assert capped_bytes(setup, work()) == pytest.approx((scores + vectors) / TP, rel=1e-12)
@@ -134,6 +139,26 @@ def test_what_a_layer_moves_for_a_token(e: int, fused: bool) -> None:
 )
 def test_layers_in_flight_by_hand(pp: int, vpp: int, stage: int, microbatches: int, layers: int) -> None:
     assert layers_in_flight(role(pp=pp, vpp=vpp), stage, microbatches) == layers
+
+
+@pytest.mark.parametrize(("tokens", "seen"), [(30, 30), (256, 256), (300, 256), (1000, 256)])
+def test_what_attention_of_short_samples_keeps(tokens: int, seen: int) -> None:
+    """On a CPU in bfloat16: copies of queries, keys and values, and a share of each key that a query sees, in the place
+    of what the matrix, the rotation and the kernel gave. Above 256 tokens that is no less than the kernel's."""
+    short = work(on_cuda=False, prompt_tokens=PROMPT, response_tokens=tokens - PROMPT)
+    made = sum(attention(2, fused=False, qk_norm=False, kernel=True)) - Q * 2  # but for the output matrix's input
+    products = (Q + 2 * K) * 2 + HEADS * seen * 2
+    found = shares_bytes(role(tp=TP), short)
+    assert found == pytest.approx((products - made) / TP, rel=1e-12)
+    for other in (role(tp=TP, dtype_bytes=4), role(tp=TP, cp=2), role(capped())):
+        assert shares_bytes(other, short) == 0
+    assert shares_bytes(role(tp=TP), dataclasses.replace(short, on_cuda=True)) == 0
+    own = 77 * (2 * 3 * found) if tokens == 30 else None  # of two microbatches of three layers on the first stage
+    setups = [role(tp=TP, recompute="selective", recompute_modules=parts) for parts in ((), ("core_attn",))]
+    if own is not None:
+        kernel = sum(attention(2, False, False, True)) - sum(attention(2, False, False, False))
+        with_shares, without = (kept_bytes(setup, 0, short) for setup in setups)
+        assert with_shares - without == pytest.approx(own + 77 * 6 * kernel / TP, rel=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,177 @@
+"""Attention of short segments in bfloat16 on a CPU, as plain matrix products.
+
+torch's flash kernel for CPUs is made for long sequences: of segments of 73 tokens it takes four times as long, most of
+it in backward. Scores and their softmax are float32, as in kernels. The shares of attention stay until backward in
+bfloat16, where a kernel would compute them again.
+Shape legend: t tokens of a pack, h query heads, g key/value heads, d channels, r = h / g; S segments of a rectangle, L
+the longest of them, Q = S g r L rows of queries in all rectangles, K = S g L rows of keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megappo.families.architecture import SHORT_SEGMENT
+
+_LEAST_SHARE = 0.8
+"""Of the longest segment of a rectangle: what is shorter begins one of its own."""
+_BLOCK_BYTES = 2**21
+"""Of float32 scores made at once, so that they stay in a CPU's caches."""
+
+
+def takes_products(query: Tensor, lengths: Sequence[int], window: int | None, cap: float | None) -> bool:
+    """Whether segments that see themselves alone are attended faster so; in float32 torch's kernel is as fast."""
+    if query.is_cuda or query.dtype != torch.bfloat16 or cap is not None:
+        return False
+    return max(lengths) <= min(SHORT_SEGMENT, window or SHORT_SEGMENT)
+
+
+def attend_short(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scale: float) -> Tensor:
+    """Causal attention of segments of (t, h, d) queries, and (t, g, d) keys and values -> (t, h, d)."""
+    found: Tensor = _Products.apply(query, key, value, _places(lengths, query.shape[1], key.shape[1]), scale)
+    return found
+
+
+@dataclass(frozen=True)
+class _Rectangle:
+    """Segments of similar lengths, and where they lie among the rows of all rectangles."""
+
+    segments: int
+    longest: int
+    queries: slice
+    keys: slice
+    hidden_LL: Tensor
+    """Whether a query, by its row, does not see a key."""
+
+
+@dataclass(frozen=True)
+class _Places:
+    """How the rows of d channels of a pack are put into rectangles, S x g x r x L after S x g x r x L. Padding is the
+    segment's last token once more: causality hides it from all others, and it gets no gradient."""
+
+    rectangles: tuple[_Rectangle, ...]
+    queries_Q: Tensor
+    """Row of (t h, d) that each row of the rectangles is."""
+    keys_K: Tensor
+    of_queries: Tensor
+    """(t h,): row of the rectangles that each row of the pack is."""
+    of_keys: Tensor
+    padding: Tensor
+    """Rows of queries in the rectangles that are padding."""
+
+
+@lru_cache(maxsize=32)
+def _places(lengths: tuple[int, ...], heads: int, groups: int) -> _Places:
+    """Once for all layers of a microbatch."""
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    rectangles: list[_Rectangle] = []
+    queries, keys, real = [], [], []
+    of_queries, of_keys = torch.empty(int(starts[-1]), heads).long(), torch.empty(int(starts[-1]), groups).long()
+    first_query = first_key = 0
+    for members in _similar(lengths):
+        longest, own = lengths[members[0]], torch.tensor([lengths[i] for i in members])
+        steps = torch.arange(longest)
+        is_real_SL = steps < own[:, None]
+        tokens_SL = starts[list(members)][:, None] + torch.minimum(steps, own[:, None] - 1)
+        for per_token, rows, inverse, first in (
+            (heads, queries, of_queries, first_query),
+            (groups, keys, of_keys, first_key),
+        ):
+            rows.append((tokens_SL[:, None] * per_token + torch.arange(per_token)[:, None]).flatten())
+            places = torch.arange(first, first + len(rows[-1])).view(len(members), per_token, longest)
+            inverse[tokens_SL[is_real_SL]] = places.transpose(1, 2)[is_real_SL]
+        real.append(is_real_SL[:, None].expand(-1, heads, -1).flatten())
+        slices = slice(first_query, first_query + len(queries[-1])), slice(first_key, first_key + len(keys[-1]))
+        hidden_LL = torch.ones(longest, longest, dtype=torch.bool).triu(1)
+        rectangles.append(_Rectangle(len(members), longest, *slices, hidden_LL))
+        first_query, first_key = slices[0].stop, slices[1].stop
+    inverses = of_queries.flatten(), of_keys.flatten()
+    return _Places(
+        tuple(rectangles), torch.cat(queries), torch.cat(keys), *inverses, (~torch.cat(real)).nonzero().squeeze(1)
+    )
+
+
+def _similar(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Numbers of segments of similar length, the longest of each first."""
+    members: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if members and lengths[i] < _LEAST_SHARE * lengths[members[0]]:
+            yield members
+            members = []
+        members.append(i)
+    yield members
+
+
+class _Products(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, places: _Places, scale: float) -> Tensor:
+        queries_Qd = _rows(query, places.queries_Q)
+        keys_Kd, values_Kd = (_rows(x, places.keys_K) for x in (key, value))
+        out_Qd, shares = torch.empty_like(queries_Qd), []
+        for rectangle in places.rectangles:
+            q, out = (x[rectangle.queries].view(-1, *_shape(query, key, rectangle)) for x in (queries_Qd, out_Qd))
+            k, v = (x[rectangle.keys].view(len(q), rectangle.longest, -1) for x in (keys_Kd, values_Kd))
+            kept = q.new_empty(*q.shape[:2], rectangle.longest) if any(ctx.needs_input_grad) else None
+            for block in _blocks(q, rectangle.longest):
+                scores = torch.bmm(q[block].float().mul_(scale), k[block].float().transpose(1, 2))
+                scores.unflatten(1, (-1, rectangle.longest)).masked_fill_(rectangle.hidden_LL, -torch.inf)
+                share = scores.softmax(-1).to(q.dtype)
+                torch.bmm(share, v[block], out=out[block])
+                if kept is not None:
+                    kept[block] = share
+            shares.append(kept)
+        ctx.save_for_backward(queries_Qd, keys_Kd, values_Kd, *shares)
+        ctx.places, ctx.scale, ctx.shapes = places, scale, (query.shape, key.shape)
+        return out_Qd.index_select(0, places.of_queries).view(query.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        queries_Qd, keys_Kd, values_Kd, *shares = ctx.saved_tensors
+        places: _Places = ctx.places
+        given_Qd = _rows(grad, places.queries_Q).index_fill_(0, places.padding, 0)
+        of_queries, of_keys, of_values = (torch.empty_like(x) for x in (queries_Qd, keys_Kd, values_Kd))
+        for rectangle, share in zip(places.rectangles, shares, strict=True):
+            rows, columns = rectangle.queries, rectangle.keys
+            q, given, of_q = (x[rows].view(*share.shape[:2], -1) for x in (queries_Qd, given_Qd, of_queries))
+            k, v, of_k, of_v = (
+                x[columns].view(len(share), rectangle.longest, -1) for x in (keys_Kd, values_Kd, of_keys, of_values)
+            )
+            for block in _blocks(q, rectangle.longest):
+                torch.bmm(share[block].transpose(1, 2), given[block], out=of_v[block])
+                # Of the scores: share * (of the share - its mean by shares).
+                of_share, wide = torch.bmm(given[block], v[block].transpose(1, 2)).float(), share[block].float()
+                mean = (of_share * wide).sum(-1, keepdim=True)
+                of_scores = of_share.sub_(mean).mul_(wide).mul_(ctx.scale).to(q.dtype)
+                torch.bmm(of_scores, k[block], out=of_q[block])
+                torch.bmm(of_scores.transpose(1, 2), q[block], out=of_k[block])
+        shape, of_key_shape = ctx.shapes
+        return (
+            of_queries.index_select(0, places.of_queries).view(shape),
+            of_keys.index_select(0, places.of_keys).view(of_key_shape),
+            of_values.index_select(0, places.of_keys).view(of_key_shape),
+            None,
+            None,
+        )
+
+
+def _rows(x: Tensor, places: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).index_select(0, places)
+
+
+def _shape(query: Tensor, key: Tensor, rectangle: _Rectangle) -> tuple[int, int]:
+    """Rows of queries beside one another that share keys, and channels."""
+    return query.shape[1] // key.shape[1] * rectangle.longest, query.shape[2]
+
+
+def _blocks(queries: Tensor, longest: int) -> Iterator[slice]:
+    """Of pairs of a segment and a key head."""
+    step = max(1, _BLOCK_BYTES // (4 * queries.shape[1] * longest))
+    return (slice(start, start + step) for start in range(0, len(queries), step))
