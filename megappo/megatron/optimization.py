@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -18,6 +19,21 @@ from megappo.megatron.offload import RoleTensors
 from megappo.megatron.optimizer_state import MOMENTS, OptimizerState
 from megappo.megatron.schedule import finalize_summed_grads
 from megappo.runtime.megatron_cpu import param_groups_of_role
+
+_PIECE = 2**17
+"""Elements whose float32 copy stays in a core's cache."""
+
+
+def add_to_main_grad(parameter: Any) -> None:
+    """Add a parameter's gradient to Megatron's float32 one, and drop it: what Megatron's hook, which comes after this
+    one, does with a float32 copy of the whole gradient in between."""
+    added = parameter.grad_added_to_main_grad and not getattr(parameter, "zero_out_wgrad", False)
+    if parameter.grad is None or added:
+        return
+    totals, gradients = (x.view(-1).split(_PIECE) for x in (parameter.main_grad, parameter.grad.contiguous()))
+    for total, gradient in zip(totals, gradients, strict=True):
+        total.add_(gradient)
+    parameter.grad = None
 
 
 class RoleOptimizer:
@@ -59,10 +75,12 @@ class RoleOptimizer:
                 config, self.chunks, use_gloo_process_groups=False, pg_collection=model.layout.groups
             )
         inners = getattr(self.megatron, "chained_optimizers", [self.megatron])
-        inners = [inner for inner in inners if inner.optimizer is not None]
-        for inner in inners if settings.on_host else ():
+        self._inners = [inner for inner in inners if inner.optimizer is not None]
+        if bf16 and not on_cuda:
+            self._spare_memory(adds_at_once=ddp.overlap_grad_reduce)
+        for inner in self._inners if settings.on_host else ():
             inner.optimizer = PartlyOnHost(inner.optimizer, settings.on_host, self._weight_storages())
-        self._on_host = [inner.optimizer for inner in inners if isinstance(inner.optimizer, PartlyOnHost)]
+        self._on_host = [inner.optimizer for inner in self._inners if isinstance(inner.optimizer, PartlyOnHost)]
         self.state = OptimizerState(self.megatron, model.layout.groups.dp_cp, model.layout.groups.expt_dp)
         self._schedule = OptimizerParamScheduler(
             self.megatron,
@@ -78,6 +96,20 @@ class RoleOptimizer:
             wd_incr_style="constant",
             use_checkpoint_opt_param_scheduler=False,
         )
+
+    def _spare_memory(self, *, adds_at_once: bool) -> None:
+        """Go through a CPU's memory as seldom as can be.
+
+        torch's AdamW takes five times as long where it is not fused, which Megatron does not ask for and torch reads at
+        every step. It rounds otherwise than the loop, by the last bits of float32, which is nothing beside bfloat16's;
+        float32 models keep the loop.
+        """
+        for inner in self._inners:
+            for group in inner.optimizer.param_groups:
+                group["fused"] = True
+        for parameter in () if adds_at_once else (p for chunk in self.chunks for p in chunk.parameters()):
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(add_to_main_grad)
 
     @property
     def learning_rate(self) -> float:
@@ -134,7 +166,8 @@ class RoleOptimizer:
         grad_norm = float(self.megatron.get_grad_norm())
         if not math.isfinite(grad_norm):
             return False, grad_norm
-        self.megatron.step()
+        self._clip(grad_norm)
+        self.megatron.step_with_ready_grads()
         for optimizer in self._on_host:
             optimizer.release()
         self._schedule.step(increment=1)
@@ -142,6 +175,16 @@ class RoleOptimizer:
             for chunk in self.chunks:
                 chunk.start_param_sync()
         return True, grad_norm
+
+    def _clip(self, grad_norm: float) -> None:
+        """Scale the gradients down to the norm that the settings allow, as Megatron's `clip_grad_by_total_norm_fp32`
+        does, which without Apex makes a copy of each."""
+        for inner in self._inners:
+            allowed = inner.config.clip_grad
+            factor = allowed / (grad_norm + 1e-6) if allowed > 0 else 1.0
+            gradients = [main.grad for main in inner.get_parameters() if main.grad is not None]
+            if factor < 1.0 and gradients:
+                torch._foreach_mul_(gradients, factor)
 
     def settle_weights(self) -> None:
         """Wait until the weights that other ranks updated are here, as each part of the model does before it runs."""

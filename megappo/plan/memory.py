@@ -151,8 +151,9 @@ def role_memory(role: RoleSetup, stage: int, work: Workload) -> RoleMemory:
     stateful, mixed = role.optimizer_parameters(stage), role.dtype_bytes == 2
     on_host, on_device = role.on_host * stateful, (1 - role.on_host) * stateful
     optimizer = (12 if mixed else 8) * on_device + (0.0 if work.on_cuda else 16 * on_host)
-    # Torch's AdamW takes the roots of all second moments at once on CUDA, one parameter after the other on a CPU.
-    roots = 4.0 * (on_device if work.on_cuda else role.largest_weight(stage))
+    # Torch's AdamW takes the roots of all second moments at once on CUDA; on a CPU one parameter after the other, and
+    # none where it is fused, for bfloat16.
+    roots = 4.0 * (on_device if work.on_cuda else 0 if mixed else role.largest_weight(stage))
     rests = ("weights" in moved) * weights + ("optimizer" in moved) * optimizer
     return RoleMemory(
         role=role.name,

@@ -471,16 +471,10 @@ def test_what_rests_comes_back_to_the_last_bit(world: World, name: str) -> None:
 
 
 def test_main_weights_that_live_on_the_host(world: World) -> None:
-    """Of a bfloat16 model. Fused AdamW there rounds otherwise than torch's loop here, which bfloat16 hardly shows."""
-    trained = [
-        load_file(world.out(world.ran(n)) / "actor.safetensors") for n in ("one-bfloat16", "one-bfloat16-on-host")
-    ]
-    start = load_file(world.folder("one-bfloat16") / "model.safetensors")
-    moved, other = (
-        torch.cat([(tensors[key] - start[key].bfloat16()).double().flatten() for key in sorted(start)])
-        for tensors in trained
-    )
-    assert float((moved - other).norm()) < 0.01 * float(moved.norm())
+    """Of a bfloat16 model: AdamW is fused there and here, and rounds alike."""
+    here, there = (world.out(world.ran(name)) for name in ("one-bfloat16", "one-bfloat16-on-host"))
+    for role in ("actor", "critic"):
+        assert (here / f"{role}.safetensors").read_bytes() == (there / f"{role}.safetensors").read_bytes()
 
 
 def test_the_readme_names_cases_that_there_are() -> None:

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 import megappo.megatron  # noqa: F401 - prepares torch for machines without CUDA
+from megappo.megatron import optimization
 from megappo.megatron.host_optimizer import PartlyOnHost
+from megappo.megatron.optimization import add_to_main_grad
 
 SIZES = (30, 50, 20)
 
@@ -75,3 +77,24 @@ def test_a_tied_embedding_is_updated_alike_on_both_stages() -> None:
 def test_a_rank_without_a_part_steps_too() -> None:
     """A distributed optimizer may have given it no parameters."""
     PartlyOnHost(adam([torch.zeros(0, requires_grad=True)]), 0.5, set()).step()
+
+
+@pytest.mark.parametrize(
+    ("added", "has_further", "adds"), [(False, False, True), (True, True, True), (True, False, False)]
+)
+def test_a_gradient_is_added_piece_by_piece(
+    monkeypatch: pytest.MonkeyPatch, added: bool, has_further: bool, adds: bool
+) -> None:
+    """To the last bit as at once. The placeholder of one that the head has added already is Megatron's to drop, but what
+    a tied embedding gets besides is added too."""
+    monkeypatch.setattr(optimization, "_PIECE", 7)
+    generator = torch.Generator().manual_seed(3)
+    parameter: Any = torch.nn.Parameter(torch.zeros(4, 5, dtype=torch.bfloat16))
+    total, gradient = torch.randn(4, 5, generator=generator), torch.randn(5, 4, generator=generator).bfloat16().T
+    parameter.main_grad, parameter.grad_added_to_main_grad = total.clone(), added
+    if has_further:
+        parameter.zero_out_wgrad = True
+    parameter.register_post_accumulate_grad_hook(add_to_main_grad)
+    (parameter * gradient).sum().backward()
+    assert torch.equal(parameter.main_grad, total + gradient if adds else total)
+    assert (parameter.grad is None) is adds

@@ -62,7 +62,8 @@ def test_microbatches_of_a_minibatch(budget: int, vpp: int, microbatches: int) -
 @pytest.mark.parametrize("cuda", [True, False])
 @pytest.mark.parametrize("distributed", [True, False])
 def test_what_stays_of_a_role(e: int, state: int, cuda: bool, distributed: bool) -> None:
-    """Weight, gradient, moments, and for bfloat16 a weight in float32; AdamW takes roots of the second moments."""
+    """Weight, gradient, moments, and for bfloat16 a weight in float32; AdamW takes roots of the second moments, but
+    where it is fused."""
     setup = role(with_experts(), ep=6, dtype_bytes=e, distributed_optimizer=distributed)
     shared, experts = 3 * layer(3, 12) + 34 * H + H, 3 * 2 * 3 * H * F
     here = shared / 4 + experts / 2 if distributed else shared + experts
@@ -70,7 +71,7 @@ def test_what_stays_of_a_role(e: int, state: int, cuda: bool, distributed: bool)
     assert (found.role, found.stage, found.parameters) == ("actor", 1, shared + experts)
     assert (found.weights, found.gradients) == (e * found.parameters, 4 * found.parameters)
     assert found.optimizer == state * here
-    assert found.optimizer_step == 4 * (here if cuda else 2 * 2 * F * H)  # of two experts in one
+    assert found.optimizer_step == 4 * (here if cuda else 2 * 2 * F * H if e == 4 else 0)  # of two experts in one
     running = [
         kept_bytes(setup, 1, where),
         *(part(setup, 1, where, train=True) for part in (head_bytes, transient_bytes)),
@@ -310,5 +311,5 @@ def test_an_optimizer_that_is_partly_on_the_host(e: int, state: int, brought: in
     found = role_memory(role(dtype_bytes=e, on_host=0.75), 0, work(on_cuda=cuda))
     assert found.optimizer == pytest.approx(state * 0.25 * here + (0 if cuda else 16 * 0.75 * here))
     assert found.host == pytest.approx(16 * 0.75 * here if cuda else 0)
-    roots = 0.25 * here if cuda else role(dtype_bytes=e).largest_weight(0)
+    roots = 0.25 * here if cuda else role(dtype_bytes=e).largest_weight(0) if e == 4 else 0
     assert found.optimizer_step == pytest.approx(max(4 * roots, brought * 0.75 * here))
