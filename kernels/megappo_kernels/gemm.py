@@ -14,6 +14,8 @@ from torch import Tensor
 MIN_ROWS = 16
 """Below this a CPU's GEMM takes other kernels, whose sums differ in the last bit from those of a larger batch."""
 _WIDENED = 4096
+_ROUNDED = 1024
+"""Rows of a product that stay in a CPU's caches until they are added."""
 
 
 class LogitsGemm:
@@ -71,12 +73,20 @@ def bf16_valued_inputs() -> Iterator[None]:
         setting.fp32_precision = before
 
 
-def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, every product and sum in the precision of `total`."""
+def add_product(total: Tensor, left: Tensor, right: Tensor, *, rounds: bool = False) -> None:
+    """total += left @ right, every product and sum in the precision of `total`.
+
+    `rounds` lets a CPU round the product of bfloat16 matrices to bfloat16 before it is added, in a half to a quarter of
+    the time. That is for what is rounded so anyway: the gradient of a weight, as in every other layer, or the only
+    product of a sum that is handed out in bfloat16.
+    """
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     elif total.is_cuda:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    elif rounds:
+        for some, of_left in zip(total.split(_ROUNDED), left.split(_ROUNDED), strict=True):
+            some += of_left @ right
     else:
         with bf16_valued_inputs():
             for rows in _blocks(len(left)):

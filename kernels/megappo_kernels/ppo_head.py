@@ -315,6 +315,7 @@ class _Chunks:
                 triton=self.shard.triton,
             )
         low_CV = self.low[:n]
-        add_product(self.grad_hidden_NH[rows], low_CV, self.weight_VH)
+        # A part of the vocabulary may give more than what is left of the sum over ranks, and so would its rounding.
+        add_product(self.grad_hidden_NH[rows], low_CV, self.weight_VH, rounds=self.shard.group is None)
         if grad_weight_VH is not None:
-            add_product(grad_weight_VH[: self.shard.here], low_CV.T, self.hidden_NH[rows])
+            add_product(grad_weight_VH[: self.shard.here], low_CV.T, self.hidden_NH[rows], rounds=True)
