@@ -79,7 +79,7 @@ class Row:
     bare_cpu_seconds: list[float]
     median_cpu_ratio: float
     other_forms: dict[str, float]
-    """Median seconds of warm-up."""
+    """Median seconds of warm-up, CPU seconds where these are fewer."""
 
 
 def local_samples(drawn: Sequence[tuple[Tensor, int]], runtime: Runtime) -> Samples:
@@ -178,7 +178,8 @@ def measure(name: str, config: Config, runtime: Runtime, size: Size, arguments: 
         update()
         for form, way in ways.items():
             bare.spent(*way)
-            warm[form].append(bare.spent(*way)[0])
+            # One thread on a core that others use too takes no longer than its CPU seconds.
+            warm[form].append(min(bare.spent(*way)))
     found = {form: statistics.median(seconds) for form, seconds in warm.items()}
     fastest = from_rank(min(found, key=found.__getitem__), src=0)
     rounds = [(spent(update, runtime), bare.spent(*ways[fastest])) for _ in range(arguments.repeat)]

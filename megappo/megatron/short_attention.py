@@ -72,7 +72,9 @@ def _places(lengths: tuple[int, ...], heads: int, groups: int) -> _Places:
     """Once for all layers of a microbatch."""
     starts = torch.tensor([0, *lengths]).cumsum(0)
     rectangles: list[_Rectangle] = []
-    queries, keys, real = [], [], []
+    queries: list[Tensor] = []
+    keys: list[Tensor] = []
+    real: list[Tensor] = []
     of_queries, of_keys = torch.empty(int(starts[-1]), heads).long(), torch.empty(int(starts[-1]), groups).long()
     first_query = first_key = 0
     for members in _similar(lengths):

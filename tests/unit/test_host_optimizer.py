@@ -85,8 +85,8 @@ def test_a_rank_without_a_part_steps_too() -> None:
 def test_a_gradient_is_added_piece_by_piece(
     monkeypatch: pytest.MonkeyPatch, added: bool, has_further: bool, adds: bool
 ) -> None:
-    """To the last bit as at once. The placeholder of one that the head has added already is Megatron's to drop, but what
-    a tied embedding gets besides is added too."""
+    """To the last bit as at once. The placeholder of one that the head has added already is Megatron's to drop; what a
+    tied embedding gets besides is added too."""
     monkeypatch.setattr(optimization, "_PIECE", 7)
     generator = torch.Generator().manual_seed(3)
     parameter: Any = torch.nn.Parameter(torch.zeros(4, 5, dtype=torch.bfloat16))
