@@ -20,7 +20,7 @@ from megappo.megatron.optimizer_state import MOMENTS, OptimizerState
 from megappo.megatron.schedule import finalize_summed_grads
 from megappo.runtime.megatron_cpu import param_groups_of_role
 
-_PIECE = 2**17
+PIECE = 2**17
 """Elements whose float32 copy stays in a core's cache."""
 
 
@@ -30,7 +30,7 @@ def add_to_main_grad(parameter: Any) -> None:
     added = parameter.grad_added_to_main_grad and not getattr(parameter, "zero_out_wgrad", False)
     if parameter.grad is None or added:
         return
-    totals, gradients = (x.view(-1).split(_PIECE) for x in (parameter.main_grad, parameter.grad.contiguous()))
+    totals, gradients = (x.view(-1).split(PIECE) for x in (parameter.main_grad, parameter.grad.contiguous()))
     for total, gradient in zip(totals, gradients, strict=True):
         total.add_(gradient)
     parameter.grad = None

@@ -22,7 +22,7 @@ from megappo.families.architecture import SHORT_SEGMENT
 
 _LEAST_SHARE = 0.8
 """Of the longest segment of a rectangle: what is shorter begins one of its own."""
-_BLOCK_BYTES = 2**21
+BLOCK_BYTES = 2**21
 """Of float32 scores made at once, so that they stay in a CPU's caches."""
 
 
@@ -175,5 +175,5 @@ def _shape(query: Tensor, key: Tensor, rectangle: _Rectangle) -> tuple[int, int]
 
 def _blocks(queries: Tensor, longest: int) -> Iterator[slice]:
     """Of pairs of a segment and a key head."""
-    step = max(1, _BLOCK_BYTES // (4 * queries.shape[1] * longest))
+    step = max(1, BLOCK_BYTES // (4 * queries.shape[1] * longest))
     return (slice(start, start + step) for start in range(0, len(queries), step))

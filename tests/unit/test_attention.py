@@ -237,9 +237,10 @@ def test_products_are_taken_for_what_is_short(
 @pytest.mark.parametrize("lengths", [(7,), (9, 9, 9), (40, 5, 70, 64, 1, 12)])
 def test_short_segments_in_bfloat16(monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], groups: int) -> None:
     """Through a rectangle for each kind of length, several blocks of scores, and no kernel of torch. What is rounded to
-    bfloat16 on the way, shares of attention and gradients of scores among it, has an error of 2^-9 at most each."""
+    bfloat16 on the way, shares of attention and gradients of scores among it, is off by 2^-8 at most and 2^-9 in the
+    mean, each time."""
     monkeypatch.setattr(attention, "scaled_dot_product_attention", None)
-    monkeypatch.setattr(short_attention, "_BLOCK_BYTES", 4 * 6 * 70 * 70)
+    monkeypatch.setattr(short_attention, "BLOCK_BYTES", 4 * 6 * 70 * 70)
     core = PackedCoreAttention(config_with(None), 1, None, "self", softmax_scale=SCALE)
     g = torch.Generator().manual_seed(3)
     # As Megatron hands them over: parts of one matrix, values not contiguous.
@@ -251,7 +252,7 @@ def test_short_segments_in_bfloat16(monkeypatch: pytest.MonkeyPatch, lengths: tu
     upstream = torch.randn(out.shape, generator=g).bfloat16()
     (mine,) = torch.autograd.grad(out, both, upstream)
     (true,) = torch.autograd.grad(truth, exact, upstream.double())
-    for found, expected, roundings in ((out.detach(), truth, 2), (mine, true, 4)):
+    for found, expected, roundings in ((out.detach(), truth.detach(), 2), (mine, true, 4)):
         assert found.dtype == torch.bfloat16
         assert float((found - expected).norm() / expected.norm()) < roundings * 2**-9
     with torch.no_grad():  # where no shares are kept

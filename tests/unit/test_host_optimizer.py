@@ -87,7 +87,7 @@ def test_a_gradient_is_added_piece_by_piece(
 ) -> None:
     """To the last bit as at once. The placeholder of one that the head has added already is Megatron's to drop; what a
     tied embedding gets besides is added too."""
-    monkeypatch.setattr(optimization, "_PIECE", 7)
+    monkeypatch.setattr(optimization, "PIECE", 7)
     generator = torch.Generator().manual_seed(3)
     parameter: Any = torch.nn.Parameter(torch.zeros(4, 5, dtype=torch.bfloat16))
     total, gradient = torch.randn(4, 5, generator=generator), torch.randn(5, 4, generator=generator).bfloat16().T
