@@ -43,6 +43,8 @@ def compare_settings(before: Mapping[str, Any], now: Mapping[str, Any], steps: t
     old, new = dict(flat_settings(before)), dict(flat_settings(now))
     for key in _SOURCES & old.keys():
         old[key] = str(old[key]).removeprefix(OLD_PYTHON_PREFIX)
+    if "algorithm.lam" in old:  # of before actor and critic could have their own
+        old["algorithm.lam.actor.number"] = old["algorithm.lam.critic"] = old.pop("algorithm.lam")
     harmless: list[str] = []
     dangerous: list[str] = []
     decays = any(_decays(new, role) or _decays(old, role) for role in ("actor", "critic"))

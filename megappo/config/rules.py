@@ -50,6 +50,11 @@ def estimator_rules(config: Config, estimator: Estimator) -> Iterator[str]:
             f"rollout.samples_per_prompt is {samples}, algorithm.estimator '{estimator.name}' compares the samples of "
             "a prompt; set at least 2"
         )
+    if not config.algorithm.lam.is_one and not estimator.tells_lambdas_apart:
+        yield (
+            f"algorithm.lam is not one number, but algorithm.estimator '{estimator.name}' does not tell the actor's "
+            "from the critic's; give one, or set algorithm.estimator to gae"
+        )
 
 
 def algorithm_rules(config: Config) -> Iterator[str]:

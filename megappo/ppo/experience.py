@@ -13,7 +13,7 @@ from megappo.algo.controllers import AdaptiveKLController, FixedKLController
 from megappo.algo.correction import importance_weights
 from megappo.algo.kl import apply_kl_to_rewards, on_last_tokens
 from megappo.config.algorithm import AlgorithmSettings
-from megappo.ppo.methods import find_estimator
+from megappo.ppo.methods import find_estimator, lambdas
 from megappo.runtime.tally import Tally
 from megappo.types import Experience, Scored
 from megappo_kernels.gae import gae
@@ -49,7 +49,7 @@ class ExperienceMaker:
             mask=mask_BR,
             group_ids=scored.rollouts.group_ids_B,
             gamma=self._algorithm.gamma,
-            lam=self._algorithm.lam,
+            **lambdas(self._algorithm, mask_BR),
             gae=self._gae,
         )
         if self._algorithm.whiten_advantages and self._estimator.whitens:
@@ -85,9 +85,12 @@ class ExperienceMaker:
             tally.mean("kl/per_response", kl.sum(-1))
         return apply_kl_to_rewards(scores=scores, kl=kl, mask=mask_BR, coef=self.kl_controller.value)
 
-    def _gae(self, *, rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    def _gae(
+        self, *, rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor
+    ) -> tuple[Tensor, Tensor]:
         """GAE on the device it is fast on."""
         here = (x.to(self._device) for x in (rewards, values, mask))
+        lam = lam.to(self._device) if isinstance(lam, Tensor) else lam
         advantages_BR, returns_BR = gae(*here, gamma=gamma, lam=lam)
         return advantages_BR.to(rewards.device), returns_BR.to(rewards.device)
 

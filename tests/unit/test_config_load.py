@@ -111,6 +111,12 @@ MALFORMED: list[tuple[dict[str, Any], list[str]]] = [
         ["algorithm.estimator: 'groupo'", "is none of gae", "did you mean 'grpo'"],
     ),
     ({"algorithm.gamma": 1.5}, ["algorithm.gamma is 1.5", "at most 1.0; the nearest is 1.0"]),
+    ({"algorithm.lam": 2}, ["algorithm.lam: 2 is neither a number from 0 to 1 nor {actor: 0.95,", "write either"]),
+    ({"algorithm.lam": {"actor": "x"}}, ["algorithm.lam.actor: 'x' is neither a number", "{length_adaptive: 0.05}"]),
+    (
+        {"algorithm.lam": {"actor": {"number": 0.5, "length_adaptive": 0.1}}},
+        ["algorithm.lam.actor: both of number and length_adaptive are given; give one of them"],
+    ),
     ({"algorithm.clip_low": 1}, ["algorithm.clip_low is 1", "must be below 1"]),
     ({"algorithm.dual_clip": 1.0}, ["algorithm.dual_clip is 1.0", "must be above 1"]),
     ({"actor.optimizer.learning_rate": "1e-5x"}, ["learning_rate is '1e-5x'", "must be a number"]),
