@@ -158,6 +158,8 @@ class AlgorithmSettings(Settings):
     (VAPO: 0.1)."""
     positive_nll_above: float = Field(default=0.0, ge=-1e9, le=1e9)
     """Samples whose reward is above this are good ones."""
+    mask_truncated: bool = False
+    """Leave samples that the length limit ended out of the losses of actor and critic (DAPO's overlong filtering)."""
     loss_aggregation: Aggregation = "token-mean"
     """How token losses become one number, over the global minibatch."""
     kl_in_reward: KLInRewardSettings | None = None

@@ -325,6 +325,25 @@ def length_rules(config: Config, shapes: dict[str, ModelShape]) -> Iterator[str]
                 )
 
 
+def kept_rules(config: Config) -> Iterator[str]:
+    """What is kept of a step's samples is kept for a reason that can come up."""
+    rollout, overlong = config.rollout, config.reward.overlong
+    if rollout.generation is not None and (rollout.ahead or rollout.episodes is not None):
+        other = "rollout.ahead is 1" if rollout.ahead else "rollout.environment plays episodes"
+        remedy = "rollout.ahead to 0" if rollout.ahead else "rollout.environment to null"
+        yield f"rollout.generation is given, but {other}, which does without it; set {remedy}, or generation to null"
+    if rollout.dynamic_sampling is not None and rollout.samples_per_prompt < 2:
+        yield (
+            f"rollout.dynamic_sampling compares the samples of a prompt, but rollout.samples_per_prompt is "
+            f"{rollout.samples_per_prompt}; set it to at least 2, or dynamic_sampling to null"
+        )
+    if overlong is not None and overlong.buffer_tokens > rollout.max_response_tokens:
+        yield (
+            f"reward.overlong.buffer_tokens {overlong.buffer_tokens} is above rollout.max_response_tokens "
+            f"{rollout.max_response_tokens}; set it to at most that"
+        )
+
+
 def engine_rules(config: Config) -> Iterator[str]:
     """What is generated ahead is weighted for it."""
     rollout = config.rollout

@@ -15,10 +15,16 @@ from megappo.algo.kl import apply_kl_to_rewards, on_last_tokens
 from megappo.config.algorithm import AlgorithmSettings
 from megappo.ppo.methods import find_estimator, lambdas
 from megappo.runtime.tally import Tally
-from megappo.types import Experience, Scored
+from megappo.types import Experience, Rollouts, Scored
 from megappo_kernels.gae import gae
 from megappo_kernels.objectives import kl_estimate
 from megappo_kernels.whiten import masked_whiten, masked_whiten_stats, merge_whiten_stats
+
+
+def trained_tokens(rollouts: Rollouts, algorithm: AlgorithmSettings) -> Tensor:
+    """(B, R) bool: response tokens that count in the losses, where nothing else is said of them."""
+    mask_BR = rollouts.response_mask_BR
+    return mask_BR & ~rollouts.truncated_B[:, None] if algorithm.mask_truncated else mask_BR
 
 
 class ExperienceMaker:
@@ -55,6 +61,7 @@ class ExperienceMaker:
         if self._algorithm.whiten_advantages and self._estimator.whitens:
             advantages_BR = masked_whiten(advantages_BR, mask_BR, self._global_stats(advantages_BR, mask_BR))
         weights_BR, loss_mask_BR = self._correction(scored, tally)
+        loss_mask_BR = loss_mask_BR & trained_tokens(scored.rollouts, self._algorithm)
         tally.mean_and_std("advantage", advantages_BR, mask_BR)
         tally.mean("return/mean", returns_BR, mask_BR)
         totals_B = scored.rollouts.totals_B(scored.scores_B)

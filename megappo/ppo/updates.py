@@ -20,6 +20,7 @@ from megappo.megatron.placed import PlacedBatch
 from megappo.megatron.roles import Update
 from megappo.megatron.schedule import PackedBatch, Task
 from megappo.observe.progress import PROGRESS
+from megappo.ppo.experience import trained_tokens
 from megappo.ppo.methods import find_objective
 from megappo.runtime.exchange import all_gather_varying
 from megappo.types import Experience
@@ -195,7 +196,7 @@ def critic_updates(batch: PlacedBatch, experience: Experience, config: Config) -
     fields_BR = {
         "old_values": scored.values_BR,
         "returns": experience.returns_BR,
-        "mask": scored.rollouts.response_mask_BR,
+        "mask": trained_tokens(scored.rollouts, config.algorithm),
     }
     return RoleUpdates(batch, config, fields_BR, partial(ValueTask, config.critic.value_clip))
 

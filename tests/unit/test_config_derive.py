@@ -71,6 +71,24 @@ BROKEN: list[tuple[int, tuple[str, ...], list[str]]] = [
         (*NO_CRITIC, "algorithm.lam={actor: 0.9}"),
         ["algorithm.lam is not one number", "'grpo' does not tell the actor's from the critic's", "give one, or set"],
     ),
+    (
+        1,
+        (
+            *("rollout.dynamic_sampling={}", "rollout.samples_per_prompt=1"),
+            *("actor.minibatch_sequences=8", "critic.minibatch_sequences=8"),
+        ),
+        ["dynamic_sampling compares", "at least 2"],
+    ),
+    (
+        1,
+        ("reward.overlong={buffer_tokens: 70}", "rollout.max_response_tokens=64"),
+        ["reward.overlong.buffer_tokens 70 is above rollout.max_response_tokens 64", "at most that"],
+    ),
+    (
+        1,
+        ("rollout.engine=sglang", "rollout.ahead=1", "algorithm.old_logprob=corrected", "rollout.generation=a:b"),
+        ["rollout.generation is given, but rollout.ahead is 1", "set rollout.ahead to 0"],
+    ),
     (1, ("algorithm.router_replay=true",), ["router_replay is true, but the actor model has no experts; remove it"]),
     (1, ("critic.router_aux_loss_coef=0.1",), ["critic.router_aux_loss_coef 0.1, but the critic", "set it to 0"]),
     (1, ("reference=null",), ["algorithm.kl_in_reward needs a reference", "add `reference: {}`"]),

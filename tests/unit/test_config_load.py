@@ -117,6 +117,8 @@ MALFORMED: list[tuple[dict[str, Any], list[str]]] = [
         {"algorithm.lam": {"actor": {"number": 0.5, "length_adaptive": 0.1}}},
         ["algorithm.lam.actor: both of number and length_adaptive are given; give one of them"],
     ),
+    ({"rollout.generation": "segments"}, ["rollout: generation is 'segments', must be a path; write package.module"]),
+    ({"rollout.generation_options": {"tokens": 1}}, ["generation_options are for a function of your own", "remove"]),
     ({"algorithm.clip_low": 1}, ["algorithm.clip_low is 1", "must be below 1"]),
     ({"algorithm.dual_clip": 1.0}, ["algorithm.dual_clip is 1.0", "must be above 1"]),
     ({"actor.optimizer.learning_rate": "1e-5x"}, ["learning_rate is '1e-5x'", "must be a number"]),
