@@ -79,7 +79,7 @@ def _switches(few: bool, **choices: tuple[Any, ...]) -> Iterator[dict[str, Any]]
 
 
 _POINTERS = {"labels": "*i64", "starts": "*i64", "mask": "*u8"}
-_FLOATS = "inverse_temperature cap gamma lam"
+_FLOATS = "inverse_temperature cap gamma"
 _INTEGERS = (
     "row_stride stats_stride out_stride columns rows features units splits row_tiles n length heads width token_stride "
     "head_stride"

@@ -25,7 +25,7 @@ def gae(
     mask: Tensor,
     *,
     gamma: float,
-    lam: float,
+    lam: float | Tensor,
     bootstrap: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -34,7 +34,8 @@ def gae(
     Args:
         rewards, values: float32 or float64; (B, T) padded, or (N,) packed sequences end to end.
         mask: same shape, bool, or a number in [0, 1] for a token that counts in part.
-        gamma, lam: discount and trace decay.
+        gamma: discount.
+        lam: trace decay; a number, or (B,) or (S,) one of each sequence.
         bootstrap: (B,) or (S,) value of the state after each sequence's last token; default: 0, the sequence ended.
         cu_seqlens: (S + 1,) int64 starts of the packed sequences and N at the end; None: padded.
 
@@ -51,6 +52,10 @@ def gae(
         bootstrap = values.new_zeros(sequences)
     elif bootstrap.shape != (sequences,):
         raise ValueError(f"bootstrap has shape {tuple(bootstrap.shape)}, must be ({sequences},), one per sequence")
+    if not isinstance(lam, Tensor):
+        lam = torch.full((sequences,), lam, dtype=torch.float64, device=values.device)
+    elif lam.shape != (sequences,):
+        raise ValueError(f"lam has shape {tuple(lam.shape)}, must be a number or ({sequences},), one per sequence")
     valid = mask != 0
     rewards, values_clean = rewards.masked_fill(~valid, 0.0), values.masked_fill(~valid, 0.0)
     if runs_triton(values):
@@ -70,7 +75,7 @@ def _packed(
     values_N: Tensor,
     mask_N: Tensor,
     gamma: float,
-    lam: float,
+    lam_S: Tensor,
     bootstrap_S: Tensor,
     cu_seqlens: Tensor,
 ) -> Tensor:
@@ -85,29 +90,30 @@ def _packed(
         return packed_N.new_zeros(inside_ST.shape).masked_scatter_(inside_ST, packed_N)
 
     padded = (unpack(rewards_N), unpack(values_N), unpack(mask_N))
-    return _padded(*padded, gamma, lam, bootstrap_S)[inside_ST]
+    return _padded(*padded, gamma, lam_S, bootstrap_S)[inside_ST]
 
 
 def _padded(
-    rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float, bootstrap_B: Tensor
+    rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, gamma: float, lam_B: Tensor, bootstrap_B: Tensor
 ) -> Tensor:
     if not values_BT.numel():
         return torch.zeros_like(values_BT)
+    decay_B = (gamma * lam_B).to(values_BT.dtype)
     if mask_BT.dtype != torch.bool:
-        return _steps(rewards_BT, values_BT, mask_BT, gamma, lam, bootstrap_B)
+        return _steps(rewards_BT, values_BT, mask_BT, gamma, decay_B, bootstrap_B)
     deltas_BT = rewards_BT + gamma * _next_values(values_BT, mask_BT, bootstrap_B) - values_BT
     deltas_BT = deltas_BT.masked_fill_(~mask_BT, 0.0)
-    return _decayed_sums(deltas_BT, mask_BT, gamma * lam)
+    return _decayed_sums(deltas_BT, mask_BT, decay_B)
 
 
 def _steps(
-    rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float, bootstrap_B: Tensor
+    rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, gamma: float, decay_B: Tensor, bootstrap_B: Tensor
 ) -> Tensor:
     """The recursion for fractional masks, step by step; (T, B) layout, so each step reads contiguous memory."""
     mask_TB = mask_BT.to(values_BT.dtype).T.contiguous()
     values_TB = values_BT.T.contiguous()
     surplus_TB = (rewards_BT - values_BT).T * mask_TB
-    decay_TB, reach_TB = 1 - mask_TB + mask_TB * (gamma * lam), mask_TB * gamma
+    decay_TB, reach_TB = 1 - mask_TB + mask_TB * decay_B, mask_TB * gamma
     advantages_TB = torch.empty_like(values_TB)
     following_B, running_B = bootstrap_B.clone(), torch.zeros_like(bootstrap_B)
     for t in range(len(values_TB) - 1, -1, -1):
@@ -129,7 +135,7 @@ def _next_values(values_BT: Tensor, mask_BT: Tensor, bootstrap_B: Tensor) -> Ten
     return extended.gather(1, nearest.long())
 
 
-def _decayed_sums(deltas_BT: Tensor, mask_BT: Tensor, decay: float) -> Tensor:
+def _decayed_sums(deltas_BT: Tensor, mask_BT: Tensor, decay_B: Tensor) -> Tensor:
     """g_t = (decay if valid else 1) * g_{t+1} + delta_t, from the right; delta is 0 where masked.
 
     Rows are cut into pieces of about sqrt(T) tokens. All pieces advance one token at a time together, then the carries
@@ -145,7 +151,7 @@ def _decayed_sums(deltas_BT: Tensor, mask_BT: Tensor, decay: float) -> Tensor:
     # (piece, pieces, B): a step of all pieces is contiguous.
     sums_LKB = deltas_BT.view(rows, pieces, piece).permute(2, 1, 0).contiguous()
     mask_LKB = mask_BT.view(rows, pieces, piece).permute(2, 1, 0).contiguous()
-    factors_LKB = torch.ones_like(sums_LKB).masked_fill_(mask_LKB, decay)
+    factors_LKB = torch.where(mask_LKB, decay_B, 1.0)
     for i in range(piece - 2, -1, -1):
         sums_LKB[i].addcmul_(factors_LKB[i], sums_LKB[i + 1])
         # From here on: the decay from this token to the end of its piece.

@@ -34,6 +34,9 @@ class PolicyInputs:
     ref_logprob: Tensor | None = None
     importance_weights: Tensor | None = None
     """Constants that multiply the surrogate."""
+    nll_weights: Tensor | None = None
+    """Weights of the negative log-likelihood, their normalisation in them: 0 for what is not to be imitated,
+    and where `weights` are 0."""
     sequences: Tensor | None = None
     """int64: a number for each token's sequence, for objectives that see sequences."""
 

@@ -135,10 +135,13 @@ def penalty(s: Any, log_ratio: Numbers, ratio: Numbers, advantages: Numbers) -> 
 
 POLICY_LOSSES: Mapping[str, Callable[..., Surrogate]] = {"clip": clip, "penalty": penalty}
 POLICY_METRICS: Mapping[str, Metric] = {
-    "loss": Metric("term", "1", "Whole policy loss: pg_loss + entropy_loss + kl_loss.", "no trend is needed"),
+    "loss": Metric("term", "1", "Whole policy loss: the sum of the next four.", "no trend is needed"),
     "pg_loss": Metric("term", "1", "Policy gradient part, clipped or with penalty.", "near 0, mostly below"),
     "entropy_loss": Metric("term", "1", "Minus the entropy times `algorithm.entropy_coef`.", "small beside pg_loss"),
     "kl_loss": Metric("term", "1", "KL to the reference times `algorithm.kl_in_loss.coef`.", "small beside pg_loss"),
+    "nll_loss": Metric(
+        "term", "1", "Negative log-likelihood of good samples times `algorithm.positive_nll_coef`.", "falls slowly"
+    ),
     "clipfrac": Metric("mean", "fraction", "Tokens whose ratio was clipped.", "0.01 to 0.3; advice above 0.5"),
     "clipfrac_lower": Metric("mean", "fraction", "Tokens at the bound of `algorithm.dual_clip`.", "near 0"),
     "ppo_kl": Metric(
@@ -168,8 +171,10 @@ def policy_loss(
     weights: Numbers,
     ref_logprob: Numbers = None,
     importance_weights: Numbers = None,
+    nll_weights: Numbers = None,
 ) -> tuple[tuple[Numbers, ...], Any]:
-    """weights * (importance * surrogate - entropy_coef * entropy + kl_coef * KL(policy || reference)).
+    """weights * (importance * surrogate - entropy_coef * entropy + kl_coef * KL(policy || reference))
+    - nll_weights * logprob.
 
     Returns the slopes in `logprob` and `entropy`, and PolicyMetrics.
     """
@@ -184,10 +189,14 @@ def policy_loss(
     if ref_logprob is not None:
         ref_kl, ref_slope = s.kl(logprob - ref_logprob)
         slope = slope + s.kl_coef * ref_slope
+    slope, nll = weights * slope, xp.zeros_like(logprob)
+    if nll_weights is not None:
+        slope, nll = slope - nll_weights, -nll_weights * logprob
     metrics = PolicyMetrics(
         pg_loss=weights * loss,
         entropy_loss=-s.entropy_coef * weights * entropy,
         kl_loss=s.kl_coef * weights * ref_kl,
+        nll_loss=nll,
         clipfrac=surrogate.clipfrac,
         clipfrac_lower=surrogate.clipfrac_lower,
         ppo_kl=-log_ratio,
@@ -197,7 +206,7 @@ def policy_loss(
         entropy=entropy,
         ref_kl=ref_kl,
     )
-    return (weights * slope, -s.entropy_coef * weights), metrics
+    return (slope, -s.entropy_coef * weights), metrics
 
 
 OFFERED = ("logprob", "old_logprob", "log_ratio", "advantages", "entropy", "ref_logprob", "sequence_mean")

@@ -21,9 +21,10 @@ _DANGEROUS = (
     "run.seed", "model", "actor.start_from", "critic.start_from", "critic.path",
     "critic.value_head_std", "actor.lora", "critic.lora", "reference", "data.train", "data.apply_chat_template",
     "data.system_prompt", "data.max_prompt_tokens", "data.overlong_prompts", "data.shuffle", "reward.function",
-    "reward.options", "reward.batch", "reward.model_path", "algorithm.estimator", "algorithm.estimator_options",
-    "algorithm.policy_loss", "algorithm.policy_loss_options", "rollout.environment.name",
-    "rollout.environment.arguments",
+    "reward.functions", "reward.options", "reward.batch", "reward.model_path", "reward.overlong",
+    "algorithm.estimator", "algorithm.estimator_options", "algorithm.policy_loss",
+    "algorithm.policy_loss_options", "rollout.environment.name", "rollout.environment.arguments",
+    "rollout.generation", "rollout.generation_options",
 )  # fmt: skip
 """With another value it is another run: other models, data, task or objective."""
 _SOURCES = {"data.train.source", "data.validation.source"}
@@ -43,6 +44,8 @@ def compare_settings(before: Mapping[str, Any], now: Mapping[str, Any], steps: t
     old, new = dict(flat_settings(before)), dict(flat_settings(now))
     for key in _SOURCES & old.keys():
         old[key] = str(old[key]).removeprefix(OLD_PYTHON_PREFIX)
+    if "algorithm.lam" in old:  # of before actor and critic could have their own
+        old["algorithm.lam.actor.number"] = old["algorithm.lam.critic"] = old.pop("algorithm.lam")
     harmless: list[str] = []
     dangerous: list[str] = []
     decays = any(_decays(new, role) or _decays(old, role) for role in ("actor", "critic"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from megappo.commands import whole_option
@@ -159,7 +160,8 @@ def _reward(config: Config) -> Rows:
     """The reward function on samples: the answers themselves, and nothing at all."""
     for finding in reward_findings(config):
         _refuse_broken(finding)
-    check_reward(config.reward)
+    for _, term in config.reward.terms.values():
+        check_reward(term)
     if config.reward.function == OF_ENVIRONMENT:
         yield "reward", "what the environment gives for turns, and nothing else"
         return
@@ -172,7 +174,7 @@ def _reward(config: Config) -> Rows:
     best, empty = _scores(config, read_records(limited), stop)
     yield (
         "reward",
-        f"{config.reward.function} gives the answers {best:.3g} and empty responses {empty:.3g}, in the mean",
+        f"{config.reward.words} gives the answers {best:.3g} and empty responses {empty:.3g}, in the mean",
     )
     if best <= empty:
         yield "reward", "no written form of the answers scores above an empty response: look at one by hand"
@@ -180,7 +182,11 @@ def _reward(config: Config) -> Rows:
 
 def _scores(config: Config, records: Sequence[Record], stop: str) -> tuple[float, float]:
     """Mean score of the answers, in the form that scores best, and of empty responses; `stop` ends all."""
-    with RewardPool(config.reward.model_copy(update={"workers": 1})) as pool:
+    with ExitStack() as open_pools:
+        pools = [
+            (weight, open_pools.enter_context(RewardPool(term.model_copy(update={"workers": 1}))))
+            for weight, term in config.reward.terms.values()
+        ]
 
         def mean(form: str) -> float:
             answers = [form.format(record.answer) for record in records]
@@ -188,7 +194,7 @@ def _scores(config: Config, records: Sequence[Record], stop: str) -> tuple[float
                 RewardRequest(_prompt_text(record), answer, answer + stop, record.answer, record.metadata)
                 for record, answer in zip(records, answers, strict=True)
             ]
-            return float(pool.score(requests).scores.mean())
+            return sum(weight * float(pool.score(requests).scores.mean()) for weight, pool in pools)
 
         return max(mean(form) for form in _ANSWER_FORMS), mean("")
 

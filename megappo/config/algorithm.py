@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from megappo.algo.aggregation import Aggregation
 from megappo.algo.estimators import NAMES
 from megappo.config.base import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Settings, Text
+from megappo.errors import show
 from megappo.plugins import check_choice, is_import_path
 from megappo_kernels.objectives import POLICY_LOSSES, KLKind
 
@@ -72,6 +74,59 @@ class JumpSettings(Settings):
     """An actor update whose minibatch has a KL(old || new) above this, in nats per token; null: off."""
 
 
+def _is_fraction(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
+
+
+def _number_or_adaptive(value: object) -> object:
+    if _is_fraction(value):
+        return {"number": value}
+    if isinstance(value, Mapping | Settings):
+        return value
+    raise ValueError(f"{show(value)} is neither a number from 0 to 1 nor {{length_adaptive: 0.05}}; write either")
+
+
+def _number_or_roles(value: object) -> object:
+    if _is_fraction(value):
+        return {"actor": value, "critic": value}
+    if isinstance(value, Mapping | Settings):
+        return value
+    raise ValueError(f"{show(value)} is neither a number from 0 to 1 nor {{actor: 0.95, critic: 1.0}}; write either")
+
+
+class ActorLambdaSettings(Settings):
+    number: Fraction | None = None
+    """The same for all samples."""
+    length_adaptive: PositiveFloat | None = None
+    """1 - 1 / (this x tokens of the sample), never below 0: of VAPO, where it is 0.05."""
+
+    @model_validator(mode="after")
+    def _has_one(self) -> ActorLambdaSettings:
+        if (self.number is None) == (self.length_adaptive is None):
+            given = "neither" if self.number is None else "both"
+            raise ValueError(f"{given} of number and length_adaptive are given; give one of them")
+        return self
+
+
+class LambdaSettings(Settings):
+    actor: Annotated[ActorLambdaSettings, BeforeValidator(_number_or_adaptive)] = ActorLambdaSettings(number=1.0)
+    """Of the advantages: a number, or `{length_adaptive: 0.05}`."""
+    critic: Fraction = 1.0
+    """Of the returns that the critic learns."""
+
+    @property
+    def is_one(self) -> bool:
+        """Whether actor and critic have the same."""
+        return self.actor.number == self.critic
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        adaptive = self.actor.length_adaptive
+        actor = f"{self.actor.number:g}" if adaptive is None else f"1 - 1 / ({adaptive:g} x tokens)"
+        return actor if self.is_one else f"{actor}, of the critic {self.critic:g}"
+
+
 class AlgorithmSettings(Settings):
     estimator: Text = "gae"
     """`gae` (with critic), `grpo`, `rloo` or `reinforce_plus_plus` (without), or one of your own:
@@ -80,8 +135,9 @@ class AlgorithmSettings(Settings):
     """Keyword arguments of an estimator of your own."""
     gamma: Fraction = 1.0
     """Discount per token."""
-    lam: Fraction = 0.95
-    """GAE's lambda."""
+    lam: Annotated[LambdaSettings, BeforeValidator(_number_or_roles)] = LambdaSettings()
+    """GAE's lambda: a number, or one for the actor and one for the critic. A score reaches a token that lies so many
+    tokens before it times lambda to the power of them: 0.95 leaves nothing after a thousand."""
     whiten_advantages: bool = True
     """Whiten over the global batch where the estimator allows it."""
     policy_loss: Text = "clip"
@@ -97,6 +153,13 @@ class AlgorithmSettings(Settings):
     """Lower bound c*A of the objective where A < 0 (Ye et al. 2020); null: off."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
+    positive_nll_coef: NonNegativeFloat = 0.0
+    """Weight of the negative log-likelihood of good samples in the policy loss, per token of theirs in the minibatch
+    (VAPO: 0.1)."""
+    positive_nll_above: float = Field(default=0.0, ge=-1e9, le=1e9)
+    """Samples whose reward is above this are good ones."""
+    mask_truncated: bool = False
+    """Leave samples that the length limit ended out of the losses of actor and critic (DAPO's overlong filtering)."""
     loss_aggregation: Aggregation = "token-mean"
     """How token losses become one number, over the global minibatch."""
     kl_in_reward: KLInRewardSettings | None = None

@@ -152,6 +152,7 @@ def _problems(
     different = {n: r.shape for n, r in shaped.items() if n == "actor" or r.shape != roles[0].shape}
     yield from rules.length_rules(config, different)
     yield from rules.engine_rules(config)
+    yield from rules.kept_rules(config)
     yield from environment_rules(config)
     yield from rules.server_rules(config, roles[0].shape)
     yield from expert_rules.replay_rules(config, roles[0].shape)
@@ -215,7 +216,7 @@ def describe(config: Config, derived: Derived) -> list[tuple[str, str]]:
             "world",
             f"{derived.world_size} rank{'s' if derived.world_size > 1 else ''}, device {config.runtime.device}",
         ),
-        ("data", f"{config.data.train.source}, reward {config.reward.function}"),
+        ("data", f"{config.data.train.source}, reward {config.reward.words}"),
         (
             "step",
             f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples = "
@@ -304,7 +305,7 @@ def _role_rows(name: str, config: Config, numbers: RoleNumbers) -> list[tuple[st
 
 def _algorithm_words(config: Config) -> str:
     algorithm = config.algorithm
-    words = [f"{algorithm.estimator} (gamma {algorithm.gamma:g}, lambda {algorithm.lam:g})"]
+    words = [f"{algorithm.estimator} (gamma {algorithm.gamma:g}, lambda {algorithm.lam.words})"]
     if algorithm.policy_loss == "clip":
         words.append(f"clip {algorithm.clip_low:g} low, {algorithm.clip_high:g} high")
     elif algorithm.policy_loss == "penalty":

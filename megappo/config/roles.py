@@ -264,7 +264,7 @@ class CriticSettings(TrainedRoleSettings):
     value_clip: PositiveFloat | None = 0.2
     """Clip range of the value loss around the old values; null: no clipping."""
     warmup_steps: NonNegativeInt = 0
-    """First steps in which only the critic is updated."""
+    """First steps in which only the critic is updated: critic warm-up, or value pretraining."""
 
 
 def _weights_alone(value: object) -> object:

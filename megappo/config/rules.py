@@ -50,6 +50,11 @@ def estimator_rules(config: Config, estimator: Estimator) -> Iterator[str]:
             f"rollout.samples_per_prompt is {samples}, algorithm.estimator '{estimator.name}' compares the samples of "
             "a prompt; set at least 2"
         )
+    if not config.algorithm.lam.is_one and not estimator.tells_lambdas_apart:
+        yield (
+            f"algorithm.lam is not one number, but algorithm.estimator '{estimator.name}' does not tell the actor's "
+            "from the critic's; give one, or set algorithm.estimator to gae"
+        )
 
 
 def algorithm_rules(config: Config) -> Iterator[str]:
@@ -318,6 +323,25 @@ def length_rules(config: Config, shapes: dict[str, ModelShape]) -> Iterator[str]
                     f"data.max_prompt_tokens {prompt} + {section}.max_response_tokens {response} = {prompt + response} "
                     f"is above max_position_embeddings {room} of the {name} model; {remedy}"
                 )
+
+
+def kept_rules(config: Config) -> Iterator[str]:
+    """What is kept of a step's samples is kept for a reason that can come up."""
+    rollout, overlong = config.rollout, config.reward.overlong
+    if rollout.generation is not None and (rollout.ahead or rollout.episodes is not None):
+        other = "rollout.ahead is 1" if rollout.ahead else "rollout.environment plays episodes"
+        remedy = "rollout.ahead to 0" if rollout.ahead else "rollout.environment to null"
+        yield f"rollout.generation is given, but {other}, which does without it; set {remedy}, or generation to null"
+    if rollout.dynamic_sampling is not None and rollout.samples_per_prompt < 2:
+        yield (
+            f"rollout.dynamic_sampling compares the samples of a prompt, but rollout.samples_per_prompt is "
+            f"{rollout.samples_per_prompt}; set it to at least 2, or dynamic_sampling to null"
+        )
+    if overlong is not None and overlong.buffer_tokens > rollout.max_response_tokens:
+        yield (
+            f"reward.overlong.buffer_tokens {overlong.buffer_tokens} is above rollout.max_response_tokens "
+            f"{rollout.max_response_tokens}; set it to at most that"
+        )
 
 
 def engine_rules(config: Config) -> Iterator[str]:

@@ -2,13 +2,13 @@
 
 Units stand in the names (`_sequences`, `_tokens`, `_seconds`, `_bytes`); every field says what it means. Rules that
 need only one section are checked here, rules between sections, the model and the world size in `derive`. The larger
-sections have files of their own: `roles`, `algorithm`, `engine`.
+sections have files of their own: `roles`, `algorithm`, `engine`, `environment`, `reward`.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -31,9 +31,10 @@ from megappo.config.base import (
 )
 from megappo.config.engine import ENGINES, SGLangSettings
 from megappo.config.environment import SINGLE_TURN, EnvironmentSettings
+from megappo.config.reward import RewardSettings
 from megappo.config.roles import ActorSettings, CriticSettings, ReferenceSettings
 from megappo.errors import show
-from megappo.plugins import check_choice
+from megappo.plugins import check_choice, is_import_path
 
 PHASES = (
     "start", "rollout", "reward", "forward", "advantages", "update_critic", "update_actor", "sync", "evaluate",
@@ -167,12 +168,22 @@ class DataSettings(Settings):
     """A new deterministic order each epoch; false: file order."""
 
 
+class DynamicSamplingSettings(Settings):
+    max_rounds: Annotated[int, Field(gt=1, le=1000)] = 4
+    """Most rounds of prompts in a step. After the last one, prompts of equal rewards fill the step up."""
+
+
 class RolloutSettings(Settings):
     engine: Text | None = None
     """`sglang`: servers that every rank sends its prompts to. `transformers`: embedded in every rank. Or one of your
     own: `package.module:Class`. Default: sglang on CUDA, transformers on a CPU."""
     engine_options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of an engine of your own."""
+    generation: Text | None = None
+    """A function of your own that makes responses with the engine, `package.module:function`; default: the engine
+    alone."""
+    generation_options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of that function."""
     ahead: Literal[0, 1] = 0
     """1: generate the next step's responses during a step's updates, one update behind (not with `transformers`)."""
     prompts_per_step: int = Field(gt=0, le=2**24)
@@ -200,6 +211,8 @@ class RolloutSettings(Settings):
     """Most bytes of the weights that a rank receives at a time, unless one tensor is larger."""
     sglang: SGLangSettings | None = None
     """Servers of `engine: sglang`; default: one that lives beside the trainers, on GPUs one per rank."""
+    dynamic_sampling: DynamicSamplingSettings | None = None
+    """Not null: prompts whose samples all have the same reward are replaced by others until the step is full (DAPO)."""
     environment: EnvironmentSettings | None = None
     """Episodes of several turns instead of one response to each prompt; default: none."""
 
@@ -245,44 +258,23 @@ class RolloutSettings(Settings):
         return engine
 
     @model_validator(mode="after")
+    def _generation_is_of_ones_own(self) -> RolloutSettings:
+        if self.generation is not None:
+            if not is_import_path(self.generation):
+                raise ValueError(
+                    f"generation is {show(self.generation)}, must be a path; write package.module:function"
+                )
+        elif self.generation_options:
+            raise ValueError("generation_options are for a function of your own, and generation is null; remove them")
+        return self
+
+    @model_validator(mode="after")
     def _no_truncated_sampling(self) -> RolloutSettings:
         if self.top_p != 1.0 or self.top_k != 0:
             raise ValueError(
                 f"top_p {self.top_p} and top_k {self.top_k} cut the distribution that the ratios are computed of; "
                 "set top_p: 1.0 and top_k: 0 and use temperature instead"
             )
-        return self
-
-
-class RewardSettings(Settings):
-    function: Text
-    """`exact`, `number`, `gsm8k`, `math_verify`, `reasoning_gym`, `model`, `package.module:function`, or `environment`:
-    nothing but what `rollout.environment` gives, which other functions' scores are added to."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the function."""
-    batch: bool = False
-    """The Python function takes lists and returns a list, one score per sample."""
-    workers: Processes = 1
-    """Worker processes per rank."""
-    timeout_seconds: Seconds = 10.0
-    """Time limit per sample; a worker that exceeds it is killed and replaced."""
-    worker_memory_gigabytes: PositiveFloat = 8.0
-    """A worker that holds more (GB, 1e9 bytes) after its samples is replaced: a function that leaks costs no run."""
-    failure_score: float = Field(default=0.0, ge=-1e9, le=1e9)
-    """Score of a sample whose reward failed or ran out of time."""
-    max_failure_fraction: Fraction = 0.5
-    """The run stops when more than this fraction of a step's rewards failed."""
-    model_path: PathText | None = None
-    """Folder of the reward model (AutoModelForSequenceClassification) for `function: model`."""
-
-    def model_dtype(self, *, on_cuda: bool) -> Literal["float32", "bfloat16"]:
-        """Type in which a reward model computes."""
-        return "bfloat16" if on_cuda else "float32"
-
-    @model_validator(mode="after")
-    def _model_has_path(self) -> RewardSettings:
-        if (self.function == "model") != (self.model_path is not None):
-            raise ValueError("model_path belongs to function: model; set both or neither")
         return self
 
 

@@ -79,8 +79,8 @@ def _python() -> Finding:
 
 def reward_findings(config: Config | None) -> Iterator[Finding]:
     """The package that the settings' reward needs."""
-    package = _REWARD_PACKAGES.get(config.reward.function) if config is not None else None
-    if package is not None:
+    functions = [str(term.function) for _, term in config.reward.terms.values()] if config is not None else []
+    for package in sorted({_REWARD_PACKAGES[name] for name in functions if name in _REWARD_PACKAGES}):
         version = installed_version(package)
         if version is None:
             yield broken("reward", f"{package} is not installed", "pip install 'megappo[tasks]'")

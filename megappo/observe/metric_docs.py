@@ -77,6 +77,19 @@ METRICS: dict[str, MetricDoc] = {
         "fraction", "Rewards that failed and got `reward.failure_score`, time-outs included.", "0"
     ),
     "reward/timeouts": MetricDoc("fraction", "Rewards that passed `reward.timeout_seconds`.", "0"),
+    "reward/NAME": MetricDoc(
+        "score", "Mean score of one of several functions (`reward.functions`), without its weight.", "rises"
+    ),
+    "reward/overlong": MetricDoc(
+        "score", "What answers near the length limit lose in the mean (`reward.overlong`).", "rises to 0"
+    ),
+    "group/spread": MetricDoc(
+        "fraction",
+        "Of the prompts drawn for a step, those whose samples' rewards differ (`rollout.dynamic_sampling`).",
+        "above 0.3; near 0 or falling, the prompts are too hard or too easy",
+    ),
+    "group/rounds": MetricDoc("count", "Rounds of prompts that the step took.", "below `max_rounds`"),
+    "group/filled": MetricDoc("fraction", "Of the step's prompts, those kept though their rewards are equal.", "0"),
     "advantage/mean": MetricDoc("score", "Mean advantage per token, after whitening.", "near 0"),
     "advantage/std": MetricDoc("score", "Spread of the advantages, after whitening.", "near 1 where whitened"),
     "return/mean": MetricDoc(

@@ -13,12 +13,18 @@ from megappo.algo.controllers import AdaptiveKLController, FixedKLController
 from megappo.algo.correction import importance_weights
 from megappo.algo.kl import apply_kl_to_rewards, on_last_tokens
 from megappo.config.algorithm import AlgorithmSettings
-from megappo.ppo.methods import find_estimator
+from megappo.ppo.methods import find_estimator, lambdas
 from megappo.runtime.tally import Tally
-from megappo.types import Experience, Scored
+from megappo.types import Experience, Rollouts, Scored
 from megappo_kernels.gae import gae
 from megappo_kernels.objectives import kl_estimate
 from megappo_kernels.whiten import masked_whiten, masked_whiten_stats, merge_whiten_stats
+
+
+def trained_tokens(rollouts: Rollouts, algorithm: AlgorithmSettings) -> Tensor:
+    """(B, R) bool: response tokens that count in the losses, where nothing else is said of them."""
+    mask_BR = rollouts.response_mask_BR
+    return mask_BR & ~rollouts.truncated_B[:, None] if algorithm.mask_truncated else mask_BR
 
 
 class ExperienceMaker:
@@ -49,12 +55,13 @@ class ExperienceMaker:
             mask=mask_BR,
             group_ids=scored.rollouts.group_ids_B,
             gamma=self._algorithm.gamma,
-            lam=self._algorithm.lam,
+            **lambdas(self._algorithm, mask_BR),
             gae=self._gae,
         )
         if self._algorithm.whiten_advantages and self._estimator.whitens:
             advantages_BR = masked_whiten(advantages_BR, mask_BR, self._global_stats(advantages_BR, mask_BR))
         weights_BR, loss_mask_BR = self._correction(scored, tally)
+        loss_mask_BR = loss_mask_BR & trained_tokens(scored.rollouts, self._algorithm)
         tally.mean_and_std("advantage", advantages_BR, mask_BR)
         tally.mean("return/mean", returns_BR, mask_BR)
         totals_B = scored.rollouts.totals_B(scored.scores_B)
@@ -85,9 +92,12 @@ class ExperienceMaker:
             tally.mean("kl/per_response", kl.sum(-1))
         return apply_kl_to_rewards(scores=scores, kl=kl, mask=mask_BR, coef=self.kl_controller.value)
 
-    def _gae(self, *, rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    def _gae(
+        self, *, rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor
+    ) -> tuple[Tensor, Tensor]:
         """GAE on the device it is fast on."""
         here = (x.to(self._device) for x in (rewards, values, mask))
+        lam = lam.to(self._device) if isinstance(lam, Tensor) else lam
         advantages_BR, returns_BR = gae(*here, gamma=gamma, lam=lam)
         return advantages_BR.to(rewards.device), returns_BR.to(rewards.device)
 

@@ -80,6 +80,13 @@ class Responses:
         completions = [drawn.answers[i] for i in range(len(drawn.wanted.requests))]
         return finish_rollout(drawn.wanted, completions, self._parts.tokenizer)
 
+    def more(self, step: int, number: int, prompts: int) -> Rollouts:
+        """This rank's responses to further prompts of a step, in its round `number` (the first is 0); raises as
+        `of_step`. A run that is stopped meanwhile asks for them again."""
+        wanted = self._request(step, self._parts.cursor.take(prompts), number * self._parts.derived.batch_sequences)
+        completions = self._parts.answer(wanted.prompts, wanted.requests, self._params)
+        return finish_rollout(wanted, completions, self._parts.tokenizer)
+
     def begin(self, step: int) -> None:
         """Have a later step's prompts answered from now on."""
         engine = self._parts.engine
@@ -148,16 +155,19 @@ class Responses:
         return torch.tensor([settings.prompts_per_step, settings.samples_per_prompt])
 
     def _draw(self, step: int) -> _Drawn:
+        cursor = self._parts.cursor.state_dict()
+        indices = self._parts.cursor.take(self._parts.config.rollout.prompts_per_step)
+        drawn = self._drawn[step] = _Drawn(self._request(step, indices, 0), cursor)
+        return drawn
+
+    def _request(self, step: int, indices: Sequence[int], first_seed: int) -> SampleRequests:
+        """What is asked for prompts of a step, whose samples' seeds are those of its numbers from `first_seed` on."""
         config, parts = self._parts.config, self._parts
-        cursor = parts.cursor.state_dict()
-        indices = parts.cursor.take(config.rollout.prompts_per_step)
-        wanted = request_samples(
+        return request_samples(
             prompts_of_rank(parts.train_prompts, indices, parts.runtime),
             samples_per_prompt=config.rollout.samples_per_prompt,
-            seed_of=lambda sample_id: sample_seed(config.run.seed, step, sample_id),
+            seed_of=lambda sample_id: sample_seed(config.run.seed, step, first_seed + sample_id),
         )
-        drawn = self._drawn[step] = _Drawn(wanted, cursor)
-        return drawn
 
 
 def _keep(drawn: _Drawn) -> dict[str, Tensor]:

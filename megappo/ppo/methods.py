@@ -9,8 +9,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megappo.algo.estimators import ARGUMENTS, Estimator, builtin
+from megappo.algo.lambdas import length_adaptive
 from megappo.config import Config, ConfigError
 from megappo.config.algorithm import AlgorithmSettings
 from megappo.config.rules import estimator_rules
@@ -28,6 +30,15 @@ def find_estimator(algorithm: AlgorithmSettings) -> Estimator:
     what, remedy = f"algorithm.estimator '{name}'", "change its parameters or algorithm.estimator_options"
     check_call(compute, taken_by(compute, ARGUMENTS), options, what=what, remedy=remedy)
     return Estimator(name, compute, options)
+
+
+def lambdas(algorithm: AlgorithmSettings, mask_BR: Tensor) -> dict[str, float | Tensor]:
+    """`lam` and `critic_lam` of an estimator, for samples of which the mask is True where a token counts."""
+    actor, critic = algorithm.lam.actor, algorithm.lam.critic
+    if actor.length_adaptive is not None:
+        return {"lam": length_adaptive(mask=mask_BR, alpha=actor.length_adaptive), "critic_lam": critic}
+    assert actor.number is not None
+    return {"lam": actor.number, "critic_lam": critic}
 
 
 def find_objective(algorithm: AlgorithmSettings, penalty_coef: float) -> PolicyObjective:
@@ -67,7 +78,7 @@ def check_methods(config: Config) -> None:
             mask=mask_BR,
             group_ids=torch.zeros(2, dtype=torch.int64),
             gamma=algorithm.gamma,
-            lam=algorithm.lam,
+            **lambdas(algorithm, mask_BR),
         )
     sequences_BR = torch.tensor([[0, 0, 0], [1, 1, 1]])
     given = {"old_logprob": numbers_BR - 2, "advantages": numbers_BR, "weights": mask_BR / 4}

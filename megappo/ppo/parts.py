@@ -15,6 +15,7 @@ from megappo.engines.registry import make_engine
 from megappo.environments.registry import set_stage, tool_schemas
 from megappo.environments.runner import EpisodeRunner
 from megappo.megatron.roles import Role
+from megappo.ppo.answering import Generation, find_generation, generated
 from megappo.ppo.methods import check_methods
 from megappo.ppo.models import ROLES, ModelBuilder
 from megappo.reshard.stream import WeightStream
@@ -59,6 +60,8 @@ class Parts:
     reference: Role | None
     weights: WeightStream
     stop: Stop
+    generation: Generation | None = None
+    """What asks the engine where `rollout.generation` names a function."""
     origins: tuple[str, ...] = ()
     """A sentence for each model that begins with other weights than those of its folder."""
 
@@ -96,6 +99,8 @@ class Parts:
     ) -> list[Completion]:
         """A sample for each request, whose prompts these are: the engine's response, or an episode. As
         `Engine.generate` otherwise."""
+        if self.generation is not None:
+            return generated(self.generation, self.engine, prompts, requests, params)
         if self.episodes is None:
             return self.engine.generate(requests, params, done)
         return self.episodes.generate(prompts, requests, params, done)
@@ -124,6 +129,7 @@ def assemble(config: Config, derived: Derived, runtime: Runtime, purpose: Purpos
         validation_prompts = PromptDataset(validation, config.data, tokenizer, tool_schemas(config))
     folder = role_folder(config, "actor")
     stop_token_ids = resolve_stop_token_ids(folder, tokenizer, config.rollout.stop_token_ids)
+    generation = find_generation(config.rollout)
     stage = set_stage(config, tokenizer, stop_token_ids)
     reward = RewardScorer(config.reward, runtime.device)
     if purpose.training:
@@ -151,6 +157,7 @@ def assemble(config: Config, derived: Derived, runtime: Runtime, purpose: Purpos
         weights=weights,
         engine=engine,
         episodes=None if stage is None else EpisodeRunner(stage, engine, purpose.stop),
+        generation=generation,
         origins=tuple(models.origins),
         stop=purpose.stop,
     )

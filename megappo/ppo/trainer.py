@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from megappo.algo.controllers import PenaltyController
+from megappo.algo.overlong import overlong_penalty
 from megappo.engines.protocol import SleepingEngine
 from megappo.errors import Interrupted
 from megappo.megatron.placed import PlacedBatch, announce, place
@@ -34,6 +35,7 @@ from megappo.ppo.parts import Parts
 from megappo.ppo.probe import probe_engines, probe_rollout
 from megappo.ppo.reporting import Reporter
 from megappo.ppo.sampling import sample_seed
+from megappo.ppo.selection import Selection
 from megappo.ppo.updates import (
     MinibatchUpdate,
     NonFiniteUpdateError,
@@ -43,6 +45,7 @@ from megappo.ppo.updates import (
     draw_minibatches,
     step_metrics,
 )
+from megappo.runtime.tally import Tally
 from megappo.types import Experience, Rollouts, Scored
 
 
@@ -185,9 +188,7 @@ class Trainer:
         """One step, in the order of the data."""
         self.metrics, self.next_metrics = self.next_metrics, {}
         self.reporter.begin_step(self.step)
-        rollouts = self.generate()
-        self.parts.stop.check()
-        scores_B = self.reward(rollouts)
+        rollouts, scores_B = self.sample()
         placed, scored = self.forward(rollouts, scores_B)
         self.parts.stop.check()
         experience = self.estimate_advantages(scored)
@@ -199,11 +200,41 @@ class Trainer:
         self.metrics |= actor_mfu(self.parts, self.metrics)
         self.is_open = True
 
-    def generate(self) -> Rollouts:
-        """The step's responses. One step ahead, the next step's are begun before this one is trained on."""
+    def sample(self) -> tuple[Rollouts, Tensor]:
+        """The step's responses of this rank and their scores; with dynamic sampling, of those that are kept."""
+        rollouts, dynamic = self.generate(), self.config.rollout.dynamic_sampling
+        if dynamic is None:
+            self.let_engine_go(rollouts)
+            self.parts.stop.check()
+            scores_B, metrics = self.reward(rollouts)
+        else:
+            settings = self.config.rollout
+            selection = Selection(settings.prompts_per_step, settings.samples_per_prompt, dynamic.max_rounds)
+            self.parts.stop.check()
+            selection.add(rollouts, *self.reward(rollouts))
+            while wanted := selection.wanted:
+                more = self.generate(round_number=len(selection.rounds), prompts=wanted)
+                self.parts.stop.check()
+                selection.add(more, *self.reward(more))
+            rollouts, scores_B, metrics = selection.finish()
+            self.let_engine_go(rollouts)
+        self.metrics |= metrics
+        self.reporter.samples(self.step, rollouts, scores_B)
+        return rollouts, self.punish_length(rollouts, scores_B)
+
+    def generate(self, round_number: int = 0, prompts: int = 0) -> Rollouts:
+        """The step's responses; with dynamic sampling, those to so many further prompts in a further round."""
         with self.reporter.stage("rollout", f"the {self.parts.derived.batch_sequences} responses of all ranks"):
-            rollouts = self.responses.of_step(self.step, weights_changed=self.actor_changed)
+            if round_number:
+                rollouts = self.responses.more(self.step, round_number, prompts)
+            else:
+                rollouts = self.responses.of_step(self.step, weights_changed=self.actor_changed)
         self._note_recovery()
+        return rollouts
+
+    def let_engine_go(self, rollouts: Rollouts) -> None:
+        """Nothing more is generated for this step. One step ahead, the next step's responses are begun before this one
+        is trained on."""
         newest = self.weight_version + self.actor_changed
         self.metrics |= rollout_metrics(rollouts, self.parts.runtime, newest)
         self.metrics |= environment_metrics(rollouts, self.parts)
@@ -214,15 +245,23 @@ class Trainer:
         elif self.step < self.parts.derived.steps:
             self._sync_if_behind()
             self.responses.begin(self.step + 1)
-        return rollouts
 
-    def reward(self, rollouts: Rollouts) -> Tensor:
-        """One score per response of this rank."""
-        with self.reporter.stage("reward", f"{len(rollouts.responses)} scores of {self.config.reward.function}"):
-            scores_B, metrics = self.parts.reward.score(rollouts)
-        self.reporter.samples(self.step, rollouts, scores_B)
-        self.metrics |= metrics
-        return scores_B
+    def reward(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, float]]:
+        """One score per response of this rank, and what the rewards of all ranks report."""
+        with self.reporter.stage("reward", f"{len(rollouts.responses)} scores of {self.config.reward.words}"):
+            return self.parts.reward.score(rollouts)
+
+    def punish_length(self, rollouts: Rollouts, scores_B: Tensor) -> Tensor:
+        """The scores, less for answers near the length limit where `reward.overlong` says so."""
+        overlong = self.config.reward.overlong
+        if overlong is None:
+            return scores_B
+        most, buffer = self.config.rollout.max_response_tokens, overlong.buffer_tokens
+        penalty_B = overlong_penalty(rollouts.response_lengths_B, most_tokens=most, buffer_tokens=buffer)
+        tally = Tally()
+        tally.mean("reward/overlong", overlong.penalty * penalty_B)
+        self.metrics |= tally.reduce(None, self.parts.runtime.device)
+        return scores_B + overlong.penalty * penalty_B
 
     def forward(self, rollouts: Rollouts, scores_B: Tensor) -> tuple[PlacedStep, Scored]:
         """Send the samples to the ranks of each role; old and reference log-probabilities and values of every response

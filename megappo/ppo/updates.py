@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megappo.algo.aggregation import Aggregation, token_weights
 from megappo.config import Config
+from megappo.config.algorithm import AlgorithmSettings
 from megappo.config.roles import TrainedRoleSettings
 from megappo.errors import RunError
 from megappo.megatron.heads import PolicyTarget
@@ -19,12 +20,16 @@ from megappo.megatron.placed import PlacedBatch
 from megappo.megatron.roles import Update
 from megappo.megatron.schedule import PackedBatch, Task
 from megappo.observe.progress import PROGRESS
+from megappo.ppo.experience import trained_tokens
 from megappo.ppo.methods import find_objective
 from megappo.runtime.exchange import all_gather_varying
 from megappo.types import Experience
 from megappo_kernels.losses import PolicyInputs, ppo_value_loss
 from megappo_kernels.metrics import shown
 from megappo_kernels.objectives import PolicyObjective
+
+GOOD = "good"
+"""Field of the tokens that are imitated."""
 
 
 class NonFiniteUpdateError(RunError):
@@ -50,6 +55,9 @@ class LossWeights:
     """Samples of the whole minibatch, over all ranks, with a token that counts."""
     norm_tokens: int
     """The constant of `seq-mean-token-sum-norm`."""
+    nll: float = 0.0
+    """Weight of the negative log-likelihood of a token of a good sample: `algorithm.positive_nll_coef` by such tokens
+    of the whole minibatch."""
 
     def of(self, batch: PackedBatch, mask_W: Tensor) -> Tensor:
         """(W,) float32, 0 where the mask is."""
@@ -69,6 +77,8 @@ class LossWeights:
         """What a loss of this rank's rows is computed from: the samples' fields, with `mask` as bool, and `weights`."""
         mask_W = (batch.fields_W["mask"] > 0) & (not batch.is_filler)
         whole = {**batch.fields_W, "mask": mask_W, "weights": self.of(batch, mask_W)}
+        if GOOD in whole:
+            whole["nll_weights"] = self.nll * whole.pop(GOOD)
         return {name: x_W[batch.own_N] for name, x_W in whole.items()}
 
 
@@ -116,7 +126,8 @@ class RoleUpdates:
 
     def _run(self) -> Iterator[MinibatchUpdate]:
         batch = self.batch.with_fields(self.fields_BR)
-        ids, counts = batch.samples.sample_ids_B.tolist(), self._token_counts()
+        ids = batch.samples.sample_ids_B.tolist()
+        counts, goods = self._token_counts()
         mode, norm_tokens = self.config.algorithm.loss_aggregation, self.config.rollout.max_response_tokens
         PROGRESS.expect("minibatches", len(batch.minibatches))
         for number, minibatch in enumerate(batch.minibatches):
@@ -124,7 +135,9 @@ class RoleUpdates:
             tokens = [counts[i] for i in minibatch if counts[i] > 0]
             if not tokens:
                 continue  # every sample was rejected
-            weights = LossWeights(mode, sum(tokens), len(tokens), norm_tokens)
+            good = sum(goods[i] for i in minibatch)
+            nll = self.config.algorithm.positive_nll_coef / good if good else 0.0
+            weights = LossWeights(mode, sum(tokens), len(tokens), norm_tokens, nll)
             update = batch.update(number, self.make_task(weights), stop_above=self.stop_above)
             chosen = tuple(b for b, sample_id in enumerate(ids) if sample_id in minibatch)
             yield MinibatchUpdate(number, chosen, weights, update)
@@ -142,11 +155,14 @@ class RoleUpdates:
             "fields_BR": {name: values_BR[rows] for name, values_BR in self.fields_BR.items()},
         }
 
-    def _token_counts(self) -> dict[int, int]:
-        """Tokens that count of every sample of the step, on every rank."""
-        local = torch.stack([self.batch.samples.sample_ids_B, self.fields_BR["mask"].sum(-1)], dim=1)
-        gathered = all_gather_varying(local.to(self.batch.role.runtime.device))
-        return dict(torch.cat(gathered).tolist())
+    def _token_counts(self) -> list[dict[int, int]]:
+        """Of every sample of the step, on every rank: its tokens that count, and those of them that are imitated."""
+        mask_BR = self.fields_BR["mask"]
+        good_BR = self.fields_BR.get(GOOD, torch.zeros_like(mask_BR))
+        columns = [self.batch.samples.sample_ids_B, mask_BR.sum(-1), (good_BR & mask_BR).sum(-1)]
+        gathered = all_gather_varying(torch.stack(columns, dim=1).to(self.batch.role.runtime.device))
+        ids, *counts = torch.cat(gathered).T.tolist()
+        return [dict(zip(ids, of_samples, strict=True)) for of_samples in counts]
 
 
 def actor_updates(batch: PlacedBatch, experience: Experience, config: Config, penalty_coef: float) -> RoleUpdates:
@@ -158,11 +174,19 @@ def actor_updates(batch: PlacedBatch, experience: Experience, config: Config, pe
         "mask": experience.loss_mask_BR,
         "ref_logprob": scored.ref_logprob_BR,
         "importance_weights": experience.importance_weights_BR,
+        GOOD: good_tokens(experience, algorithm) if algorithm.positive_nll_coef else None,
     }
     fields_BR = {name: values_BR for name, values_BR in given.items() if values_BR is not None}
     make_task = partial(PolicyTask, find_objective(algorithm, penalty_coef))
     stop_above = None if algorithm.target_kl is None else ("ppo_kl_k3", algorithm.target_kl)
     return RoleUpdates(batch, config, fields_BR, make_task, stop_above, penalty_coef)
+
+
+def good_tokens(experience: Experience, algorithm: AlgorithmSettings) -> Tensor:
+    """(B, R) bool: tokens of samples whose likelihood is to rise (Yue et al. 2025, "VAPO", section 4.3)."""
+    scored = experience.scored
+    good_B = scored.rollouts.totals_B(scored.scores_B) > algorithm.positive_nll_above
+    return good_B[:, None] & experience.loss_mask_BR
 
 
 def critic_updates(batch: PlacedBatch, experience: Experience, config: Config) -> RoleUpdates:
@@ -172,7 +196,7 @@ def critic_updates(batch: PlacedBatch, experience: Experience, config: Config) -
     fields_BR = {
         "old_values": scored.values_BR,
         "returns": experience.returns_BR,
-        "mask": scored.rollouts.response_mask_BR,
+        "mask": trained_tokens(scored.rollouts, config.algorithm),
     }
     return RoleUpdates(batch, config, fields_BR, partial(ValueTask, config.critic.value_clip))
 

@@ -12,15 +12,21 @@ OF_ENVIRONMENT = "environment"
 """Name of no function at all: the environment's own rewards are all there is."""
 _PER_SAMPLE = ("prompt", "response", "answer", "metadata")
 _PER_BATCH = ("prompts", "responses", "answers", "metadata")
-_RAW = {False: "raw_response", True: "raw_responses"}
-"""By whether the function takes a batch."""
+_FURTHER = ("raw_response", "prompt_token_ids", "token_ids", "truncated", "conversation")
+"""Arguments of a function that has parameters for them."""
+OF_EACH = {
+    "prompts": "prompt", "responses": "response", "answers": "answer", "raw_responses": "raw_response",
+    "conversations": "conversation",
+}  # fmt: skip
+"""The argument of a sample that one of a batch, by its name, is a list of; of others it has the same name."""
+_OF_BATCH = {one: many for many, one in OF_EACH.items()}
 
 
 class ChosenReward(Protocol):
     """The part of `RewardSettings` that names a function; workers have it without importing the configuration."""
 
     @property
-    def function(self) -> str: ...
+    def function(self) -> str | None: ...
     @property
     def options(self) -> dict[str, Any]: ...
     @property
@@ -51,6 +57,7 @@ def resolve(settings: ChosenReward) -> Callable[..., Any]:
     Raises ValueError with the nearest name, or with what of a Python path or of the options does not fit.
     """
     name = settings.function
+    assert name is not None, "one of several functions has settings of its own"
     if name in RULES:
         if settings.batch:
             raise ValueError(f"reward.batch is for Python functions, '{name}' scores sample by sample; remove it")
@@ -66,12 +73,15 @@ def resolve(settings: ChosenReward) -> Callable[..., Any]:
 
 
 def argument_names(function: Callable[..., Any], *, batch: bool) -> tuple[str, ...]:
-    """What a reward function is called with: the response with its special tokens only where it has a parameter for it.
+    """What a reward function is called with: some things, such as the response with its special tokens, only where it
+    has a parameter for them.
 
     A function of `**anything` may hand all on to one that does not expect it, so that it is not asked for there.
     """
     names, signature = _PER_BATCH if batch else _PER_SAMPLE, signature_of(function)
-    return (*names, _RAW[batch]) if signature is not None and _RAW[batch] in signature.parameters else names
+    further = [_OF_BATCH.get(name, name) for name in _FURTHER] if batch else _FURTHER
+    parameters = signature.parameters if signature is not None else {}
+    return (*names, *(name for name in further if name in parameters))
 
 
 def _check_call(function: Callable[..., Any], settings: ChosenReward) -> None:

@@ -4,7 +4,7 @@ Two processes. The supervisor is what the pool starts: it forks the worker, adop
 and when the worker ends, the pool hangs up or the trainer is gone, ends all that stems from the worker and then itself.
 
 The worker receives a RewardChoice once and answers ("ready", its process id) or ("broken", reason). Then it receives
-lists of pickled requests (prompt, response, answer, metadata, raw response) and answers each of them in order with
+lists of pickled requests, the fields of `workers.RewardRequest` by name, and answers each of them in order with
 (score, None) or (None, reason).
 
 Must import nothing heavy: a killed worker is replaced in the time this takes.
@@ -24,7 +24,7 @@ from typing import Any
 
 from megappo.rewards.channel import WorkerEnd
 from megappo.rewards.descendants import adopt_orphans, die_with_parent, end_descendants, reap
-from megappo.rewards.registry import RewardChoice, argument_names, resolve
+from megappo.rewards.registry import OF_EACH, RewardChoice, argument_names, resolve
 
 _LARGEST_FLOAT32 = 3.4028234663852886e38
 _REASON_CHARACTERS = 300
@@ -50,9 +50,9 @@ def _answers(
     try:
         samples = [pickle.loads(pickled) for pickled in asked]
         if not choice.batch:
-            return [_number(function(**dict(zip(names, samples[0], strict=False)), **choice.options))]
-        columns = map(list, zip(*samples, strict=True))
-        return _numbers(function(**dict(zip(names, columns, strict=False)), **choice.options), len(asked))
+            return [_number(function(**{name: samples[0][name] for name in names}, **choice.options))]
+        columns = {name: [sample[OF_EACH.get(name, name)] for sample in samples] for name in names}
+        return _numbers(function(**columns, **choice.options), len(asked))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - what a user's function raises is a failed sample
         return [(None, f"{type(error).__name__}: {error}"[:_REASON_CHARACTERS])] * len(asked)
 

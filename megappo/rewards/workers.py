@@ -50,6 +50,14 @@ class RewardRequest:
     """With special tokens."""
     answer: str | None
     metadata: dict[str, Any]
+    prompt_token_ids: Sequence[int] = ()
+    token_ids: Sequence[int] = ()
+    """All that follows the prompt, the stop token included."""
+    truncated: bool = False
+    """The length limit ended it."""
+    conversation: Sequence[dict[str, Any]] = ()
+    """The prompt's messages and what followed, each with `role` and `content`: of the model's turns `assistant`, of
+    what an environment said `environment`."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +66,13 @@ class RewardResult:
 
     scores: Tensor
     failures: list[tuple[int, str]]
+    late: frozenset[int] = frozenset()
+    """Those of the failures that ran out of time."""
 
     @property
     def timeouts(self) -> int:
         """Failures that ran out of time."""
-        return sum(reason == _TIMED_OUT for _, reason in self.failures)
+        return len(self.late)
 
 
 class Worker:
@@ -159,6 +169,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         if settings.batch and settings.workers > 1:
             raise ValueError(f"reward.workers is {settings.workers}, but reward.batch makes one call; set workers: 1")
         self._settings = settings
+        assert settings.function is not None, "a pool has one function"
         self._choice = RewardChoice(settings.function, settings.options, settings.batch)
         self.workers: list[Worker] = []
         try:
@@ -209,7 +220,8 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         scores = torch.full((len(requests),), self._settings.failure_score, dtype=torch.float32)
         for index, score in job.scores.items():
             scores[index] = score
-        return RewardResult(scores, sorted(job.failures.items()))
+        late = frozenset(index for index, reason in job.failures.items() if reason == _TIMED_OUT)
+        return RewardResult(scores, sorted(job.failures.items()), late)
 
     def _hand_out(self, job: _Job) -> None:
         """Give idle workers their next requests: fewer towards the end, so that they finish together."""
@@ -291,4 +303,4 @@ def too_many_failures(
 def _pickled(index: int, request: RewardRequest) -> bytes:
     problem = f"the metadata of sample {index} cannot be sent to a reward worker"
     with users_code(problem, "keep plain values in them"):
-        return pickle.dumps((request.prompt, request.response, request.answer, request.metadata, request.raw_response))
+        return pickle.dumps(vars(request))

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 ROLES = ("actor", "critic")
+ADAPTIVE_LAM, NLL_COEF = 0.2, 0.3
 _DRAWN, _SEED = 2000, 1
 _SMALLEST_MINIBATCH = 6
 """Samples, of which every replica needs one."""
@@ -95,6 +96,17 @@ FACTORS: dict[str, tuple[Level, ...]] = {
         Level("seq-mean", "PPO-clip, mean over samples", settings=("algorithm.loss_aggregation=seq-mean-token-mean",)),
         Level("cispo", "a policy loss of one's own, of each token"),
         Level("gspo", "a policy loss of one's own, of whole samples"),
+    ),
+    "estimates": (
+        _off("one lambda"),
+        Level(
+            "vapo",
+            "lambda by length for the actor, 1 for the critic, good samples imitated",
+            settings=(
+                f"algorithm.lam={{actor: {{length_adaptive: {ADAPTIVE_LAM}}}, critic: 1.0}}",
+                f"algorithm.positive_nll_coef={NLL_COEF}",
+            ),
+        ),
     ),
     "samples": (
         _off("samples of any lengths"),

@@ -160,6 +160,12 @@ class Settings:
     """Not None: samples are weighted by what the engine's policy differs from the trainer's, so much at most."""
     reject_above: float = math.inf
     """Samples whose weight would be above this are left out of the policy's loss."""
+    adaptive_lam: float | None = None
+    """Not None: a sample's lambda is 1 - 1 / (this x its tokens), in place of `lam`."""
+    critic_lam: float | None = None
+    """Of the returns, where it is another."""
+    nll_coef: float = 0.0
+    """Weight of the negative log-likelihood of samples whose rewards sum to more than 0."""
     actor_balance: float = 0.0
     critic_balance: float = 0.0
 
@@ -202,8 +208,11 @@ def ppo_step(
     advantages, returns = [], []
     for s, o, r, v in zip(samples, old, ref, values, strict=True):
         rewards = s.rewards() - settings.kl_reward_coef * (o - r)
-        advantages.append(gae(rewards, v, settings.gamma, settings.lam))
-        returns.append(advantages[-1] + v)
+        lam = settings.lam
+        if settings.adaptive_lam is not None:  # Yue et al. 2025, "VAPO"
+            lam = max(0.0, 1 - 1 / (settings.adaptive_lam * s.counted))
+        advantages.append(gae(rewards, v, settings.gamma, lam))
+        returns.append(gae(rewards, v, settings.gamma, lam if settings.critic_lam is None else settings.critic_lam) + v)
     every = torch.cat(advantages)
     advantages = [(a - every.mean()) / torch.sqrt(every.var(unbiased=False) + 1e-8) for a in advantages]
 
@@ -292,6 +301,8 @@ def _surrogate(logp: Tensor, old: Tensor, A: Tensor, settings: Settings) -> tupl
 def _actor_update(actor, optimizer, samples, minibatch, old, ref, advantages, importance, settings):  # type: ignore[no-untyped-def]
     kept = [i for i in minibatch if importance[i] is not None]
     weights = dict(zip(kept, _weights([samples[i] for i in kept], settings.aggregation), strict=True))
+    good = [i for i in kept if float(samples[i].rewards().sum()) > 0]
+    of_good = settings.nll_coef / max(1, sum(samples[i].counted for i in good))
     optimizer.zero_grad()
     loss, count, uneven = torch.zeros(()), 0, list[Tensor]()
     sums = dict.fromkeys(("clipfrac", "ppo_kl", "entropy"), 0.0)
@@ -306,7 +317,7 @@ def _actor_update(actor, optimizer, samples, minibatch, old, ref, advantages, im
         gap = ref[i] - logp
         k3 = (torch.exp(gap) - gap - 1).clamp(-10, 10)
         total = importance[i] * objective - settings.entropy_coef * entropy + settings.kl_loss_coef * k3
-        loss = loss + weights[i] * total.sum()
+        loss = loss + weights[i] * total.sum() - of_good * logp.sum() * (i in good)
         count += samples[i].counted
         sums["clipfrac"] += float(is_clipped.sum())
         sums["ppo_kl"] += float((old[i] - logp).detach().sum())

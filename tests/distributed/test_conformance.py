@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from distributed.adapters import write_adapters
-from distributed.features import FACTORS, ROLES, Case, covering, goes_together
+from distributed.features import ADAPTIVE_LAM, FACTORS, NLL_COEF, ROLES, Case, covering, goes_together
 from distributed.harness import ask
 from distributed.test_ppo_step import (
     CISPO,
@@ -114,6 +114,8 @@ def test_features_that_meet_are_exact(case: Case, world: World, tmp_path: Path) 
         settings.actor_balance = settings.critic_balance = BALANCE
     if case["samples"].name == "rejected":
         settings.importance_cap, settings.reject_above = CAP, REJECT
+    if case["estimates"].name == "vapo":
+        settings.adaptive_lam, settings.critic_lam, settings.nll_coef = ADAPTIVE_LAM, 1.0, NLL_COEF
     found = oracle_step(folder, samples, settings, result["minibatches"], adapters)
     check_step(result, tmp_path / "out", samples, *found, base=None if adapters is None else folder)
 

@@ -109,6 +109,31 @@ def test_episodes_that_are_killed(tmp_path: Path) -> None:
     assert 0 < line["mismatch/max"] < 1e-4
 
 
+def test_what_a_step_keeps_is_the_same_after_a_kill(tmp_path: Path) -> None:
+    """Rounds of prompts in a step move the cursor; one run is killed in an update, and asked to stop in a rollout."""
+    settings = (
+        "run.steps=3", "checkpoint.every_steps=1", "rollout.dynamic_sampling={max_rounds: 3}",
+        "reward={functions: {number: {function: number, weight: 2}, exact: {function: exact}}}",
+        "reward.overlong={buffer_tokens: 1}", "rollout.generation=configs.examples.segments:segments",
+        "rollout.generation_options={tokens: 4}",
+        "algorithm.mask_truncated=true", "algorithm.positive_nll_coef=0.1",
+        "algorithm.lam={actor: {length_adaptive: 0.5}, critic: 1.0}", "rollout.max_response_tokens=6",
+    )  # fmt: skip
+    killed = tmp_path / "killed"
+    asked = {"step": 3, "at": "token", "rank": 1, "signal": "SIGTERM", "stall": "rollout"}
+    kills = [
+        killed_at(killed, 2, "update_critic", 0, *settings),
+        train(killed, *settings, expect="85", kill=asked),
+    ]
+    attempts(tmp_path, train(tmp_path / "whole", *settings), *kills, train(killed, *settings))
+    assert_same_run(tmp_path / "whole", killed, 3)
+    for line in timeless(killed / "metrics.jsonl")[1:]:
+        assert 1 < line["group/rounds"] <= 3 and 0 < line["group/spread"] < 1 and 0 <= line["group/filled"] < 1
+        assert 0 < line["response/truncated"] <= -line["reward/overlong"] < 1  # some end with the last token
+        total = 2 * line["reward/number"] + line["reward/exact"]  # of all rounds
+        assert 0 < total < line["reward/mean"] - line["reward/overlong"] and line["actor/nll_loss"] > 0
+
+
 @pytest.fixture(scope="module")
 def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps under TP2 and PP2 with a checkpoint of each."""

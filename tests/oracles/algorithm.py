@@ -155,8 +155,10 @@ def policy_loss(
     kl: str = "low_var_kl",
     kl_coef: float = 0.0,
     importance_weights: Tensor | None = None,
+    nll_weights: Tensor | None = None,
 ) -> Loss:
-    """Policy loss: sum of weights * (importance * objective - entropy_coef * entropy + kl_coef * KL(policy||ref)).
+    """Policy loss: sum of weights * (importance * objective - entropy_coef * entropy + kl_coef * KL(policy||ref))
+    - nll_weights * logprob.
 
     Args:
         logprob, old_logprob, ref_logprob: log-probabilities of the sampled tokens, nats.
@@ -172,8 +174,8 @@ def policy_loss(
 
     Returns:
         `metrics`: sums over valid positions of clipfrac, clipfrac_lower, ppo_kl (k1 of KL(old || new)), ppo_kl_k3,
-        ratio, entropy, ref_kl and count; ratio_max is a maximum; pg_loss, entropy_loss and kl_loss are the weighted
-        terms of the loss.
+        ratio, entropy, ref_kl and count; ratio_max is a maximum; pg_loss, entropy_loss, kl_loss and nll_loss are the
+        weighted terms of the loss.
     """
     logprob, advantages = clean(logprob, mask), clean(advantages, mask)
     log_ratio = (logprob - clean(old_logprob, mask)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -196,8 +198,10 @@ def policy_loss(
     )
     metrics = _ratio_metrics(log_ratio, mask, is_clipped, is_bounded)
     metrics |= _detached_sums({"entropy": entropy, "ref_kl": ref_kl, "count": mask})
-    metrics |= {"pg_loss": pg_loss.detach(), "entropy_loss": entropy_loss.detach(), "kl_loss": kl_loss.detach()}
-    loss = pg_loss + entropy_loss + kl_loss
+    nll_loss = -(clean(nll_weights, mask) * logprob).sum() if nll_weights is not None else torch.zeros_like(pg_loss)
+    terms = {"pg_loss": pg_loss, "entropy_loss": entropy_loss, "kl_loss": kl_loss, "nll_loss": nll_loss}
+    metrics |= {name: term.detach() for name, term in terms.items()}
+    loss = pg_loss + entropy_loss + kl_loss + nll_loss
     return Loss(loss, metrics | {"loss": loss.detach()})
 
 

@@ -68,6 +68,7 @@ def policy_loss(
     entropy: Tensor,
     ref_logprob: Tensor | None = None,
     importance_weights: Tensor | None = None,
+    nll_weights: Tensor | None = None,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float | None = None,
@@ -95,6 +96,8 @@ def policy_loss(
         if ref_logprob is not None:
             term = term + kl_coef * kl_estimate(lp - ref_logprob.flatten()[i], kl)
         loss = loss + weights.flatten()[i] * term
+        if nll_weights is not None:
+            loss = loss - nll_weights.flatten()[i] * lp
     return loss
 
 

@@ -100,8 +100,9 @@ class Rounding:
         return Rounding.of_logits(logits, case.labels, UNIT * hidden.shape[1] ** 0.5 * products)
 
 
-def policy_inputs(logprob: Tensor, seed: int, *, wide: bool = False) -> PolicyInputs:
-    """Ragged masks, garbage where masked, ratios inside and outside of the clip; of the type of `logprob`."""
+def policy_inputs(logprob: Tensor, seed: int, *, wide: bool = False, imitates: bool = False) -> PolicyInputs:
+    """Ragged masks, garbage where masked, ratios inside and outside of the clip; of the type of `logprob`. Where it
+    `imitates`, some tokens have a weight of their likelihood."""
     g = torch.Generator().manual_seed(seed)
     shape, dtype = logprob.shape, logprob.dtype
     spread = 15.0 if wide else 0.4
@@ -117,6 +118,8 @@ def policy_inputs(logprob: Tensor, seed: int, *, wide: bool = False) -> PolicyIn
         "ref_logprob": logprob.detach() + numbers(spread),
         "importance_weights": torch.rand(shape, generator=g).to(dtype) + 0.5,
     }
+    if imitates:
+        fields["nll_weights"] = torch.rand(shape, generator=g).to(dtype) * (torch.rand(shape, generator=g) < 0.3)
     garbage = torch.tensor([float("nan"), float("inf"), -1e30])
     for x in fields.values():
         x[~mask] = garbage[torch.randint(0, 3, (int((~mask).sum()),), generator=g)].to(dtype)

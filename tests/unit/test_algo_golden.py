@@ -13,6 +13,9 @@ from megappo.algo.controllers import AdaptiveKLController, FixedKLController, Pe
 from megappo.algo.correction import importance_weights
 from megappo.algo.estimators import NAMES, builtin
 from megappo.algo.kl import apply_kl_to_rewards
+from megappo.algo.lambdas import length_adaptive
+from megappo.config.algorithm import AlgorithmSettings
+from megappo.ppo.methods import lambdas
 from megappo_kernels.gae import gae
 from megappo_kernels.losses import ppo_value_loss
 from megappo_kernels.objectives import kl_estimate
@@ -37,6 +40,40 @@ def test_gae_skips_masked_tokens() -> None:
     )
     assert advantages.tolist() == [[0, 0, approx(0.56525), approx(0.5)]]
     assert returns.tolist() == [[0, 0, approx(0.96525), approx(1.0)]]
+
+
+def test_lambda_by_length_and_another_of_the_critic() -> None:
+    """Four tokens beside a hole: 1 - 1 / (0.5 x 4) = 0.5; one token: 1 - 1 / 0.5 is below 0."""
+    algorithm = AlgorithmSettings.model_validate({"lam": {"actor": {"length_adaptive": 0.5}, "critic": 1}})
+    mask = t([[True, False, True, True, True], [True, False, False, False, False]])
+    lam = lambdas(algorithm, mask)["lam"]
+    assert isinstance(lam, torch.Tensor) and lam.tolist() == [0.5, 0.0]
+    nan = float("nan")
+    advantages, returns = builtin("gae")(
+        rewards=t([[0, nan, 0, 0, 1.0], [1.0, nan, nan, nan, nan]]),
+        values=t([[0.2, nan, 0.3, 0.4, 0.5], [0.25, nan, nan, nan, nan]]),
+        mask=mask,
+        group_ids=t([0, 1]),
+        gamma=1.0,
+        **lambdas(algorithm, mask),
+    )
+    # Every delta but the last is 0.1.
+    assert advantages.tolist() == [[approx(x) for x in (0.2375, 0, 0.275, 0.35, 0.5)], [0.75, 0, 0, 0, 0]]
+    assert returns.tolist() == [[approx(x) for x in (1, 0, 1, 1, 1)], [1, 0, 0, 0, 0]]
+
+
+def test_lambdas_of_long_answers() -> None:
+    """VAPO's 0.05; a thousand tokens of 0.95 leave nothing of a score, which is why 1 is the default."""
+    mask = torch.arange(1000) < t([[1], [20], [40], [1000]])
+    assert length_adaptive(mask=mask, alpha=0.05).tolist() == [0, 0, 0.5, 0.98]
+    assert lambdas(AlgorithmSettings(), mask) == {"lam": 1.0, "critic_lam": 1.0}
+    algorithm = AlgorithmSettings.model_validate({"lam": {"actor": 0.95}})
+    assert lambdas(algorithm, mask) == {"lam": 0.95, "critic_lam": 1.0}
+    rewards, nothing = torch.zeros(1, 1000), torch.zeros(1, 1000)
+    rewards[0, -1] = 1.0
+    everywhere = torch.ones(1, 1000, dtype=torch.bool)
+    given: dict[str, Any] = {"rewards": rewards, "values": nothing, "mask": everywhere, "gamma": 1.0}
+    assert gae(**given, lam=0.95)[0][0, 0] < 1e-22 and gae(**given, lam=1.0)[0][0, 0] == 1
 
 
 def test_clip_loss() -> None:
@@ -317,6 +354,7 @@ def test_metrics_of_the_policy_loss() -> None:
         "pg_loss": 0.5 * -1.2 + 0.25 * 0.8 + 0.25 * 3,
         "entropy_loss": -0.1 * (0.5 + 0.5 + 0.75),
         "kl_loss": 0.2 * (0.25 - 0.125),
+        "nll_loss": 0.0,
     }
     wanted["loss"] = wanted["pg_loss"] + wanted["entropy_loss"] + wanted["kl_loss"]
     assert {name: value.item() for name, value in result.metrics.items()} == {n: approx(x) for n, x in wanted.items()}

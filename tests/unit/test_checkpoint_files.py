@@ -312,6 +312,10 @@ def test_changed_settings_are_told_apart() -> None:
     }
     read_again = json.loads(json.dumps(before))
     assert compare_settings(before, read_again, (10, 10)) == Changes((), ())
+    old_form = {**before, "algorithm": {"lam": 0.9}}  # of before each role could have its own
+    own_lambdas: dict[str, Any] = {**before, "algorithm": {"lam": {"actor": {"number": 1.0}, "critic": 1.0}}}
+    lambdas = ("algorithm.lam.actor.number: 0.9 -> 1.0", "algorithm.lam.critic: 0.9 -> 1.0")
+    assert compare_settings(old_form, own_lambdas, (10, 10)) == Changes(lambdas, ())
     changes = compare_settings(before, now, (10, 20))
     assert changes.harmless == ("actor.optimizer.learning_rate: 0.001 -> 0.0001", "run.steps: 10 -> 20")
     assert changes.dangerous == ("reference.path: not set -> 'r'",)

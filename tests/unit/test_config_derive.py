@@ -66,6 +66,29 @@ BROKEN: list[tuple[int, tuple[str, ...], list[str]]] = [
     (1, ("algorithm.estimator=grpo",), ["critic is given but", "'grpo'", "critic=null"]),
     (1, ("algorithm.estimator=reinforce_plus_plus",), ["critic is given but", "set algorithm.estimator to gae"]),
     (1, (*NO_CRITIC, "rollout.samples_per_prompt=1"), ["samples_per_prompt is 1", "'grpo'", "set at least 2"]),
+    (
+        1,
+        (*NO_CRITIC, "algorithm.lam={actor: 0.9}"),
+        ["algorithm.lam is not one number", "'grpo' does not tell the actor's from the critic's", "give one, or set"],
+    ),
+    (
+        1,
+        (
+            *("rollout.dynamic_sampling={}", "rollout.samples_per_prompt=1"),
+            *("actor.minibatch_sequences=8", "critic.minibatch_sequences=8"),
+        ),
+        ["dynamic_sampling compares", "at least 2"],
+    ),
+    (
+        1,
+        ("reward.overlong={buffer_tokens: 70}", "rollout.max_response_tokens=64"),
+        ["reward.overlong.buffer_tokens 70 is above rollout.max_response_tokens 64", "at most that"],
+    ),
+    (
+        1,
+        ("rollout.engine=sglang", "rollout.ahead=1", "algorithm.old_logprob=corrected", "rollout.generation=a:b"),
+        ["rollout.generation is given, but rollout.ahead is 1", "set rollout.ahead to 0"],
+    ),
     (1, ("algorithm.router_replay=true",), ["router_replay is true, but the actor model has no experts; remove it"]),
     (1, ("critic.router_aux_loss_coef=0.1",), ["critic.router_aux_loss_coef 0.1, but the critic", "set it to 0"]),
     (1, ("reference=null",), ["algorithm.kl_in_reward needs a reference", "add `reference: {}`"]),
@@ -398,6 +421,8 @@ def test_the_row_of_the_algorithm(overrides: list[str], words: str) -> None:
     reference = ["reference=null"] if "kl_in_reward=null" in overrides else []
     config = config_with(*(f"algorithm.{word}" for word in ["gamma=0.9", "lam=0.8", *overrides]), *reference)
     assert dict(describe(config, derive(config, 1, SHAPE)))["algorithm"] == f"gae (gamma 0.9, lambda 0.8), {words}"
+    lam = config_with("algorithm.lam={actor: {length_adaptive: 0.05}}").algorithm.lam
+    assert lam.words == "1 - 1 / (0.05 x tokens), of the critic 1"
 
 
 def test_offload_is_all_or_nothing_or_parts() -> None:

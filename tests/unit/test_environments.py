@@ -171,7 +171,7 @@ def test_advantages_of_three_turns_are_those_worked_out_by_hand() -> None:
         episodes=episodes_of_one(episode, 7),
     )
     scored = Scored(one, torch.tensor([8.0]), logprob, None, values)
-    settings = AlgorithmSettings(gamma=gamma, lam=lam, whiten_advantages=False)
+    settings = AlgorithmSettings.model_validate({"gamma": gamma, "lam": lam, "whiten_advantages": False})
     experience, metrics = ExperienceMaker(settings, CPU).make(scored, 1)
     # From the last token on: delta = reward + gamma * next value - value, advantage = delta + gamma * lam * next one.
     a6 = 4.0 + 8.0 - 3.0

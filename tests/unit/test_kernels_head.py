@@ -167,7 +167,7 @@ def test_head_loss_is_the_loss_of_the_logprobs(backend: str, kind: str, objectiv
     exact = case.exact()
     options = {"temperature": 0.7, "valid_vocab": 1100}
     true_logprob, true_entropy = reference.linear_logprob(exact.hidden, exact.weight, exact.labels, **options)  # type: ignore[arg-type]
-    inputs = policy_inputs(true_logprob, seed=3)
+    inputs = policy_inputs(true_logprob, seed=3, imitates=True)
     narrow = PolicyInputs(**{k: v.float() if v.is_floating_point() else v for k, v in inputs.tensors().items()})
     with use_backend(backend):  # type: ignore[arg-type]
         mine = ppo_head_loss(
@@ -209,7 +209,7 @@ def test_head_loss_in_bf16_adds_up_in_main_grad(kind: str, chunk_bytes: int, mon
         case = head(kind, torch.bfloat16, rows=rows, features=48, vocab=1511)
         exact = case.hidden.detach().double().requires_grad_()
         true_logprob, true_entropy = reference.linear_logprob(exact, exact_weight, case.labels)
-        inputs = policy_inputs(true_logprob, seed=rows)
+        inputs = policy_inputs(true_logprob, seed=rows, imitates=True)
         loss = ppo_head_loss(case.hidden, weight, case.labels, inputs, accumulate_main_grad=True, upstream=0.5).loss
         (0.5 * loss).backward()
         given: dict[str, Any] = inputs.tensors()

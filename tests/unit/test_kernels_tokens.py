@@ -45,7 +45,7 @@ def drawn(shape: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor]:
 def test_policy_loss_is_the_algorithms(settings: dict[str, object], wide: bool) -> None:
     """Values, gradients and every metric in float64; ratios that leave the clamps too."""
     logprob, entropy = drawn((5, 37), seed=1)
-    inputs = policy_inputs(logprob, seed=2, wide=wide)
+    inputs = policy_inputs(logprob, seed=2, wide=wide, imitates=True)
     mine = ppo_token_loss(logprob=logprob, entropy=entropy, inputs=inputs, objective=PolicyObjective(**settings))  # type: ignore[arg-type]
     grads = torch.autograd.grad(mine.loss * 3, (logprob, entropy))
     truth = algorithm.policy_loss(logprob=logprob, entropy=entropy, **inputs.tensors(), **settings)  # type: ignore[arg-type]
@@ -61,7 +61,7 @@ def test_policy_loss_is_the_algorithms(settings: dict[str, object], wide: bool) 
 @pytest.mark.parametrize("settings", OBJECTIVES, ids=str)
 def test_triton_policy_loss(settings: dict[str, object]) -> None:
     logprob, entropy = drawn((1500,), seed=3)
-    inputs = policy_inputs(logprob, seed=4)
+    inputs = policy_inputs(logprob, seed=4, imitates=True)
     objective = PolicyObjective(**settings)  # type: ignore[arg-type]
     truth = ppo_token_loss(logprob=logprob, entropy=entropy, inputs=inputs, objective=objective)
     true_grads = torch.autograd.grad(truth.loss, (logprob, entropy))
@@ -78,7 +78,7 @@ def test_triton_policy_loss(settings: dict[str, object]) -> None:
 @pytest.mark.parametrize("settings", OBJECTIVES[:5], ids=str)
 def test_policy_loss_is_the_references(settings: dict[str, object]) -> None:
     logprob, entropy = drawn((40,), seed=5)
-    inputs = policy_inputs(logprob, seed=6)
+    inputs = policy_inputs(logprob, seed=6, imitates=True)
     mine = ppo_token_loss(logprob=logprob, entropy=entropy, inputs=inputs, objective=PolicyObjective(**settings))  # type: ignore[arg-type]
     truth = reference.policy_loss(logprob=logprob, entropy=entropy, **inputs.tensors(), **settings)  # type: ignore[arg-type]
     torch.testing.assert_close(mine.loss, truth, rtol=1e-9, atol=1e-12)
@@ -281,6 +281,25 @@ def test_bad_objectives_are_refused() -> None:
         pass
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_gae_with_a_lambda_for_each_sequence(backend: Any) -> None:
+    """Padded and packed, with holes, whole and fractional: each row is that of its own lambda."""
+    g = torch.Generator().manual_seed(12)
+    rewards, values = (torch.randn(4, 50, generator=g) for _ in range(2))
+    lam = torch.tensor([0.0, 0.5, 0.95, 1.0], dtype=torch.float64)
+    for mask in (torch.rand(4, 50, generator=g) < 0.7, torch.rand(4, 50, generator=g)):
+        truth = [gae(*(x[b : b + 1] for x in (rewards, values, mask)), gamma=0.9, lam=float(lam[b])) for b in range(4)]
+        flat, starts = [x.flatten() for x in (rewards, values, mask)], torch.arange(5) * 50
+        with use_backend(backend):
+            padded = gae(rewards, values, mask, gamma=0.9, lam=lam)
+            packed = gae(*flat, gamma=0.9, lam=lam, cu_seqlens=starts)
+        for i, wanted in enumerate(zip(*truth, strict=True)):
+            for mine in (padded[i], packed[i].view(4, 50)):
+                torch.testing.assert_close(mine, torch.cat(wanted), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"lam has shape \(3,\), must be a number or \(4,\)"):
+        gae(rewards, values, rewards > 0, gamma=1, lam=lam[:3])
+
+
 def test_policy_loss_and_slopes_by_hand() -> None:
     """In the clip, above it, at the dual clip, beyond the log-ratio's clamp, and masked."""
     logprob = torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0], dtype=torch.float64, requires_grad=True)
@@ -291,6 +310,7 @@ def test_policy_loss_and_slopes_by_hand() -> None:
         weights=torch.tensor([0.5, 1.0, 2.0, 0.25, 1.0], dtype=torch.float64),
         mask=torch.tensor([True, True, True, True, False]),
         ref_logprob=torch.tensor([-1.5, -1.0, 2.0, 30.0, 0.0], dtype=torch.float64),
+        nll_weights=torch.tensor([0.0, 0.125, 0.0, 0.5, 9.0], dtype=torch.float64),
     )
     objective = PolicyObjective(clip_high=0.28, dual_clip=3.0, entropy_coef=0.1, kl_coef=0.2)
     out = ppo_token_loss(logprob=logprob, entropy=entropy, inputs=inputs, objective=objective)
@@ -301,6 +321,7 @@ def test_policy_loss_and_slopes_by_hand() -> None:
         "pg_loss": 0.5 * -2 + 1 * -1.28 + 2 * 3 + 0.25 * -1.28,
         "entropy_loss": -0.1 * (0.5 + 2 + 6 + 1),
         "kl_loss": 0.2 * (0.5 * k3[0] + 2 * 10 + 0.25 * 10),
+        "nll_loss": 0.125 + 0.5,
         "clipfrac": 2,
         "clipfrac_lower": 1,
         "ppo_kl": -(0 + 0.5 + 2 + 20),
@@ -311,11 +332,11 @@ def test_policy_loss_and_slopes_by_hand() -> None:
         "ref_kl": sum(k3),
         "count": 4,
     }
-    wanted["loss"] = wanted["pg_loss"] + wanted["entropy_loss"] + wanted["kl_loss"]
+    wanted["loss"] = sum(wanted[name] for name in ("pg_loss", "entropy_loss", "kl_loss", "nll_loss"))
     assert {n: x.item() for n, x in out.metrics.items()} == {n: pytest.approx(x, abs=1e-12) for n, x in wanted.items()}
     assert out.loss.item() == out.metrics["loss"].item()
     slope = 2 * 0.5 * (-2 + 0.2 * (1 - e[0] ** -1))
-    assert grads[0].tolist() == [pytest.approx(slope), 0, 0, 0, 0]
+    assert grads[0].tolist() == [pytest.approx(slope), -0.25, 0, -1.0, 0]
     assert grads[1].tolist() == [pytest.approx(-0.2 * w) for w in (0.5, 1, 2, 0.25, 0)]
 
 

@@ -15,11 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from distributed.models import VOCAB, stored_parameters, write_model
 from megappo.config import ConfigError, load_config
 from megappo.config.model_files import read_architecture
+from megappo.config.schema import RolloutSettings
 from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams, ServedEngine, SleepingEngine
 from megappo.engines.transformers_engine import TransformersEngine
-from megappo.errors import Interrupted
+from megappo.errors import Interrupted, RunError
 from megappo.families.architecture import ArchitectureConfig
 from megappo.observe.progress import PROGRESS
+from megappo.ppo.answering import find_generation, generated
 from megappo.ppo.parts import Parts
 from megappo.ppo.sampling import finish_rollout, request_samples, sample_seed
 from megappo.runtime.interrupts import Stop
@@ -97,6 +99,51 @@ def test_logprobs_are_those_of_a_plain_forward_pass(engine: TransformersEngine, 
         truth = logp.gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(done.logprobs), truth, rtol=0, atol=1e-5)
         assert done.weight_version == 3
+
+
+def ones_own(path: str, **options: Any) -> RolloutSettings:
+    words = {"prompts_per_step": 1, "max_response_tokens": 9, "generation": path, "generation_options": options}
+    return RolloutSettings.model_validate(words)
+
+
+def test_a_way_of_ones_own_to_make_responses(engine: TransformersEngine) -> None:
+    """The example: greedy answers in segments are those in one piece, and so are their log-probabilities."""
+    asked, greedy = requests(), replace(PARAMS, greedy=True)
+    ends = engine.generate(asked, greedy)[0].token_ids[1]  # some end at once, some never
+    greedy = replace(greedy, stop_token_ids=(ends,))
+    function = find_generation(ones_own("configs.examples.segments:segments", tokens=4))
+    assert function is not None
+    found, whole = generated(function, engine, (), asked, greedy), engine.generate(asked, greedy)
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in whole]
+    assert [answer.truncated for answer in found] == [answer.truncated for answer in whole]
+    assert any(len(answer.token_ids) == 9 for answer in found) and any(len(a.token_ids) < 5 for a in found)
+    for mine, truth in zip(found, whole, strict=True):
+        assert mine.logprobs == pytest.approx(truth.logprobs, abs=1e-5)
+    assert generated(function, engine, (), [], greedy) == []
+    assert generated(function, engine, (), asked, PARAMS) == generated(function, engine, (), asked, PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("returned", "sentence"),
+    [
+        (None, "returned a NoneType, must be a list of 1 completions"),
+        ([], "returned 0 of them, must be a list of 1"),
+        ([Completion((), (), True, 0)], "a log-probability for each of their tokens, at least one"),
+        ([Completion((1, 2), (0.0,), True, 0)], "a log-probability for each of their tokens"),
+        ([Completion((1,) * 10, (0.0,) * 10, True, 0)], "returned 10 tokens, above the limit of 9"),
+    ],
+)
+def test_what_is_no_response_is_refused(engine: TransformersEngine, returned: Any, sentence: str) -> None:
+    with pytest.raises(RunError, match=sentence):
+        generated(lambda **_: returned, engine, (), requests(1), PARAMS)
+
+
+def test_ways_that_there_are_not() -> None:
+    assert find_generation(RolloutSettings(prompts_per_step=1, max_response_tokens=9)) is None
+    with pytest.raises(ValueError, match="did you mean 'configs.examples.segments:segments'"):
+        find_generation(ones_own("configs.examples.segments:segment"))
+    with pytest.raises(ValueError, match="unexpected keyword argument 'token'; change its parameters"):
+        find_generation(ones_own("configs.examples.segments:segments", token=4))
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])

@@ -22,18 +22,18 @@ def compose(a1, b1, c1, d1, e1, a2, b2, c2, d2, e2):
 
 @triton.jit(
     do_not_specialize=["length"],
-    do_not_specialize_on_alignment=["rewards", "values", "mask", "bootstrap", "advantages", "starts"],
+    do_not_specialize_on_alignment=["rewards", "values", "mask", "lam", "bootstrap", "advantages", "starts"],
 )
 def gae_kernel(
     rewards,
     values,
     mask,
+    lam,
     bootstrap,
     advantages,
     starts,
     length,
     gamma,
-    lam,
     PACKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -44,6 +44,7 @@ def gae_kernel(
         length = (tl.load(starts + sequence + 1) - first).to(tl.int32)
     else:
         first = sequence * length
+    decay = gamma * tl.load(lam + sequence)
     n0 = tl.load(bootstrap + sequence).to(tl.float32)
     g0 = n0 * 0
     lanes = tl.arange(0, BLOCK)
@@ -54,7 +55,7 @@ def gae_kernel(
         v = tl.load(values + first + positions, mask=inside, other=0.0).to(tl.float32)
         r = tl.load(rewards + first + positions, mask=inside, other=0.0).to(tl.float32)
         a, b, c, d, e = tl.associative_scan(
-            (1 - m, m * v, 1 - m + m * gamma * lam, m * gamma, m * (r - v)), 0, compose, reverse=True
+            (1 - m, m * v, 1 - m + m * decay, m * gamma, m * (r - v)), 0, compose, reverse=True
         )
         n, g = a * n0 + b, c * g0 + d * n0 + e
         tl.store(advantages + first + positions, g, mask=inside)
@@ -68,7 +69,7 @@ def launch_gae(
     values: Tensor,
     mask: Tensor,
     gamma: float,
-    lam: float,
+    lam_S: Tensor,
     bootstrap: Tensor,
     cu_seqlens: Tensor | None,
 ) -> Tensor:
@@ -80,12 +81,12 @@ def launch_gae(
         rewards.contiguous(),
         values.contiguous(),
         (mask.view(torch.uint8) if mask.dtype == torch.bool else mask).contiguous(),
+        lam_S.float().contiguous(),
         bootstrap,
         advantages,
         cu_seqlens if cu_seqlens is not None else advantages,
         values.shape[-1],
         gamma,
-        lam,
         PACKED=cu_seqlens is not None,
         BLOCK=BLOCK,
         num_warps=WARPS,

@@ -6,7 +6,9 @@ An estimator gets, by keyword, those of these that it has parameters for:
     values       (B, T) of the critic, which an estimator that takes them needs
     mask         (B, T) bool
     group_ids    (B,) int64; samples of one prompt share one, and lie on one rank
-    gamma, lam   the settings
+    gamma        the setting
+    lam          of the advantages: a number, or where it is `length_adaptive` (B,) one of each sample
+    critic_lam   of the returns, which the critic learns: a number
     gae          a function of rewards, values, mask, gamma and lam, by keyword, that does GAE
 
 and returns advantages and returns, both (B, T), 0 at masked positions. Whitening over the global batch follows where
@@ -28,7 +30,7 @@ if TYPE_CHECKING:  # names of estimators are asked for where torch is not waited
     from torch import Tensor
 
 NAMES = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
-ARGUMENTS = ("rewards", "values", "mask", "group_ids", "gamma", "lam", "gae")
+ARGUMENTS = ("rewards", "values", "mask", "group_ids", "gamma", "lam", "critic_lam", "gae")
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -37,7 +39,7 @@ class GAE(Protocol):
     """`megappo_kernels.gae.gae`, on whichever device."""
 
     def __call__(
-        self, *, rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
+        self, *, rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -68,6 +70,11 @@ class Estimator:
         return "values" in taken_by(self.compute, ARGUMENTS)
 
     @property
+    def tells_lambdas_apart(self) -> bool:
+        """Whether the critic may have a lambda of its own."""
+        return "critic_lam" in taken_by(self.compute, ARGUMENTS)
+
+    @property
     def compares_samples(self) -> bool:
         """Whether it needs several samples of a prompt."""
         return "group_ids" in inspect.signature(self.compute).parameters
@@ -78,13 +85,14 @@ class Estimator:
         return getattr(self.compute, "whitens", True)
 
     def __call__(self, **offered: Any) -> tuple[Tensor, Tensor]:
-        """Estimate, given all of ARGUMENTS but `gae`, which may be; `values` may be None where they are not needed."""
+        """Estimate, given all of ARGUMENTS but `gae`, which may be, and `critic_lam`, which is `lam` where it is not;
+        `values` may be None where they are not needed."""
         from megappo.algo.masks import check_mask
         from megappo_kernels.gae import gae
 
         if self.needs_critic and offered["values"] is None:
             raise ValueError(f"estimator '{self.name}' needs values; add a critic section, or choose grpo or rloo")
-        given = {"gae": gae, **offered}
+        given = {"gae": gae, "critic_lam": offered["lam"], **offered}
         found = self.compute(**{name: given[name] for name in taken_by(self.compute, ARGUMENTS)}, **self.options)
         if not isinstance(found, tuple) or len(found) != 2:
             raise ValueError(f"estimator '{self.name}' returned {type(found).__name__}, must be (advantages, returns)")

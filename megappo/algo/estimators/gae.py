@@ -7,6 +7,15 @@ from torch import Tensor
 from megappo.algo.estimators import GAE
 
 
-def gae(*, rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, gae: GAE) -> tuple[Tensor, Tensor]:
-    """What follows a token is discounted by gamma, and trusted to the critic by 1 - lam."""
-    return gae(rewards=rewards, values=values, mask=mask, gamma=gamma, lam=lam)
+def gae(
+    *, rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor, critic_lam: float, gae: GAE
+) -> tuple[Tensor, Tensor]:
+    """What follows a token is discounted by gamma, and trusted to the critic by 1 - lam.
+
+    What the critic learns may trust it less than the advantages do (Yuan et al. 2025, "What's Behind PPO's Collapse in
+    Long-CoT?", decoupled GAE).
+    """
+    advantages, returns = gae(rewards=rewards, values=values, mask=mask, gamma=gamma, lam=lam)
+    if isinstance(lam, Tensor) or lam != critic_lam:
+        _, returns = gae(rewards=rewards, values=values, mask=mask, gamma=gamma, lam=critic_lam)
+    return advantages, returns

@@ -1,0 +1,34 @@
+"""Answers in segments, so that long ones do not keep a batch waiting: `rollout.generation` may be such a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
+from megappo.types import Prompt
+
+
+def segments(
+    *,
+    prompts: Sequence[Prompt],
+    requests: Sequence[GenerateRequest],
+    params: SamplingParams,
+    generate: Callable[..., list[Completion]],
+    tokens: int = 256,
+) -> list[Completion]:
+    """Each answer, asked for by so many tokens at a time; every rank asks equally often, if only for nothing."""
+    found: list[Any] = [None] * len(requests)
+    for first in range(0, params.max_new_tokens, tokens):
+        left = [i for i, done in enumerate(found) if done is None or done.truncated]
+        begun = {i: found[i].token_ids if found[i] else () for i in left}
+        further = [
+            replace(requests[i], token_ids=requests[i].token_ids + begun[i], seed=requests[i].seed + first)
+            for i in left
+        ]
+        most = min(tokens, params.max_new_tokens - first)
+        for i, part in zip(left, generate(further, replace(params, max_new_tokens=most)), strict=True):
+            said = found[i].logprobs if found[i] else ()
+            found[i] = replace(part, token_ids=begun[i] + part.token_ids, logprobs=said + part.logprobs)
+    return found

@@ -1,0 +1,14 @@
+"""Answers that are too long."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def overlong_penalty(lengths_B: Tensor, *, most_tokens: int, buffer_tokens: int) -> Tensor:
+    """(B,) float32 from 0 to -1: nothing up to `most_tokens` - `buffer_tokens`, from there in a straight line to -1.
+
+    Yu et al. 2025, "DAPO", eq. 13 (soft overlong punishment).
+    """
+    over_B = (lengths_B - (most_tokens - buffer_tokens)).float()
+    return -(over_B / buffer_tokens).clamp(0.0, 1.0)

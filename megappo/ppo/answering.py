@@ -1,0 +1,75 @@
+"""How responses come about, where not by the engine alone: a function of the user's (`rollout.generation`).
+
+It is called by keyword on every rank at the same time, with
+
+    prompts    a `Prompt` for each request, in the same order
+    requests   `GenerateRequest`s, of which a rank may have none
+    params     `SamplingParams` for all of them
+    generate   `generate(requests, params)` of the engine, which every rank has to call equally often
+
+and returns a `Completion` for each request: token ids as they were sampled, with their log-probabilities at the
+temperature of `params`, the stop token included. Evaluations call it too, with `params.greedy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from megappo.config.schema import RolloutSettings
+from megappo.engines.protocol import Completion, Engine, GenerateRequest, SamplingParams
+from megappo.errors import RunError
+from megappo.plugins import check_call, load_function
+from megappo.types import Prompt
+
+_ARGUMENTS = ("prompts", "requests", "params", "generate")
+
+
+class Generation(Protocol):
+    """What `find_generation` finds."""
+
+    def __call__(
+        self,
+        *,
+        prompts: Sequence[Prompt],
+        requests: Sequence[GenerateRequest],
+        params: SamplingParams,
+        generate: Callable[..., list[Completion]],
+    ) -> list[Completion]: ...
+
+
+def find_generation(settings: RolloutSettings) -> Generation | None:
+    """None: the engine answers by itself. Raises ValueError for what cannot be imported or called."""
+    if settings.generation is None:
+        return None
+    function = load_function(settings.generation, "rollout.generation")
+    what, remedy = f"rollout.generation '{settings.generation}'", "change its parameters or rollout.generation_options"
+    check_call(function, _ARGUMENTS, settings.generation_options, what=what, remedy=remedy)
+    return partial(function, **settings.generation_options)
+
+
+def generated(
+    function: Generation,
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    requests: Sequence[GenerateRequest],
+    params: SamplingParams,
+) -> list[Completion]:
+    """What the function makes of requests. Raises RunError where that is no completion for each."""
+    found: Any = function(prompts=prompts, requests=requests, params=params, generate=engine.generate)
+    if not isinstance(found, list) or len(found) != len(requests):
+        count = f"{len(found)} of them" if isinstance(found, list) else f"a {type(found).__name__}"
+        raise RunError(f"rollout.generation returned {count}, must be a list of {len(requests)} completions; fix it")
+    for each in found:
+        if not isinstance(each, Completion) or not 0 < len(each.token_ids) == len(each.logprobs):
+            raise RunError(
+                "rollout.generation returned something else than completions with a log-probability for each of their "
+                "tokens, at least one; fix it"
+            )
+        if len(each.token_ids) > params.max_new_tokens:
+            raise RunError(
+                f"rollout.generation returned {len(each.token_ids)} tokens, above the limit of {params.max_new_tokens} "
+                "in params.max_new_tokens; heed it"
+            )
+    return found

@@ -1,0 +1,135 @@
+"""Which groups of samples a step keeps: those whose rewards differ, from as many rounds as it takes (dynamic sampling).
+
+A group is the samples of one prompt. Where all have the same reward there is nothing to compare, so that other prompts
+take its place (Yu et al. 2025, "DAPO", section 3.2).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megappo.runtime.objects import of_all_ranks
+from megappo.types import Episodes, Rollouts
+
+
+@dataclass(frozen=True)
+class _RewardedRound:
+    """This rank's samples of a round, and of all ranks' groups which have a spread, in the order of the prompts."""
+
+    rollouts: Rollouts
+    scores_B: Tensor
+    metrics: Mapping[str, float]
+    spread: tuple[bool, ...]
+
+
+@dataclass
+class Selection:
+    """The rounds of a step, the same decisions on every rank."""
+
+    prompts: int
+    """Groups that the step needs."""
+    samples_per_prompt: int
+    max_rounds: int
+    rounds: list[_RewardedRound] = field(default_factory=list)
+
+    def add(self, rollouts: Rollouts, scores_B: Tensor, metrics: Mapping[str, float]) -> None:
+        """Take a round's samples of this rank, and what all ranks' rewards report; a collective of the world."""
+        here = _spread(rollouts, scores_B, self.samples_per_prompt)
+        found = {group: differs for part in of_all_ranks(here) for group, differs in part.items()}
+        self.rounds.append(_RewardedRound(rollouts, scores_B, metrics, tuple(found[group] for group in sorted(found))))
+
+    @property
+    def kept(self) -> int:
+        """Groups with a spread."""
+        return sum(sum(of_round.spread) for of_round in self.rounds)
+
+    @property
+    def drawn(self) -> int:
+        """Groups of all rounds."""
+        return sum(len(of_round.spread) for of_round in self.rounds)
+
+    @property
+    def wanted(self) -> int:
+        """Prompts of the next round: as many as should be enough by the share that was kept so far; 0: no more."""
+        missing = self.prompts - self.kept
+        if missing <= 0 or len(self.rounds) == self.max_rounds:
+            return 0
+        return min(self.prompts, math.ceil(missing * self.drawn / max(1, self.kept)))
+
+    def finish(self) -> tuple[Rollouts, Tensor, dict[str, float]]:
+        """This rank's part of the step's samples and their scores, numbered anew; `group/*`, and what rewards report in
+        the mean over all prompts.
+
+        The groups are the first with a spread, in the order of their prompts; where those are too few the first without
+        one fill the step up.
+        """
+        every = [(differs, r, g) for r, of_round in enumerate(self.rounds) for g, differs in enumerate(of_round.spread)]
+        chosen = sorted(every, key=lambda group: (not group[0], *group[1:]))[: self.prompts]
+        numbers = {place: n for n, place in enumerate(sorted((r, g) for _, r, g in chosen))}
+        parts, scores, ids = list[tuple[Rollouts, list[int]]](), list[Tensor](), list[int]()
+        for r, of_round in enumerate(self.rounds):
+            places = [divmod(i, self.samples_per_prompt) for i in of_round.rollouts.sample_ids_B.tolist()]
+            rows = [b for b, (group, _) in enumerate(places) if (r, group) in numbers]
+            ids += [numbers[r, places[b][0]] * self.samples_per_prompt + places[b][1] for b in rows]
+            parts.append((of_round.rollouts, rows))
+            scores.append(of_round.scores_B[rows])
+        sample_ids_B = torch.tensor(ids, dtype=torch.int64)
+        rollouts = joined(parts)
+        group_ids_B = sample_ids_B // self.samples_per_prompt
+        group_ids_B = torch.where(rollouts.group_ids_B < 0, -1 - sample_ids_B, group_ids_B)  # failed episodes
+        metrics = {
+            "group/spread": self.kept / self.drawn,
+            "group/rounds": float(len(self.rounds)),
+            "group/filled": sum(not differs for differs, _, _ in chosen) / self.prompts,
+        }
+        for name in self.rounds[0].metrics:
+            metrics[name] = sum(len(r.spread) * r.metrics[name] for r in self.rounds) / self.drawn
+        return replace(rollouts, sample_ids_B=sample_ids_B, group_ids_B=group_ids_B), torch.cat(scores), metrics
+
+
+def _spread(rollouts: Rollouts, scores_B: Tensor, samples_per_prompt: int) -> dict[int, bool]:
+    """Of this rank's groups, by their numbers: whether the rewards of their samples differ, failed episodes aside."""
+    totals_B = rollouts.totals_B(scores_B)
+    rewards: dict[int, set[float]] = {}
+    failed = (rollouts.group_ids_B < 0).tolist()
+    for sample_id, total, has_failed in zip(rollouts.sample_ids_B.tolist(), totals_B.tolist(), failed, strict=True):
+        of_group = rewards.setdefault(sample_id // samples_per_prompt, set())
+        of_group.update([] if has_failed else [total])
+    return {group: len(found) > 1 for group, found in rewards.items()}
+
+
+def joined(parts: Sequence[tuple[Rollouts, Sequence[int]]]) -> Rollouts:
+    """Some rows of several rollouts, one after the other."""
+    some = [(rollouts, list(rows)) for rollouts, rows in parts if rows] or [(parts[0][0], list[int]())]
+    longest = max((int(rollouts.response_lengths_B[b]) for rollouts, rows in some for b in rows), default=1)
+    return Rollouts(**_joined_fields([(rollouts, rows) for rollouts, rows in some], longest))
+
+
+def _joined_fields(parts: Sequence[tuple[Any, list[int]]], longest: int) -> dict[str, Any]:
+    """Of dataclasses whose fields are (B,) or (B, R) tensors, tuples of B, or such dataclasses, None on all or none."""
+    found: dict[str, Any] = {}
+    for each in fields(parts[0][0]):
+        values = [(getattr(whole, each.name), rows) for whole, rows in parts]
+        first = values[0][0]
+        if first is None:
+            found[each.name] = None
+        elif isinstance(first, Tensor):
+            found[each.name] = torch.cat([_widened(x, longest)[rows] for x, rows in values])
+        elif isinstance(first, Episodes):
+            found[each.name] = Episodes(**_joined_fields(values, longest))
+        else:
+            found[each.name] = tuple(x[b] for x, rows in values for b in rows)
+    return found
+
+
+def _widened(x: Tensor, longest: int) -> Tensor:
+    """(B, R) padded or cut at the right to (B, longest); (B,) as it is."""
+    if x.dim() == 1:
+        return x
+    return torch.nn.functional.pad(x, (0, max(0, longest - x.shape[1])))[:, :longest]
