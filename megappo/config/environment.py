@@ -18,6 +18,7 @@ ENVIRONMENTS = {
     SINGLE_TURN: "",
     "tools": "megappo.environments.tool_calling:ToolCalling",
     "guess": "megappo.environments.guess:GuessNumber",
+    "reasoning_gym": "megappo.environments.reasoning:ReasoningGym",
     "agent": "megappo.environments.agent:Agent",
 }
 """Names for `rollout.environment.name`, and the import path of each; `megappo.environments.protocol` says what
@@ -61,8 +62,8 @@ class ToolSettings(Settings):
 class EnvironmentSettings(Settings):
     name: Text = SINGLE_TURN
     """`single_turn`: a prompt and a response. `tools`: a model that may call a calculator and Python. `guess`: a number
-    is guessed with hints. `agent`: a function or a program that speaks OpenAI's or Anthropic's protocol. Or one of your
-    own: `package.module:Class`."""
+    is guessed with hints. `reasoning_gym`: its tasks in several tries. `agent`: a function or a program that speaks
+    OpenAI's or Anthropic's protocol. Or one of your own: `package.module:Class`."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the environment."""
     max_turns: PositiveInt = 8
