@@ -260,6 +260,19 @@ def test_what_a_template_rewrites_is_another_trajectory() -> None:
     assert "<think>" not in text_of(completion.episode.prompt_ids or ())
 
 
+def test_half_a_character_is_a_question_mark() -> None:
+    """JSON can hold halves of surrogate pairs, and tokenizers refuse them."""
+
+    async def asks(endpoint: AgentEndpoint, prompt: Prompt) -> None:
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {endpoint.api_key}"}) as http:
+            data = '{"messages": [{"role": "user", "content": "a\\ud800b"}]}'
+            async with http.post(f"{endpoint.base_url}/chat/completions", data=data) as answer:
+                assert answer.status == 200
+
+    [completion], _ = played(asks)
+    assert "a?b" in text_of(completion.episode.prompt_ids), completion.episode.reason
+
+
 def test_two_requests_at_once_are_answered_one_after_the_other() -> None:
     async def hurries(endpoint: AgentEndpoint, prompt: Prompt) -> float:
         async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
@@ -325,9 +338,17 @@ def test_a_prompt_that_does_not_fit_is_told() -> None:
         ("chat/completions", {"messages": [{"role": "user", "content": 3}]}, "has the content 3, must be a text"),
         ("chat/completions", {"messages": [{"role": "user"}], "max_tokens": 0}, "max_tokens is 0, must be a whole"),
         ("chat/completions", {"messages": [{"role": "user"}], "tools": [1]}, "a tool is 1, must be a function"),
+        ("chat/completions", {"messages": [{"role": "user"}], "tools": 3}, "tools is 3, must be a list"),
+        ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": 3}]}, "tool_calls is 3, must be a list"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]},
+            "arguments that are no JSON",
+        ),
         ("chat/completions", [], "the request is no object"),
         ("chat/completions", None, "the request is no JSON"),
         ("messages", {"messages": [{"role": "user", "content": "x"}], "stop_sequences": ["."]}, "stop_sequences is"),
+        ("messages", {"messages": [{"role": "user", "content": "x"}], "tools": 3}, "tools is 3, must be a list"),
         ("messages", {"messages": [{"role": "tool"}]}, "must have the role user or assistant"),
         ("messages", {"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "must have a name and an input"),
     ],

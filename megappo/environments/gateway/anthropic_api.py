@@ -14,6 +14,7 @@ from megappo.environments.gateway.wire import (
     Said,
     called,
     event,
+    listed,
     parts,
     refuse_unknown,
     required,
@@ -38,7 +39,7 @@ def asked(body: Mapping[str, Any]) -> Asked:
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for number, message in enumerate(required(body, "messages", list, "a list of messages")):
         messages += _messages(message, f"message {number}")
-    tools = () if body.get("tool_choice") == {"type": "none"} else body.get("tools") or ()
+    tools = [] if body.get("tool_choice") == {"type": "none"} else listed(body, "tools")
     return Asked(
         tuple(messages),
         tuple(map(_tool, tools)),

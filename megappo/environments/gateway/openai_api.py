@@ -15,6 +15,7 @@ from megappo.environments.gateway.wire import (
     arguments_of,
     called,
     event,
+    listed,
     refuse_unknown,
     required,
     text_of,
@@ -44,7 +45,7 @@ def asked(body: Mapping[str, Any]) -> Asked:
     options = body.get("stream_options")
     return Asked(
         tuple(_message(message, number) for number, message in enumerate(messages)),
-        () if body.get("tool_choice") == "none" else tuple(_tool(tool) for tool in body.get("tools") or ()),
+        () if body.get("tool_choice") == "none" else tuple(map(_tool, listed(body, "tools"))),
         whole(body, "max_completion_tokens", "max_tokens"),
         stream=bool(body.get("stream")),
         model=str(body.get("model", "")),
@@ -67,7 +68,7 @@ def _message(message: object, number: int) -> Message:
     if not isinstance(message, dict) or role is None:
         raise RefusedError(f"{where} is {show(message)}, must have the role {', '.join(_ROLES)}")
     told: Json = {"role": role, "content": text_of(message.get("content"), where)}
-    if calls := message.get("tool_calls"):
+    if calls := listed(message, "tool_calls"):
         told["tool_calls"] = [_call(call, where) for call in calls]
     for key in ("name", "tool_call_id"):
         if message.get(key) is not None:

@@ -115,7 +115,7 @@ def _route(served: dict[str, _Serving], api: ModuleType) -> Callable[[web.Reques
     async def answer(request: web.Request, recorder: Recorder) -> web.StreamResponse:
         try:
             body = await request.json()
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return failed(400, f"the request is no JSON ({error})", "request", "invalid_value")
         try:
             if not isinstance(body, dict):

@@ -70,6 +70,11 @@ def required(body: Mapping[str, Any], key: str, kind: type, word: str) -> Any:
     return value
 
 
+def listed(body: Mapping[str, Any], key: str) -> list[Any]:
+    """A field that may be missing, else a list. Raises RefusedError."""
+    return [] if body.get(key) is None else list(required(body, key, list, "a list"))
+
+
 def whole(body: Mapping[str, Any], *keys: str) -> int | None:
     """The first of these fields that is there, a number of tokens. Raises RefusedError."""
     for key in keys:
