@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 
 from megappo.config.environment import EnvironmentSettings
@@ -23,10 +24,11 @@ from megappo.environments.metrics import episode_metrics
 from megappo.environments.registry import make_environment
 from megappo.environments.runner import TooManyFailuresError
 from megappo.environments.session import Session
+from megappo.environments.trajectory import Trajectory
 from megappo.ppo.episodes import keep_episodes, kept_episodes
 from megappo.ppo.sampling import SampleRequests, finish_rollout
 from megappo.runtime.waiting import wait_until
-from megappo.types import CHAT_MESSAGES, Prompt
+from megappo.types import CHAT_MESSAGES, Prompt, RoutingShape
 from unit.helpers_episodes import PARAMS, TOKENIZER, PromptEngine, SayingEngine, asked, runner, text_of
 
 openai = pytest.importorskip("openai", reason="OpenAI's SDK is not installed; it comes with SGLang")
@@ -416,6 +418,25 @@ def test_an_agent_that_fails_costs_its_own_sample() -> None:
     found = [completion.episode.failure for completion in completions]
     assert found == ["", "raised", "hung", "nonsense"] * 4
     assert "no such key" in completions[1].episode.reason
+
+
+def test_a_trajectory_keeps_the_routing_of_each_turn() -> None:
+    """Of its own prompt on; what was heard last has been seen by no engine, and a later turn changes no earlier one."""
+    shape = RoutingShape(layers=1, experts_per_token=1, experts=4)
+    trajectory = Trajectory((1, 2, 3))
+
+    def turn(tokens: int, expert: int) -> Completion:
+        computed = len(trajectory.seen) + tokens - 1
+        return Completion((7,) * tokens, (-1.0,) * tokens, False, 1, torch.full((computed, 1, 1), expert))
+
+    trajectory.say(turn(2, 0))
+    trajectory.hear((8, 8))
+    trajectory.say(turn(1, 1))
+    trajectory.hear((9,))
+    routing = trajectory.routing(shape)
+    assert routing is not None and routing[:, 0, 0].tolist() == [0, 0, 0, 0, 1, 1, 1, 255]
+    assert len(routing) == len(trajectory.seen) - 1 and trajectory.routing(None) is None
+    assert trajectory.own_tokens == 3 and [(t.start, t.stop) for t in trajectory.turns] == [(0, 2), (4, 5)]
 
 
 # The environment `agent`
