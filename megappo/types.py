@@ -106,6 +106,12 @@ class Episode:
     seconds: float = 0.0
     """In the environment, engine and tools aside."""
     tools: Mapping[str, ToolUse] = field(default_factory=dict)
+    prompt_ids: tuple[int, ...] | None = None
+    """What an agent prompted the model with instead of the prompt of the data; None: that."""
+    trajectories: int = 1
+    """Conversations that do not go on from one another. The sample is the one that the model spoke in last."""
+    left_out_tokens: int = 0
+    """The model's in the others."""
 
 
 @dataclass(frozen=True)

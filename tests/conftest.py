@@ -1,5 +1,5 @@
 """Makes the packages of the repository importable where nothing is installed, lets Triton kernels run on a CPU, and
-leaves out with `--quick` what takes long."""
+leaves out what takes minutes: with `--quick` what is `slow`, without `--learning` what is `learning`."""
 
 import os
 import sys
@@ -17,12 +17,16 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="only what is quick; see README.md")
+    parser.addoption("--learning", action="store_true", help="also runs that learn for minutes; see README.md")
     parser.addoption("--strength", type=int, default=2, help="of distributed/test_conformance.py: features that meet")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What is marked `slow` is not quick. Where some cases of a test are marked `quick`, the others are not; of what
-    needs several processes only what is marked so is."""
+    """What is marked `learning` is asked for. What is marked `slow` is not quick. Where some cases of a test are marked
+    `quick`, the others are not; of what needs several processes only what is marked so is."""
+    if not config.getoption("learning"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("learning")])
+        items[:] = [item for item in items if not item.get_closest_marker("learning")]
     if not config.getoption("quick"):
         return
     marked = {function_of(item) for item in items if item.get_closest_marker("quick")}

@@ -18,9 +18,29 @@ ENVIRONMENTS = {
     SINGLE_TURN: "",
     "tools": "megappo.environments.tool_calling:ToolCalling",
     "guess": "megappo.environments.guess:GuessNumber",
+    "reasoning_gym": "megappo.environments.reasoning:ReasoningGym",
+    "agent": "megappo.environments.agent:Agent",
 }
 """Names for `rollout.environment.name`, and the import path of each; `megappo.environments.protocol` says what
 they are."""
+
+
+class SandboxSettings(Settings):
+    url: Text
+    """Where a service of SandboxFusion's protocol listens, such as `http://10.0.0.7:8080`; `/run_code` is added."""
+    concurrent: PositiveInt = 16
+    """Programs that a rank has it run at the same time."""
+    retries: NonNegativeInt = 3
+    """How often it is asked again where it fails or does not answer."""
+    deadline_seconds: Seconds = 60.0
+    """Longest time of a call with all of them, after which the sample fails."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_http(cls, url: str) -> str:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"'{url}' is no address of a service; write http://HOST:PORT")
+        return url
 
 
 class ToolSettings(Settings):
@@ -34,12 +54,16 @@ class ToolSettings(Settings):
     """Most processes of a call at the same time."""
     output_characters: int = Field(default=4000, gt=0, le=16000)
     """A longer result is cut in its middle."""
+    sandbox: SandboxSettings | None = None
+    """Run the programs that the model writes in a service over HTTP, instead of in workers with the trainer's rights.
+    `timeout_seconds` and `memory_gigabytes` hold for them there."""
 
 
 class EnvironmentSettings(Settings):
     name: Text = SINGLE_TURN
     """`single_turn`: a prompt and a response. `tools`: a model that may call a calculator and Python. `guess`: a number
-    is guessed with hints. Or one of your own: `package.module:Class`."""
+    is guessed with hints. `reasoning_gym`: its tasks in several tries. `agent`: a function or a program that speaks
+    OpenAI's or Anthropic's protocol. Or one of your own: `package.module:Class`."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the environment."""
     max_turns: PositiveInt = 8
@@ -55,6 +79,16 @@ class EnvironmentSettings(Settings):
     """The run stops when more than this fraction of a step's episodes failed."""
     tools: ToolSettings = ToolSettings()
     """Worker processes of the environment's tools."""
+    gateway_host: Text = "127.0.0.1"
+    """The address of this machine at which agents find the model over HTTP, each episode with a key of its own; a port
+    is chosen. Another one than loopback lets agents on other machines in."""
+
+    @field_validator("gateway_host")
+    @classmethod
+    def _is_one_interface(cls, host: str) -> str:
+        if host in ("0.0.0.0", "::", "*"):
+            raise ValueError(f"'{host}' is every address of the machine; name the one that agents shall use")
+        return host
 
     @field_validator("name")
     @classmethod

@@ -61,6 +61,10 @@ class ChatTokens:
             )
         return new[stop + closed :]
 
+    def opening(self, messages: Sequence[Message]) -> list[int]:
+        """The tokens of a conversation, to where the model speaks. Raises ValueError where the template refuses it."""
+        return self._ids(messages, goes_on=True)
+
     def _ids(self, messages: Sequence[Message], *, goes_on: bool) -> list[int]:
         with users_code("the chat template refuses a conversation of several turns", _REMEDY):
             text = self._tokenizer.apply_chat_template(
@@ -69,5 +73,10 @@ class ChatTokens:
                 add_generation_prompt=goes_on,
                 tools=self._schemas,
             )
-        ids: list[int] = self._tokenizer(str(text), add_special_tokens=False)["input_ids"]
-        return ids
+        return plain_tokens(self._tokenizer, str(text))
+
+
+def plain_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The tokens of a text. Halves of surrogate pairs, which JSON can hold and tokenizers refuse, become `?`."""
+    ids: list[int] = tokenizer(text.encode("utf-8", "replace").decode(), add_special_tokens=False)["input_ids"]
+    return ids

@@ -36,6 +36,8 @@ def _count(episode: Episode, tokens: int, sums: defaultdict[str, float]) -> None
     sums["episodes"] += 1
     sums["played"] += not episode.failure
     sums["turns"] += len(episode.turns)
+    sums["trajectories"] += 0 if episode.failure else episode.trajectories
+    sums["left_out_tokens"] += episode.left_out_tokens
     sums["own_tokens"] += own_tokens
     sums["heard_tokens"] += 0 if episode.failure else tokens - own_tokens
     sums["rewards"] += sum(turn.reward for turn in episode.turns)
@@ -53,6 +55,8 @@ def _means(sums: defaultdict[str, float]) -> dict[str, float]:
     episodes, played, turns = (max(sums[name], 1) for name in ("episodes", "played", "turns"))
     numbers = {
         "episode/turns": sums["turns"] / played,
+        "episode/trajectories": sums["trajectories"] / played,
+        "episode/left_out_tokens": sums["left_out_tokens"] / played,
         "episode/observed_tokens": sums["heard_tokens"] / played,
         "episode/seconds": sums["seconds"] / episodes,
         "episode/failures": sum(sums[f"failure {kind}"] for kind in FAILURES) / episodes,

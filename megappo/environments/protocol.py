@@ -18,8 +18,11 @@ class Environment(Protocol):
 
         tools     {name: import path} of functions that `Session.use` calls in worker processes, which have time,
                   memory and processes for a call and no more; they take keyword arguments and return a text
+        programs  {name: argument} of those tools whose argument is a program in Python, which
+                  `rollout.environment.tools.sandbox` runs in their place
         schemas   descriptions of its tools for the chat template (OpenAI's form), which prompts are rendered with
         role      of the messages that it observes as text, "user" where it says nothing
+        serves    True where it uses `Session.serve`, which needs a chat template
     """
 
     async def run(self, session: Session) -> float | None:
@@ -45,6 +48,17 @@ class Reply:
     truncated: bool
     """A limit of tokens ended it, not a stop token."""
     weight_version: int
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """What a tool said."""
+
+    text: str
+    failure: str
+    """Why it failed, one of `tool_worker.LIMITS`, or nothing."""
+    seconds: float
+    """From when it was taken on."""
 
 
 class LimitReached(Exception):

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from megappo.config import Config
 from megappo.config.environment import ENVIRONMENTS, EnvironmentSettings
 from megappo.environments.chat import ChatTokens
+from megappo.environments.gateway.server import Gateway
 from megappo.environments.protocol import Environment
 from megappo.environments.session import Surroundings
 from megappo.environments.tool_pool import ToolPool
@@ -59,5 +60,11 @@ def set_stage(config: Config, tokenizer: PreTrainedTokenizerBase, stop_token_ids
     chat = ChatTokens(tokenizer, stop_token_ids, schemas) if config.data.apply_chat_template else None
     if chat is not None:
         chat.check(role)
-    tools = ToolPool(getattr(environment, "tools", {}), settings.tools)
-    return Stage(environment, Surroundings(settings, tokenizer, len(tokenizer), chat, role, tools))
+    if getattr(environment, "serves", False) and tokenizer.chat_template is None:
+        raise ValueError(
+            f"rollout.environment.name '{settings.name}' serves agents, whose messages need a chat template, and the "
+            "tokenizer has none; give model.tokenizer one"
+        )
+    tools = ToolPool(getattr(environment, "tools", {}), settings.tools, getattr(environment, "programs", {}))
+    gateway, most = Gateway(settings.gateway_host), config.data.max_prompt_tokens
+    return Stage(environment, Surroundings(settings, tokenizer, len(tokenizer), chat, role, tools, gateway, most))

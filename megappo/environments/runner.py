@@ -95,7 +95,7 @@ class _Table:
         except LimitReached as reached:
             limit = reached.limit
             if not session.turns:
-                failure, told = "nonsense", "ended without a turn of the model"
+                failure, told = "nonsense", f"reached its limit of {limit} before the model's first turn"
         except RunError as error:
             self.error = error
         except NonsenseError as error:
@@ -246,8 +246,9 @@ class EpisodeRunner:
                 table.count_seconds(min(passed, _TICK_SECONDS))  # one that blocks the loop costs others nothing
 
     def close(self) -> None:
-        """End tools and the loop, and what episodes that hang have left in it."""
+        """End tools, the gateway and the loop, and what episodes that hang have left in it."""
         self.shared.tools.close()
+        self.loop.run_until_complete(self.shared.gateway.close())
         left = asyncio.all_tasks(self.loop)
         for task in left:
             task.cancel()

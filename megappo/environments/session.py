@@ -6,20 +6,23 @@ import hashlib
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from megappo.config.environment import EnvironmentSettings
 from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
-from megappo.environments.chat import BEGINNING, PLACEHOLDER, ChatTokens, Message
-from megappo.environments.protocol import LimitReached, NonsenseError, Reply
+from megappo.environments.chat import BEGINNING, PLACEHOLDER, ChatTokens, Message, plain_tokens
+from megappo.environments.gateway.recording import Recorder
+from megappo.environments.gateway.server import AgentEndpoint, Gateway
+from megappo.environments.protocol import Limit, LimitReached, NonsenseError, Reply
+from megappo.environments.tool_calls import call_format
 from megappo.environments.tool_pool import ToolPool
+from megappo.environments.trajectory import Trajectory
 from megappo.errors import RunError, show
-from megappo.types import CHAT_MESSAGES, Episode, Prompt, ToolUse, Turn
+from megappo.types import CHAT_MESSAGES, Episode, Prompt, ToolUse
 
 _REASON_CHARACTERS = 300
 
@@ -42,6 +45,8 @@ class Surroundings:
     """None: what an environment says is plain text."""
     role: str
     tools: ToolPool
+    gateway: Gateway
+    most_prompt_tokens: int
 
 
 class Session:
@@ -65,22 +70,20 @@ class Session:
         self._generates = False
         self.spent_seconds = 0.0
         self._request, self._shared, self._params, self._ask = request, shared, params, ask
-        self._tokens: list[int] = []
-        self._logprobs: list[float] = []
-        self._turns: list[Turn] = []
-        self._versions: set[int] = set()
+        self._current = self._sample = Trajectory(request.token_ids)
+        self._trajectories: list[Trajectory] = []
+        """Those that the model has spoken in."""
+        self._limit: Limit | Literal[""] = ""
         self._heard: list[int] = []
         """Tokens that the model will see with its next turn."""
         self._messages: list[Message] = list(prompt.metadata.get(CHAT_MESSAGES) or [BEGINNING])
         self._heard_messages: list[Message] = []
         self._uses: dict[str, ToolUse] = {}
-        self._routing: torch.Tensor | None = None
-        self._truncated = False
 
     @property
     def turns(self) -> int:
-        """Turns of the model so far."""
-        return len(self._turns)
+        """Turns of the model so far, in all trajectories."""
+        return sum(len(trajectory.turns) for trajectory in self._trajectories)
 
     async def generate(self, max_tokens: int | None = None) -> Reply:
         """The model's next turn, of at most so many tokens. Raises LimitReached where turns or tokens are used up."""
@@ -94,24 +97,19 @@ class Session:
             self._generates = False
 
     async def _next_turn(self, max_tokens: int | None) -> Reply:
-        limits, params = self._shared.limits, self._params
-        if len(self._turns) >= limits.max_turns:
+        limits, params, current = self._shared.limits, self._params, self._current
+        if self.turns >= limits.max_turns:
             raise LimitReached("turns")
         heard = self._take_heard()
-        room = params.max_new_tokens - len(self._tokens) - len(heard)
+        left = params.max_new_tokens - len(current.tokens)
+        room = min(left, self._shared.most_prompt_tokens + params.max_new_tokens - len(current.seen)) - len(heard)
         if room < 1:
             raise LimitReached("tokens")
-        self._hear(heard)
+        current.hear(heard)
         most = min(x for x in (room, limits.max_turn_tokens, max_tokens) if x is not None)
+        seed = turn_seed(self._request.seed, self.turns)
         with self._off_the_clock():
-            completion = await self._ask(
-                GenerateRequest(
-                    (*self._request.token_ids, *self._tokens),
-                    turn_seed(self._request.seed, len(self._turns)),
-                    self._request.prompt_id,
-                    most,
-                )
-            )
+            completion = await self._ask(GenerateRequest(current.seen, seed, self._request.prompt_id, most))
         self._require_running()
         return self._take_turn(completion, most)
 
@@ -122,7 +120,7 @@ class Session:
         if not isinstance(text, str):
             raise NonsenseError(f"observed {show(text)}, must be a text")
         if self._shared.chat is None:
-            self._heard += self._shared.tokenizer(text, add_special_tokens=False)["input_ids"]
+            self._heard += plain_tokens(self._shared.tokenizer, text)
         else:
             self._heard_messages.append({"role": role or self._shared.role, "content": text})
 
@@ -137,10 +135,9 @@ class Session:
     def reward(self, value: float) -> None:
         """Reward the model's last turn; rewards of a turn add up."""
         self._require_running()
-        if not self._turns:
+        if not self.turns:
             raise NonsenseError("rewarded an episode in which the model has said nothing")
-        last = self._turns[-1]
-        self._turns[-1] = replace(last, reward=last.reward + _number(value))
+        self._sample.reward(_number(value))
 
     async def use(self, tool: str, **arguments: Any) -> str:
         """What a tool of the environment's `tools` says, called in a worker process; where it raises, hangs or takes
@@ -163,11 +160,48 @@ class Session:
         finally:
             self._note_use(tool, failed=failed, seconds=time.monotonic() - start)
 
+    def serve(self, format: str = "qwen") -> AbstractAsyncContextManager[AgentEndpoint]:
+        """For as long as the context lasts, where an agent that speaks HTTP finds the model, and the key that it needs.
+        `format`: how the model writes calls of tools, `qwen` or `llama3`.
+
+        A limit of the episode ends the context as LimitReached once the agent has failed for it.
+        """
+        self._require_running()
+        return self._shared.gateway.serve(Recorder(self, call_format(format, "the format of calls")))
+
+    # For the gateway
+
+    def chat_tokens(self, schemas: Sequence[Any]) -> ChatTokens:
+        """The chat template for a conversation in which the model is told of these tools."""
+        return ChatTokens(self._shared.tokenizer, self._params.stop_token_ids, schemas)
+
+    def begin(self, prompt_ids: Sequence[int]) -> Trajectory:
+        """Have the next turn answer another prompt."""
+        self._current, self._heard = Trajectory(prompt_ids), []
+        return self._current
+
+    def go_on(self, trajectory: Trajectory, heard: Sequence[int]) -> None:
+        """Have the next turn follow what was said in a trajectory, and these tokens."""
+        self._current, self._heard = trajectory, list(heard)
+
+    @property
+    def next_prompt_tokens(self) -> int:
+        """What the next turn will follow."""
+        return len(self._current.seen) + len(self._heard)
+
+    def count_call(self, tool: str) -> None:
+        """A call that the agent makes itself. Raises LimitReached where the calls are used up."""
+        self._count_call(tool)
+
+    def note_limit(self, limit: Limit) -> None:
+        """The agent was refused a turn for a limit; whatever it does then, the limit has ended the episode."""
+        self._limit = limit
+
     # For who plays the episode
 
     def finish(self, value: object) -> None:
         """The environment has ended it and given this. Raises NonsenseError for what is no end of an episode."""
-        if not self._turns:
+        if not self.turns:
             raise NonsenseError("ended without a turn of the model")
         if value is not None:
             self.reward(_number(value))
@@ -177,32 +211,29 @@ class Session:
     ) -> Completion:
         """The sample; nothing of a failed one counts. No more can be done in it. `version`: the engine's weights."""
         self.is_over = True
-        if not self._tokens:  # a sample has a token after its prompt
-            self._tokens, self._logprobs = [next(iter(self._params.stop_token_ids), 0)], [0.0]
+        sample, limit = self._sample, limit or self._limit
+        if not sample.tokens:  # a sample has a token after its prompt
+            sample.hear([next(iter(self._params.stop_token_ids), 0)])
+        others = [trajectory for trajectory in self._trajectories if trajectory is not sample]
         episode = Episode(
-            turns=() if failure else tuple(self._turns),
+            turns=() if failure else tuple(sample.turns),
             failure=failure,
             reason=reason[:_REASON_CHARACTERS],
             limit=limit,
             seconds=self.spent_seconds,
             tools=dict(self._uses),
+            prompt_ids=None if sample.prompt_ids == self._request.token_ids else sample.prompt_ids,
+            trajectories=len(self._trajectories),
+            left_out_tokens=0 if failure else sum(trajectory.own_tokens for trajectory in others),
         )
         return Completion(
-            tuple(self._tokens),
-            tuple(self._logprobs),
-            truncated=self._truncated or bool(limit),
-            weight_version=min(self._versions, default=version),
-            routing=self._whole_routing(),
+            tuple(sample.tokens),
+            tuple(sample.logprobs),
+            truncated=sample.is_cut or bool(limit),
+            weight_version=min(sample.versions, default=version),
+            routing=sample.routing(self._params.routing),
             episode=episode,
         )
-
-    def _whole_routing(self) -> torch.Tensor | None:
-        """(T - 1, L, K): of tokens that no engine has seen it says so."""
-        shape, computed = self._params.routing, len(self._request.token_ids) + len(self._tokens) - 1
-        if shape is None:
-            return None
-        known = [] if self._routing is None else [self._routing[:computed]]
-        return torch.cat([*known, shape.unknown(computed - sum(len(routing) for routing in known))])
 
     def _require_running(self) -> None:
         if self.is_over:
@@ -214,16 +245,11 @@ class Session:
                 f"the engine gave {len(completion.token_ids)} tokens where a request wanted {most} at most; have it "
                 "heed GenerateRequest.max_new_tokens, or play no environment with it"
             )
-        start = len(self._tokens)
-        self._tokens += completion.token_ids
-        self._logprobs += completion.logprobs
-        self._turns.append(Turn(start, len(self._tokens)))
-        self._versions.add(completion.weight_version)
-        self._truncated = completion.truncated
+        self._sample = self._current
+        self._sample.say(completion)
+        if self._sample not in self._trajectories:
+            self._trajectories.append(self._sample)
         self._messages.append({"role": "assistant", "content": PLACEHOLDER})
-        if completion.routing is not None:  # what the turns before were sampled with stays as it was then
-            known = completion.routing[:0] if self._routing is None else self._routing
-            self._routing = torch.cat([known, completion.routing[len(known) :]])
         ids, decode = list(completion.token_ids), self._shared.tokenizer.decode
         return Reply(
             completion.token_ids,
@@ -240,18 +266,14 @@ class Session:
             assert self._shared.chat is not None
             if self._heard:
                 raise NonsenseError("observed tokens and messages between the same two turns; observe either of them")
-            if not self._turns:
+            if not self._current.turns:
                 raise NonsenseError("observed a message before the model's first turn; write it into the prompt")
             heard, self._heard_messages = self._heard_messages, []
-            ids = self._shared.chat.between(self._messages, heard, closed=not self._truncated)
+            ids = self._shared.chat.between(self._messages, heard, closed=not self._current.is_cut)
             self._messages += heard
             return ids
         heard_ids, self._heard = self._heard, []
         return heard_ids
-
-    def _hear(self, token_ids: Sequence[int]) -> None:
-        self._tokens += token_ids
-        self._logprobs += [0.0] * len(token_ids)
 
     def _count_call(self, tool: str) -> None:
         self._require_running()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megappo.environments.session import Session
-from megappo.environments.tool_calls import FORMATS, WantedCall
+from megappo.environments.tool_calls import WantedCall, call_format
 from megappo.errors import either, show
 
 _PARAMETERS = {"calculator": "expression", "python": "code"}
@@ -28,18 +28,15 @@ class ToolCalling:
 
     def __init__(self, *, tools: Sequence[str] = ("calculator", "python"), format: str = "qwen") -> None:
         """Raises ValueError for a tool or a format that there is not."""
-        if format not in FORMATS:
-            raise ValueError(
-                f"rollout.environment.arguments.format is {show(format)}, must be {either(FORMATS)}; change it"
-            )
+        self._calls = call_format(format, "rollout.environment.arguments.format").calls
         unknown = [tool for tool in tools if tool not in _FUNCTIONS]
         if unknown or isinstance(tools, str) or not tools:
             raise ValueError(
                 f"rollout.environment.arguments.tools is {show(tools)}, must be a list of {either(_FUNCTIONS)}; "
                 "change it, or write an environment with tools of your own"
             )
-        self._calls = FORMATS[format]
         self.tools = {tool: _FUNCTIONS[tool] for tool in tools}
+        self.programs = {tool: _PARAMETERS[tool] for tool in tools if tool == "python"}
         self.schemas = [_schema(tool) for tool in tools]
 
     async def run(self, session: Session) -> None:

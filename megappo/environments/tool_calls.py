@@ -8,6 +8,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from megappo.errors import either, show
+
+_QWEN = r"<tool_call>(.*?)(?:</tool_call>|$)"
+
 
 @dataclass(frozen=True)
 class WantedCall:
@@ -21,7 +25,7 @@ class WantedCall:
 
 def qwen_calls(text: str) -> list[WantedCall]:
     """Of Qwen 2.5 and 3, and of Hermes: JSON with `name` and `arguments`, each call between <tool_call> tags."""
-    blocks = re.findall(r"<tool_call>(.*?)(?:</tool_call>|$)", text, re.DOTALL)
+    blocks = re.findall(_QWEN, text, re.DOTALL)
     return [_wanted(block, "arguments") for block in blocks]
 
 
@@ -31,8 +35,27 @@ def llama3_calls(text: str) -> list[WantedCall]:
     return [_wanted(block, "parameters") for block in _objects(text)] if text.startswith("{") else []
 
 
-FORMATS: dict[str, Callable[[str], list[WantedCall]]] = {"qwen": qwen_calls, "llama3": llama3_calls}
-"""How a family of models writes calls; each gives those of a reply, none where it is an answer."""
+@dataclass(frozen=True)
+class CallFormat:
+    """How a family of models writes calls."""
+
+    calls: Callable[[str], list[WantedCall]]
+    """Those of a reply, none where it is an answer."""
+    words: Callable[[str], str]
+    """What a reply with calls says besides."""
+
+
+FORMATS = {
+    "qwen": CallFormat(qwen_calls, lambda text: re.sub(_QWEN, "", text, flags=re.DOTALL).strip()),
+    "llama3": CallFormat(llama3_calls, lambda text: ""),
+}
+
+
+def call_format(name: str, setting: str) -> CallFormat:
+    """The format of this name; `setting` says who wants it. Raises ValueError where there is none."""
+    if name not in FORMATS:
+        raise ValueError(f"{setting} is {show(name)}, must be {either(FORMATS)}; change it")
+    return FORMATS[name]
 
 
 def _objects(text: str) -> Iterator[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from megappo.config.environment import ToolSettings
+from megappo.environments.protocol import ToolResult
+from megappo.environments.sandbox import Sandbox
 from megappo.environments.tool_worker import LIMITS, ToolChoice
 from megappo.errors import RunError
 from megappo.plugins import load_function
@@ -21,22 +23,14 @@ _GRACE_SECONDS = 15.0
 """In which a worker itself ends a call whose time is up."""
 
 
-@dataclass(frozen=True)
-class ToolResult:
-    """What a tool said."""
-
-    text: str
-    failure: str
-    """Why it failed, one of `tool_worker.LIMITS`, or nothing."""
-    seconds: float
-    """From when a worker took it on."""
-
-
 class ToolPool:
     """At most so many workers, each started when there is a call for it."""
 
-    def __init__(self, functions: Mapping[str, str], settings: ToolSettings) -> None:
-        """`functions`: import paths by the names of tools. Raises ValueError for one that cannot be imported."""
+    def __init__(
+        self, functions: Mapping[str, str], settings: ToolSettings, programs: Mapping[str, str] | None = None
+    ) -> None:
+        """`functions`: import paths by the names of tools. `programs`: which argument of a tool is a program, to be run
+        in the sandbox where there is one. Raises ValueError for what cannot be imported, or a sandbox without use."""
         for name, path in functions.items():
             load_function(path, f"tool '{name}'")
         self._choice = ToolChoice(
@@ -47,15 +41,26 @@ class ToolPool:
             settings.output_characters,
         )
         self._places = asyncio.Semaphore(settings.workers)
+        self._programs, self._sandbox = dict(programs or {}), None
+        if settings.sandbox is not None:
+            if not programs:
+                raise ValueError(
+                    "rollout.environment.tools.sandbox is set, but no tool of the environment runs programs; remove "
+                    "it, or name them in its `programs`"
+                )
+            self._sandbox = Sandbox(settings)
         self._workers: set[Worker] = set()
         self._idle: list[Worker] = []
         self._calls = 0
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Have a worker call a tool. Raises ValueError for one that there is not, RunError where no worker starts."""
+        """Have a worker call a tool, or the sandbox run its program. Raises ValueError for one that there is not,
+        RunError where no worker starts, SandboxError where the sandbox does not run it."""
         if tool not in self._choice.functions:
             known = ", ".join(self._choice.functions) or "none"
             raise ValueError(f"there is no tool '{tool}'; the environment's tools are {known}")
+        if self._sandbox is not None and tool in self._programs:
+            return await self._sandbox.run(str(arguments[self._programs[tool]]))
         async with self._places:
             worker = await self._ready_worker()
             start, is_well = time.monotonic(), False
@@ -86,7 +91,7 @@ class ToolPool:
         worker = Worker(self._choice, _PROGRAM)
         self._workers.add(worker)
         try:
-            state, found = await self._receive(worker, _START_SECONDS)
+            state, found = await receive(worker, _START_SECONDS)
         except (EOFError, OSError, TimeoutError, ForeignMessageError) as error:
             self._give_back(worker, is_well=False)
             raise RunError(f"a worker of tools does not start ({type(error).__name__}); see its messages") from error
@@ -99,32 +104,12 @@ class ToolPool:
         self._calls += 1
         try:
             worker.channel.send((self._calls, tool, dict(arguments)))
-            _, failure, text = await self._receive(worker, self._choice.timeout_seconds + _GRACE_SECONDS)
+            _, failure, text = await receive(worker, self._choice.timeout_seconds + _GRACE_SECONDS)
         except TimeoutError:
             return "hung", ""
         except (EOFError, OSError, ForeignMessageError):
             return "gone", ""
         return failure, text
-
-    async def _receive(self, worker: Worker, seconds: float) -> list[Any]:
-        """The worker's next answer. Raises TimeoutError, EOFError, OSError, ForeignMessageError."""
-        loop, socket = asyncio.get_running_loop(), worker.channel.answers
-        came = asyncio.Event()
-        loop.add_reader(socket, came.set)
-        try:
-            deadline = loop.time() + seconds
-            while True:
-                came.clear()
-                if (answer := worker.channel.receive()) is not None:
-                    return answer
-                if loop.time() >= deadline:
-                    raise TimeoutError
-                try:
-                    await asyncio.wait_for(came.wait(), deadline - loop.time())
-                except TimeoutError:
-                    continue  # one more look: the loop may have stood still
-        finally:
-            loop.remove_reader(socket)
 
     def close(self) -> None:
         """End all workers, at the same time."""
@@ -133,3 +118,24 @@ class ToolPool:
         for worker in self._workers:
             worker.wait()
         self._workers, self._idle = set(), []
+
+
+async def receive(worker: Worker, seconds: float) -> list[Any]:
+    """The worker's next answer. Raises TimeoutError, EOFError, OSError, ForeignMessageError."""
+    loop, socket = asyncio.get_running_loop(), worker.channel.answers
+    came = asyncio.Event()
+    loop.add_reader(socket, came.set)
+    try:
+        deadline = loop.time() + seconds
+        while True:
+            came.clear()
+            if (answer := worker.channel.receive()) is not None:
+                return answer
+            if loop.time() >= deadline:
+                raise TimeoutError
+            try:
+                await asyncio.wait_for(came.wait(), None if deadline == math.inf else deadline - loop.time())
+            except TimeoutError:
+                continue  # one more look: the loop may have stood still
+    finally:
+        loop.remove_reader(socket)

@@ -43,6 +43,14 @@ def _of_experts(role: str) -> dict[str, MetricDoc]:
 EPISODES = {
     "episode/turns": MetricDoc("turns", "Mean number of turns of an episode that did not fail.", "as the task"),
     "episode/turns_max": MetricDoc("turns", "Most turns of an episode.", "at most `rollout.environment.max_turns`"),
+    "episode/trajectories": MetricDoc(
+        "trajectories",
+        "Conversations of an episode that do not go on from one another, in the mean; the last is trained on.",
+        "1; more where an agent changes what was said",
+    ),
+    "episode/left_out_tokens": MetricDoc(
+        "tokens", "What the model said in the other trajectories of an episode, in the mean.", "near 0"
+    ),
     "episode/observed_tokens": MetricDoc(
         "tokens", "What the environment said in an episode, in the mean.", "steady; counts in `response/length`"
     ),

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from megappo.engines.protocol import Completion
-from megappo.types import Episode, Episodes, ToolUse, Turn
+from megappo.types import Episode, Episodes, Prompt, ToolUse, Turn
 
 
 def own_tokens(completion: Completion) -> list[int]:
@@ -25,6 +25,12 @@ def own_tokens(completion: Completion) -> list[int]:
         return ids
     last = completion.episode.turns[-1]
     return ids[last.start : last.stop]
+
+
+def prompt_ids(prompt: Prompt, completion: Completion) -> tuple[int, ...]:
+    """What the model saw before its first token: the prompt of the data, or in an episode what an agent made of it."""
+    told = None if completion.episode is None else completion.episode.prompt_ids
+    return prompt.token_ids if told is None else told
 
 
 def turns_mask(completions: Sequence[Completion], mask_BR: Tensor) -> Tensor:
@@ -54,9 +60,11 @@ def episodes_of(
 
 
 def _conversation(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, Any], ...]:
-    """What the model and the environment said in turn."""
+    """What the model and the environment said in turn; before it the prompt, where an agent wrote it."""
     assert completion.episode is not None
     said: list[dict[str, Any]] = []
+    if completion.episode.prompt_ids is not None:
+        said.append({"by": "agent", "text": _text(completion.episode.prompt_ids, tokenizer)})
     heard = 0
     for turn in completion.episode.turns:
         if turn.start > heard:
@@ -86,6 +94,13 @@ def kept_episodes(kept: Mapping[str, Tensor], count: int) -> list[Episode | None
     return [_episode(**told) for told in json.loads(bytes(kept["episodes"].tolist()))]
 
 
-def _episode(*, turns: list[dict[str, Any]], tools: dict[str, dict[str, Any]], **told: Any) -> Episode:
+def _episode(
+    *,
+    turns: list[dict[str, Any]],
+    tools: dict[str, dict[str, Any]],
+    prompt_ids: Sequence[int] | None = None,
+    **told: Any,
+) -> Episode:
     uses = {name: ToolUse(**use) for name, use in tools.items()}
-    return Episode(turns=tuple(Turn(**turn) for turn in turns), tools=uses, **told)
+    prompt = None if prompt_ids is None else tuple(prompt_ids)
+    return Episode(turns=tuple(Turn(**turn) for turn in turns), tools=uses, prompt_ids=prompt, **told)

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from megappo.data import PromptDataset
 from megappo.engines.protocol import Completion, GenerateRequest
 from megappo.errors import RunError
-from megappo.ppo.episodes import episodes_of, own_tokens, turns_mask
+from megappo.ppo.episodes import episodes_of, own_tokens, prompt_ids, turns_mask
 from megappo.runtime.process import Runtime
 from megappo.types import Prompt, Prompts, Rollouts
 
@@ -78,7 +78,7 @@ def finish_rollout(
         sample_ids_B=sample_ids,
         group_ids_B=group_ids if episodes is None else torch.where(episodes.failed_B, -1 - sample_ids, group_ids),
         sequences=tuple(
-            torch.tensor(p.token_ids + c.token_ids) for p, c in zip(wanted.prompts, completions, strict=True)
+            torch.tensor(prompt_ids(p, c) + c.token_ids) for p, c in zip(wanted.prompts, completions, strict=True)
         ),
         response_lengths_B=lengths,
         engine_logprob_BR=logprob_BR,

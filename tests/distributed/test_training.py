@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distributed.harness import start
+from examples.agent import write_chat
 from megappo.observe.metric_docs import METRICS
 from megappo.observe.metrics import read_metrics
 
@@ -293,3 +294,38 @@ def test_failing_rewards_stop_the_run_on_every_rank(tmp_path: Path) -> None:
     assert "KeyError: 'no such column'" in done.stderr
     assert "max_failure_fraction" in done.stderr
     assert "megappo/commands/train.py" not in done.stderr  # torchrun shows a traceback of its own, megappo none
+
+
+def test_an_agent_of_openais_sdk_is_trained(tmp_path: Path) -> None:
+    """It knows the endpoint and its key alone; the trainer finds the log-probabilities of its turns to be its own."""
+    pytest.importorskip("openai", reason="OpenAI's SDK is not installed; it comes with SGLang")
+    write_chat("configs/models/tiny_arithmetic", str(tmp_path / "chat"))
+    words = (f"run.directory={tmp_path / 'run'}", f"model.tokenizer={tmp_path / 'chat'}")
+    done = megappo("train", "tests/examples/agent.yaml", *words, processes=1)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    first, last = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    for line in (first, last):
+        assert line["episode/turns"] == 2 and line["episode/trajectories"] == 1 and line["episode/failures"] == 0
+        assert 0 < line["mismatch/max"] < 1e-5
+    assert first["reward/mean"] > 0 and first["actor/grad_norm"] > 0 and last["sync/version"] == 3
+    assert set(first) - set(METRICS) == {"step"}
+
+
+@pytest.mark.learning
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("engine", ["transformers", "sglang"])
+def test_a_model_learns_to_use_a_tool(tmp_path: Path, engine: str) -> None:
+    """Two turns, of which the second cannot be known without the tool's answer, one of a hundred. Problems that were
+    held out are solved too, and without the tool none is."""
+    rewards: dict[bool, list[dict[str, Any]]] = {}
+    for answers in (True, False):
+        run = tmp_path / str(answers)
+        arguments = f"rollout.environment.arguments={{strict: true, answers: {str(answers).lower()}}}"
+        words = ["train", "tests/examples/lookup.yaml", f"run.directory={run}", f"rollout.engine={engine}", arguments]
+        words += ["rollout.sglang={max_total_tokens: 16384, threads: 1}"] if engine == "sglang" else []
+        done = megappo(*words, processes=2, timeout=1700)
+        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+        rewards[answers] = read_metrics(run / "metrics.jsonl")
+    with_tool, without = ([line["reward/mean"] for line in rewards[answers][-5:]] for answers in (True, False))
+    assert min(with_tool) > 0.9 and rewards[True][-1]["eval/reward_mean"] > 0.9
+    assert max(without) < 0.3 and rewards[False][-1]["eval/reward_mean"] < 0.3

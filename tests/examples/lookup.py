@@ -7,34 +7,43 @@ from collections.abc import Iterator
 
 from megappo.environments.session import Session
 
+CALL_SHARE = 0.1
+"""Of the reward, for the call."""
+
 
 def keys(*, held_out: bool) -> Iterator[dict[str, str]]:
-    """A data source: numbers of two digits, every fifth of which is held out."""
-    yield from ({"prompt": f"{n:02}=", "answer": f"{n:02}"} for n in range(100) if (n % 5 == 0) == held_out)
-
-
-def entry(text: str) -> str:
-    """What a text stands for: two digits that nobody can guess."""
-    return f"{random.Random(text).randrange(100):02}"
+    """A data source: numbers of two digits, whose first is the key. Those whose digits add up to a multiple of 5 are
+    held out, so that every digit is seen in both places."""
+    for n in range(100):
+        if ((n // 10 + n % 10) % 5 == 0) == held_out:
+            yield {"prompt": f"{n:02}=", "answer": f"{n // 10}"}
 
 
 def share(said: str, wanted: str) -> float:
-    """How much of a text and of its end is right."""
-    return (sum(a == b for a, b in zip(said, wanted, strict=False)) + (said == f"{wanted}<eos>")) / 3
+    """How many characters of a text are right; half of that for a text that does not end there."""
+    right = sum(a == b for a, b in zip(said, wanted, strict=False)) / len(wanted)
+    return right if said == f"{said[: len(wanted)]}<eos>" else right / 2
 
 
 class Lookup:
-    """The model says the key, hears what that stands for, and says it; a fifth of the reward is for the first turn."""
+    """The model says the key, hears the two digits that it stands for, and says them.
 
-    def __init__(self, *, answers: bool = True) -> None:
-        self._answers = answers
+    What keys stand for is drawn anew for every episode: nobody can learn it by heart. `answers`: the tool works.
+    `strict`: a wrong call ends the episode, so that the model learns to call before it learns to answer.
+    """
 
-    async def run(self, session: Session) -> float:
-        key = str(session.prompt.answer)
+    def __init__(self, *, answers: bool = True, strict: bool = False) -> None:
+        self._answers, self._strict = answers, strict
+
+    async def run(self, session: Session) -> float | None:
+        key, draw = str(session.prompt.answer), random.Random(session.seed)
         asked = await session.generate()
-        session.reward(0.2 * share(asked.raw_text, key))
+        session.reward(CALL_SHARE * share(asked.raw_text, key))
+        is_right = asked.raw_text == f"{key}<eos>"
+        if self._strict and not is_right:
+            return None
         async with session.using("lookup"):
-            found = entry(asked.text) if self._answers else "++"
-        session.observe(f"{found}=")
+            entry = f"{draw.randrange(100):02}"
+        session.observe(f"{entry if self._answers else '++'}=")
         said = (await session.generate()).raw_text
-        return 0.4 * share(said, entry(key)) + 0.4 * self._answers * share(said, found)
+        return (1 - CALL_SHARE) * is_right * share(said, entry)

@@ -59,6 +59,7 @@ def test_episodes_through_servers(tmp_path: Path) -> None:
     words = (
         "train", "tests/examples/lookup.yaml", f"run.directory={tmp_path / 'run'}", "run.steps=2", "evaluation=null",
         "data.validation=null", "rollout.engine=sglang", "rollout.sglang={max_total_tokens: 16384, threads: 1}",
+        "rollout.environment.arguments={}",
     )  # fmt: skip
     done = start("megappo", *words, processes=2, timeout_seconds=560)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]

@@ -13,6 +13,7 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 from megappo.config.environment import EnvironmentSettings
 from megappo.engines.protocol import Completion, GenerateRequest, Line, SamplingParams, Talk
 from megappo.environments.chat import ChatTokens
+from megappo.environments.gateway.server import Gateway
 from megappo.environments.protocol import Environment
 from megappo.environments.registry import Stage
 from megappo.environments.runner import EpisodeRunner
@@ -38,6 +39,7 @@ def tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
 
 TOKENIZER = tokenizer()
 END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+MOST_PROMPT_TOKENS = 1000
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=200, stop_token_ids=(END,))
 
 
@@ -116,7 +118,8 @@ def runner(
     role = getattr(environment, "role", "user")
     chat = None if template is None else ChatTokens(words, (END,))
     pool = ToolPool(getattr(environment, "tools", {}), settings.tools)
-    shared = Surroundings(settings, words, len(words), chat, role, pool)
+    gateway = Gateway(settings.gateway_host)
+    shared = Surroundings(settings, words, len(words), chat, role, pool, gateway, MOST_PROMPT_TOKENS)
     return EpisodeRunner(Stage(environment, shared), engine, stop or NeverStop())
 
 

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from megappo.config import ConfigError, derive, load_config
 from megappo.config.algorithm import AlgorithmSettings
 from megappo.config.environment import EnvironmentSettings, ToolSettings
-from megappo.config.schema import RewardSettings
+from megappo.config.schema import DataSourceSettings, RewardSettings
+from megappo.data.sources import read_records
 from megappo.environments.chat import ChatTokens
 from megappo.environments.guess import GuessNumber, numbers
 from megappo.environments.mathematics import calculate, python
@@ -565,6 +566,28 @@ def test_a_number_is_guessed_with_hints() -> None:
     assert len({record["answer"] for record in numbers(highest=20, count=200)}) == 20
 
 
+def test_a_task_of_reasoning_gym_is_tried_again() -> None:
+    """The generator's own score, which a worker finds; a turn is rewarded with what it adds."""
+    pytest.importorskip("reasoning_gym")
+    settings = DataSourceSettings(source="reasoning_gym:mini_sudoku", options={"size": 1, "seed": 3})
+    [record] = read_records(settings)
+    solution = str(record.answer)
+    wrong = solution.translate(str.maketrans("1234", "2143"))
+    said = iter(["no idea", wrong, solution, solution])
+    arguments = {"tries": 4, "cost_per_turn": 0.125, "feedback": "{score:.1f}?"}
+    environment = make_environment(EnvironmentSettings(name="reasoning_gym", arguments=arguments))
+    made = runner(environment, SayingEngine(lambda request: next(said)))
+    [prompt], requests = asked(1)
+    [completion] = made.generate([replace(prompt, metadata=record.metadata)], requests, PARAMS)
+    made.close()
+    episode = completion.episode
+    assert episode is not None and not episode.failure, episode
+    first, second, third = (turn.reward for turn in episode.turns)
+    assert first == 0.0 and second >= -0.125 and third > 0.5
+    assert first + second + third == pytest.approx(1.0 - 2 * 0.125) and next(said) == solution
+    assert episode.tools["score"].calls == 3 and "0.0?" in text_of(completion.token_ids)
+
+
 # Settings
 
 
@@ -576,6 +599,8 @@ def test_a_number_is_guessed_with_hints() -> None:
         ({"name": "unit.test_environments:played"}, "has no class 'played'"),
         ({"name": "unit.test_environments:Path"}, "has no `async def run"),
         ({"name": "guess", "arguments": {"heigher": "x"}}, "cannot be called with"),
+        ({"name": "reasoning_gym", "arguments": {"tries": 0}}, "tries is 0, must be a whole number above 0"),
+        ({"name": "reasoning_gym", "arguments": {"feedback": "{points}"}}, "write {score} where"),
         ({"name": "tools", "arguments": {"format": "qwin"}}, "'qwin', must be qwen or llama3"),
         ({"name": "tools", "arguments": {"tools": ["rocket"]}}, "must be a list of calculator or python"),
     ],

@@ -1,0 +1,87 @@
+"""An agent that speaks HTTP as it is: `rollout.environment.name: agent`, a function of asyncio or a program."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megappo.environments.agent_worker import AgentProgram
+from megappo.environments.gateway.server import AgentEndpoint
+from megappo.environments.session import Session
+from megappo.environments.tool_calls import call_format
+from megappo.environments.tool_pool import receive
+from megappo.errors import show
+from megappo.plugins import load
+from megappo.rewards.channel import ForeignMessageError
+from megappo.rewards.workers import Worker
+from megappo.types import CHAT_MESSAGES, Prompt
+
+_PROGRAM = "megappo.environments.agent_worker"
+_ARGUMENTS = "rollout.environment.arguments"
+
+
+class AgentError(Exception):
+    """A program of an agent has failed."""
+
+
+class Agent:
+    """Every episode is one run of the agent, which finds the model at an address of its own.
+
+    `function` is an import path, called as `await function(endpoint, prompt, **options)` in the event loop of all
+    episodes; what it returns is a reward, or None. `command` is a program with its arguments, in which `{prompt}` is
+    the task's text, which is its standard input too; it finds the model through `AgentEndpoint.environment`
+    and gives no reward. A function that waits without asyncio belongs into a program.
+    """
+
+    role, serves = "tool", True
+
+    def __init__(
+        self,
+        *,
+        function: str = "",
+        command: Sequence[str] = (),
+        format: str = "qwen",
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Raises ValueError for what is no agent."""
+        call_format(format, f"{_ARGUMENTS}.format")
+        if bool(function) == bool(command):
+            raise ValueError(f"{_ARGUMENTS} has to name either the agent's function or its command; set one of them")
+        if isinstance(command, str) or not all(isinstance(word, str) for word in command):
+            raise ValueError(f"{_ARGUMENTS}.command is {show(command)}, must be a list of texts; change it")
+        self._format, self._command, self._options = format, list(command), dict(options or {})
+        setting = f"{_ARGUMENTS}.function"
+        self._function = load(function, setting, inspect.iscoroutinefunction, "async function") if function else None
+
+    async def run(self, session: Session) -> float | None:
+        """See `Environment.run`."""
+        async with session.serve(self._format) as endpoint:
+            if self._function is not None:
+                reward: float | None = await self._function(endpoint, session.prompt, **self._options)
+                return reward
+            await _run_program(self._command, endpoint, task_of(session.prompt))
+        return None
+
+
+def task_of(prompt: Prompt) -> str:
+    """The text of a prompt without a chat template: of its last message, or all of it."""
+    messages = prompt.metadata.get(CHAT_MESSAGES)
+    return str(messages[-1]["content"]) if messages else prompt.text
+
+
+async def _run_program(command: Sequence[str], endpoint: AgentEndpoint, task: str) -> None:
+    """Until it has ended, or this is cancelled, which ends it with all that stems from it. Raises AgentError."""
+    words = [word.replace("{prompt}", task) for word in command]
+    worker = Worker(AgentProgram(words, endpoint.environment, task), _PROGRAM)
+    try:
+        status, told = await receive(worker, math.inf)
+    except (EOFError, OSError, ForeignMessageError) as error:
+        raise AgentError(f"the process that runs the agent is gone ({type(error).__name__})") from error
+    finally:
+        worker.hang_up()
+        asyncio.get_running_loop().run_in_executor(None, worker.wait)
+    if status:
+        raise AgentError(f"'{words[0]}' ended with status {status}: {told}")

@@ -1,0 +1,50 @@
+"""Runs an agent's program: `python -m megappo.environments.agent_worker REQUESTS ANSWERS`, started by `agent.Agent`.
+
+It receives an AgentProgram, and answers (status, the end of what it wrote to its standard error).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from typing import NamedTuple
+
+from megappo.rewards.channel import WorkerEnd
+from megappo.rewards.worker_main import main
+
+_TOLD_CHARACTERS = 300
+
+
+class AgentProgram(NamedTuple):
+    """What is sent to the worker."""
+
+    words: list[str]
+    """The program and its arguments."""
+    variables: dict[str, str]
+    """What it finds in its environment besides the trainer's."""
+    task: str
+
+
+def _serve(pool: WorkerEnd) -> None:
+    program: AgentProgram = pool.first
+    with tempfile.TemporaryDirectory(prefix="megappo-agent-") as folder, tempfile.TemporaryFile() as errors:
+        try:
+            done = subprocess.run(
+                program.words,
+                input=program.task.encode(),
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                env=os.environ | program.variables | {"PWD": folder},
+                cwd=folder,
+                check=False,
+            )
+        except OSError as error:
+            pool.send((127, str(error)))
+            return
+        errors.seek(max(0, errors.tell() - _TOLD_CHARACTERS))
+        pool.send((done.returncode, errors.read().decode(errors="replace").strip()))
+
+
+if __name__ == "__main__":
+    main(_serve)

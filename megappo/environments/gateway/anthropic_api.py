@@ -1,0 +1,130 @@
+"""Anthropic's `POST /v1/messages`, as its SDKs write and read it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megappo.environments.chat import Message
+from megappo.environments.gateway.wire import (
+    Asked,
+    Json,
+    RefusedError,
+    Said,
+    called,
+    event,
+    listed,
+    parts,
+    refuse_unknown,
+    required,
+    text_of,
+    whole,
+)
+from megappo.errors import show
+
+_REFUSED: dict[str, list[Any]] = {
+    "stop_sequences": [[]],
+    "tool_choice": [{"type": "auto"}, {"type": "none"}],
+    "thinking": [{"type": "disabled"}],
+    "mcp_servers": [[]],
+}
+"""With the values that ask for nothing. What a temperature asks for is the run's to say."""
+
+
+def asked(body: Mapping[str, Any]) -> Asked:
+    """What a request asks. Raises RefusedError."""
+    refuse_unknown(body, _REFUSED)
+    system = text_of(body.get("system"), "system")
+    messages: list[Message] = [{"role": "system", "content": system}] if system else []
+    for number, message in enumerate(required(body, "messages", list, "a list of messages")):
+        messages += _messages(message, f"message {number}")
+    tools = [] if body.get("tool_choice") == {"type": "none"} else listed(body, "tools")
+    return Asked(
+        tuple(messages),
+        tuple(map(_tool, tools)),
+        whole(body, "max_tokens"),
+        stream=bool(body.get("stream")),
+        model=str(body.get("model", "")),
+    )
+
+
+def _tool(tool: object) -> Json:
+    if not isinstance(tool, dict) or not isinstance(tool.get("name"), str) or "input_schema" not in tool:
+        raise RefusedError(f"a tool is {show(tool)}, must have a name and an input_schema")
+    known = {key: tool[key] for key in ("name", "description") if tool.get(key) is not None}
+    return {"type": "function", "function": known | {"parameters": tool["input_schema"]}}
+
+
+def _messages(message: object, where: str) -> Iterator[Message]:
+    """OpenAI has what tools gave in messages of their own, before what the user says with it."""
+    role = message.get("role") if isinstance(message, dict) else None
+    if not isinstance(message, dict) or role not in ("user", "assistant", "system"):
+        raise RefusedError(f"{where} is {show(message)}, must have the role user or assistant")
+    texts: list[str] = []
+    calls: list[Json] = []
+    for part in parts(message.get("content"), where):
+        match part:
+            case {"type": "tool_use", "id": str(name), "name": str(tool), "input": dict(arguments)}:
+                calls.append(called(name, tool, arguments))
+            case {"type": "tool_result", "tool_use_id": str(name)}:
+                yield {"role": "tool", "content": text_of(part.get("content"), where), "tool_call_id": name}
+            case _:
+                texts.append(text_of([part], where))
+    if texts or calls or role == "assistant":
+        yield {"role": role, "content": "".join(texts), **({"tool_calls": calls} if calls else {})}
+
+
+def answer(asked: Asked, said: Said) -> Json:
+    """A whole answer."""
+    return {
+        **_head(asked, said),
+        "content": list(_blocks(said)),
+        "stop_reason": _stop_reason(said),
+        "usage": {"input_tokens": said.prompt_tokens, "output_tokens": said.own_tokens},
+    }
+
+
+def chunks(asked: Asked, said: Said) -> Iterator[bytes]:
+    """The same as a stream, each block in one piece."""
+    begun = {**_head(asked, said), "content": [], "stop_reason": None}
+    usage = {"input_tokens": said.prompt_tokens, "output_tokens": 1}
+    yield _event("message_start", message=begun | {"usage": usage})
+    for index, block in enumerate(_blocks(said)):
+        if block["type"] == "text":
+            empty, delta = block | {"text": ""}, {"type": "text_delta", "text": block["text"]}
+        else:
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+            empty = block | {"input": {}}
+        yield _event("content_block_start", index=index, content_block=empty)
+        yield _event("content_block_delta", index=index, delta=delta)
+        yield _event("content_block_stop", index=index)
+    ended = {"stop_reason": _stop_reason(said), "stop_sequence": None}
+    yield _event("message_delta", delta=ended, usage={"output_tokens": said.own_tokens})
+    yield _event("message_stop")
+
+
+def error(message: str, kind: str, code: str) -> Json:
+    """What goes with an error's status."""
+    kind = {"authentication": "authentication_error", "server": "api_error"}.get(kind, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def _event(kind: str, **told: Any) -> bytes:
+    return event({"type": kind, **told}, kind)
+
+
+def _head(asked: Asked, said: Said) -> Json:
+    head = {"id": f"msg_{said.name}", "type": "message", "role": "assistant", "model": asked.model}
+    return {**head, "stop_sequence": None}
+
+
+def _blocks(said: Said) -> Iterator[Json]:
+    if said.text:
+        yield {"type": "text", "text": said.text}
+    for name, call in said.calls:
+        yield {"type": "tool_use", "id": name, "name": call.tool, "input": call.arguments}
+
+
+def _stop_reason(said: Said) -> str:
+    return "tool_use" if said.calls else "max_tokens" if said.truncated else "end_turn"

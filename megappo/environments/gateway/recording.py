@@ -1,0 +1,122 @@
+"""From the conversations of an agent to trajectories of tokens.
+
+An agent sends its whole conversation with every request. Where it is one that was recorded, with something after it,
+the model's turns in it are the recorded tokens and only what came after is made into tokens; else a trajectory begins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from megappo.environments.chat import PLACEHOLDER, ChatTokens, Message
+from megappo.environments.gateway.wire import Asked, Json, RefusedError, Said
+from megappo.environments.protocol import Limit, LimitReached, Reply
+from megappo.environments.tool_calls import CallFormat
+from megappo.environments.trajectory import Trajectory
+from megappo.errors import RunError
+
+if TYPE_CHECKING:
+    from megappo.environments.session import Session
+
+
+@dataclass
+class _Conversation:
+    """What went over the wire, and the trajectory that it became."""
+
+    tools: tuple[Json, ...]
+    chat: ChatTokens
+    trajectory: Trajectory
+    messages: list[Message] = field(default_factory=list)
+    replies: set[int] = field(default_factory=set)
+    """Which of the messages the model wrote."""
+
+    def is_continued_by(self, asked: Asked) -> bool:
+        count = len(self.messages)
+        return (
+            asked.tools == self.tools
+            and len(asked.messages) > count
+            and list(asked.messages[:count]) == self.messages
+            and bool(self.replies)
+        )
+
+    def tokens_of(self, heard: Sequence[Message]) -> list[int]:
+        """What follows the last turn. Raises ValueError where the template changes earlier ones."""
+        said: Message = {"role": "assistant", "content": PLACEHOLDER}
+        before = [said if i in self.replies else message for i, message in enumerate(self.messages)]
+        return self.chat.between(before, heard, closed=not self.trajectory.is_cut)
+
+
+class Recorder:
+    """Answers the requests of one episode's agent, one after the other."""
+
+    def __init__(self, session: Session, call_format: CallFormat) -> None:
+        self._session, self._format = session, call_format
+        self._conversations: list[_Conversation] = []
+        self._turn = asyncio.Lock()
+        self.limit: Limit | None = None
+        """What the episode has used up, once the agent was told so."""
+        self.error: RunError | None = None
+        """What ends the run."""
+
+    async def answer(self, asked: Asked) -> Said:
+        """The model's turn. Raises RefusedError for what cannot be asked, LimitReached, and RunError for what ends the
+        run."""
+        async with self._turn:
+            try:
+                return await self._next(asked)
+            except LimitReached as reached:
+                self.limit = reached.limit
+                self._session.note_limit(reached.limit)
+                raise
+            except RunError as error:
+                self.error = error
+                raise
+
+    async def _next(self, asked: Asked) -> Said:
+        if not asked.messages or asked.messages[-1]["role"] == "assistant":
+            raise RefusedError("the last message must not be the model's, which writes the next one")
+        conversation = self._continued(asked) or self._begun(asked)
+        prompt_tokens = self._session.next_prompt_tokens
+        reply = await self._session.generate(asked.max_tokens)
+        said = self._said(reply, asked.tools)
+        conversation.messages = [*asked.messages, said.message]
+        conversation.replies.add(len(asked.messages))
+        for _, call in said.calls:
+            if any(tool["function"]["name"] == call.tool for tool in asked.tools):  # others are made up, without number
+                self._session.count_call(call.tool)
+        return replace(said, prompt_tokens=prompt_tokens)
+
+    def _continued(self, asked: Asked) -> _Conversation | None:
+        """The longest conversation that goes on, the newest of those."""
+        newest = reversed(self._conversations)
+        for conversation in sorted((c for c in newest if c.is_continued_by(asked)), key=lambda c: -len(c.messages)):
+            try:
+                heard = conversation.tokens_of(asked.messages[len(conversation.messages) :])
+            except ValueError:
+                continue  # the template has the model see something else than what it said
+            self._session.go_on(conversation.trajectory, heard)
+            return conversation
+        return None
+
+    def _begun(self, asked: Asked) -> _Conversation:
+        chat = self._session.chat_tokens(asked.tools)
+        try:
+            ids = chat.opening(asked.messages)
+        except ValueError as error:
+            raise RefusedError(str(error)) from error
+        self._conversations.append(_Conversation(asked.tools, chat, self._session.begin(ids)))
+        return self._conversations[-1]
+
+    def _said(self, reply: Reply, tools: Sequence[Json]) -> Said:
+        """A reply as the wire has it: what cannot be read as calls is text."""
+        text, calls = reply.text, self._format.calls(reply.text) if tools else []
+        if any(call.problem for call in calls):
+            calls = []
+        if calls:
+            text = self._format.words(text)
+        name = str(self._session.turns)
+        named = tuple((f"call_{name}_{number}", call) for number, call in enumerate(calls))
+        return Said(name, text, named, reply.truncated, 0, len(reply.token_ids))

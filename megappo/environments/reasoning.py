@@ -1,0 +1,68 @@
+"""Tasks of reasoning-gym in several tries: `rollout.environment.name: reasoning_gym`, with data of the same name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import reasoning_gym as _library  # noqa: F401 - here, so that a worker imports it once and not with every call
+
+from megappo.environments.session import Session
+from megappo.errors import show
+from megappo.rewards.rules import reasoning_gym
+
+_SCORE = "score"
+
+
+def score(*, reply: str, metadata: dict[str, Any], tagged: bool) -> str:
+    """What the task's own generator gives for a reply, as a text, which is what tools give."""
+    return repr(reasoning_gym(prompt="", response=reply, answer=None, metadata=metadata, tagged=tagged))
+
+
+class ReasoningGym:
+    """The model answers, hears what its answer scores, and tries again until it is right or has no try left.
+
+    A turn is rewarded with what it scores above the best one before, less by `cost_per_turn` for every further try, so
+    that an episode gives its best score in all. Answers are scored in worker processes, by the generator of the task.
+    """
+
+    def __init__(
+        self,
+        *,
+        tries: int = 3,
+        feedback: str = "That scores {score:.2f} out of 1. Try again.",
+        cost_per_turn: float = 0.0,
+        tagged: bool = False,
+    ) -> None:
+        """`tagged`: the answer stands between the last <answer> tags. Raises ValueError for what cannot be used."""
+        if isinstance(tries, bool) or not isinstance(tries, int) or tries < 1:
+            raise ValueError(
+                f"rollout.environment.arguments.tries is {show(tries)}, must be a whole number above 0; change it"
+            )
+        try:
+            feedback.format(score=0.5)
+        except (LookupError, ValueError, AttributeError) as error:
+            raise ValueError(
+                f"rollout.environment.arguments.feedback {show(feedback)} cannot be filled in ({error}); "
+                "write {score} where the score shall stand"
+            ) from error
+        self.tools = {_SCORE: "megappo.environments.reasoning:score"}
+        self._tries, self._feedback, self._cost, self._tagged = tries, feedback, cost_per_turn, tagged
+
+    async def run(self, session: Session) -> None:
+        """See `Environment.run`."""
+        best = 0.0
+        for number in range(self._tries):
+            reply = (await session.generate()).text
+            found = await self._score(session, reply)
+            session.reward(max(0.0, found - best) - (self._cost if number else 0.0))
+            best = max(best, found)
+            if best >= 1.0 or number == self._tries - 1:
+                return
+            session.observe(self._feedback.format(score=found))
+
+    async def _score(self, session: Session, reply: str) -> float:
+        told = await session.use(_SCORE, reply=reply, metadata=session.prompt.metadata, tagged=self._tagged)
+        try:
+            return float(told)
+        except ValueError as error:
+            raise ValueError(f"reasoning-gym does not score a reply: {told}") from error

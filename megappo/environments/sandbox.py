@@ -1,0 +1,134 @@
+"""Programs that a model writes, run by a service over HTTP: SandboxFusion's protocol, `POST /run_code`.
+
+The service keeps them away from the trainer, which the workers of `tool_pool` do not. What it answers is taken for what
+the program printed; what the service itself cannot do is asked for again until the call's time is up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any, Literal
+
+import aiohttp
+from pydantic import BaseModel, ValidationError
+
+from megappo.config.environment import ToolSettings
+from megappo.environments.protocol import ToolResult
+from megappo.environments.tool_worker import LIMITS, cut
+from megappo.errors import reason
+
+_FIRST_WAIT_SECONDS = 0.25
+_LONGEST_WAIT_SECONDS = 8.0
+_SERVICE_SECONDS = 5.0
+"""Of the service itself, besides the time that a program may take."""
+_LARGEST_ANSWER_BYTES = 16 * 10**6
+_BUSY = (408, 429)
+"""Statuses below 500 after which it is asked again."""
+
+
+class SandboxError(Exception):
+    """The service did not run a program in time: its sample fails, as a model should not learn from that."""
+
+
+class _RanProgram(BaseModel):
+    status: Literal["Finished", "Error", "TimeLimitExceeded"]
+    stdout: str | None = None
+    stderr: str | None = None
+
+
+class _SandboxAnswer(BaseModel):
+    """What of SandboxFusion's RunCodeResponse counts."""
+
+    status: Literal["Success", "Failed", "SandboxError"]
+    message: str = ""
+    compile_result: _RanProgram | None = None
+    run_result: _RanProgram | None = None
+
+
+class _TryAgainError(Exception):
+    """Something that may be otherwise the next time."""
+
+
+class Sandbox:
+    """Asks the service, from the event loop of the episodes."""
+
+    def __init__(self, settings: ToolSettings) -> None:
+        assert settings.sandbox is not None
+        self._service, self._limits = settings.sandbox, settings
+        self._places = asyncio.Semaphore(settings.sandbox.concurrent)
+
+    async def run(self, code: str, language: str = "python") -> ToolResult:
+        """What a program printed. Raises SandboxError where the service gives no answer in time."""
+        async with self._places:
+            start = time.monotonic()
+            answer = await self._answer(code, language)
+            return self._result(answer, time.monotonic() - start)
+
+    @property
+    def _name(self) -> str:
+        return f"rollout.environment.tools.sandbox.url '{self._service.url}'"
+
+    async def _answer(self, code: str, language: str) -> _SandboxAnswer:
+        deadline = time.monotonic() + self._service.deadline_seconds
+        wait, attempts = _FIRST_WAIT_SECONDS, 0
+        while True:
+            attempts += 1
+            try:
+                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                    return await self._ask(code, language)
+            except TimeoutError:
+                problem = "it does not answer"
+            except (_TryAgainError, aiohttp.ClientError, OSError) as error:
+                problem = reason(error) or type(error).__name__
+            if attempts > self._service.retries or time.monotonic() + wait >= deadline:
+                raise SandboxError(f"{self._name} has run no program in {attempts} attempts: {problem}")
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
+
+    async def _ask(self, code: str, language: str) -> _SandboxAnswer:
+        body: dict[str, Any] = {
+            "code": code,
+            "language": language,
+            "compile_timeout": self._limits.timeout_seconds,
+            "run_timeout": self._limits.timeout_seconds,
+            "memory_limit_MB": max(1, int(self._limits.memory_gigabytes * 1000)),
+            "stdin": "",
+            "files": {},
+            "fetch_files": [],
+        }
+        timeout = aiohttp.ClientTimeout(total=2 * self._limits.timeout_seconds + _SERVICE_SECONDS)
+        url = f"{self._service.url.rstrip('/')}/run_code"
+        async with aiohttp.ClientSession(timeout=timeout) as http, http.post(url, json=body) as answer:
+            if answer.status >= 500 or answer.status in _BUSY:
+                raise _TryAgainError(f"status {answer.status}")
+            if answer.status != 200:
+                raise SandboxError(f"{self._name} answers with status {answer.status}; it should be SandboxFusion's")
+            told = await _read(answer)
+        try:
+            found = _SandboxAnswer.model_validate(json.loads(told))
+        except (ValueError, RecursionError, ValidationError) as error:
+            raise _TryAgainError("what it answers is not SandboxFusion's") from error
+        if found.status == "SandboxError":
+            raise _TryAgainError(f"it reports an error of its own: {found.message[:100]}")
+        if found.run_result is None and found.compile_result is None:
+            raise _TryAgainError("it answers without a result")
+        return found
+
+    def _result(self, answer: _SandboxAnswer, seconds: float) -> ToolResult:
+        run = answer.run_result or answer.compile_result
+        assert run is not None
+        if run.status == "TimeLimitExceeded":
+            return ToolResult(f"Error: {LIMITS['time']}", "time", seconds)
+        return ToolResult(cut((run.stdout or "") + (run.stderr or ""), self._limits.output_characters), "", seconds)
+
+
+async def _read(answer: aiohttp.ClientResponse) -> bytes:
+    """The body, of at most so many bytes."""
+    told = b""
+    async for piece in answer.content.iter_any():
+        told += piece
+        if len(told) > _LARGEST_ANSWER_BYTES:
+            raise _TryAgainError(f"its answer is longer than {_LARGEST_ANSWER_BYTES} bytes")
+    return told

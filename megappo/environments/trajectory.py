@@ -1,0 +1,68 @@
+"""What a model has seen and said at a stretch, token by token: what is trained on of an episode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from megappo.engines.protocol import Completion
+from megappo.types import RoutingShape, Turn
+
+
+class Trajectory:
+    """Tokens that only ever grow: a prompt, turns of the model, and what it hears between them."""
+
+    def __init__(self, prompt_ids: Sequence[int]) -> None:
+        self.prompt_ids = tuple(prompt_ids)
+        self.tokens: list[int] = []
+        """All that follows the prompt."""
+        self.logprobs: list[float] = []
+        """0 for what the model heard."""
+        self.turns: list[Turn] = []
+        self.versions: set[int] = set()
+        """Of the weights that made its turns."""
+        self.is_cut = False
+        """A limit of tokens ended the last turn, not a stop token."""
+        self._routing: torch.Tensor | None = None
+
+    @property
+    def seen(self) -> tuple[int, ...]:
+        """Everything, the prompt included."""
+        return (*self.prompt_ids, *self.tokens)
+
+    @property
+    def own_tokens(self) -> int:
+        """How many of them the model made."""
+        return sum(turn.stop - turn.start for turn in self.turns)
+
+    def hear(self, token_ids: Sequence[int]) -> None:
+        """What the model sees before its next turn."""
+        self.tokens += token_ids
+        self.logprobs += [0.0] * len(token_ids)
+
+    def say(self, completion: Completion) -> None:
+        """A turn of the model, as the engine gave it."""
+        start = len(self.tokens)
+        self.tokens += completion.token_ids
+        self.logprobs += completion.logprobs
+        self.turns.append(Turn(start, len(self.tokens)))
+        self.versions.add(completion.weight_version)
+        self.is_cut = completion.truncated
+        if completion.routing is not None:  # what the turns before were sampled with stays as it was then
+            known = completion.routing[:0] if self._routing is None else self._routing
+            self._routing = torch.cat([known, completion.routing[len(known) :]])
+
+    def reward(self, value: float) -> None:
+        """Add to the reward of the last turn."""
+        last = self.turns[-1]
+        self.turns[-1] = replace(last, reward=last.reward + value)
+
+    def routing(self, shape: RoutingShape | None) -> torch.Tensor | None:
+        """(T - 1, L, K): of tokens that no engine has seen it says so. None where nobody asks."""
+        if shape is None:
+            return None
+        computed = len(self.prompt_ids) + len(self.tokens) - 1
+        known = [] if self._routing is None else [self._routing[:computed]]
+        return torch.cat([*known, shape.unknown(computed - sum(len(routing) for routing in known))])
