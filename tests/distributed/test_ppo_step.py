@@ -123,6 +123,7 @@ BALANCED = [f"{role}.router_aux_loss_coef={weight}" for role, weight in BALANCE.
 TWO_EXPERTS: dict[str, list[str]] = {
     "ep2-experts": EP2,
     "ep2-mixtral": EP2,
+    "sp2-ep2-balanced-glm4_moe": [*SP2, *EP2, *BALANCED],
     "sp2-balanced-experts": [
         *SP2,
         "critic.layout.expert_parallel=2",
@@ -193,6 +194,7 @@ MODELS = {
     "model-experts": "qwen3_moe",
     "model-five": "qwen3",
     "model-mixtral": "mixtral",
+    "model-glm4_moe": "glm4_moe",
     "model-gemma2": "gemma2",
     "model-gemma3_text": "gemma3_text",
 }

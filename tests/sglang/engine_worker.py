@@ -386,6 +386,13 @@ def mixtral_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
     return found | leave(bench)
 
 
+def glm_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
+    """GLM, whose first layer has no experts and whose routers have biases, one server of two ranks."""
+    bench = Bench(folder, runtime, "glm4_moe", "tensor_parallel: 2", tie_word_embeddings=False)
+    found: dict[str, Any] = {"PP2": after_an_update(bench, "{pipeline_parallel: 2}")}
+    return found | leave(bench)
+
+
 def plain_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
     """Llama, one server of one rank that takes no seeds, as those on GPUs are by default."""
     bench = Bench(folder, runtime, "llama", "deterministic: false", tie_word_embeddings=True)
