@@ -81,6 +81,10 @@ class Parameter:
         """Shapes of its Hugging Face tensors by their names."""
         return dict(zip(self.hf, self.shapes, strict=True))
 
+    def element_bytes(self, of_model: int) -> int:
+        """Of an element where it is stored or sent, in a model of a type of so many bytes."""
+        return 4 if self.wide else of_model
+
     @property
     def elements(self) -> int:
         """Elements of all its Hugging Face tensors together."""

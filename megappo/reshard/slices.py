@@ -289,9 +289,10 @@ class Holdings:
         if current:
             yield tuple(current)
 
-    def elements(self, stage: int) -> int:
-        """Of all parameters of a pipeline stage."""
-        return sum(p.elements * self._times(p) for p in self.parameters if self.stage_of[p.megatron] == stage)
+    def stage_bytes(self, stage: int, element_bytes: int) -> int:
+        """Of all parameters of a pipeline stage, in a type of so many bytes."""
+        here = (p for p in self.parameters if self.stage_of[p.megatron] == stage)
+        return sum(p.elements * p.element_bytes(element_bytes) * self._times(p) for p in here)
 
     def _times(self, parameter: Parameter) -> int:
         """How many parameters of the model one of ours stands for."""
@@ -299,12 +300,12 @@ class Holdings:
             return 1
         return self.stands_for[self.stage_of[parameter.megatron]]
 
-    def received_elements(self, receiver: Receiver) -> int:
-        """What a receiver gets from other ranks, over the whole model."""
-        return sum(self.sources(receiver).values())
+    def received_bytes(self, receiver: Receiver, element_bytes: int) -> int:
+        """What a receiver gets from other ranks, over the whole model in a type of so many bytes."""
+        return sum(self.sources(receiver, element_bytes).values())
 
-    def sources(self, receiver: Receiver) -> Counter[int]:
-        """How many elements it gets from each of them."""
+    def sources(self, receiver: Receiver, element_bytes: int) -> Counter[int]:
+        """How many bytes it gets from each of them."""
         home, found = self.home(receiver.rank), Counter[int]()
         alike: dict[tuple[int, Kind, tuple[Shape, ...], int | None], dict[int, int]] = {}
         for number, parameter in enumerate(self.parameters):
@@ -318,7 +319,8 @@ class Holdings:
                     for rank, held in self.holders(parameter, home)
                     if rank != receiver.rank
                 }
-            found.update({rank: elements * self._times(parameter) for rank, elements in alike[key].items()})
+            each = parameter.element_bytes(element_bytes) * self._times(parameter)
+            found.update({rank: elements * each for rank, elements in alike[key].items()})
         return found
 
 

@@ -199,7 +199,8 @@ class WeightStream:
         stage_of = {name: s for s in range(grid.pp) for r in grid.stage_ranks(s) for name in held[r]}
         self._check_whole(stage_of, is_critic=options.is_critic)
         self.holdings = Holdings(self.arch, grid, options.padded_vocab, stage_of)
-        self.total_bytes = sum(p.elements * (4 if p.wide else options.dtype.itemsize) for p in self.holdings.parameters)
+        itemsize = options.dtype.itemsize
+        self.total_bytes = sum(p.elements * p.element_bytes(itemsize) for p in self.holdings.parameters)
         self.received_bytes = 0
         """What other ranks have sent to this one so far."""
         self._deliveries: dict[tuple[tuple[Receiver, ...], bool], Delivery] = {}

@@ -207,7 +207,7 @@ def stream_counted(stream: WeightStream) -> dict[str, torch.Tensor]:
 def check_received(stream: WeightStream, receivers: list[Receiver], before: int) -> None:
     """Since so many bytes had arrived."""
     mine = [receiver for receiver in receivers if receiver.rank == dist.get_rank()]
-    planned = sum(stream.dtype.itemsize * stream.holdings.received_elements(receiver) for receiver in mine)
+    planned = sum(stream.holdings.received_bytes(receiver, stream.dtype.itemsize) for receiver in mine)
     assert stream.received_bytes - before == planned
     if not mine:
         assert stream.received_bytes == before

@@ -142,7 +142,7 @@ def planned_bytes(parts: Parts) -> int:
     feeding = engine.fleet.feeding
     receivers = {r for e in engine.endpoints for r in feeding.feeders(e.index, holdings.grid)}
     mine = [r for r in receivers if r.rank == parts.runtime.rank and not feeding.shares_memory]
-    return sum(4 * holdings.received_elements(r) for r in mine)
+    return sum(holdings.received_bytes(r, 4) for r in mine)
 
 
 @contextmanager
