@@ -185,7 +185,26 @@ def _optimizer(model: nn.Module, lr: float, settings: Settings) -> torch.optim.A
     decayed, spared = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() <= 1]
     # A value head of one row is a matrix in Megatron's eyes too.
     groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": spared, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.999), eps=settings.adam_eps)
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.999), eps=settings.adam_eps)
+    _note_paths(optimizer, trained)
+    return optimizer
+
+
+def _note_paths(optimizer: torch.optim.Optimizer, trained: list[nn.Parameter]) -> None:
+    """How far each parameter goes, all steps together, in its attribute `path`."""
+    before: list[Tensor] = []
+    for parameter in trained:
+        parameter.path = 0.0  # type: ignore[attr-defined]
+
+    def begin(*_: Any) -> None:
+        before[:] = [parameter.detach().clone() for parameter in trained]
+
+    def end(*_: Any) -> None:
+        for parameter, old in zip(trained, before, strict=True):
+            parameter.path += float((parameter.detach() - old).norm())  # type: ignore[attr-defined]
+
+    optimizer.register_step_pre_hook(begin)
+    optimizer.register_step_post_hook(end)
 
 
 def _weights(samples: list[Sample], aggregation: str) -> list[float]:
