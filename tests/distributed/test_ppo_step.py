@@ -435,7 +435,7 @@ def check_step(
     for role, model in (("actor", actor), ("critic", critic)):
         trained = load_file(out / f"{role}.safetensors")
         weights = stored_weights(model) if base is None else merged_weights(base, model)
-        paths = {name: p.path for name, p in model.named_parameters() if p.requires_grad}
+        paths = {name: getattr(p, "path", 0.0) for name, p in model.named_parameters()}
         assert base is None or load_file(out / f"{role}-adapters.safetensors").keys() == adapters_of(model).keys()
         for name, tensor in weights.items():
             mapped = name.replace("trunk.", "model.")
