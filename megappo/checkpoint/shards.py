@@ -49,6 +49,10 @@ class _Entry:
         """What the map says of it."""
         return self.held.entry
 
+    def kinds(self, updates: int) -> tuple[str, ...]:
+        """What a checkpoint has of it after so many updates."""
+        return ("weight", *(MOMENTS if updates and self.held.is_trained else ()))
+
 
 def _entries(model: RoleModel) -> Iterator[_Entry]:
     yield from map(_Entry, model.trained_here())
@@ -128,7 +132,7 @@ def load_shards(folder: Path, roles: Sequence[Role], updates: Mapping[str, int],
     here = [role for role in roles if isinstance(role, TrainedRole)]
     for role in here:
         for entry in _entries(role.model):
-            for kind in ("weight", *(MOMENTS if updates[role.placement.name] else ())):
+            for kind in entry.kinds(updates[role.placement.name]):
                 zeros = torch.zeros(entry.held.shape, dtype=torch.float32)
                 wanted |= _sharded(role, entry, kind, zeros)
     read_tensors(folder, wanted, runtime)
@@ -170,8 +174,7 @@ def _restore(role: TrainedRole, loaded: Mapping[str, ShardedTensor], updates: in
     role.wake()
     for entry in _entries(role.model):
         tensors = {
-            kind: torch.cat([loaded[key].data for key in _keys(role, entry, kind)])
-            for kind in ("weight", *(MOMENTS if updates else ()))
+            kind: torch.cat([loaded[key].data for key in _keys(role, entry, kind)]) for kind in entry.kinds(updates)
         }
         role.optimizer.state.restore(entry.held, tensors, updates)
     role.optimizer.continue_after(updates)

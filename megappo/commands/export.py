@@ -27,6 +27,7 @@ from megappo.config.model_files import (
 )
 from megappo.families.adapters import LoraShape
 from megappo.families.architecture import ArchitectureConfig
+from megappo.families.parameters import wide_tensors
 from megappo.families.weights import TensorSource, WeightSource
 from megappo.megatron.build import DTYPES
 from megappo.reshard.peft import MergedSource, write_peft
@@ -122,11 +123,11 @@ def _merged(
 def _write_huggingface(
     target: Path, arch: ArchitectureConfig, source: TensorSource, config: Config, model: Path, role: str
 ) -> None:
-    dtype, tokenizer = DTYPES[config.model.dtype], load_tokenizer(config.model)
+    dtype, wide, tokenizer = DTYPES[config.model.dtype], wide_tensors(arch), load_tokenizer(config.model)
+    tensors = ((name, tensor.to(torch.float32 if name in wide else dtype)) for name, tensor in source.tensors())
     if role == "critic":
-        write_critic(target, arch, _critic_tensors(source, dtype), tokenizer)
+        write_critic(target, arch, chain(tensors, _head_tensors(source, dtype)), tokenizer)
         return
-    tensors = ((name, tensor.to(dtype)) for name, tensor in source.tensors())
     stops = resolve_stop_token_ids(model, tokenizer, config.rollout.stop_token_ids)
     write_policy(target, arch, tensors, tokenizer, started_from=model, stop_token_ids=stops)
 
@@ -142,8 +143,8 @@ def _take_back(folder: Path, *, keep: bool) -> None:
         folder.rmdir()
 
 
-def _critic_tensors(source: TensorSource, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def _head_tensors(source: TensorSource, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     head = source.value_head()
     assert head is not None, "a critic's checkpoint has one"
-    for name, tensor in chain(source.tensors(), zip(EXPORTED, head, strict=True)):
+    for name, tensor in zip(EXPORTED, head, strict=True):
         yield name, tensor.to(dtype)

@@ -41,6 +41,9 @@ def target_rules(role: RoleSpec) -> Iterator[str]:
     lora, arch, key = role.settings.lora, role.shape, f"{role.name}.lora"
     if lora is None or not isinstance(arch, ArchitectureConfig):
         return
+    if arch.sigmoid_router:
+        yield f"{key} is set, but adapters of a {arch.family} are not supported; train its weights, and remove {key}"
+        return
     possible = target_names(arch)
     unknown = [] if lora.targets == "all" else [name for name in lora.targets if name not in possible]
     if unknown:

@@ -83,6 +83,8 @@ def _destinations(model: Any, arch: ArchitectureConfig) -> dict[str, Tensor]:
     """Where each tensor of the stream belongs. transformers may keep the experts of a layer in common parameters, and
     call parameters otherwise than files do."""
     held = {name: parameter.data for name, parameter in model.named_parameters()}
+    wanted = {name for parameter in model_parameters(arch) for name in parameter.hf}
+    held |= {name: buffer for name, buffer in model.named_buffers() if name in wanted}
     found: dict[str, Tensor] = {}
     packed = [parameter for parameter in model_parameters(arch) if parameter.packed in held]
     for parameter in packed:
@@ -119,12 +121,14 @@ def _with_routing(
     requests: Sequence[GenerateRequest],
     completions: Sequence[Completion],
     noted: list[list[Tensor]],
-    dtype: torch.dtype,
+    shape: RoutingShape,
 ) -> list[Completion]:
     """The prompts went through the model in one call, padded on the left, then one new token after the other. The last
-    one is not computed any more."""
+    one is not computed any more. Layers without experts come before the others."""
     of_layers = [torch.cat([x.unflatten(0, (len(requests), -1)) for x in calls], dim=1) for calls in noted]
-    routing_BTLK = torch.stack(of_layers, dim=2).to("cpu", dtype)
+    chosen_BTLK = torch.stack(of_layers, dim=2).to("cpu", shape.dtype)
+    nobodys_TLK = shape.unknown(chosen_BTLK.shape[1], shape.layers - len(noted))
+    routing_BTLK = torch.cat([nobodys_TLK.expand(len(requests), -1, -1, -1), chosen_BTLK], dim=2)
     longest, found = max(len(r.token_ids) for r in requests), []
     for request, answer, routing_TLK in zip(requests, completions, routing_BTLK, strict=True):
         first, computed = longest - len(request.token_ids), len(request.token_ids) + len(answer.token_ids) - 1
@@ -244,7 +248,7 @@ class TransformersEngine:
         ]
         if params.routing is None:
             return completions
-        return _with_routing(requests, completions, noted, params.routing.dtype)
+        return _with_routing(requests, completions, noted, params.routing)
 
     def _cut(self, tokens: list[int], logprobs: list[float], params: SamplingParams) -> Completion:
         """End a response after its first stop token; what the batch went on with is not part of it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from megappo.families import gemma2, gemma3_text, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from megappo.families import gemma2, gemma3_text, glm4_moe, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.declaration import Family
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 FAMILIES: Mapping[str, Family] = {
     module.FAMILY.model_type: module.FAMILY
-    for module in (llama, qwen2, qwen3, qwen3_moe, mistral, mixtral, gemma2, gemma3_text)
+    for module in (llama, qwen2, qwen3, qwen3_moe, mistral, mixtral, gemma2, gemma3_text, glm4_moe)
 }
 """The families that ship, by `model_type` of config.json."""
 

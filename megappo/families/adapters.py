@@ -138,7 +138,7 @@ def adapter_parameters(
 def expert_adapter_parameters(arch: ArchitectureConfig, lora: LoraShape) -> int:
     """Elements of the adapters of one expert in one layer."""
     found = adapter_parameters(arch, lora, experts=range(min(1, arch.experts)))
-    return sum(p.elements for p in found if p.layer == 0 and p.expert is not None)
+    return sum(p.elements for p in found if p.layer == arch.layers - 1 and p.expert is not None)
 
 
 @lru_cache(maxsize=64)

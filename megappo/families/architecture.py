@@ -30,7 +30,13 @@ class ModelShape:
     """Tokens of the longest sequence."""
     tied_embeddings: bool
     experts: int = field(default=0, kw_only=True)
-    """Experts of each layer; 0: a dense model."""
+    """Experts of each layer that has some; 0: a dense model."""
+    dense_layers: int = field(default=0, kw_only=True)
+    """The first layers, which have an MLP in place of experts; 0 where all layers are alike."""
+    dense_ffn_hidden_size: int = field(default=0, kw_only=True)
+    """Of their MLP."""
+    shared_ffn_hidden_size: int = field(default=0, kw_only=True)
+    """Of the expert that every token passes beside those it is sent to; 0: there is none."""
 
     @property
     def query_width(self) -> int:
@@ -46,7 +52,18 @@ class ModelShape:
     def shared_sizes(self) -> dict[str, int]:
         """What tensor parallel ranks share out evenly, by its name in sentences; an expert is whole on its ranks."""
         sizes = {"heads": self.heads, "KV heads": self.kv_heads}
-        return sizes if self.experts else sizes | {"FFN hidden size": self.ffn_hidden_size}
+        if not self.experts:
+            return sizes | {"FFN hidden size": self.ffn_hidden_size}
+        beside = {
+            "dense FFN hidden size": self.dense_ffn_hidden_size,
+            "shared expert's FFN hidden size": self.shared_ffn_hidden_size,
+        }
+        return sizes | {name: size for name, size in beside.items() if size}
+
+    @property
+    def expert_layers(self) -> range:
+        """The layers that have experts."""
+        return range(self.dense_layers if self.experts else self.layers, self.layers)
 
 
 CAPPED_ROWS = 256
@@ -93,6 +110,12 @@ class ArchitectureConfig(ModelShape):
     """Experts that each token is sent to; 0: a dense model."""
     normalized_experts: bool = True
     """The weights of a token's experts sum to 1 (`norm_topk_prob`)."""
+    sigmoid_router: bool = False
+    """Experts are chosen by the sigmoid of each logit plus a correction bias, and weighted by the sigmoids alone."""
+    experts_scale: float = 1.0
+    """The sum of a token's experts is multiplied by it."""
+    rotary_channels: int | None = None
+    """Channels of a head that are rotated, its first ones; None: all of them."""
     stored_blocks: tuple[int, int] | None = field(default=None, compare=False)
     """Rows and columns of the blocks that share a scale where the files hold float8 weights; None: plain weights."""
 
@@ -104,7 +127,7 @@ class ArchitectureConfig(ModelShape):
     @property
     def has_own_layers(self) -> bool:
         """Whether megappo's own layers build it, where others may be Transformer Engine's."""
-        return self.beyond != Beyond()
+        return self.beyond != Beyond() or self.dense_layers > 0 or self.sigmoid_router
 
     @property
     def layers_with_window(self) -> int:

@@ -83,19 +83,26 @@ class QueryKeyNorms(Block):
         return PerToken(kept_bytes=scales + 4 * (2 * arch.query_width + arch.key_width) + copied_keys)
 
 
+def gated(place: str, arch: ArchitectureConfig, ffn: int) -> tuple[Weight, Weight]:
+    """The matrices of an MLP with a gate that stands there."""
+    gate_up = dict.fromkeys((f"{place}.gate_proj.weight", f"{place}.up_proj.weight"), (ffn, arch.hidden_size))
+    return (
+        Weight(f"{place}.linear_fc1.weight", gate_up, "column", fused=f"{place}.gate_up_proj.weight"),
+        Weight(f"{place}.linear_fc2.weight", {f"{place}.down_proj.weight": (arch.hidden_size, ffn)}, "row"),
+    )
+
+
 class GatedMlp(Block):
     """The norm before it, and SwiGLU: down(silu(gate) * up)."""
 
     recompute_module = "mlp"
 
+    def size(self, arch: ArchitectureConfig) -> int:
+        """Channels between its matrices."""
+        return arch.ffn_hidden_size
+
     def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
-        hidden, ffn = arch.hidden_size, arch.ffn_hidden_size
-        gate_up = dict.fromkeys(("mlp.gate_proj.weight", "mlp.up_proj.weight"), (ffn, hidden))
-        return (
-            mlp_norm(arch),
-            Weight("mlp.linear_fc1.weight", gate_up, "column", fused="mlp.gate_up_proj.weight"),
-            Weight("mlp.linear_fc2.weight", {"mlp.down_proj.weight": (hidden, ffn)}, "row"),
-        )
+        return (mlp_norm(arch), *gated("mlp", arch, self.size(arch)))
 
     def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
         from torch.nn.functional import silu
@@ -104,8 +111,39 @@ class GatedMlp(Block):
 
     def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:
         """Gate and up, product; in torch's operations silu(gate) besides."""
-        width = (3 if fused else 4) * arch.ffn_hidden_size
+        width = (3 if fused else 4) * self.size(arch)
         return PerToken(kept_bytes=element_bytes * width, live_elements=width, moved_elements=width)
+
+
+class FirstMlp(GatedMlp):
+    """That of the first layers, where the others have experts."""
+
+    def size(self, arch: ArchitectureConfig) -> int:
+        return arch.dense_ffn_hidden_size
+
+    def layers(self, arch: ArchitectureConfig) -> range:
+        return range(arch.dense_layers)
+
+    def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
+        return {"moe_layer_freq": [int(layer in arch.expert_layers) for layer in range(arch.layers)]}
+
+
+class SharedExpert(GatedMlp):
+    """The expert that every token passes beside those it is sent to: SwiGLU of what the router sees."""
+
+    recompute_module = "moe"
+
+    def size(self, arch: ArchitectureConfig) -> int:
+        return arch.shared_ffn_hidden_size
+
+    def layers(self, arch: ArchitectureConfig) -> range:
+        return arch.expert_layers
+
+    def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
+        return gated("mlp.shared_experts", arch, self.size(arch))
+
+    def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
+        return {"moe_shared_expert_intermediate_size": self.size(arch)}
 
 
 @dataclass(frozen=True)
@@ -113,6 +151,8 @@ class Experts(GatedMlp):
     """The norm before it, a router, and in each expert SwiGLU.
 
     No token is dropped. The router learns from the role's objective, and from `router_aux_loss_coef` where that is set.
+    A router of sigmoids has a bias for each expert, by which its pretraining spread tokens evenly (Wang et al. 2024,
+    arXiv:2408.15664); that stays as it is.
     """
 
     stored: str = "mlp"
@@ -122,21 +162,32 @@ class Experts(GatedMlp):
 
     recompute_module = "moe"
 
+    def layers(self, arch: ArchitectureConfig) -> range:
+        return arch.expert_layers
+
     def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
         hidden, ffn = arch.hidden_size, arch.ffn_hidden_size
         gate, up, down = (f"{self.stored}.experts.{{expert}}.{name}.weight" for name in self.matrices)
         megatron = "mlp.experts.{expert}"  # Megatron-Core has one parameter for all experts of a rank
-        w13 = {"fused": f"{self.stored}.experts.w13_weight", "packed": "mlp.experts.gate_up_proj"}
-        w2 = {"fused": f"{self.stored}.experts.w2_weight", "packed": "mlp.experts.down_proj"}
-        router = {f"{self.stored}.gate.weight": (arch.experts, hidden)}
+        w13: dict[str, Any] = {"fused": f"{self.stored}.experts.w13_weight", "packed": "mlp.experts.gate_up_proj"}
+        w2: dict[str, Any] = {"fused": f"{self.stored}.experts.w2_weight", "packed": "mlp.experts.down_proj"}
+        gates = {f"{self.stored}.gate.weight": (arch.experts, hidden)}
+        router = [Weight("mlp.router.weight", gates, "replicated", packed="mlp.gate.weight", wide=arch.sigmoid_router)]
+        if arch.sigmoid_router:
+            bias = {f"{self.stored}.gate.e_score_correction_bias": (arch.experts,)}
+            router.append(Weight("mlp.router.correction_bias", bias, "replicated", wide=True))
         return (
             mlp_norm(arch),
-            Weight("mlp.router.weight", router, "replicated", packed="mlp.gate.weight"),
+            *router,
             Weight(f"{megatron}.weight1", dict.fromkeys((gate, up), (ffn, hidden)), "column", **w13),
             Weight(f"{megatron}.weight2", {down: (hidden, ffn)}, "row", **w2),
         )
 
     def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
+        of_sigmoids = {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_topk_scaling_factor": arch.experts_scale,
+        }
         return super().megatron(arch) | {
             "num_moe_experts": arch.experts,
             "moe_ffn_hidden_size": arch.ffn_hidden_size,
@@ -146,6 +197,7 @@ class Experts(GatedMlp):
             "moe_router_dtype": "fp32",
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
+            **(of_sigmoids if arch.sigmoid_router else {}),
         }
 
     def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:

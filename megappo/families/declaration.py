@@ -37,6 +37,8 @@ class Weight:
     packed: str = ""
     """transformers' parameter that holds the tensors, where it is not named like the only one; of experts, that which
     holds those of all of them."""
+    wide: bool = False
+    """Engines and files have it in float32, whatever the model's type."""
 
     @property
     def is_of_experts(self) -> bool:
@@ -56,10 +58,14 @@ class PerToken(NamedTuple):
 
 
 class Block:
-    """A part of every layer. A method that a block does not define says: nothing."""
+    """A part of layers. A method that a block does not define says: nothing, and of every layer."""
 
     recompute_module = ""
     """The word of `recompute_modules` by which backward computes all of it again."""
+
+    def layers(self, arch: ArchitectureConfig) -> range:
+        """The layers that have it."""
+        return range(arch.layers)
 
     def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
         """The parameters of the block."""
@@ -96,6 +102,11 @@ def nothing(c: Any) -> dict[str, Any]:
     return {}
 
 
+def no_tensors(arch: ArchitectureConfig) -> tuple[str, ...]:
+    """Of the files."""
+    return ()
+
+
 @dataclass(frozen=True)
 class Family:
     """The one declaration of a family, which loading, streaming, checkpoints, export, plans and engines walk."""
@@ -106,7 +117,7 @@ class Family:
     """Each gives fields of ArchitectureConfig from transformers' configuration, of which later ones win, and raises
     ValueError for what the blocks do not build."""
     blocks: tuple[Block, ...]
-    """Of each layer. Their order is that of the parameters in buckets and files."""
+    """Of the layers. Their order is that of the parameters in buckets and files."""
     attends_in_groups: bool = False
     """Whether groups of a server's ranks may attend apart in SGLang's model (`rollout.sglang.data_parallel_attention`).
     """
@@ -114,6 +125,8 @@ class Family:
     """Why SGLang does not compute such a model; nothing where it does."""
     further: Callable[[Any], Mapping[str, Any]] = nothing
     """Of transformers' configuration: what SGLang reads of config.json beside what transformers writes."""
+    passed_over: Callable[[ArchitectureConfig], Sequence[str]] = no_tensors
+    """How names begin of tensors in files that transformers does not read either."""
 
     def architecture(self, hf_config: PretrainedConfig) -> ArchitectureConfig:
         """The architecture of a model of this family. Raises ValueError for what it refuses."""
@@ -130,7 +143,12 @@ class Family:
     def per_token(
         self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool, without: Sequence[str] = ()
     ) -> PerToken:
-        """Of all blocks of a layer but those that are recomputed by these modules."""
+        """Of all blocks of a layer but those that are recomputed by these modules; where layers differ, the most of
+        the first and the last."""
         blocks = [block for block in self.blocks if block.recompute_module not in without]
-        found = [block.per_token(arch, element_bytes, fused=fused) for block in blocks]
-        return PerToken(*map(sum, zip(*found, strict=True))) if found else PerToken()
+        of_layers = []
+        for layer in {0, arch.layers - 1}:
+            here = [block for block in blocks if layer in block.layers(arch)]
+            found = [block.per_token(arch, element_bytes, fused=fused) for block in here]
+            of_layers.append(tuple(map(sum, zip(*found, strict=True))) if found else PerToken())
+        return PerToken(*map(max, zip(*of_layers, strict=True)))

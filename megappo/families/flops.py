@@ -42,7 +42,8 @@ def update_flops(
     pass of theirs.
     """
     layer, attention, head = forward_flops(arch, sequence_tokens, is_critic=is_critic)
-    mlp = 2.0 * 3 * arch.hidden_size * arch.ffn_hidden_size * (arch.experts_per_token or 1)
+    width = arch.ffn_hidden_size * (arch.experts_per_token or 1) + arch.shared_ffn_hidden_size
+    mlp = 2.0 * 3 * arch.hidden_size * width
     of = {"core_attn": attention, "mlp": mlp, "moe": mlp}  # an MLP has three matrices
     again = {"none": 0.0, "selective": sum(of[module] for module in set(recompute_modules)), "full": layer}
     scores = attention if arch.beyond.scores_cap is not None else 0.0  # made again in backward

@@ -49,6 +49,8 @@ class Parameter:
     packed: str = ""
     layer: int | None = None
     """Global layer number; None for embedding, final norm and output layer."""
+    wide: bool = False
+    """See `Weight`."""
     expert: int | None = None
     """Global number of the expert it belongs to; None for what every token passes. An expert is whole on the ranks that
     hold it: tensor parallel ranks share out experts, not their matrices."""
@@ -79,20 +81,26 @@ class Parameter:
         """Shapes of its Hugging Face tensors by their names."""
         return dict(zip(self.hf, self.shapes, strict=True))
 
+    def element_bytes(self, of_model: int) -> int:
+        """Of an element where it is stored or sent, in a model of a type of so many bytes."""
+        return 4 if self.wide else of_model
+
     @property
     def elements(self) -> int:
         """Elements of all its Hugging Face tensors together."""
         return sum(math.prod(shape) for shape in self.shapes)
 
 
-def layer_weights(arch: ArchitectureConfig) -> list[Weight]:
+def layer_weights(arch: ArchitectureConfig) -> Iterator[tuple[Weight, ...]]:
     """What each layer consists of."""
-    return [weight for block in arch.declaration.blocks for weight in block.weights(arch)]
+    blocks = [(block.layers(arch), block.weights(arch)) for block in arch.declaration.blocks]
+    for layer in range(arch.layers):
+        yield tuple(weight for layers, weights in blocks if layer in layers for weight in weights)
 
 
 def canonical_names(arch: ArchitectureConfig) -> dict[str, str]:
     """The one name, within a layer, of each parameter that Transformer Engine's layers call otherwise."""
-    return {weight.alias: weight.megatron for weight in layer_weights(arch) if weight.alias}
+    return {weight.alias: weight.megatron for weights in layer_weights(arch) for weight in weights if weight.alias}
 
 
 def embedding(arch: ArchitectureConfig) -> Parameter:
@@ -106,9 +114,8 @@ def model_parameters(arch: ArchitectureConfig, *, experts: Iterable[int] | None 
     With tied embeddings the output layer is not listed: it is the embedding. `experts`: only these of each layer.
     """
     chosen = tuple(experts) if experts is not None else range(arch.experts)
-    weights = layer_weights(arch)
     yield embedding(arch)
-    for layer in range(arch.layers):
+    for layer, weights in enumerate(layer_weights(arch)):
         yield from (_in_layer(weight, layer) for weight in weights if not weight.is_of_experts)
         for expert in chosen:
             yield from (_in_layer(weight, layer, expert) for weight in weights if weight.is_of_experts)
@@ -127,6 +134,7 @@ def _in_layer(weight: Weight, layer: int, expert: int | None = None) -> Paramete
         fused=weight.fused and prefix + weight.fused,
         packed=weight.packed and prefix + weight.packed,
         layer=layer,
+        wide=weight.wide,
         expert=expert,
     )
 
@@ -138,9 +146,16 @@ def tensor_shapes(arch: ArchitectureConfig, *, output_layer: bool = True) -> dic
 
 
 @lru_cache(maxsize=64)
+def wide_tensors(arch: ArchitectureConfig) -> frozenset[str]:
+    """Names of the Hugging Face tensors that are in float32 whatever the model's type."""
+    return frozenset(name for p in model_parameters(arch, experts=()) if p.wide for name in p.hf)
+
+
+@lru_cache(maxsize=64)
 def expert_parameters(arch: ArchitectureConfig) -> int:
     """Weights of one expert in one layer; 0 for a dense model."""
-    of_experts = (weight for weight in layer_weights(arch) if weight.is_of_experts)
+    *_, last = layer_weights(arch)
+    of_experts = (weight for weight in last if weight.is_of_experts)
     return sum(math.prod(shape) for weight in of_experts for shape in weight.tensors.values())
 
 

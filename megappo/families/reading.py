@@ -20,11 +20,32 @@ def decoder(c: Any) -> dict[str, Any]:
     Raises ValueError for layers that differ, tokens that see those after them, and positions, head counts and stored
     weights that are not covered.
     """
+    return _sizes(c, partly_rotated=False)
+
+
+def partly_rotated_decoder(c: Any) -> dict[str, Any]:
+    """The same, of a family in which a part of each head may be rotated. Raises ValueError for a part that is none."""
+    found, factor = _sizes(c, partly_rotated=True), _rotated_part(c, c.rope_parameters)
+    channels = found["head_dim"] if factor is None else int(found["head_dim"] * factor)
+    if not 2 <= channels <= found["head_dim"] or channels % 2:
+        raise ValueError(
+            f"partial_rotary_factor {factor} rotates {channels} of the {found['head_dim']} channels of a head; it must "
+            "be an even number of them"
+        )
+    return {**found, "rotary_channels": channels}
+
+
+def _rotated_part(c: Any, rope: Mapping[str, Any]) -> float | None:
+    factor: float | None = rope.get("partial_rotary_factor", getattr(c, "partial_rotary_factor", None))
+    return factor
+
+
+def _sizes(c: Any, *, partly_rotated: bool) -> dict[str, Any]:
     if getattr(c, "is_heterogeneous", False):
         raise ValueError("per_layer_config is not supported; use a model whose layers are alike")
     if not getattr(c, "is_causal", True):
         raise ValueError("is_causal: false lets tokens see those after them; use a model that generates from the left")
-    _check_rope(c)
+    _check_rope(c, partly_rotated=partly_rotated)
     heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(
@@ -63,22 +84,22 @@ def no_attention_bias(c: Any) -> dict[str, Any]:
     return {}
 
 
-def _check_rope(c: Any) -> None:
+def _check_rope(c: Any, *, partly_rotated: bool) -> None:
     ropes, kinds = c.rope_parameters, getattr(c, "layer_types", None) or ()
     if isinstance(ropes.get("rope_type"), str):
-        _check_one_rope(c, ropes)
+        _check_one_rope(c, ropes, partly_rotated=partly_rotated)
     elif not isinstance(getattr(c, "default_theta", None), Mapping) or ropes.keys() != set(_LAYER_TYPES) | set(kinds):
         raise ValueError(f"rope_parameters of '{', '.join(ropes)}' are not supported; use a model with one rope")
     else:  # of a family whose kinds of layers have ropes of their own
         for rope in ropes.values():
-            _check_one_rope(c, rope)
+            _check_one_rope(c, rope, partly_rotated=partly_rotated)
 
 
-def _check_one_rope(c: Any, rope: Mapping[str, Any]) -> None:
+def _check_one_rope(c: Any, rope: Mapping[str, Any], *, partly_rotated: bool) -> None:
     if rope["rope_type"] not in _ROPE_TYPES:
         raise ValueError(f"rope type '{rope['rope_type']}' is not supported; use one of {', '.join(_ROPE_TYPES)}")
-    factor = rope.get("partial_rotary_factor", getattr(c, "partial_rotary_factor", None))
-    if factor is not None and factor != 1:
+    factor = _rotated_part(c, rope)
+    if factor not in (None, 1) and not partly_rotated:
         raise ValueError(
             f"partial_rotary_factor {factor} is not supported; use a model that rotates all of a head (1, or none)"
         )

@@ -10,7 +10,7 @@ from megappo.families.architecture import ArchitectureConfig
 
 
 def rotary(arch: ArchitectureConfig) -> tuple[Tensor, float]:
-    """Inverse frequencies (kinds, head_dim/2) and the factor on cosine and sine, as transformers computes them.
+    """Inverse frequencies (kinds, rotated channels/2) and the factor on cosine and sine, as transformers computes them.
 
     Megatron's own scaling knows Llama 3's constants only.
     """
@@ -29,7 +29,8 @@ def _of_kind(arch: ArchitectureConfig, kind: str | None) -> tuple[Tensor, float]
     said = arch.hf_config.rope_parameters
     rope = said if kind is None else said[kind]
     if rope["rope_type"] == "default":
-        exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.int64).float() / arch.head_dim
+        channels = arch.rotary_channels or arch.head_dim
+        exponents = torch.arange(0, channels, 2, dtype=torch.int64).float() / channels
         return 1.0 / (rope["rope_theta"] ** exponents), 1.0
     of_layers = {} if kind is None else {"layer_type": kind}
     compute = ROPE_INIT_FUNCTIONS[rope["rope_type"]]

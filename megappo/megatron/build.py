@@ -19,13 +19,14 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import nn
 
 from megappo.config.pipeline import even_layers
 from megappo.config.roles import OffloadSettings
 from megappo.errors import RunError
 from megappo.families.adapters import LoraShape, RowOrder, adapter_parameters, adapters
-from megappo.families.architecture import ArchitectureConfig, Beyond
+from megappo.families.architecture import ArchitectureConfig
 from megappo.families.parameters import EMBEDDING, OUTPUT_LAYER, Parameter, canonical_names, embedding, model_parameters
 from megappo.families.rope import rotary
 from megappo.families.weights import ValueHeadWeights, WeightSource, read_shard
@@ -210,7 +211,7 @@ def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildO
         num_attention_heads=arch.heads,
         num_query_groups=arch.kv_heads,
         kv_channels=arch.head_dim,
-        ffn_hidden_size=arch.ffn_hidden_size,
+        ffn_hidden_size=arch.dense_ffn_hidden_size or arch.ffn_hidden_size,
         layernorm_epsilon=arch.norm_eps,
         normalization="RMSNorm",
         add_bias_linear=False,
@@ -263,20 +264,34 @@ def _stage_layers(arch: ArchitectureConfig, layout: Layout, options: BuildOption
 
 
 def layer_spec(
-    config: TransformerConfig, layout: Layout, vp_stage: int | None, options: BuildOptions, beyond: Beyond
+    config: TransformerConfig, layout: Layout, vp_stage: int | None, options: BuildOptions, arch: ArchitectureConfig
 ) -> Any:
     """Transformer Engine's layers where it can run; otherwise Megatron's own with our attention and norm."""
-    parts = {"num_experts": config.num_moe_experts, "qk_layernorm": config.qk_layernorm}
     if options.has_engine_layers:
+        parts = {"num_experts": config.num_moe_experts, "qk_layernorm": config.qk_layernorm}
         layer = get_gpt_layer_with_transformer_engine_spec(**parts)
-    else:
-        layer = get_gpt_layer_local_spec(**parts, normalization="RMSNorm")
-    if config.num_moe_experts:
-        use_grouped_experts(layer)
+        return _with_own_mlp(layer, config, arch, has_experts=arch.experts > 0)
+    layers = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=layout.stage)
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=layout.stage)
+    here = [n in arch.expert_layers for n in range(first, first + layers)]
+    kinds = {has_experts: _own_layer(config, arch, has_experts=has_experts) for has_experts in set(here)}
+    specs = [kinds[has_experts] for has_experts in here]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
+
+
+def _with_own_mlp(layer: Any, config: TransformerConfig, arch: ArchitectureConfig, *, has_experts: bool) -> Any:
+    """The spec of a layer, with our experts or activation in it."""
+    if has_experts:
+        use_grouped_experts(layer, shares_one=arch.shared_ffn_hidden_size > 0)
     elif config.use_te_activation_func:
         mlp_submodules(layer).activation_func = SwiGLU
-    if options.has_engine_layers:
-        return layer
+    return layer
+
+
+def _own_layer(config: TransformerConfig, arch: ArchitectureConfig, *, has_experts: bool) -> Any:
+    experts, beyond = config.num_moe_experts if has_experts else None, arch.beyond
+    layer = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    _with_own_mlp(layer, config, arch, has_experts=has_experts)
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = core_attention(beyond)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
@@ -284,8 +299,7 @@ def layer_spec(
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if beyond.norms_after:
         norms_after(layer)
-    layers = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=layout.stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
+    return layer
 
 
 def build_model(
@@ -309,9 +323,9 @@ def build_model(
         switch = attach_adapters(arch, layout, options.lora, chunks, is_critic=options.is_critic)
     model = RoleModel(arch, layout, options, config, chunks, switch)
     model.check_names()
-    if arch.experts:
-        for number, layer in enumerate(layer for chunk in chunks for layer in chunk.decoder.layers):
-            RouterChoice(layer, number, layout.tensor_rank, layout.sample_group)
+    numbers = {id(layer): n for n, layer in enumerate(layer for chunk in chunks for layer in chunk.decoder.layers)}
+    for layer in (layer for chunk in chunks for layer in layers_with_experts(arch, chunk)):
+        RouterChoice(layer, numbers[id(layer)], layout.tensor_rank, layout.sample_group)
     with torch.no_grad():
         _fill(model, model.parameters_here(), source)
         if adapters_from is not None:
@@ -319,6 +333,11 @@ def build_model(
         _fill_last_stage_copy(model, source)
         _fill_value_head(model, (adapters_from, source))
     return model
+
+
+def layers_with_experts(arch: ArchitectureConfig, chunk: GPTModel) -> Iterator[Any]:
+    """Those of a chunk."""
+    return (layer for layer in chunk.decoder.layers if layer.layer_number - 1 in arch.expert_layers)
 
 
 def _fill(model: RoleModel, parameters: Iterable[HeldParameter], source: WeightSource) -> None:
@@ -354,7 +373,7 @@ def _build_chunk(
     last = layout.is_last_stage and chunk == layout.vpp - 1
     model = GPTModel(
         config=config,
-        transformer_layer_spec=layer_spec(config, layout, vp_stage, options, arch.beyond),
+        transformer_layer_spec=layer_spec(config, layout, vp_stage, options, arch),
         vocab_size=options.padded_vocab,
         max_sequence_length=arch.max_position_embeddings,
         pre_process=first,
@@ -365,9 +384,10 @@ def _build_chunk(
         pg_collection=layout.groups,
         vp_stage=vp_stage,
     )
-    if arch.experts:
-        for layer in model.decoder.layers:
-            layer.mlp.token_dispatcher = TokenDispatcher(config, layout.groups)
+    for layer in layers_with_experts(arch, model):
+        layer.mlp.token_dispatcher = TokenDispatcher(config, layout.groups)
+        if arch.sigmoid_router:
+            layer.mlp.router.correction_bias = nn.Parameter(torch.zeros(arch.experts), requires_grad=False)
     model.to(options.device)  # Megatron makes the router's weight on the CPU, torch makes norms there
     frequencies = rotary(arch)[0].to(options.device)
     if options.has_engine_layers:

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, linear  # `grouped_mm`: since torch 2.10
 
-from megappo.megatron.swiglu import is_swiglu, mlp_submodules
+from megappo.megatron.swiglu import SwiGLU, is_swiglu, mlp_submodules, submodules
 from megappo_kernels.layers import swiglu
 
 if TYPE_CHECKING:
@@ -85,6 +85,9 @@ class GroupedExperts(MegatronModule):
         return (product * weights_R.unsqueeze(-1)).to(product.dtype)
 
 
-def use_grouped_experts(layer: ModuleSpec) -> None:
-    """Put them into the spec of a layer."""
-    mlp_submodules(layer).experts = GroupedExperts
+def use_grouped_experts(layer: ModuleSpec, *, shares_one: bool = False) -> None:
+    """Put them into the spec of a layer. `shares_one`: there is an expert that every token passes."""
+    inner = mlp_submodules(layer)
+    inner.experts = GroupedExperts
+    if shares_one:
+        submodules(inner.shared_experts).activation_func = SwiGLU

@@ -28,6 +28,11 @@ class HeldParameter:
         return self.part_of(self.parameter.detach())
 
     @property
+    def is_trained(self) -> bool:
+        """Whether it ever changes."""
+        return self.parameter.requires_grad
+
+    @property
     def shape(self) -> torch.Size:
         """The shard's, wherever it lies."""
         return self.parameter.shape if self.place is None else self.parameter.shape[1:]

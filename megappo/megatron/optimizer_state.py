@@ -68,10 +68,13 @@ class OptimizerState:
 
     def whole(self, held: HeldParameter, read: Read, *, moments: bool) -> dict[str, Tensor]:
         """`weight`, and with `moments` also `exp_avg` and `exp_avg_sq`, in the shard's shape and float32, as `read`
-        finds them.
+        finds them. What is not trained has no moments.
 
         A collective of the ranks with the same parameter where the optimizer is distributed.
         """
+        if not held.is_trained:
+            whole = read(held.parameter.detach(), slice(0, held.parameter.numel()))
+            return {"weight": held.part_of(whole.view(held.parameter.shape)).float()}
         main = self._find(held.parameter)
         is_expert = not getattr(held.parameter, "allreduce", True)
         replicas = self._expert_replicas if is_expert else self._replicas
@@ -91,6 +94,8 @@ class OptimizerState:
     def restore(self, held: HeldParameter, tensors: Mapping[str, Tensor], updates: int) -> None:
         """Take over what `whole` gave after so many updates; before the first there are no moments."""
         held.shard.copy_(tensors["weight"])
+        if not held.is_trained:
+            return
         main = self._find(held.parameter)
         if main.tensor is None:
             return

@@ -215,7 +215,8 @@ class LocalRole(Role):
     def routing_report(self) -> Tensor:
         report = super().routing_report()
         if self._report is not None:
-            report[list(self.placement.stage_layers[self.layout.stage])] = self._report.cpu()
+            here = [n for n in self.placement.stage_layers[self.layout.stage] if n in self.arch.expert_layers]
+            report[here] = self._report.cpu()
         return report
 
     def _packed(
@@ -324,7 +325,7 @@ class TrainedRole(LocalRole):
         )
         parts = [part for part, _ in found if part]
         of_role = {name: torch.tensor([part[name] for part in parts], dtype=torch.float64) for name in parts[0]}
-        weight = self.options.router_aux_loss_coef * self.arch.layers
+        weight = self.options.router_aux_loss_coef * len(self.arch.expert_layers)
         uneven = sum(loss for _, loss in found) / weight if weight else None
         return {name: float(value) for name, value in combine(of_role).items()}, uneven
 

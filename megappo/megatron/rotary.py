@@ -40,6 +40,10 @@ class PackedRotary(nn.Module):
 
 
 def rotate(x: Tensor, _cu_seqlens: Tensor, cosine_sine: Tensor, **_of_context_parallelism: Any) -> Tensor:
-    """Rotate each pair of channels i and i + d/2 of (t, h, d) by its token's angles."""
+    """Rotate each pair of channels i and i + r/2 of the first r of (t, h, d) by its token's angles, (2, t, 1, r)."""
     cosine, sine = cosine_sine
-    return rotate_pairs(x, cosine, sine)
+    rotated = cosine.shape[-1]
+    if rotated == x.shape[-1]:
+        return rotate_pairs(x, cosine, sine)
+    first, rest = x.split([rotated, x.shape[-1] - rotated], dim=-1)
+    return torch.cat([rotate_pairs(first, cosine, sine), rest], dim=-1)

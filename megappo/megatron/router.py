@@ -123,7 +123,10 @@ class RouterChoice:
     def __init__(self, layer: Any, number: int, tensor_rank: int, sharing: dist.ProcessGroup | None = None) -> None:
         """`number`: of the layer among this rank's. `sharing`: ranks that share out the tokens of each sample."""
         self._number, self._tensor_rank, self._sharing = number, tensor_rank, sharing
-        self._scores_are_shares = layer.mlp.router.config.moe_router_pre_softmax
+        config = layer.mlp.router.config
+        self._scores_are_shares = config.moe_router_pre_softmax
+        self._scores_are_sigmoids = config.moe_router_score_function == "sigmoid"
+        self._router = layer.mlp.router
         self._microbatch: MicrobatchRouting | None = None
         layer.mlp.router.router_replay = self
         layer.register_forward_pre_hook(self._begin, with_kwargs=True)
@@ -147,7 +150,12 @@ class RouterChoice:
         self, scores_TE: Tensor, chosen: int, groups: int | None, of_groups: int | None, largest: Callable[..., Any]
     ) -> tuple[Tensor, Tensor]:
         """(T, K) scores that count, and (T, K) their experts; as Megatron's router calls it."""
-        values_TK, experts_TK = largest(scores_TE, chosen, num_groups=groups, group_topk=of_groups)
+        if self._scores_are_sigmoids:
+            biased_TE = scores_TE + self._router.correction_bias
+            _, experts_TK = largest(biased_TE, chosen, num_groups=groups, group_topk=of_groups)
+            values_TK = scores_TE.gather(1, experts_TK)
+        else:
+            values_TK, experts_TK = largest(scores_TE, chosen, num_groups=groups, group_topk=of_groups)
         microbatch = self._microbatch
         if microbatch is None:
             return values_TK, experts_TK
@@ -175,9 +183,13 @@ class RouterChoice:
 
     def _balancing_loss(self, scores_TE: Tensor, members_TE: Tensor, balance: Balance, here: slice) -> Tensor:
         """The weighted loss of this rank's tokens, times K: of a sample E sum_e n_e sum_t p_te / T^2, if n_e of its T
-        tokens go to expert e, which has p_te of a token's softmax. That is K where both are even."""
+        tokens go to expert e, which has p_te of a token's softmax, or of its sigmoids together. That is K where both
+        are even."""
         sample_T, weights_T = balance.sample_l[here], balance.weights_l[here]
-        shares_TE = scores_TE if self._scores_are_shares else scores_TE.float().softmax(-1)
+        if self._scores_are_sigmoids:
+            shares_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
+        else:
+            shares_TE = scores_TE if self._scores_are_shares else scores_TE.float().softmax(-1)
         n_experts = members_TE.shape[1]
         of_samples = (members_TE & (weights_T > 0)[:, None]).float()
         loads_SE = of_samples.new_zeros(balance.samples, n_experts).index_add(0, sample_T, of_samples)
@@ -187,11 +199,11 @@ class RouterChoice:
 
 
 def summed_reports(microbatches: Iterable[MicrobatchRouting | None]) -> Tensor | None:
-    """(L, E + 2): the reports of all microbatches, layer by layer; None of a dense model."""
+    """(L, E + 2): the reports of all microbatches, of one layer with experts after another; None without any."""
     found = [
         torch.stack([microbatch.reports[number] for number in sorted(microbatch.reports)])
         for microbatch in microbatches
-        if microbatch is not None
+        if microbatch is not None and microbatch.reports
     ]
     return torch.stack(found).sum(0) if found else None
 

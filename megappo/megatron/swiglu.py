@@ -32,5 +32,9 @@ class SwiGLU(nn.Module):
 
 def mlp_submodules(layer: ModuleSpec) -> Any:
     """What the MLP or the experts of a layer's spec are built of."""
-    mlp = layer.submodules.mlp  # Megatron-Core 0.16 has a spec there, 0.19 a function that builds it
-    return mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
+    return submodules(layer.submodules.mlp)
+
+
+def submodules(module: Any) -> Any:
+    """What a module is built of: Megatron-Core 0.16 has a spec of it, 0.19 a function that builds it."""
+    return module.keywords["submodules"] if isinstance(module, partial) else module.submodules

@@ -82,12 +82,16 @@ def shares_bytes(role: RoleSetup, work: Workload) -> float:
 
 
 def adapted_ranks(role: RoleSetup) -> int:
-    """Numbers between A and B for each token, in all adapters of a layer."""
+    """Numbers between A and B for each token, in all adapters of the layer that has most."""
     lora, routed = role.lora, role.arch.experts_per_token
     if lora is None:
         return 0
-    found = (a.a for a in adapters(role.arch, lora, experts=range(min(1, role.arch.experts))) if a.base.layer == 0)
-    return sum(len(a.hf) * lora.rank * (1 if a.expert is None else routed) for a in found)
+    of_layers = dict.fromkeys((0, role.arch.layers - 1), 0)
+    for adapter in adapters(role.arch, lora, experts=range(min(1, role.arch.experts))):
+        if adapter.base.layer in of_layers:
+            times = 1 if adapter.base.expert is None else routed
+            of_layers[adapter.base.layer] += len(adapter.a.hf) * lora.rank * times
+    return max(of_layers.values())
 
 
 def seen_per_token(role: RoleSetup) -> float:

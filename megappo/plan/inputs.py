@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -92,6 +94,18 @@ class RoleSetup:
         """Layers on a rank of each stage, of all its chunks."""
         return tuple(sum(self.chunks(stage)) for stage in range(self.grid.pp))
 
+    @property
+    def stage_dense_layers(self) -> tuple[int, ...]:
+        """Those of them that have no experts, in a model whose others have some."""
+        layers = self.chunk_layers or even_layers(self.arch.layers, self.grid.pp * self.vpp)
+        ends = list(itertools.accumulate(layers))
+        dense = [max(0, min(end, self.arch.dense_layers) - (end - n)) for n, end in zip(layers, ends, strict=True)]
+        return tuple(sum(dense[stage :: self.grid.pp]) for stage in range(self.grid.pp))
+
+    def expert_layers(self, stage: int) -> int:
+        """Layers with experts on a rank of a stage; in a dense model all, which have none."""
+        return self.stage_layers[stage] - self.stage_dense_layers[stage]
+
     def in_forward_pass(self, batch_sequences: int) -> RoleSetup:
         """The same role in a forward pass over all samples of the step."""
         return replace(self, minibatch_sequences=batch_sequences)
@@ -117,7 +131,8 @@ class RoleSetup:
 
     def parameters(self, stage: int) -> int:
         """Parameters on one rank of a stage, adapters included."""
-        shared = stage_parameters(self.arch, self.grid.tp, self.stage_layers, self.padded_vocab, self.is_critic)
+        layers, dense = self.stage_layers, self.stage_dense_layers
+        shared = stage_parameters(self.arch, self.grid.tp, layers, self.padded_vocab, self.is_critic, dense)
         of_adapters = 0 if self.lora is None else self.trained_parameters(stage) - self._trained_head(stage)
         return shared[stage] + self.expert_parameters(stage) + of_adapters
 
@@ -125,8 +140,9 @@ class RoleSetup:
         """Those of them that have gradients: with adapters these alone, and a critic's head."""
         if self.lora is None:
             return self.parameters(stage)
-        of_layers = self.stage_layers[stage] * layer_adapters(self.arch, self.lora, self.grid.tp)
-        return of_layers + self.trained_expert_parameters(stage) + self._trained_head(stage)
+        dense, others = self.stage_dense_layers[stage], self.expert_layers(stage)
+        first, last = (layer_adapters(self.arch, self.lora, self.grid.tp, n) for n in (0, self.arch.layers - 1))
+        return dense * first + others * last + self.trained_expert_parameters(stage) + self._trained_head(stage)
 
     def _trained_head(self, stage: int) -> int:
         return self.arch.hidden_size + 1 if self.is_critic and stage == self.grid.pp - 1 else 0
@@ -135,7 +151,7 @@ class RoleSetup:
         """Those of them that belong to experts."""
         if self.lora is None:
             return self.expert_parameters(stage)
-        return self.stage_layers[stage] * self.experts_per_rank * expert_adapter_parameters(self.arch, self.lora)
+        return self.expert_layers(stage) * self.experts_per_rank * expert_adapter_parameters(self.arch, self.lora)
 
     @property
     def experts_per_rank(self) -> int:
@@ -144,7 +160,7 @@ class RoleSetup:
 
     def expert_parameters(self, stage: int) -> int:
         """Weights on one rank of a stage that belong to experts."""
-        return self.stage_layers[stage] * self.experts_per_rank * expert_parameters(self.arch)
+        return self.expert_layers(stage) * self.experts_per_rank * expert_parameters(self.arch)
 
     def optimizer_parameters(self, stage: int) -> float:
         """Parameters whose optimizer state one rank of a stage holds."""
@@ -310,16 +326,26 @@ def reference_role(config: Config, actor: RoleSetup, models: Models, settings: R
 
 @lru_cache(maxsize=4096)
 def stage_parameters(
-    arch: ArchitectureConfig, tp: int, stage_layers: tuple[int, ...], padded_vocab: int, is_critic: bool
+    arch: ArchitectureConfig,
+    tp: int,
+    stage_layers: tuple[int, ...],
+    padded_vocab: int,
+    is_critic: bool,
+    dense_layers: tuple[int, ...] = (),
 ) -> tuple[int, ...]:
     """Parameters on one tensor parallel rank of each pipeline stage without experts, from the map that loads them.
 
-    `stage_layers`: how many each stage has. Tied embeddings under a pipeline stand on the first and, once more, on the
-    last stage. A critic has a value head of hidden size + 1 in place of the output layer.
+    `stage_layers`: how many each stage has. `dense_layers`: how many of them have no experts where others have some;
+    nothing: all layers are alike. Tied embeddings under a pipeline stand on the first and, once more, on the last
+    stage. A critic has a value head of hidden size + 1 in place of the output layer.
     """
     counts = {p: math.prod(shard_shape(arch, p, tp, padded_vocab)) for p in model_parameters(arch, experts=())}
-    layer = sum(count for parameter, count in counts.items() if parameter.layer == 0)
-    stages = [n * layer for n in stage_layers]
+    of_layers = Counter[int | None]()
+    for parameter, count in counts.items():
+        of_layers[parameter.layer] += count
+    first, last = of_layers[0], of_layers[arch.layers - 1]
+    dense_of = dense_layers or (0,) * len(stage_layers)
+    stages = [dense * first + (n - dense) * last for n, dense in zip(stage_layers, dense_of, strict=True)]
     for parameter, count in counts.items():
         if parameter.megatron == EMBEDDING:
             stages[0] += count
@@ -333,16 +359,17 @@ def stage_parameters(
 
 
 @lru_cache(maxsize=256)
-def layer_adapters(arch: ArchitectureConfig, lora: LoraShape, tp: int) -> int:
+def layer_adapters(arch: ArchitectureConfig, lora: LoraShape, tp: int, layer: int) -> int:
     """Elements of a layer's adapters on one tensor parallel rank, those of experts left out."""
-    here = [p for p in adapter_parameters(arch, lora, experts=()) if p.layer == 0]
+    here = [p for p in adapter_parameters(arch, lora, experts=()) if p.layer == layer]
     return sum(math.prod(shard_shape(arch, p, tp, arch.vocab_size)) for p in here)
 
 
 @lru_cache(maxsize=256)
 def largest_adapter(arch: ArchitectureConfig, lora: LoraShape, tp: int, experts_here: int) -> int:
     """Elements of the largest A or B on one tensor parallel rank, which has those of its experts in one."""
-    here = [p for p in adapter_parameters(arch, lora, experts=range(min(1, arch.experts))) if p.layer == 0]
+    every = adapter_parameters(arch, lora, experts=range(min(1, arch.experts)))
+    here = [p for p in every if p.layer in (0, arch.layers - 1)]
     held = [1 if p.expert is None else experts_here for p in here]
     return max(n * math.prod(shard_shape(arch, p, tp, arch.vocab_size)) for n, p in zip(held, here, strict=True))
 

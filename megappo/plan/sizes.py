@@ -13,7 +13,7 @@ from megappo.families.parameters import expert_parameters, model_parameters, mul
 def model_sizes(arch: ArchitectureConfig) -> tuple[int, int, int]:
     """(all weights of the Hugging Face model, those of the layers, those of the output matrix)."""
     total = sum(p.elements for p in model_parameters(arch, experts=()))
-    total += arch.layers * arch.experts * expert_parameters(arch)
+    total += len(arch.expert_layers) * arch.experts * expert_parameters(arch)
     head = arch.vocab_size * arch.hidden_size
     return total, multiplied_parameters(arch) - head, head
 
@@ -33,7 +33,7 @@ def whole_parameters(arch: ArchitectureConfig) -> int:
 @lru_cache(maxsize=256)
 def largest_of_layer(arch: ArchitectureConfig, tp: int, experts_here: int) -> int:
     """Elements of the largest weight of a layer on one tensor parallel rank, which has its experts in one."""
-    here = [p for p in model_parameters(arch, experts=(0,)) if p.layer == 0]
+    here = [p for p in model_parameters(arch, experts=(0,)) if p.layer in (0, arch.layers - 1)]
     shapes = [shard_shape(arch, p, tp, arch.vocab_size) for p in here]
     held = [1 if p.expert is None else experts_here for p in here]
     return max(n * math.prod(shape) for n, shape in zip(held, shapes, strict=True))

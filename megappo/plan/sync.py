@@ -46,7 +46,7 @@ def sync_traffic(setup: Setup, ranks_per_node: int) -> SyncTraffic:
         return SyncTraffic(
             received, e * server_weights(arch, servers.tensor_parallel) if servers.sliced else whole, 0.0
         )
-    stages = {stage: float(e * holdings.elements(stage)) for stage in range(setup.actor.grid.pp)}
+    stages = {stage: float(holdings.stage_bytes(stage, e)) for stage in range(setup.actor.grid.pp)}
     made, sent = Counter[int](), Counter[int]()
     for receiver in found:
         made[receiver.rank] += int(stages[receiver.stage or 0])
@@ -109,7 +109,7 @@ def received_bytes(setup: Setup, ranks_per_node: int, ranks: Collection[int] | N
     found = dict.fromkeys(range(setup.work.world_size) if ranks is None else ranks, 0)
     for receiver in receivers(setup, ranks_per_node):
         if receiver.rank in found:
-            found[receiver.rank] += setup.actor.dtype_bytes * sum(_sources(_holdings_of(setup), receiver).values())
+            found[receiver.rank] += sum(_sources(_holdings_of(setup), receiver, setup.actor.dtype_bytes).values())
     return found
 
 
@@ -117,8 +117,8 @@ def sent_bytes(setup: Setup, ranks_per_node: int) -> dict[int, int]:
     """What each rank sends to others."""
     found = dict.fromkeys(range(setup.work.world_size), 0)
     for receiver in receivers(setup, ranks_per_node):
-        for rank, elements in _sources(_holdings_of(setup), receiver).items():
-            found[rank] += setup.actor.dtype_bytes * elements
+        for rank, n_bytes in _sources(_holdings_of(setup), receiver, setup.actor.dtype_bytes).items():
+            found[rank] += n_bytes
     return found
 
 
@@ -133,5 +133,5 @@ def _holdings(arch: ArchitectureConfig, grid: Grid, padded_vocab: int, stage_lay
 
 
 @lru_cache(maxsize=4096)
-def _sources(holdings: Holdings, receiver: Receiver) -> Counter[int]:
-    return holdings.sources(receiver)
+def _sources(holdings: Holdings, receiver: Receiver, element_bytes: int) -> Counter[int]:
+    return holdings.sources(receiver, element_bytes)

@@ -92,7 +92,8 @@ def routing_metrics(role: Role, runtime: Runtime) -> dict[str, float]:
         return {}
     report = role.routing_report().to(runtime.device)
     dist.all_reduce(report)
-    loads_LE, further_L2 = report.double().cpu().split([experts, FURTHER], dim=1)
+    of_layers = report[list(role.arch.expert_layers)]
+    loads_LE, further_L2 = of_layers.double().cpu().split([experts, FURTHER], dim=1)
     known, changed = further_L2.sum(0).tolist()
     numbers = {
         f"{name}/experts_max_load": float((loads_LE.amax(1) / loads_LE.mean(1)).max()),

@@ -168,7 +168,7 @@ class Holdings:
     @classmethod
     def planned(cls, arch: ArchitectureConfig, grid: Grid, padded_vocab: int, stage_layers: Sequence[int]) -> Holdings:
         """Of a role that is not there, whose pipeline stages have so many layers: one of each stands for all."""
-        small = replace(arch, layers=grid.pp)
+        small = replace(arch, layers=grid.pp, dense_layers=0)  # one with experts also for those without
         stage_of = {p.megatron: grid.pp - 1 if p.layer is None else p.layer for p in model_parameters(small)}
         return cls(small, grid, padded_vocab, {**stage_of, EMBEDDING: 0}, tuple(stage_layers))
 
@@ -261,7 +261,7 @@ class Holdings:
 
     def buckets(self, receivers: Sequence[Receiver], most_elements: int) -> Iterator[tuple[Parameter, ...]]:
         """Parameters that travel together: of no bucket does a rank receive more, unless one parameter is more. What
-        is for receivers of one stage travels by itself."""
+        is for receivers of one stage travels by itself, and so do those in float32."""
         balanced = len({receiver.rank for receiver in receivers}) > 1
         for stage in dict.fromkeys(receiver.stage for receiver in receivers):
             of_ranks: dict[int, set[tuple[int, int]]] = {}
@@ -270,7 +270,9 @@ class Holdings:
                     of_ranks.setdefault(receiver.rank, set()).add(receiver.part)
             parts = {frozenset(of_rank) for of_rank in of_ranks.values()}
             chosen = [p for p in self.parameters if stage in (None, self.stage_of[p.megatron])]
-            yield from self._cut(self.spread(chosen) if balanced else chosen, parts, most_elements)
+            for wide in (False, True):
+                alike = [p for p in chosen if p.wide == wide]
+                yield from self._cut(self.spread(alike) if balanced else alike, parts, most_elements)
 
     def _cut(
         self, parameters: Sequence[Parameter], parts: set[frozenset[tuple[int, int]]], most_elements: int
@@ -284,11 +286,13 @@ class Holdings:
                 current, size = [], 0
             current.append(parameter)
             size += elements
-        yield tuple(current)
+        if current:
+            yield tuple(current)
 
-    def elements(self, stage: int) -> int:
-        """Of all parameters of a pipeline stage."""
-        return sum(p.elements * self._times(p) for p in self.parameters if self.stage_of[p.megatron] == stage)
+    def stage_bytes(self, stage: int, element_bytes: int) -> int:
+        """Of all parameters of a pipeline stage, in a type of so many bytes."""
+        here = (p for p in self.parameters if self.stage_of[p.megatron] == stage)
+        return sum(p.elements * p.element_bytes(element_bytes) * self._times(p) for p in here)
 
     def _times(self, parameter: Parameter) -> int:
         """How many parameters of the model one of ours stands for."""
@@ -296,12 +300,12 @@ class Holdings:
             return 1
         return self.stands_for[self.stage_of[parameter.megatron]]
 
-    def received_elements(self, receiver: Receiver) -> int:
-        """What a receiver gets from other ranks, over the whole model."""
-        return sum(self.sources(receiver).values())
+    def received_bytes(self, receiver: Receiver, element_bytes: int) -> int:
+        """What a receiver gets from other ranks, over the whole model in a type of so many bytes."""
+        return sum(self.sources(receiver, element_bytes).values())
 
-    def sources(self, receiver: Receiver) -> Counter[int]:
-        """How many elements it gets from each of them."""
+    def sources(self, receiver: Receiver, element_bytes: int) -> Counter[int]:
+        """How many bytes it gets from each of them."""
         home, found = self.home(receiver.rank), Counter[int]()
         alike: dict[tuple[int, Kind, tuple[Shape, ...], int | None], dict[int, int]] = {}
         for number, parameter in enumerate(self.parameters):
@@ -315,7 +319,8 @@ class Holdings:
                     for rank, held in self.holders(parameter, home)
                     if rank != receiver.rank
                 }
-            found.update({rank: elements * self._times(parameter) for rank, elements in alike[key].items()})
+            each = parameter.element_bytes(element_bytes) * self._times(parameter)
+            found.update({rank: elements * each for rank, elements in alike[key].items()})
         return found
 
 

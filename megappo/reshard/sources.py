@@ -77,6 +77,7 @@ class SafetensorsSource:
         known = {*self._shapes, *(self._head.names if self._head is not None else ())}
         if self._arch.stored_blocks is not None:
             known |= {name + SCALE_SUFFIX for name, shape in self._shapes.items() if len(shape) == 2}
+        passed_over = tuple(self._arch.declaration.passed_over(self._arch))
         found: dict[str, str] = {}
         unknown: list[str] = []
         for stored in self._file_of:
@@ -84,7 +85,7 @@ class SafetensorsSource:
             name = next((n for n in (stored, f"model.{stored}") if n in known), None)
             if name is not None and name not in found:
                 found[name] = stored
-            elif not stored.endswith(_FOLLOWS_FROM_CONFIG):
+            elif not stored.endswith(_FOLLOWS_FROM_CONFIG) and not stored.startswith(passed_over):
                 unknown.append(stored)
         if unknown:
             shown = f"{', '.join(sorted(unknown)[:3])}{' and others' if unknown[3:] else ''}"

@@ -82,6 +82,8 @@ class Bucket:
 
     parcels: tuple[Parcel, ...]
     """What this rank gets."""
+    dtype: torch.dtype
+    """Of all of them."""
     incoming: tuple[Message, ...]
     """Each for one receiver of this rank; its own slices are among them."""
     outgoing: tuple[Message, ...]
@@ -126,10 +128,11 @@ class Delivery:
         return max(parcel.n_bytes for parcel in parcels if parcel.receiver.part == part)
 
     def _bucket(self, parameters: tuple[Parameter, ...]) -> Bucket:
+        dtype = torch.float32 if parameters[0].wide else self._dtype
         parcels, incoming, outgoing = list[Parcel](), list[Message](), list[Message]()
         for number in self._mine:
             if chosen := self._chosen(number, parameters):
-                parcels.append(self._parcel(self.receivers[number], chosen))
+                parcels.append(self._parcel(self.receivers[number], chosen, dtype))
                 incoming += self._incoming(number, chosen)
         held = [p for p in parameters if self._holdings.holds(self._rank, p)]
         alike: dict[tuple[tuple[int, int], tuple[Parameter, ...]], list[int]] = {}
@@ -139,20 +142,20 @@ class Delivery:
         for (part, given), numbers in alike.items():
             if copies := tuple(self._copies(part, given, self._homes[numbers[0]])):
                 outgoing.append(Message(self._rank, tuple(numbers), copies))
-        return Bucket(tuple(parcels), tuple(incoming), tuple(outgoing))
+        return Bucket(tuple(parcels), dtype, tuple(incoming), tuple(outgoing))
 
     def _chosen(self, number: int, parameters: Sequence[Parameter]) -> list[Parameter]:
         receiver = self.receivers[number]
         return [p for p in parameters if self._holdings.wants(receiver, self._number[p.megatron], p)]
 
-    def _parcel(self, receiver: Receiver, parameters: Sequence[Parameter]) -> Parcel:
+    def _parcel(self, receiver: Receiver, parameters: Sequence[Parameter], dtype: torch.dtype) -> Parcel:
         slots, start = [], 0
         for parameter in parameters:
             for piece in self._holdings.wanted(receiver.part, parameter):
                 whole = parameter.tensors[piece.name]
                 shape = (*whole[: piece.dim], piece.size, *whole[piece.dim + 1 :])
-                stop = start + math.prod(shape) * self._dtype.itemsize
-                slots.append(Slot(piece.name, shape, self._dtype, start, stop))
+                stop = start + math.prod(shape) * dtype.itemsize
+                slots.append(Slot(piece.name, shape, dtype, start, stop))
                 start = stop
         return Parcel(receiver, tuple(parameters), tuple(slots))
 
@@ -196,7 +199,8 @@ class WeightStream:
         stage_of = {name: s for s in range(grid.pp) for r in grid.stage_ranks(s) for name in held[r]}
         self._check_whole(stage_of, is_critic=options.is_critic)
         self.holdings = Holdings(self.arch, grid, options.padded_vocab, stage_of)
-        self.total_bytes = sum(p.elements * options.dtype.itemsize for p in self.holdings.parameters)
+        itemsize = options.dtype.itemsize
+        self.total_bytes = sum(p.elements * p.element_bytes(itemsize) for p in self.holdings.parameters)
         self.received_bytes = 0
         """What other ranks have sent to this one so far."""
         self._deliveries: dict[tuple[tuple[Receiver, ...], bool], Delivery] = {}
@@ -253,13 +257,13 @@ class WeightStream:
         def part(copy: SlicedCopy) -> Tensor:
             name = copy.parameter.megatron
             if name not in shards:  # it may rest elsewhere
-                shards[name] = self._read(self._here[name])
+                shards[name] = self._read(self._here[name]).to(bucket.dtype)
             return shards[name][copy.source]
 
         into = {parcel.receiver: parcel.tensors(flats[parcel.receiver]) for parcel in bucket.parcels}
         packed = {id(m): torch.cat([part(copy).flatten() for copy in m.copies]) for m in bucket.outgoing}
         operations = [dist.P2POp(dist.isend, packed[id(m)], receivers[number].rank) for number, m in bucket.sends]
-        arriving = [(m, self._room(m)) for m in bucket.incoming if m.rank != rank]
+        arriving = [(m, self._room(m, bucket.dtype)) for m in bucket.incoming if m.rank != rank]
         operations += [dist.P2POp(dist.irecv, flat, message.rank) for message, flat in arriving]
         works = dist.batch_isend_irecv(operations) if operations else []
         for message in bucket.incoming:
@@ -274,5 +278,5 @@ class WeightStream:
                 into[receivers[message.receivers[0]]][copy.name][copy.target].copy_(run.view(copy.shape))
             self.received_bytes += flat.nbytes
 
-    def _room(self, message: Message) -> Tensor:
-        return torch.empty(message.elements, dtype=self.dtype, device=self.device)
+    def _room(self, message: Message, dtype: torch.dtype) -> Tensor:
+        return torch.empty(message.elements, dtype=dtype, device=self.device)

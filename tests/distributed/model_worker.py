@@ -142,7 +142,7 @@ def check(case: dict[str, Any], runtime: Runtime) -> dict[str, Any] | None:
     layout = make_layouts({"actor": Cut(grid, vpp, sp)}, "cpu", 120)["actor"]
     vocab = padded_vocab_size(arch.vocab_size, case["tp"], 8 * case["tp"])
     options = BuildOptions(
-        torch.float32,
+        getattr(torch, case.get("dtype", "float32")),
         runtime.device,
         vocab,
         recompute=case.get("recompute", "none"),
@@ -180,7 +180,9 @@ def check(case: dict[str, Any], runtime: Runtime) -> dict[str, Any] | None:
         "error": float((output - truth).abs().max()),
         "largest": float(truth.abs().max()),
         "launches": [launches[name].call_count for name in LAUNCHES],
-        "stream": max(float((streamed[n] - p).abs().max()) for n, p in source.items()),
+        "stream": max(float((streamed[n] - p.to(options.dtype)).abs().max()) for n, p in source.items()),
+        "float32": sorted(name for name, tensor in streamed.items() if tensor.dtype == torch.float32),
+        "unrounded": sorted(name for name, p in source.items() if torch.equal(streamed[name], p)),
     }
 
 
@@ -205,7 +207,7 @@ def stream_counted(stream: WeightStream) -> dict[str, torch.Tensor]:
 def check_received(stream: WeightStream, receivers: list[Receiver], before: int) -> None:
     """Since so many bytes had arrived."""
     mine = [receiver for receiver in receivers if receiver.rank == dist.get_rank()]
-    planned = sum(stream.dtype.itemsize * stream.holdings.received_elements(receiver) for receiver in mine)
+    planned = sum(stream.holdings.received_bytes(receiver, stream.dtype.itemsize) for receiver in mine)
     assert stream.received_bytes - before == planned
     if not mine:
         assert stream.received_bytes == before

@@ -24,6 +24,17 @@ OWN: dict[str, dict[str, Any]] = {
         "sliding_window": 7,
     },
     "gemma3_text": {"query_pre_attn_scalar": 5, "sliding_window": 7, "sliding_window_pattern": 2},
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 1,
+        "attention_bias": True,
+        "use_qk_norm": True,
+    },
     "mixtral": {"num_local_experts": EXPERTS["num_experts"], "num_experts_per_tok": EXPERTS["num_experts_per_tok"]},
 }
 """What a tiny model of a family has beside the sizes of all."""
@@ -53,7 +64,7 @@ def write_model(folder: Path, family: str, seed: int, noise: float = 0.0, **chan
     config = AutoConfig.for_model(family, **(settings | changes))
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for parameter in model.parameters():
+    for parameter in (*model.parameters(), *(b for name, b in model.named_buffers() if name.endswith("bias"))):
         if parameter.dim() == 1:
             parameter.data.add_(0.2 * torch.randn_like(parameter))
     for parameter in model.parameters():
@@ -83,7 +94,9 @@ def write_value_model(
 
 def stored_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """A transformers model's parameters by the names they have in files, where every expert has its own."""
+    kept = model.state_dict().keys()
     parameters: dict[str, Tensor] = dict(model.named_parameters())
+    parameters |= {name: buffer for name, buffer in model.named_buffers() if name in kept}
     yield from revert_weight_conversion(model, parameters).items()
 
 

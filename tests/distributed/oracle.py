@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,31 +58,46 @@ class Routed:
     own: Tensor
     """(tokens, chosen) experts that it would take itself."""
     taken: Tensor
+    of_sigmoids: bool
 
     def unevenness(self) -> Tensor:
         """The load-balancing loss of DeepSeek-V3, 2024, eq. 17 to 20, without its weight."""
         tokens, experts = self.scores.shape
         fractions = torch.stack([(self.taken == e).sum() * experts / self.taken.numel() for e in range(experts)])
-        shares = self.scores.softmax(-1).sum(0) / tokens
+        if self.of_sigmoids:
+            sigmoids = self.scores.sigmoid()
+            shares = (sigmoids / sigmoids.sum(-1, keepdim=True)).sum(0) / tokens
+        else:
+            shares = self.scores.softmax(-1).sum(0) / tokens
         return (fractions * shares).sum()
 
 
 @contextmanager
 def routed(trunk: Any, routing: Tensor | None) -> Iterator[list[Routed]]:
     """Have the layers of a model send a sample's tokens where its routing says, weighted by the softmax of the scores
-    there. Hands out what each layer said."""
+    there, or as GLM-4.5's routers do by their sigmoids. Hands out what each layer with experts said."""
     said: list[Routed] = []
 
-    def route(_router: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def route(
+        number: int, router: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         scores, _, experts = output
         taken = experts.clone()
         if routing is not None:
-            told = routing[:, len(said)]
+            told = routing[:, number]
             taken[:-1] = torch.where(told < 0, experts[:-1], told)
-        said.append(Routed(scores, experts, taken))
+        of_sigmoids = hasattr(router, "e_score_correction_bias")
+        said.append(Routed(scores, experts, taken, of_sigmoids))
+        if of_sigmoids:
+            weights = scores.sigmoid().gather(1, taken)
+            return scores, weights / weights.sum(-1, keepdim=True) * router.routed_scaling_factor, taken
         return scores, scores.gather(1, taken).softmax(-1), taken
 
-    hooks = [layer.mlp.gate.register_forward_hook(route) for layer in trunk.layers if hasattr(layer.mlp, "gate")]
+    hooks = [
+        layer.mlp.gate.register_forward_hook(partial(route, number))
+        for number, layer in enumerate(trunk.layers)
+        if hasattr(layer.mlp, "gate")
+    ]
     try:
         yield said
     finally:
@@ -175,7 +191,26 @@ def _optimizer(model: nn.Module, lr: float, settings: Settings) -> torch.optim.A
     decayed, spared = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() <= 1]
     # A value head of one row is a matrix in Megatron's eyes too.
     groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": spared, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.999), eps=settings.adam_eps)
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.999), eps=settings.adam_eps)
+    _note_paths(optimizer, trained)
+    return optimizer
+
+
+def _note_paths(optimizer: torch.optim.Optimizer, trained: list[nn.Parameter]) -> None:
+    """How far each parameter goes, all steps together, in its attribute `path`."""
+    before: list[Tensor] = []
+    for parameter in trained:
+        parameter.path = 0.0  # type: ignore[attr-defined]
+
+    def begin(*_: Any) -> None:
+        before[:] = [parameter.detach().clone() for parameter in trained]
+
+    def end(*_: Any) -> None:
+        for parameter, old in zip(trained, before, strict=True):
+            parameter.path += float((parameter.detach() - old).norm())  # type: ignore[attr-defined]
+
+    optimizer.register_step_pre_hook(begin)
+    optimizer.register_step_post_hook(end)
 
 
 def _weights(samples: list[Sample], aggregation: str) -> list[float]:

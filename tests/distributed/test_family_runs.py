@@ -22,6 +22,10 @@ RUNS: dict[str, tuple[str, ...]] = {
         "actor.layout={expert_parallel: 2}",
         "critic.layout={tensor_parallel: 2, expert_parallel: 2, sequence_parallel: true}",
     ),
+    "glm4_moe": (
+        "actor.layout={tensor_parallel: 2, expert_parallel: 2, sequence_parallel: true}",
+        "critic.layout={pipeline_parallel: 2}",
+    ),
     "gemma2": (),
     "gemma3_text": ("actor.layout={pipeline_parallel: 2}", "critic.layout={tensor_parallel: 2}"),
 }

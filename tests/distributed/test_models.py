@@ -53,6 +53,15 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "raw-ep2": {"tp": 1, "pp": 1, "dp": 2, "ep": 2},
     "cp2-ep2": {"tp": 1, "pp": 1, "cp": 2, "ep": 2, "train": True},
 }
+GLM: dict[str, dict[str, Any]] = {
+    "one": {"tp": 1, "pp": 1},
+    "ep2": {"tp": 1, "pp": 1, "dp": 2, "ep": 2, "train": True, "recompute": "selective"},
+    "tp2": {"tp": 2, "pp": 1, "sp": True},
+    "tp2-ep2": {"tp": 2, "pp": 1, "sp": True, "ep": 2, "train": True, "recompute": "full"},
+    "pp2": {"tp": 1, "pp": 2, "bucket_bytes": 1 << 30},
+    "vpp2": {"tp": 1, "pp": 2, "vpp": 2},
+    "uneven": {"tp": 1, "pp": 2, "chunk_layers": [1, 3]},
+}
 MIXTRAL = {name: EXPERTS[name] for name in ("one", "ep2", "tp2", "uneven")}
 GEMMA: dict[str, dict[str, Any]] = {
     "one": {"tp": 1, "pp": 1},
@@ -112,6 +121,8 @@ def named_cases() -> Iterator[tuple[str, Callable[[Path], Case]]]:
         yield f"qwen3_moe-{name}", partial(plain_case, "qwen3_moe", {"norm_topk_prob": not raw}, layout)
     for name, layout in MIXTRAL.items():
         yield f"mixtral-{name}", partial(plain_case, "mixtral", {"sliding_window": 7}, layout)
+    for name, layout in GLM.items():
+        yield f"glm4_moe-{name}", partial(plain_case, "glm4_moe", {}, layout)
     for family, (name, layout) in itertools.product(("gemma2", "gemma3_text"), GEMMA.items()):
         yield f"{family}-{name}", partial(plain_case, family, {}, layout)
     for name, (family, changes, layout) in CONTEXT.items():
@@ -169,3 +180,16 @@ def test_equals_transformers_and_streams_what_was_loaded(tmp_path: Path, name: s
     assert found["stream"] == 0
     # Two microbatches through two layers; queries and keys are rotated, and back.
     assert found["launches"] == ([4, 4, 16] if case.get("kernels") else [0, 0, 0])
+
+
+def test_biases_of_routers_are_never_rounded(tmp_path: Path) -> None:
+    """A bfloat16 of a bias is coarser than the scores that it is added to. Engines keep routers in float32 too."""
+    folder = write_model(tmp_path / "model", "glm4_moe", 3)
+    found: dict[str, Any] = ask(
+        "model_worker.py", 2, {"folder": str(folder), "tp": 1, "pp": 2, "dtype": "bfloat16", "train": True}
+    )
+    gates = [f"model.layers.{layer}.mlp.gate" for layer in (1, 2, 3)]
+    biases = [f"{gate}.e_score_correction_bias" for gate in gates]
+    assert found["float32"] == sorted([*biases, *(f"{gate}.weight" for gate in gates)])
+    assert found["unrounded"] == biases
+    assert 1e-5 < found["error"] < 1  # of bfloat16

@@ -142,7 +142,7 @@ def planned_bytes(parts: Parts) -> int:
     feeding = engine.fleet.feeding
     receivers = {r for e in engine.endpoints for r in feeding.feeders(e.index, holdings.grid)}
     mine = [r for r in receivers if r.rank == parts.runtime.rank and not feeding.shares_memory]
-    return sum(4 * holdings.received_elements(r) for r in mine)
+    return sum(holdings.received_bytes(r, 4) for r in mine)
 
 
 @contextmanager
@@ -383,6 +383,13 @@ def mixtral_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
     """Mixtral, whose files have names of their own, one server of two ranks."""
     bench = Bench(folder, runtime, "mixtral", "tensor_parallel: 2", tie_word_embeddings=False)
     found: dict[str, Any] = {"EP2": after_an_update(bench, "{expert_parallel: 2}")}
+    return found | leave(bench)
+
+
+def glm_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
+    """GLM, whose first layer has no experts and whose routers have biases, one server of two ranks."""
+    bench = Bench(folder, runtime, "glm4_moe", "tensor_parallel: 2", tie_word_embeddings=False)
+    found: dict[str, Any] = {"PP2": after_an_update(bench, "{pipeline_parallel: 2}")}
     return found | leave(bench)
 
 

@@ -57,6 +57,7 @@ LAYOUTS = [
     pytest.param("experts_engine", "EP2", marks=slow),  # Qwen3 with experts, engine TP2 on two machines
     pytest.param("experts_engine", "TP2xEP2", marks=slow),  # and TP2xEP2, attending apart
     pytest.param("mixtral_engine", "EP2", marks=slow),
+    pytest.param("glm_engine", "PP2", marks=slow),
     pytest.param("plain_engine", "TP2", marks=slow),
     pytest.param("broadcast_engine", "TP2", marks=slow),
     pytest.param("broadcast_engine", "DP2", marks=slow),

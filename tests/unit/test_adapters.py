@@ -194,6 +194,10 @@ def test_weights_and_adapters_are_not_mixed(world: Path) -> None:
         (["actor.lora={rank: 4, alpha: 8, targets: [q_prj]}"], "of which 'q_proj' is the nearest"),
         (["actor.lora={rank: 400, alpha: 8}"], "actor.lora.rank 400 is above"),
         (
+            ["model.path=configs/models/GLM-4.5-Air", "actor.lora={rank: 4, alpha: 8}"],
+            "adapters of a glm4_moe are not supported; train its weights, and remove actor.lora",
+        ),
+        (
             ["reference={share_actor_base: true}", KL],
             "without actor.lora the actor's weights",
         ),

@@ -61,9 +61,12 @@ TRAITS: list[dict[str, Any]] = [
 ]
 
 
+OF_ONE_LAYER = {"glm4_moe": {"first_k_dense_replace": 0}}
+
+
 def written(folder: Path, family: str, **changes: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    content = SIZES | OWN.get(family, {}) | {"model_type": family} | changes
+    content = SIZES | OWN.get(family, {}) | OF_ONE_LAYER.get(family, {}) | {"model_type": family} | changes
     (folder / "config.json").write_text(json.dumps(content))
     return folder
 
@@ -142,6 +145,14 @@ def test_windows_are_those_of_transformers_or_refused(tmp_path: Path, family: st
         ("mixtral", {"router_jitter_noise": 0.01}, "router_jitter_noise 0.01 trains a policy that is not the one"),
         ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok 9 of num_local_experts 8 is not supported"),
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; use a model with silu"),
+        ("glm4_moe", {"n_group": 4, "topk_group": 2}, "n_group 4, topk_group 2 is not supported"),
+        ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob: false is not supported for this family"),
+        ("glm4_moe", {"num_experts_per_tok": 1}, "num_experts_per_tok 1 is not supported; use a model with at least 2"),
+        ("glm4_moe", {"n_shared_experts": 0}, "n_shared_experts 0 is not supported; use a model with at least 1"),
+        ("glm4_moe", {"first_k_dense_replace": 1}, "first_k_dense_replace 1 leaves none of num_hidden_layers 1"),
+        ("glm4_moe", {"partial_rotary_factor": 0.4}, "partial_rotary_factor 0.4 rotates 3 of the 8 channels of a head"),
+        ("glm4_moe", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; use a model with silu"),
+        ("glm4_moe", {"sliding_window": WINDOW}, "sliding_window 7 means nothing to transformers for glm4_moe"),
         ("llama", {"per_layer_config": {"0": {"intermediate_size": 16}}}, "per_layer_config is not supported"),
         ("llama", {"is_causal": False}, "is_causal: false lets tokens see those after them"),
     ],
@@ -191,6 +202,19 @@ def test_what_megatron_is_told_of_a_layer(tmp_path: Path) -> None:
         ("qwen3", {}, {"qk_layernorm": True}),
         ("mixtral", {}, {**experts, "moe_ffn_hidden_size": 48}),
         ("qwen3_moe", {"norm_topk_prob": True}, {"qk_layernorm": True, **experts}),
+        (
+            "glm4_moe",
+            {"num_hidden_layers": 3, "first_k_dense_replace": 2, "use_qk_norm": False},
+            {
+                "add_qkv_bias": True,
+                **experts,
+                "moe_router_topk": 3,
+                "moe_router_score_function": "sigmoid",
+                "moe_router_topk_scaling_factor": 1.5,
+                "moe_layer_freq": [0, 0, 1],
+                "moe_shared_expert_intermediate_size": 48,
+            },
+        ),
         ("qwen3_moe", {"norm_topk_prob": False}, {"qk_layernorm": True, **experts, "moe_router_pre_softmax": True}),
     ]
     usual = {"window_size": None, "softmax_scale": None, "gated_linear_unit": True, "activation_func": silu}
@@ -208,7 +232,7 @@ def arcee(folder: Path, family: str) -> ArchitectureConfig:
 
 def test_a_family_of_the_users_is_read_beside_ours(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "arcee", "arcee", 1, tie_word_embeddings=False)
-    with pytest.raises(ConfigError, match=r"model_type 'arcee' is not supported; use a model of .* or gemma3_text"):
+    with pytest.raises(ConfigError, match=r"model_type 'arcee' is not supported; use a model of .* or glm4_moe"):
         read_architecture(folder)
     arch = arcee(folder, "FAMILY")
     assert arch.family == "arcee"

@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from megappo.cli import main
 from megappo.config import Config, ConfigError, load_config
@@ -119,6 +120,35 @@ def test_parameters_of_public_models_with_experts(name: str) -> None:
     assert role.grid.expert_replicas == 1
     assert [(group[0], group[-1]) for group in role.grid.expert_groups] == [(0, 11), (4, 15)]
     assert [role.grid.expert_owner(stage, 7) for stage in range(2)] == [11, 15]
+
+
+@pytest.mark.parametrize("layers", ["auto", "[1, 20, 15, 10]"])
+def test_dense_layers_are_counted_where_they_stand(layers: str) -> None:
+    """Of GLM-4.5-Air, as transformers builds it, the first layer has no experts; three of its layers with some stand on
+    the same ranks where each stage has two chunks of one or more layers."""
+    path = MODELS / "GLM-4.5-Air"
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+    per_layer = [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
+    biases = sum(b.numel() for name, b in model.named_buffers() if name.endswith("correction_bias"))
+    total = sum(p.numel() for p in model.parameters()) + biases
+    layout = f"pipeline_parallel: 2, virtual_pipeline_chunks: 2, expert_parallel: 8, pipeline_layers: {layers}"
+    overrides = [f"model.path={path}", "critic=null", "algorithm.estimator=reinforce_plus_plus"]
+    config = load_config(LARGE, [*overrides, f"actor.layout={{{layout}}}"])
+    models = read_models(config, MODELS).models
+    assert model_sizes(models.actor)[0] == total
+    assert sum(model_sizes(models.actor)[1:]) == pytest.approx(12e9, rel=0.1)  # as it is said to use for a token
+    role = make_setup(config, models, 16, on_cuda=True).actor
+    counts = role.chunk_layers or even_layers(46, 4)
+    starts = [0, *itertools.accumulate(counts)]
+    for stage in range(2):
+        here = [n for chunk in (stage, stage + 2) for n in range(starts[chunk], starts[chunk + 1])]
+        dense = sum(n == 0 for n in here)
+        outside = (151552 * 4096) + (4096 if stage == 1 else 0)
+        held = sum(per_layer[n] for n in here) + 128 * (len(here) - dense) + outside
+        shared = role.parameters(stage) - role.expert_parameters(stage)
+        assert role.expert_parameters(stage) == (len(here) - dense) * 16 * 3 * 4096 * 1408
+        assert shared + 8 * role.expert_parameters(stage) == held
 
 
 def test_experts_on_more_ranks_take_less_memory_and_more_links() -> None:

@@ -219,6 +219,17 @@ def test_names_that_carry_no_weights_are_ignored(tmp_path: Path) -> None:
     assert SafetensorsSource(folder, read(folder)).check(with_output_layer=True) == 39
 
 
+def test_layers_that_predict_further_tokens_are_passed_over(tmp_path: Path) -> None:
+    """Those behind the model's own, as many as its config.json says."""
+    folder = write_model(tmp_path / "m", "glm4_moe", 1)
+    whole = SafetensorsSource(folder, read(folder)).check(with_output_layer=True)
+    changed(folder, "model.safetensors", model__layers__4__eh_proj__weight=torch.ones(2, 2))
+    assert SafetensorsSource(folder, read(folder)).check(with_output_layer=True) == whole
+    changed(folder, "model.safetensors", model__layers__5__eh_proj__weight=torch.ones(2, 2))
+    with pytest.raises(ValueError, match=r"holds model\.layers\.5\.eh_proj\.weight, which a glm4_moe"):
+        SafetensorsSource(folder, read(folder))
+
+
 @pytest.mark.parametrize("role", ["actor", "critic", "reference"])
 def test_the_files_of_every_role_are_looked_through(tmp_path: Path, role: str) -> None:
     folders = {name: write_model(tmp_path / name, "llama", 1) for name in ("actor", "critic", "reference")}
