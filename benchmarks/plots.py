@@ -49,7 +49,12 @@ def draw_trl(documents: Sequence[Document], figure: Any) -> bool:
     rows = [row for document in documents for row in document["rows"]]
     if not rows:
         return False
-    names = [_lengths(row["profile"]) + _PRECISIONS[row["precision"]] for row in rows]
+    names = [
+        _lengths(row["profile"])
+        + _PRECISIONS[row["precision"]]
+        + (f"\n{row['ranks']} ranks" if row["ranks"] > 1 else "")
+        for row in rows
+    ]
     labels = [f"{name}\n{row['median_speed']:.2f} times" for name, row in zip(names, rows, strict=True)]
     speed, memory = figure.subplots(1, 2, width_ratios=(3, 2))
     rates = {name: [row[f"{side}_samples_per_second"] for row in rows] for name, side in _SIDES}

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Is megappo faster than TRL's PPO, and does it learn the same?
 
-Usage: python benchmarks/trl.py [CONFIG] [key=value ...] [--ranks 2] [--threads 2] [--precision mixed]
-           [--lengths full:64 even:1-64 tail:32-256] [--warmup 1] [--repeat 5] [--json FILE]
-       python benchmarks/trl.py [CONFIG] [key=value ...] --curves [--seeds 1 2 3] [--steps 20] [--json FILE]
+Usage: python benchmarks/trl.py [CONFIG [key=value ...]] [--ranks 1] [--threads 2] [--precision mixed]
+           [--lengths full:64 even:1-64 tail:32-256] [--trl-microbatch N] [--warmup 1] [--repeat 5] [--json FILE]
+       python benchmarks/trl.py [CONFIG [key=value ...]] --curves [--seeds 1 2 3] [--steps 20] [--json FILE]
        python benchmarks/trl.py --join FILE [FILE ...] [--json FILE]
 
 Both sides do the same PPO step on the same prompts, as the configuration says it: megappo on `--ranks` processes, TRL's
@@ -13,7 +13,8 @@ list, applied to both by forbidding the end token before and forcing it at its p
 
 `--precision`: megappo trains in bfloat16 with float32 main weights for `mixed`, where TRL has float32 parameters under
 bfloat16 autocast; `bfloat16` and `float32` are the type of everything in TRL. `--curves` compares what both learn, with
-natural lengths. `--join` puts together what was measured in several runs.
+natural lengths. `--join` puts together what was measured in several runs. `--trl-microbatch`: sequences that TRL takes
+at a time, where a whole minibatch asks for more memory than there is.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -67,6 +68,8 @@ class Row:
 
     profile: str
     precision: str
+    ranks: int
+    """Of megappo."""
     samples: int
     """Of a step."""
     trl: list[Turn]
@@ -78,6 +81,16 @@ class Row:
     megappo_samples_per_second: float
     trl_peak_bytes: int
     megappo_peak_bytes: int
+
+    @classmethod
+    def of(cls, profile: str, precision: str, ranks: int, samples: int, turns: Mapping[str, list[Turn]]) -> Row:
+        """What the turns of both sides say."""
+        trl, megappo = turns["trl"], turns["megappo"]
+        speeds = [t.seconds / m.seconds for t, m in zip(trl, megappo, strict=True)]
+        rates = [samples / statistics.median(turn.seconds for turn in side) for side in (trl, megappo)]
+        peaks = [max(turn.peak_bytes for turn in side) for side in (trl, megappo)]
+        shown = (profile, precision, ranks, samples)
+        return cls(*shown, trl, megappo, speeds, statistics.median(speeds), rates[0], rates[1], peaks[0], peaks[1])
 
 
 @dataclass(frozen=True)
@@ -114,12 +127,8 @@ def measure(run: Run, samples: int, arguments: argparse.Namespace) -> Row:
         for _ in range(arguments.warmup + arguments.repeat):
             for name, side in sides.items():
                 turns[name].append(side.turn())
-    trl, megappo = (found[arguments.warmup :] for found in turns.values())
-    speeds = [t.seconds / m.seconds for t, m in zip(trl, megappo, strict=True)]
-    rates = [samples / statistics.median(turn.seconds for turn in side) for side in (trl, megappo)]
-    peaks = [max(turn.peak_bytes for turn in side) for side in (trl, megappo)]
-    shown = (str(run.profile), run.precision, samples)
-    return Row(*shown, trl, megappo, speeds, statistics.median(speeds), rates[0], rates[1], peaks[0], peaks[1])
+    counted = {name: found[arguments.warmup :] for name, found in turns.items()}
+    return Row.of(str(run.profile), run.precision, arguments.ranks, samples, counted)
 
 
 def learn(run: Run, arguments: argparse.Namespace) -> Curve:
@@ -175,23 +184,26 @@ def print_rows(rows: Sequence[Row]) -> None:
     from rich.table import Table
 
     table = Table(title=f"samples per second, medians of {max(len(row.speeds) for row in rows)} rounds in turns")
-    columns = ("responses", "TRL in", "TRL", "megappo", "times TRL", "from", "to", "TRL GB", "megappo GB")
+    columns = ("responses", "TRL in", "ranks", "TRL", "megappo", "times TRL", "from", "to", "TRL GB", "megappo GB")
     for column in columns:
         table.add_column(column, justify="left" if column in ("responses", "TRL in") else "right")
     for r in rows:
         rates = (f"{rate:.2f}" for rate in (r.trl_samples_per_second, r.megappo_samples_per_second))
         speeds = (f"{speed:.2f}" for speed in (r.median_speed, min(r.speeds), max(r.speeds)))
         peaks = (f"{peak / 1e9:.1f}" for peak in (r.trl_peak_bytes, r.megappo_peak_bytes))
-        table.add_row(r.profile, r.precision, *rates, *speeds, *peaks)
+        table.add_row(r.profile, r.precision, str(r.ranks), *rates, *speeds, *peaks)
     Console(width=110).print(table)
 
 
-def read_rows(document: dict[str, Any]) -> list[Row]:
-    """Rows of a file that `--json` wrote."""
-    return [
-        Row(**{**row, **{side: [Turn(**turn) for turn in row[side]] for side in ("trl", "megappo")}})
-        for row in document["rows"]
-    ]
+def read_rows(written: Sequence[dict[str, Any]]) -> list[Row]:
+    """Rows that `--json` wrote; those of the same kind become one with the rounds of all."""
+    found: dict[tuple[str, str, int, int], dict[str, list[Turn]]] = {}
+    for row in written:
+        kind = (row["profile"], row["precision"], row["ranks"], row["samples"])
+        turns = found.setdefault(kind, {"trl": [], "megappo": []})
+        for side, of_side in turns.items():
+            of_side += [Turn(**turn) for turn in row[side]]
+    return [Row.of(*kind, turns) for kind, turns in found.items()]
 
 
 def parse() -> argparse.Namespace:
@@ -200,9 +212,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("config", nargs="?", default="configs/smollm2_arithmetic.yaml", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--ranks", type=int, default=cores, help="processes of megappo")
+    parser.add_argument("--ranks", type=int, default=1, help="processes of megappo")
     parser.add_argument("--threads", type=int, default=cores, help="of each side, all processes together")
     parser.add_argument("--precision", choices=["mixed", "bfloat16", "float32"], default="mixed", help="of TRL")
+    parser.add_argument("--trl-microbatch", type=int, metavar="N", help="sequences; default: a minibatch")
     lengths = ["full:64", "even:1-64", "tail:32-256"]
     parser.add_argument("--lengths", nargs="+", default=lengths, metavar="PROFILE", help="of responses, in tokens")
     parser.add_argument("--warmup", type=int, default=1, help="rounds that are not counted")
@@ -225,7 +238,11 @@ def plan_run(arguments: argparse.Namespace, directory: str) -> tuple[Run, Config
     run = Run(arguments.config, given, directory, profile, arguments.precision, arguments.threads, seed=1)
     config = run.read()
     check(config)
-    return run, config
+    minibatch = config.actor.minibatch_sequences
+    microbatch = arguments.trl_microbatch or minibatch
+    if minibatch % microbatch:
+        raise ValueError(f"--trl-microbatch {microbatch} does not divide the minibatch of {minibatch}; change one")
+    return replace(run, trl_microbatch=microbatch), config
 
 
 def compare(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -261,9 +278,10 @@ def main() -> int:
             return 2
         document |= {"config": arguments.config, "overrides": arguments.overrides, **versions("trl")}
         document |= {"ranks": arguments.ranks, "threads": arguments.threads}
-    document |= found
-    if found["rows"]:
-        print_rows(read_rows(found))
+    rows = read_rows(found["rows"])
+    document |= {**found, "rows": [asdict(row) for row in rows]}
+    if rows:
+        print_rows(rows)
     if found["curves"]:
         print(Comparison.of([Curve(**curve) for curve in found["curves"]]).words)
     if arguments.json is not None:

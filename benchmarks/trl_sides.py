@@ -42,6 +42,8 @@ class Run:
     threads: int
     """Of all processes of a side together."""
     seed: int
+    trl_microbatch: int = 0
+    """Sequences that TRL takes at a time."""
 
     def read(self) -> Config:
         """The configuration. Raises ConfigError."""
@@ -251,8 +253,8 @@ def _trl_trainer(config: Config, run: Run, tokenizer: Any, stop: int, judge: _Ju
     batch = config.rollout.batch_sequences
     settings = ppo.PPOConfig(
         output_dir=config.run.directory, report_to="none", save_strategy="no", disable_tqdm=True, use_cpu=True,
-        seed=run.seed,
-        total_episodes=batch * 10**6, per_device_train_batch_size=batch, gradient_accumulation_steps=1,
+        seed=run.seed, total_episodes=batch * 10**6, per_device_train_batch_size=run.trl_microbatch,
+        gradient_accumulation_steps=batch // run.trl_microbatch,
         num_mini_batches=batch // config.actor.minibatch_sequences, num_ppo_epochs=config.actor.epochs,
         local_rollout_forward_batch_size=config.rollout.generate_batch_sequences, num_sample_generations=0,
         response_length=run.profile.longest, stop_token_id=stop, temperature=config.rollout.temperature,
@@ -270,10 +272,13 @@ def _trl_trainer(config: Config, run: Run, tokenizer: Any, stop: int, judge: _Ju
         groups, betas=(own.beta1, own.beta2), eps=own.eps, weight_decay=own.weight_decay, fused=True
     )
     constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _update: 1.0)
-    return ppo.PPOTrainer(
+    trainer = ppo.PPOTrainer(
         args=settings, processing_class=tokenizer, reward_model=judge, **models,
         train_dataset=[{"input_ids": [stop]}] * batch, optimizers=(optimizer, constant),
     )  # fmt: skip
+    # An update for each minibatch: TRL itself would make one for as many microbatches as there are in a whole step.
+    trainer.accelerator.gradient_accumulation_steps = config.actor.minibatch_sequences // run.trl_microbatch
+    return trainer
 
 
 def _trl_models(config: Config, run: Run) -> dict[str, Any]:

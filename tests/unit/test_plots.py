@@ -16,9 +16,11 @@ COMMAND = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "plots.py")
 MOST_BYTES = 60_000
 STAGES = ("rollout", "forward", "update_critic", "update_actor", "sync")
 TRL_ROWS = [
-    {"profile": profile, "precision": precision, "median_speed": 1.5, "trl_samples_per_second": 1.0,
+    {"profile": profile, "precision": precision, "ranks": ranks, "median_speed": 1.5, "trl_samples_per_second": 1.0,
      "megappo_samples_per_second": 1.5, "trl_peak_bytes": 8e9, "megappo_peak_bytes": 6e9}
-    for profile, precision in (("full:64", "mixed"), ("even:1-64", "mixed"), ("tail:32-256", "bfloat16"))
+    for profile, precision, ranks in (
+        ("full:64", "mixed", 1), ("even:1-64", "mixed", 2), ("tail:32-256", "bfloat16", 1)
+    )
 ]  # fmt: skip
 CURVES = [{"seed": seed, "trl": [0.1, 0.2, 0.5], "megappo": [0.1, 0.3, 0.4]} for seed in (1, 2)]
 SCALING = [

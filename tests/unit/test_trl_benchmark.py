@@ -8,21 +8,24 @@ import math
 import statistics
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.lengths import Forcing, Profile
-from benchmarks.sides import started
-from benchmarks.trl import Comparison, Curve
+from benchmarks.sides import Turn, started
+from benchmarks.trl import Comparison, Curve, Row, read_rows
 from megappo.config.model_files import read_architecture
 from megappo.engines.protocol import GenerateRequest, SamplingParams
 from megappo.engines.transformers_engine import TransformersEngine
 from unit.helpers_configurations import ROOT
 from unit.helpers_sides import two_steps
 
+SIDES = ("trl", "megappo")
 TINY = ROOT / "configs" / "models" / "tiny_arithmetic"
 COMMAND = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "trl.py")]
 SMALL = [
@@ -103,6 +106,18 @@ def test_curves_are_compared_in_standard_errors() -> None:
     assert "no number of standard errors" in Comparison.of([curve(1, 0.8, 0.7)]).words
 
 
+def test_rounds_of_several_runs_become_one_row() -> None:
+    def row(profile: str, *seconds: tuple[float, float]) -> dict[str, Any]:
+        turns = {name: [Turn(s[side], 1.0, int(s[side]), {}) for s in seconds] for side, name in enumerate(SIDES)}
+        return asdict(Row.of(profile, "mixed", 1, 8, turns))
+
+    first, other = read_rows([row("full:3", (6, 3), (8, 2)), row("even:1-3", (2, 2)), row("full:3", (3, 3))])
+    assert (first.profile, first.speeds, first.median_speed) == ("full:3", [2, 4, 1], 2)
+    assert (first.trl_samples_per_second, first.megappo_samples_per_second) == (8 / 6, 8 / 3)
+    assert (first.trl_peak_bytes, first.megappo_peak_bytes) == (8, 3)
+    assert (other.profile, other.speeds) == ("even:1-3", [1])
+
+
 def test_without_trl_one_sentence_says_how_to_get_it() -> None:
     code = "import sys, importlib.util; importlib.util.find_spec = lambda name: None; import benchmarks.trl as t; "
     done = subprocess.run(
@@ -118,12 +133,15 @@ def test_without_trl_one_sentence_says_how_to_get_it() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed; benchmarks/trl.py says how")
 def test_it_measures_and_saves_both_sides(tmp_path: Path) -> None:
     saved = tmp_path / "trl.json"
-    measured = [*SMALL, "--precision", "float32", "--lengths", "even:1-3", "--repeat", "3", "--json", str(saved)]
-    done = subprocess.run([*COMMAND, *measured], capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
+    measured = [*SMALL, "--precision", "float32", "--lengths", "even:1-3", "--repeat", "3", "--trl-microbatch", "2"]
+    done = subprocess.run(
+        [*COMMAND, *measured, "--json", str(saved)],
+        capture_output=True, text=True, timeout=300, check=False, cwd=ROOT,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     (row,) = json.loads(saved.read_text())["rows"]
     assert row["profile"] == "even:1-3" and "even:1-3" in done.stdout
-    for side in ("trl", "megappo"):
+    for side in SIDES:
         assert len(row[side]) == 3 and row[f"{side}_peak_bytes"] == max(turn["peak_bytes"] for turn in row[side])
         assert [turn["metrics"]["response_tokens"] for turn in row[side]] == [2.0] * 3
     speeds = [trl["seconds"] / own["seconds"] for trl, own in zip(row["trl"], row["megappo"], strict=True)]
