@@ -95,7 +95,8 @@ class Assumptions:
     table 5)."""
     measured_compute_share: float = 0.6
     """Of the FLOP/s of one product of a measured CPU, in whole layers: attention, norms, rope and softmax are slower.
-    This and the three below were seen in steps of SmolLM2-135M's shapes with 8 layers (2026-11-23, AVX512-BF16)."""
+    This and the three below fit CPU seconds of one thread, on cores that others used too, in steps of two sizes of
+    SmolLM2-135M's shapes with 8 layers (AVX512-BF16)."""
     measured_decode_share: float = 0.5
     """The same in generation, whose products have a few rows."""
     measured_launch_seconds_per_layer: float = 0.8e-3
