@@ -238,7 +238,8 @@ def main() -> int:
         found["answers"] = [
             {**asdict(a), "per_second": a.per_second, "per_cpu_second": a.per_cpu_second} for a in answers
         ]
-        given.json.write_text(json.dumps({"model": str(given.folder), "where": where, **versions(), **found}, indent=2))
+        document = {"benchmark": "rollout", "model": str(given.folder), "where": where, **versions(), **found}
+        given.json.write_text(json.dumps(document, indent=2))
     return 0
 
 

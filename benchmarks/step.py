@@ -17,15 +17,20 @@ import platform
 import statistics
 import sys
 import tempfile
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 from megappo.config import Config, ConfigError, derive_run, load_config  # noqa: E402
 from megappo.plan.here import resolve_here  # noqa: E402
+
+if TYPE_CHECKING:
+    from megappo.ppo.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -40,8 +45,19 @@ class StageTiming:
     samples_per_second: float
 
 
-def run_steps(config: Config, warmup: int, repeat: int) -> list[dict[str, float]] | None:
-    """The metrics of the counted steps on the main rank, None elsewhere."""
+QUIET = ("evaluation=null", "data.validation=null", "logging.console=quiet", "logging.tensorboard=false")
+"""Overrides of a run that is measured: nothing happens beside its steps."""
+
+
+def configuration(path: str, overrides: Sequence[str], directory: str) -> Config:
+    """A configuration as it is measured, with a directory of its own. Raises ConfigError."""
+    place = [f"run.directory={directory}", "run.export_final_model=false"]
+    return resolve_here(load_config(path, [*QUIET, *overrides, *place]))
+
+
+@contextmanager
+def running(config: Config) -> Iterator[Trainer]:
+    """The trainer of a run on this rank, its engine with the actor's weights."""
     from megappo.ppo.parts import assemble
     from megappo.ppo.reporting import Reporter
     from megappo.ppo.trainer import Trainer
@@ -53,15 +69,23 @@ def run_steps(config: Config, warmup: int, repeat: int) -> list[dict[str, float]
         try:
             trainer = Trainer(parts, reporter)
             trainer.sync_weights()
-            counted = []
-            for step in range(1, warmup + repeat + 1):
-                trainer.step = step
-                trainer.ppo_step()
-                if step > warmup:
-                    counted.append(dict(trainer.metrics))
+            yield trainer
         finally:
             parts.close()
-        return counted if runtime.is_main else None
+
+
+def next_step(trainer: Trainer) -> dict[str, float]:
+    """Train for one more step; its metrics, those of all ranks on the main one."""
+    trainer.step += 1
+    trainer.ppo_step()
+    return dict(trainer.metrics)
+
+
+def run_steps(config: Config, warmup: int, repeat: int) -> list[dict[str, float]] | None:
+    """The metrics of the counted steps on the main rank, None elsewhere."""
+    with running(config) as trainer:
+        steps = [next_step(trainer) for _ in range(warmup + repeat)]
+        return steps[warmup:] if trainer.parts.runtime.is_main else None
 
 
 def summarise(steps: list[dict[str, float]]) -> list[StageTiming]:
@@ -81,6 +105,13 @@ def summarise(steps: list[dict[str, float]]) -> list[StageTiming]:
     return rows
 
 
+def outside_share(steps: list[dict[str, float]]) -> float:
+    """Of a step's seconds, what is neither generation nor in the stages of the models: rewards, advantages, the weight
+    sync, logging, and whatever no stage is named after; the median step's."""
+    within = ("time/rollout", "time/forward", "time/update_critic", "time/update_actor")
+    return statistics.median(1 - sum(step.get(name, 0.0) for name in within) / step["time/step"] for step in steps)
+
+
 def print_rows(rows: list[StageTiming], title: str) -> None:
     """A table on the terminal."""
     from rich.console import Console
@@ -97,14 +128,14 @@ def print_rows(rows: list[StageTiming], title: str) -> None:
     Console().print(table)
 
 
-def versions() -> dict[str, str]:
-    """What the figures were measured with."""
+def versions(*more: str) -> dict[str, str]:
+    """What the figures were measured with, these packages among it."""
     from importlib.metadata import version
 
     import torch
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores"
-    packages = {name: version(name) for name in ("torch", "megatron-core", "transformers")}
+    packages = {name: version(name) for name in ("torch", "megatron-core", "transformers", *more)}
     return {"device": device, "python": platform.python_version(), **packages}
 
 
@@ -116,12 +147,9 @@ def main() -> int:
     parser.add_argument("--repeat", type=int, default=5, help="steps that are counted")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here too")
     arguments = parser.parse_intermixed_args()
-    quiet = ["evaluation=null", "data.validation=null", "logging.console=quiet", "logging.tensorboard=false"]
     with tempfile.TemporaryDirectory() as directory:
-        place = [f"run.directory={directory}", "run.export_final_model=false"]
         try:
-            config = load_config(arguments.config, [*quiet, *arguments.overrides, *place])
-            config = resolve_here(config)
+            config = configuration(arguments.config, arguments.overrides, directory)
             steps = run_steps(config, arguments.warmup, arguments.repeat)
         except ConfigError as error:
             print(f"step.py: error: {error}", file=sys.stderr)
@@ -130,8 +158,12 @@ def main() -> int:
         return 0
     rows = summarise(steps)
     print_rows(rows, f"{config.run.name}: {arguments.repeat} steps after {arguments.warmup} of warm-up")
+    share = outside_share(steps)
+    print(f"outside of generation and models: {share:.1%} of a step")
     if arguments.json is not None:
-        report = {"config": arguments.config, "overrides": arguments.overrides, **versions()}
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        report = {"benchmark": "step", "config": arguments.config, "overrides": arguments.overrides, **versions()}
+        report |= {"ranks": ranks, "outside_share": share}
         arguments.json.write_text(json.dumps({**report, "stages": [asdict(r) for r in rows]}, indent=2))
     return 0
 

@@ -282,7 +282,8 @@ def main() -> int:
     where = f"{ranks} rank{'s' * (ranks > 1)}, {arguments.threads} thread{'s' * (arguments.threads > 1)} in all"
     print_rows(rows, f"{size.samples} samples of {lengths} tokens, {where}, medians of {arguments.repeat}")
     if arguments.json is not None:
-        report = {"config": arguments.config, "overrides": arguments.overrides, "ranks": ranks, **versions()}
+        report = {"benchmark": "update", "config": arguments.config, "overrides": arguments.overrides}
+        report |= {"ranks": ranks, **versions()}
         report |= {"threads": arguments.threads, "size": asdict(size), "rows": [asdict(r) for r in rows]}
         arguments.json.write_text(json.dumps(report, indent=2))
     return 0

@@ -1,8 +1,8 @@
 """FLOPs, bytes moved and seconds of each stage of a step.
 
 A stage is as slow as the slowest of its arithmetic, its memory traffic and the host that starts its kernels (Williams
-et al. 2009, the roofline model), plus its communication, of which only sums and gathers over replicas run beside
-kernels.
+et al. 2009, the roofline model), or on a measured CPU, which does one thing after the other, their sum; plus its
+communication, of which only sums and gathers over replicas run beside kernels.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ _LAUNCHES_OF_EXPERTS, _LAUNCHES_OF_REPLAY = 1.2, 0.3
 experts, where a layer without has 41 with its norms, rope and SwiGLU in kernels of their own."""
 _TRAINING_PASSES = {"none": 3, "selective": 3, "full": 4}
 """Of a microbatch in an update, by recomputation, in units of a forward pass: backward is two."""
+_PASSES_OVER_VOCABULARY, _PASSES_OVER_VOCABULARY_MEASURED, _WEIGHT_READS_MEASURED = 8, 36, 2
+"""Of float32 scores for each token that the embedded engine samples, on a measured CPU in units of a copy's speed: its
+exponentials and sums are no copies, and products of a few rows read weights at half of it."""
 _BUCKET_ELEMENTS, _BUCKET_ELEMENTS_OF_A_REPLICA = 40_000_000, 1_000_000
 
 
@@ -50,10 +53,10 @@ class StageCost:
 class _StageWork:
     """Adds up the work of a stage on its busiest rank."""
 
-    def __init__(self, machine: Machine, dtype_bytes: int) -> None:
+    def __init__(self, machine: Machine, dtype_bytes: int, compute_share: float | None = None) -> None:
         self.machine = machine
         self.flops = self.memory_bytes = self.link_bytes = self.hidden_seconds = self.host_bytes = 0.0
-        self._compute_rate = machine.flops(dtype_bytes) * ASSUMED.compute_share
+        self._compute_rate = machine.flops(dtype_bytes) * (compute_share or machine.compute_share)
         self._seconds = dict.fromkeys(("compute", "memory", "launches", "links", "host"), 0.0)
 
     def run(self, *, flops: float, memory_bytes: float, layers: float, times: float = 1.0) -> float:
@@ -61,13 +64,15 @@ class _StageWork:
         the seconds of one time."""
         bounds = {
             "compute": flops / self._compute_rate,
-            "memory": memory_bytes / (self.machine.memory_bandwidth * ASSUMED.bandwidth_share),
-            "launches": layers * ASSUMED.launch_seconds_per_layer,
+            "memory": memory_bytes / (self.machine.memory_bandwidth * self.machine.bandwidth_share),
+            "launches": layers * self.machine.launch_seconds_per_layer,
         }
-        slowest = max(bounds, key=lambda name: bounds[name])
-        self._seconds[slowest] += times * bounds[slowest]
         self.memory_bytes += times * memory_bytes
-        return bounds[slowest]
+        slowest = max(bounds, key=lambda name: bounds[name])
+        counted = tuple(bounds) if self.machine.is_measured else (slowest,)
+        for name in counted:
+            self._seconds[name] += times * bounds[name]
+        return sum(bounds[name] for name in counted)
 
     def send(self, n_bytes: float, *, inside_node: bool, times: float = 1.0, beside: float = 0.0) -> None:
         """Bytes that a rank sends, each time beside so many seconds of kernels."""
@@ -298,8 +303,12 @@ def rollout_cost(arch: ArchitectureConfig, work: Workload, machine: Machine) -> 
     if work.servers is not None:
         return _served_rollout(arch, work.servers, work, machine)
     e = work.engine_dtype_bytes
-    spent = _StageWork(machine, e)
+    spent = _StageWork(machine, e, machine.decode_share)
     total, _, _ = model_sizes(arch)
+    reads, passes, between = 1, _PASSES_OVER_VOCABULARY, 0
+    if machine.is_measured:
+        reads, passes = _WEIGHT_READS_MEASURED, _PASSES_OVER_VOCABULARY_MEASURED
+        between = ASSUMED.measured_layers_between_tokens
     kv_bytes = 2.0 * e * arch.layers * arch.key_width
     groups = arch.heads // arch.kv_heads
     traffic = kv_bytes * (3 if groups == 1 else 3 + 2 * groups)
@@ -312,8 +321,9 @@ def rollout_cost(arch: ArchitectureConfig, work: Workload, machine: Machine) -> 
         prefills, step = [batch * _prefill_flops(arch, before) for before in turns], batch * of_token
         for prefill in prefills:  # what was said before a turn is computed again for it
             spent.run(flops=prefill, memory_bytes=e * total, layers=arch.layers, times=same)
-        step_bytes = e * total + batch * (context * traffic + 8 * 4 * arch.vocab_size)
-        spent.run(flops=step, memory_bytes=step_bytes, layers=arch.layers, times=same * work.response_tokens)
+        step_bytes = reads * e * total + batch * (context * traffic + passes * 4 * arch.vocab_size)
+        layers, times = arch.layers + between, same * work.response_tokens
+        spent.run(flops=step, memory_bytes=step_bytes, layers=layers, times=times)
         spent.flops += same * (sum(prefills) + work.response_tokens * step) * work.world_size
         remaining -= same * batch
     return spent.cost("rollout")

@@ -11,6 +11,7 @@ from megappo.config.load import read_text
 from megappo.config.yaml_core import parse_yaml
 from megappo.errors import ConfigError, either, nearest_word, show
 from megappo.plan.machines import MACHINES, Machine
+from megappo.plan.measured import HERE, measure_here
 
 _TEXTS = ("words", "kind")
 _KINDS = ("gpu", "cpu")
@@ -31,17 +32,19 @@ _MOST = 1e9
 
 
 def find_machine(text: str) -> Machine:
-    """The machine of a name, or the one that a YAML file describes.
+    """The machine of a name, the one that a YAML file describes, or for `here` this one's CPU, measured.
 
     Raises ConfigError for a name that is not in the table, and for a file that describes none.
     """
     if text in MACHINES:
         return MACHINES[text]
+    if text == HERE:
+        return measure_here()
     if text.endswith((".yaml", ".yml")) or "/" in text:
         return read_machine(Path(text))
     raise ConfigError(
-        f"--machine is {show(text)}, must be {either(MACHINES)}, or a YAML file that describes one, such as "
-        f"configs/machines/rtx4090.yaml; the nearest is '{nearest_word(text, list(MACHINES))}'"
+        f"--machine is {show(text)}, must be {either((*MACHINES, HERE))}, or a YAML file that describes one, such as "
+        f"configs/machines/rtx4090.yaml; the nearest is '{nearest_word(text, [*MACHINES, HERE])}'"
     )
 
 

@@ -31,6 +31,29 @@ class Machine:
     host_bandwidth: float = 32e9
     """Between a device and the host's memory; where nothing is said, that of PCIe Gen4 x16. Without CUDA: between
     memory and a file in memory."""
+    is_measured: bool = False
+    """The figures are what a CPU was seen to reach, not what a data sheet says. Its operations run one after the other,
+    so that arithmetic, traffic and the host's time add up instead of hiding behind the slowest."""
+
+    @property
+    def compute_share(self) -> float:
+        """Of `flops`, in the matrix products of a layer and what stands between them."""
+        return ASSUMED.measured_compute_share if self.is_measured else ASSUMED.compute_share
+
+    @property
+    def decode_share(self) -> float:
+        """The same in generation."""
+        return ASSUMED.measured_decode_share if self.is_measured else ASSUMED.compute_share
+
+    @property
+    def launch_seconds_per_layer(self) -> float:
+        """Host time of one layer forward."""
+        return ASSUMED.measured_launch_seconds_per_layer if self.is_measured else ASSUMED.launch_seconds_per_layer
+
+    @property
+    def bandwidth_share(self) -> float:
+        """Of `memory_bandwidth`."""
+        return 1.0 if self.is_measured else ASSUMED.bandwidth_share
 
     def flops(self, dtype_bytes: int) -> float:
         """Peak FLOP/s in a type of so many bytes."""
@@ -70,6 +93,16 @@ class Assumptions:
     compute_share: float = 0.4
     """Of the peak FLOP/s, in matrix products of a layer. Megatron-LM reports 0.42 to 0.56 (Korthikanti et al. 2022,
     table 5)."""
+    measured_compute_share: float = 0.6
+    """Of the FLOP/s of one product of a measured CPU, in whole layers: attention, norms, rope and softmax are slower.
+    This and the three below fit CPU seconds of one thread, on cores that others used too, in steps of two sizes of
+    SmolLM2-135M's shapes with 8 layers (AVX512-BF16)."""
+    measured_decode_share: float = 0.5
+    """The same in generation, whose products have a few rows."""
+    measured_launch_seconds_per_layer: float = 0.8e-3
+    """Of transformers' layer on a CPU, whose norms and rope are several operations."""
+    measured_layers_between_tokens: int = 5
+    """What `generate` does between two tokens takes as long as the launches of so many layers."""
     bandwidth_share: float = 0.7
     """Share of the memory bandwidth that is reached."""
     link_share: float = 0.7
@@ -94,11 +127,13 @@ class Assumptions:
     process_reserve_bytes: float = 1e9
     """Python and its libraries, of a rank on a CPU."""
 
-    def sentence(self) -> str:
+    def sentence(self, machine: Machine) -> str:
         """The assumptions as they stand under a plan."""
+        reached = "measured" if machine.is_measured else "peak"
         return (
-            f"assumed: {self.compute_share:.0%} of peak FLOP/s, {self.bandwidth_share:.0%} of memory bandwidth, "
-            f"{self.link_share:.0%} of link bandwidth, {1e3 * self.launch_seconds_per_layer:g} ms of host time per "
+            f"assumed: {machine.compute_share:.0%} of {reached} FLOP/s, "
+            f"{machine.bandwidth_share:.0%} of memory bandwidth, "
+            f"{self.link_share:.0%} of link bandwidth, {1e3 * machine.launch_seconds_per_layer:g} ms of host time per "
             "layer and forward pass (none when SGLang decodes on GPUs, where a small all-reduce takes "
             f"{1e6 * self.small_all_reduce_seconds:g} us, between nodes "
             f"{1e6 * self.small_all_reduce_between_nodes_seconds:g}, and deterministic inference "

@@ -148,7 +148,7 @@ def make_plan(config: Config, models: Models, machine: Machine, gpus: int) -> Pl
         stopping=stopping(setup, stages, share, seconds),
         verdict=_verdict(fullest, share.usable_bytes, fits),
         bottleneck=_bottleneck(stages, seconds),
-        assumptions=ASSUMED.sentence(),
+        assumptions=ASSUMED.sentence(machine),
     )
 
 

@@ -244,7 +244,8 @@ def test_the_step_benchmark(tmp_path: Path) -> None:
         assert 0 < row["min_seconds"] <= row["median_seconds"] <= row["max_seconds"]
         assert row["samples_per_second"] == pytest.approx(400 / row["median_seconds"])
     assert stages["step"]["median_seconds"] > stages["update_actor"]["median_seconds"]
-    assert "update_actor" in done.stdout
+    assert "update_actor" in done.stdout and "outside of generation and models" in done.stdout
+    assert 0 < report["outside_share"] < 1
 
 
 LISTENERS = """

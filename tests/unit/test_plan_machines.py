@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,11 +14,12 @@ import pytest
 import torch
 
 from megappo.cli import main
-from megappo.config import ConfigError
+from megappo.config import ConfigError, load_config
 from megappo.observe.throughput import peak_flops
 from megappo.plan.here import this_machine
 from megappo.plan.machine_file import find_machine
 from megappo.plan.machines import ASSUMED, MACHINES
+from megappo.plan.planner import make_plan, read_models
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "configs" / "machines" / "rtx4090.yaml"
@@ -91,9 +93,49 @@ def test_shares_of_a_machine() -> None:
 
 
 def test_assumptions_are_told() -> None:
-    told = ASSUMED.sentence()
-    figures = re.findall(r"(?<![\w.])[\d.]+(?:%| ms| us| GB/s| GB)", told)
-    assert figures == ["40%", "70%", "70%", "0.4 ms", "10 us", "2 GB/s", "50 GB/s", "95%", "3 GB", "1 GB"]
+    measured = dataclasses.replace(MACHINES["cpu"], is_measured=True)
+    for machine, shares in (
+        (MACHINES["h100"], ["40%", "70%", "70%", "0.4 ms"]),
+        (measured, ["60%", "100%", "70%", "0.8 ms"]),
+    ):
+        told = ASSUMED.sentence(machine)
+        figures = re.findall(r"(?<![\w.])[\d.]+(?:%| ms| us| GB/s| GB)", told)
+        assert figures == [*shares, "10 us", "2 GB/s", "50 GB/s", "95%", "3 GB", "1 GB"]
+        assert ("of measured FLOP/s" in told) == machine.is_measured
+
+
+def test_this_machines_cpu_is_measured_where_it_is_named() -> None:
+    threads = torch.get_num_threads()
+    here = find_machine("here")
+    assert torch.get_num_threads() == threads
+    assert here.is_measured and here.shared_by_ranks and not here.is_cuda
+    assert here.memory_bytes == psutil.virtual_memory().total and "this machine, measured: " in here.words
+    x = torch.ones(512, 768)
+    start = time.perf_counter()
+    for _ in range(20):
+        torch.nn.functional.linear(x, torch.ones(2048, 768))
+    once = 20 * 2 * 512 * 768 * 2048 / (time.perf_counter() - start)
+    # Loosely, as others compute here too; the fastest of a few calls is no slower than the mean of many.
+    assert once / 3 < here.float32_flops < 1e14 and 1e9 < here.bfloat16_flops < 1e15
+    assert 1e8 < here.memory_bandwidth < 1e12
+
+
+def test_on_a_measured_machine_everything_adds_up() -> None:
+    """Arithmetic, traffic and the host's time: where one of them costs nothing, the others stay what they are."""
+    config = load_config(str(ROOT / "configs" / "smollm2_arithmetic.yaml"))
+    models = read_models(config, ROOT / "configs" / "models").models
+
+    def seconds(*, bfloat16_flops: float = 1e12, memory_bandwidth: float = 1e10) -> list[float]:
+        machine = dataclasses.replace(
+            MACHINES["cpu"], is_measured=True, bfloat16_flops=bfloat16_flops, memory_bandwidth=memory_bandwidth
+        )
+        return [stage.seconds for stage in make_plan(config, models, machine, 2).stages[:-1]]
+
+    whole, rest = seconds(), seconds(bfloat16_flops=1e30, memory_bandwidth=1e30)
+    no_products, no_traffic = seconds(bfloat16_flops=1e30), seconds(memory_bandwidth=1e30)
+    for of_all, traffic, products, of_rest in zip(whole, no_products, no_traffic, rest, strict=True):
+        assert of_all == pytest.approx(traffic + products - of_rest)
+        assert of_rest < min(traffic, products) and max(traffic, products) < of_all
 
 
 def test_the_machine_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:

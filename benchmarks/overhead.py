@@ -1,0 +1,226 @@
+#!/usr/bin/env python3
+"""What does a step cost beside generation and models, for each sample?
+
+Usage: python benchmarks/overhead.py CONFIG [key=value ...] [--samples 64 256 1024 4096] [--repeat 5] [--json FILE]
+
+Whole steps of the trainer in one process, whose engine and models answer at once: prompts, requests, responses as
+tensors and texts, rewards, samples sent and microbatches planned, advantages, whitening, reports, samples.jsonl and
+metrics. What is left out is arithmetic of models, generation and the copy of weights, which `benchmarks/step.py` times.
+Prints CPU milliseconds of this process for each sample, reward workers left out, and the seconds of each stage. A step
+has as many updates as the configuration says, on one rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+
+import torch  # noqa: E402
+
+from benchmarks.control_plane import Echo, Size, placement  # noqa: E402
+from benchmarks.step import configuration, next_step, versions  # noqa: E402
+from megappo.config import Config, ConfigError, derive_run  # noqa: E402
+from megappo.config.model_files import load_tokenizer  # noqa: E402
+from megappo.data import Cursor, PromptDataset  # noqa: E402
+from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams  # noqa: E402
+from megappo.plan.planner import read_models  # noqa: E402
+from megappo.ppo.parts import Parts  # noqa: E402
+from megappo.ppo.reporting import Reporter  # noqa: E402
+from megappo.ppo.trainer import Trainer  # noqa: E402
+from megappo.rewards.scorer import RewardScorer  # noqa: E402
+from megappo.runtime.interrupts import NeverStop  # noqa: E402
+from megappo.runtime.process import Runtime, start_runtime  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Row:
+    """Steps of one size."""
+
+    samples: int
+    cpu_seconds: list[float]
+    """Of whole steps."""
+    seconds: list[float]
+    """The same, waiting included."""
+    cpu_seconds_per_sample: float
+    """The median's."""
+    stages: dict[str, float]
+    """Median seconds of each stage, waiting included."""
+
+
+class EchoEngine:
+    """An engine that has said everything already."""
+
+    def __init__(self, response_tokens: int, vocabulary: int) -> None:
+        g = torch.Generator().manual_seed(5)
+        self._tokens = torch.randint(vocabulary, (2 * response_tokens,), generator=g).tolist()
+        self._length = response_tokens
+        self.version = 0
+        self.on_tokens = lambda: None
+
+    def generate(
+        self,
+        requests: Sequence[GenerateRequest],
+        params: SamplingParams,
+        done: MutableMapping[int, Completion] | None = None,
+    ) -> list[Completion]:
+        """Of different lengths, half as long on average as the longest."""
+        lengths = [1 + request.seed % self._length for request in requests]
+        return [Completion(tuple(self._tokens[n : 2 * n]), (0.0,) * n, False, self.version) for n in lengths]
+
+    def update_weights(self, _named_tensors: Any, version: int) -> None:
+        """Nothing comes."""
+        self.version = version
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class _NoWeights:
+    total_bytes = 0
+
+
+def make_trainer(config: Config, runtime: Runtime, tokens: int) -> Trainer:
+    """The trainer of a run whose engine and models answer at once."""
+    models = read_models(config, ROOT / "configs" / "models").models
+    samples = config.rollout.batch_sequences
+    size = Size(1, samples, tokens)
+    actor = Echo(placement("actor", config, size), models.actor, runtime)
+    critic = Echo(placement("critic", config, size), models.critic, runtime) if config.critic is not None else None
+    tokenizer = load_tokenizer(config.model)
+    prompts = PromptDataset(config.data.train, config.data, tokenizer)
+    given: dict[str, Any] = dict.fromkeys(Parts.__dataclass_fields__)
+    given |= {
+        "config": config,
+        "derived": derive_run(config, 1),
+        "runtime": runtime,
+        "tokenizer": tokenizer,
+        "stop_token_ids": (),
+        "train_prompts": prompts,
+        "cursor": Cursor(len(prompts), config.run.seed, config.data.shuffle, fingerprint=prompts.fingerprint),
+        "reward": RewardScorer(config.reward, runtime.device),
+        "engine": EchoEngine(config.rollout.max_response_tokens, models.actor.vocab_size),
+        "actor": actor,
+        "critic": critic,
+        "reference": actor if config.reference is not None else None,
+        "weights": _NoWeights(),
+        "stop": NeverStop(),
+        "origins": (),
+    }
+    trainer = Trainer(Parts(**given), Reporter(config, given["derived"], runtime))
+    trainer.step = config.critic.warmup_steps if config.critic is not None else 0
+    trainer.sync_weights()
+    return trainer
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """A look of the garbage collector at everything that was ever imported is no sample's cost."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def measure(config: Config, runtime: Runtime, tokens: int, repeat: int) -> Row:
+    """Steps of one size, after one that is not counted."""
+    trainer = make_trainer(config, runtime, tokens)
+    cpu, wall, stages = [], [], list[dict[str, float]]()
+    try:
+        next_step(trainer)
+        with undisturbed():
+            for _ in range(repeat):
+                cpu_start, start = time.process_time(), time.perf_counter()
+                metrics = next_step(trainer)
+                trainer.reporter.log(trainer.step, metrics)
+                cpu.append(time.process_time() - cpu_start)
+                wall.append(time.perf_counter() - start)
+                stages.append({n.removeprefix("time/"): x for n, x in metrics.items() if n.startswith("time/")})
+    finally:
+        trainer.reporter.close()
+        trainer.parts.reward.close()
+    medians = {name: statistics.median(step[name] for step in stages) for name in stages[0]}
+    samples = config.rollout.batch_sequences
+    return Row(samples, cpu, wall, statistics.median(cpu) / samples, medians)
+
+
+def sized(given: Config, samples: int) -> list[str]:
+    """Overrides by which a step has so many samples, in as many updates as before."""
+    per_prompt = given.rollout.samples_per_prompt
+    size = given.rollout.batch_sequences
+    minibatches = {name: max(1, samples * role.minibatch_sequences // size) for name, role in given.trained.items()}
+    return [
+        f"rollout.prompts_per_step={samples // per_prompt}",
+        *(f"{name}.minibatch_sequences={n}" for name, n in minibatches.items()),
+        *(f"{name}.layout={{}}" for name in given.trained),
+        "algorithm.mismatch_stop_nats=1e9",
+        "algorithm.mismatch_warn_nats=1e9",
+    ]
+
+
+def measure_all(path: str, overrides: Sequence[str], arguments: argparse.Namespace) -> list[Row]:
+    """A row for each number of samples. Raises ConfigError."""
+    rows = []
+    with tempfile.TemporaryDirectory() as directory:
+        given = configuration(path, overrides, directory)
+        with start_runtime(given.runtime) as runtime:
+            for samples in arguments.samples:
+                own = [*overrides, *sized(given, samples), "logging.tensorboard=true"]
+                config = configuration(path, own, f"{directory}/{samples}")
+                rows.append(measure(config, runtime, given.max_sequence_tokens, arguments.repeat))
+    return rows
+
+
+def print_rows(rows: Sequence[Row], title: str) -> None:
+    """A table on the terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title)
+    stages = [name for name in rows[0].stages if name != "step"]
+    for column in ("samples", "CPU s", "min", "max", "CPU ms a sample", *stages):
+        table.add_column(column, justify="right")
+    for r in rows:
+        cpu = (f"{x:.3f}" for x in (statistics.median(r.cpu_seconds), min(r.cpu_seconds), max(r.cpu_seconds)))
+        of_stages = (f"{r.stages[name]:.3f}" for name in stages)
+        table.add_row(str(r.samples), *cpu, f"{1e3 * r.cpu_seconds_per_sample:.3f}", *of_stages)
+    Console(width=120).print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("config", metavar="CONFIG")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--samples", type=int, nargs="+", default=[64, 256, 1024, 4096], help="of a step")
+    parser.add_argument("--repeat", type=int, default=5, help="steps that are counted")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here too")
+    arguments = parser.parse_intermixed_args()
+    torch.set_num_threads(1)
+    try:
+        rows = measure_all(arguments.config, arguments.overrides, arguments)
+    except ConfigError as error:
+        print(f"overhead.py: error: {error}", file=sys.stderr)
+        return 2
+    print_rows(rows, f"{Path(arguments.config).stem}: a step whose engine and models answer at once")
+    if arguments.json is not None:
+        document = {"benchmark": "overhead", "config": arguments.config, "overrides": arguments.overrides, **versions()}
+        arguments.json.write_text(json.dumps(document | {"rows": [asdict(row) for row in rows]}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+#!/usr/bin/env python3
+"""Does a step take as long as `megappo plan` says?
+
+Usage: python benchmarks/planned.py CONFIG [key=value ...] [--machine here] [--ranks 2] [--sizes 16:32 32:64 32:128]
+           [--threads N] [--warmup 1] [--repeat 3] [--json FILE]
+
+Steps of a configuration at several sizes, samples of a step and tokens of each response, beside the plan of the same
+settings: seconds stage by stage, in the unit of what was planned. A plan takes every sample to be at its longest, so
+responses are forced to their full length here, and prompts are those of the longest length in the data. `here` is this
+machine's CPU, measured just before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:] = [str(ROOT), str(ROOT / "kernels"), *(p for p in sys.path if Path(p).resolve() != ROOT / "benchmarks")]
+
+from benchmarks.lengths import Profile  # noqa: E402
+from benchmarks.sides import Turn, started  # noqa: E402
+from benchmarks.step import versions  # noqa: E402
+from benchmarks.trl_sides import Run, megappo_side  # noqa: E402
+from megappo.config import Config  # noqa: E402
+from megappo.plan.machine_file import find_machine  # noqa: E402
+from megappo.plan.machines import Machine  # noqa: E402
+from megappo.plan.planner import make_plan, read_models  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Row:
+    """One size."""
+
+    words: str
+    machine: str
+    planned: dict[str, float]
+    """Seconds of each stage, and of the `step`."""
+    measured: dict[str, float]
+    """Medians."""
+    spread: dict[str, tuple[float, float]]
+    """The least and the most measured."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a step."""
+
+    samples: int
+    response_tokens: int
+
+    @classmethod
+    def read(cls, text: str) -> Size:
+        """From `32:64`. Raises ValueError for anything else."""
+        samples, _, tokens = text.partition(":")
+        if not (samples.isdecimal() and tokens.isdecimal() and int(samples) * int(tokens) > 0):
+            raise ValueError(f"'{text}' is no size; give samples and response tokens such as 32:64")
+        return cls(int(samples), int(tokens))
+
+    def overrides(self, given: Config, prompt_tokens: int) -> list[str]:
+        """The configuration at this size, with as many updates as before."""
+        per_prompt, before = given.rollout.samples_per_prompt, given.rollout.batch_sequences
+        return [
+            f"rollout.prompts_per_step={max(1, self.samples // per_prompt)}",
+            f"data.max_prompt_tokens={prompt_tokens}",
+            *(
+                f"{name}.minibatch_sequences={max(1, self.samples * role.minibatch_sequences // before)}"
+                for name, role in given.trained.items()
+            ),
+            "algorithm.mismatch_stop_nats=1e9",
+            "algorithm.mismatch_warn_nats=1e9",
+        ]
+
+
+def measure(run: Run, ranks: int, warmup: int, repeat: int) -> list[Turn]:
+    """Counted steps of one size."""
+    log = Path(run.directory, "log")
+    with started("megappo", megappo_side, (run,), ranks, max(1, run.threads // ranks), log) as side:
+        side.await_ready()
+        return [side.turn() for _ in range(warmup + repeat)][warmup:]
+
+
+def compare(config: Config, run: Run, size: Size, machine: Machine, arguments: argparse.Namespace) -> Row:
+    """One size, planned and measured. Raises ConfigError for what cannot run."""
+    models = read_models(config, Path(run.path).parent / "models").models
+    plan = make_plan(config, models, machine, arguments.ranks)
+    turns = measure(run, arguments.ranks, arguments.warmup, arguments.repeat)
+    planned = {stage.name: stage.seconds for stage in plan.stages} | {"step": plan.step_seconds}
+    seconds = {name: [turn.metrics[f"time/{name}"] for turn in turns] for name in planned}
+    words = f"{size.samples} x ({config.data.max_prompt_tokens} + {size.response_tokens}) tokens"
+    medians = {name: statistics.median(found) for name, found in seconds.items()}
+    return Row(words, machine.words, planned, medians, {name: (min(x), max(x)) for name, x in seconds.items()})
+
+
+def print_rows(rows: Sequence[Row], title: str) -> None:
+    """A table on the terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title)
+    for column in ("a step of", "stage", "planned s", "measured s", "min", "max", "planned/measured"):
+        table.add_column(column, justify="left" if column in ("a step of", "stage") else "right")
+    for row in rows:
+        for stage, planned in row.planned.items():
+            measured = row.measured[stage]
+            numbers = (planned, measured, *row.spread[stage])
+            ratio = f"{planned / measured:.2f}"
+            table.add_row(row.words if stage == "rollout" else "", stage, *(f"{x:.3f}" for x in numbers), ratio)
+    Console(width=110).print(table)
+
+
+def longest_prompt(config: Config) -> int:
+    """Tokens of the longest prompt in the data."""
+    from megappo.ppo.parts import training_prompts
+
+    prompts = training_prompts(config)
+    return max(len(prompts[i].token_ids) for i in range(len(prompts)))
+
+
+def compare_all(arguments: argparse.Namespace) -> list[Row]:
+    """Every size. Raises ValueError, ConfigError among them."""
+    sizes = [Size.read(text) for text in arguments.sizes]
+    rows = []
+    with tempfile.TemporaryDirectory() as directory:
+        threads = max(1, arguments.threads // arguments.ranks)
+        given = (*arguments.overrides, f"runtime.threads_per_rank={threads}")
+        first = Run(arguments.config, given, directory, Profile("full", 1), "", arguments.threads, seed=1)
+        before = first.read()
+        prompt_tokens = longest_prompt(before)
+        machine = find_machine(arguments.machine)
+        for number, size in enumerate(sizes):
+            own = (*given, *size.overrides(before, prompt_tokens))
+            place, profile = f"{directory}/{number}", Profile("full", size.response_tokens)
+            run = Run(arguments.config, own, place, profile, "", arguments.threads, seed=1)
+            rows.append(compare(run.read(), run, size, machine, arguments))
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("config", metavar="CONFIG")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--machine", default="here", help="as for `megappo plan`")
+    parser.add_argument("--ranks", type=int, default=cores, help="processes")
+    parser.add_argument("--threads", type=int, default=cores, help="of all processes together")
+    parser.add_argument("--sizes", nargs="+", default=["16:32", "32:64", "32:128"], metavar="SAMPLES:TOKENS")
+    parser.add_argument("--warmup", type=int, default=1, help="steps that are not counted")
+    parser.add_argument("--repeat", type=int, default=3, help="steps that are counted")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here too")
+    arguments = parser.parse_intermixed_args()
+    try:
+        rows = compare_all(arguments)
+    except ValueError as error:
+        print(f"planned.py: error: {error}", file=sys.stderr)
+        return 2
+    print_rows(rows, f"{Path(arguments.config).stem} on {rows[0].machine}, {arguments.ranks} ranks")
+    if arguments.json is not None:
+        document = {"benchmark": "planned", "config": arguments.config, "overrides": arguments.overrides, **versions()}
+        document |= {"ranks": arguments.ranks, "threads": arguments.threads, "rows": [asdict(row) for row in rows]}
+        arguments.json.write_text(json.dumps(document, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+#!/usr/bin/env python3
+"""How does a step's time change with the number of processes?
+
+Usage: python benchmarks/scaling.py CONFIG [key=value ...] [--worlds 1 2 4] [--kinds weak strong] [--axis data]
+           [--threads 1] [--warmup 1] [--repeat 3] [--rounds 2] [--json FILE]
+
+Real steps of any configuration on one machine, in worlds that take turns. Strong: all worlds share out the
+configuration's step. Weak: every process has as much to do as one has with the configuration, so prompts and
+minibatches grow with the world. `--axis` says what more processes are used for: `data` leaves the configuration's
+layouts, whatever is left over being data parallel; `pipeline`, `tensor` and `context` put the whole world into one
+replica of actor and critic. Each process has `--threads` threads. Perfect scaling is that of as many cores as there
+are processes, or as there are in the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+
+from benchmarks.sides import Turn, Turns, started  # noqa: E402
+from benchmarks.step import configuration, next_step, running, versions  # noqa: E402
+from megappo.config import Config, ConfigError, derive_run, load_config  # noqa: E402
+
+KINDS = ("weak", "strong")
+AXES = ("data", "pipeline", "tensor", "context")
+
+
+@dataclass(frozen=True)
+class World:
+    """Processes and what they share."""
+
+    kind: str
+    processes: int
+    axis: str
+
+    def overrides(self, config: Config) -> Iterator[str]:
+        """What it changes of the configuration."""
+        times = self.processes if self.kind == "weak" else 1
+        yield f"rollout.prompts_per_step={times * config.rollout.prompts_per_step}"
+        for name, role in config.trained.items():
+            yield f"{name}.minibatch_sequences={times * role.minibatch_sequences}"
+            if self.axis != "data":
+                yield f"{name}.layout.{self.axis}_parallel={self.processes}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Steps of one world."""
+
+    kind: str
+    axis: str
+    processes: int
+    samples: int
+    """Of a step."""
+    tokens: float
+    """Of a step: the median."""
+    seconds: list[float]
+    median_seconds: float
+    samples_per_second: float
+    tokens_per_second: float
+    efficiency: float
+    """Tokens a second beside those of the smallest world, by the cores that both can use."""
+    peak_bytes: int
+    """Of all processes."""
+    stages: dict[str, float]
+    """Median seconds."""
+
+
+def side(turns: Turns, path: str, overrides: Sequence[str], directory: str) -> None:
+    """What each process of a world runs."""
+    with running(configuration(path, overrides, directory)) as trainer:
+        turns.ready()
+        while True:
+            turns.wait()
+            metrics = next_step(trainer)
+            shown = {name: x for name, x in metrics.items() if name.startswith("time/") or name == "step_tokens"}
+            turns.done(shown if trainer.parts.runtime.is_main else {})
+
+
+def measure(world: World, arguments: argparse.Namespace, directory: str) -> list[Turn]:
+    """The counted steps of a world in one round."""
+    config = load_config(arguments.config, arguments.overrides)
+    given = [*arguments.overrides, *world.overrides(config), f"runtime.threads_per_rank={arguments.threads}"]
+    derive_run(configuration(arguments.config, given, directory), world.processes)  # what breaks a rule is told here
+    name = f"{world.kind}-{world.processes}"
+    work, log = (arguments.config, given, f"{directory}/{name}"), Path(directory, f"{name}.log")
+    with started(f"{world.processes} processes", side, work, world.processes, arguments.threads, log) as of_world:
+        of_world.await_ready()
+        return [of_world.turn() for _ in range(arguments.warmup + arguments.repeat)][arguments.warmup :]
+
+
+def rows_of(turns: dict[World, list[Turn]], samples: int, cores: int, threads: int) -> list[Row]:
+    """A row for each world; `samples` are those of a step of one process."""
+    rows: list[Row] = []
+    for world, found in turns.items():
+        seconds = [turn.seconds for turn in found]
+        median = statistics.median(seconds)
+        in_step = samples * (world.processes if world.kind == "weak" else 1)
+        tokens = statistics.median(turn.metrics["step_tokens"] for turn in found)
+        per_core = tokens / median / min(cores, threads * world.processes)
+        smallest = next((row for row in rows if row.kind == world.kind), None)
+        best = per_core
+        if smallest is not None:
+            best = smallest.tokens_per_second / min(cores, threads * smallest.processes)
+        stages = {
+            name.removeprefix("time/"): statistics.median(turn.metrics[name] for turn in found)
+            for name in found[0].metrics
+            if name.startswith("time/")
+        }
+        rates = (in_step / median, tokens / median, per_core / best)
+        peak = max(turn.peak_bytes for turn in found)
+        shown = (world.kind, world.axis, world.processes, in_step, tokens, seconds, median)
+        rows.append(Row(*shown, *rates, peak, stages))
+    return rows
+
+
+def print_rows(rows: Sequence[Row], title: str) -> None:
+    """A table on the terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title)
+    columns = (
+        "scaling",
+        "processes",
+        "samples",
+        "median s",
+        "min s",
+        "max s",
+        "samples/s",
+        "tokens/s",
+        "of perfect",
+        "GB",
+    )
+    for column in columns:
+        table.add_column(column, justify="left" if column == "scaling" else "right")
+    for r in rows:
+        seconds = (f"{x:.2f}" for x in (r.median_seconds, min(r.seconds), max(r.seconds)))
+        rates = (f"{r.samples_per_second:.2f}", f"{r.tokens_per_second:.0f}", f"{r.efficiency:.0%}")
+        table.add_row(r.kind, str(r.processes), str(r.samples), *seconds, *rates, f"{r.peak_bytes / 1e9:.1f}")
+    Console(width=110).print(table)
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("config", metavar="CONFIG")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2, 4], metavar="N", help="processes")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--axis", choices=AXES, default="data", help="what more processes are used for")
+    parser.add_argument("--threads", type=int, default=1, help="of each process")
+    parser.add_argument("--warmup", type=int, default=1, help="steps of a world that are not counted, in each round")
+    parser.add_argument("--repeat", type=int, default=3, help="steps of a world that are counted, in each round")
+    parser.add_argument("--rounds", type=int, default=2, help="in each of which all worlds have a turn")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here too")
+    return parser.parse_intermixed_args()
+
+
+def main() -> int:
+    arguments = parse()
+    worlds = [World(kind, n, arguments.axis) for kind in arguments.kinds for n in sorted(arguments.worlds)]
+    turns: dict[World, list[Turn]] = {world: [] for world in worlds}
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            for number in range(arguments.rounds):
+                for world in worlds:
+                    twin = World(worlds[0].kind, world.processes, world.axis)
+                    if world.processes == 1 and twin != world:  # one process has the same to do in both
+                        turns[world] = turns[twin]
+                        continue
+                    turns[world] += measure(world, arguments, f"{directory}/{number}")
+            samples = load_config(arguments.config, arguments.overrides).rollout.batch_sequences
+        except ConfigError as error:
+            print(f"scaling.py: error: {error}", file=sys.stderr)
+            return 2
+    cores = len(os.sched_getaffinity(0))
+    rows = rows_of(turns, samples, cores, arguments.threads)
+    words = f"{arguments.threads} thread{'s' * (arguments.threads > 1)} each, {cores} cores"
+    print_rows(rows, f"{Path(arguments.config).stem}, {arguments.axis} parallel, {words}")
+    if arguments.json is not None:
+        document = {"benchmark": "scaling", "config": arguments.config, "overrides": arguments.overrides, **versions()}
+        document |= {"cores": cores, "threads": arguments.threads, "rows": [asdict(row) for row in rows]}
+        arguments.json.write_text(json.dumps(document, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""Programs that take turns on one machine: each side a group of processes that does one step whenever it is asked to.
+
+A side that is not asked waits for its pipe and takes no core. Its processes begin with an empty interpreter: nothing of
+the other side, nor of the program that compares them, is in their memory.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+_RESET_PEAK = "5"  # what proc(5) wants in clear_refs for VmHWM to begin anew
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One step of a side."""
+
+    seconds: float
+    """From the moment when it was asked for to the one when the last process was done."""
+    cpu_seconds: float
+    """Of all threads of all processes."""
+    peak_bytes: int
+    """Most memory that each process, those it started included, held during the step, summed up; what processes share
+    is counted in each."""
+    metrics: dict[str, float]
+    """What the first process says of the step."""
+
+
+class Turns:
+    """In a process of a side: when to begin a step, and that it is done."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._cpu = 0.0
+
+    def wait(self) -> None:
+        """Until a step is asked for. Ends the process where none will be."""
+        try:
+            self._pipe.recv()
+        except EOFError:
+            raise SystemExit(0) from None
+        _forget_peaks()
+        self._cpu = time.process_time()
+
+    def done(self, metrics: dict[str, float]) -> None:
+        """The step that was asked for is over."""
+        self._pipe.send((time.process_time() - self._cpu, _peak_bytes(), metrics))
+
+    def ready(self) -> None:
+        """Everything is loaded, and steps can be asked for."""
+        self._pipe.send(None)
+
+
+Work = Callable[..., None]
+"""What each process of a side runs: `work(turns, *arguments)`, importable by name."""
+
+
+@dataclass
+class Side:
+    """Processes that share a step."""
+
+    name: str
+    processes: list[BaseProcess]
+    pipes: list[Connection]
+    log: Path
+    """What they print."""
+    _asked: float = field(default=0.0, init=False)
+
+    def ask(self) -> None:
+        """Have a step done."""
+        self._asked = time.perf_counter()
+        for pipe in self.pipes:
+            pipe.send("step")
+
+    def answer(self) -> Turn:
+        """Wait until the step is done. Raises RuntimeError where a process ended instead."""
+        answers = [self._receive(pipe) for pipe in self.pipes]
+        seconds = time.perf_counter() - self._asked
+        cpu, peak, _ = zip(*answers, strict=True)
+        return Turn(seconds, sum(cpu), sum(peak), answers[0][2])
+
+    def turn(self) -> Turn:
+        """One step, from beginning to end."""
+        self.ask()
+        return self.answer()
+
+    def await_ready(self) -> None:
+        """Wait until all processes have loaded everything. Raises RuntimeError where one ended instead."""
+        for pipe in self.pipes:
+            self._receive(pipe)
+
+    def _receive(self, pipe: Connection) -> Any:
+        try:
+            return pipe.recv()
+        except EOFError:
+            text = self.log.read_text(errors="replace")[-3000:]
+            raise RuntimeError(f"a process of {self.name} ended; its last words:\n{text}") from None
+
+    def close(self) -> None:
+        """Let the processes end; those that do not are ended."""
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(timeout=60)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+@contextmanager
+def started(name: str, work: Work, arguments: tuple[Any, ...], ranks: int, threads: int, log: Path) -> Iterator[Side]:
+    """A side of so many processes, as `torchrun` would start them, with so many threads each."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    side = Side(name, [], [], log)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        for rank in range(ranks):
+            ours, theirs = context.Pipe()
+            world: dict[str, object] = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": ranks,
+                "LOCAL_WORLD_SIZE": ranks,
+            }
+            world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": threads}
+            environment = {key: str(value) for key, value in world.items()}
+            process = context.Process(target=_run, args=(work, theirs, environment, str(log), arguments))
+            process.start()
+            theirs.close()
+            side.processes.append(process)
+            side.pipes.append(ours)
+        yield side
+    finally:
+        side.close()
+
+
+def _run(work: Work, pipe: Connection, environment: dict[str, str], log: str, arguments: tuple[Any, ...]) -> None:
+    os.environ.update(environment)
+    sys.stdout.flush()
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    work(Turns(pipe), *arguments)
+
+
+def _family() -> list[int]:
+    """This process and all that it started."""
+    import psutil
+
+    return [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
+
+
+def _forget_peaks() -> None:
+    for pid in _family():
+        Path(f"/proc/{pid}/clear_refs").write_text(_RESET_PEAK)
+
+
+def _peak_bytes() -> int:
+    total = 0
+    for pid in _family():
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        total += sum(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+    return total

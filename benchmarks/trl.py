@@ -1,0 +1,293 @@
+#!/usr/bin/env python3
+"""Is megappo faster than TRL's PPO, and does it learn the same?
+
+Usage: python benchmarks/trl.py [CONFIG [key=value ...]] [--ranks 1] [--threads 2] [--precision mixed]
+           [--lengths full:64 even:1-64 tail:32-256] [--trl-microbatch N] [--warmup 1] [--repeat 5] [--json FILE]
+       python benchmarks/trl.py [CONFIG [key=value ...]] --curves [--seeds 1 2 3] [--steps 20] [--json FILE]
+       python benchmarks/trl.py --join FILE [FILE ...] [--json FILE]
+
+Both sides do the same PPO step on the same prompts, as the configuration says it: megappo on `--ranks` processes, TRL's
+`experimental.ppo.PPOTrainer` in one process, with the same number of threads in all. They take turns, step by step, in
+one run, and a speed is that of neighbours; peak memory is of the counted steps. Responses have the lengths of a seeded
+list, applied to both by forbidding the end token before and forcing it at its place.
+
+`--precision`: megappo trains in bfloat16 with float32 main weights for `mixed`, where TRL has float32 parameters under
+bfloat16 autocast; `bfloat16` and `float32` are the type of everything in TRL. `--curves` compares what both learn, with
+natural lengths. `--join` puts together what was measured in several runs. `--trl-microbatch`: sequences that TRL takes
+at a time, where a whole minibatch asks for more memory than there is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+# Not the folder of this file, in which `import trl` would find this file.
+sys.path[:] = [str(ROOT), str(ROOT / "kernels"), *(p for p in sys.path if Path(p).resolve() != ROOT / "benchmarks")]
+
+from benchmarks.lengths import Profile  # noqa: E402
+from benchmarks.sides import Side, Turn, started  # noqa: E402
+from benchmarks.step import versions  # noqa: E402
+from benchmarks.trl_sides import Run, check, megappo_side, trl_side  # noqa: E402
+from megappo.config import Config  # noqa: E402
+
+LAST = 5
+"""Steps at the end of a curve whose mean is compared."""
+COMPARABLE = (
+    "actor.layout.pipeline_parallel=1", "critic.layout.pipeline_parallel=1", "actor.epochs=2", "critic.epochs=2",
+    "actor.minibatch_sequences=16", "critic.minibatch_sequences=16", "actor.microbatch_budget_tokens=2048",
+    "critic.microbatch_budget_tokens=2048", "actor.optimizer={learning_rate: 3.0e-5, clip_grad_norm: 0}",
+    "critic.optimizer={learning_rate: 3.0e-5, clip_grad_norm: 0}", "reference={}", "rollout.prompts_per_step=32",
+    "rollout.generate_batch_sequences=32", "algorithm.lam=0.95", "algorithm.dual_clip=null",
+    "algorithm.kl_in_reward={kind: kl, coef: 0.05}", "algorithm.mismatch_warn_nats=1e9",
+    "algorithm.mismatch_stop_nats=1e9",
+)  # fmt: skip
+"""Overrides under which a configuration is what TRL does by default. Log-probabilities of the engine are those of the
+forced tokens."""
+MISSING = (
+    "trl.py: error: TRL is not installed; add it to this environment with "
+    "`pip install --no-deps trl==1.12.0` and `pip install accelerate datasets pandas`"
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Turns of both sides with one profile of lengths."""
+
+    profile: str
+    precision: str
+    ranks: int
+    """Of megappo."""
+    samples: int
+    """Of a step."""
+    trl: list[Turn]
+    megappo: list[Turn]
+    speeds: list[float]
+    """Seconds of TRL by those of megappo in the same round."""
+    median_speed: float
+    trl_samples_per_second: float
+    megappo_samples_per_second: float
+    trl_peak_bytes: int
+    megappo_peak_bytes: int
+
+    @classmethod
+    def of(cls, profile: str, precision: str, ranks: int, samples: int, turns: Mapping[str, list[Turn]]) -> Row:
+        """What the turns of both sides say."""
+        trl, megappo = turns["trl"], turns["megappo"]
+        speeds = [t.seconds / m.seconds for t, m in zip(trl, megappo, strict=True)]
+        rates = [samples / statistics.median(turn.seconds for turn in side) for side in (trl, megappo)]
+        peaks = [max(turn.peak_bytes for turn in side) for side in (trl, megappo)]
+        shown = (profile, precision, ranks, samples)
+        return cls(*shown, trl, megappo, speeds, statistics.median(speeds), rates[0], rates[1], peaks[0], peaks[1])
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Mean rewards of the steps of one seed."""
+
+    seed: int
+    trl: list[float]
+    megappo: list[float]
+    trl_response_tokens: list[float]
+    megappo_response_tokens: list[float]
+
+
+@contextmanager
+def both_sides(run: Run, ranks: int) -> Iterator[dict[str, Side]]:
+    """TRL and megappo, loaded and waiting."""
+    threads = max(1, run.threads // ranks)
+    own = replace(run, overrides=(*run.overrides, f"runtime.threads_per_rank={threads}"))
+    with ExitStack() as stack:
+        sides = {}
+        for name, work, given, count in (("trl", trl_side, run, 1), ("megappo", megappo_side, own, ranks)):
+            place = replace(given, directory=f"{run.directory}/{name}")
+            log = Path(run.directory, f"{name}-{run.profile.shape}-{run.seed}.log")
+            sides[name] = stack.enter_context(started(name, work, (place,), count, run.threads // count, log))
+        for side in sides.values():
+            side.await_ready()
+        yield sides
+
+
+def measure(run: Run, samples: int, arguments: argparse.Namespace) -> Row:
+    """One profile: rounds in which each side has a turn."""
+    turns: dict[str, list[Turn]] = {"trl": [], "megappo": []}
+    with both_sides(run, arguments.ranks) as sides:
+        for _ in range(arguments.warmup + arguments.repeat):
+            for name, side in sides.items():
+                turns[name].append(side.turn())
+    counted = {name: found[arguments.warmup :] for name, found in turns.items()}
+    return Row.of(str(run.profile), run.precision, arguments.ranks, samples, counted)
+
+
+def learn(run: Run, arguments: argparse.Namespace) -> Curve:
+    """One seed. Nothing is timed, so both sides compute at the same time."""
+    turns: dict[str, list[Turn]] = {"trl": [], "megappo": []}
+    with both_sides(run, arguments.ranks) as sides:
+        for step in range(1, arguments.steps + 1):
+            for side in sides.values():
+                side.ask()
+            for name, side in sides.items():
+                turns[name].append(side.answer())
+            words = (f"{name} {found[-1].metrics['reward']:.3f}" for name, found in turns.items())
+            print(f"seed {run.seed}, step {step}: reward {', '.join(words)}", flush=True)
+    rewards, tokens = (
+        [[turn.metrics[name] for turn in side] for side in turns.values()] for name in ("reward", "response_tokens")
+    )
+    return Curve(run.seed, *rewards, *tokens)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Means of the last steps' rewards over seeds, and the difference in its own standard errors."""
+
+    trl_mean: float
+    megappo_mean: float
+    difference: float
+    standard_error: float
+    """Of the difference; nan for one seed."""
+
+    @classmethod
+    def of(cls, curves: Sequence[Curve]) -> Comparison:
+        """What the ends of curves say."""
+        of_sides = ([c.trl for c in curves], [c.megappo for c in curves])
+        ends = [[statistics.mean(rewards[-LAST:]) for rewards in side] for side in of_sides]
+        trl, megappo = (statistics.mean(end) for end in ends)
+        enough = len(curves) > 1
+        error = math.sqrt(sum(statistics.variance(end) / len(end) for end in ends)) if enough else math.nan
+        return cls(trl, megappo, megappo - trl, error)
+
+    @property
+    def words(self) -> str:
+        """As a sentence."""
+        errors = f"{abs(self.difference) / self.standard_error:.1f}" if self.standard_error > 0 else "no number of"
+        return (
+            f"mean reward of the last {LAST} steps: TRL {self.trl_mean:.3f}, megappo {self.megappo_mean:.3f}, "
+            f"{errors} standard errors apart ({self.standard_error:.3f})"
+        )
+
+
+def print_rows(rows: Sequence[Row]) -> None:
+    """A table on the terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"samples per second, medians of {max(len(row.speeds) for row in rows)} rounds in turns")
+    columns = ("responses", "TRL in", "ranks", "TRL", "megappo", "times TRL", "from", "to", "TRL GB", "megappo GB")
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("responses", "TRL in") else "right")
+    for r in rows:
+        rates = (f"{rate:.2f}" for rate in (r.trl_samples_per_second, r.megappo_samples_per_second))
+        speeds = (f"{speed:.2f}" for speed in (r.median_speed, min(r.speeds), max(r.speeds)))
+        peaks = (f"{peak / 1e9:.1f}" for peak in (r.trl_peak_bytes, r.megappo_peak_bytes))
+        table.add_row(r.profile, r.precision, str(r.ranks), *rates, *speeds, *peaks)
+    Console(width=110).print(table)
+
+
+def read_rows(written: Sequence[dict[str, Any]]) -> list[Row]:
+    """Rows that `--json` wrote; those of the same kind become one with the rounds of all."""
+    found: dict[tuple[str, str, int, int], dict[str, list[Turn]]] = {}
+    for row in written:
+        kind = (row["profile"], row["precision"], row["ranks"], row["samples"])
+        turns = found.setdefault(kind, {"trl": [], "megappo": []})
+        for side, of_side in turns.items():
+            of_side += [Turn(**turn) for turn in row[side]]
+    return [Row.of(*kind, turns) for kind, turns in found.items()]
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("config", nargs="?", default="configs/smollm2_arithmetic.yaml", metavar="CONFIG")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--ranks", type=int, default=1, help="processes of megappo")
+    parser.add_argument("--threads", type=int, default=cores, help="of each side, all processes together")
+    parser.add_argument("--precision", choices=["mixed", "bfloat16", "float32"], default="mixed", help="of TRL")
+    parser.add_argument("--trl-microbatch", type=int, metavar="N", help="sequences; default: a minibatch")
+    lengths = ["full:64", "even:1-64", "tail:32-256"]
+    parser.add_argument("--lengths", nargs="+", default=lengths, metavar="PROFILE", help="of responses, in tokens")
+    parser.add_argument("--warmup", type=int, default=1, help="rounds that are not counted")
+    parser.add_argument("--repeat", type=int, default=5, help="rounds that are counted")
+    parser.add_argument("--curves", action="store_true", help="compare what both learn, with natural lengths")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--steps", type=int, default=20, help="of a curve")
+    parser.add_argument("--join", type=Path, nargs="+", metavar="FILE", help="show what was measured before, together")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here too")
+    return parser.parse_intermixed_args()
+
+
+def plan_run(arguments: argparse.Namespace, directory: str) -> tuple[Run, Config]:
+    """What both sides do. Raises ValueError, ConfigError among them, for what cannot be compared."""
+    if arguments.threads % arguments.ranks:
+        raise ValueError(f"--threads {arguments.threads} is no multiple of --ranks {arguments.ranks}; change one")
+    dtype = "float32" if arguments.precision == "float32" else "bfloat16"
+    given = (*COMPARABLE, f"model.dtype={dtype}", *arguments.overrides)
+    profile = Profile.read("natural:1")
+    run = Run(arguments.config, given, directory, profile, arguments.precision, arguments.threads, seed=1)
+    config = run.read()
+    check(config)
+    minibatch = config.actor.minibatch_sequences
+    microbatch = arguments.trl_microbatch or minibatch
+    if minibatch % microbatch:
+        raise ValueError(f"--trl-microbatch {microbatch} does not divide the minibatch of {minibatch}; change one")
+    return replace(run, trl_microbatch=microbatch), config
+
+
+def compare(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Everything that was asked for."""
+    with tempfile.TemporaryDirectory() as directory:
+        run, config = plan_run(arguments, directory)
+        found: dict[str, Any] = {"rows": [], "curves": []}
+        if arguments.curves:
+            run = replace(run, profile=Profile("natural", config.rollout.max_response_tokens))
+            found["curves"] = [asdict(learn(replace(run, seed=seed), arguments)) for seed in arguments.seeds]
+            return found
+        for profile in map(Profile.read, arguments.lengths):
+            row = measure(replace(run, profile=profile), config.rollout.batch_sequences, arguments)
+            found["rows"].append(asdict(row))
+        return found
+
+
+def main() -> int:
+    arguments = parse()
+    document: dict[str, Any] = {"benchmark": "trl"}
+    if arguments.join is not None:
+        parts = [json.loads(path.read_text()) for path in arguments.join]
+        found = {key: [item for part in parts for item in part[key]] for key in ("rows", "curves")}
+        document |= parts[0]
+    elif importlib.util.find_spec("trl") is None:
+        print(MISSING, file=sys.stderr)
+        return 2
+    else:
+        try:
+            found = compare(arguments)
+        except ValueError as error:
+            print(f"trl.py: error: {error}", file=sys.stderr)
+            return 2
+        document |= {"config": arguments.config, "overrides": arguments.overrides, **versions("trl")}
+        document |= {"ranks": arguments.ranks, "threads": arguments.threads}
+    rows = read_rows(found["rows"])
+    document |= {**found, "rows": [asdict(row) for row in rows]}
+    if rows:
+        print_rows(rows)
+    if found["curves"]:
+        print(Comparison.of([Curve(**curve) for curve in found["curves"]]).words)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(document, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

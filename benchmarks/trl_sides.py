@@ -1,0 +1,304 @@
+"""The same PPO run as megappo does it, and as TRL's experimental `PPOTrainer` does it: what the processes of each side
+run.
+
+TRL is given what the configuration says, in its own settings: model, prompts in the order of megappo's cursor, rewards,
+epochs, minibatches, learning rates, clipping, the KL term and GAE. What has no counterpart there is refused. TRL holds
+both models in one process; its stop token ends generation, and everything behind it is padding.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.lengths import Forcing, Profile
+from benchmarks.sides import Turns
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megappo.config import Config
+    from megappo.data import PromptDataset
+
+_ESTIMATORS = {"kl": "k1", "low_var_kl": "k3"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What both sides do."""
+
+    path: str
+    overrides: tuple[str, ...]
+    directory: str
+    profile: Profile
+    precision: str
+    """Of TRL: `mixed`, float32 parameters under bfloat16 autocast; or the type of everything, `bfloat16` or
+    `float32`."""
+    threads: int
+    """Of all processes of a side together."""
+    seed: int
+    trl_microbatch: int = 0
+    """Sequences that TRL takes at a time."""
+
+    def read(self) -> Config:
+        """The configuration. Raises ConfigError."""
+        from benchmarks.step import configuration
+
+        given = [*self.overrides, f"run.seed={self.seed}", f"rollout.max_response_tokens={self.profile.longest}"]
+        return configuration(self.path, given, self.directory)
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError for what TRL's PPO has no counterpart of."""
+    from megappo.config import ConfigError
+
+    algorithm, kl = config.algorithm, config.algorithm.kl_in_reward
+    wanted = {
+        "critic": config.critic is not None,
+        "reference": config.reference is not None,
+        "algorithm.estimator: gae": algorithm.estimator == "gae",
+        "algorithm.policy_loss: clip": algorithm.policy_loss == "clip",
+        "algorithm.dual_clip: null": algorithm.dual_clip is None,
+        "algorithm.clip_low equal to clip_high": algorithm.clip_low == algorithm.clip_high,
+        "algorithm.entropy_coef: 0": algorithm.entropy_coef == 0,
+        "algorithm.loss_aggregation: token-mean": algorithm.loss_aggregation == "token-mean",
+        "algorithm.whiten_advantages: true": algorithm.whiten_advantages,
+        "algorithm.kl_in_reward with kind kl or low_var_kl, fixed": kl is not None
+        and kl.kind in _ESTIMATORS
+        and kl.controller == "fixed",
+        "algorithm.kl_in_loss: null": algorithm.kl_in_loss is None,
+        "one number of epochs and minibatches for actor and critic": config.critic is not None
+        and config.actor.epochs == config.critic.epochs
+        and config.actor.minibatch_sequences == config.critic.minibatch_sequences,
+        "no clipping of gradients and constant learning rates": all(
+            role.optimizer.clip_grad_norm == 0 and role.optimizer.schedule == "constant"
+            for role in config.trained.values()
+        ),
+    }
+    missing = [words for words, holds in wanted.items() if not holds]
+    if missing:
+        raise ConfigError(f"TRL's PPO has no counterpart of this configuration: it needs {'; '.join(missing)}")
+
+
+def megappo_side(turns: Turns, run: Run) -> None:
+    """Steps of megappo."""
+    from benchmarks.step import next_step, running
+
+    config = run.read()
+    ranks = int(os.environ["WORLD_SIZE"])
+    with running(config) as trainer:
+        forcing = _forcing(trainer.parts.stop_token_ids, trainer.parts.tokenizer)
+        with nullcontext() if run.profile.shape == "natural" else forcing.applied():
+            turns.ready()
+            for step in itertools.count(1):
+                turns.wait()
+                lengths = run.profile.of_step(config.rollout.batch_sequences, step) or []
+                share = [-(-len(lengths) * rank // ranks) for rank in range(ranks + 1)]
+                forcing.begin(lengths[share[trainer.parts.runtime.rank] : share[trainer.parts.runtime.rank + 1]])
+                metrics = next_step(trainer)
+                turns.done(
+                    {
+                        "reward": metrics["reward/mean"],
+                        "response_tokens": metrics["response/length"],
+                        **{name: value for name, value in metrics.items() if name.startswith("time/")},
+                    }
+                    if trainer.parts.runtime.is_main
+                    else {}
+                )
+
+
+def _forcing(stop_token_ids: tuple[int, ...], tokenizer: Any) -> Forcing:
+    """Ends sequences with the first stop token; nothing else that ends or pads one is sampled before."""
+    return Forcing(stop_token_ids[0], sorted({*stop_token_ids, padding_token(tokenizer, stop_token_ids)}))
+
+
+def padding_token(tokenizer: Any, stop_token_ids: tuple[int, ...]) -> int:
+    """For TRL, which takes every occurrence for padding: a special token that neither ends a response nor stands in a
+    chat. Raises ValueError where there is none."""
+    chat = {tokenizer.bos_token_id, tokenizer.eos_token_id, *stop_token_ids}
+    if tokenizer.chat_template:
+        messages = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
+        chat |= set(tokenizer(tokenizer.apply_chat_template(messages, tokenize=False))["input_ids"])
+    free = sorted({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder} - chat)
+    if not free:
+        raise ValueError("the tokenizer has no special token that could pad; add one to it")
+    return int(free[-1])
+
+
+def trl_side(turns: Turns, run: Run) -> None:
+    """Steps of TRL."""
+    os.environ |= {"TRL_EXPERIMENTAL_SILENCE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    # transformers 5 hands `bf16` to no accelerator but that of its own Trainer; `accelerate launch` says it like this.
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16" if run.precision == "mixed" else "no"
+    import torch
+    from transformers import TrainerCallback
+
+    from megappo.config.model_files import load_tokenizer, resolve_stop_token_ids, role_folder
+    from megappo.data import Cursor, PromptDataset
+
+    config = run.read()
+    torch.set_num_threads(run.threads)
+    tokenizer = load_tokenizer(config.model)
+    stop = resolve_stop_token_ids(role_folder(config, "actor"), tokenizer, config.rollout.stop_token_ids)
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(padding_token(tokenizer, stop))
+    tokenizer.padding_side = "left"
+    prompts = PromptDataset(config.data.train, config.data, tokenizer)
+    cursor = Cursor(len(prompts), config.run.seed, config.data.shuffle, fingerprint=prompts.fingerprint)
+    forcing = _forcing(stop, tokenizer)
+    judge = _Judge(config, prompts, tokenizer)
+    trainer = _trl_trainer(config, run, tokenizer, stop[0], judge)
+    trainer.dataloader = _Batches(config, prompts, cursor, tokenizer)
+
+    class Alternate(TrainerCallback):
+        """Begins a step when it is asked for."""
+
+        def __init__(self) -> None:
+            self.step = 0
+
+        def begin(self) -> None:
+            turns.wait()
+            self.step += 1
+            forcing.begin(run.profile.of_step(config.rollout.batch_sequences, self.step) or [])
+
+        def on_train_begin(self, *_given: Any, **_more: Any) -> None:
+            turns.ready()
+            self.begin()
+
+        def on_step_end(self, *_given: Any, **_more: Any) -> None:
+            turns.done({"reward": judge.reward, "response_tokens": judge.response_tokens})
+            self.begin()
+
+    trainer.add_callback(Alternate())
+    with nullcontext() if run.profile.shape == "natural" else forcing.applied():
+        trainer.train()
+
+
+class _Batches:
+    """The prompts of each step, padded on the left."""
+
+    def __init__(self, config: Config, prompts: PromptDataset, cursor: Any, tokenizer: Any) -> None:
+        self._settings, self._prompts, self._cursor, self._tokenizer = config.rollout, prompts, cursor, tokenizer
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        while True:
+            taken = [self._prompts[i] for i in self._cursor.take(self._settings.prompts_per_step)]
+            ids = [list(prompt.token_ids) for prompt in taken for _ in range(self._settings.samples_per_prompt)]
+            yield self._tokenizer.pad({"input_ids": ids}, return_tensors="pt")
+
+
+class _Judge:
+    """megappo's reward function where TRL wants a reward model: `score(backbone(...).hidden_states[-1])` is the reward
+    at every position."""
+
+    base_model_prefix = "backbone"
+
+    def __init__(self, config: Config, prompts: PromptDataset, tokenizer: Any) -> None:
+        from megappo.rewards.registry import argument_names, resolve
+
+        self._settings, self._tokenizer = config.reward, tokenizer
+        self._function = resolve(config.reward)
+        self._wants_raw = "raw_response" in argument_names(self._function, batch=False)
+        self._prompts = {prompts[i].token_ids: prompts[i] for i in range(len(prompts))}
+        self._lengths = sorted({len(ids) for ids in self._prompts}, reverse=True)
+        self.reward = self.response_tokens = 0.0
+
+    def backbone(self, *, input_ids: Tensor, attention_mask: Tensor, **_given: Any) -> Any:
+        """Rewards of whole samples as (B, T, 1)."""
+        import torch
+        from transformers.modeling_outputs import BaseModelOutput
+
+        rows = zip(input_ids.tolist(), attention_mask.bool().tolist(), strict=True)
+        samples = [[token for token, seen in zip(*row, strict=True) if seen] for row in rows]
+        found = [self._judge(ids) for ids in samples]
+        rewards_B = torch.tensor([reward for reward, _ in found])
+        self.reward = float(rewards_B.mean())
+        self.response_tokens = sum(n for _, n in found) / len(found)
+        return BaseModelOutput(hidden_states=(rewards_B[:, None, None].expand(*input_ids.shape, 1),))
+
+    def _judge(self, ids: list[int]) -> tuple[float, int]:
+        """Of one sample without padding: its reward, and the tokens of its response."""
+        length = next(n for n in self._lengths if tuple(ids[:n]) in self._prompts)
+        prompt, response = self._prompts[tuple(ids[:length])], ids[length:]
+        text = self._tokenizer.decode(response, skip_special_tokens=True)
+        given = {"prompt": prompt.text, "response": text, "answer": prompt.answer, "metadata": dict(prompt.metadata)}
+        if self._wants_raw:
+            given["raw_response"] = self._tokenizer.decode(response, skip_special_tokens=False)
+        return float(self._function(**given, **self._settings.options)), len(response)
+
+    def score(self, hidden: Tensor) -> Tensor:
+        """What the backbone said."""
+        return hidden
+
+    def modules(self) -> tuple[()]:
+        """It has no dropout to switch off."""
+        return ()
+
+    def to(self, _device: Any) -> _Judge:
+        """It stands nowhere."""
+        return self
+
+
+def _trl_trainer(config: Config, run: Run, tokenizer: Any, stop: int, judge: _Judge) -> Any:
+    """TRL's trainer with the configuration's settings."""
+    import torch
+
+    ppo: Any = import_module("trl.experimental.ppo")
+    algorithm, critic, kl = config.algorithm, config.critic, config.algorithm.kl_in_reward
+    assert critic is not None and kl is not None
+    batch = config.rollout.batch_sequences
+    settings = ppo.PPOConfig(
+        output_dir=config.run.directory, report_to="none", save_strategy="no", disable_tqdm=True, use_cpu=True,
+        seed=run.seed, total_episodes=batch * 10**6, per_device_train_batch_size=run.trl_microbatch,
+        gradient_accumulation_steps=batch // run.trl_microbatch,
+        num_mini_batches=batch // config.actor.minibatch_sequences, num_ppo_epochs=config.actor.epochs,
+        local_rollout_forward_batch_size=config.rollout.generate_batch_sequences, num_sample_generations=0,
+        response_length=run.profile.longest, stop_token_id=stop, temperature=config.rollout.temperature,
+        kl_coef=kl.coef, kl_estimator=_ESTIMATORS[kl.kind], cliprange=algorithm.clip_high,
+        cliprange_value=critic.value_clip if critic.value_clip is not None else 1e9, gamma=algorithm.gamma,
+        lam=algorithm.lam, bf16=run.precision == "mixed", gradient_checkpointing=False,
+    )  # fmt: skip
+    models = _trl_models(config, run)
+    of_roles = {"actor": models["model"], "critic": models["value_model"]}
+    groups = [
+        {"params": of_roles[name].parameters(), "lr": r.optimizer.learning_rate} for name, r in config.trained.items()
+    ]
+    own = config.actor.optimizer
+    optimizer = torch.optim.AdamW(
+        groups, betas=(own.beta1, own.beta2), eps=own.eps, weight_decay=own.weight_decay, fused=True
+    )
+    constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _update: 1.0)
+    trainer = ppo.PPOTrainer(
+        args=settings, processing_class=tokenizer, reward_model=judge, **models,
+        train_dataset=[{"input_ids": [stop]}] * batch, optimizers=(optimizer, constant),
+    )  # fmt: skip
+    # An update for each minibatch: TRL itself would make one for as many microbatches as there are in a whole step.
+    trainer.accelerator.gradient_accumulation_steps = config.actor.minibatch_sequences // run.trl_microbatch
+    return trainer
+
+
+def _trl_models(config: Config, run: Run) -> dict[str, Any]:
+    """Policy, reference and value model with the configuration's weights; the value head begins as the critic's."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    from megappo.config.model_files import role_folder
+
+    dtype = torch.bfloat16 if run.precision == "bfloat16" else torch.float32
+    assert config.critic is not None
+
+    def load(kind: Any, role: str, **more: Any) -> Any:
+        torch.manual_seed(run.seed)  # random weights of policy and reference are the same
+        folder = role_folder(config, role)
+        if config.model.init == "random":
+            return kind.from_config(AutoConfig.from_pretrained(folder, **more), dtype=dtype)
+        return kind.from_pretrained(folder, dtype=dtype, **more)
+
+    value = load(AutoModelForSequenceClassification, "critic", num_labels=1)
+    torch.nn.init.normal_(value.score.weight, std=config.critic.value_head_std)
+    policy, reference = (load(AutoModelForCausalLM, role) for role in ("actor", "reference"))
+    return {"model": policy, "ref_model": reference, "value_model": value}

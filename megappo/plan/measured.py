@@ -1,0 +1,62 @@
+"""The CPU that this process runs on, by what it does in a second or two instead of by a data sheet."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+from megappo.plan.machines import Machine
+
+HERE = "here"
+"""What the machine is called where one is named."""
+_ROWS, _INNER, _COLUMNS = 512, 768, 2048
+"""Of the product that is timed: a microbatch through a matrix of a small model."""
+_COPY_BYTES = 128 << 20
+_ROUNDS = 25
+
+
+def measure_here() -> Machine:
+    """Rates that all cores of this machine reach together: of products in bfloat16 and float32, and of a copy."""
+    import psutil
+    import torch
+
+    cores, total = len(os.sched_getaffinity(0)), float(psutil.virtual_memory().total)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(cores)
+    rates = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        x, weight = torch.ones(_ROWS, _INNER, dtype=dtype), torch.ones(_COLUMNS, _INNER, dtype=dtype)
+        seconds = _fastest(lambda x=x, weight=weight: torch.nn.functional.linear(x, weight))  # type: ignore[misc]
+        rates[dtype] = 2.0 * _ROWS * _INNER * _COLUMNS / seconds
+    source = torch.ones(_COPY_BYTES, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    copied = 2.0 * _COPY_BYTES / _fastest(lambda: target.copy_(source))
+    torch.set_num_threads(threads)
+    return Machine(
+        HERE,
+        f"this machine, measured: {cores} cores, {rates[torch.bfloat16] / 1e12:.2f} TFLOP/s in bfloat16, "
+        f"{rates[torch.float32] / 1e12:.2f} in float32, {copied / 1e9:.0f} GB/s, {total / 1e9:.0f} GB",
+        rates[torch.bfloat16],
+        rates[torch.float32],
+        total,
+        copied,
+        copied,
+        copied,
+        1,
+        is_cuda=False,
+        shared_by_ranks=True,
+        host_bandwidth=copied / 2,
+        is_measured=True,
+    )
+
+
+def _fastest(work: Callable[[], object]) -> float:
+    """Seconds of the fastest of some calls: what others do on the same cores makes the rest slower."""
+    work()
+    seconds = []
+    for _ in range(_ROUNDS):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
