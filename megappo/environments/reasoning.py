@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
-
-import reasoning_gym as _library  # noqa: F401 - here, so that a worker imports it once and not with every call
 
 from megappo.environments.session import Session
 from megappo.errors import show
-from megappo.rewards.rules import reasoning_gym
+from megappo.rewards.rules import reasoning_gym, warm_up
 
 _SCORE = "score"
+
+if find_spec("reasoning_gym") is not None:  # now, so that a worker imports it once and not with every call
+    warm_up("reasoning_gym")
 
 
 def score(*, reply: str, metadata: dict[str, Any], tagged: bool) -> str:
@@ -33,7 +35,9 @@ class ReasoningGym:
         cost_per_turn: float = 0.0,
         tagged: bool = False,
     ) -> None:
-        """`tagged`: the answer stands between the last <answer> tags. Raises ValueError for what cannot be used."""
+        """`tagged`: the answer stands between the last <answer> tags. Raises ValueError for what cannot be used, or
+        where the library is missing."""
+        warm_up("reasoning_gym")
         if isinstance(tries, bool) or not isinstance(tries, int) or tries < 1:
             raise ValueError(
                 f"rollout.environment.arguments.tries is {show(tries)}, must be a whole number above 0; change it"
