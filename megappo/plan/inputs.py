@@ -136,10 +136,19 @@ class RoleSetup:
         of_adapters = 0 if self.lora is None else self.trained_parameters(stage) - self._trained_head(stage)
         return shared[stage] + self.expert_parameters(stage) + of_adapters
 
+    def router_biases(self, stage: int) -> int:
+        """Those of them by which routers choose: in float32, and not trained."""
+        return self.expert_layers(stage) * self.arch.experts if self.arch.sigmoid_router else 0
+
+    def weight_bytes(self, stage: int) -> float:
+        """Of all parameters on one rank of a stage."""
+        biases = self.router_biases(stage)
+        return float(self.dtype_bytes * (self.parameters(stage) - biases) + 4 * biases)
+
     def trained_parameters(self, stage: int) -> int:
         """Those of them that have gradients: with adapters these alone, and a critic's head."""
         if self.lora is None:
-            return self.parameters(stage)
+            return self.parameters(stage) - self.router_biases(stage)
         dense, others = self.stage_dense_layers[stage], self.expert_layers(stage)
         first, last = (layer_adapters(self.arch, self.lora, self.grid.tp, n) for n in (0, self.arch.layers - 1))
         return dense * first + others * last + self.trained_expert_parameters(stage) + self._trained_head(stage)

@@ -143,7 +143,7 @@ def role_memory(role: RoleSetup, stage: int, work: Workload) -> RoleMemory:
     untrained = role.in_forward_pass(work.batch_sequences)
     forward = head_bytes(untrained, stage, work, train=False) + transient_bytes(untrained, stage, work, train=False)
     forward += routing_bytes(untrained, stage, work)
-    weights = 0.0 if role.shares_weights else float(count * role.dtype_bytes)
+    weights = 0.0 if role.shares_weights else role.weight_bytes(stage)
     moved = role.offload.parts
     if not role.trained:
         host = weights if moved else 0.0

@@ -29,12 +29,13 @@ NONE = RoutingShape(1, K, E).unknown(1)[0, 0].tolist()
 class Layer(nn.Module):
     """Asks for a choice as Megatron's router does."""
 
-    def __init__(self, softmax_first: bool = False) -> None:
+    def __init__(self, softmax_first: bool = False, biases: Tensor | None = None) -> None:
+        """With `biases` the scores are sigmoids."""
         super().__init__()
-        self.mlp: Any = SimpleNamespace(
-            router=SimpleNamespace(router_replay=None, config=SimpleNamespace(moe_router_pre_softmax=softmax_first)),
-            moe_layer_recompute=False,
-        )
+        function = "softmax" if biases is None else "sigmoid"
+        config = SimpleNamespace(moe_router_pre_softmax=softmax_first, moe_router_score_function=function)
+        router = SimpleNamespace(router_replay=None, config=config, correction_bias=biases)
+        self.mlp: Any = SimpleNamespace(router=router, moe_layer_recompute=False)
 
     def forward(self, scores_TE: Tensor, *, packed_seq_params: Any) -> tuple[Tensor, Tensor]:
         def largest(scores: Tensor, chosen: int, **_groups: Any) -> tuple[Tensor, Tensor]:
@@ -47,9 +48,14 @@ class Layer(nn.Module):
 
 
 def ask(
-    scores_TE: Tensor, microbatch: MicrobatchRouting | None, tensor_rank: int = 0, *, softmax_first: bool = False
+    scores_TE: Tensor,
+    microbatch: MicrobatchRouting | None,
+    tensor_rank: int = 0,
+    *,
+    softmax_first: bool = False,
+    biases: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    layer = Layer(softmax_first)
+    layer = Layer(softmax_first, biases)
     RouterChoice(layer, 0, tensor_rank)
     found: tuple[Tensor, Tensor] = layer(scores_TE, packed_seq_params=SimpleNamespace(routing=microbatch))
     return found
@@ -75,22 +81,42 @@ def test_a_token_goes_where_it_is_said_and_elsewhere_where_the_router_says() -> 
     assert total is not None and total.tolist() == [[1, 1, 1, 0, 8, 9, 3, 2]] and summed_reports([None]) is None
 
 
-@pytest.mark.parametrize(("given", "softmax_first"), [(True, False), (False, False), (True, True)])
-def test_what_spreads_tokens_evenly(given: bool, softmax_first: bool) -> None:
+def test_a_bias_chooses_and_does_not_weigh() -> None:
+    """Experts 0 and 3 by their sigmoids and biases; what is said of a token counts more than both."""
+    sigmoids = torch.tensor([[0.1, 0.5, 0.6, 0.4, 0.2, 0.3]]).repeat(2, 1).requires_grad_()
+    biases = torch.tensor([1.0, 0.0, 0.0, 0.3, 0.0, 0.0])
+    given = torch.tensor([NONE, [1, 2]], dtype=torch.uint8)
+    microbatch = MicrobatchRouting(torch.ones(2, dtype=torch.bool), given[None])
+    values_TK, experts_TK = ask(sigmoids, microbatch, biases=biases)
+    assert experts_TK.tolist() == [[0, 3], [1, 2]]
+    torch.testing.assert_close(values_TK, torch.tensor([[0.1, 0.4], [0.5, 0.6]]))
+    assert microbatch.reports[0].tolist() == [1, 1, 1, 1, 0, 0, 1, 1]
+    assert ask(sigmoids, None, biases=biases)[1].tolist() == [[0, 3]] * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "softmax_first", "of_sigmoids"),
+    [(True, False, False), (False, False, False), (True, True, False), (False, False, True)],
+)
+def test_what_spreads_tokens_evenly(given: bool, softmax_first: bool, of_sigmoids: bool) -> None:
     """Two samples of five and two tokens and one of padding, against the formula in float64. Families whose experts'
-    weights do not sum to 1 hand the router's choice the softmax itself."""
+    weights do not sum to 1 hand the router's choice the softmax itself; sigmoids are made to sum to 1 for it."""
     weight, lengths, g = 0.3, (5, 2), torch.Generator().manual_seed(1)
     scores_TE = torch.randn(8, E, generator=g, dtype=torch.float64).requires_grad_()
     routings = [torch.rand(n - 1, 1, E, generator=g).topk(K).indices.to(torch.uint8) for n in lengths] if given else []
     tensors = routing_tensors(lengths, [5, 2, 1], torch.arange(8), routings, counts=True, balance=weight)
     microbatch = told_routers(tensors, 2)
-    scored_TE = scores_TE.softmax(-1) if softmax_first else scores_TE
-    values_TK, experts_TK = ask(scored_TE.float(), microbatch, softmax_first=softmax_first)
+    scored_TE = scores_TE.softmax(-1) if softmax_first else scores_TE.sigmoid() if of_sigmoids else scores_TE
+    biases = torch.linspace(-1, 1, E) if of_sigmoids else None
+    values_TK, experts_TK = ask(scored_TE.float(), microbatch, softmax_first=softmax_first, biases=biases)
     (0 * values_TK).sum().backward()
     found, scores_TE.grad = scores_TE.grad, None
     loss = torch.zeros((), dtype=torch.float64)
     for start, length in ((0, 5), (5, 2)):
         taken, own = experts_TK[start : start + length], scores_TE[start : start + length].softmax(-1)
+        if of_sigmoids:
+            own = scores_TE[start : start + length].sigmoid()
+            own = own / own.sum(-1, keepdim=True)
         loads = torch.stack([(taken == e).sum() for e in range(E)])
         loss = loss + weight * E / (K * length**2) * (loads * own.sum(0)).sum()
     loss.backward()
