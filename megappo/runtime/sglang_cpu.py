@@ -60,11 +60,19 @@ def register_hooks() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     # The function that chooses "spawn" for everything that comes after it.
-    HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork, HookType.AFTER)
+    HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _begin, HookType.AFTER)
 
 
-def _fork(*_args: Any) -> None:
+def _begin(*arguments: Any) -> None:
+    """`arguments`: the server's among them.
+
+    All parts of a server look whether the same ports are free (server_args.py:872), which the first part alone binds.
+    Where parts share a machine, as virtual ones do, it may have done so before another one looks.
+    """
     multiprocessing.set_start_method("fork", force=True)
+    if any(getattr(argument, "node_rank", 0) for argument in arguments):
+        settings: Any = importlib.import_module("sglang.srt.server_args")
+        settings.wait_port_available = lambda *_port: True
 
 
 @functools.cache

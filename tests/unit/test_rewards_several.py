@@ -160,7 +160,7 @@ def server() -> Iterator[str]:
 
 def test_a_reward_server(server: str) -> None:
     """What breaks is tried again until the deadline; what is refused is not; each costs its own sample."""
-    options = {"url": server, "deadline_seconds": 1.0, "concurrent": 8}
+    options = {"url": server, "deadline_seconds": 4.0, "concurrent": 8}
     given = rollouts("fine", "again", "hang", "refuse", "nothing", "text", "html", "again too")
     settings = {"function": "megappo.rewards.http:scores", "batch": True, "options": options, "failure_score": -1.0}
     scores, metrics = scored({**settings, "max_failure_fraction": 1.0}, given)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import multiprocessing
 import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -201,6 +203,22 @@ def test_only_servers_of_megappo_without_cuda_are_forked(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     sglang_cpu.register_hooks()
     assert len(targets) == 1
+
+
+def test_a_further_part_does_not_look_for_the_first_ones_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one machine the first may have bound them by then; SGLang then gave up after 30 seconds."""
+    registry = pytest.importorskip("sglang.srt.plugins.hook_registry").HookRegistry
+    hooks: list[Callable[..., None]] = []
+    settings = SimpleNamespace(wait_port_available=lambda *_port: False)
+    monkeypatch.setitem(sys.modules, "sglang.srt.server_args", settings)
+    monkeypatch.setattr(registry, "register", lambda _target, hook, _kind: hooks.append(hook))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("SGLANG_PLATFORM", sglang_cpu.PLATFORM_NAME)
+    monkeypatch.setattr(multiprocessing, "set_start_method", lambda *_name, **_force: None)
+    sglang_cpu.register_hooks()
+    for number, sees_them_free in ((0, False), (1, True)):
+        hooks[0](None, SimpleNamespace(node_rank=number))
+        assert settings.wait_port_available(11461, "port_base") is sees_them_free
 
 
 def test_without_sglang_a_run_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
