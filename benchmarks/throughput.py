@@ -79,7 +79,7 @@ def _beside_trl(name: str, lengths: str, ranks: int, repeat: int, microbatch: in
 
 def _update(name: str, ranks: int, *arguments: str) -> Measurement:
     sizes = ("--samples", "16", "--prompt", "43", *_THREADS, "--repeat", "7")
-    return Measurement(name, 4, "update.py", (*sizes, *arguments), ranks)
+    return Measurement(name, 4, "update.py", (*MICROBATCHES, *sizes, *arguments), ranks)
 
 
 def _scaling(name: str, minutes: int, *arguments: str) -> Measurement:
