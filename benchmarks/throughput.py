@@ -117,7 +117,7 @@ MEASUREMENTS = (
     _beside_trl("trl-even-dp2", "even:1-64", 2, 5, 8),
 )  # fmt: skip
 JOINED = {
-    "joined": [m.name for m in MEASUREMENTS if m.name.startswith("trl-") and m.name[-3:] not in ("dp2", "f16")],
+    "joined": ["trl-full", "trl-even", "trl-tail-a", "trl-tail-b", "trl-tail-c"],
     "joined-more": ["trl-full-dp2", "trl-even-dp2", "trl-bf16"],
     "joined-curves": ["curves-1", "curves-2", "curves-3"],
 }
@@ -288,15 +288,23 @@ def scaling(found: Found) -> Iterator[str]:
         yield from table(head, rows)
 
 
+def processor() -> str:
+    """Its name, where Linux says it."""
+    told = Path("/proc/cpuinfo")
+    lines = told.read_text().splitlines() if told.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
 def page(out: Path) -> str:
     """Everything that was found, as Markdown."""
     files = [*JOINED, *(m.name for m in MEASUREMENTS)]
     found = {name: json.loads((out / f"{name}.json").read_text()) for name in files if (out / f"{name}.json").exists()}
     if not found:
-        raise ValueError(f"{out} holds nothing that was measured; run without --only first")
+        raise ValueError(f"{out} holds nothing that was measured; the .txt files there say why, where some were tried")
     first = next(iter(found.values()))
     known = ("python", "torch", "megatron-core", "transformers", "trl")
-    lines = ["# A PPO step of SmolLM2-135M on a CPU", "", f"{platform.processor() or platform.machine()}; " + ", ".join(
+    lines = ["# A PPO step of SmolLM2-135M on a CPU", "", f"{processor()}; " + ", ".join(
         f"{name} {first[name]}" for name in known if name in first) + ". Medians, least and most.", ""]  # fmt: skip
     for section in (beside_trl, updates, steps, planned, scaling):
         lines += section(found)
@@ -325,7 +333,11 @@ def main() -> int:
     failed = [m.name for m in chosen if not measure(m, arguments.model.resolve(), arguments.out.resolve())]
     join(arguments.out)
     draw(arguments.out)
-    (arguments.out / "smollm2-step.md").write_text(page(arguments.out))
+    try:
+        (arguments.out / "smollm2-step.md").write_text(page(arguments.out))
+    except ValueError as error:
+        print(f"throughput.py: error: {error}", file=sys.stderr)
+        return 2
     return 1 if failed else 0
 
 

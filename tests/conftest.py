@@ -4,6 +4,7 @@ leaves out what takes minutes: with `--quick` what is `slow`, without `--learnin
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     config.hook.pytest_deselected(items=[item for item in items if not is_quick(item)])
     items[:] = filter(is_quick, items)
+
+
+@pytest.fixture(scope="module")
+def world_of_one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Process groups with one rank in them."""
+    import torch.distributed as dist
+
+    meeting = tmp_path_factory.mktemp("world") / "meeting"
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def function_of(item: pytest.Item) -> str:

@@ -22,7 +22,7 @@ from megappo.config.model_files import load_architecture
 from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
 from megappo.errors import first_of
 from megappo.families.architecture import ArchitectureConfig
-from megappo.families.parameters import model_parameters
+from megappo.families.parameters import model_parameters, wide_tensors
 from megappo.observe.progress import PROGRESS, SAMPLES
 from megappo.runtime.interrupts import NeverStop, Stop
 from megappo.runtime.process import Runtime
@@ -83,8 +83,7 @@ def _destinations(model: Any, arch: ArchitectureConfig) -> dict[str, Tensor]:
     """Where each tensor of the stream belongs. transformers may keep the experts of a layer in common parameters, and
     call parameters otherwise than files do."""
     held = {name: parameter.data for name, parameter in model.named_parameters()}
-    wanted = {name for parameter in model_parameters(arch) for name in parameter.hf}
-    held |= {name: buffer for name, buffer in model.named_buffers() if name in wanted}
+    held |= {name: buffer for name, buffer in model.named_buffers() if name in wide_tensors(arch)}
     found: dict[str, Tensor] = {}
     packed = [parameter for parameter in model_parameters(arch) if parameter.packed in held]
     for parameter in packed:

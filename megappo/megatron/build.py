@@ -323,9 +323,9 @@ def build_model(
         switch = attach_adapters(arch, layout, options.lora, chunks, is_critic=options.is_critic)
     model = RoleModel(arch, layout, options, config, chunks, switch)
     model.check_names()
-    numbers = {id(layer): n for n, layer in enumerate(layer for chunk in chunks for layer in chunk.decoder.layers)}
-    for layer in (layer for chunk in chunks for layer in layers_with_experts(arch, chunk)):
-        RouterChoice(layer, numbers[id(layer)], layout.tensor_rank, layout.sample_group)
+    for number, layer in enumerate(layer for chunk in chunks for layer in chunk.decoder.layers):
+        if layer.layer_number - 1 in arch.expert_layers:
+            RouterChoice(layer, number, layout.tensor_rank, layout.sample_group)
     with torch.no_grad():
         _fill(model, model.parameters_here(), source)
         if adapters_from is not None:
@@ -333,11 +333,6 @@ def build_model(
         _fill_last_stage_copy(model, source)
         _fill_value_head(model, (adapters_from, source))
     return model
-
-
-def layers_with_experts(arch: ArchitectureConfig, chunk: GPTModel) -> Iterator[Any]:
-    """Those of a chunk."""
-    return (layer for layer in chunk.decoder.layers if layer.layer_number - 1 in arch.expert_layers)
 
 
 def _fill(model: RoleModel, parameters: Iterable[HeldParameter], source: WeightSource) -> None:
@@ -384,7 +379,7 @@ def _build_chunk(
         pg_collection=layout.groups,
         vp_stage=vp_stage,
     )
-    for layer in layers_with_experts(arch, model):
+    for layer in (layer for layer in model.decoder.layers if layer.layer_number - 1 in arch.expert_layers):
         layer.mlp.token_dispatcher = TokenDispatcher(config, layout.groups)
         if arch.sigmoid_router:
             layer.mlp.router.correction_bias = nn.Parameter(torch.zeros(arch.experts), requires_grad=False)

@@ -108,7 +108,7 @@ def joined(parts: Sequence[tuple[Rollouts, Sequence[int]]]) -> Rollouts:
     """Some rows of several rollouts, one after the other."""
     some = [(rollouts, list(rows)) for rollouts, rows in parts if rows] or [(parts[0][0], list[int]())]
     longest = max((int(rollouts.response_lengths_B[b]) for rollouts, rows in some for b in rows), default=1)
-    return Rollouts(**_joined_fields([(rollouts, rows) for rollouts, rows in some], longest))
+    return Rollouts(**_joined_fields(some, longest))
 
 
 def _joined_fields(parts: Sequence[tuple[Any, list[int]]], longest: int) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-import torch.distributed as dist
 
 from megappo.config import ConfigError, derive, load_config
 from megappo.config.algorithm import AlgorithmSettings
@@ -64,12 +62,7 @@ FORGETFUL = (  # as Qwen 3's: thoughts of earlier turns are left out once a user
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    meeting = tmp_path_factory.mktemp("world") / "meeting"
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
 def test_the_environment_that_the_readme_shows() -> None:

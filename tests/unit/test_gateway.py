@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,6 @@ import aiohttp
 import psutil
 import pytest
 import torch
-import torch.distributed as dist
 
 from megappo.config.environment import EnvironmentSettings
 from megappo.engines.protocol import Completion
@@ -44,12 +43,7 @@ CALL = 'I ask.<tool_call>{"name": "look", "arguments": {"key": "7"}}</tool_call>
 SCHEMA = {"type": "object", "properties": {"key": {"type": "string"}}}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    meeting = tmp_path_factory.mktemp("world") / "meeting"
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
 class Served:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +9,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megappo.algo.overlong import overlong_penalty
 from megappo.config import load_config
@@ -24,12 +22,7 @@ CPU = torch.device("cpu")
 BASE = Path(__file__).parent / "config_base.yaml"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    meeting = tmp_path_factory.mktemp("world") / "meeting"
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
 def rollouts(names: str, lengths: list[int]) -> Rollouts:

@@ -74,3 +74,10 @@ def test_what_is_there_is_not_measured_again(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "planned failed with status" in done.stdout and "planned.txt says why" in done.stdout
     assert "model.tokenizer" in (tmp_path / "planned.txt").read_text()
+
+
+def test_nothing_measured_is_a_sentence(tmp_path: Path) -> None:
+    command = [sys.executable, str(PROGRAM), "--model", str(MODEL), "--out", str(tmp_path), "--only"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"throughput.py: error: {tmp_path} holds nothing that was measured; the .txt files")
