@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +40,8 @@ class Counts:
     """Kernels on CUDA, operators on a CPU."""
     waits: int
     """Synchronising operations on CUDA, reads by the host on a CPU."""
+    where: str = ""
+    """Lines that wait most often on CUDA, with how often."""
 
 
 class _Operators(TorchDispatchMode):
@@ -75,7 +79,9 @@ def counted_on_cuda(call: Callable[[], Any]) -> Counts:
             call()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    return Counts(launches, sum("synchronizing CUDA operation" in str(w.message) for w in told))
+    waits = [w for w in told if "synchronizing CUDA operation" in str(w.message)]
+    lines = Counter(f"{'/'.join(Path(w.filename).parts[-2:])}:{w.lineno}" for w in waits)
+    return Counts(launches, len(waits), ", ".join(f"{count} x {line}" for line, count in lines.most_common(4)))
 
 
 def per_layer(place: Place) -> Iterator[Row]:
@@ -93,14 +99,14 @@ def per_layer(place: Place) -> Iterator[Row]:
         held = place.device == "cuda" or stage == "forward"
         yield _waits(f"{stage}: waits per layer", waits, 0.0 if held else None, "layer and microbatch")
         most = MOST_WAITS if place.device == "cuda" else None
-        yield _waits(f"{stage}: waits", least.waits / MICROBATCHES, most, "microbatch")
+        yield _waits(f"{stage}: waits", least.waits / MICROBATCHES, most, "microbatch", least.where)
 
 
-def _waits(what: str, waits: float, most: float | None, of: str) -> Row:
+def _waits(what: str, waits: float, most: float | None, of: str, where: str = "") -> Row:
     words = f"{waits:.2f} per {of}"
     if most is None:
         return measured(what, f"{words}, reads on a CPU included", waits=waits)
-    return judged(what, waits <= most, f"{words}, bound {most:g}", waits=waits)
+    return judged(what, waits <= most, f"{words}, bound {most:g}{where and f'; {where}'}", waits=waits)
 
 
 def _counts(place: Place, layers: int) -> dict[str, Counts]:

@@ -43,7 +43,7 @@ class Shape:
 def shapes_of(place: Place) -> list[Shape]:
     """1, 16 and 128 segments of as many tokens together, and one of 32k."""
     if place.tiny:
-        return [Shape(1, 64), Shape(4, 16), Shape(16, 4), Shape(1, 256)]
+        return [Shape(1, 64), Shape(4, 32), Shape(16, 4), Shape(1, 256)]
     return [Shape(1, 16384), Shape(16, 1024), Shape(128, 128), Shape(1, 32768)]
 
 
@@ -75,9 +75,11 @@ def _shape(place: Place, shape: Shape, dtype: str) -> Iterator[Row]:
 
 def logprobs(t: Trainer, given: list[dict[str, Any]], budget_tokens: int) -> list[Tensor]:
     """Of each sample's response, in packs of so many tokens."""
-    t.parts.actor.placement = replace(t.parts.actor.placement, budget_tokens=budget_tokens)
-    rollout, _ = rollouts(given)
-    output_BR = placed_on(t.parts.actor, announce(rollout, t.parts.runtime.device)).forward()
+    actor, rollout = t.parts.actor, rollouts(given)[0]
+    usual = actor.placement
+    actor.placement = replace(usual, budget_tokens=budget_tokens)
+    output_BR = placed_on(actor, announce(rollout, t.parts.runtime.device)).forward()
+    actor.placement = usual
     return list(output_BR[rollout.response_mask_BR].split(rollout.response_lengths_B.tolist()))
 
 

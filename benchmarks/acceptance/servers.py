@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +14,7 @@ from benchmarks.acceptance.table import Row, Skip, judged, measured, within
 from benchmarks.acceptance.workload import ACTOR_ONLY, Size, make_config, model_folder, settings, trainer
 from megappo.observe.stopwatch import Lap
 from megappo.ppo.reporting import Reporter
+from megappo.runtime.packages import installed_version
 
 STEPS = 3
 CACHE_TOKENS = 65536
@@ -34,7 +34,7 @@ class FreeMemoryReporter(Reporter):
 
 def sleep_train_wake(place: Place) -> Iterator[Row]:
     """Three steps of a run through one server: rollout, sleep, update, wake, weights by shared memory or IPC."""
-    if find_spec("sglang") is None:
+    if installed_version("sglang") is None:
         raise Skip("sglang is not installed")
     size = Size(8, 8, 16) if place.tiny else Size(64, 16, 256)
     dtype = "float32" if place.device == "cpu" else "bfloat16"

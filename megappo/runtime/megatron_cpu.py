@@ -4,14 +4,14 @@ Megatron names CUDA in places that have nothing to do with kernels: `device="cud
 index, the type name of a gradient buffer, the generator of a random state. Two things answer for them here:
 `install()` fills in attributes of `torch.cuda` once per process, and `cuda_means_cpu()` is a torch-function mode that
 redirects what can only be seen at the call. Neither is used where CUDA exists: `install()` refuses to run there.
-`fix_router()`, `rotate_packed_by()` and `param_groups_of_role()` are for GPUs too.
+`fix_router()`, `fix_gradient_norm()`, `rotate_packed_by()` and `param_groups_of_role()` are for GPUs too.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -118,6 +118,26 @@ def fix_router() -> None:
     utils: Any = moe_utils
     if not hasattr(utils, "te_general_gemm"):
         utils.te_general_gemm = None
+
+
+@functools.cache
+def fix_gradient_norm() -> None:
+    """Let a gradient's norm wait for the device once: without Apex and Transformer Engine Megatron's own function
+    (utils.py:1200, in 0.19.2 1325) reads a number of every parameter on the host."""
+    from megatron.core import utils
+    from megatron.core.optimizer import clip_grads
+
+    module: Any = clip_grads
+    if module.l2_norm_impl is utils.local_multi_tensor_l2_norm:
+        module.l2_norm_impl = _norm_of_all
+
+
+def _norm_of_all(
+    _chunk_size: int, _noop_flag: torch.Tensor, tensor_lists: Sequence[Sequence[torch.Tensor]], _per_tensor: bool
+) -> tuple[torch.Tensor, None]:
+    """(1,) L2 norm of all tensors together, where they are."""
+    norms = [norm for tensors in tensor_lists for norm in torch._foreach_norm(list(tensors))]
+    return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
 
 
 def rotate_packed_by(rotation: Callable[..., torch.Tensor]) -> None:

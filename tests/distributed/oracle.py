@@ -45,7 +45,7 @@ class Sample:
     def rewards(self) -> Tensor:
         """Of each of those tokens: a turn's on its last one, the score on the last of all."""
         given = [0.0] * self.response if self.turn_rewards is None else self.turn_rewards
-        rewards = torch.tensor([reward for reward in given if reward is not None])
+        rewards = torch.tensor([reward for reward in given if reward is not None], device=self.tokens.device)
         rewards[-1] += self.score
         return rewards
 
@@ -318,9 +318,14 @@ def _critic_update(critic, optimizer, samples, minibatch, values, returns, setti
     }
 
 
+def _log_ratio(logp: Tensor, old: Tensor) -> Tensor:
+    """As far as it counts: a token further off is at the limit, without a slope."""
+    return (logp - old).clamp(-20, 20)
+
+
 def _surrogate(logp: Tensor, old: Tensor, A: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
     """Loss at each token of a sequence, and where it was clipped."""
-    ratio = torch.exp(logp - old)
+    ratio = torch.exp(_log_ratio(logp, old))
     if settings.policy_loss == "cispo":
         return -ratio.detach().clamp(max=1 + settings.clip_high) * A * logp, ratio > 1 + settings.clip_high
     if settings.policy_loss == "gspo":
@@ -355,7 +360,7 @@ def _actor_update(actor, optimizer, samples, minibatch, old, ref, advantages, im
         loss = loss + weights[i] * total.sum() - of_good * logp.sum() * (i in good)
         count += samples[i].counted
         sums["clipfrac"] += float(is_clipped.sum())
-        sums["ppo_kl"] += float((old[i] - logp).detach().sum())
+        sums["ppo_kl"] -= float(_log_ratio(logp, old[i]).detach().sum())
         sums["entropy"] += float(entropy.detach().sum())
     (loss + _balancing(uneven, settings.actor_balance, minibatch)).backward()
     norm = nn.utils.clip_grad_norm_(actor.parameters(), settings.clip_grad_norm)

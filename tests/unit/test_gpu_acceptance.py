@@ -8,6 +8,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from benchmarks import gpu_acceptance
 from benchmarks.acceptance import wheels
 from benchmarks.acceptance.registry import STEPS, Place, Step
 from benchmarks.acceptance.runner import environment, run_steps
-from benchmarks.acceptance.table import Report, judged, measured, within
+from benchmarks.acceptance.servers import sleep_train_wake
+from benchmarks.acceptance.table import Report, Skip, judged, measured, within
 
 ROOT = Path(__file__).parents[2]
 ON_A_CPU = [step.name for step in STEPS if step.name != "servers"]
@@ -116,6 +118,17 @@ def test_a_trainer_leaves_its_memory_to_the_next(tmp_path: Path) -> None:
     place = Place("cpu", True, str(tmp_path))
     run_steps([step("leaves_nothing")], place, report, seconds=300, given=environment(), log=tmp_path / "log")
     assert [row.verdict for row in report.rows] == ["ok"], report.rows
+
+
+def test_servers_are_skipped_where_sglang_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of that name on the path of imports, as our own tests have one, is none."""
+    monkeypatch.setattr("importlib.metadata.version", missing)
+    with pytest.raises(Skip, match="not installed"):
+        next(sleep_train_wake(Place("cpu", True, str(tmp_path))))
+
+
+def missing(name: str) -> str:
+    raise PackageNotFoundError(name)
 
 
 def test_a_step_that_goes_wrong_ends_alone(tmp_path: Path) -> None:

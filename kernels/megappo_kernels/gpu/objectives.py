@@ -41,8 +41,8 @@ def in_triton(function: Any) -> Any:
 
 @triton.jit
 def load_valid(pointer, offsets, valid):
-    """float32, 0 where masked, whatever lies there; None where nothing is given."""
-    return pointer if pointer is None else tl.load(pointer + offsets, mask=valid, other=0.0).to(tl.float32)
+    """float32, 0 where masked, whatever lies there."""
+    return tl.load(pointer + offsets, mask=valid, other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["mask"])
@@ -62,7 +62,9 @@ def objective_kernel(
     inside = offsets < n
     valid = tl.load(mask + offsets, mask=inside, other=0) != 0
     count = tl.sum(valid.to(tl.float32), 0)
-    found, metrics = FORMULA(settings, *[load_valid(pointer, offsets, valid) for pointer in numbers])
+    # What is not given stays None here: functions of Triton 3.6 cannot return it.
+    given = [p if p is None else load_valid(p, offsets, valid) for p in numbers]
+    found, metrics = FORMULA(settings, *given)
     for i in tl.static_range(len(slopes)):
         tl.store(slopes[i] + offsets, found[i], mask=inside)
     partials += tl.program_id(0) * (1 + 2 * len(KINDS))
