@@ -22,6 +22,7 @@ from megappo.megatron.attention import PackedSegments, packed_segments, segment_
 from megappo.megatron.context import WHOLE, ContextShard
 from megappo.megatron.layout import Layout
 from megappo.megatron.router import routing_tensors, told_routers
+from megappo.runtime.megatron_cpu import PipelineSends
 from megappo.runtime.transfer import to_device
 
 
@@ -148,6 +149,8 @@ def run_schedule(
         chunk.train(train)
     schedule = get_forward_backward_func(pp_size=layout.grid.pp, vp_size=layout.vpp if layout.vpp > 1 else None)
     iterators = [iter(microbatches) for _ in chunks]
+    communicator = _p2p(chunks, layout)
+    sends = PipelineSends(communicator) if communicator is not None else None
     with torch.set_grad_enabled(train):
         reports = schedule(
             forward_step_func=forward_step,
@@ -158,8 +161,10 @@ def run_schedule(
             micro_batch_size=1,
             forward_only=not train,
             pg_collection=layout.groups,
-            p2p_communicator=_p2p(chunks, layout),
+            p2p_communicator=communicator,
         )
+    if sends is not None:
+        sends.finish()
     return list(reports)
 
 

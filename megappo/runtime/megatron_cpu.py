@@ -4,7 +4,8 @@ Megatron names CUDA in places that have nothing to do with kernels: `device="cud
 index, the type name of a gradient buffer, the generator of a random state. Two things answer for them here:
 `install()` fills in attributes of `torch.cuda` once per process, and `cuda_means_cpu()` is a torch-function mode that
 redirects what can only be seen at the call. Neither is used where CUDA exists: `install()` refuses to run there.
-`fix_router()`, `fix_gradient_norm()`, `rotate_packed_by()` and `param_groups_of_role()` are for GPUs too.
+`fix_router()`, `fix_gradient_norm()`, `PipelineSends`, `rotate_packed_by()` and `param_groups_of_role()` are for GPUs
+too.
 """
 
 from __future__ import annotations
@@ -138,6 +139,57 @@ def _norm_of_all(
     """(1,) L2 norm of all tensors together, where they are."""
     norms = [norm for tensors in tensor_lists for norm in torch._foreach_norm(list(tensors))]
     return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
+
+
+class PipelineSends:
+    """What a stage sends while it computes: kept until it is sent, and sent before the stage goes on.
+
+    The interleaved schedule frees an output whose send has only begun (`deallocate_pipeline_outputs`; 0.16.1,
+    schedules.py:1522, 1600), and forgets the last send of a pass that does not train. Gloo begins to read when the
+    receiver is ready: it would send what has taken the memory since, or nothing at all. torch's work on NCCL keeps the
+    tensor, whose storage is exchanged all the same. Where sends are waited for at once nothing is kept.
+    """
+
+    def __init__(self, communicator: Any) -> None:
+        self._communicate = communicator._communicate
+        self._sends: list[_Send] = []
+        communicator._communicate = self
+
+    def __call__(
+        self, *, tensor_send_next: torch.Tensor | None, tensor_send_prev: torch.Tensor | None, **rest: Any
+    ) -> tuple[Any, Any, Any]:
+        """Megatron's `P2PCommunicator._communicate`."""
+        sent = {"send_next": tensor_send_next, "send_prev": tensor_send_prev}
+        sent = {name: tensor if tensor is None else tensor.detach() for name, tensor in sent.items()}
+        received_prev, received_next, works = self._communicate(
+            tensor_send_next=sent["send_next"], tensor_send_prev=sent["send_prev"], **rest
+        )
+        for name in sent.keys() & works.keys() if isinstance(works, dict) else ():
+            works[name] = _Send(works[name], sent[name])
+            self._sends = [*(send for send in self._sends if send.is_open), works[name]]
+        return received_prev, received_next, works
+
+    def finish(self) -> None:
+        """Wait for those that the schedule has not waited for."""
+        for send in self._sends:
+            send.wait()
+        self._sends = []
+
+
+class _Send:
+    """A handle that holds what is sent, and may be waited for twice, which gloo's may not."""
+
+    def __init__(self, work: Any, tensor: torch.Tensor | None) -> None:
+        self._held: tuple[Any, torch.Tensor | None] | None = (work, tensor)
+
+    @property
+    def is_open(self) -> bool:
+        return self._held is not None
+
+    def wait(self) -> None:
+        if self._held is not None:
+            self._held[0].wait()
+            self._held = None
 
 
 def rotate_packed_by(rotation: Callable[..., torch.Tensor]) -> None:
