@@ -9,10 +9,12 @@ features that go together meet in some step; the number of factors gives the who
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import math
+import operator
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 ROLES = ("actor", "critic")
@@ -123,6 +125,7 @@ FACTORS: dict[str, tuple[Level, ...]] = {
     ),
 }  # fmt: skip
 """The first level of each is the plain one."""
+_PLACES = {name: place for place, name in enumerate(FACTORS)}
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ class Case:
     levels: tuple[Level, ...]
 
     def __getitem__(self, factor: str) -> Level:
-        return self.levels[list(FACTORS).index(factor)]
+        return self.levels[_PLACES[factor]]
 
     @property
     def name(self) -> str:
@@ -172,20 +175,51 @@ def goes_together(case: Case, most_ranks: int) -> bool:
     return case.ranks <= most_ranks
 
 
+def features_met(strength: int, most_ranks: int) -> Iterator[tuple[Case, int]]:
+    """Every case, with a bit for each combination of `strength` features that meet in it."""
+    factors, bits = tuple(FACTORS.values()), itertools.count()
+    begun: list[tuple[tuple[int, ...], int, int]] = [((), 0, 1)]  # places of levels, bits, ranks
+    for i, factor in enumerate(factors):
+        # Of each level the bits of its combinations with earlier ones, by the places of these.
+        tables = [
+            [
+                (at, {chosen: 1 << next(bits) for chosen in _choices(factors, at)})
+                for at in itertools.combinations(range(i), strength - 1)
+            ]
+            for _ in factor
+        ]
+        begun = [
+            ((*chosen, place), _with_bits(met, chosen, tables[place]), ranks * level.ranks)
+            for chosen, met, ranks in begun
+            for place, level in enumerate(factor)
+            if ranks * level.ranks <= most_ranks
+        ]
+    for chosen, met, _ in begun:
+        case = Case(tuple(factor[place] for factor, place in zip(factors, chosen, strict=True)))
+        if goes_together(case, most_ranks):
+            yield case, met
+
+
+def _with_bits(
+    met: int, chosen: tuple[int, ...], tables: Sequence[tuple[tuple[int, ...], Mapping[tuple[int, ...], int]]]
+) -> int:
+    for at, table in tables:
+        met |= table[tuple([chosen[place] for place in at])]
+    return met
+
+
+def _choices(factors: Sequence[Sequence[Level]], places: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    return itertools.product(*(range(len(factors[place])) for place in places))
+
+
+@functools.cache
 def covering(strength: int, most_ranks: int) -> list[Case]:
     """Cases of at most so many ranks in which all combinations of `strength` features meet that go together."""
     draw = random.Random(_SEED)
-    factors = tuple(FACTORS.values())
-    everything = [case for levels in itertools.product(*factors) if goes_together(case := Case(levels), most_ranks)]
-    if strength >= len(factors):
+    everything, met = map(list, zip(*features_met(min(strength, len(FACTORS)), most_ranks), strict=True))
+    if strength >= len(FACTORS):
         return everything
-    places = list(itertools.combinations(range(len(factors)), strength))
-    bits: dict[tuple[object, ...], int] = {}
-    met = [
-        sum(1 << bits.setdefault((place, *(case.levels[i].name for i in place)), len(bits)) for place in places)
-        for case in everything
-    ]
-    left, found = (1 << len(bits)) - 1, list[Case]()
+    left, found = functools.reduce(operator.or_, met), list[Case]()
     while left:
         drawn = [n for n in draw.sample(range(len(everything)), min(len(everything), _DRAWN)) if met[n] & left]
         candidates = drawn or [n for n in range(len(everything)) if met[n] & left]
