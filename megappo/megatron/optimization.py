@@ -18,7 +18,7 @@ from megappo.megatron.host_optimizer import PartlyOnHost
 from megappo.megatron.offload import RoleTensors
 from megappo.megatron.optimizer_state import MOMENTS, OptimizerState
 from megappo.megatron.schedule import finalize_summed_grads
-from megappo.runtime.megatron_cpu import fix_gradient_norm, param_groups_of_role
+from megappo.runtime.megatron_cpu import fix_gradient_norm, gather_one_by_one, param_groups_of_role
 
 PIECE = 2**17
 """Elements whose float32 copy stays in a core's cache."""
@@ -71,6 +71,8 @@ class RoleOptimizer:
             use_distributed_optimizer=settings.distributed,
         )
         fix_gradient_norm()
+        if not on_cuda:
+            gather_one_by_one()
         with param_groups_of_role(model.layout.role_group):
             self.megatron = get_megatron_optimizer(
                 config, self.chunks, use_gloo_process_groups=False, pg_collection=model.layout.groups

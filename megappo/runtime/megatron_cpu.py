@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -139,6 +139,50 @@ def _norm_of_all(
     """(1,) L2 norm of all tensors together, where they are."""
     norms = [norm for tensors in tensor_lists for norm in torch._foreach_norm(list(tensors))]
     return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
+
+
+@functools.cache
+def gather_one_by_one() -> None:
+    """Let the distributed optimizer gather the weights of each bucket by themselves; for gloo.
+
+    Of a work that is done torch's gloo keeps the name, which its two threads write without a lock (2.14,
+    ProcessGroupGloo.cpp, runLoop). That of a coalesced gather is too long to lie inside the string: both free it, and
+    the process dies some allocations later, in about one of a hundred steps where two are gathered at once.
+    """
+    from megatron.core.distributed import param_and_grad_buffer
+
+    groups: Any = param_and_grad_buffer._ParamAndGradBucketGroup
+    coalesced = groups.start_param_sync
+
+    @functools.wraps(coalesced)
+    def start_param_sync(*args: Any, **kwargs: Any) -> None:
+        with _not_coalesced(param_and_grad_buffer):
+            coalesced(*args, **kwargs)
+
+    groups.start_param_sync = start_param_sync
+
+
+@contextmanager
+def _not_coalesced(module: Any) -> Iterator[None]:
+    """What `_coalescing_manager` of a module of Megatron gives waits for gathers that go out at once."""
+    manager, gather, works = module._coalescing_manager, module.dist_all_gather_func, _Works()
+
+    def noted(*args: Any, **kwargs: Any) -> None:
+        works.append(gather(*args, **kwargs))
+
+    module._coalescing_manager, module.dist_all_gather_func = lambda *_args, **_kwargs: nullcontext(works), noted
+    try:
+        yield
+    finally:
+        module._coalescing_manager, module.dist_all_gather_func = manager, gather
+
+
+class _Works(list[Any]):
+    """Collectives that are waited for together."""
+
+    def wait(self) -> None:
+        for work in self:
+            work.wait()
 
 
 class PipelineSends:
