@@ -36,15 +36,14 @@ def test_no_gather_is_coalesced(late: bool, world_of_one: None) -> None:
     weights = [torch.randn(6), torch.randn(4)]
     group: Any = SimpleNamespace(
         ddp_config=SimpleNamespace(use_distributed_optimizer=True, overlap_param_gather=late),
-        buckets=[SimpleNamespace(param_data=x.clone()) for x in weights],
-        cached_param_buffer_shard_list=[x.clone() for x in (w.view(1, -1) for w in weights)],
+        buckets=[SimpleNamespace(param_data=torch.zeros_like(x)) for x in weights],
+        # Under a dispatch mode gloo takes the ranks for the first dimension.
+        cached_param_buffer_shard_list=[x.view(1, -1) for x in weights],
         intra_distributed_optimizer_instance_group=dist.group.WORLD,
         intra_distributed_optimizer_instance_size=1,
         intra_distributed_optimizer_instance_rank=0,
         param_gather_handle=None,
     )
-    for bucket in group.buckets:
-        bucket.param_data.zero_()
     with Collectives() as called:
         param_and_grad_buffer._ParamAndGradBucketGroup.start_param_sync(group)
         if late:
