@@ -21,6 +21,7 @@ setup(
     package_data={"megappo": ["py.typed", "requirements.txt"], "megappo_kernels": ["py.typed"]},
     install_requires=[line for line in REQUIREMENTS.read_text().splitlines() if not line.startswith("#")],
     extras_require={
+        "datasets": ["datasets>=4"],
         "sglang": ["sglang==0.5.23"],
         "te": ["transformer-engine[pytorch]"],
         "tasks": ["math-verify", "reasoning-gym"],

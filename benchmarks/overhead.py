@@ -34,7 +34,7 @@ from benchmarks.control_plane import Echo, Size, placement  # noqa: E402
 from benchmarks.step import configuration, next_step, versions  # noqa: E402
 from megappo.config import Config, ConfigError, derive_run  # noqa: E402
 from megappo.config.model_files import load_tokenizer  # noqa: E402
-from megappo.data import Cursor, PromptDataset  # noqa: E402
+from megappo.data import read_prompts, training_cursor  # noqa: E402
 from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams  # noqa: E402
 from megappo.plan.planner import read_models  # noqa: E402
 from megappo.ppo.parts import Parts  # noqa: E402
@@ -100,7 +100,7 @@ def make_trainer(config: Config, runtime: Runtime, tokens: int) -> Trainer:
     actor = Echo(placement("actor", config, size), models.actor, runtime)
     critic = Echo(placement("critic", config, size), models.critic, runtime) if config.critic is not None else None
     tokenizer = load_tokenizer(config.model)
-    prompts = PromptDataset(config.data.train, config.data, tokenizer)
+    prompts = read_prompts(config.data, tokenizer)
     given: dict[str, Any] = dict.fromkeys(Parts.__dataclass_fields__)
     given |= {
         "config": config,
@@ -109,7 +109,7 @@ def make_trainer(config: Config, runtime: Runtime, tokens: int) -> Trainer:
         "tokenizer": tokenizer,
         "stop_token_ids": (),
         "train_prompts": prompts,
-        "cursor": Cursor(len(prompts), config.run.seed, config.data.shuffle, fingerprint=prompts.fingerprint),
+        "cursor": training_cursor(prompts, config.data, config.run.seed),
         "reward": RewardScorer(config.reward, runtime.device),
         "engine": EchoEngine(config.rollout.max_response_tokens, models.actor.vocab_size),
         "actor": actor,

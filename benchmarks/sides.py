@@ -1,7 +1,7 @@
 """Programs that take turns on one machine: each side a group of processes that does one step whenever it is asked to.
 
-A side that is not asked waits for its pipe and takes no core. Its processes begin with an empty interpreter: nothing of
-the other side, nor of the program that compares them, is in their memory.
+A side that is not asked waits for its pipe and takes no core, nor memory that it does not use. Its processes begin with
+an empty interpreter: nothing of the other side, nor of the program that compares them, is in their memory.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+from megappo.runtime.heap import trim_heap
 
 _RESET_PEAK = "5"  # what proc(5) wants in clear_refs for VmHWM to begin anew
 
@@ -56,6 +58,7 @@ class Turns:
     def done(self, metrics: dict[str, float]) -> None:
         """The step that was asked for is over."""
         self._pipe.send((time.process_time() - self._cpu, _peak_bytes(), metrics))
+        trim_heap()
 
     def ready(self) -> None:
         """Everything is loaded, and steps can be asked for."""

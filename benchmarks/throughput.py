@@ -62,7 +62,9 @@ class Measurement:
         return [*launch, *words, "--json", str(out / f"{self.name}.json")]
 
 
-def _beside_trl(name: str, lengths: str, ranks: int, repeat: int, microbatch: int, *more: str) -> Measurement:
+def _beside_trl(
+    name: str, lengths: str, ranks: int, repeat: int, microbatch: int, *more: str, minutes: int = 9
+) -> Measurement:
     options = (
         "--ranks",
         str(ranks),
@@ -74,7 +76,7 @@ def _beside_trl(name: str, lengths: str, ranks: int, repeat: int, microbatch: in
         str(microbatch),
     )
     of_ranks = SHARED if ranks > 1 else ()
-    return Measurement(name, 9, "trl.py", (*MICROBATCHES, *of_ranks, *_THREADS, *options, *more))
+    return Measurement(name, minutes, "trl.py", (*MICROBATCHES, *of_ranks, *_THREADS, *options, *more))
 
 
 def _update(name: str, ranks: int, *arguments: str) -> Measurement:
@@ -94,7 +96,7 @@ MEASUREMENTS = (
     _update("update-pp2", 2, "--responses", "30"),
     _beside_trl("trl-full", "full:64", 1, 5, 8),
     _beside_trl("trl-even", "even:1-64", 1, 5, 8),
-    *(_beside_trl(f"trl-tail-{part}", "tail:32-256", 1, 2, 4) for part in "abc"),
+    _beside_trl("trl-tail", "tail:32-256", 1, 5, 4, minutes=42),
     Measurement("step-dp2", 5, "step.py", (*ALONE, *STEP, "runtime.threads_per_rank=1", "--repeat", "5"), 2),
     Measurement("overhead", 2, "overhead.py", ("rollout.max_response_tokens=64", *REFERENCE, "--repeat", "5")),
     Measurement(
@@ -117,7 +119,7 @@ MEASUREMENTS = (
     _beside_trl("trl-even-dp2", "even:1-64", 2, 5, 8),
 )  # fmt: skip
 JOINED = {
-    "joined": ["trl-full", "trl-even", "trl-tail-a", "trl-tail-b", "trl-tail-c"],
+    "joined": ["trl-full", "trl-even", "trl-tail"],
     "joined-more": ["trl-full-dp2", "trl-even-dp2", "trl-bf16"],
     "joined-curves": ["curves-1", "curves-2", "curves-3"],
 }

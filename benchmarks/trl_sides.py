@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megappo.config import Config
-    from megappo.data import PromptDataset
+    from megappo.data import TrainingPrompts
 
 _ESTIMATORS = {"kl": "k1", "low_var_kl": "k3"}
 
@@ -66,6 +66,7 @@ def check(config: Config) -> None:
         "algorithm.dual_clip: null": algorithm.dual_clip is None,
         "algorithm.clip_low equal to clip_high": algorithm.clip_low == algorithm.clip_high,
         "algorithm.entropy_coef: 0": algorithm.entropy_coef == 0,
+        "one number as algorithm.lam": algorithm.lam.is_one,
         "algorithm.loss_aggregation: token-mean": algorithm.loss_aggregation == "token-mean",
         "algorithm.whiten_advantages: true": algorithm.whiten_advantages,
         "algorithm.kl_in_reward with kind kl or low_var_kl, fixed": kl is not None
@@ -139,7 +140,7 @@ def trl_side(turns: Turns, run: Run) -> None:
     from transformers import TrainerCallback
 
     from megappo.config.model_files import load_tokenizer, resolve_stop_token_ids, role_folder
-    from megappo.data import Cursor, PromptDataset
+    from megappo.data import read_prompts, training_cursor
 
     config = run.read()
     torch.set_num_threads(run.threads)
@@ -147,8 +148,8 @@ def trl_side(turns: Turns, run: Run) -> None:
     stop = resolve_stop_token_ids(role_folder(config, "actor"), tokenizer, config.rollout.stop_token_ids)
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(padding_token(tokenizer, stop))
     tokenizer.padding_side = "left"
-    prompts = PromptDataset(config.data.train, config.data, tokenizer)
-    cursor = Cursor(len(prompts), config.run.seed, config.data.shuffle, fingerprint=prompts.fingerprint)
+    prompts = read_prompts(config.data, tokenizer)
+    cursor = training_cursor(prompts, config.data, config.run.seed)
     forcing = _forcing(stop, tokenizer)
     judge = _Judge(config, prompts, tokenizer)
     trainer = _trl_trainer(config, run, tokenizer, stop[0], judge)
@@ -181,7 +182,7 @@ def trl_side(turns: Turns, run: Run) -> None:
 class _Batches:
     """The prompts of each step, padded on the left."""
 
-    def __init__(self, config: Config, prompts: PromptDataset, cursor: Any, tokenizer: Any) -> None:
+    def __init__(self, config: Config, prompts: TrainingPrompts, cursor: Any, tokenizer: Any) -> None:
         self._settings, self._prompts, self._cursor, self._tokenizer = config.rollout, prompts, cursor, tokenizer
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
@@ -197,7 +198,7 @@ class _Judge:
 
     base_model_prefix = "backbone"
 
-    def __init__(self, config: Config, prompts: PromptDataset, tokenizer: Any) -> None:
+    def __init__(self, config: Config, prompts: TrainingPrompts, tokenizer: Any) -> None:
         from megappo.rewards.registry import argument_names, resolve
 
         self._settings, self._tokenizer = config.reward, tokenizer
@@ -260,7 +261,7 @@ def _trl_trainer(config: Config, run: Run, tokenizer: Any, stop: int, judge: _Ju
         response_length=run.profile.longest, stop_token_id=stop, temperature=config.rollout.temperature,
         kl_coef=kl.coef, kl_estimator=_ESTIMATORS[kl.kind], cliprange=algorithm.clip_high,
         cliprange_value=critic.value_clip if critic.value_clip is not None else 1e9, gamma=algorithm.gamma,
-        lam=algorithm.lam, bf16=run.precision == "mixed", gradient_checkpointing=False,
+        lam=algorithm.lam.critic, bf16=run.precision == "mixed", gradient_checkpointing=False,
     )  # fmt: skip
     models = _trl_models(config, run)
     of_roles = {"actor": models["model"], "critic": models["value_model"]}

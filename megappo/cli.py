@@ -90,7 +90,7 @@ def _report(error: ValueError | RunError) -> None:
     waits = not is_main(os.environ) and not isinstance(error, RunError)
     place = f" on rank {os.environ['RANK']}" if waits else ""
     sentences = [f"megappo: error{place}: {problem}" for problem in problems]
+    if waits:  # a launcher ends this process meanwhile, and takes what rank 0 told it
+        wait_until(lambda: False, RANK_0_SPEAKS_WITHIN, every_seconds=0.2)
     tell_torchrun(os.environ, sentences)
-    if waits:
-        wait_until(lambda: False, RANK_0_SPEAKS_WITHIN, every_seconds=0.2)  # a launcher ends this process meanwhile
     print("\n".join(sentences), file=sys.stderr)

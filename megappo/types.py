@@ -36,6 +36,8 @@ class Prompt:
     """The prompt as the model sees it."""
     answer: str | None
     metadata: dict[str, Any]
+    source: str = ""
+    """Name of the data source in a mixture (`data.mixture`)."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,9 @@ class Rollouts(Samples):
     """int64: special tokens inside each response, the stop token that ended it aside."""
     episodes: Episodes | None = field(default=None, kw_only=True)
     """Not None: samples of an environment. `responses` and what is said of them are of the last turn then."""
+    token_versions_BR: Tensor | None = field(default=None, kw_only=True)
+    """int64: version of the weights that generated each response token, where a sample may be of several, of which
+    `weight_versions_B` has the oldest; None: the sample's."""
 
     def totals_B(self, scores_B: Tensor) -> Tensor:
         """Scores of the reward function with the environment's rewards of all turns."""

@@ -19,6 +19,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="only what is quick; see README.md")
     parser.addoption("--learning", action="store_true", help="also runs that learn for minutes; see README.md")
+    parser.addoption("--smollm2", metavar="FOLDER", help="SmolLM2-135M-Instruct, for what --learning has it learn")
     parser.addoption("--strength", type=int, default=2, help="of distributed/test_conformance.py: features that meet")
 
 

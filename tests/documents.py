@@ -101,6 +101,8 @@ def _value_words(schema: Mapping[str, Any]) -> str:
     if "enum" in schema or "const" in schema:
         return ", ".join(f"`{_yaml(value)}`" for value in schema.get("enum", [schema.get("const")]))
     kind = schema.get("type", "anything")
+    if "prefixItems" in schema:
+        return f"list of {len(schema['prefixItems'])}: {', '.join(map(_value_words, schema['prefixItems']))}"
     if kind == "array":
         return f"list of {_value_words(schema['items'])}"
     if kind == "object":

@@ -21,13 +21,17 @@ install_slurm() {
         echo "slurm-wlm and munge could not be installed"
 }
 quick=()
-beside=(tests/slurm tests/sglang)
-here=(tests/unit tests/distributed tests/gpu)
+runs=(tests/distributed/test_{family_runs,in_flight_runs,resume,start_from,stops,training}.py)
+beside=(tests/slurm tests/sglang "${runs[@]}") # which take about as long as the others
+here=(tests/unit tests/gpu)
+for file in tests/distributed/test_*.py; do
+    [[ " ${runs[*]} " = *" $file "* ]] || here+=("$file")
+done
 case "${1:-}" in
 --quick)
     shift
     quick=(--quick)
-    beside+=(tests/distributed)
+    beside=(tests/slurm tests/sglang tests/distributed)
     here=(tests/gpu)
     for file in tests/unit/test_*.py; do # of which nearly everything is quick, and each side takes every other one
         if ((${#here[@]} <= ${#beside[@]})); then here+=("$file"); else beside+=("$file"); fi

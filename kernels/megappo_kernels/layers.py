@@ -1,7 +1,7 @@
-"""What a transformer's layer computes between its matrices: SwiGLU, and the rotation of queries and keys.
+"""What a transformer's layer computes between its matrices: SwiGLU, the rotation of queries and keys, and RMSNorm.
 
-With Triton each is one kernel forward and one backward, and keeps nothing but its operands; elsewhere torch's
-operations, which autograd differentiates.
+With Triton the first two are one kernel forward and one backward, and keep nothing but their operands; elsewhere they
+are torch's operations. On a CPU backward is written out where autograd would go through memory more often.
 Shape legend: T tokens, F features, H heads, D channels of a head.
 """
 
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 from torch.nn.functional import silu
 
 from megappo_kernels.backend import runs_triton
@@ -30,9 +31,29 @@ def swiglu(gate_up: Tensor, weights: Tensor | None = None) -> Tensor:
     if runs_triton(gate_up):
         found: Tensor = _SwiGLU.apply(gate_up, weights)
         return found
-    gate, up = gate_up.chunk(2, dim=-1)
-    product = silu(gate) * up
+    product: Tensor = _TorchSwiGLU.apply(gate_up)
     return product if weights is None else (product * weights.unsqueeze(-1)).to(product.dtype)
+
+
+class _TorchSwiGLU(torch.autograd.Function):
+    """The numbers of torch's operations to the last bit, with gradients written where they belong."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        opened = silu(gate)
+        ctx.save_for_backward(gate_up, opened)
+        return opened * up
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        gate_up, opened = ctx.saved_tensors
+        found = torch.empty_like(gate_up)
+        (gate, up), (of_gate, of_up) = gate_up.chunk(2, dim=-1), found.chunk(2, dim=-1)
+        torch.mul(grad, opened, out=of_up)
+        torch.ops.aten.silu_backward(grad * up, gate, grad_input=of_gate)
+        return found
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -66,8 +87,34 @@ def rotate_pairs(x_THD: Tensor, cosine_T1D: Tensor, sine_T1D: Tensor) -> Tensor:
     if runs_triton(x_THD):
         found: Tensor = _Rotation.apply(x_THD, cosine_T1D, sine_T1D)
         return found
+    if x_THD.dtype == torch.bfloat16 and not x_THD.is_cuda:
+        turned: Tensor = _TorchRotation.apply(x_THD, cosine_T1D, sine_T1D)
+        return turned
     first, second = x_THD.chunk(2, dim=-1)
     return x_THD * cosine_T1D + torch.cat((-second, first), dim=-1) * sine_T1D
+
+
+class _TorchRotation(torch.autograd.Function):
+    """One tensor is made, and the second product is rounded once, with the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x_THD: Tensor, cosine_T1D: Tensor, sine_T1D: Tensor) -> Tensor:
+        ctx.save_for_backward(cosine_T1D, sine_T1D)
+        return _turned_by_torch(x_THD, cosine_T1D, sine_T1D, direction=1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor, None, None]:
+        return _turned_by_torch(grad_THD, *ctx.saved_tensors, direction=-1), None, None
+
+
+def _turned_by_torch(x_THD: Tensor, cosine_T1D: Tensor, sine_T1D: Tensor, *, direction: int) -> Tensor:
+    found = x_THD * cosine_T1D
+    (first, second), (of_first, of_second) = x_THD.chunk(2, dim=-1), found.chunk(2, dim=-1)
+    sine = sine_T1D.chunk(2, dim=-1)[0]
+    of_first.addcmul_(second, sine, value=-direction)
+    of_second.addcmul_(first, sine, value=direction)
+    return found
 
 
 class _Rotation(torch.autograd.Function):
@@ -88,3 +135,39 @@ def _turned(x_THD: Tensor, cosine_T1D: Tensor, sine_T1D: Tensor, *, back: bool) 
 
     side_by_side = x_THD if x_THD.stride(-1) == 1 else x_THD.contiguous()
     return launch_rotation(side_by_side, cosine_T1D, sine_T1D, back=back)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """(..., F) times (F,), after each row was divided by the root of its mean square and eps; of the type of `x`.
+
+    As torch's, float32 inside with one rounding at the end; in bfloat16 on a CPU in half of torch's time. Source: Zhang
+    and Sennrich 2019, "Root Mean Square Layer Normalization" (arXiv:1910.07467), equation 4.
+    """
+    if x.is_cuda or x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
+        return functional.rms_norm(x, weight.shape, weight, eps)
+    found: Tensor = _RMSNorm.apply(x, weight, eps)
+    return found
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Each operand is made wide once, and then written over."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        size = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        factor = size.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, factor)
+        return wide.mul_(factor).mul_(weight.float()).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, factor = ctx.saved_tensors
+        wide, wide_grad, wide_weight = x.float(), grad.float(), weight.float()
+        products_TF, factor_T = (wide_grad * wide).reshape(-1, x.shape[-1]), factor.reshape(-1)
+        of_weight = products_TF.t().mv(factor_T)
+        # factor * (grad weight - x factor^2 * mean of (grad weight x) over the row)
+        mean = products_TF.mv(wide_weight).mul_(factor_T.square()).div_(-x.shape[-1]).view(factor.shape)
+        of_x = wide_grad.mul_(wide_weight).addcmul_(wide, mean).mul_(factor)
+        return of_x.to(x.dtype), of_weight.to(weight.dtype), None

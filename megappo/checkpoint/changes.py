@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megappo.config import Config
+from megappo.config.data import OLD_PYTHON_PREFIX
 from megappo.config.load import flat_settings
-from megappo.config.schema import OLD_PYTHON_PREFIX
 from megappo.errors import show
 
 _UNMENTIONED = (
@@ -19,14 +20,17 @@ _UNMENTIONED = (
 nobody."""
 _DANGEROUS = (
     "run.seed", "model", "actor.start_from", "critic.start_from", "critic.path",
-    "critic.value_head_std", "actor.lora", "critic.lora", "reference", "data.train", "data.apply_chat_template",
+    "critic.value_head_std", "actor.lora", "critic.lora", "reference", "data.train", "data.mixture", "data.curriculum",
+    "data.apply_chat_template",
     "data.system_prompt", "data.max_prompt_tokens", "data.overlong_prompts", "data.shuffle", "reward.function",
-    "reward.functions", "reward.options", "reward.batch", "reward.model_path", "reward.overlong",
+    "reward.functions", "reward.judge", "reward.options", "reward.batch", "reward.model_path", "reward.overlong",
     "algorithm.estimator", "algorithm.estimator_options", "algorithm.policy_loss",
     "algorithm.policy_loss_options", "rollout.environment.name", "rollout.environment.arguments",
     "rollout.generation", "rollout.generation_options",
 )  # fmt: skip
 """With another value it is another run: other models, data, task or objective."""
+_JUDGES_SERVER = re.compile(r"\.judge\.(url|key|concurrency|timeout_seconds|retries|server(\..+)?)$")
+"""Where a judge is, and how patiently it is asked, which its scores do not depend on."""
 _SOURCES = {"data.train.source", "data.validation.source"}
 _LENGTHS = ("run.steps", "run.epochs")
 
@@ -55,7 +59,7 @@ def compare_settings(before: Mapping[str, Any], now: Mapping[str, Any], steps: t
         sentence = f"{key}: {_shown(old, key)} -> {_shown(new, key)}"
         if key in _LENGTHS and decays and steps[0] != steps[1]:
             dangerous.append(f"{sentence} (learning rates decay over the run's steps)")
-        elif _is_in(key, _DANGEROUS):
+        elif _is_in(key, _DANGEROUS) and not _JUDGES_SERVER.search(key):
             dangerous.append(sentence)
         else:
             harmless.append(sentence)

@@ -23,6 +23,8 @@ _WITHOUT_MEANING = ("_name_or_path", "transformers_version", "torch_dtype", "dty
 
 BASE = "'s base"
 """After a role's name: the weights under its adapters, which are in no checkpoint."""
+FURTHER = "'s further layers"
+"""After a role's name: layers of its model that predict further tokens, which are in no checkpoint either."""
 
 
 def architecture_digest(folder: Path) -> str:

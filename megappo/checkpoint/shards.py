@@ -113,9 +113,11 @@ def _sharded(role: LocalRole, entry: _Entry, kind: str, tensor: Tensor) -> dict[
     """Shards of one of a parameter's tensors; they share its memory."""
     layout = role.layout
     place = () if entry.of.axis is None else ((entry.of.axis, layout.tensor_rank, layout.grid.tp),)
+    rows = [sum(entry.of.tensors[name][0] for name in names) for names in entry.of.stored.values()]
+    parts = tensor.split([len(tensor) * part // sum(rows) for part in rows])
     return {
         key: ShardedTensor.from_rank_offsets(key, part, *place, allow_shape_mismatch=entry.of.kind == "vocab")
-        for key, part in zip(_keys(role, entry, kind), tensor.chunk(len(entry.of.stored)), strict=True)
+        for key, part in zip(_keys(role, entry, kind), parts, strict=True)
     }
 
 

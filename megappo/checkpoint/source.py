@@ -92,7 +92,7 @@ class CheckpointSource:
                 f"tensor '{first}' in {self._folder} has shape {tuple(whole.shape)}, config.json says "
                 f"{(rows, *shape[1:])}; the checkpoint is of another model"
             )
-        if len(shapes) == 1:
+        if len(shapes) == 1 and parameter.kind != "grouped":
             return {first: whole}
         found = {name: torch.empty(shape) for name, shape in shapes.items()}
         scatter_shard(whole, pieces(self._arch, parameter, 0, 1, rows), found)

@@ -44,7 +44,7 @@ COMMANDS = {
         "say what of this machine, or of all ranks, is fine, slow or broken", on_ranks=True, takes_overrides=True
     ),
     "serve": Command("run one SGLang server for trainers elsewhere, and keep it running", takes_overrides=True),
-    "eval": Command("score a model on data.validation", on_ranks=True, takes_overrides=True),
+    "eval": Command("score a model on data.validation and data.validation_sets", on_ranks=True, takes_overrides=True),
     "export": Command("write a checkpoint of a run as a Hugging Face folder, or for Megatron-LM"),
     "report": Command("show how a metric of a run went"),
 }

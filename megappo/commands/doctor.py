@@ -15,6 +15,7 @@ from megappo.config import Derived, derive, load_config
 from megappo.doctor.devices import device_findings
 from megappo.doctor.engines import differing_settings, engine_findings
 from megappo.doctor.findings import Finding, any_broken, as_json, as_text, fine, merge, slow
+from megappo.doctor.judges import judge_findings
 from megappo.doctor.machine import machine_findings
 from megappo.doctor.network import clock_finding, group_findings, group_kinds, meet, rendezvous_finding
 from megappo.doctor.settings import settings_findings
@@ -51,6 +52,7 @@ def run(arguments: argparse.Namespace) -> bool:
         if ranks.local_rank == 0:
             own += settings_findings(config, models, world_size)
             own += engine_findings(config, models, ranks, world_size)
+            own += judge_findings(config)
     if ranks.world_size == 1:
         _print(merge([(machine, own)]), [machine], as_json_text)
         return not any_broken(own)

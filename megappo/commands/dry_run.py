@@ -19,8 +19,8 @@ from megappo.config.model_files import (
     resolve_stop_token_ids,
     role_folder,
 )
-from megappo.config.schema import DataSourceSettings
-from megappo.data import PromptDataset
+from megappo.data import PromptDataset, read_prompts
+from megappo.data.mixture import MixedPrompts
 from megappo.data.sources import Record, read_records
 from megappo.doctor.findings import Finding
 from megappo.doctor.machine import disk
@@ -38,6 +38,7 @@ from megappo.plugins import is_import_path
 from megappo.ppo.methods import check_methods
 from megappo.ppo.origins import open_origin
 from megappo.reshard.sources import SafetensorsSource
+from megappo.rewards.model import check_folder
 from megappo.rewards.registry import OF_ENVIRONMENT, check_reward
 from megappo.rewards.workers import RewardPool, RewardRequest
 from megappo.runtime.launchers import read_ranks
@@ -134,23 +135,29 @@ def _prompts(config: Config, models: Models, ranks: int) -> Rows:
             "environment",
             f"{type(stage.environment).__name__} of {type(stage.environment).__module__}; tools: {tools}",
         )
-    train = PromptDataset(config.data.train, config.data, tokenizer, schemas)
-    yield "data", _data_words(train, config.data.train, config)
+    train = read_prompts(config.data, tokenizer, schemas)
+    for prompts in train.sources if isinstance(train, MixedPrompts) else (train,):
+        yield "data", _data_words(prompts, config)
     epoch = len(train) / config.rollout.prompts_per_step
     steps = derive(config, ranks, models.actor, models.critic, models.reference, prompts=len(train)).steps
-    yield "epochs", f"{epoch:.1f} steps take every prompt once; {steps} steps are {steps / epoch:.1f}"
-    if config.data.validation is not None:
-        validation = PromptDataset(config.data.validation, config.data, tokenizer, schemas)
-        yield "validation", _data_words(validation, config.data.validation, config)
+    if isinstance(train, MixedPrompts):
+        drawn, total = steps * config.rollout.prompts_per_step, sum(train.weights)
+        for name, weight, prompts in zip(train.names, train.weights, train.sources, strict=True):
+            passes = float(drawn * weight / total / len(prompts))
+            yield "epochs", f"{steps} steps are {passes:.1f} of {name}, {float(weight / total):.1%} of all prompts"
+    else:
+        yield "epochs", f"{epoch:.1f} steps take every prompt once; {steps} steps are {steps / epoch:.1f}"
+    for source in config.data.evaluated.values():
+        yield "validation", _data_words(PromptDataset(source, config.data, tokenizer, schemas), config)
     first = train[0]
     text, answer = (shortened(repr(shown), _SHOWN_CHARACTERS) for shown in (first.text, str(first.answer)))
     yield "a prompt", f"{text}, {len(first.token_ids)} tokens, answer {answer}"
 
 
-def _data_words(prompts: PromptDataset, source: DataSourceSettings, config: Config) -> str:
+def _data_words(prompts: PromptDataset, config: Config) -> str:
     lengths = [len(prompts[i].token_ids) for i in range(len(prompts))]
     return (
-        f"{len(prompts)} prompts of {source.source}, {prompts.dropped} dropped and {prompts.truncated} cut as too "
+        f"{len(prompts)} prompts of {prompts.source}, {prompts.dropped} dropped and {prompts.truncated} cut as too "
         f"long; {min(lengths)} to {max(lengths)} tokens, {sum(lengths) / len(lengths):.0f} in the mean, of at most "
         f"{config.data.max_prompt_tokens}"
     )
@@ -166,18 +173,26 @@ def _reward(config: Config) -> Rows:
         yield "reward", "what the environment gives for turns, and nothing else"
         return
     if config.reward.model_path is not None:
+        check_folder(config.reward.model_path)
         size = sum(file.stat().st_size for file in Path(config.reward.model_path).glob("*.safetensors"))
-        yield "reward", f"the model in {config.reward.model_path}, {size / 1e9:.3g} GB, which the run loads"
+        holder = config.reward.model_holder
+        yield "reward", f"the model in {config.reward.model_path}, {size / 1e9:.3g} GB, which {holder}"
         return
-    limited = config.data.train.model_copy(update={"limit": _SCORED_SAMPLES})
+    servers = [judge.model for judge in config.reward.judges.values() if judge.server is not None]
+    if servers:
+        yield "reward", f"a judge, {' and '.join(servers)}, whose server the run starts"
+        return
     stop = load_tokenizer(config.model).eos_token or ""
-    best, empty = _scores(config, read_records(limited), stop)
-    yield (
-        "reward",
-        f"{config.reward.words} gives the answers {best:.3g} and empty responses {empty:.3g}, in the mean",
-    )
-    if best <= empty:
-        yield "reward", "no written form of the answers scores above an empty response: look at one by hand"
+    for name, source in config.data.sources.items():
+        limited = source.model_copy(update={"limit": _SCORED_SAMPLES})
+        best, empty = _scores(config, read_records(limited), stop)
+        of = f" of {name}" if name else ""
+        yield (
+            "reward",
+            f"{config.reward.words} gives the answers{of} {best:.3g} and empty responses {empty:.3g}, in the mean",
+        )
+        if best <= empty:
+            yield "reward", f"no written form of the answers{of} scores above an empty response: look at one by hand"
 
 
 def _scores(config: Config, records: Sequence[Record], stop: str) -> tuple[float, float]:
@@ -222,8 +237,12 @@ def _weights(config: Config) -> Rows:
             continue
         folder = Path(path)
         arch = load_architecture(folder, config.model)
-        count = SafetensorsSource(folder, arch).check(with_output_layer=role != "critic")
-        stored = " and float8 weights have their scales" if arch.stored_blocks else ""
+        source = SafetensorsSource(folder, arch)
+        count = source.check(with_output_layer=role != "critic")
+        kind = "float8" if arch.stored_blocks else "MXFP4" if arch.stored_mxfp4 else ""
+        stored = f" and {kind} weights have their scales" if kind else ""
+        if role == "actor" and source.further:
+            stored += f"; {len(source.further)} of layers that predict further tokens are kept for exports"
         yield "weights", f"{role}: all {count} tensors are in {folder}, in the shapes of its config.json{stored}"
 
 

@@ -1,4 +1,4 @@
-"""`megappo eval`: score a model on `data.validation`."""
+"""`megappo eval`: score a model on `data.validation` and `data.validation_sets`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _for_evaluation(config: Config, weights: str | None) -> Config:
     """The settings with `weights` in the model's place; the tokenizer stays the model's."""
-    if config.data.validation is None:
-        raise ConfigError("eval needs prompts; add data.validation")
+    if not config.data.evaluated:
+        raise ConfigError("eval needs prompts; add data.validation or data.validation_sets")
     if weights is None:
         return config
     tokenizer = config.model.tokenizer or config.model.path

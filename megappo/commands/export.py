@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megappo.checkpoint.files import Marker
-from megappo.checkpoint.identity import BASE, model_of, tensor_digest, whole_digest
+from megappo.checkpoint.identity import BASE, FURTHER, model_of, tensor_digest, whole_digest
 from megappo.checkpoint.select import find_checkpoint
 from megappo.checkpoint.source import CheckpointSource
 from megappo.checkpoint.torch_dist.writer import write_torch_dist
@@ -30,6 +30,7 @@ from megappo.families.architecture import ArchitectureConfig
 from megappo.families.parameters import wide_tensors
 from megappo.families.weights import TensorSource, WeightSource
 from megappo.megatron.build import DTYPES
+from megappo.reshard.further import FurtherLayers, further_layers_in
 from megappo.reshard.peft import MergedSource, write_peft
 from megappo.reshard.sources import RandomSource, SafetensorsSource
 from megappo.reshard.value_heads import EXPORTED
@@ -51,20 +52,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--format", choices=FORMATS, default=FORMATS[0],
         help="torch_dist: for Megatron-LM; peft: adapters alone (default: %(default)s, adapters merged)",
     )  # fmt: skip
+    parser.add_argument(
+        "--without-mtp", action="store_true",
+        help="leave out the weights of layers that predict further tokens, which are read from the folder of the model",
+    )  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Export, and print what the user should know."""
-    for sentence in export_run(arguments.run_dir, arguments.out, arguments.role, arguments.step, arguments.format):
+    chosen = (arguments.run_dir, arguments.out, arguments.role, arguments.step, arguments.format)
+    for sentence in export_run(*chosen, without_mtp=arguments.without_mtp):
         print(sentence)
 
 
-def export_run(run_dir: str, out: str, role: str = "actor", step: str = "latest", form: str = FORMATS[0]) -> list[str]:
+def export_run(
+    run_dir: str,
+    out: str,
+    role: str = "actor",
+    step: str = "latest",
+    form: str = FORMATS[0],
+    *,
+    without_mtp: bool = False,
+) -> list[str]:
     """`megappo export RUN_DIR OUT`: actor or critic of a checkpoint in one of FORMATS, by one process without GPUs,
     whether the run has finished or not. Returns what to tell the user.
 
-    `step` is a number, `best` or `latest`. Raises ValueError where there is no such checkpoint or role, where the
-    model's config.json is another one by now, and where OUT holds something. What fails leaves nothing in OUT.
+    `step` is a number, `best` or `latest`. `without_mtp`: layers that predict further tokens are left out. Raises
+    ValueError where there is no such checkpoint or role, where the model's config.json or such layers are others now,
+    and where OUT holds something. What fails leaves nothing in OUT.
     """
     directory, target = Path(run_dir), Path(out)
     if not (directory / "config.yaml").exists():
@@ -80,15 +95,18 @@ def export_run(run_dir: str, out: str, role: str = "actor", step: str = "latest"
     if form == "peft":
         _check_peft(lora, role)
     source = held if lora is None or form == "peft" else _merged(held, lora, arch, config, marker, role)
+    further = FurtherLayers(arch)
+    if role == "actor" and form == FORMATS[0] and not without_mtp:
+        further = _further_layers(arch, config, marker)
     with ExitStack() as undo:
         undo.callback(_take_back, target, keep=target.exists())
         if lora is not None and form == "peft":
             dtype = DTYPES[config.model.dtype]
-            write_peft(target, lora, ((n, t.to(dtype)) for n, t in held.tensors()), model_paths(config)[role])
+            write_peft(target, arch, lora, ((n, t.to(dtype)) for n, t in held.tensors()), model_paths(config)[role])
         elif form == "torch_dist":
             write_torch_dist(target, arch, source, DTYPES[config.model.dtype], role=role, step=marker.step)
         else:
-            _write_huggingface(target, arch, source, config, model, role)
+            _write_huggingface(target, further, source, config, model, role)
         undo.pop_all()
     return [*sentences, f"the {role} after step {marker.step} is in {target}"]
 
@@ -120,16 +138,41 @@ def _merged(
     return merged
 
 
+def _further_layers(arch: ArchitectureConfig, config: Config, marker: Marker) -> FurtherLayers:
+    """Layers that predict further tokens, none where the run's model had none. Raises ValueError where they are not
+    those that it had; a checkpoint of an earlier megappo says nothing of them, and is exported without."""
+    before, none = marker.content.get("identity", {}).get("actor" + FURTHER), whole_digest({})
+    if before in (None, none):
+        return FurtherLayers(arch)
+    remedy = "bring the folder back, or export without them (--without-mtp)"
+    try:
+        found = further_layers_in(role_folder(config, "actor"), arch)
+    except ValueError as error:
+        raise ValueError(
+            f"the layers that predict further tokens are in {config.model.path} alone, which cannot be read: {error}; "
+            f"for these layers, {remedy}"
+        ) from error
+    digest = whole_digest({name: tensor_digest(tensor) for name, tensor in found.tensors()})
+    if digest != before:
+        raise ValueError(
+            f"the layers that predict further tokens in {config.model.path} are not those that the run began with "
+            f"(sha256 {digest[:12]}, then {before[:12]}); {remedy}"
+        )
+    return found
+
+
 def _write_huggingface(
-    target: Path, arch: ArchitectureConfig, source: TensorSource, config: Config, model: Path, role: str
+    target: Path, further: FurtherLayers, source: TensorSource, config: Config, model: Path, role: str
 ) -> None:
+    arch = further.arch
     dtype, wide, tokenizer = DTYPES[config.model.dtype], wide_tensors(arch), load_tokenizer(config.model)
     tensors = ((name, tensor.to(torch.float32 if name in wide else dtype)) for name, tensor in source.tensors())
     if role == "critic":
         write_critic(target, arch, chain(tensors, _head_tensors(source, dtype)), tokenizer)
         return
     stops = resolve_stop_token_ids(model, tokenizer, config.rollout.stop_token_ids)
-    write_policy(target, arch, tensors, tokenizer, started_from=model, stop_token_ids=stops)
+    whole = chain(tensors, further.exported(dtype))
+    write_policy(target, arch, whole, tokenizer, started_from=model, stop_token_ids=stops)
 
 
 def _take_back(folder: Path, *, keep: bool) -> None:

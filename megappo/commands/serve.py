@@ -29,8 +29,9 @@ from megappo.config import Config, ConfigError, load_config
 from megappo.config.model_files import load_architecture, load_tokenizer, model_folder, resolve_stop_token_ids
 from megappo.config.rules import server_rules
 from megappo.engines.sglang.bond import Bond, ServerPart
-from megappo.engines.sglang.client import ServerFailure, is_alive
+from megappo.engines.sglang.client import ServerFailure
 from megappo.engines.sglang.fleet import KEY_VARIABLE
+from megappo.engines.sglang.keeper import POLL_SECONDS, keep_running
 from megappo.engines.sglang.server import Server, ServerSpec, start_server
 from megappo.errors import RunError
 from megappo.observe.messages import tell
@@ -40,8 +41,6 @@ from megappo.runtime.sglang_cpu import require_sglang
 from megappo.runtime.store import free_port, listening_problem
 from megappo.runtime.waiting import wait_until
 
-_POLL_SECONDS = 0.2
-_HEALTH_SECONDS = 10.0
 _JOIN_SECONDS = 5.0
 
 
@@ -79,7 +78,7 @@ class StopRequest:
 
     def wait(self, seconds: float) -> None:
         """Sleep so long, or until it is due."""
-        wait_until(lambda: self.due, seconds, every_seconds=min(seconds, _POLL_SECONDS))
+        wait_until(lambda: self.due, seconds, every_seconds=min(seconds, POLL_SECONDS))
 
 
 @contextmanager
@@ -206,29 +205,17 @@ def _placed(spec: ServerSpec) -> ServerSpec:
 
 
 def _supervise(service: Service, stop: StopRequest) -> None:
-    """Start the server as often as `max_restarts` allows; one that never got ready twice running is given up."""
-    most, restarts, never_ready = service.spec.settings.max_restarts, 0, 0
-    bond = _bound(service, stop)
-    while not stop.due:
+    """Keep the server running until told to stop. Raises RunError where it is given up."""
+    settings, bond = service.spec.settings, _bound(service, stop)
+
+    def start(restarts: int) -> Server | None:
         part = _begun(bond, restarts, stop)
         if bond is not None and part is None:
-            return
-        server = start_server(
-            service.spec, service.index, 0, restarts + 1, port=service.port, key=service.key, part=part
-        )
-        try:
-            ready, reason = _watch(server, service, stop)
-            if reason is not None:
-                server.tell_parts(f"ended: {reason}")
-        finally:
-            server.stop()
-        if reason is None:
-            return
-        never_ready = 0 if ready else never_ready + 1
-        if restarts == most or never_ready == 2:
-            raise RunError(f"{reason}; it was started {restarts + 1} times (rollout.sglang.max_restarts {most})")
-        restarts += 1
-        tell(f"{reason}; it is started again")
+            return None
+        return start_server(service.spec, service.index, 0, restarts + 1, port=service.port, key=service.key, part=part)
+
+    # A bucket of a weight sync may keep it from answering for as long as the trainer waits for it.
+    keep_running(start, stop, settings.sync_timeout_seconds + settings.health_timeout_seconds)
 
 
 def _bound(service: Service, stop: StopRequest) -> Bond | None:
@@ -247,7 +234,7 @@ def _bound(service: Service, stop: StopRequest) -> Bond | None:
             found.append(Bond.further(address, port, service.node, settings, _JOIN_SECONDS))
         return bool(found) or stop.due
 
-    if not wait_until(joined, settings.start_timeout_seconds, every_seconds=_POLL_SECONDS):
+    if not wait_until(joined, settings.start_timeout_seconds, every_seconds=POLL_SECONDS):
         raise RunError(f"part 0 of the server does not listen at --meet {address}:{port}; start it there")
     return found[0] if found else None
 
@@ -261,35 +248,7 @@ def _begun(bond: Bond | None, start: int, stop: StopRequest) -> ServerPart | Non
         bond.call(start)
         return ServerPart(bond, start)
     try:
-        wait_until(lambda: stop.due or bond.is_called(start), math.inf, every_seconds=_POLL_SECONDS)
+        wait_until(lambda: stop.due or bond.is_called(start), math.inf, every_seconds=POLL_SECONDS)
     except ServerFailure as failure:
         raise RunError(f"{failure}, so this part of it ends") from None
     return None if stop.due else ServerPart(bond, start)
-
-
-def _watch(server: Server, service: Service, stop: StopRequest) -> tuple[bool, str | None]:
-    """Whether it got ready, and why it has to be replaced; None where this process is to stop."""
-    settings, ready = service.spec.settings, False
-    try:
-        while not stop.due and not (ready := server.is_ready()):
-            stop.wait(_POLL_SECONDS)
-    except ServerFailure as failure:
-        return False, str(failure)
-    if ready:
-        tell(f"{server.endpoint.name} is ready, its log is {server.log}")
-    # A bucket of a weight sync may keep it from answering for as long as the trainer waits for it.
-    patience = settings.sync_timeout_seconds + settings.health_timeout_seconds
-    answered = time.monotonic()
-    next_question = answered + _HEALTH_SECONDS
-    while not stop.due:
-        if not server.running:
-            return ready, f"{server.endpoint.name} died; {server.why_ended}"
-        now = time.monotonic()
-        if now >= next_question:
-            if is_alive(server.endpoint, _HEALTH_SECONDS):
-                answered = now
-            elif now - answered > patience:
-                return ready, f"{server.endpoint.name} has not answered for {now - answered:.0f} seconds"
-            next_question = time.monotonic() + _HEALTH_SECONDS
-        stop.wait(_POLL_SECONDS)
-    return ready, None

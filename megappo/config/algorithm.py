@@ -59,12 +59,24 @@ class PenaltySettings(Settings):
 
 
 class CorrectionSettings(Settings):
-    level: Literal["token", "sequence"] = "token"
-    """One importance weight per token, or one per response."""
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """One importance weight per token, or one per response: `sequence`, the product over its tokens, or `geometric`,
+    their geometric mean, which long responses do not blow up."""
     cap: PositiveFloat = 2.0
     """Weights are truncated here."""
     reject_above: PositiveFloat | None = None
     """Samples or tokens with a larger weight are left out of the loss."""
+    reject_below: PositiveFloat | None = None
+    """Samples or tokens with a smaller weight are left out of the loss."""
+
+    @model_validator(mode="after")
+    def _keeps_something(self) -> CorrectionSettings:
+        if self.reject_above is not None and self.reject_below is not None and self.reject_below >= self.reject_above:
+            raise ValueError(
+                f"reject_below {self.reject_below:g} must be less than reject_above {self.reject_above:g}, or no "
+                "weight is kept; lower it"
+            )
+        return self
 
 
 class JumpSettings(Settings):
@@ -178,9 +190,12 @@ class AlgorithmSettings(Settings):
     """In the actor's scoring and updates, send each token to the experts that the engine sent it to; default: where the
     model has experts and the engine says which."""
     mismatch_warn_nats: PositiveFloat = 0.05
-    """Mean |engine - trainer| logprob per token from which a warning is printed."""
+    """Mean |engine - trainer| logprob per token of the actor's own weights from which a warning is printed."""
     mismatch_stop_nats: PositiveFloat = 1.0
-    """Mean |engine - trainer| logprob per token from which the run stops."""
+    """Mean |engine - trainer| logprob per token of the actor's own weights from which the run stops."""
+    mismatch_every_steps: PositiveInt = 1
+    """Engine and trainer are compared in the first step and in every so many after it. With `old_logprob: bypass`
+    nothing else needs the actor's scores, which are left out in the other steps."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """After a non-finite loss or gradient, whose update is never applied: end the run, or go on."""
     jumps: JumpSettings = JumpSettings()
@@ -189,6 +204,10 @@ class AlgorithmSettings(Settings):
     def replays_routing(self, experts: int) -> bool:
         """Whether the actor, which has so many experts, goes by the engine's routing where it gets one."""
         return experts > 0 and self.router_replay is not False
+
+    def compares_in(self, step: int) -> bool:
+        """Whether the actor scores what the engine sampled in this step."""
+        return (step - 1) % self.mismatch_every_steps == 0
 
     @field_validator("estimator", "policy_loss")
     @classmethod
@@ -201,4 +220,9 @@ class AlgorithmSettings(Settings):
         for key, name in (("estimator", self.estimator), ("policy_loss", self.policy_loss)):
             if getattr(self, f"{key}_options") and not is_import_path(name):
                 raise ValueError(f"{key}_options are for functions of your own, and {key} is '{name}'; remove them")
+        if self.mismatch_every_steps > 1 and self.old_logprob != "bypass":
+            raise ValueError(
+                f"mismatch_every_steps is {self.mismatch_every_steps}, but with old_logprob {self.old_logprob} every "
+                "step needs the actor's scores; remove it, or set old_logprob: bypass"
+            )
         return self

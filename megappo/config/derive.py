@@ -9,10 +9,13 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from megappo.config import expert_rules, lora_rules, rules
+from megappo.config.data import DataSettings
 from megappo.config.engine import ENGINES
 from megappo.config.environment import environment_rules
 from megappo.config.grid import Grid
+from megappo.config.in_flight_rules import in_flight_rules
 from megappo.config.model_files import load_architectures
+from megappo.config.reward import reward_rules
 from megappo.config.rules import RoleSpec, format_ranks, kl_target_notes
 from megappo.config.schema import Config
 from megappo.errors import ConfigError
@@ -135,6 +138,7 @@ def _problems(
     """All broken rules; those that need a role's replicas are checked only where its ranks are right."""
     yield from rules.algorithm_rules(config)
     yield from rules.section_rules(config, steps)
+    yield from reward_rules(config.reward)
     yield from lora_rules.base_rules(config)
     for role in roles:
         yield from lora_rules.target_rules(role)
@@ -153,6 +157,7 @@ def _problems(
     yield from rules.length_rules(config, different)
     yield from rules.engine_rules(config)
     yield from rules.kept_rules(config)
+    yield from in_flight_rules(config, roles[0].shape)
     yield from environment_rules(config)
     yield from rules.server_rules(config, roles[0].shape)
     yield from expert_rules.replay_rules(config, roles[0].shape)
@@ -195,8 +200,9 @@ def _notes(config: Config, roles: list[RoleSpec], world_size: int) -> Iterator[s
         )
     if config.rollout.engine is not None and config.rollout.engine not in ENGINES:
         yield f"memory and time of rollout.engine '{config.rollout.engine}' are planned as those of the embedded engine"
-    if config.data.validation is not None and config.evaluation is None:
-        yield "data.validation is for `megappo eval` only, since there is no section evaluation"
+    if config.data.evaluated and config.evaluation is None:
+        key = "data.validation" if config.data.validation is not None else "data.validation_sets"
+        yield f"{key} is for `megappo eval` only, since there is no section evaluation"
     for role in roles:
         pp, vpp = role.layout.pipeline_parallel, role.layout.virtual_pipeline_chunks
         if vpp > 1:
@@ -216,7 +222,7 @@ def describe(config: Config, derived: Derived) -> list[tuple[str, str]]:
             "world",
             f"{derived.world_size} rank{'s' if derived.world_size > 1 else ''}, device {config.runtime.device}",
         ),
-        ("data", f"{config.data.train.source}, reward {config.reward.words}"),
+        ("data", f"{_source_words(config.data)}, reward {config.reward.words}"),
         (
             "step",
             f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples = "
@@ -229,9 +235,18 @@ def describe(config: Config, derived: Derived) -> list[tuple[str, str]]:
     if derived.critic is not None:
         rows += _role_rows("critic", config, derived.critic)
     rows.append(("algorithm", _algorithm_words(config)))
-    if config.evaluation is not None and config.data.validation is not None:
-        rows.append(("evaluation", f"{config.data.validation.source}, every {config.evaluation.every_steps} steps"))
+    if config.evaluation is not None:
+        evaluated = ", ".join(source.source for source in config.data.evaluated.values())
+        rows.append(("evaluation", f"{evaluated}, every {config.evaluation.every_steps} steps"))
     return rows + [("note", note) for note in derived.notes]
+
+
+def _source_words(data: DataSettings) -> str:
+    """What is trained on, with the shares of several sources."""
+    if data.mixture is None:
+        return ", ".join(source.source for source in data.sources.values())
+    total = sum(source.weight for source in data.mixture.values())
+    return ", ".join(f"{s.weight / total:.1%} {name} ({s.source})" for name, s in sorted(data.mixture.items()))
 
 
 def _episode_rows(config: Config) -> list[tuple[str, str]]:
@@ -262,7 +277,8 @@ def _engine_words(config: Config) -> str:
     else:
         count = "as many servers as fit" if servers.engines is None else f"{servers.engines} servers"
         where = f"{count}, TP {servers.tensor_parallel}, {servers.placement}"
-    return f"sglang, {where}" + (", one step ahead" if rollout.ahead else "")
+    ahead = f", {rollout.ahead} steps of prompts in flight" if rollout.in_flight else ", one step ahead"
+    return f"sglang, {where}" + (ahead if rollout.ahead else "")
 
 
 def print_table(

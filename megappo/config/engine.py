@@ -61,6 +61,12 @@ class SGLangSettings(Settings):
     verify: bool = True
     """Compare a checksum of every engine parameter with the source after each sync, and the log-probabilities of a
     probe."""
+    probe: bool = True
+    """With `verify`: also compare the log-probabilities of a probe; false: checksums alone prove a sync."""
+    pause: Literal["abort", "retract", "in_place"] = "abort"
+    """What becomes of requests under way when weights change, with `rollout.ahead` of 2 and more. `abort`: they are
+    given back and sent again. `retract`, `in_place`: servers keep them, and go on without keys and values of the older
+    weights, or with them; not with `probe`, as they go on before any probe is answered."""
     probe_tolerance_nats: PositiveFloat | None = None
     """Largest gap of the probe; default: 1e-3 with float32 on both sides, 0.5 otherwise."""
     max_inflight_sequences: PositiveInt = 512
@@ -95,6 +101,16 @@ class SGLangSettings(Settings):
         parameters laid out as fingerprints have them, which more arguments may change where these are not compared."""
         even = self.expert_parallel == self.data_parallel_attention == 1
         return self.placement == "colocated" and self.tensor_parallel > 1 and self.verify and even
+
+    @property
+    def holds(self) -> bool:
+        """Whether servers keep requests while their weights change."""
+        return self.pause != "abort"
+
+    @property
+    def probes(self) -> bool:
+        """Whether servers answer a probe after a sync."""
+        return self.verify and self.probe
 
     @property
     def reached_from_everywhere(self) -> bool:

@@ -108,11 +108,6 @@ def environment_rules(config: Config) -> Iterator[str]:
                 "set rollout.environment.name, or another reward.function"
             )
         return
-    if rollout.ahead:
-        yield (
-            f"rollout.ahead is 1, but the episodes of rollout.environment '{environment.name}' are not played ahead; "
-            "set rollout.ahead to 0"
-        )
     most = environment.max_turn_tokens
     if most is not None and most > rollout.max_response_tokens:
         yield (

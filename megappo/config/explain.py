@@ -84,30 +84,49 @@ def dotted(key: Key) -> str:
 
 
 def section_of(field: FieldInfo) -> type[Settings] | None:
-    """The settings class a field holds, also where it may be null; None for a plain value."""
+    """The settings class a field holds, also where it may be null; None for a plain value and for a mapping."""
+    if typing.get_origin(field.annotation) is dict:
+        return None
     for annotation in (field.annotation, *typing.get_args(field.annotation)):
         if isinstance(annotation, type) and issubclass(annotation, Settings):
             return annotation
     return None
 
 
+def entries_of(field: FieldInfo) -> type[Settings] | None:
+    """The settings class of each entry where a field is a mapping of the user's names to such; None for others."""
+    for annotation in (field.annotation, *typing.get_args(field.annotation)):
+        if typing.get_origin(annotation) is dict:
+            entry = typing.get_args(annotation)[1]
+            return entry if isinstance(entry, type) and issubclass(entry, Settings) else None
+    return None
+
+
 def find_field(key: Key) -> FieldInfo | None:
-    """The field at a dotted key of the configuration."""
-    section: type[Settings] | None = Config
-    field = None
-    for name in key:
-        field = section.model_fields.get(name) if section is not None else None
-        if field is None:
-            return None
-        section = section_of(field)
-    return field
+    """The field at a dotted key of the configuration; of an entry of a mapping the field that is the mapping."""
+    return _walk(key)[0]
 
 
 def names_in(key: Key) -> list[str]:
     """Names of the settings in the section at `key`; () is the top level."""
-    field = find_field(key) if key else None
-    section = section_of(field) if field is not None else Config
+    section = _walk(key)[1]
     return list(section.model_fields) if section is not None else []
+
+
+def _walk(key: Key) -> tuple[FieldInfo | None, type[Settings] | None]:
+    """The field at a key, and the section that it holds."""
+    section: type[Settings] | None = Config
+    field, entries = None, None
+    for name in key:
+        if entries is not None:
+            section, entries = entries, None
+            continue
+        field = section.model_fields.get(name) if section is not None else None
+        if field is None:
+            return None, None
+        entries = entries_of(field)
+        section = None if entries is not None else section_of(field)
+    return field, section
 
 
 @functools.cache
@@ -135,8 +154,8 @@ def likely_keys(section: Key, name: str) -> list[Key]:
         return [(*section, close)]
     same_name = [key for key in all_keys() if key[-1] == known_as]
     if same_name:
-        best = max(_shared_prefix(key, section) for key in same_name)
-        return [key for key in same_name if _shared_prefix(key, section) == best][:3]
+        nearness = {key: (_shared_prefix(key, section), -len(key)) for key in same_name}
+        return [key for key in same_name if nearness[key] == max(nearness.values())][:3]
     if close is not None:
         return [(*section, close)]
     elsewhere = nearest_word(name, sorted({key[-1] for key in all_keys()}), cutoff=0.75)

@@ -41,7 +41,7 @@ def target_rules(role: RoleSpec) -> Iterator[str]:
     lora, arch, key = role.settings.lora, role.shape, f"{role.name}.lora"
     if lora is None or not isinstance(arch, ArchitectureConfig):
         return
-    if arch.sigmoid_router:
+    if not arch.declaration.adapted:
         yield f"{key} is set, but adapters of a {arch.family} are not supported; train its weights, and remove {key}"
         return
     possible = target_names(arch)

@@ -46,12 +46,16 @@ def read_architecture(
         folder = hub_folder(str(path), key=key)
     content = read_config_json(folder, key=key)
     model_type = content.get("model_type") if isinstance(content, dict) else None
-    if model_type not in families:  # said before transformers is imported, and says it in words of its own
+    is_inner = bool(model_type) and any(family.within == model_type for family in families.values())
+    if model_type not in families and not is_inner:  # said before transformers is imported, which has words of its own
         wrong = f"model_type '{model_type}' is not supported" if model_type else "its config.json has no model_type"
-        raise ConfigError(f"{key} '{folder}': {wrong}; use a model of {either(families)}")
+        text, remedy = f"{model_type}_text", f"use a model of {either(families)}"
+        if text in families:
+            remedy = f"save its language model, a {text}, with transformers' AutoModelForCausalLM, and use that"
+        raise ConfigError(f"{key} '{folder}': {wrong}; {remedy}")
     hf_config = _hf_config(folder, trust_remote_code, key)
     try:
-        return architecture(hf_config, families)
+        return architecture(hf_config.text_config if is_inner else hf_config, families)
     except ValueError as error:
         raise ConfigError(f"{key} '{path}': {error}") from error
 

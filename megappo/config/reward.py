@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from megappo.config.base import Fraction, PathText, PositiveFloat, PositiveInt, Processes, Seconds, Settings, Text
+from megappo.config.base import (
+    Fraction,
+    NonNegativeInt,
+    PathText,
+    PositiveFloat,
+    PositiveInt,
+    Processes,
+    Seconds,
+    Settings,
+    Text,
+)
+from megappo.config.judge import JudgeSettings, check_key_variable, check_url
+from megappo.config.own_server import RewardModelServerSettings
 
 _TAKEN_NAMES = ("mean", "std", "min", "max", "failures", "timeouts", "overlong")
 """Of metrics `reward/...` that there are always."""
+JUDGE = "megappo.rewards.judge:scores"
+"""What asks a judge."""
+_STARTING_SECONDS = 5.0
 
 
 class OverlongSettings(Settings):
@@ -20,14 +37,42 @@ class OverlongSettings(Settings):
 
 
 class RewardTermSettings(Settings):
-    function: Text
+    function: Text | None = None
     """A rule, or `package.module:function`."""
+    judge: JudgeSettings | None = None
+    """A language model in its place."""
     weight: float = Field(default=1.0, ge=-1e9, le=1e9)
     """What its score is multiplied by in the sum."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
     batch: bool = False
     """The Python function takes lists and returns a list, one score per sample."""
+
+    @model_validator(mode="after")
+    def _has_function(self) -> RewardTermSettings:
+        _check_one(function=self.function, judge=self.judge)
+        _check_judge_alone(self.judge, self.options, batch=self.batch)
+        return self
+
+
+class RemoteModelSettings(Settings):
+    url: Text
+    """Where a server holds the model: SGLang's with `--is-embedding`, or another that answers token ids at `/classify`
+    as it does, such as http://10.0.0.5:30000."""
+    key: Text | None = None
+    """Name of the environment variable that holds its key; null: it wants none."""
+    concurrency: Annotated[int, Field(gt=0, le=4096)] = 64
+    """Most requests of a rank at the same time, one for each sample."""
+    timeout_seconds: Seconds = 120.0
+    """Longest time of a request, tries included, after which its sample has failed."""
+    retries: NonNegativeInt = 10
+    """How often it is sent again in that time, after growing pauses, where the server fails."""
+
+    @model_validator(mode="after")
+    def _has_address(self) -> RemoteModelSettings:
+        check_url(self.url, "http://HOST:PORT")
+        check_key_variable(self.key)
+        return self
 
 
 class RewardSettings(Settings):
@@ -37,7 +82,9 @@ class RewardSettings(Settings):
     """
     functions: dict[str, RewardTermSettings] = Field(default_factory=dict)
     """Several functions in its place, each by a name, under which its mean is a metric (`reward/NAME`): a mapping of
-    names to `{function, weight, options, batch}`. The reward is their weighted sum."""
+    names to `{function, weight, options, batch}` or `{judge, weight}`. The reward is their weighted sum."""
+    judge: JudgeSettings | None = None
+    """A language model that reads answers and says what they are worth, in place of `function`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
     batch: bool = False
@@ -56,6 +103,20 @@ class RewardSettings(Settings):
     """Not null: answers near the length limit of `rollout.max_response_tokens` get less (DAPO)."""
     model_path: PathText | None = None
     """Folder of the reward model (AutoModelForSequenceClassification) for `function: model`."""
+    model_server: RewardModelServerSettings | None = None
+    """Not null, `{}` for its defaults: one process of the run's own holds the reward model for all ranks, in place of
+    a copy on each."""
+    model_remote: RemoteModelSettings | None = None
+    """Not null: a server elsewhere holds the reward model, and of `model_path` configuration and tokenizer are read."""
+
+    @property
+    def model_holder(self) -> str:
+        """Who loads a reward model, for people."""
+        if self.model_remote is not None:
+            return f"the server at {self.model_remote.url} has loaded"
+        if self.model_server is not None:
+            return f"one process on machine {self.model_server.machine} for all ranks loads"
+        return "every rank loads"
 
     def model_dtype(self, *, on_cuda: bool) -> Literal["float32", "bfloat16"]:
         """Type in which a reward model computes."""
@@ -66,25 +127,44 @@ class RewardSettings(Settings):
         """Weight, and settings that name it alone, of each function, by its name: "" where there is only one."""
         if self.function is not None:
             return {"": (1.0, self)}
-        found = {}
-        for name, term in self.functions.items():
-            own = {"function": term.function, "options": term.options, "batch": term.batch, "functions": {}}
-            workers = 1 if term.batch else self.workers
-            found[name] = term.weight, self.model_copy(update={**own, "workers": workers})
-        return found
+        if self.judge is not None:
+            return {"": (1.0, self._alone(self))}
+        return {name: (term.weight, self._alone(term)) for name, term in self.functions.items()}
+
+    def _alone(self, term: RewardTermSettings | RewardSettings) -> RewardSettings:
+        """These settings of one function, or of one judge, which is a function of many samples at once."""
+        together = term.batch or term.judge is not None
+        own = {"function": term.function or JUDGE, "judge": term.judge, "options": term.options, "functions": {}}
+        return self.model_copy(update={**own, "batch": together, "workers": 1 if together else self.workers})
+
+    def call_seconds(self, samples: int) -> float:
+        """Time limit of one call of the function with so many samples."""
+        if self.judge is not None:
+            rounds, own = -(-samples // self.judge.concurrency), self.judge.server
+            away = 2 * own.start_timeout_seconds if own is not None else 0.0  # at its first start, or when it has died
+            return _STARTING_SECONDS + away + rounds * self.judge.timeout_seconds
+        return self.timeout_seconds * (samples if self.batch else 1)
+
+    @property
+    def judges(self) -> dict[str, JudgeSettings]:
+        """Of the functions, those that are judges, by the names of their metrics."""
+        return {name or "judge": term.judge for name, (_, term) in self.terms.items() if term.judge is not None}
+
+    def key_of(self, judge: str) -> str:
+        """Where the settings of one of `judges` stand."""
+        return "reward.judge" if self.judge is not None else f"reward.functions.{judge}.judge"
 
     @property
     def words(self) -> str:
         """The functions, for people."""
-        return ", ".join(str(settings.function) for _, settings in self.terms.values())
+        return ", ".join("a judge" if term.judge else str(term.function) for _, term in self.terms.values())
 
     @model_validator(mode="after")
     def _has_functions(self) -> RewardSettings:
-        if (self.function is None) == (not self.functions):
-            given = "neither" if self.function is None else "both"
-            raise ValueError(f"{given} of function and functions are given; give one of them")
+        _check_one(function=self.function, judge=self.judge, functions=self.functions or None)
         if self.functions and (self.options or self.batch):
             raise ValueError("options and batch are those of a single function; write them into functions")
+        _check_judge_alone(self.judge, self.options, batch=self.batch)
         for name, term in self.functions.items():
             if not name.isidentifier() or name in _TAKEN_NAMES:
                 raise ValueError(
@@ -98,4 +178,43 @@ class RewardSettings(Settings):
     def _model_has_path(self) -> RewardSettings:
         if (self.function == "model") != (self.model_path is not None):
             raise ValueError("model_path belongs to function: model; set both or neither")
+        if self.model_server is not None and self.model_path is None:
+            raise ValueError("model_server holds the model of model_path, which is null; set both or neither")
+        if self.model_remote is not None and self.model_path is None:
+            raise ValueError(
+                "model_remote is asked with the tokenizer of model_path, which is null; set both or neither"
+            )
+        if self.model_remote is not None and self.model_server is not None:
+            raise ValueError(
+                "model_server and model_remote are both given; the model is in one of them, remove the other"
+            )
         return self
+
+
+def reward_rules(reward: RewardSettings) -> Iterator[str]:
+    """What settings name is there."""
+    if reward.model_path is not None and not Path(reward.model_path).is_dir():
+        yield (
+            f"reward.model_path '{reward.model_path}' is not a folder (from {Path.cwd()}); "
+            "give the folder of a sequence classification model"
+        )
+    for name, judge in reward.judges.items():
+        try:
+            _ = judge.template
+        except ValueError as error:
+            yield f"{reward.key_of(name)}.{error}"
+        if judge.folder_problem is not None:
+            yield f"{reward.key_of(name)}.{judge.folder_problem}"
+
+
+def _check_one(**given: object) -> None:
+    """Raises ValueError where not exactly one of these settings is there."""
+    there = [name for name, value in given.items() if value is not None]
+    if len(there) != 1:
+        words = f"{' and '.join(there)} are all given" if there else f"none of {', '.join(given)} is given"
+        raise ValueError(f"{words}; give one of them")
+
+
+def _check_judge_alone(judge: JudgeSettings | None, options: dict[str, Any], *, batch: bool) -> None:
+    if judge is not None and (options or batch):
+        raise ValueError("options and batch are those of a function; a judge has settings of its own, so remove them")

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megappo.algo.estimators import NAMES, Estimator, builtin
-from megappo.config import expert_rules, sharing_rules
+from megappo.config import expert_rules, metric_rules, sharing_rules
 from megappo.config.engine import ENGINES
 from megappo.config.roles import ActorSettings, CriticSettings, LayoutSettings
 from megappo.config.schema import Config
-from megappo.errors import divisors, either, nearest_numbers, nearest_word, show
-from megappo.families.architecture import ModelShape, padded_vocab_size
-from megappo.observe.metric_docs import METRICS
+from megappo.errors import divisors, either, nearest_numbers, show
+from megappo.families.architecture import ArchitectureConfig, ModelShape, padded_vocab_size
 
 
 @dataclass(frozen=True)
@@ -96,8 +95,11 @@ def kl_target_notes(config: Config) -> Iterator[str]:
 
 def section_rules(config: Config, steps: int | None) -> Iterator[str]:
     """What sections need of each other besides the algorithm; `steps` of the run, None where not known."""
-    if config.evaluation is not None and config.data.validation is None:
-        yield "evaluation is given but there is nothing to evaluate on; add data.validation or set evaluation to null"
+    if config.evaluation is not None and not config.data.evaluated:
+        yield (
+            "evaluation is given but there is nothing to evaluate on; add data.validation or data.validation_sets, or "
+            "set evaluation to null"
+        )
     if config.critic is not None and steps is not None and config.critic.warmup_steps >= steps:
         which = f"run.steps {steps}" if config.run.epochs is None else f"the {steps} steps of run.epochs"
         yield (
@@ -115,31 +117,12 @@ def section_rules(config: Config, steps: int | None) -> Iterator[str]:
             "reference would be drawn at random by model.init, while the actor begins with actor.start_from; "
             "set model.path to a folder with weights and model.init to pretrained, or reference to null"
         )
-    yield from _keep_best_rules(config)
+    yield from metric_rules.keep_best_rules(config)
     directory = config.runtime.offload_directory
     if directory is not None and not directory.is_dir():
         yield (
             f"runtime.offload_directory '{directory}' is not a folder (from {Path.cwd()}); make it, or leave it out "
             "for the system's temporary folder"
-        )
-    reward_model = config.reward.model_path
-    if reward_model is not None and not Path(reward_model).is_dir():
-        yield (
-            f"reward.model_path '{reward_model}' is not a folder (from {Path.cwd()}); "
-            "give the folder of a sequence classification model"
-        )
-
-
-def _keep_best_rules(config: Config) -> Iterator[str]:
-    """The best checkpoint is chosen by a metric that there is."""
-    wanted = config.checkpoint.keep_best if config.checkpoint is not None else None
-    if wanted is None:
-        return
-    name = wanted.removeprefix("-")
-    if name not in METRICS:
-        yield (
-            f"checkpoint.keep_best is '{wanted}', must be a metric of the run (a `-` in front: lowest is best); "
-            f"the nearest is '{nearest_word(name, list(METRICS))}'"
         )
 
 
@@ -221,6 +204,11 @@ def parallel_rules(role: RoleSpec, model_name: str) -> Iterator[str]:
         )
     elif isinstance(layout.pipeline_layers, tuple):
         yield from _layer_list_rules(role, layout.pipeline_layers, model_name)
+    if shape.delta_net is not None and layout.context_parallel > 1:
+        yield (
+            f"{key}.context_parallel {layout.context_parallel} shares out the tokens of a sample, whose states pass "
+            f"from token to token in the linear attention of a {shape.family}; set it to 1, and tensor_parallel higher"
+        )
     yield from expert_rules.layout_rules(role, model_name)
     yield from _recompute_rules(role, model_name)
 
@@ -329,7 +317,7 @@ def kept_rules(config: Config) -> Iterator[str]:
     """What is kept of a step's samples is kept for a reason that can come up."""
     rollout, overlong = config.rollout, config.reward.overlong
     if rollout.generation is not None and (rollout.ahead or rollout.episodes is not None):
-        other = "rollout.ahead is 1" if rollout.ahead else "rollout.environment plays episodes"
+        other = f"rollout.ahead is {rollout.ahead}" if rollout.ahead else "rollout.environment plays episodes"
         remedy = "rollout.ahead to 0" if rollout.ahead else "rollout.environment to null"
         yield f"rollout.generation is given, but {other}, which does without it; set {remedy}, or generation to null"
     if rollout.dynamic_sampling is not None and rollout.samples_per_prompt < 2:
@@ -347,12 +335,13 @@ def kept_rules(config: Config) -> Iterator[str]:
 def engine_rules(config: Config) -> Iterator[str]:
     """What is generated ahead is weighted for it."""
     rollout = config.rollout
-    if rollout.ahead and rollout.engine == "transformers":
-        yield f"rollout.ahead is 1, but the engine '{rollout.engine}' has no processes of its own; set it to 0"
+    if rollout.ahead and rollout.engine == "transformers" and not rollout.replays_arrivals:
+        ahead, engine = rollout.ahead, rollout.engine
+        yield f"rollout.ahead is {ahead}, but the engine '{engine}' has no processes of its own; set it to 0"
     elif rollout.ahead and config.algorithm.old_logprob == "decoupled":
         yield (
-            "rollout.ahead is 1, so weights before the last update sample, which algorithm.old_logprob 'decoupled' "
-            "takes no account of; set it to corrected or bypass, or rollout.ahead to 0"
+            f"rollout.ahead is {rollout.ahead}, so older weights than the actor's sample, which algorithm.old_logprob "
+            "'decoupled' takes no account of; set it to corrected or bypass, or rollout.ahead to 0"
         )
 
 
@@ -382,14 +371,27 @@ def server_rules(config: Config, shape: ModelShape) -> Iterator[str]:
     tp, heads = rollout.servers.tensor_parallel, rollout.servers.attention_ranks
     unfit = [f"{shape.heads} (heads)"] if shape.heads % heads else []
     unfit += [f"{shape.ffn_hidden_size} (FFN hidden size)"] if not shape.experts and shape.ffn_hidden_size % tp else []
+    if shape.delta_net is not None and shape.delta_net.key_heads % heads:
+        unfit.append(f"{shape.delta_net.key_heads} (key heads of linear attention)")
     if shape.kv_heads % heads and heads % shape.kv_heads:
         unfit.append(f"{shape.kv_heads} (KV heads)")
     if unfit:
         nearest = nearest_numbers(tp, valid_tensor_parallel(shape))
         yield f"rollout.sglang.tensor_parallel {tp} does not divide {either(unfit)}; the nearest is {nearest}"
+    if isinstance(shape, ArchitectureConfig) and not shape.declaration.fingerprinted and rollout.servers.verify:
+        yield (
+            f"rollout.sglang.verify is true, but SGLang has the weights of a {shape.family} in an order of its own, "
+            "which cannot be compared with what was sent; set it to false"
+        )
     yield from sharing_rules.node_rules(rollout.servers)
     yield from sharing_rules.attention_rules(rollout.servers, shape)
     yield from expert_rules.server_rules(rollout.servers, shape)
+    drafts = rollout.servers.arguments.get("speculative-algorithm", "NGRAM")
+    if drafts != "NGRAM":  # which drafts without weights
+        yield (
+            f"rollout.sglang.arguments has speculative-algorithm {drafts}, but a run sends its servers the actor's "
+            "weights, and none of layers that draft tokens; remove it"
+        )
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

@@ -2,7 +2,7 @@
 
 Units stand in the names (`_sequences`, `_tokens`, `_seconds`, `_bytes`); every field says what it means. Rules that
 need only one section are checked here, rules between sections, the model and the world size in `derive`. The larger
-sections have files of their own: `roles`, `algorithm`, `engine`, `environment`, `reward`.
+sections have files of their own: `roles`, `algorithm`, `data`, `engine`, `environment`, `reward`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from megappo.config.base import (
     TokenIds,
     WholeSeconds,
 )
+from megappo.config.data import DataSettings
 from megappo.config.engine import ENGINES, SGLangSettings
 from megappo.config.environment import SINGLE_TURN, EnvironmentSettings
 from megappo.config.reward import RewardSettings
@@ -51,7 +52,8 @@ class RunSettings(Settings):
     steps: PositiveInt | None = None
     """PPO steps: each is one rollout and its updates. Either this or `epochs` is given."""
     epochs: PositiveFloat | None = None
-    """Passes over `data.train` in place of `steps`; the last step is filled up from the next pass."""
+    """Passes over `data.train` in place of `steps`; the last step is filled up from the next pass. With `data.mixture`:
+    as many prompts as so many passes over all of its sources have."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of initialisation, shuffling and sampling."""
     export_final_model: bool = True
@@ -129,45 +131,6 @@ class ModelSettings(Settings):
     """Allow Python code from the model folder to run."""
 
 
-OLD_PYTHON_PREFIX = "python:"
-"""Of import paths in settings of before every plug-in was named in the same way."""
-
-
-class DataSourceSettings(Settings):
-    source: PathText
-    """`FILE.jsonl`, `FILE.parquet` (verl's schema), `reasoning_gym:TASK`, or `package.module:function`."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the reasoning-gym task or the Python function."""
-    prompt_key: Text = "prompt"
-    """jsonl field with the prompt: a string or a list of chat messages."""
-    answer_key: Text = "answer"
-    """jsonl field with the reference answer handed to the reward."""
-    limit: PositiveInt | None = None
-    """Use only the first so many records."""
-
-    @field_validator("source")
-    @classmethod
-    def _one_form_of_import_paths(cls, source: str) -> str:
-        return source.removeprefix(OLD_PYTHON_PREFIX)
-
-
-class DataSettings(Settings):
-    train: DataSourceSettings
-    """Prompts to train on."""
-    validation: DataSourceSettings | None = None
-    """Prompts of the periodic evaluation and of `megappo eval`."""
-    apply_chat_template: bool = True
-    """Render prompts with the tokenizer's chat template; false: prompts are plain text."""
-    system_prompt: str | None = None
-    """System message put before prompts that have none."""
-    max_prompt_tokens: PositiveInt
-    """Longest prompt after tokenisation."""
-    overlong_prompts: Literal["drop", "truncate", "error"] = "drop"
-    """What happens to longer ones: counted and dropped, cut at the left, or refused."""
-    shuffle: bool = True
-    """A new deterministic order each epoch; false: file order."""
-
-
 class DynamicSamplingSettings(Settings):
     max_rounds: Annotated[int, Field(gt=1, le=1000)] = 4
     """Most rounds of prompts in a step. After the last one, prompts of equal rewards fill the step up."""
@@ -184,8 +147,19 @@ class RolloutSettings(Settings):
     alone."""
     generation_options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of that function."""
-    ahead: Literal[0, 1] = 0
-    """1: generate the next step's responses during a step's updates, one update behind (not with `transformers`)."""
+    ahead: Annotated[int, Field(ge=0, le=64)] = 0
+    """1: generate the next step's responses, or play its episodes, during a step's updates, one update behind (not with
+    `transformers`). 2 and more: prompts of so many steps are always in flight, and a step takes those whose responses
+    or episodes are finished."""
+    max_lag: Annotated[int, Field(gt=0, le=1024)] | None = None
+    """With `ahead` of 2 and more: most syncs between the weights that began a response and those that it is trained on
+    with; default: 1 with `gae`, which older values bias, and `ahead` otherwise. At least `ahead`."""
+    record_arrivals: bool = False
+    """With `ahead` of 2 and more: write what each step is trained on to `<directory>/arrivals`, which `replay_arrivals`
+    reads."""
+    replay_arrivals: PathText | None = None
+    """The folder `arrivals` of a run that recorded them: steps are trained on the same samples, to the last bit, and no
+    engine is asked for any."""
     prompts_per_step: int = Field(gt=0, le=2**24)
     """Prompts in one PPO step over all ranks."""
     samples_per_prompt: int = Field(default=1, gt=0, le=2**16)
@@ -220,6 +194,21 @@ class RolloutSettings(Settings):
     def episodes(self) -> EnvironmentSettings | None:
         """The environment of episodes; None where a prompt has one response."""
         return None if self.environment is None or self.environment.name == SINGLE_TURN else self.environment
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether steps take what is finished, in place of waiting for prompts of their own."""
+        return self.ahead > 1
+
+    @property
+    def replays_arrivals(self) -> bool:
+        """Whether steps are trained on what another run recorded, and the engine answers evaluations alone."""
+        return self.in_flight and self.replay_arrivals is not None
+
+    @property
+    def keeps_when_stopped(self) -> bool:
+        """Whether a run that is told to stop keeps responses of the step that it gives up."""
+        return self.in_flight or self.when_stopped == "keep"
 
     @property
     def batch_sequences(self) -> int:
@@ -338,7 +327,7 @@ class Config(Settings):
     algorithm: AlgorithmSettings = AlgorithmSettings()
     """PPO itself."""
     evaluation: EvaluationSettings | None = None
-    """Periodic evaluation on `data.validation`."""
+    """Periodic evaluation on `data.validation` and `data.validation_sets`."""
     checkpoint: CheckpointSettings | None = CheckpointSettings()
     """What a stopped run continues from; null: nothing."""
     logging: LoggingSettings = LoggingSettings()

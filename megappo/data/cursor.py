@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from hashlib import sha256
 from typing import Any
 
@@ -12,24 +13,53 @@ _SEED_BITS, _EPOCH_BITS = 12, 20
 
 
 class Cursor:
-    """Walks through a data set epoch by epoch, each in an order drawn from (seed, epoch)."""
+    """Walks through a data set epoch by epoch, each in an order drawn from (seed, epoch), without those that rest."""
 
-    def __init__(self, dataset_size: int, seed: int, shuffle: bool, *, fingerprint: str) -> None:
-        """`fingerprint` identifies the data, so that a saved cursor is not used on other data."""
+    def __init__(
+        self, dataset_size: int, seed: int, shuffle: bool, *, fingerprint: str, most_resting: float = 0.0
+    ) -> None:
+        """`fingerprint` identifies the data, so that a saved cursor is not used on other data. At most the part
+        `most_resting` of them, and never all, is left out of an epoch."""
         if dataset_size < 1:
             raise ValueError(f"dataset_size is {dataset_size}, must be at least 1; give the cursor a data set")
         self._size, self._seed, self._shuffle, self._fingerprint = dataset_size, seed, shuffle, fingerprint
+        self._most_resting = min(dataset_size - 1, int(dataset_size * most_resting))
         self.epoch = 0
         """Complete passes over the data."""
         self.position = 0
-        """Prompts taken in this epoch; less than the size of the data set."""
+        """Prompts taken in this epoch; less than it has."""
+        self._last_rests: dict[int, int] = {}
+        """Of the prompts that are to rest: the last epoch without them."""
+        self._resting: tuple[int, ...] = ()
+        """Those that this epoch is without."""
         self._order = self._draw_order()
+
+    @property
+    def resting(self) -> int:
+        """How many prompts this epoch leaves out."""
+        return len(self._resting)
+
+    def rest(self, indices: Iterable[int], epochs: int) -> None:
+        """Leave these prompts out of the next epochs, of which the first is the next that begins."""
+        is_new = self.position == 0
+        self._last_rests |= dict.fromkeys(indices, self.epoch + epochs - is_new)
+        if is_new:
+            self._begin_epoch()
 
     def _draw_order(self) -> list[int]:
         if not self._shuffle:
-            return list(range(self._size))
-        generator = torch.Generator().manual_seed(_generator_seed(self._seed, self.epoch))
-        return torch.randperm(self._size, generator=generator).tolist()
+            order = list(range(self._size))
+        else:
+            generator = torch.Generator().manual_seed(_generator_seed(self._seed, self.epoch))
+            order = torch.randperm(self._size, generator=generator).tolist()
+        resting = frozenset(self._resting)
+        return [i for i in order if i not in resting] if resting else order
+
+    def _begin_epoch(self) -> None:
+        self._last_rests = {i: last for i, last in self._last_rests.items() if last >= self.epoch}
+        longest = sorted(self._last_rests, key=lambda i: (-self._last_rests[i], i))
+        self._resting = tuple(sorted(longest[: self._most_resting]))
+        self._order = self._draw_order()
 
     def take(self, n: int) -> list[int]:
         """The next `n` indices, across ends of epochs."""
@@ -38,9 +68,9 @@ class Cursor:
             part = self._order[self.position : self.position + n - len(taken)]
             taken += part
             self.position += len(part)
-            if self.position == self._size:
+            if self.position == len(self._order):
                 self.epoch, self.position = self.epoch + 1, 0
-                self._order = self._draw_order()
+                self._begin_epoch()
         return taken
 
     def state_dict(self) -> dict[str, Any]:
@@ -51,6 +81,8 @@ class Cursor:
             "fingerprint": self._fingerprint,
             "seed": self._seed,
             "shuffle": self._shuffle,
+            **({"resting": list(self._resting)} if self._resting else {}),
+            **({"last_rests": [list(rest) for rest in self._last_rests.items()]} if self._last_rests else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -69,13 +101,15 @@ class Cursor:
                 f"{str(state['shuffle']).lower()}, not of {self._seed} with {str(self._shuffle).lower()}; "
                 "set them back, or start a new run"
             )
-        epoch, position = int(state["epoch"]), int(state["position"])
-        if epoch < 0 or not 0 <= position < self._size:
+        epoch, position, resting = int(state["epoch"]), int(state["position"]), state.get("resting", ())
+        taking_part = self._size - len(resting)
+        if epoch < 0 or not 0 <= position < taking_part:
             raise ValueError(
-                f"the saved cursor stands at {position} in epoch {epoch}, outside of {self._size} prompts; "
+                f"the saved cursor stands at {position} in epoch {epoch}, outside of {taking_part} prompts; "
                 "use a checkpoint that is whole"
             )
-        self.epoch, self.position = epoch, position
+        self.epoch, self.position, self._resting = epoch, position, tuple(resting)
+        self._last_rests = dict(state.get("last_rests", ()))
         self._order = self._draw_order()
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from megappo.config.schema import DataSettings, DataSourceSettings
+from megappo.config.data import DataSettings, DataSourceSettings
 from megappo.data.sources import Chat, Record, checked_text, read_records
 from megappo.plugins import users_code
 from megappo.types import CHAT_MESSAGES, Prompt
@@ -29,12 +31,15 @@ class PromptDataset:
         settings: DataSettings,
         tokenizer: PreTrainedTokenizerBase,
         tool_schemas: Sequence[Any] = (),
+        name: str = "",
     ) -> None:
-        """Read and tokenise everything; `tool_schemas` are what chat templates tell a model of its tools.
+        """Read and tokenise everything; `tool_schemas` are what chat templates tell a model of its tools, `name` is the
+        source's in a mixture.
 
         Raises ValueError for unusable data, or where nothing is left.
         """
-        self._settings, self._tokenizer, self._source = settings, tokenizer, source.source
+        self._settings, self._tokenizer, self._name = settings, tokenizer, name
+        self.source = source.source
         if settings.apply_chat_template and not tokenizer.chat_template:
             raise ValueError("the tokenizer has no chat template; set data.apply_chat_template: false")
         if settings.system_prompt is not None and not settings.apply_chat_template:
@@ -57,6 +62,10 @@ class PromptDataset:
     def __getitem__(self, position: int) -> Prompt:
         return self._prompts[position]
 
+    def position_of(self, prompt: Prompt) -> int:
+        """Where one of these prompts stands: before its index, as many as were dropped before it."""
+        return bisect_left(self._prompts, prompt.index, key=lambda own: own.index)
+
     def _tokenise(self, records: Sequence[Record]) -> list[Prompt]:
         chats = [self._messages(index, record) for index, record in enumerate(records)]
         texts = [
@@ -69,7 +78,8 @@ class PromptDataset:
             metadata = record.metadata
             if chats[index] is not None:
                 metadata = {**metadata, CHAT_MESSAGES: chats[index]}
-            fitted = self._fit(Prompt(index, tuple(ids_of_all[index]), texts[index], record.answer, metadata))
+            ids = tuple(ids_of_all[index])
+            fitted = self._fit(Prompt(index, ids, texts[index], record.answer, metadata, self._name))
             if fitted is not None:
                 prompts.append(fitted)
         return prompts
@@ -103,7 +113,7 @@ class PromptDataset:
         if not settings.apply_chat_template:
             if not isinstance(record.prompt, str):
                 raise ValueError(
-                    f"prompt {index} of '{self._source}' is a list of chat messages; set data.apply_chat_template: true"
+                    f"prompt {index} of '{self.source}' is a list of chat messages; set data.apply_chat_template: true"
                 )
             return None
         messages = record.prompt
@@ -114,7 +124,7 @@ class PromptDataset:
         return messages
 
     def _render(self, index: int, messages: Chat) -> str:
-        where = f"prompt {index} of '{self._source}'"
+        where = f"prompt {index} of '{self.source}'"
         remedy = "fix its messages, data.system_prompt or the template"
         with users_code(f"the chat template refuses {where}", remedy):
             text = str(
@@ -127,7 +137,7 @@ class PromptDataset:
     def _fit(self, prompt: Prompt) -> Prompt | None:
         """The prompt within `max_prompt_tokens`; None where it is dropped."""
         length, limit = len(prompt.token_ids), self._settings.max_prompt_tokens
-        where = f"prompt {prompt.index} of '{self._source}'"
+        where = f"prompt {prompt.index} of '{self.source}'"
         if length == 0:
             raise ValueError(f"{where} becomes no token at all; write it in the tokenizer's alphabet, or remove it")
         if length <= limit:
@@ -145,7 +155,7 @@ class PromptDataset:
         self.truncated += 1
         ids = prompt.token_ids[-limit:]
         metadata = {key: value for key, value in prompt.metadata.items() if key != CHAT_MESSAGES}
-        return Prompt(prompt.index, ids, str(self._tokenizer.decode(ids)), prompt.answer, metadata)
+        return replace(prompt, token_ids=ids, text=str(self._tokenizer.decode(ids)), metadata=metadata)
 
 
 def _fingerprint(prompts: Sequence[Prompt]) -> str:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megappo.config.schema import DataSourceSettings
+from megappo.config.data import HUB_PREFIX, DataSourceSettings
+from megappo.data.hub_sets import read_table
 from megappo.errors import nearest_word, reason, shortened
 from megappo.plugins import check_call, is_import_path, load_function, users_code
 
@@ -66,12 +67,16 @@ def _open(settings: DataSourceSettings) -> Located:
     source = settings.source
     if source.startswith("reasoning_gym:"):
         return _reasoning_gym(source.removeprefix("reasoning_gym:"), settings.options)
+    if source.startswith(HUB_PREFIX):
+        if settings.options:
+            raise ValueError(f"data source '{source}' takes no options, got {settings.options}; remove them")
+        return _data_set(settings)
     if not source.endswith((".jsonl", ".parquet")):
         if is_import_path(source):
             return _python(source, settings.options)
         raise ValueError(
             f"data source '{source}' is of no known kind; "
-            "use FILE.jsonl, FILE.parquet, reasoning_gym:TASK or package.module:function"
+            "use FILE.jsonl, FILE.parquet, datasets:NAME, reasoning_gym:TASK or package.module:function"
         )
     if settings.options:
         raise ValueError(f"data source '{source}' is a file and takes no options, got {settings.options}; remove them")
@@ -155,14 +160,24 @@ def _jsonl(path: Path, settings: DataSourceSettings) -> Located:
         where = f"{path} line {number}"
         if not line.strip():
             continue
-        fields = _json_object(line, where)
-        if settings.prompt_key not in fields:
-            near = nearest_word(settings.prompt_key, fields, cutoff=0.5)
-            hint = f"'{near}'" if near else ", ".join(fields) or "none at all"
-            raise ValueError(f"{where} has no field '{settings.prompt_key}', but {hint}; set the source's prompt_key")
-        rest = {k: v for k, v in fields.items() if k not in (settings.prompt_key, settings.answer_key)}
-        prompt = _checked_prompt(fields[settings.prompt_key], where)
-        yield where, Record(prompt, _checked_answer(fields.get(settings.answer_key), where), rest)
+        yield where, _keyed_record(_json_object(line, where), where, settings)
+
+
+def _keyed_record(fields: dict[str, Any], where: str, settings: DataSourceSettings) -> Record:
+    """A record whose prompt and answer stand under the source's keys."""
+    if settings.prompt_key not in fields:
+        near = nearest_word(settings.prompt_key, fields, cutoff=0.5)
+        hint = f"'{near}'" if near else ", ".join(fields) or "none at all"
+        raise ValueError(f"{where} has no field '{settings.prompt_key}', but {hint}; set the source's prompt_key")
+    rest = {k: v for k, v in fields.items() if k not in (settings.prompt_key, settings.answer_key)}
+    prompt = _checked_prompt(fields[settings.prompt_key], where)
+    return Record(prompt, _checked_answer(fields.get(settings.answer_key), where), rest)
+
+
+def _data_set(settings: DataSourceSettings) -> Located:
+    for number, row in enumerate(_rows(read_table(settings.source, settings.limit), settings.source)):
+        where = f"{settings.source} row {number}"
+        yield where, _keyed_record(row, where, settings)
 
 
 def _read(path: Path) -> bytes:
@@ -207,14 +222,14 @@ def _parquet(path: Path) -> Located:
         yield where, _parquet_record(row, where)
 
 
-def _rows(table: pyarrow.Table, path: Path) -> Iterator[dict[str, Any]]:
+def _rows(table: pyarrow.Table, place: str | Path) -> Iterator[dict[str, Any]]:
     """Arrow checks neither UTF-8 nor dates before a value becomes Python's."""
     first = 0
     for batch in table.to_batches(max_chunksize=1024):
         try:
             yield from batch.to_pylist()
         except (ValueError, OverflowError):
-            yield from (_row(batch, i, f"{path} row {first + i}") for i in range(batch.num_rows))
+            yield from (_row(batch, i, f"{place} row {first + i}") for i in range(batch.num_rows))
         first += batch.num_rows
 
 

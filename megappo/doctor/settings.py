@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megappo.config import Config
 from megappo.config.model_files import model_paths
+from megappo.config.reward import RewardSettings
 from megappo.doctor.findings import Finding, broken, fine, slow
 from megappo.plan.here import this_machine
 from megappo.plan.inputs import Models
@@ -18,7 +19,20 @@ def settings_findings(config: Config, models: Models, world_size: int) -> Iterat
     """The model's files, and memory for every role on its ranks."""
     for path in dict.fromkeys(model_paths(config).values()):
         yield _model(path)
+    if config.reward.model_path is not None:
+        yield _reward_model(config.reward.model_path, config.reward)
     yield _room(config, models, world_size)
+
+
+def _reward_model(path: str, reward: RewardSettings) -> Finding:
+    """Whether a folder is a reward model's, and who holds it."""
+    from megappo.rewards.model import check_folder
+
+    try:
+        check_folder(path)
+    except ValueError as error:
+        return broken("reward", *str(error).rsplit("; ", 1))
+    return fine("reward", f"{path}, which {reward.model_holder}")
 
 
 def _model(path: str) -> Finding:

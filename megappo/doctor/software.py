@@ -98,12 +98,16 @@ def generation_finding(config: Config | None) -> Finding:
             problem, _, remedy = str(error).rpartition("; ")
             return broken("generation", problem, remedy)
         return fine("generation", f"{engine}, an engine of your own")
-    wanted = config is not None and config.rollout.has_servers
+    judged = config is not None and any(judge.server is not None for judge in config.reward.judges.values())
+    wanted = judged or (config is not None and config.rollout.has_servers)
     version = installed_version("sglang")
     if version is None:
         if wanted:
-            remedy = "pip install megappo[sglang], or set rollout.engine to transformers"
-            return broken("generation", "rollout.engine is sglang, which is not installed", remedy)
+            words = "a judge's own server is SGLang" if judged else "rollout.engine is sglang"
+            instead = "give the judge a url" if judged else "set rollout.engine to transformers"
+            return broken(
+                "generation", f"{words}, which is not installed", f"pip install megappo[sglang], or {instead}"
+            )
         return fine("generation", "transformers, embedded in every rank; SGLang is not installed")
     if not holds(version, SGLANG.removeprefix("sglang")):
         return broken("generation", f"SGLang {version}, needed is {TRIED_VERSION}", f"pip install '{SGLANG}'")

@@ -69,6 +69,27 @@ class Completion:
     episode: Episode | None = field(default=None, compare=False)
     """Not None: the answers of all turns of an episode, with what the environment said between them, which has the
     log-probability 0. No engine gives it."""
+    broken_off: bool = False
+    """Given up before its end, as `InFlightEngine.abort` does: the tokens that there were by then, of which there may
+    be none."""
+    stretches: tuple[tuple[int, int], ...] = ()
+    """Weight version and number of tokens, one stretch after the other, where several versions made them; then
+    `weight_version` is the oldest. No engine gives it but a `HoldingEngine`."""
+
+
+@dataclass(frozen=True)
+class CacheUse:
+    """How much of what a server was asked for stood in its prefix cache."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Those of them whose keys and values it did not have to compute."""
+
+    def __add__(self, other: CacheUse) -> CacheUse:
+        return CacheUse(self.prompt_tokens + other.prompt_tokens, self.cached_tokens + other.cached_tokens)
+
+    def __sub__(self, other: CacheUse) -> CacheUse:
+        return CacheUse(self.prompt_tokens - other.prompt_tokens, self.cached_tokens - other.cached_tokens)
 
 
 class Engine(Protocol):
@@ -162,6 +183,42 @@ class AheadEngine(Protocol):
         ...
 
 
+@runtime_checkable
+class InFlightEngine(Protocol):
+    """An engine that takes requests at any time and gives back what it has begun, which `rollout.ahead: 2` and more
+    need."""
+
+    def send(self, requests: Mapping[int, GenerateRequest], params: SamplingParams) -> None:
+        """Begin to complete requests and return at once; a rank calls it when it likes. Its numbers are its own, none
+        of them under way."""
+        ...
+
+    def finished(self, wait_seconds: float) -> dict[int, Completion]:
+        """This rank's answers that it has not been given yet, by number; every rank calls it. Where there are none it
+        waits, at most so long. What had to be given up, because a server is started again, is among them as
+        `broken_off`. Raises Interrupted as `generate` does."""
+        ...
+
+    def abort(self) -> dict[int, Completion]:
+        """Give up everything that is under way; every rank calls it, also of a run that stops, so that it never raises
+        Interrupted. As `finished`, without waiting; what is not among the answers has no tokens."""
+        ...
+
+
+@runtime_checkable
+class HoldingEngine(InFlightEngine, Protocol):
+    """An engine that may keep what is under way while its weights change."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether it does. Its answers have `stretches` then, where several versions made their tokens."""
+        ...
+
+    def hold(self) -> None:
+        """Make no tokens until the next `update_weights` has given it others; every rank calls it."""
+        ...
+
+
 class Line(Protocol):
     """Takes requests one at a time, and has each answered as soon as it can be."""
 
@@ -175,16 +232,30 @@ class Line(Protocol):
         ...
 
 
-class Talk(Protocol):
+class Listener(Protocol):
+    """Who is told the answers of a line."""
+
+    def answered(self, number: int, completion: Completion) -> None:
+        """Take an answer; called from any thread."""
+        ...
+
+
+class Talk(Listener, Protocol):
     """Who asks one thing after the other: the episodes of a rank."""
 
     def drive(self, line: Line) -> int:
         """Send over the line what waits for an answer and what comes up, until nothing will any more, the line is over
-        or the run is asked to stop; gives the number of requests that still wait."""
+        or the run is asked to stop; gives the number of those who may still ask."""
         ...
 
-    def answered(self, number: int, completion: Completion) -> None:
-        """Take an answer; called from any thread."""
+
+@runtime_checkable
+class InFlightTalkEngine(InFlightEngine, Protocol):
+    """One that answers the turns of episodes that are in flight, which go on between two calls of the trainer's."""
+
+    def listen(self, listener: Listener) -> None:
+        """From now on answers come to the listener as soon as they are there, and `finished` and `abort` give only what
+        has to be given up; `send` may be called from any thread. Not a collective."""
         ...
 
 
@@ -196,6 +267,29 @@ class ConversingEngine(Protocol):
     def converse(self, talk: Talk, params: SamplingParams) -> None:
         """Answer what is asked until nothing is any more; every rank calls it. Raises as `generate` does."""
         ...
+
+
+@runtime_checkable
+class ConversingAheadEngine(ConversingEngine, Protocol):
+    """One that does so while the trainer computes, which `rollout.ahead: 1` needs where an environment plays
+    episodes."""
+
+    def open_line(self, talk: Talk, params: SamplingParams) -> Line:
+        """Begin to answer what is asked over the line, and return at once; not a collective."""
+        ...
+
+    def finish_line(self, talk: Talk, line: Line, params: SamplingParams, *, weights_changed: bool = False) -> None:
+        """Answer until nothing is asked any more, as `ConversingEngine.converse`; every rank calls it.
+        `weights_changed` as in `AheadEngine.collect`."""
+        ...
+
+
+@runtime_checkable
+class CachingEngine(Protocol):
+    """An engine that keeps keys and values of prompts for those that begin alike."""
+
+    cache_use: Mapping[int, CacheUse]
+    """By server, for what this rank has asked over the run; of the same servers on every rank."""
 
 
 @runtime_checkable

@@ -16,6 +16,9 @@ from megappo.runtime.sglang_cpu import require_sglang
 
 _NEEDED = ("generate", "update_weights", "close")
 _NEEDED_AHEAD = ("submit", "collect")
+_NEEDED_TALKING_AHEAD = ("converse", "open_line", "finish_line")
+"""Where an environment plays episodes."""
+_NEEDED_IN_FLIGHT = ("send", "finished", "abort")
 
 
 def find_engine(settings: RolloutSettings) -> EngineFactory:
@@ -62,8 +65,12 @@ def _check_methods(engine: object, settings: RolloutSettings) -> None:
             f"rollout.engine '{settings.engine}' has no {', '.join(lacking)}; give it what "
             "megappo.engines.protocol.Engine says"
         )
-    if settings.ahead and not all(callable(getattr(engine, name, None)) for name in _NEEDED_AHEAD):
+    needed = _NEEDED_IN_FLIGHT if settings.in_flight else _NEEDED_AHEAD if settings.ahead else ()
+    if settings.ahead and settings.episodes is not None:
+        needed = (*needed, "listen") if settings.in_flight else _NEEDED_TALKING_AHEAD
+    needed = () if settings.replays_arrivals else needed
+    if not all(callable(getattr(engine, name, None)) for name in needed):
         raise ValueError(
-            f"rollout.ahead is 1, but rollout.engine '{settings.engine}' has no {' and '.join(_NEEDED_AHEAD)} to "
-            "generate with meanwhile; add them, or set rollout.ahead to 0"
+            f"rollout.ahead is {settings.ahead}, but rollout.engine '{settings.engine}' has no {' and '.join(needed)} "
+            "to generate with meanwhile; add them, or set rollout.ahead to 0"
         )

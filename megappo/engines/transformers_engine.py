@@ -22,7 +22,7 @@ from megappo.config.model_files import load_architecture
 from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
 from megappo.errors import first_of
 from megappo.families.architecture import ArchitectureConfig
-from megappo.families.parameters import model_parameters, wide_tensors
+from megappo.families.parameters import model_parameters
 from megappo.observe.progress import PROGRESS, SAMPLES
 from megappo.runtime.interrupts import NeverStop, Stop
 from megappo.runtime.process import Runtime
@@ -83,13 +83,16 @@ def _destinations(model: Any, arch: ArchitectureConfig) -> dict[str, Tensor]:
     """Where each tensor of the stream belongs. transformers may keep the experts of a layer in common parameters, and
     call parameters otherwise than files do."""
     held = {name: parameter.data for name, parameter in model.named_parameters()}
-    held |= {name: buffer for name, buffer in model.named_buffers() if name in wide_tensors(arch)}
+    of_map = {name for parameter in model_parameters(arch, experts=()) for name in parameter.hf}
+    held |= {name: buffer for name, buffer in model.named_buffers() if name in of_map}
     found: dict[str, Tensor] = {}
     packed = [parameter for parameter in model_parameters(arch) if parameter.packed in held]
     for parameter in packed:
         rows, whole = [shape[0] for shape in parameter.shapes], held[parameter.packed]
         own = whole if parameter.expert is None else whole[parameter.expert]
-        found |= zip(parameter.hf, own.split(rows), strict=True)
+        turns = len(parameter.hf)
+        parts = [own.t()[n::turns] for n in range(turns)] if parameter.interleaved else own.split(rows)
+        found |= zip(parameter.hf, parts, strict=True)
     return found | {name: held[name] for name in held.keys() - {parameter.packed for parameter in packed}}
 
 
@@ -150,8 +153,8 @@ class TransformersEngine:
         stop: Stop | None = None,
     ) -> None:
         self._arch, self._weights = arch, Movable() if sleeps else None
-        # torch's attention knows no cap of scores, which transformers would leave out without a word.
-        attention = "sdpa" if arch.beyond.scores_cap is None else "eager"
+        # torch's attention knows no cap of scores, which transformers would leave out without a word, and no sinks.
+        attention = "eager" if arch.beyond.attends_by_products else "sdpa"
         self._model: Any = AutoModelForCausalLM.from_config(
             arch.hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -45,6 +45,11 @@ class Stage:
 
     environment: Environment
     shared: Surroundings
+
+    def again(self) -> Stage:
+        """The same for another event loop: tools and gateway of its own."""
+        tools, gateway = self.shared.tools.again(), self.shared.gateway.again()
+        return replace(self, shared=replace(self.shared, tools=tools, gateway=gateway))
 
 
 def set_stage(config: Config, tokenizer: PreTrainedTokenizerBase, stop_token_ids: tuple[int, ...]) -> Stage | None:

@@ -230,9 +230,10 @@ class Session:
             tuple(sample.tokens),
             tuple(sample.logprobs),
             truncated=sample.is_cut or bool(limit),
-            weight_version=min(sample.versions, default=version),
+            weight_version=min((made_by for made_by, _ in sample.stretches), default=version),
             routing=sample.routing(self._params.routing),
             episode=episode,
+            stretches=tuple(sample.stretches) if len(sample.stretches) > 1 else (),
         )
 
     def _require_running(self) -> None:

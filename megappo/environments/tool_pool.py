@@ -33,6 +33,7 @@ class ToolPool:
         in the sandbox where there is one. Raises ValueError for what cannot be imported, or a sandbox without use."""
         for name, path in functions.items():
             load_function(path, f"tool '{name}'")
+        self._settings = settings
         self._choice = ToolChoice(
             dict(functions),
             settings.timeout_seconds,
@@ -52,6 +53,10 @@ class ToolPool:
         self._workers: set[Worker] = set()
         self._idle: list[Worker] = []
         self._calls = 0
+
+    def again(self) -> ToolPool:
+        """The same tools for another event loop."""
+        return ToolPool(self._choice.functions, self._settings, self._programs)
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
         """Have a worker call a tool, or the sandbox run its program. Raises ValueError for one that there is not,

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from megappo.engines.protocol import Completion
+from megappo.engines.stretches import stretches_of
 from megappo.types import RoutingShape, Turn
 
 
@@ -21,8 +22,9 @@ class Trajectory:
         self.logprobs: list[float] = []
         """0 for what the model heard."""
         self.turns: list[Turn] = []
-        self.versions: set[int] = set()
-        """Of the weights that made its turns."""
+        self.stretches: list[tuple[int, int]] = []
+        """Weight version and number of tokens, one stretch after the other; what the model heard belongs to the turn
+        after it."""
         self.is_cut = False
         """A limit of tokens ended the last turn, not a stop token."""
         self._routing: torch.Tensor | None = None
@@ -45,14 +47,22 @@ class Trajectory:
     def say(self, completion: Completion) -> None:
         """A turn of the model, as the engine gave it."""
         start = len(self.tokens)
+        heard = start - sum(tokens for _, tokens in self.stretches)
+        for version, tokens in stretches_of(completion):
+            self._add_stretch(version, tokens + heard)
+            heard = 0
         self.tokens += completion.token_ids
         self.logprobs += completion.logprobs
         self.turns.append(Turn(start, len(self.tokens)))
-        self.versions.add(completion.weight_version)
         self.is_cut = completion.truncated
         if completion.routing is not None:  # what the turns before were sampled with stays as it was then
             known = completion.routing[:0] if self._routing is None else self._routing
             self._routing = torch.cat([known, completion.routing[len(known) :]])
+
+    def _add_stretch(self, version: int, tokens: int) -> None:
+        if self.stretches and self.stretches[-1][0] == version:
+            tokens += self.stretches.pop()[1]
+        self.stretches.append((version, tokens))
 
     def reward(self, value: float) -> None:
         """Add to the reward of the last turn."""

@@ -5,7 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from megappo.families import gemma2, gemma3_text, glm4_moe, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from megappo.families import (
+    deepseek_v3,
+    gemma2,
+    gemma3_text,
+    gemma4_text,
+    glm4_moe,
+    gpt_oss,
+    llama,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen3,
+    qwen3_5_moe_text,
+    qwen3_5_text,
+    qwen3_moe,
+    qwen3_next,
+)
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.declaration import Family
 
@@ -14,7 +30,23 @@ if TYPE_CHECKING:
 
 FAMILIES: Mapping[str, Family] = {
     module.FAMILY.model_type: module.FAMILY
-    for module in (llama, qwen2, qwen3, qwen3_moe, mistral, mixtral, gemma2, gemma3_text, glm4_moe)
+    for module in (
+        llama,
+        qwen2,
+        qwen3,
+        qwen3_moe,
+        mistral,
+        mixtral,
+        gemma2,
+        gemma3_text,
+        gemma4_text,
+        glm4_moe,
+        deepseek_v3,
+        gpt_oss,
+        qwen3_next,
+        qwen3_5_text,
+        qwen3_5_moe_text,
+    )
 }
 """The families that ship, by `model_type` of config.json."""
 

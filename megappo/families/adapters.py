@@ -95,6 +95,17 @@ def least_side(arch: ArchitectureConfig, targets: Iterable[str]) -> int:
     return min(min(s) for p in found for name, s in p.tensors.items() if target_name(name) in wanted)
 
 
+def ambiguous_targets(arch: ArchitectureConfig, lora: LoraShape) -> tuple[str, ...]:
+    """Targets that are names of experts' matrices and of others: PEFT, for which a target is one or the other, leaves
+    out the adapters of the experts without a word."""
+    found = list(adapters(arch, lora, experts=range(min(1, arch.experts))))
+    of_experts, others = (
+        {target_name(name) for x in found if (x.base.expert is None) == is_other for name in x.base.hf}
+        for is_other in (False, True)
+    )
+    return tuple(name for name in lora.targets if name in of_experts & others)
+
+
 def _can_have(parameter: Parameter) -> bool:
     return parameter.layer is not None and parameter.kind in _KINDS and len(parameter.shapes[0]) == 2
 

@@ -77,18 +77,19 @@ class QueryKeyNorms(Block):
         """Queries made contiguous and a scale for each head; keys are a view of the QKV matrix' output. Torch's
         composite on CPU works in float32 and keeps the normalised input as well."""
         scales = 4.0 * (arch.heads + arch.kv_heads)
-        if fused:
+        if fused or not arch.declaration.norms_in_float32(arch, element_bytes):
             return PerToken(kept_bytes=scales + element_bytes * arch.query_width)
         copied_keys = 4 * arch.key_width if element_bytes == 2 else 0
         return PerToken(kept_bytes=scales + 4 * (2 * arch.query_width + arch.key_width) + copied_keys)
 
 
-def gated(place: str, arch: ArchitectureConfig, ffn: int) -> tuple[Weight, Weight]:
-    """The matrices of an MLP with a gate that stands there."""
-    gate_up = dict.fromkeys((f"{place}.gate_proj.weight", f"{place}.up_proj.weight"), (ffn, arch.hidden_size))
+def gated(place: str, arch: ArchitectureConfig, ffn: int, stored: str = "") -> tuple[Weight, Weight]:
+    """The matrices of an MLP with a gate that stands there; `stored`: where it does in files, if that is elsewhere."""
+    stored = stored or place
+    gate_up = dict.fromkeys((f"{stored}.gate_proj.weight", f"{stored}.up_proj.weight"), (ffn, arch.hidden_size))
     return (
-        Weight(f"{place}.linear_fc1.weight", gate_up, "column", fused=f"{place}.gate_up_proj.weight"),
-        Weight(f"{place}.linear_fc2.weight", {f"{place}.down_proj.weight": (arch.hidden_size, ffn)}, "row"),
+        Weight(f"{place}.linear_fc1.weight", gate_up, "column", fused=f"{stored}.gate_up_proj.weight"),
+        Weight(f"{place}.linear_fc2.weight", {f"{stored}.down_proj.weight": (arch.hidden_size, ffn)}, "row"),
     )
 
 
@@ -159,6 +160,8 @@ class Experts(GatedMlp):
     """What files, and SGLang, call the router and the experts of a layer together; transformers says `mlp`."""
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """What files call those of an expert."""
+    wide_router: bool = False
+    """Engines and files have the router in float32, as the bias."""
 
     recompute_module = "moe"
 
@@ -172,7 +175,7 @@ class Experts(GatedMlp):
         w13: dict[str, Any] = {"fused": f"{self.stored}.experts.w13_weight", "packed": "mlp.experts.gate_up_proj"}
         w2: dict[str, Any] = {"fused": f"{self.stored}.experts.w2_weight", "packed": "mlp.experts.down_proj"}
         gates = {f"{self.stored}.gate.weight": (arch.experts, hidden)}
-        router = [Weight("mlp.router.weight", gates, "replicated", packed="mlp.gate.weight", wide=arch.sigmoid_router)]
+        router = [Weight("mlp.router.weight", gates, "replicated", packed="mlp.gate.weight", wide=self.wide_router)]
         if arch.sigmoid_router:
             bias = {f"{self.stored}.gate.e_score_correction_bias": (arch.experts,)}
             router.append(Weight("mlp.router.correction_bias", bias, "replicated", wide=True))
@@ -184,10 +187,13 @@ class Experts(GatedMlp):
         )
 
     def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
-        of_sigmoids = {
+        of_sigmoids: dict[str, Any] = {
             "moe_router_score_function": "sigmoid",
             "moe_router_topk_scaling_factor": arch.experts_scale,
         }
+        if arch.expert_groups > 1:
+            of_sigmoids["moe_router_num_groups"] = arch.expert_groups
+            of_sigmoids["moe_router_group_topk"] = arch.groups_per_token
         return super().megatron(arch) | {
             "num_moe_experts": arch.experts,
             "moe_ffn_hidden_size": arch.ffn_hidden_size,

@@ -16,14 +16,23 @@ def forward_flops(arch: ArchitectureConfig, sequence_tokens: float, *, is_critic
 
     A third of `training_flops_per_token` (Chowdhery et al. 2022, appendix B): two per weight, 4 heads head_dim T for
     the scores and their product with the values, T the longest sequence, the causal mask not discounted. An embedding
-    is looked up, which is no arithmetic.
+    is looked up, which is no arithmetic. Where some layers have linear attention, or wider heads, means over all.
+    Values of latent attention count as wide as queries, as which they are multiplied.
     """
     head = arch.vocab_size * arch.hidden_size
     layers = multiplied_parameters(arch) - head
-    sizes = {"layers": arch.layers, "heads": arch.heads, "head_dim": arch.head_dim}
-    trunk = training_flops_per_token(layers, **sizes, sequence_tokens=sequence_tokens) / 3
-    attention = training_flops_per_token(0, **sizes, sequence_tokens=sequence_tokens) / 3
+    attending, heads, width = len(arch.attention_layers), arch.heads, arch.mean_head_dim
+    trunk, attention = (
+        training_flops_per_token(n, layers=attending, heads=heads, head_dim=width, sequence_tokens=sequence_tokens) / 3
+        for n in (layers, 0)
+    )
+    trunk += recurrence_flops(arch)
     return trunk / arch.layers, attention / arch.layers, 2.0 * (arch.hidden_size if is_critic else head)
+
+
+def recurrence_flops(arch: ArchitectureConfig) -> float:
+    """FLOPs forward per token of linear attention in all layers, besides its matrices."""
+    return 0.0 if arch.delta_net is None else len(arch.linear_layers) * arch.delta_net.token_flops
 
 
 def update_flops(
@@ -46,7 +55,8 @@ def update_flops(
     mlp = 2.0 * 3 * arch.hidden_size * width
     of = {"core_attn": attention, "mlp": mlp, "moe": mlp}  # an MLP has three matrices
     again = {"none": 0.0, "selective": sum(of[module] for module in set(recompute_modules)), "full": layer}
-    scores = attention if arch.beyond.scores_cap is not None else 0.0  # made again in backward
+    scores = attention if arch.beyond.attends_by_products else 0.0  # made again in backward
+    scores += recurrence_flops(arch) / arch.layers  # as is the recurrence of linear attention
     extra = 0.0 if is_critic else head
     if lora is None:
         return 3 * layer + again[recompute] + scores, 3 * head + extra
@@ -89,6 +99,10 @@ def sample_cost(arch: ArchitectureConfig, *, is_critic: bool) -> SampleCost:
     A policy's output matrix counts for every token, though a prompt does not pass it; a critic has none.
     """
     head = arch.vocab_size * arch.hidden_size if is_critic else 0
-    near = arch.layers_with_window if arch.has_window else arch.layers
-    of_pair, of_far_pair = (12 * layers * arch.query_width for layers in (near, arch.layers - near))
-    return SampleCost(6 * (multiplied_parameters(arch) - head), of_pair, arch.sliding_window, of_far_pair)
+    windowed = arch.windowed_layers or (True,) * arch.layers  # all tokens are near where there is no window
+    of_pair, of_far_pair = (
+        sum(12 * arch.heads * arch.head_dim_of(layer) for layer in arch.attention_layers if windowed[layer] == near)
+        for near in (True, False)
+    )
+    of_token = 6 * (multiplied_parameters(arch) - head) + round(4 * recurrence_flops(arch))
+    return SampleCost(of_token, of_pair, arch.sliding_window, of_far_pair)

@@ -16,20 +16,11 @@ _GELU = "gelu_pytorch_tanh"
 
 
 def gemma(c: Any) -> dict[str, Any]:
-    """What all Gemmas have. Raises ValueError for what some of their configurations may switch on."""
-    if c.hidden_activation != _GELU:
-        raise ValueError(f"hidden_activation '{c.hidden_activation}' is not supported; use a model with {_GELU}")
-    if c.use_bidirectional_attention:
-        raise ValueError(
-            f"use_bidirectional_attention {c.use_bidirectional_attention} lets tokens see those after them; use a "
-            "model that generates from the left"
-        )
+    """What Gemma 2 and 3 have. Raises ValueError for what some of their configurations may switch on."""
+    check_gemma(c)
+    check_sees_backward(c, c.use_bidirectional_attention)
     if c.query_pre_attn_scalar < 1:
         raise ValueError(f"query_pre_attn_scalar {c.query_pre_attn_scalar} must be at least 1")
-    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        cap = getattr(c, name)
-        if cap is not None and cap <= 0:
-            raise ValueError(f"{name} {cap} must be above 0, or null")
     beyond = Beyond(
         scores_cap=c.attn_logit_softcapping,
         logits_cap=c.final_logit_softcapping,
@@ -37,6 +28,25 @@ def gemma(c: Any) -> dict[str, Any]:
         norms_after=True,
     )
     return {"score_width": c.query_pre_attn_scalar, "beyond": beyond}
+
+
+def check_gemma(c: Any) -> None:
+    """Raise ValueError for what some configurations of any Gemma may switch on."""
+    if c.hidden_activation != _GELU:
+        raise ValueError(f"hidden_activation '{c.hidden_activation}' is not supported; use a model with {_GELU}")
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        cap = getattr(c, name, None)
+        if cap is not None and cap <= 0:
+            raise ValueError(f"{name} {cap} must be above 0, or null")
+
+
+def check_sees_backward(c: Any, both_ways: bool) -> None:
+    """Raise ValueError where tokens see those after them."""
+    if both_ways:
+        raise ValueError(
+            f"use_bidirectional_attention {c.use_bidirectional_attention} lets tokens see those after them; use a "
+            "model that generates from the left"
+        )
 
 
 class NormedAttention(Attention):

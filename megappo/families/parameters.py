@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megappo.families.architecture import ArchitectureConfig
-from megappo.families.declaration import Kind, Shape, Weight
+from megappo.families.declaration import Drawn, Kind, Shape, Weight
 
-_AXES: dict[Kind, int] = {"column": 0, "qkv": 0, "vocab": 0, "row": 1}
+_AXES: dict[Kind, int] = {"column": 0, "qkv": 0, "grouped": 0, "vocab": 0, "row": 1}
 EMBEDDING, OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
 HF_EMBEDDING, HF_OUTPUT_LAYER = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -47,9 +47,15 @@ class Parameter:
     kind: Kind
     fused: str = ""
     packed: str = ""
+    interleaved: bool = False
+    """See `Weight`."""
     layer: int | None = None
     """Global layer number; None for embedding, final norm and output layer."""
     wide: bool = False
+    """See `Weight`."""
+    sections: tuple[tuple[int, ...], ...] = ()
+    """See `Weight`."""
+    drawn: Drawn = "by_shape"
     """See `Weight`."""
     expert: int | None = None
     """Global number of the expert it belongs to; None for what every token passes. An expert is whole on the ranks that
@@ -73,8 +79,9 @@ class Parameter:
     @property
     def stored(self) -> dict[str, tuple[str, ...]]:
         """The whole tensors that checkpoints have of it, each with the Hugging Face tensors in it. Tensor ranks' shards
-        follow each other in query, key and value as Megatron has them; of a gated layer, each has a part of both."""
-        return {self.engine_name: self.hf} if self.kind == "qkv" else {name: (name,) for name in self.hf}
+        follow each other in query, key and value as Megatron has them, and in what key heads of linear attention have;
+        of a gated layer, each has a part of both."""
+        return {self.engine_name: self.hf} if self.kind in ("qkv", "grouped") else {name: (name,) for name in self.hf}
 
     @property
     def tensors(self) -> dict[str, Shape]:
@@ -133,8 +140,11 @@ def _in_layer(weight: Weight, layer: int, expert: int | None = None) -> Paramete
         weight.kind,
         fused=weight.fused and prefix + weight.fused,
         packed=weight.packed and prefix + weight.packed,
+        interleaved=weight.interleaved,
         layer=layer,
         wide=weight.wide,
+        sections=weight.sections,
+        drawn=weight.drawn,
         expert=expert,
     )
 
@@ -175,7 +185,10 @@ def pieces(arch: ArchitectureConfig, parameter: Parameter, tensor_rank: int, tp:
     if dim is None:
         return [Piece(name, 0, 0, shape[0]) for name, shape in named]
     if parameter.kind == "qkv":
-        return _qkv_pieces(arch, parameter, tensor_rank, tp)
+        return _grouped_pieces(parameter, arch.kv_heads_of(parameter.layer), tensor_rank, tp)
+    if parameter.kind == "grouped":
+        assert arch.delta_net is not None
+        return _grouped_pieces(parameter, arch.delta_net.key_heads, tensor_rank, tp)
     found = []
     for name, shape in named:
         part = (padded_vocab if parameter.kind == "vocab" else shape[dim]) // tp
@@ -184,14 +197,17 @@ def pieces(arch: ArchitectureConfig, parameter: Parameter, tensor_rank: int, tp:
     return found
 
 
-def _qkv_pieces(arch: ArchitectureConfig, parameter: Parameter, tensor_rank: int, tp: int) -> list[Piece]:
-    """Megatron interleaves by key/value group: the group's queries, its key, its value."""
-    groups = arch.kv_heads // tp
+def _grouped_pieces(parameter: Parameter, groups: int, tensor_rank: int, tp: int) -> list[Piece]:
+    """By group, what it has of each part of each tensor: as Megatron interleaves queries, keys and values."""
     found = []
-    for group in range(tensor_rank * groups, (tensor_rank + 1) * groups):
-        for name, shape in parameter.tensors.items():
-            rows = shape[0] // arch.kv_heads
-            found.append(Piece(name, 0, group * rows, (group + 1) * rows))
+    sections = parameter.sections or tuple((shape[0],) for shape in parameter.shapes)
+    for group in range(tensor_rank * groups // tp, (tensor_rank + 1) * groups // tp):
+        for name, of_tensor in zip(parameter.hf, sections, strict=True):
+            start = 0
+            for size in of_tensor:
+                rows = size // groups
+                found.append(Piece(name, 0, start + group * rows, start + (group + 1) * rows))
+                start += size
     return found
 
 

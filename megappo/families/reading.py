@@ -20,12 +20,16 @@ def decoder(c: Any) -> dict[str, Any]:
     Raises ValueError for layers that differ, tokens that see those after them, and positions, head counts and stored
     weights that are not covered.
     """
-    return _sizes(c, partly_rotated=False)
+    found = sizes(c)
+    _check_rope(c, partly_rotated=False)
+    return found
 
 
 def partly_rotated_decoder(c: Any) -> dict[str, Any]:
     """The same, of a family in which a part of each head may be rotated. Raises ValueError for a part that is none."""
-    found, factor = _sizes(c, partly_rotated=True), _rotated_part(c, c.rope_parameters)
+    found = sizes(c)
+    _check_rope(c, partly_rotated=True)
+    factor = _rotated_part(c, c.rope_parameters)
     channels = found["head_dim"] if factor is None else int(found["head_dim"] * factor)
     if not 2 <= channels <= found["head_dim"] or channels % 2:
         raise ValueError(
@@ -40,12 +44,12 @@ def _rotated_part(c: Any, rope: Mapping[str, Any]) -> float | None:
     return factor
 
 
-def _sizes(c: Any, *, partly_rotated: bool) -> dict[str, Any]:
+def sizes(c: Any) -> dict[str, Any]:
+    """Those of a decoder whose rope is read elsewhere. Raises ValueError as `decoder` does for the others."""
     if getattr(c, "is_heterogeneous", False):
         raise ValueError("per_layer_config is not supported; use a model whose layers are alike")
     if not getattr(c, "is_causal", True):
         raise ValueError("is_causal: false lets tokens see those after them; use a model that generates from the left")
-    _check_rope(c, partly_rotated=partly_rotated)
     heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(
@@ -58,7 +62,7 @@ def _sizes(c: Any, *, partly_rotated: bool) -> dict[str, Any]:
         "heads": heads,
         "kv_heads": kv_heads,
         "head_dim": getattr(c, "head_dim", None) or c.hidden_size // heads,
-        "ffn_hidden_size": c.intermediate_size,
+        "ffn_hidden_size": getattr(c, "intermediate_size", 0),  # families of experts alone have none
         "vocab_size": c.vocab_size,
         "max_position_embeddings": c.max_position_embeddings,
         "tied_embeddings": c.tie_word_embeddings,
@@ -190,6 +194,45 @@ def expert_counts(c: Any, name: str) -> dict[str, Any]:
             "use a model of at least 2 experts that sends each token to some of them"
         )
     return {"experts": count, "experts_per_token": c.num_experts_per_tok}
+
+
+def biased_experts(c: Any) -> dict[str, Any]:
+    """Experts behind the first layers, chosen by sigmoids with a correction bias, in groups or among all, and one for
+    every token. Raises ValueError for those that Megatron would weigh otherwise, for groups that are no choice, and for
+    layers that are all dense."""
+    if not c.norm_topk_prob:
+        raise ValueError("norm_topk_prob: false is not supported for this family; use a model with true")
+    if c.num_experts_per_tok < 2:
+        raise ValueError(f"num_experts_per_tok {c.num_experts_per_tok} is not supported; use a model with at least 2")
+    if c.n_shared_experts < 1:
+        raise ValueError(f"n_shared_experts {c.n_shared_experts} is not supported; use a model with at least 1")
+    if not 0 <= c.first_k_dense_replace < c.num_hidden_layers:
+        raise ValueError(
+            f"first_k_dense_replace {c.first_k_dense_replace} leaves none of num_hidden_layers {c.num_hidden_layers} "
+            "with experts; use a model that has some"
+        )
+    return {
+        **expert_counts(c, "num_local_experts"),
+        **_expert_groups(c),
+        "ffn_hidden_size": c.moe_intermediate_size,
+        "dense_layers": c.first_k_dense_replace,
+        "dense_ffn_hidden_size": c.intermediate_size if c.first_k_dense_replace else 0,
+        "shared_ffn_hidden_size": c.moe_intermediate_size * c.n_shared_experts,
+        "sigmoid_router": True,
+        "experts_scale": c.routed_scaling_factor,
+    }
+
+
+def _expert_groups(c: Any) -> dict[str, Any]:
+    groups, chosen, experts = c.n_group or 0, c.topk_group or 0, c.num_local_experts
+    size = experts // groups if groups > 0 else 0
+    if size < 2 or experts % groups or not c.num_experts_per_tok <= chosen * size <= experts:
+        raise ValueError(
+            f"n_group {c.n_group} and topk_group {c.topk_group} do not choose num_experts_per_tok "
+            f"{c.num_experts_per_tok} of {experts} experts: groups must be equal, of at least 2, and those chosen have "
+            "enough; fix its config.json (1 and 1 is a choice among all)"
+        )
+    return {"expert_groups": groups, "groups_per_token": chosen}
 
 
 def _stored_blocks(c: Any) -> tuple[int, int] | None:

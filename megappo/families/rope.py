@@ -9,15 +9,16 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from megappo.families.architecture import ArchitectureConfig
 
 
-def rotary(arch: ArchitectureConfig) -> tuple[Tensor, float]:
-    """Inverse frequencies (kinds, rotated channels/2) and the factor on cosine and sine, as transformers computes them.
+def rotary(arch: ArchitectureConfig) -> tuple[tuple[Tensor, ...], float]:
+    """Inverse frequencies of each kind, (rotated channels/2,), and the factor on cosine and sine, as transformers
+    computes them.
 
     Megatron's own scaling knows Llama 3's constants only.
     """
     kinds = rope_kinds(arch)
     found = [_of_kind(arch, kind) for kind in kinds] if kinds else [_of_kind(arch, None)]
     assert len({scale for _, scale in found}) == 1, "one factor for all layers"
-    return torch.stack([frequencies for frequencies, _ in found]), found[0][1]
+    return tuple(frequencies for frequencies, _ in found), found[0][1]
 
 
 def rope_kinds(arch: ArchitectureConfig) -> tuple[str, ...]:
@@ -34,5 +35,6 @@ def _of_kind(arch: ArchitectureConfig, kind: str | None) -> tuple[Tensor, float]
         return 1.0 / (rope["rope_theta"] ** exponents), 1.0
     of_layers = {} if kind is None else {"layer_type": kind}
     compute = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
-    inverse_frequencies, scale = compute(arch.hf_config, torch.device("cpu"), **of_layers)
+    with torch.device("cpu"):  # some make a part of them without saying where
+        inverse_frequencies, scale = compute(arch.hf_config, torch.device("cpu"), **of_layers)
     return inverse_frequencies, float(scale)

@@ -18,16 +18,18 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import varlen
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from megappo.families.architecture import CAPPED_ROWS
+from megappo.families.architecture import PRODUCT_ROWS
 from megappo.megatron.context import WHOLE, ContextShard, gather_keys_values
 from megappo.megatron.short_attention import attend_short, takes_products
+from megappo_kernels.layers import rms_norm as row_norm
 
 if TYPE_CHECKING:
+    from megappo.megatron.delta_rule import Chunks
     from megappo.megatron.router import MicrobatchRouting
 
 # A rectangle of S x L is one call of SDPA instead of S; it pays off while it is not mostly padding.
@@ -54,6 +56,8 @@ class PackedSegments(PackedSeqParams):
     """Of chunks: see `ContextShard.key_rows`."""
     routing: MicrobatchRouting | None = None
     """For layers with experts."""
+    recurrence: Chunks | None = None
+    """Made by the first layer of linear attention that the pack passes."""
 
 
 def segment_tensors(lengths: Sequence[int], shard: ContextShard = WHOLE) -> dict[str, Tensor]:
@@ -104,42 +108,64 @@ def _described(lengths: Sequence[int], key_lengths: Sequence[int], **tensors: An
     )
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, cap: float | None = None
-) -> Tensor:
+@dataclass(frozen=True)
+class Scores:
+    """What becomes of attention scores before the softmax."""
+
+    scale: float
+    """They are multiplied by it."""
+    cap: float | None = None
+    """They become cap * tanh(score / cap)."""
+    sinks_h: Tensor | None = None
+    """A score of each head beside those of the keys, to which no value belongs."""
+
+    @property
+    def are_plain(self) -> bool:
+        """Torch's attention does that."""
+        return self.cap is None and self.sinks_h is None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, scores: Scores, window: int | None) -> Tensor:
     """Causal attention of (b, heads, n, d) tensors, of which the last query sees all keys; with a window each token
-    sees the last `window` tokens, with a cap scores are cap * tanh(score / cap).
+    sees the last `window` tokens.
 
     Queries of a long windowed sequence are taken in blocks of `window`, so that no mask exceeds window x 2 window.
-    Without a window, a chunk that is not the first of its segment takes one mask of all its queries x keys. With a cap,
-    which torch's attention does not know, blocks have at most `CAPPED_ROWS` queries and keep no scores: these are made
-    again in backward.
+    Without a window, a chunk that is not the first of its segment takes one mask of all its queries x keys. With a cap
+    or sinks, which torch's attention does not know, blocks have at most `PRODUCT_ROWS` queries and keep no scores:
+    these are made again in backward.
     """
     length, before = query.shape[-2], key.shape[-2] - query.shape[-2]
-    grouped = query.shape[1] != key.shape[1]
-    if cap is None and not before and (window is None or length <= window):
+    plain, scale, grouped = scores.are_plain, scores.scale, query.shape[1] != key.shape[1]
+    if plain and not before and (window is None or length <= window):
         return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
     blocks, window = [], key.shape[-2] if window is None else window
-    step = window if cap is None else min(window, CAPPED_ROWS)
+    step = window if plain else min(window, PRODUCT_ROWS)
     for start in range(before, before + length, step):
         stop, first = min(start + step, before + length), max(0, start - window + 1)
         rows = torch.arange(start, stop, device=query.device)[:, None]
         columns = torch.arange(first, stop, device=query.device)[None, :]
         mask = (columns <= rows) & (columns > rows - window)
         of_block = query[..., start - before : stop - before, :], key[..., first:stop, :], value[..., first:stop, :]
-        if cap is None:
+        if plain:
             block = scaled_dot_product_attention(*of_block, attn_mask=mask, scale=scale, enable_gqa=grouped)
         else:
-            block = checkpoint(_capped, *of_block, mask, scale, cap, use_reentrant=False, preserve_rng_state=False)
+            block = checkpoint(_by_products, *of_block, mask, scores, use_reentrant=False, preserve_rng_state=False)
         blocks.append(block)
     return torch.cat(blocks, dim=-2)
 
 
-def _capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, cap: float) -> Tensor:
+def _by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scores: Scores) -> Tensor:
     """Plain products in float32: what kernels keep of scores, products of bfloat16 would round away."""
     grouped = query.unflatten(1, (key.shape[1], -1)).float()  # (b, g, h/g, n, d)
-    scores = grouped @ key.unsqueeze(2).float().transpose(-1, -2) * scale
-    shares = (cap * torch.tanh(scores / cap)).masked_fill(~mask, -torch.inf).softmax(-1)
+    found = grouped @ key.unsqueeze(2).float().transpose(-1, -2) * scores.scale
+    if scores.cap is not None:
+        found = scores.cap * torch.tanh(found / scores.cap)
+    found = found.masked_fill(~mask, -torch.inf)
+    if scores.sinks_h is None:
+        shares = found.softmax(-1)
+    else:
+        sinks = scores.sinks_h.float().view(*grouped.shape[1:3], 1, 1).expand(*found.shape[:-1], 1)
+        shares = torch.cat([found, sinks], dim=-1).softmax(-1)[..., :-1]
     return (shares @ value.unsqueeze(2).float()).flatten(1, 2).to(query.dtype)
 
 
@@ -197,9 +223,14 @@ class PackedCoreAttention(MegatronModule):
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
         scores_cap: float | None = None,
+        has_sinks: bool = False,
     ) -> None:
         super().__init__(config=config)
-        self.scores_cap = scores_cap
+        self.scores_cap, self.sinks = scores_cap, None
+        if has_sinks:
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+            self.sinks = nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=device))
         assert not config.attention_dropout, "PPO's ratio needs a policy without dropout"
         self.context_group: Any = None if pg_collection is None else pg_collection.cp
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
@@ -221,31 +252,34 @@ class PackedCoreAttention(MegatronModule):
         segments = packed_seq_params.chunks or packed_seq_params
         if segments.key_rows is not None:
             key, value = gather_keys_values(key, value, segments.key_rows, self.context_group)
-        if self.scores_cap is None and takes_packs(query.dtype, query.shape[-1], _capability(query.device)):
+        scores = Scores(self.scale, self.scores_cap, self.sinks)
+        if scores.are_plain and takes_packs(query.dtype, query.shape[-1], _capability(query.device)):
             out = attend_pack(query, key, value, segments, scale=self.scale, window=self.window)
             return out.flatten(1)
         lengths, key_lengths = segments.lengths, segments.key_lengths
-        if segments.key_rows is None and takes_products(query, lengths, self.window, self.scores_cap):
+        if segments.key_rows is None and scores.are_plain and takes_products(query, lengths, self.window):
             return attend_short(query, key, value, lengths, self.scale).flatten(1)
         if segments.slots is not None:
-            return self._attend_rectangle(query, key, value, len(lengths), max(lengths), segments.slots)
+            return self._attend_rectangle(query, key, value, segments, scores)
         outputs = []
         for q, k, v in zip(query.split(lengths), key.split(key_lengths), value.split(key_lengths), strict=True):
             q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-            outputs.append(_attend(q, k, v, self.scale, self.window, self.scores_cap).squeeze(0).transpose(0, 1))
+            outputs.append(_attend(q, k, v, scores, self.window).squeeze(0).transpose(0, 1))
         return torch.cat(outputs).flatten(1)
 
     def _attend_rectangle(
-        self, query: Tensor, key: Tensor, value: Tensor, segments: int, longest: int, slots: Tensor
+        self, query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
     ) -> Tensor:
         """All segments in one call, padded on the right, where causality hides the padding from every real token."""
+        count, longest, slots = len(segments.lengths), max(segments.lengths), segments.slots
+        assert slots is not None
 
         def rectangle(x: Tensor) -> Tensor:
-            padded = x.new_zeros(segments * longest, *x.shape[1:]).index_copy(0, slots, x)
-            return padded.view(segments, longest, *x.shape[1:]).transpose(1, 2)
+            padded = x.new_zeros(count * longest, *x.shape[1:]).index_copy(0, slots, x)
+            return padded.view(count, longest, *x.shape[1:]).transpose(1, 2)
 
         q, k, v = rectangle(query), rectangle(key), rectangle(value)
-        out = _attend(q, k, v, self.scale, self.window, self.scores_cap)
+        out = _attend(q, k, v, scores, self.window)
         return out.transpose(1, 2).flatten(0, 1).index_select(0, slots).flatten(1)
 
 
@@ -258,6 +292,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.epsilon = eps
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.zero_centered = config.layernorm_zero_centered_gamma
         """The weight is what it multiplies by, less 1."""
@@ -265,5 +300,5 @@ class RMSNorm(torch.nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Of weights around zero the sum with 1 is made in float32, as are the products: bfloat16 would round it."""
         if not self.zero_centered:
-            return super().forward(x)
-        return rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(x.dtype)
+            return row_norm(x, self.weight, self.epsilon)
+        return rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.epsilon).to(x.dtype)

@@ -1,14 +1,15 @@
 """What Megatron-Core's GPT model has no field for, put into its layers and around them; see `Beyond` of families.
 
-The caps are elsewhere: that of attention scores in `attention`, that of logits in `heads`.
+The caps and sinks are elsewhere: those of attention scores in `attention`, the cap of logits in `heads`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -34,8 +35,8 @@ class NormedRowParallel(RowParallelLinear):
 
 
 def core_attention(beyond: Beyond) -> ModuleSpec:
-    """Our own attention, with the cap of its scores."""
-    return ModuleSpec(PackedCoreAttention, params={"scores_cap": beyond.scores_cap})
+    """Our own attention, with the cap of its scores, and with sinks."""
+    return ModuleSpec(PackedCoreAttention, params={"scores_cap": beyond.scores_cap, "has_sinks": beyond.sinks})
 
 
 def norms_after(layer: ModuleSpec) -> None:
@@ -45,21 +46,34 @@ def norms_after(layer: ModuleSpec) -> None:
 
 
 def around_layers(model: GPTModel, arch: ArchitectureConfig) -> None:
-    """Scale what the embedding gives, and hand each layer its kind of rope."""
+    """Scale what the embedding and each layer give, and hand each layer its kind of rope."""
     if model.pre_process and arch.beyond.embedding_scale != 1:
         model.embedding.register_forward_hook(partial(_scaled, arch.beyond.embedding_scale))
     kinds = rope_kinds(arch)
     if len(kinds) > 1:
         for layer in model.decoder.layers:
             number = kinds.index(arch.beyond.ropes[layer.layer_number - 1])
-            layer.register_forward_pre_hook(partial(_with_rope, number), with_kwargs=True)
+            rope = partial(model.rotary_pos_emb.of_kind, number)
+            layer.register_forward_pre_hook(partial(_with_rope, rope), with_kwargs=True)
+    if arch.beyond.layer_scalars:
+        for layer in model.decoder.layers:
+            scalar = torch.ones(1, dtype=layer.config.params_dtype, device=layer.input_layernorm.weight.device)
+            layer.layer_scalar = nn.Parameter(scalar, requires_grad=False)
+            layer.register_forward_hook(_times_scalar)
 
 
 def _scaled(scale: float, _embedding: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
     return output * output.new_full((), scale)  # rounded to the embedding's type, as by transformers
 
 
-def _with_rope(number: int, _layer: nn.Module, inputs: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _with_rope(
+    rope: Callable[[Tensor], Tensor], _layer: nn.Module, inputs: Any, options: Mapping[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     """Of the cosines and sines of all kinds, those of one."""
-    own = options["rotary_pos_emb"][2 * number : 2 * number + 2]
-    return inputs, {**options, "rotary_pos_emb": own}
+    return inputs, {**options, "rotary_pos_emb": rope(options["rotary_pos_emb"])}
+
+
+def _times_scalar(layer: Any, _inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    hidden, context = output
+    scaled: Tensor = hidden * layer.layer_scalar
+    return scaled, context

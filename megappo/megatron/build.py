@@ -17,6 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -32,11 +33,14 @@ from megappo.families.rope import rotary
 from megappo.families.weights import ValueHeadWeights, WeightSource, read_shard
 from megappo.megatron.attention import RMSNorm
 from megappo.megatron.beyond import around_layers, core_attention, norms_after
+from megappo.megatron.delta_net import GatedDeltaNet, GatedSelfAttention
 from megappo.megatron.experts import use_grouped_experts
 from megappo.megatron.heads import LogprobHead, ValueHead
 from megappo.megatron.held import HeldAdapter, HeldParameter
+from megappo.megatron.latent_attention import LatentSelfAttention
 from megappo.megatron.layout import Layout
 from megappo.megatron.lora import Switch, attach_adapters
+from megappo.megatron.normed_values import normed_values
 from megappo.megatron.rotary import PackedRotary, rotate
 from megappo.megatron.router import RouterChoice
 from megappo.megatron.routing import TokenDispatcher
@@ -214,7 +218,6 @@ def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildO
         ffn_hidden_size=arch.dense_ffn_hidden_size or arch.ffn_hidden_size,
         layernorm_epsilon=arch.norm_eps,
         normalization="RMSNorm",
-        add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         init_method_std=arch.initializer_range,
@@ -246,6 +249,7 @@ def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildO
         masked_softmax_fusion=False,
         apply_rope_fusion=True,  # by `rotate`, or by Transformer Engine's kernel
         use_te_activation_func=is_swiglu(settings),  # `SwiGLU`, not Transformer Engine's
+        add_bias_linear=settings.pop("add_bias_linear", False),
         # Without it, the router of a single expert learns nothing, which Megatron refuses and transformers computes.
         moe_router_pre_softmax=pre_softmax or settings.get("moe_router_topk") == 1,
         **options.accelerations.switches(options.dtype),
@@ -273,9 +277,9 @@ def layer_spec(
         return _with_own_mlp(layer, config, arch, has_experts=arch.experts > 0)
     layers = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=layout.stage)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=layout.stage)
-    here = [n in arch.expert_layers for n in range(first, first + layers)]
-    kinds = {has_experts: _own_layer(config, arch, has_experts=has_experts) for has_experts in set(here)}
-    specs = [kinds[has_experts] for has_experts in here]
+    here = [(n in arch.expert_layers, n in arch.special_layers) for n in range(first, first + layers)]
+    kinds = {kind: _own_layer(config, arch, has_experts=kind[0], is_special=kind[1]) for kind in set(here)}
+    specs = [kinds[kind] for kind in here]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
 
@@ -288,7 +292,7 @@ def _with_own_mlp(layer: Any, config: TransformerConfig, arch: ArchitectureConfi
     return layer
 
 
-def _own_layer(config: TransformerConfig, arch: ArchitectureConfig, *, has_experts: bool) -> Any:
+def _own_layer(config: TransformerConfig, arch: ArchitectureConfig, *, has_experts: bool, is_special: bool) -> Any:
     experts, beyond = config.num_moe_experts if has_experts else None, arch.beyond
     layer = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     _with_own_mlp(layer, config, arch, has_experts=has_experts)
@@ -299,6 +303,15 @@ def _own_layer(config: TransformerConfig, arch: ArchitectureConfig, *, has_exper
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if beyond.norms_after:
         norms_after(layer)
+    if is_special and arch.delta_net is not None:
+        layer.submodules.self_attention = ModuleSpec(GatedDeltaNet, params={"shape": arch.delta_net})
+    elif arch.latent is not None:
+        told = {"shape": arch.latent, "rotary_scale": rotary(arch)[1]}
+        layer.submodules.self_attention = ModuleSpec(LatentSelfAttention, params=told)
+    elif config.attention_output_gate:
+        layer.submodules.self_attention.module = GatedSelfAttention
+    elif arch.wide_attention is not None:
+        normed_values(layer, arch.wide_attention if is_special else None)
     return layer
 
 
@@ -384,7 +397,7 @@ def _build_chunk(
         if arch.sigmoid_router:
             layer.mlp.router.correction_bias = nn.Parameter(torch.zeros(arch.experts), requires_grad=False)
     model.to(options.device)  # Megatron makes the router's weight on the CPU, torch makes norms there
-    frequencies = rotary(arch)[0].to(options.device)
+    frequencies = [of_kind.to(options.device) for of_kind in rotary(arch)[0]]
     if options.has_engine_layers:
         model.rotary_pos_emb.inv_freq = frequencies[0]
     else:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megappo.megatron.build import BuildOptions
-from megappo.runtime.resting import Movable, RestingPlace, trim_heap
+from megappo.runtime.heap import trim_heap
+from megappo.runtime.resting import Movable, RestingPlace
 
 
 @dataclass(frozen=True)

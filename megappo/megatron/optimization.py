@@ -26,14 +26,43 @@ PIECE = 2**17
 
 def add_to_main_grad(parameter: Any) -> None:
     """Add a parameter's gradient to Megatron's float32 one, and drop it: what Megatron's hook, which comes after this
-    one, does with a float32 copy of the whole gradient in between."""
+    one, does with a float32 copy of the whole gradient in between. Zeros (`has_zero_main_grad`) are written over.
+
+    A function of the parameter alone: what hooks hold, Python's collector does not see.
+    """
+    is_zero, parameter.has_zero_main_grad = parameter.has_zero_main_grad, False
     added = parameter.grad_added_to_main_grad and not getattr(parameter, "zero_out_wgrad", False)
     if parameter.grad is None or added:
         return
-    totals, gradients = (x.view(-1).split(PIECE) for x in (parameter.main_grad, parameter.grad.contiguous()))
-    for total, gradient in zip(totals, gradients, strict=True):
-        total.add_(gradient)
+    if is_zero and not parameter.grad_added_to_main_grad:
+        parameter.main_grad.copy_(parameter.grad)
+    else:
+        totals, gradients = (x.view(-1).split(PIECE) for x in (parameter.main_grad, parameter.grad.contiguous()))
+        for total, gradient in zip(totals, gradients, strict=True):
+            total.add_(gradient)
     parameter.grad = None
+
+
+def _is_fused(optimizer: Any) -> bool:
+    return isinstance(optimizer, torch.optim.AdamW) and all(group["fused"] for group in optimizer.param_groups)
+
+
+def _schedule(optimizer: Any, settings: OptimizerSettings, total_updates: int) -> OptimizerParamScheduler:
+    """Of the learning rate, which is set at every update."""
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0 if settings.warmup_updates else settings.learning_rate,
+        max_lr=settings.learning_rate,
+        min_lr=settings.min_learning_rate,
+        lr_warmup_steps=settings.warmup_updates,
+        lr_decay_steps=max(total_updates, settings.warmup_updates + 1),
+        lr_decay_style=settings.schedule,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+    )
 
 
 class RoleOptimizer:
@@ -79,26 +108,15 @@ class RoleOptimizer:
             )
         inners = getattr(self.megatron, "chained_optimizers", [self.megatron])
         self._inners = [inner for inner in inners if inner.optimizer is not None]
+        self._added_here: list[Any] = []
+        """Parameters whose gradients `add_to_main_grad` adds up."""
         if bf16 and not on_cuda:
             self._spare_memory(adds_at_once=ddp.overlap_grad_reduce)
         for inner in self._inners if settings.on_host else ():
             inner.optimizer = PartlyOnHost(inner.optimizer, settings.on_host, self._weight_storages())
         self._on_host = [inner.optimizer for inner in self._inners if isinstance(inner.optimizer, PartlyOnHost)]
         self.state = OptimizerState(self.megatron, model.layout.groups.dp_cp, model.layout.groups.expt_dp)
-        self._schedule = OptimizerParamScheduler(
-            self.megatron,
-            init_lr=0.0 if settings.warmup_updates else settings.learning_rate,
-            max_lr=settings.learning_rate,
-            min_lr=settings.min_learning_rate,
-            lr_warmup_steps=settings.warmup_updates,
-            lr_decay_steps=max(total_updates, settings.warmup_updates + 1),
-            lr_decay_style=settings.schedule,
-            start_wd=settings.weight_decay,
-            end_wd=settings.weight_decay,
-            wd_incr_steps=0,
-            wd_incr_style="constant",
-            use_checkpoint_opt_param_scheduler=False,
-        )
+        self._schedule = _schedule(self.megatron, settings, total_updates)
 
     def _spare_memory(self, *, adds_at_once: bool) -> None:
         """Go through a CPU's memory as seldom as can be.
@@ -110,9 +128,11 @@ class RoleOptimizer:
         for inner in self._inners:
             for group in inner.optimizer.param_groups:
                 group["fused"] = True
-        for parameter in () if adds_at_once else (p for chunk in self.chunks for p in chunk.parameters()):
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(add_to_main_grad)
+        if not adds_at_once:
+            self._added_here += (p for chunk in self.chunks for p in chunk.parameters() if p.requires_grad)
+        for parameter in self._added_here:
+            parameter.has_zero_main_grad = False
+            parameter.register_post_accumulate_grad_hook(add_to_main_grad)
 
     @property
     def learning_rate(self) -> float:
@@ -161,6 +181,8 @@ class RoleOptimizer:
         """Forget the gradients of the last minibatch."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
+        for parameter in self._added_here:
+            parameter.has_zero_main_grad = True
         self.megatron.zero_grad()
 
     def step(self) -> tuple[bool, float]:
@@ -181,12 +203,14 @@ class RoleOptimizer:
 
     def _clip(self, grad_norm: float) -> None:
         """Scale the gradients down to the norm that the settings allow, as Megatron's `clip_grad_by_total_norm_fp32`
-        does, which without Apex makes a copy of each."""
+        does, which without Apex makes a copy of each. torch's fused AdamW divides them while it reads them."""
         for inner in self._inners:
             allowed = inner.config.clip_grad
             factor = allowed / (grad_norm + 1e-6) if allowed > 0 else 1.0
             gradients = [main.grad for main in inner.get_parameters() if main.grad is not None]
-            if factor < 1.0 and gradients:
+            if _is_fused(inner.optimizer):
+                inner.optimizer.grad_scale = torch.tensor(1 / factor) if factor < 1.0 else None
+            elif factor < 1.0 and gradients:
                 torch._foreach_mul_(gradients, factor)
 
     def settle_weights(self) -> None:

@@ -3,11 +3,13 @@
 Megatron's own rotation of packed sequences reads the segments' lengths on the host, twice for queries and twice for
 keys of every layer, and computes cosine and sine anew each time. Here they are computed once per microbatch, for the
 positions that the pack brings along.
-Shape legend: t tokens of a packed microbatch, h heads, d channels, k kinds of rope that a model's layers have.
+Shape legend: t tokens of a packed microbatch, h heads, d channels; kinds of rope that a model's layers have may differ
+in d.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,8 +22,8 @@ from megappo_kernels.layers import rotate_pairs
 class PackedRotary(nn.Module):
     """Stands at GPTModel's `rotary_pos_emb`, with the two methods that GPTModel calls."""
 
-    def __init__(self, inverse_frequencies: Tensor, dtype: torch.dtype) -> None:
-        """`inverse_frequencies`: (k, d/2) float32, on the model's device; `dtype`: of the activations."""
+    def __init__(self, inverse_frequencies: Sequence[Tensor], dtype: torch.dtype) -> None:
+        """`inverse_frequencies`: (d/2,) float32 of each kind, on the model's device; `dtype`: of the activations."""
         super().__init__()
         self.inverse_frequencies, self.dtype = inverse_frequencies, dtype
 
@@ -32,11 +34,22 @@ class PackedRotary(nn.Module):
         return packed_seq_params.positions
 
     def forward(self, positions: Tensor, *, packed_seq: bool, cp_group: Any) -> Tensor:
-        """(t,) -> (2k, t, 1, d): cosine and sine of each kind of rope, in one tensor, as Megatron takes a pair for
-        queries and keys."""
-        angles = positions.float()[:, None] * self.inverse_frequencies[:, None]
-        angles = torch.cat((angles, angles), dim=-1)[:, :, None]
-        return torch.stack((angles.cos(), angles.sin()), dim=1).flatten(0, 1).to(self.dtype)
+        """(t,) -> (2, t, 1, d), cosine and sine, in one tensor, as Megatron takes a pair for queries and keys; of
+        several kinds of rope, those of all behind one another, flat, of which `of_kind` gives those of one."""
+        kinds = [self._cosine_sine(positions.float(), frequencies) for frequencies in self.inverse_frequencies]
+        return kinds[0] if len(kinds) == 1 else torch.cat([kind.flatten() for kind in kinds])
+
+    def of_kind(self, number: int, flat: Tensor) -> Tensor:
+        """(2, t, 1, d) of the kind with this number."""
+        channels = [2 * len(frequencies) for frequencies in self.inverse_frequencies]
+        tokens = len(flat) // (2 * sum(channels))
+        kind = flat.split([2 * tokens * d for d in channels])[number]
+        return kind.view(2, tokens, 1, channels[number])
+
+    def _cosine_sine(self, positions: Tensor, frequencies: Tensor) -> Tensor:
+        angles = positions[:, None] * frequencies
+        angles = torch.cat((angles, angles), dim=-1)[:, None]
+        return torch.stack((angles.cos(), angles.sin())).to(self.dtype)
 
 
 def rotate(x: Tensor, _cu_seqlens: Tensor, cosine_sine: Tensor, **_of_context_parallelism: Any) -> Tensor:

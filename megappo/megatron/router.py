@@ -113,6 +113,15 @@ def _members(experts_TK: Tensor, n_experts: int) -> Tensor:
     return members.scatter_(1, experts_TK, True)
 
 
+def _within_best_groups(scores_TE: Tensor, groups: int, chosen: int) -> Tensor:
+    """(T, E) the scores of the experts in the best groups, -inf elsewhere. A group has the sum of its two largest
+    (DeepSeek-AI 2024, arXiv:2412.19437, and transformers), where Megatron's takes K / `chosen` of them."""
+    of_groups_TGe = scores_TE.unflatten(1, (groups, -1))
+    best_TG = of_groups_TGe.topk(2, dim=-1).values.sum(-1).topk(chosen, dim=-1).indices
+    others_TG = torch.ones_like(of_groups_TGe[..., 0], dtype=torch.bool).scatter_(1, best_TG, False)
+    return of_groups_TGe.masked_fill(others_TG[..., None], -torch.inf).flatten(1)
+
+
 class RouterChoice:
     """Stands at `router_replay` of a layer's router, which asks it for a choice.
 
@@ -152,7 +161,9 @@ class RouterChoice:
         """(T, K) scores that count, and (T, K) their experts; as Megatron's router calls it."""
         if self._scores_are_sigmoids:
             biased_TE = scores_TE + self._router.correction_bias
-            _, experts_TK = largest(biased_TE, chosen, num_groups=groups, group_topk=of_groups)
+            if groups is not None and of_groups is not None:
+                biased_TE = _within_best_groups(biased_TE, groups, of_groups)
+            _, experts_TK = largest(biased_TE, chosen)
             values_TK = scores_TE.gather(1, experts_TK)
         else:
             values_TK, experts_TK = largest(scores_TE, chosen, num_groups=groups, group_topk=of_groups)

@@ -26,9 +26,9 @@ BLOCK_BYTES = 2**21
 """Of float32 scores made at once, so that they stay in a CPU's caches."""
 
 
-def takes_products(query: Tensor, lengths: Sequence[int], window: int | None, cap: float | None) -> bool:
+def takes_products(query: Tensor, lengths: Sequence[int], window: int | None) -> bool:
     """Whether segments that see themselves alone are attended faster so; in float32 torch's kernel is as fast."""
-    if query.is_cuda or query.dtype != torch.bfloat16 or cap is not None:
+    if query.is_cuda or query.dtype != torch.bfloat16:
         return False
     return max(lengths) <= min(SHORT_SEGMENT, window or SHORT_SEGMENT)
 
@@ -47,8 +47,8 @@ class _Rectangle:
     longest: int
     queries: slice
     keys: slice
-    hidden_LL: Tensor
-    """Whether a query, by its row, does not see a key."""
+    bias_LL: Tensor
+    """float32: what is added to the score of a query, by its row, and a key: -inf where it does not see it, else 0."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ def _places(lengths: tuple[int, ...], heads: int, groups: int) -> _Places:
             inverse[tokens_SL[is_real_SL]] = places.transpose(1, 2)[is_real_SL]
         real.append(is_real_SL[:, None].expand(-1, heads, -1).flatten())
         slices = slice(first_query, first_query + len(queries[-1])), slice(first_key, first_key + len(keys[-1]))
-        hidden_LL = torch.ones(longest, longest, dtype=torch.bool).triu(1)
-        rectangles.append(_Rectangle(len(members), longest, *slices, hidden_LL))
+        bias_LL = torch.full((longest, longest), -torch.inf).triu(1)
+        rectangles.append(_Rectangle(len(members), longest, *slices, bias_LL))
         first_query, first_key = slices[0].stop, slices[1].stop
     inverses = of_queries.flatten(), of_keys.flatten()
     return _Places(
@@ -120,15 +120,12 @@ class _Products(torch.autograd.Function):
         for rectangle in places.rectangles:
             q, out = (x[rectangle.queries].view(-1, *_shape(query, key, rectangle)) for x in (queries_Qd, out_Qd))
             k, v = (x[rectangle.keys].view(len(q), rectangle.longest, -1) for x in (keys_Kd, values_Kd))
-            kept = q.new_empty(*q.shape[:2], rectangle.longest) if any(ctx.needs_input_grad) else None
+            share = q.new_empty(*q.shape[:2], rectangle.longest)
             for block in _blocks(q, rectangle.longest):
                 scores = torch.bmm(q[block].float().mul_(scale), k[block].float().transpose(1, 2))
-                scores.unflatten(1, (-1, rectangle.longest)).masked_fill_(rectangle.hidden_LL, -torch.inf)
-                share = scores.softmax(-1).to(q.dtype)
-                torch.bmm(share, v[block], out=out[block])
-                if kept is not None:
-                    kept[block] = share
-            shares.append(kept)
+                scores.unflatten(1, (-1, rectangle.longest)).add_(rectangle.bias_LL)
+                torch.bmm(share[block].copy_(scores.softmax(-1)), v[block], out=out[block])
+            shares.append(share)
         ctx.save_for_backward(queries_Qd, keys_Kd, values_Kd, *shares)
         ctx.places, ctx.scale, ctx.shapes = places, scale, (query.shape, key.shape)
         return out_Qd.index_select(0, places.of_queries).view(query.shape)
@@ -148,10 +145,9 @@ class _Products(torch.autograd.Function):
             )
             for block in _blocks(q, rectangle.longest):
                 torch.bmm(share[block].transpose(1, 2), given[block], out=of_v[block])
-                # Of the scores: share * (of the share - its mean by shares).
                 of_share, wide = torch.bmm(given[block], v[block].transpose(1, 2)).float(), share[block].float()
-                mean = (of_share * wide).sum(-1, keepdim=True)
-                of_scores = of_share.sub_(mean).mul_(wide).mul_(ctx.scale).to(q.dtype)
+                # As autograd calls it: wide * (of_share - its mean by shares).
+                of_scores = torch._softmax_backward_data(of_share, wide, -1, wide.dtype).mul_(ctx.scale).to(q.dtype)
                 torch.bmm(of_scores, k[block], out=of_q[block])
                 torch.bmm(of_scores.transpose(1, 2), q[block], out=of_k[block])
         shape, of_key_shape = ctx.shapes

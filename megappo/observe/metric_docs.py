@@ -51,6 +51,11 @@ EPISODES = {
     "episode/left_out_tokens": MetricDoc(
         "tokens", "What the model said in the other trajectories of an episode, in the mean.", "near 0"
     ),
+    "episode/begun_anew": MetricDoc(
+        "episodes",
+        "Of a run that goes on with episodes in flight: those that were not over, which begin anew.",
+        "0 but for the first step after a start",
+    ),
     "episode/observed_tokens": MetricDoc(
         "tokens", "What the environment said in an episode, in the mean.", "steady; counts in `response/length`"
     ),
@@ -76,6 +81,25 @@ EPISODES = {
 """Of runs with an environment (`rollout.environment`); NAME is a tool's."""
 
 
+SOURCES = {
+    "source/NAME/prompts": MetricDoc("prompts", "Prompts of this source in the step.", "as its weight"),
+    "source/NAME/reward_mean": MetricDoc(
+        "score", "Mean score of the responses to them; the mean of all sources is `reward/mean`.", "rises"
+    ),
+    "source/NAME/response_length": MetricDoc("tokens", "Mean length of these responses.", "like response/length"),
+    "source/NAME/right": MetricDoc("prompts", "Those of this source in `curriculum/right`.", "rises"),
+    "curriculum/right": MetricDoc(
+        "prompts",
+        "Prompts of the step, in all its rounds, with a mean score above `data.curriculum.right_above`; they rest.",
+        "rises",
+    ),
+    "curriculum/resting": MetricDoc(
+        "prompts", "Prompts that the passes under way leave out.", "below `data.curriculum.most_resting` of the data"
+    ),
+}
+"""Of runs with several data sources (`data.mixture`), of which NAME is one, and with `data.curriculum`."""
+
+
 METRICS: dict[str, MetricDoc] = {
     "reward/mean": MetricDoc("score", "Mean score of the step's responses, KL not subtracted.", "rises"),
     "reward/std": MetricDoc("score", "Spread of the scores.", "above 0; at 0 there is nothing to learn from"),
@@ -88,9 +112,16 @@ METRICS: dict[str, MetricDoc] = {
     "reward/NAME": MetricDoc(
         "score", "Mean score of one of several functions (`reward.functions`), without its weight.", "rises"
     ),
+    "reward/NAME/unreadable": MetricDoc(
+        "fraction", "Answers of which no verdict was found in what this judge said.", "near 0, or its prompt is unclear"
+    ),
+    "reward/NAME/seconds": MetricDoc(
+        "seconds", "Time that this judge took, on the slowest rank; NAME is `judge` where it stands alone.", "steady"
+    ),
     "reward/overlong": MetricDoc(
         "score", "What answers near the length limit lose in the mean (`reward.overlong`).", "rises to 0"
     ),
+    **SOURCES,
     "group/spread": MetricDoc(
         "fraction",
         "Of the prompts drawn for a step, those whose samples' rewards differ (`rollout.dynamic_sampling`).",
@@ -138,11 +169,49 @@ METRICS: dict[str, MetricDoc] = {
         "prompts", "Training prompts left out as longer than `data.max_prompt_tokens`.", "few of the data set"
     ),
     "rollout/lag": MetricDoc(
-        "versions", "Syncs between the weights that sampled and the actor's.", "0; 1 with `rollout.ahead: 1`"
+        "versions",
+        "Syncs between the weights that sampled and the actor's; of tokens, where a response may be of several.",
+        "0; 1 with `rollout.ahead: 1`, less than `rollout.max_lag` above",
+    ),
+    "rollout/lag_max": MetricDoc("versions", "Of the oldest token.", "at most `rollout.max_lag`"),
+    "rollout/several_versions": MetricDoc(
+        "fraction", "Responses with tokens of several weight versions.", "few where a step takes longer than an answer"
+    ),
+    "rollout/in_flight": MetricDoc(
+        "prompts", "Prompts under way when the step has taken its own.", "at most `ahead` x `prompts_per_step`"
+    ),
+    "rollout/waiting": MetricDoc(
+        "prompts", "Prompts whose responses are finished and wait for a later step.", "near 0 where engines are slower"
+    ),
+    "rollout/dropped": MetricDoc(
+        "prompts", "Prompts given up because they were too old, which are sent again.", "0 while settings stay"
+    ),
+    "rollout/partial": MetricDoc(
+        "responses",
+        "Responses that the last sync broke off after their first token.",
+        "fewer than sent",
+    ),
+    "rollout/cache_hit_rate": MetricDoc(
+        "fraction",
+        "Tokens of prompts, an episode's turns included, that the servers' prefix caches had, of those that all ranks "
+        "sent (SGLang).",
+        "steady; above 0.5 with several samples of long prompts, or several turns",
+    ),
+    "rollout/cache_hit_rate_min": MetricDoc(
+        "fraction", "Of the server with the lowest rate (SGLang).", "near the mean"
+    ),
+    "rollout/cache_hit_rate_max": MetricDoc(
+        "fraction", "Of the server with the highest rate (SGLang).", "near the mean"
     ),
     **EPISODES,
     "mismatch/mean": MetricDoc(
         "nats per token", "Mean |engine - trainer| log-probability.", "below 0.001 in float32, 0.05 in bfloat16"
+    ),
+    "mismatch/own_weights": MetricDoc(
+        "nats per token",
+        "Mean gap of the tokens that the actor's own weights made, where others are of older ones (`rollout.ahead`). "
+        "The run is warned and stopped by it.",
+        "as mismatch/mean without `ahead`",
     ),
     "mismatch/max": MetricDoc("nats", "Largest such gap of a token.", "below 1"),
     "mismatch/k3": MetricDoc("nats per token", "KL(engine || trainer), the k3 estimate.", "below 0.001"),
@@ -221,5 +290,14 @@ METRICS: dict[str, MetricDoc] = {
     ),
     "eval/reward_mean": MetricDoc("score", "Mean score of greedy answers to the validation prompts.", "rises"),
     "eval/response_length": MetricDoc("tokens", "Mean length of those answers.", "like response/length"),
+    "eval/NAME/reward_mean": MetricDoc(
+        "score", "Mean score of the answers to one of several validation sets (`data.validation_sets`).", "rises"
+    ),
+    "eval/NAME/response_length": MetricDoc("tokens", "Mean length of those answers.", "like response/length"),
+    "eval/NAME/pass@K": MetricDoc(
+        "fraction",
+        "How probable it is that one of K answers is right, in the mean over the prompts of that set.",
+        "rises, for large K less",
+    ),
 }
 """Every metric that a run writes."""

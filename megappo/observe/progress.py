@@ -32,11 +32,11 @@ class StageProgress:
         self._counts: dict[str, _Count] = {}
 
     def enter(self, stage: str, waits_for: str = "") -> None:
-        """A stage begins. Counts are forgotten, except samples that are generated ahead and not finished."""
+        """A stage begins. Counts are forgotten, except what is generated ahead and not finished."""
         with self._lock:
             self._stage, self._waits_for, self._since = stage, waits_for, self._clock()
-            samples = self._counts.pop(SAMPLES, None)
-            self._counts = {SAMPLES: samples} if samples is not None and samples.done < samples.total else {}
+            ahead = {name: count for name, count in self._counts.items() if name in (SAMPLES, EPISODES)}
+            self._counts = {name: count for name, count in ahead.items() if count.done < count.total}
 
     def leave(self) -> None:
         """The stage has ended; nothing is shown until the next begins."""
@@ -92,3 +92,4 @@ def _duration(seconds: float) -> str:
 PROGRESS = StageProgress()
 """The progress of this process, counted where work is done and read by the console."""
 SAMPLES = "samples of this rank"
+EPISODES = "episodes of this rank"

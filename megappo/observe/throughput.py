@@ -37,7 +37,7 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def training_flops_per_token(
-    parameters: int, *, layers: int, heads: int, head_dim: int, sequence_tokens: float
+    parameters: int, *, layers: int, heads: int, head_dim: float, sequence_tokens: float
 ) -> float:
     """FLOPs of a forward and a backward pass per token: 6 N + 12 layers heads head_dim T.
 
@@ -48,7 +48,7 @@ def training_flops_per_token(
         parameters: N, weights that are multiplied with every token: all but an input embedding of its own.
         layers: transformer layers.
         heads: query heads of a layer.
-        head_dim: size of a head.
+        head_dim: size of a head; where that of its value is another, their mean.
         sequence_tokens: T, mean tokens of a sequence, prompt and response.
     """
     return 6.0 * parameters + 12.0 * layers * heads * head_dim * sequence_tokens

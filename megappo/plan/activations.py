@@ -18,8 +18,17 @@ head size, F the feed-forward size, h and g the heads:
     norms      2 e H            inputs of those behind attention and MLP, where there are such
     experts    4 E + 56 k       router: float32 weights; those of the chosen, and places on the way there and back
                k e (H + 3 F)    for each of k experts its input, gate and up, weighted product
+               k e H            the bias of what each of them gives, where there are such
                8 E              with a load-balancing loss: float32 shares, and what they are multiplied with
+    delta net  e (8 Q + 7 V)    of linear attention, Q and V the widths of its keys and values, h its value heads: its
+               16 V             matrices' output, the convolution's input and output, silu; what is read, in float32
+               (8 + 4 e) h      decays and strengths
+    latents    e (N + R) + 4     of latent attention, in the place of its own but the kernel's: inputs of the norms of
+               e (N + R) + e V  N latents, with R shared channels of a key; they together; input of the output matrix
     adapters   2 e r n          what A makes of a token, before and after its scale, for each of n matrices
+
+Linear attention stands in the place of attention in some layers; a model that has it is counted by the mean of its
+layers, and what a chunk of the recurrence needs is there while it runs alone, as backward makes it again.
 
 F is that of one expert, and routing is taken to be even: a rank's experts get as many tokens as it sends out. Tensor
 parallelism divides attention and SwiGLU; sequence parallelism divides the residual part too (their section 4.2).
@@ -31,14 +40,14 @@ Selective recomputation drops the attention kernel's own tensors (section 5) or 
 input only, e H, and one layer is whole while its backward runs. Cosine and sine of the positions, 2 e d, are there once
 for all layers that a microbatch passes on a rank. A pipeline stage that does not free what it sent keeps e H more for
 each microbatch in flight and the one before them. Transformer Engine's fused attention keeps less. On a CPU, where
-norms and SwiGLU are several operations, more is kept: see `_norm_input` and `per_token` of the blocks; short samples in
-bfloat16 keep the shares of attention there (`shares_bytes`).
+SwiGLU and in float32 norms are several operations, more is kept: see `_norm_input` and `per_token` of the blocks; short
+samples in bfloat16 keep the shares of attention there (`shares_bytes`).
 """
 
 from __future__ import annotations
 
 from megappo.families.adapters import adapters
-from megappo.families.architecture import CAPPED_ROWS, SHORT_SEGMENT, ArchitectureConfig
+from megappo.families.architecture import PRODUCT_ROWS, SHORT_SEGMENT
 from megappo.plan.inputs import RoleSetup, Workload
 from megappo_kernels.lm_head import BLOCK
 from megappo_kernels.ppo_head import CHUNK_BYTES
@@ -48,36 +57,57 @@ def layer_bytes_per_token(role: RoleSetup, *, recompute: str, fused: bool) -> fl
     """Activation bytes that forward keeps per token and layer on one rank; the module's table."""
     arch, e = role.arch, role.dtype_bytes
     rows = role.grid.tp if role.sequence_parallel else 1
-    hidden, q, kv = arch.hidden_size, arch.query_width, arch.key_width
+    hidden, q, kv = arch.hidden_size, arch.mean_query_width, arch.mean_key_width
     if recompute == "full":
         return e * hidden / rows
-    residual = 2.0 * (_norm_input(hidden, _norm_bytes(arch, e), fused) + e * hidden)
+    residual = 2.0 * (_norm_input(role, hidden, fused=fused) + e * hidden)
     if arch.beyond.norms_after:  # what they give is added up, and not kept
-        residual += 2.0 * _norm_input(hidden, _norm_bytes(arch, e), fused)
+        residual += 2.0 * _norm_input(role, hidden, fused=fused)
     attention = float(e * (q + 2 * kv) + e * (q + kv) + e * q)
     dropped = role.recompute_modules if recompute == "selective" else ()
+    if arch.latent is not None:
+        attention = float(e * arch.heads * arch.latent.value_dim)
+        attention += e * (q + 2 * kv) if "core_attn" in dropped else 0
     if "core_attn" not in dropped:
-        if role.grid.cp > 1 and not fused:  # the kernel's own copies aside, nothing holds them
-            attention = float(e * q)
+        if role.grid.cp > 1 and not fused and arch.latent is None:  # the kernel's own copies aside, nothing holds them
+            attention = float(e * (2 * q + 2 * kv) if _key_norm_holds_qkv(role) else e * q)
         attention += e * (2 * q + 2 * kv * seen_per_token(role)) + 4 * arch.heads
+    attention *= len(arch.attention_layers) / arch.layers
     of_blocks = arch.declaration.per_token(arch, e, fused=fused, without=dropped).kept_bytes
     if role.balances_experts and "moe" not in dropped:
         of_blocks += 8 * arch.experts
-    return residual / rows + (attention + of_blocks) / role.grid.tp + 2 * e * adapted_ranks(role)
+    shared = _latent_bytes(role, rows, fused=fused) + 2 * e * adapted_ranks(role)
+    return residual / rows + (attention + of_blocks) / role.grid.tp + shared
+
+
+def _latent_bytes(role: RoleSetup, rows: int, *, fused: bool) -> float:
+    """What is kept of the latents of a token, which `rows` ranks make of their own tokens and every rank has all of:
+    inputs of their norms, the key that heads share, and what the matrices of heads take."""
+    net, e = role.arch.latent, role.dtype_bytes
+    if net is None:
+        return 0.0
+    ranks = [net.rank, *([net.query_rank] if net.query_rank is not None else [])]
+    made = sum(_norm_input(role, channels, fused=fused) for channels in ranks) + e * net.rotary_dim
+    return made / rows + e * (sum(ranks) + net.rotary_dim)
 
 
 def shares_bytes(role: RoleSetup, work: Workload) -> float:
     """Per token and layer, what attention of short samples keeps on a CPU in bfloat16 beyond the table: its shares, e h
     for each token of the longest sample. As its queries, keys and values are copies, nothing holds the QKV matrix's
-    output, nor what is rotated; nor are there the kernel's output and log-sum-exp.
+    output, but a norm of keys, nor what is rotated; nor are there the kernel's output and log-sum-exp.
 
     Where the longest sample is too long for it, shorter ones may stand together, so it is counted where it is more.
     """
     arch, e = role.arch, role.dtype_bytes
-    if work.on_cuda or e != 2 or arch.beyond.scores_cap is not None or role.grid.cp > 1:
+    if work.on_cuda or e != 2 or arch.beyond.attends_by_products or role.grid.cp > 1:
         return 0.0
-    without = e * (3 * arch.query_width + 3 * arch.key_width) + 4 * arch.heads
-    further = e * arch.heads * min(work.sequence_tokens, SHORT_SEGMENT) - without
+    without = e * (3 * arch.mean_query_width + 3 * arch.mean_key_width) + 4 * arch.heads
+    if arch.latent is not None:  # of whose heads the copies alone are kept anyway
+        without = e * arch.query_width + 4 * arch.heads
+    if _key_norm_holds_qkv(role):
+        without -= e * (arch.mean_query_width + 2 * arch.mean_key_width)
+    most = e * arch.heads * min(work.sequence_tokens, SHORT_SEGMENT)
+    further = (most - without) * len(arch.attention_layers) / arch.layers
     return (max(further, 0) if work.sequence_tokens > SHORT_SEGMENT else further) / role.grid.tp
 
 
@@ -99,20 +129,21 @@ def seen_per_token(role: RoleSetup) -> float:
     return role.grid.cp + 0.5 if role.grid.cp > 1 else 1.0
 
 
-def _norm_bytes(arch: ArchitectureConfig, e: int) -> int:
-    """Of an element of a norm's input: those whose weights are around zero work in float32."""
-    return 4 if arch.declaration.megatron(arch).get("layernorm_zero_centered_gamma") else e
+def _key_norm_holds_qkv(role: RoleSetup) -> bool:
+    """Whether the QKV matrix's output is there on a CPU for a norm of keys, which keeps its input as it is."""
+    family = role.arch.declaration
+    return "qk_layernorm" in family.megatron(role.arch) and not family.norms_in_float32(role.arch, role.dtype_bytes)
 
 
-def _norm_input(width: int, e: int, fused: bool) -> float:
-    """What a norm over `width` channels keeps per token, besides its output.
+def _norm_input(role: RoleSetup, channels: int, *, fused: bool) -> float:
+    """What a norm of so many channels keeps per token, besides its output.
 
-    One kernel keeps its input and a float32 scale. Torch's composite on CPU works in float32 and keeps the normalised
-    input as well.
+    One kernel keeps its input and a float32 scale, and so does ours for bfloat16 on a CPU. Torch's composite there
+    works in float32 and keeps the normalised input as well.
     """
-    if fused:
-        return e * width + 4
-    return 2 * 4 * width + 4
+    if not role.arch.declaration.norms_in_float32(role.arch, role.dtype_bytes):
+        return role.dtype_bytes * channels + 4
+    return (1 if fused else 2) * 4 * channels + 4
 
 
 def passes_in_flight(role: RoleSetup, stage: int, microbatches: int) -> int:
@@ -155,7 +186,8 @@ def kept_bytes(role: RoleSetup, stage: int, work: Workload) -> float:
         per_token += shares
     microbatches = role.microbatches(work.sequence_tokens)
     in_flight, passes = (count(role, stage, microbatches) for count in (layers_in_flight, passes_in_flight))
-    kept = (in_flight * per_token + passes * 2 * role.dtype_bytes * role.arch.head_dim) * tokens
+    rotated = role.arch.rotary_channels or role.arch.head_dim
+    kept = (in_flight * per_token + passes * 2 * role.dtype_bytes * rotated) * tokens
     if not role.frees_outputs:
         # The schedule drops one when the next is there. The last chunk of the last stage has a loss instead.
         sent = float(min(passes + 1, microbatches * role.vpp))
@@ -168,8 +200,7 @@ def kept_bytes(role: RoleSetup, stage: int, work: Workload) -> float:
         kept += whole * tokens
     if stage == role.grid.pp - 1:
         rows = role.grid.tp if role.sequence_parallel else 1
-        e = _norm_bytes(role.arch, role.dtype_bytes)
-        kept += _norm_input(role.arch.hidden_size, e, work.on_cuda) * tokens / rows
+        kept += _norm_input(role, role.arch.hidden_size, fused=work.on_cuda) * tokens / rows
     return kept + routing_bytes(role, stage, work)
 
 
@@ -204,16 +235,17 @@ def head_bytes(role: RoleSetup, stage: int, work: Workload, *, train: bool) -> f
     return (3.0 * e + 4) * rows * hidden + chunk + placeholder
 
 
-def capped_bytes(role: RoleSetup, work: Workload) -> float:
-    """What attention with a cap of its scores needs for one block of queries, in plain products in float32.
+def products_bytes(role: RoleSetup, work: Workload) -> float:
+    """What attention with a cap of its scores or with sinks needs for one block of queries, by plain products in
+    float32.
 
-    Scores, what tanh and softmax make of them, and their gradient; queries, keys and values. Segments side by side are
-    padded to at most twice their tokens.
+    Scores, what tanh (or sinks beside them) and softmax make of them, and their gradient; queries, keys and values.
+    Segments side by side are padded to at most twice their tokens.
     """
-    if role.arch.beyond.scores_cap is None:
+    if not role.arch.beyond.attends_by_products:
         return 0.0
     tokens, arch = role.rank_tokens(work.sequence_tokens), role.arch
-    rows = min(CAPPED_ROWS, work.sequence_tokens)
+    rows = min(PRODUCT_ROWS, work.sequence_tokens)
     seen = 2 * tokens * seen_per_token(role)
     return 4.0 * (4 * rows * seen * arch.heads + seen * (arch.query_width + 2 * arch.key_width)) / role.grid.tp
 
@@ -235,6 +267,6 @@ def transient_bytes(role: RoleSetup, stage: int, work: Workload, *, train: bool)
     wide = e * tokens * ((live + made) / role.grid.tp + 2 * hidden)
     gathered = float(e * tokens * hidden) if role.sequence_parallel else 0.0
     if role.grid.cp > 1:
-        gathered += 2.0 * e * tokens * (role.grid.cp + 1) * role.arch.key_width / role.grid.tp
-    wide = max(wide, capped_bytes(role, work))
+        gathered += 2.0 * e * tokens * (role.grid.cp + 1) * max(role.arch.key_widths) / role.grid.tp
+    wide = max(wide, products_bytes(role, work))
     return wide + gathered + (e * role.largest_weight(stage) if train else 0)

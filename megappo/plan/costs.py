@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megappo.families.architecture import ArchitectureConfig
-from megappo.families.flops import adapter_flops, forward_flops, update_flops
+from megappo.families.flops import adapter_flops, forward_flops, recurrence_flops, update_flops
 from megappo.plan.inputs import RoleSetup, Setup, Workload
 from megappo.plan.machines import ASSUMED, Machine
 from megappo.plan.servers import Servers, running_sequences, server_weights, token_bytes
-from megappo.plan.sizes import model_sizes
+from megappo.plan.sizes import generation_flops_of_pair, model_sizes, state_bytes
 from megappo.plan.sync import sync_traffic
 
 _LAUNCHES_OF_EXPERTS, _LAUNCHES_OF_REPLAY = 1.2, 0.3
@@ -129,7 +129,7 @@ def forward_cost(roles: Sequence[RoleSetup], work: Workload, machine: Machine) -
     for role in roles:
         spent.move(_resting_weights(role))
         untrained = role.in_forward_pass(work.batch_sequences)
-        _pipeline(spent, untrained, work, train=False, times=1)
+        _pipeline(spent, untrained, work, train=False, times=role.scored_steps)
         epochs = role.updates_per_step * role.minibatch_sequences / work.batch_sequences if role.grid.dp > 1 else 0
         of_layer = role.routing_bytes * untrained.replica_sequences * work.sequence_tokens
         inside = machine.same_node(0, work.world_size - 1)
@@ -205,7 +205,7 @@ def first_bucket_share(role: RoleSetup) -> float:
     return min(1.0, max(bucket, embedding) / role.trained_parameters(0))
 
 
-def _pipeline(spent: _StageWork, role: RoleSetup, work: Workload, *, train: bool, times: int) -> float:
+def _pipeline(spent: _StageWork, role: RoleSetup, work: Workload, *, train: bool, times: float) -> float:
     """Microbatches through the stages, `times` over. Returns the seconds of one microbatch's kernels on one rank.
 
     m microbatches through p stages of v chunks take m + (p-1)/v times the slowest stage (Narayanan et al. 2021,
@@ -223,7 +223,7 @@ def _pipeline(spent: _StageWork, role: RoleSetup, work: Workload, *, train: bool
     weights = max(role.parameters(stage) for stage in range(role.grid.pp))
     gradients = max(role.trained_parameters(stage) for stage in range(role.grid.pp))
     of_blocks = arch.declaration.per_token(arch, e, fused=work.on_cuda)
-    widths = 8 * arch.hidden_size + 6 * arch.query_width + of_blocks.moved_elements
+    widths = 8 * arch.hidden_size + 6 * arch.mean_query_width + of_blocks.moved_elements
     activation_bytes = 2.0 * e * tokens * layers * widths / role.grid.tp
     passes = _TRAINING_PASSES[role.recompute] if train else 1
     seconds = spent.run(
@@ -277,7 +277,7 @@ def _layer_communication(spent: _StageWork, role: RoleSetup, tokens: float, *, p
         times=slots,
     )
     if role.grid.cp > 1:
-        others = (role.grid.cp - 1) * tokens * 2 * role.dtype_bytes * role.arch.key_width / role.grid.tp
+        others = (role.grid.cp - 1) * tokens * 2 * role.dtype_bytes * role.arch.mean_key_width / role.grid.tp
         again = passes == 3 and role.recompute == "selective" and "core_attn" in role.recompute_modules
         inside = spent.machine.same_node(first, first + role.grid.cp * role.grid.tp - 1)
         spent.send(max(role.stage_layers) * (one_way + again) * others, inside_node=inside, times=slots)
@@ -309,9 +309,11 @@ def rollout_cost(arch: ArchitectureConfig, work: Workload, machine: Machine) -> 
     if machine.is_measured:
         reads, passes = _WEIGHT_READS_MEASURED, _PASSES_OVER_VOCABULARY_MEASURED
         between = ASSUMED.measured_layers_between_tokens
-    kv_bytes = 2.0 * e * arch.layers * arch.key_width
+    kv_bytes = float(e * arch.cached_width)
     groups = arch.heads // arch.kv_heads
     traffic = kv_bytes * (3 if groups == 1 else 3 + 2 * groups)
+    if arch.latent is not None:  # what is made of them is written and read, and keys put together
+        traffic += 2.0 * e * arch.layers * arch.heads * (arch.latent.made_dim + arch.head_dim)
     _, of_token, context = _generation_flops(arch, work)
     turns = [work.prompt_tokens + work.response_tokens * turn // work.turns for turn in range(work.turns)]
     remaining = work.sequences_per_rank
@@ -321,7 +323,8 @@ def rollout_cost(arch: ArchitectureConfig, work: Workload, machine: Machine) -> 
         prefills, step = [batch * _prefill_flops(arch, before) for before in turns], batch * of_token
         for prefill in prefills:  # what was said before a turn is computed again for it
             spent.run(flops=prefill, memory_bytes=e * total, layers=arch.layers, times=same)
-        step_bytes = reads * e * total + batch * (context * traffic + passes * 4 * arch.vocab_size)
+        of_sequence = context * traffic + 2 * state_bytes(arch, e) + passes * 4 * arch.vocab_size
+        step_bytes = reads * e * total + batch * of_sequence
         layers, times = arch.layers + between, same * work.response_tokens
         spent.run(flops=step, memory_bytes=step_bytes, layers=layers, times=times)
         spent.flops += same * (sum(prefills) + work.response_tokens * step) * work.world_size
@@ -332,16 +335,17 @@ def rollout_cost(arch: ArchitectureConfig, work: Workload, machine: Machine) -> 
 def _generation_flops(arch: ArchitectureConfig, work: Workload) -> tuple[float, float, float]:
     """Of one sequence: its prompt's FLOPs; those of a token of its response, halfway; and the tokens before that."""
     _, trunk, head = model_sizes(arch)
-    attention = 4.0 * arch.layers * arch.heads * arch.head_dim
+    attention = generation_flops_of_pair(arch, served=work.servers is not None)
     context = work.prompt_tokens + work.response_tokens / 2
     of_prompt = _prefill_flops(arch, work.prompt_tokens)
-    return of_prompt, 2.0 * (trunk + head) + attention * context, context
+    return of_prompt, 2.0 * (trunk + head) + attention * context + recurrence_flops(arch), context
 
 
 def _prefill_flops(arch: ArchitectureConfig, tokens: int) -> float:
     """Of what stands before a response of one sequence."""
     _, trunk, head = model_sizes(arch)
-    return tokens * (2.0 * trunk + 4.0 * arch.layers * arch.heads * arch.head_dim * tokens) + 2.0 * head
+    attention = 4.0 * len(arch.attention_layers) * arch.heads * arch.multiplied_head_dim * tokens
+    return tokens * (2.0 * trunk + attention + recurrence_flops(arch)) + 2.0 * head
 
 
 def _served_rollout(arch: ArchitectureConfig, servers: Servers, work: Workload, machine: Machine) -> StageCost:

@@ -75,7 +75,8 @@ def _candidates(config: Config, models: Models, machine: Machine) -> Iterator[tu
     if given.has_servers:
         words = ["rollout.engine=transformers", *(["rollout.sglang=null"] if given.sglang is not None else [])]
         words += ["rollout.ahead=0"] if given.ahead else []
-        plain = given.model_copy(update={"engine": "transformers", "sglang": None, "ahead": 0})
+        words += ["rollout.max_lag=null"] if given.max_lag is not None else []
+        plain = given.model_copy(update={"engine": "transformers", "sglang": None, "ahead": 0, "max_lag": None})
         for batch in (2**n for n in range(_LARGEST_BATCH.bit_length())):
             more = [f"rollout.generate_batch_sequences={batch}"] if batch != given.generate_batch_sequences else []
             yield plain.model_copy(update={"generate_batch_sequences": batch}), (*words, *more)

@@ -80,8 +80,10 @@ def outlook(config: Config, world_size: int, machine: Machine) -> Outlook:
     from megappo.runtime.accelerations import find_accelerations
 
     models = read_models(config, None).models
-    # A reward model's files are looked at by what loads them, and take no part in a rollout.
-    reward = config.reward.model_copy(update={"model_path": None})
+    # Files of reward models and judges are looked at by what loads them, and take no part in a rollout.
+    reward = config.reward.model_copy(
+        update={"model_path": None, "model_server": None, "model_remote": None, "judge": None, "functions": {}}
+    )
     planned = config.model_copy(update={"reward": reward})
     share = machine.per_rank(world_size)
     setup = make_setup(planned, models, world_size, on_cuda=machine.is_cuda, device_bytes=share.memory_bytes)

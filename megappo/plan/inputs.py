@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from pathlib import Path
 
 from megappo.config import Config, ConfigError, resolve
 from megappo.config.derive import role_numbers
@@ -19,6 +19,7 @@ from megappo.families.adapters import LoraShape, adapter_parameters, expert_adap
 from megappo.families.architecture import ArchitectureConfig, expert_number_bytes
 from megappo.families.declaration import Served
 from megappo.families.parameters import EMBEDDING, OUTPUT_LAYER, expert_parameters, model_parameters, shard_shape
+from megappo.plan.rewards import reward_bytes
 from megappo.plan.servers import Servers, find_servers
 from megappo.plan.sizes import largest_of_layer
 
@@ -76,6 +77,8 @@ class RoleSetup:
     """There is a load-balancing loss."""
     lora: LoraShape | None = None
     """Adapters that are trained in place of the weights."""
+    scored_steps: float = 1.0
+    """Of all steps, the part in which it scores the samples."""
     shares_weights: bool = False
     """It computes with the actor's weights and has none."""
 
@@ -94,17 +97,21 @@ class RoleSetup:
         """Layers on a rank of each stage, of all its chunks."""
         return tuple(sum(self.chunks(stage)) for stage in range(self.grid.pp))
 
+    def _stage_count(self, layers: Collection[int]) -> tuple[int, ...]:
+        """How many of these layers each stage has."""
+        counts = self.chunk_layers or even_layers(self.arch.layers, self.grid.pp * self.vpp)
+        ends = itertools.accumulate(counts)
+        here = [sum(end - n <= layer < end for layer in layers) for n, end in zip(counts, ends, strict=True)]
+        return tuple(sum(here[stage :: self.grid.pp]) for stage in range(self.grid.pp))
+
     @property
-    def stage_dense_layers(self) -> tuple[int, ...]:
-        """Those of them that have no experts, in a model whose others have some."""
-        layers = self.chunk_layers or even_layers(self.arch.layers, self.grid.pp * self.vpp)
-        ends = list(itertools.accumulate(layers))
-        dense = [max(0, min(end, self.arch.dense_layers) - (end - n)) for n, end in zip(layers, ends, strict=True)]
-        return tuple(sum(dense[stage :: self.grid.pp]) for stage in range(self.grid.pp))
+    def stage_special_layers(self) -> tuple[int, ...]:
+        """Those of them that are unlike the others."""
+        return self._stage_count(self.arch.special_layers)
 
     def expert_layers(self, stage: int) -> int:
         """Layers with experts on a rank of a stage; in a dense model all, which have none."""
-        return self.stage_layers[stage] - self.stage_dense_layers[stage]
+        return self.stage_layers[stage] - self._stage_count(range(self.arch.dense_layers))[stage]
 
     def in_forward_pass(self, batch_sequences: int) -> RoleSetup:
         """The same role in a forward pass over all samples of the step."""
@@ -131,14 +138,19 @@ class RoleSetup:
 
     def parameters(self, stage: int) -> int:
         """Parameters on one rank of a stage, adapters included."""
-        layers, dense = self.stage_layers, self.stage_dense_layers
-        shared = stage_parameters(self.arch, self.grid.tp, layers, self.padded_vocab, self.is_critic, dense)
+        layers, special = self.stage_layers, self.stage_special_layers
+        shared = stage_parameters(self.arch, self.grid.tp, layers, self.padded_vocab, self.is_critic, special)
         of_adapters = 0 if self.lora is None else self.trained_parameters(stage) - self._trained_head(stage)
         return shared[stage] + self.expert_parameters(stage) + of_adapters
 
     def router_biases(self, stage: int) -> int:
-        """Those of them by which routers choose: in float32, and not trained."""
+        """Those of them by which routers choose, in float32."""
         return self.expert_layers(stage) * self.arch.experts if self.arch.sigmoid_router else 0
+
+    def fixed_parameters(self, stage: int) -> int:
+        """Those of them that are not trained."""
+        scalars = self.stage_layers[stage] if self.arch.beyond.layer_scalars else 0
+        return self.router_biases(stage) + scalars
 
     def weight_bytes(self, stage: int) -> float:
         """Of all parameters on one rank of a stage."""
@@ -148,8 +160,8 @@ class RoleSetup:
     def trained_parameters(self, stage: int) -> int:
         """Those of them that have gradients: with adapters these alone, and a critic's head."""
         if self.lora is None:
-            return self.parameters(stage) - self.router_biases(stage)
-        dense, others = self.stage_dense_layers[stage], self.expert_layers(stage)
+            return self.parameters(stage) - self.fixed_parameters(stage)
+        dense, others = self.stage_special_layers[stage], self.expert_layers(stage)
         first, last = (layer_adapters(self.arch, self.lora, self.grid.tp, n) for n in (0, self.arch.layers - 1))
         return dense * first + others * last + self.trained_expert_parameters(stage) + self._trained_head(stage)
 
@@ -207,7 +219,7 @@ class Workload:
     cache_tokens: int
     """Tokens of the longest of these sequences."""
     reward_bytes: float
-    """Weights of a reward model, which every rank holds."""
+    """Weights of a reward model that every rank holds; without CUDA its share of the rewards' servers too."""
     servers: Servers | None = None
     """The SGLang servers; None with the embedded engine."""
     engine_sleeps: bool = False
@@ -274,7 +286,7 @@ def workload(config: Config, world_size: int, *, on_cuda: bool, device_bytes: fl
         # How many prompts an evaluation has is not known before its data are read.
         cache_sequences=batch if evaluation else min(batch, sequences_per_rank),
         cache_tokens=config.data.max_prompt_tokens + longest,
-        reward_bytes=reward_parameters(config.reward.model_path) * _BYTES[config.reward.model_dtype(on_cuda=on_cuda)],
+        reward_bytes=reward_bytes(config.reward, world_size, on_cuda=on_cuda),
         servers=find_servers(config, world_size, on_cuda=on_cuda, device_bytes=device_bytes),
         engine_sleeps=config.offloads,
         turns=rollout.episodes.max_turns if rollout.episodes is not None else 1,
@@ -316,6 +328,7 @@ def trained_role(
         routing_bytes=_routing_bytes(arch) if name == "actor" and config.algorithm.replays_routing(arch.experts) else 0,
         offload=settings.offload,
         on_host=settings.optimizer.on_host,
+        scored_steps=1 / config.algorithm.mismatch_every_steps if name == "actor" else 1.0,
     )
 
 
@@ -327,7 +340,7 @@ def reference_role(config: Config, actor: RoleSetup, models: Models, settings: R
     """The reference on the actor's layout, with the actor's own settings or these."""
     layers = chunk_layers(config, "actor", settings or config.actor, models.reference)
     offload = config.reference.offload if config.reference is not None else OffloadSettings()
-    untrained = replace(actor, trained=False, recompute="none", updates_per_step=0, offload=offload)
+    untrained = replace(actor, trained=False, recompute="none", updates_per_step=0, scored_steps=1.0, offload=offload)
     shared = config.reference is not None and config.reference.share_actor_base
     untrained = replace(untrained, routing_bytes=0, balances_experts=False, lora=None, shares_weights=shared)
     return replace(untrained, name="reference", arch=models.reference, chunk_layers=layers)
@@ -340,21 +353,22 @@ def stage_parameters(
     stage_layers: tuple[int, ...],
     padded_vocab: int,
     is_critic: bool,
-    dense_layers: tuple[int, ...] = (),
+    special_layers: tuple[int, ...] = (),
 ) -> tuple[int, ...]:
     """Parameters on one tensor parallel rank of each pipeline stage without experts, from the map that loads them.
 
-    `stage_layers`: how many each stage has. `dense_layers`: how many of them have no experts where others have some;
-    nothing: all layers are alike. Tied embeddings under a pipeline stand on the first and, once more, on the last
+    `stage_layers`: how many each stage has. `special_layers`: how many of them are unlike the others; nothing: all
+    layers are alike. Tied embeddings under a pipeline stand on the first and, once more, on the last
     stage. A critic has a value head of hidden size + 1 in place of the output layer.
     """
     counts = {p: math.prod(shard_shape(arch, p, tp, padded_vocab)) for p in model_parameters(arch, experts=())}
     of_layers = Counter[int | None]()
     for parameter, count in counts.items():
         of_layers[parameter.layer] += count
-    first, last = of_layers[0], of_layers[arch.layers - 1]
-    dense_of = dense_layers or (0,) * len(stage_layers)
-    stages = [dense * first + (n - dense) * last for n, dense in zip(stage_layers, dense_of, strict=True)]
+    usual = next(n for n in range(arch.layers) if n not in arch.special_layers)
+    each, other = of_layers[usual], of_layers[next(iter(arch.special_layers), usual)]
+    special_of = special_layers or (0,) * len(stage_layers)
+    stages = [special * other + (n - special) * each for n, special in zip(stage_layers, special_of, strict=True)]
     for parameter, count in counts.items():
         if parameter.megatron == EMBEDDING:
             stages[0] += count
@@ -381,15 +395,3 @@ def largest_adapter(arch: ArchitectureConfig, lora: LoraShape, tp: int, experts_
     here = [p for p in every if p.layer in (0, arch.layers - 1)]
     held = [1 if p.expert is None else experts_here for p in here]
     return max(n * math.prod(shard_shape(arch, p, tp, arch.vocab_size)) for n, p in zip(held, here, strict=True))
-
-
-@lru_cache(maxsize=8)
-def reward_parameters(folder: str | None) -> int:
-    """Weights in the safetensors files of a reward model's folder, from their headers; 0 without a folder."""
-    from safetensors import safe_open
-
-    total = 0
-    for path in sorted(Path(folder).glob("*.safetensors")) if folder is not None else ():
-        with safe_open(path, framework="numpy") as file:
-            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-    return total

@@ -19,7 +19,7 @@ from megappo.plan.servers import (
     server_workspace,
     token_bytes,
 )
-from megappo.plan.sizes import largest_of_layer, largest_tensor, model_sizes
+from megappo.plan.sizes import largest_of_layer, largest_tensor, model_sizes, state_bytes
 from megappo.reshard.slices import copy_ranks
 
 
@@ -177,16 +177,22 @@ def engine_memory(arch: ArchitectureConfig, work: Workload) -> EngineMemory:
 
     The cache holds 2 layers K e bytes for each token of each sequence, and grows by concatenation, so one layer's is
     there twice; with grouped queries one layer's is also repeated for every query head, since a batch of unequal
-    prompts has a mask. Prefill's widest layer and the sampler's float32 copies of the last logits never coincide with
-    a full cache, but both are small beside it, so their maximum is added.
+    prompts has a mask. Where attention is latent it holds the latents, and one layer's keys and values are made of
+    them. Prefill's widest layer and the sampler's float32 copies of the last logits never coincide with a full cache,
+    but both are small beside it, so their maximum is added.
     """
     e = work.engine_dtype_bytes
-    kv_width, q_width = arch.key_width, arch.query_width
+    kv_width = max(arch.key_widths)
+    q_width = arch.heads * max(map(arch.head_dim_of, arch.attention_layers))
     batch, tokens = work.cache_sequences, work.cache_sequences * work.cache_tokens
-    cache = 2.0 * arch.layers * kv_width * e * tokens
-    layer_copies = 2.0 * e * tokens * (kv_width + (q_width if q_width > kv_width else 0))
+    cache = float(arch.cached_width * e * tokens) + batch * state_bytes(arch, e)
+    if arch.latent is not None:
+        made = arch.heads * (arch.latent.made_dim + arch.head_dim)
+        layer_copies = float(e * tokens * (arch.latent.token_width + made))
+    else:
+        layer_copies = 2.0 * e * tokens * (kv_width + (q_width if q_width > kv_width else 0))
     prefill = e * batch * work.prompt_tokens * (3 * arch.ffn_hidden_size + 2 * arch.hidden_size)
-    if arch.beyond.scores_cap is not None:  # scores are there whole, three times in the engine's type and in float32
+    if arch.beyond.attends_by_products:  # scores are there whole, three times in the engine's type and in float32
         prefill += (3 * e + 4) * batch * arch.heads * work.prompt_tokens**2
     sampler = batch * arch.vocab_size * (e + 3 * 4)
     weights = float(model_sizes(arch)[0] * e)

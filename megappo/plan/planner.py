@@ -14,6 +14,7 @@ from megappo.plan.costs import StageCost, step_costs, step_seconds
 from megappo.plan.inputs import Models, make_setup
 from megappo.plan.machines import ASSUMED, MACHINES, Machine
 from megappo.plan.memory import RankMemory, rank_memory
+from megappo.plan.rewards import RewardServerMemory, reward_server_memory
 from megappo.plan.sizes import size_words
 from megappo.plan.stopping import Stopping, stopping
 from megappo.plan.sync import misplaced_server
@@ -53,6 +54,8 @@ class Plan:
     """Whether it fits, and where it is fullest."""
     bottleneck: str
     assumptions: str
+    reward_servers: tuple[RewardServerMemory, ...] = ()
+    """Judges' servers, on devices of their own; without CUDA they are part of each rank's reward."""
 
     @property
     def fullest(self) -> RankMemory:
@@ -128,6 +131,7 @@ def make_plan(config: Config, models: Models, machine: Machine, gpus: int) -> Pl
         if problem is not None:
             raise ConfigError(problem)
         check_cache(setup.actor.arch, setup.work, config.rollout.servers.memory_fraction)
+    rewards = reward_server_memory(config.reward, share.memory_bytes, on_cuda=True) if machine.is_cuda else ()
     ranks, stages, servers = rank_memory(setup), step_costs(setup, share), setup.work.servers
     seconds = step_seconds(stages, servers)
     tokens = setup.work.batch_sequences * setup.work.sequence_tokens
@@ -149,6 +153,7 @@ def make_plan(config: Config, models: Models, machine: Machine, gpus: int) -> Pl
         verdict=_verdict(fullest, share.usable_bytes, fits),
         bottleneck=_bottleneck(stages, seconds),
         assumptions=ASSUMED.sentence(machine),
+        reward_servers=rewards,
     )
 
 

@@ -4,8 +4,8 @@ A rank of a server with tensor parallelism t holds, with e bytes per element:
 
     weights     e N / t, N the model's weights; norms and routers whole, key and value matrices as often as t exceeds
                 their heads; heads and embedding over the ranks of a group where several groups attend apart
-    keys,       2 e layers max(heads / t, 1) head_dim per token, heads those of keys and values, for as many tokens
-    values      as fit into memory_fraction of the device beside the weights, or max_total_tokens
+    keys,       2 e layers max(heads / t, 1) head_dim per token, heads those of keys and values, or e layers latent, for
+    values      as many tokens as fit into memory_fraction of the device beside the weights, or max_total_tokens
     workspace   a chunk of 8192 prompt tokens through its widest layer, or float32 logits of the running sequences;
                 4 bytes for each of the chunk's experts in each layer, where routing is replayed
 
@@ -14,14 +14,17 @@ What is reserved for keys and values is taken when a server starts, whatever it 
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 from megappo.config import Config, resolve
 from megappo.families.architecture import ArchitectureConfig
-from megappo.plan.sizes import model_sizes, whole_parameters
+from megappo.plan.sizes import attention_parameters, model_sizes, whole_parameters
 
 _PREFILL_TOKENS = 8192
 """SGLang's chunked-prefill-size on GPUs of 80 GB and more."""
+_STATES_BESIDE_CACHE = 0.9
+"""Memory for states of linear attention by that for keys and values: SGLang's `--mamba-full-memory-ratio`."""
 
 
 @dataclass(frozen=True)
@@ -99,16 +102,19 @@ def find_servers(config: Config, world_size: int, *, on_cuda: bool, device_bytes
 def server_weights(arch: ArchitectureConfig, tensor_parallel: int, attention_groups: int = 1) -> float:
     """Weights on one rank of a server, in elements."""
     whole, heads = whole_parameters(arch), tensor_parallel // attention_groups
-    copies = 1 / min(heads, arch.kv_heads) - 1 / heads
-    repeated = 2 * arch.layers * arch.hidden_size * arch.key_width * copies
-    in_groups = arch.hidden_size * (arch.vocab_size + 2 * arch.layers * (arch.query_width + arch.key_width))
-    repeated += in_groups * (1 / heads - 1 / tensor_parallel)
+    kv_heads = map(arch.kv_heads_of, arch.attention_layers)
+    copies = [1 / min(heads, held) - 1 / heads for held in kv_heads]
+    repeated = 2 * arch.hidden_size * sum(map(operator.mul, arch.key_widths, copies))
+    repeated += attention_parameters(arch) * (1 / heads - 1 / tensor_parallel)
     return (model_sizes(arch)[0] - whole) / tensor_parallel + whole + repeated
 
 
 def token_bytes(arch: ArchitectureConfig, attention_ranks: int, element_bytes: int) -> float:
-    """Keys and values of one token on one of the ranks that share out a server's heads."""
-    return 2.0 * element_bytes * arch.layers * max(arch.kv_heads / attention_ranks, 1) * arch.head_dim
+    """Keys and values of one token on one of the ranks that share out a server's heads; latents are whole on each."""
+    if arch.latent is not None:
+        return float(element_bytes * arch.cached_width)
+    of_layers = (max(arch.kv_heads_of(n) / attention_ranks, 1) * arch.head_dim_of(n) for n in arch.attention_layers)
+    return 2.0 * element_bytes * sum(of_layers)
 
 
 def cache_tokens(arch: ArchitectureConfig, servers: Servers, element_bytes: int) -> float:
@@ -118,6 +124,8 @@ def cache_tokens(arch: ArchitectureConfig, servers: Servers, element_bytes: int)
         return limit
     weights = server_weights(arch, servers.tensor_parallel, servers.attention_groups)
     room = servers.static_bytes - element_bytes * weights
+    if arch.delta_net is not None:
+        room /= 1 + _STATES_BESIDE_CACHE
     return max(0.0, min(limit, room / token_bytes(arch, servers.attention_ranks, element_bytes)))
 
 

@@ -39,6 +39,37 @@ def largest_of_layer(arch: ArchitectureConfig, tp: int, experts_here: int) -> in
     return max(n * math.prod(shape) for n, shape in zip(held, shapes, strict=True))
 
 
+def state_bytes(arch: ArchitectureConfig, element_bytes: int) -> float:
+    """What an engine keeps of a sequence of any length in layers of linear attention: states, in float32, and what the
+    next tokens' convolutions take."""
+    net = arch.delta_net
+    if net is None:
+        return 0.0
+    convolved = net.conv_width * (2 * net.key_width + net.value_width)
+    return float(len(net.layers) * (4 * net.state_elements + element_bytes * convolved))
+
+
+def generation_flops_of_pair(arch: ArchitectureConfig, *, served: bool) -> float:
+    """FLOPs in all layers of a token that is generated with a token before it: the scores, and what is read.
+
+    What latents stand for the embedded engine makes of them anew for each token; SGLang multiplies queries and what is
+    read by the matrices in place of the latents (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1.2).
+    """
+    layers, net = len(arch.attention_layers), arch.latent
+    if net is None:
+        return 4.0 * layers * arch.mean_query_width
+    if served:
+        return 2.0 * layers * arch.heads * (net.token_width + net.rank)
+    return 2.0 * layers * arch.heads * (arch.head_dim + net.value_dim + net.rank * net.made_dim)
+
+
+@lru_cache(maxsize=64)
+def attention_parameters(arch: ArchitectureConfig) -> int:
+    """Weights, of all layers and of the embedding, that ranks which attend in groups share out within each."""
+    found = (p for p in model_parameters(arch, experts=()) if p.is_of_attention and p.axis is not None)
+    return sum(p.elements for p in found)
+
+
 def size_words(n_bytes: float) -> str:
     """`1.5 GB` or `20.0 MB`."""
     return f"{n_bytes / 1e9:.1f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.1f} MB"

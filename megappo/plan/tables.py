@@ -72,6 +72,8 @@ def _memory_table(plan: Plan) -> Table:
     ranks: RankMemory = plan.fullest_trainers
     unit, size = ("GB", _GIGA) if plan.fullest.peak >= _GIGA else ("MB", 1e6)
     more = f" and {plan.server_gpus} of SGLang's" if plan.server_gpus else ""
+    if plan.reward_servers:
+        more += f" and {sum(server.ranks for server in plan.reward_servers)} of rewards"
     title = f"{plan.name} on {plan.gpus} x {plan.machine}{more}: {unit} on {rank_words(ranks.ranks)}, the fullest"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     table.add_column("", no_wrap=True)
@@ -90,6 +92,8 @@ def _memory_table(plan: Plan) -> Table:
         if engine.total:
             name = "server" if holder.of_servers else "engine"
             table.add_row(name, *cells(engine.weights, 0, 0, 0, 0, 0, engine.kv_cache + engine.workspace))
+    for server in plan.reward_servers:
+        table.add_row(server.name, *cells(server.weights, 0, 0, 0, 0, 0, server.kv_cache))
     if ranks.reward:
         table.add_row("reward", *cells(ranks.reward, 0, 0, 0, 0, 0, 0))
     table.add_row("sync", *cells(0, 0, 0, 0, 0, 0, ranks.sync))

@@ -68,7 +68,8 @@ class Advisor:
         found = {
             "clipfrac": value("actor/clipfrac") > 0.5,
             "truncated": value("response/truncated") > 0.5,
-            "mismatch": value("mismatch/mean") > self._mismatch_warn_nats,
+            "mismatch": value("mismatch/own_weights" if value("rollout/lag") > 0 else "mismatch/mean")
+            > self._mismatch_warn_nats,
             "actor_nonfinite": nonfinite("actor"),
             "critic_nonfinite": nonfinite("critic"),
             "explained_variance": self._lasting("explained_variance", value("critic/explained_variance") < 0),

@@ -8,7 +8,8 @@ It is called by keyword on every rank at the same time, with
     generate   `generate(requests, params)` of the engine, which every rank has to call equally often
 
 and returns a `Completion` for each request: token ids as they were sampled, with their log-probabilities at the
-temperature of `params`, the stop token included. Evaluations call it too, with `params.greedy`.
+temperature of `params`, the stop token included. Evaluations call it too, with `params.greedy` or with a
+temperature of their own.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megappo.checkpoint.clock import Clock
 from megappo.checkpoint.files import Marker, step_folder
-from megappo.checkpoint.identity import BASE, architecture_digest, architecture_fields, weights_digest
+from megappo.checkpoint.identity import BASE, FURTHER, architecture_digest, architecture_fields, weights_digest
 from megappo.checkpoint.randomness import random_states, restore_random_states
 from megappo.checkpoint.reader import load_values
 from megappo.checkpoint.shards import load_shards, role_shards, role_updates
@@ -88,7 +88,8 @@ class Resumed:
         load_shards(self._folder, self._roles, updates, self._parts.runtime)
         state: dict[str, Any] = self._marker.content["trainer"]
         if self._parts.config.run.force_resume and self._has_other_data():
-            state = {**state, "cursor": self._parts.cursor.state_dict()}  # other data are begun at their beginning
+            # Other data are begun at their beginning.
+            state = {**state, "cursor": self._parts.cursor.state_dict(), "curriculum": []}
         return state
 
     def _has_other_data(self) -> bool:
@@ -133,9 +134,9 @@ class Resumed:
         for name, digest in self._identity.items():
             if before.get(name) in (None, digest):
                 continue
-            if name == "reference" and self._parts.config.run.force_resume:
+            if name in ("reference", "actor" + FURTHER) and self._parts.config.run.force_resume:
                 continue
-            what = "weights" if name == "reference" or name.endswith(BASE) else "config.json"
+            what = "weights" if name == "reference" or name.endswith((BASE, FURTHER)) else "config.json"
             raise ValueError(
                 f"the {what} of the {name} are not those the run began with (sha256 {digest[:12]}, then "
                 f"{before[name][:12]}); bring the folder back, or start a new run"
@@ -194,7 +195,7 @@ class Checkpoints:
         """
         if self._writer is None:
             raise RunError(f"stopped after step {boundary.step} without a checkpoint, as checkpoint is null")
-        if self._parts.config.rollout.when_stopped == "keep" and self._anywhere(boundary.responses):
+        if self._parts.config.rollout.keeps_when_stopped and self._anywhere(boundary.responses):
             self._saved_step = -1  # the checkpoint of this step may be there without them
         self.save(boundary, wait=True)
         return f"stopped after step {boundary.step} with a checkpoint; the same command continues the run"
@@ -291,8 +292,10 @@ def _identity(parts: Parts) -> dict[str, str]:
     frozen = {role.placement.name + BASE: base_of(role) for role in parts.trained if role.options.lora is not None}
     if parts.reference is not None and config.reference is not None and not config.reference.share_actor_base:
         frozen["reference"] = parts.reference
-    world = parts.runtime.world_size
+    rank, world = parts.runtime.rank, parts.runtime.world_size
+    if parts.actor.arch.declaration.may_have_further_layers:
+        found["actor" + FURTHER] = weights_digest(parts.further_layers.tensors(share=(rank, world)))
     for name, role in frozen.items():
         stream = WeightStream(role, config.rollout.sync_bucket_bytes)
-        found[name] = weights_digest(stream.to([Receiver(rank, share=(rank, world)) for rank in range(world)]))
+        found[name] = weights_digest(stream.to([Receiver(to, share=(to, world)) for to in range(world)]))
     return found

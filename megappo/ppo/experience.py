@@ -121,6 +121,7 @@ class ExperienceMaker:
             level=settings.level,
             cap=settings.cap,
             reject_above=settings.reject_above,
+            reject_below=settings.reject_below,
         )
         tally.mean("correction/weight_mean", weights_BR, mask_BR)
         tally.mean("correction/truncated", (weights_BR >= settings.cap).float(), mask_BR)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megappo.engines.protocol import AheadEngine, Completion, GenerateRequest, PendingCompletions
+from megappo.engines.protocol import Completion, GenerateRequest, PendingCompletions
 from megappo.ppo.episodes import keep_episodes, kept_episodes
 from megappo.ppo.parts import Parts
 from megappo.ppo.sampling import SampleRequests, finish_rollout, prompts_of_rank, request_samples, sample_seed
@@ -89,24 +89,37 @@ class Responses:
 
     def begin(self, step: int) -> None:
         """Have a later step's prompts answered from now on."""
-        engine = self._parts.engine
-        assert isinstance(engine, AheadEngine), "rules refuse rollout.ahead with other engines"
         drawn = self._drawn[step] if step in self._drawn else self._draw(step)
-        drawn.pending = engine.submit(drawn.ask_for_the_rest(), self._params)
+        requests = drawn.ask_for_the_rest()
+        drawn.pending = self._parts.submit(drawn.asked_prompts, requests, self._params)
 
     def settle(self, *, weights_changed: bool) -> None:
         """Wait for everything that was begun. Raises Interrupted as `of_step` does."""
         for drawn in self._drawn.values():
-            engine, pending = self._parts.engine, drawn.pending
+            pending = drawn.pending
             if pending is None:
                 continue
-            assert isinstance(engine, AheadEngine)
             try:
-                engine.collect(pending, weights_changed=weights_changed)
+                self._parts.collect(pending, weights_changed=weights_changed)
             finally:
                 drawn.take(pending.completions)
                 drawn.pending = None
             drawn.is_whole = True
+
+    def pause(self, *, stops: bool = False) -> None:
+        """Weights change, or the run stops; what is under way goes on with the weights that it has."""
+
+    def go_on(self) -> None:
+        """Weights have changed."""
+
+    def metrics(self) -> dict[str, float]:
+        """Of what no step has taken yet: a step takes all."""
+        return {}
+
+    @property
+    def draws_on(self) -> bool:
+        """Whether the cursor belongs to what `state_dict` gives at the same time; here the prompts are drawn again."""
+        return False
 
     def is_torn(self, step: int) -> bool:
         """Whether a step was begun and given up, the same on every rank."""
@@ -135,7 +148,7 @@ class Responses:
         anew.
         """
         everything = range(self._parts.derived.batch_sequences)
-        for step in sorted({step for of_rank in kept for step in of_rank}):
+        for step in sorted({step for of_rank in kept for step in of_rank if step > 0}):
             parts = [of_rank[step] for of_rank in kept if step in of_rank]
             found = {i: c for part in parts for i, c in _completions(part).items()}
             batches_2 = [part.get("batch_2", self._batch_2()) for part in parts]
@@ -155,6 +168,8 @@ class Responses:
         return torch.tensor([settings.prompts_per_step, settings.samples_per_prompt])
 
     def _draw(self, step: int) -> _Drawn:
+        if self._parts.curriculum is not None:
+            self._parts.curriculum.before_drawing(step)
         cursor = self._parts.cursor.state_dict()
         indices = self._parts.cursor.take(self._parts.config.rollout.prompts_per_step)
         drawn = self._drawn[step] = _Drawn(self._request(step, indices, 0), cursor)

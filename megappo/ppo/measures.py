@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megappo.config.algorithm import AlgorithmSettings
+from megappo.data.mixture import MixedPrompts
 from megappo.engines.protocol import ServedEngine
 from megappo.environments.metrics import episode_metrics
 from megappo.errors import RunError
 from megappo.families.adapters import multiplied_adapters
+from megappo.families.flops import recurrence_flops
 from megappo.families.parameters import multiplied_parameters
 from megappo.megatron.placed import PlacedBatch
 from megappo.megatron.roles import Role
@@ -37,10 +40,30 @@ def rollout_metrics(rollouts: Rollouts, runtime: Runtime, newest_version: int) -
     tally.mean("response/truncated", rollouts.truncated_B)
     tally.mean("response/special_tokens", rollouts.special_tokens_B)
     tally.mean("prompt/length", rollouts.lengths_B - responses)
-    tally.mean("rollout/lag", newest_version - rollouts.weight_versions_B)
+    if rollouts.token_versions_BR is None:
+        tally.mean("rollout/lag", newest_version - rollouts.weight_versions_B)
+    else:
+        lag_BR, mask_BR = newest_version - rollouts.token_versions_BR, rollouts.response_mask_BR
+        tally.mean("rollout/lag", lag_BR, mask_BR)
+        tally.maximum("rollout/lag_max", lag_BR, mask_BR)
+        tally.mean("rollout/several_versions", (lag_BR != lag_BR[:, :1]).masked_fill(~mask_BR, False).any(-1))
     tally.total("step_tokens", float(rollouts.lengths_B.sum()))
     tally.total("step_samples", float(len(responses)))
     return tally.reduce(None, runtime.device)
+
+
+def source_metrics(rollouts: Rollouts, scores_B: Tensor, parts: Parts) -> dict[str, float]:
+    """`source/NAME/*` of the sources that the step has prompts of; empty without a mixture."""
+    if not isinstance(parts.train_prompts, MixedPrompts):
+        return {}
+    tally, totals_B = Tally(), rollouts.totals_B(scores_B)
+    for name in parts.train_prompts.names:
+        mask_B = torch.tensor([prompt.source == name for prompt in rollouts.prompts], dtype=torch.bool)
+        tally.total(f"{name}/prompts", float(mask_B.sum()) / parts.config.rollout.samples_per_prompt)
+        tally.mean(f"{name}/reward_mean", totals_B, mask_B)
+        tally.mean(f"{name}/response_length", rollouts.response_lengths_B, mask_B)
+    numbers = tally.reduce(None, parts.runtime.device)
+    return {f"source/{name}": value for name, value in numbers.items() if numbers[f"{name.split('/')[0]}/prompts"]}
 
 
 def environment_metrics(rollouts: Rollouts, parts: Parts) -> dict[str, float]:
@@ -59,11 +82,16 @@ def balance_metrics(batches: Iterable[PlacedBatch]) -> dict[str, float]:
 
 
 def check_mismatch(
-    trainer_logprob_BR: Tensor, rollouts: Rollouts, algorithm: AlgorithmSettings, runtime: Runtime
+    trainer_logprob_BR: Tensor,
+    rollouts: Rollouts,
+    algorithm: AlgorithmSettings,
+    runtime: Runtime,
+    newest_version: int,
 ) -> dict[str, float]:
     """`mismatch/*`: how far the engine's log-probabilities are from the trainer's, in nats per token.
 
-    Raises MismatchError above `algorithm.mismatch_stop_nats`.
+    `newest_version` is that of the actor's weights. Tokens of older ones differ by what was learned since, and prove
+    nothing of the engine. Raises MismatchError where the others are above `algorithm.mismatch_stop_nats`.
     """
     mask_BR = rollouts.response_mask_BR
     trainer, engine = (x.masked_fill(~mask_BR, 0.0) for x in (trainer_logprob_BR, rollouts.engine_logprob_BR))
@@ -74,8 +102,18 @@ def check_mismatch(
     # Of KL(engine || trainer): the responses are samples of the engine.
     tally.mean("mismatch/k3", kl_estimate(engine - trainer, "k3"), mask_BR)
     tally.mean("mismatch/truncated", (gap > math.log(algorithm.correction.cap)).float(), mask_BR)
+    of_tokens_BR, of_samples_B1 = rollouts.token_versions_BR, rollouts.weight_versions_B[:, None]
+    own_BR = mask_BR & ((of_samples_B1 if of_tokens_BR is None else of_tokens_BR) == newest_version)
+    tally.mean("mismatch/own_weights", gap.abs(), own_BR)
+    tally.total("own", float(own_BR.sum()))
+    tally.total("others", float((mask_BR & ~own_BR).sum()))
     numbers = tally.reduce(None, runtime.device)
+    own, others = numbers.pop("own"), numbers.pop("others")
     mean = numbers["mismatch/mean"]
+    if math.isfinite(mean):  # otherwise it is no number of any weights
+        mean = numbers["mismatch/own_weights"] if own else 0.0
+    if not (own and others):
+        del numbers["mismatch/own_weights"]
     if not mean <= algorithm.mismatch_stop_nats:
         raise MismatchError(
             f"engine and trainer log-probabilities differ by {mean:.3g} nats per token, above "
@@ -130,11 +168,12 @@ def actor_mfu(parts: Parts, metrics: Mapping[str, float]) -> dict[str, float]:
     arch = parts.actor.arch
     per_token = training_flops_per_token(
         multiplied_parameters(arch),
-        layers=arch.layers,
+        layers=len(arch.attention_layers),
         heads=arch.heads,
-        head_dim=arch.head_dim,
+        head_dim=arch.multiplied_head_dim,
         sequence_tokens=metrics["step_tokens"] / metrics["step_samples"],
     )
+    per_token += 3 * recurrence_flops(arch)
     lora = parts.actor.options.lora
     if lora is not None:  # backward has the gradients of adapters in place of those of weights
         per_token += 6 * multiplied_adapters(arch, lora) - 2 * multiplied_parameters(arch)

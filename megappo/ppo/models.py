@@ -19,6 +19,7 @@ from megappo.megatron.layout import Cut, Layout, Outside, make_layouts
 from megappo.megatron.optimization import RoleOptimizer
 from megappo.megatron.roles import AbsentRole, LocalRole, Placement, Role, TrainedRole, base_of
 from megappo.ppo.origins import open_origin
+from megappo.reshard.further import FurtherLayers
 from megappo.reshard.peft import FreshAdapters
 from megappo.reshard.sources import RandomSource, SafetensorsSource
 from megappo.runtime.accelerations import find_accelerations
@@ -30,7 +31,7 @@ _Sources = tuple[WeightSource, WeightSource | None]
 """Of a model's weights, and of its adapters where it has some."""
 
 
-def weight_sources(config: Config, roles: Sequence[str]) -> Mapping[Path, WeightSource]:
+def weight_sources(config: Config, roles: Sequence[str]) -> Mapping[Path, SafetensorsSource]:
     """The weights in each of these roles' folders, none with random weights.
 
     Every rank looks through the headers of all files before any model is built, so that all find the same mistake.
@@ -75,6 +76,13 @@ class ModelBuilder:
         self._layouts = make_layouts(cuts, runtime.device.type, config.runtime.collective_timeout_seconds)
         self.origins: list[str] = []
         """A sentence for each model that begins with other weights than those of its folder."""
+
+    def further_layers(self) -> FurtherLayers:
+        """Layers of the policy's model that predict further tokens, where it has some."""
+        folder = role_folder(self._config, "actor")
+        source = self._sources.get(folder)
+        kept = None if source is None else source.of_further_layers()
+        return FurtherLayers(load_architecture(folder, self._config.model), kept)
 
     def actor(self, *, trained: bool = True) -> Role:
         """The policy, with an optimizer where it is to be trained."""

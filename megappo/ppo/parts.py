@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
 from megappo.config import Config, ConfigError, Derived
 from megappo.config.model_files import load_tokenizer, resolve_stop_token_ids, role_folder
-from megappo.data import Cursor, PromptDataset
-from megappo.engines.protocol import Completion, Engine, GenerateRequest, RoutingEngine, SamplingParams
+from megappo.data import PromptDataset, TrainingCursor, TrainingPrompts, read_prompts, training_cursor
+from megappo.data.curriculum import Curriculum
+from megappo.engines.protocol import (
+    AheadEngine,
+    Completion,
+    Engine,
+    GenerateRequest,
+    PendingCompletions,
+    RoutingEngine,
+    SamplingParams,
+)
 from megappo.engines.registry import make_engine
 from megappo.environments.registry import set_stage, tool_schemas
-from megappo.environments.runner import EpisodeRunner
+from megappo.environments.runner import EpisodeRunner, PendingEpisodes
 from megappo.megatron.roles import Role
 from megappo.ppo.answering import Generation, find_generation, generated
 from megappo.ppo.methods import check_methods
 from megappo.ppo.models import ROLES, ModelBuilder
+from megappo.reshard.further import FurtherLayers
 from megappo.reshard.stream import WeightStream
+from megappo.rewards.judge_server import start_judges
+from megappo.rewards.own_servers import OwnServers
 from megappo.rewards.scorer import RewardScorer
+from megappo.rewards.shared_model import start_model_server
 from megappo.runtime.interrupts import NeverStop, Stop
 from megappo.runtime.process import Runtime
 from megappo.types import Prompt, RoutingShape
@@ -31,7 +44,7 @@ class Purpose:
 
     training: bool = True
     """False: there is an actor to generate with, but no optimizer, critic or reference."""
-    prompts: PromptDataset | None = None
+    prompts: TrainingPrompts | None = None
     """What to train on, where it was read already."""
     resumed: bool = False
     """See `ModelBuilder`."""
@@ -48,9 +61,12 @@ class Parts:
     runtime: Runtime
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
-    train_prompts: PromptDataset
-    cursor: Cursor
-    validation_prompts: PromptDataset | None
+    train_prompts: TrainingPrompts
+    cursor: TrainingCursor
+    curriculum: Curriculum | None
+    """What lets prompts rest that are answered well, where `data.curriculum` asks for it."""
+    validation_prompts: Mapping[str, PromptDataset]
+    """Of each validation set, by its name; see `DataSettings.evaluated`."""
     reward: RewardScorer
     engine: Engine
     episodes: EpisodeRunner | None
@@ -59,6 +75,8 @@ class Parts:
     critic: Role | None
     reference: Role | None
     weights: WeightStream
+    further_layers: FurtherLayers
+    """Of the policy's model, whose weights an export has again."""
     stop: Stop
     generation: Generation | None = None
     """What asks the engine where `rollout.generation` names a function."""
@@ -85,10 +103,14 @@ class Parts:
             )
         return None
 
-    def sampling(self, most_tokens: int, *, greedy: bool = False, trained_on: bool = False) -> SamplingParams:
-        """How to generate responses of at most so many tokens in this run. `trained_on`: the actor runs on them too."""
+    def sampling(
+        self, most_tokens: int, *, temperature: float | None = None, trained_on: bool = False
+    ) -> SamplingParams:
+        """How to generate responses of at most so many tokens in this run: by default at the rollout's temperature, and
+        greedily at 0. `trained_on`: the actor runs on them too."""
         routing = self.replayed_routing if trained_on else None
-        return SamplingParams(self.config.rollout.temperature, most_tokens, self.stop_token_ids, greedy, routing)
+        scale = temperature or self.config.rollout.temperature
+        return SamplingParams(scale, most_tokens, self.stop_token_ids, temperature == 0.0, routing)
 
     def answer(
         self,
@@ -105,6 +127,23 @@ class Parts:
             return self.engine.generate(requests, params, done)
         return self.episodes.generate(prompts, requests, params, done)
 
+    def submit(
+        self, prompts: Sequence[Prompt], requests: Sequence[GenerateRequest], params: SamplingParams
+    ) -> PendingCompletions:
+        """Begin to make samples as `answer` does, while the trainer computes; `collect` takes them."""
+        if self.episodes is not None:
+            return self.episodes.submit(prompts, requests, params)
+        assert isinstance(self.engine, AheadEngine), "rules refuse rollout.ahead with other engines"
+        return self.engine.submit(requests, params)
+
+    def collect(self, pending: PendingCompletions, *, weights_changed: bool) -> list[Completion]:
+        """See `AheadEngine.collect`; raises as `answer` does, too."""
+        if isinstance(pending, PendingEpisodes):
+            assert self.episodes is not None
+            return self.episodes.collect(pending, weights_changed=weights_changed)
+        assert isinstance(self.engine, AheadEngine)
+        return self.engine.collect(pending, weights_changed=weights_changed)
+
     def close(self) -> None:
         """End worker processes and engines."""
         self.reward.close()
@@ -113,9 +152,15 @@ class Parts:
         self.engine.close()
 
 
-def training_prompts(config: Config) -> PromptDataset:
+def training_prompts(config: Config) -> TrainingPrompts:
     """The prompts to train on. Raises ValueError where data or tokenizer cannot be read."""
-    return PromptDataset(config.data.train, config.data, load_tokenizer(config.model), tool_schemas(config))
+    return read_prompts(config.data, load_tokenizer(config.model), tool_schemas(config))
+
+
+def _start_reward_servers(config: Config, runtime: Runtime) -> OwnServers:
+    if config.reward.model_server is not None:
+        return start_model_server(config, config.reward.model_server, runtime)
+    return start_judges(config, runtime)
 
 
 def assemble(config: Config, derived: Derived, runtime: Runtime, purpose: Purpose | None = None) -> Parts:
@@ -123,15 +168,20 @@ def assemble(config: Config, derived: Derived, runtime: Runtime, purpose: Purpos
     purpose = purpose if purpose is not None else Purpose()
     tokenizer = load_tokenizer(config.model)
     prompts = purpose.prompts if purpose.prompts is not None else training_prompts(config)
-    validation = config.data.validation if config.evaluation is not None or not purpose.training else None
-    validation_prompts = None
-    if validation is not None:
-        validation_prompts = PromptDataset(validation, config.data, tokenizer, tool_schemas(config))
+    cursor, curriculum = training_cursor(prompts, config.data, config.run.seed), None
+    if config.data.curriculum is not None:
+        ahead = 0 if config.rollout.in_flight else config.rollout.ahead  # then its draws come after all rewards
+        curriculum = Curriculum(config.data.curriculum, cursor, ahead)
+    validation_prompts = {}
+    if config.evaluation is not None or not purpose.training:
+        schemas = tool_schemas(config)
+        sets = config.data.evaluated.items()
+        validation_prompts = {name: PromptDataset(s, config.data, tokenizer, schemas) for name, s in sets}
     folder = role_folder(config, "actor")
     stop_token_ids = resolve_stop_token_ids(folder, tokenizer, config.rollout.stop_token_ids)
     generation = find_generation(config.rollout)
     stage = set_stage(config, tokenizer, stop_token_ids)
-    reward = RewardScorer(config.reward, runtime.device)
+    reward = RewardScorer(config.reward, runtime.device, _start_reward_servers(config, runtime))
     if purpose.training:
         check_methods(config)
     roles = ROLES if purpose.training else ("actor",)
@@ -148,13 +198,15 @@ def assemble(config: Config, derived: Derived, runtime: Runtime, purpose: Purpos
         tokenizer=tokenizer,
         stop_token_ids=stop_token_ids,
         train_prompts=prompts,
-        cursor=Cursor(len(prompts), config.run.seed, config.data.shuffle, fingerprint=prompts.fingerprint),
+        cursor=cursor,
+        curriculum=curriculum,
         validation_prompts=validation_prompts,
         reward=reward,
         actor=actor,
         reference=reference,
         critic=critic,
         weights=weights,
+        further_layers=models.further_layers(),
         engine=engine,
         episodes=None if stage is None else EpisodeRunner(stage, engine, purpose.stop),
         generation=generation,

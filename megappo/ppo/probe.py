@@ -23,10 +23,10 @@ def probe_engines(parts: Parts) -> dict[str, float]:
     Empty for an engine that has nothing to probe. Raises SyncError beyond `rollout.sglang.probe_tolerance_nats`.
     """
     engine, config = parts.engine, parts.config
-    if not isinstance(engine, ServedEngine) or not config.rollout.servers.verify:
+    if not isinstance(engine, ServedEngine) or not config.rollout.servers.probes:
         return {}
     request = GenerateRequest(parts.train_prompts[0].token_ids[:_PROMPT_TOKENS], seed=0, prompt_id=0)
-    params = parts.sampling(min(_RESPONSE_TOKENS, config.rollout.max_response_tokens), greedy=True, trained_on=True)
+    params = parts.sampling(min(_RESPONSE_TOKENS, config.rollout.max_response_tokens), temperature=0.0, trained_on=True)
     started = time.monotonic()
     answers = engine.probe(request, params)
     samples = Samples(
@@ -56,4 +56,4 @@ def probe_rollout(parts: Parts) -> None:
     completions = parts.engine.generate(wanted.requests, parts.sampling(1, trained_on=True))
     rollouts = finish_rollout(wanted, completions, parts.tokenizer)
     logprob_BR = place(parts.actor, announce(rollouts, parts.runtime.device)).forward()
-    check_mismatch(logprob_BR, rollouts, parts.config.algorithm, parts.runtime)
+    check_mismatch(logprob_BR, rollouts, parts.config.algorithm, parts.runtime, parts.engine.version)

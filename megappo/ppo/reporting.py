@@ -141,7 +141,10 @@ class Reporter:
 
     def note_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show an evaluation; before the first step there is no line to carry it."""
-        self.message(f"step {step}: validation reward {metrics['eval/reward_mean']:.3f}")
+        rewards = {name: value for name, value in metrics.items() if name.endswith("/reward_mean")}
+        sets = {name: name.removeprefix("eval").removesuffix("reward_mean").strip("/") for name in rewards}
+        words = ", ".join(f"{sets[name]} {value:.3f}".strip() for name, value in rewards.items())
+        self.message(f"step {step}: validation reward {words}")
         if step == 0 and self._log is not None:
             self._log.log(step, metrics)
 

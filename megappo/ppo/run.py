@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import closing
+from itertools import chain
 
 from megappo.checkpoint.randomness import seed_generators
 from megappo.config import Config, Derived
 from megappo.config.model_files import model_folder
 from megappo.config.schema import PHASES
-from megappo.data import PromptDataset
+from megappo.data import TrainingPrompts
 from megappo.errors import Interrupted
 from megappo.observe.progress import PROGRESS
 from megappo.ppo.checkpoints import Checkpoints
@@ -25,7 +26,7 @@ from megappo.runtime.process import Runtime, start_runtime
 from megappo.runtime.watchdog import GENERATING, Watchdog, watched
 
 
-def train(config: Config, derived: Derived, prompts: PromptDataset | None = None) -> None:
+def train(config: Config, derived: Derived, prompts: TrainingPrompts | None = None) -> None:
     """Train as the configuration says, from the newest checkpoint where there is one; every rank calls this.
 
     `prompts` to train on, where they were read already.
@@ -86,8 +87,8 @@ def _watchdog(config: Config, runtime: Runtime) -> Watchdog | None:
     return Watchdog(config.run.path, config.runtime.phase_timeouts_seconds, seconds, runtime, generating=generating)
 
 
-def evaluate(config: Config, derived: Derived, prompts: PromptDataset | None = None) -> dict[str, float]:
-    """Score the model on `data.validation` with greedy decoding; every rank calls this."""
+def evaluate(config: Config, derived: Derived, prompts: TrainingPrompts | None = None) -> dict[str, float]:
+    """Score the model on `data.validation` and `data.validation_sets`; every rank calls this."""
     with start_runtime(config.runtime, with_servers=config.rollout.has_servers) as runtime:
         parts = assemble(config, derived, runtime, Purpose(training=False, prompts=prompts))
         try:
@@ -117,7 +118,7 @@ def _save(parts: Parts, reporter: Reporter) -> None:
         write_policy(
             out,
             parts.actor.arch,
-            whole,
+            chain(whole, parts.further_layers.exported(parts.weights.dtype)),
             parts.tokenizer,
             started_from=model_folder(config.model.path, weights=False),
             stop_token_ids=parts.stop_token_ids,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from megappo.data import PromptDataset
+from megappo.data import PromptDataset, TrainingPrompts
 from megappo.engines.protocol import Completion, GenerateRequest
 from megappo.errors import RunError
 from megappo.ppo.episodes import episodes_of, own_tokens, prompt_ids, turns_mask
@@ -24,7 +24,7 @@ def sample_seed(seed: int, step: int, sample_id: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def prompts_of_rank(dataset: PromptDataset, indices: Sequence[int], runtime: Runtime) -> Prompts:
+def prompts_of_rank(dataset: PromptDataset | TrainingPrompts, indices: Sequence[int], runtime: Runtime) -> Prompts:
     """This rank's contiguous share of the step's prompts; shares differ by one at most, and the main rank's, which
     samples are shown of, is not the smaller one."""
     first, stop = (-(-len(indices) * rank // runtime.world_size) for rank in (runtime.rank, runtime.rank + 1))

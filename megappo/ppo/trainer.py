@@ -12,14 +12,16 @@ from torch import Tensor
 
 from megappo.algo.controllers import PenaltyController
 from megappo.algo.overlong import overlong_penalty
+from megappo.data.curriculum import Curriculum
 from megappo.engines.protocol import SleepingEngine
 from megappo.errors import Interrupted
 from megappo.megatron.placed import PlacedBatch, announce, place
 from megappo.megatron.roles import Update
+from megappo.ppo.cache_gauge import CacheGauge
 from megappo.ppo.checkpoints import Boundary, Checkpoints, Resumed
 from megappo.ppo.evaluation import evaluate_policy
 from megappo.ppo.experience import ExperienceMaker
-from megappo.ppo.generation import Responses
+from megappo.ppo.in_flight import responses_of
 from megappo.ppo.jumps import Jump, JumpWatch, describe_samples
 from megappo.ppo.measures import (
     actor_mfu,
@@ -29,11 +31,13 @@ from megappo.ppo.measures import (
     environment_metrics,
     rollout_metrics,
     routing_metrics,
+    source_metrics,
     sync_metrics,
 )
 from megappo.ppo.parts import Parts
 from megappo.ppo.probe import probe_engines, probe_rollout
 from megappo.ppo.reporting import Reporter
+from megappo.ppo.right_prompts import note_right_prompts
 from megappo.ppo.sampling import sample_seed
 from megappo.ppo.selection import Selection
 from megappo.ppo.updates import (
@@ -65,7 +69,8 @@ class Trainer:
         self.algorithm = self.config.algorithm
         self.experience_maker = ExperienceMaker(self.algorithm, parts.runtime.device)
         self.penalty = PenaltyController(self.algorithm.penalty.coef, self.algorithm.penalty.target)
-        self.responses = Responses(parts)
+        self.responses = responses_of(parts)
+        self.cache_gauge = CacheGauge(parts.engine, parts.runtime)
         self.step = 0
         self.weight_version = 0
         self.actor_changed = True
@@ -158,8 +163,13 @@ class Trainer:
 
     def boundary_when_stopped(self) -> Boundary:
         """Where the run goes on, with the responses that it keeps."""
-        kept = self.responses.state_dict(self.boundary.step + 1) or self.boundary.responses
-        return replace(self.boundary, responses=kept)
+        self.responses.pause(stops=True)
+        kept, state = self.responses.state_dict(self.boundary.step + 1), self.boundary.trainer
+        if self.responses.draws_on:
+            state = {**state, "cursor": self.responses.cursor_state()}
+            if self.parts.curriculum is not None:  # which the cursor may have heard since the boundary
+                state["curriculum"] = self.parts.curriculum.state_dict(self.boundary.step)
+        return replace(self.boundary, trainer=state, responses=kept or self.boundary.responses)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps besides models and random states, in JSON's types."""
@@ -172,11 +182,14 @@ class Trainer:
             "penalty": self.penalty.state_dict(),
             "jumps": {name: watch.state_dict() for name, watch in self.jump_watches.items()},
             "cursor": self.responses.cursor_state(),
+            **({} if self.parts.curriculum is None else {"curriculum": self.parts.curriculum.state_dict()}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint. Raises ValueError where the data are others than the run began with."""
         self.parts.cursor.load_state_dict(state["cursor"])
+        if self.parts.curriculum is not None:
+            self.parts.curriculum.load_state_dict(state.get("curriculum", ()))
         self.experience_maker.kl_controller.load_state_dict(state["kl_controller"])
         self.penalty.load_state_dict(state["penalty"])
         self.step, self.weight_version = state["step"], state["weight_version"]
@@ -194,7 +207,7 @@ class Trainer:
         experience = self.estimate_advantages(scored)
         self.update_critic(placed, experience)
         self.update_actor(placed, experience)
-        if not self.config.rollout.ahead:
+        if self.config.rollout.ahead != 1:
             self.sync_weights()
         self.metrics |= self.reporter.end_step(self.metrics)
         self.metrics |= actor_mfu(self.parts, self.metrics)
@@ -202,6 +215,8 @@ class Trainer:
 
     def sample(self) -> tuple[Rollouts, Tensor]:
         """The step's responses of this rank and their scores; with dynamic sampling, of those that are kept."""
+        if self.config.rollout.in_flight:
+            self._sync_if_behind()  # in a run that was one step ahead until now
         rollouts, dynamic = self.generate(), self.config.rollout.dynamic_sampling
         if dynamic is None:
             self.let_engine_go(rollouts)
@@ -220,7 +235,9 @@ class Trainer:
             self.let_engine_go(rollouts)
         self.metrics |= metrics
         self.reporter.samples(self.step, rollouts, scores_B)
-        return rollouts, self.punish_length(rollouts, scores_B)
+        scores_B = self.punish_length(rollouts, scores_B)
+        self.metrics |= source_metrics(rollouts, scores_B, self.parts)
+        return rollouts, scores_B
 
     def generate(self, round_number: int = 0, prompts: int = 0) -> Rollouts:
         """The step's responses; with dynamic sampling, those to so many further prompts in a further round."""
@@ -238,18 +255,30 @@ class Trainer:
         newest = self.weight_version + self.actor_changed
         self.metrics |= rollout_metrics(rollouts, self.parts.runtime, newest)
         self.metrics |= environment_metrics(rollouts, self.parts)
+        self.metrics |= self.cache_gauge.metrics()
         self.metrics["prompt/dropped"] = float(self.parts.train_prompts.dropped)
+        self.metrics |= self.responses.metrics()
         if not self.config.rollout.ahead:
             if isinstance(self.parts.engine, SleepingEngine):
                 self.parts.engine.sleep()
-        elif self.step < self.parts.derived.steps:
+        elif not self.config.rollout.in_flight and self.step < self.parts.derived.steps:
             self._sync_if_behind()
             self.responses.begin(self.step + 1)
 
     def reward(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, float]]:
         """One score per response of this rank, and what the rewards of all ranks report."""
         with self.reporter.stage("reward", f"{len(rollouts.responses)} scores of {self.config.reward.words}"):
-            return self.parts.reward.score(rollouts)
+            scores_B, metrics = self.parts.reward.score(rollouts)
+            if self.parts.curriculum is not None:
+                self._note_right_prompts(rollouts, scores_B, self.parts.curriculum)
+        return scores_B, metrics
+
+    def _note_right_prompts(self, rollouts: Rollouts, scores_B: Tensor, curriculum: Curriculum) -> None:
+        """Of every round of the step."""
+        found = note_right_prompts(self.step, rollouts, scores_B, curriculum, self.parts)
+        resting = found.pop("curriculum/resting")
+        self.metrics |= {name: self.metrics.get(name, 0.0) + count for name, count in found.items()}
+        self.metrics["curriculum/resting"] = resting
 
     def punish_length(self, rollouts: Rollouts, scores_B: Tensor) -> Tensor:
         """The scores, less for answers near the length limit where `reward.overlong` says so."""
@@ -271,7 +300,8 @@ class Trainer:
             announced = announce(rollouts, parts.runtime.device)
             actor = place(parts.actor, announced, () if self._actor_waits else self.minibatches("actor"))
             critic = place(parts.critic, announced, self.minibatches("critic")) if parts.critic else None
-            trainer_logprob = actor.forward()
+            compares = self.algorithm.compares_in(self.step)
+            trainer_logprob = actor.forward() if compares else rollouts.engine_logprob_BR
             parts.actor.rest()
             reference = actor.seen_by(parts.reference).forward() if parts.reference else None
             if parts.reference:
@@ -279,8 +309,11 @@ class Trainer:
             values = critic.forward() if critic else None  # which stays: its updates come next
         self.metrics |= balance_metrics(filter(None, (actor, critic)))
         for role in parts.trained:
-            self.metrics |= routing_metrics(role, parts.runtime)
-        self.metrics |= check_mismatch(trainer_logprob, rollouts, self.algorithm, parts.runtime)
+            if role is not parts.actor or compares:
+                self.metrics |= routing_metrics(role, parts.runtime)
+        if compares:
+            newest = self.weight_version + self.actor_changed
+            self.metrics |= check_mismatch(trainer_logprob, rollouts, self.algorithm, parts.runtime, newest)
         bypass = self.algorithm.old_logprob == "bypass"
         old_logprob = rollouts.engine_logprob_BR if bypass else trainer_logprob
         return PlacedStep(actor, critic), Scored(rollouts, scores_B, old_logprob, reference, values)
@@ -347,10 +380,12 @@ class Trainer:
         """Stream the actor's weights into the engine under the next version."""
         self.weight_version += 1
         with self.reporter.stage("sync") as elapsed:
+            self.responses.pause()
             self.parts.engine.update_weights(self.parts.weights, self.weight_version)
             self.metrics |= probe_engines(self.parts)
+            self.responses.go_on()
         self.actor_changed = False
-        if self.config.rollout.ahead and self.checkpoints is not None and self.checkpoints.keeps_engine_weights:
+        if self.config.rollout.ahead == 1 and self.checkpoints is not None and self.checkpoints.keeps_engine_weights:
             self.engine_weights = self.parts.actor.copy_weights()
         self.metrics |= sync_metrics(elapsed.seconds, self.parts.weights.total_bytes, self.weight_version)
         self.metrics |= engine_metrics(self.parts)
@@ -365,13 +400,13 @@ class Trainer:
             self.weight_version, self.actor_changed = self.parts.engine.version, False
 
     def evaluate_if_due(self) -> None:
-        """Greedy answers to the validation prompts, every `evaluation.every_steps` steps and before the first."""
+        """Answers to the validation prompts, every `evaluation.every_steps` steps and before the first."""
         evaluation = self.config.evaluation
         if evaluation is not None and self.step % evaluation.every_steps == 0:
             self.responses.settle(weights_changed=self.actor_changed)
             self._note_recovery()
             self._sync_if_behind()
-            with self.reporter.stage("evaluate") as elapsed:
+            with self.reporter.stage("evaluate") as elapsed, self.cache_gauge.left_out():
                 metrics = evaluate_policy(self.parts)
             self.metrics |= metrics | {"time/evaluate": elapsed.seconds}
             self.reporter.note_evaluation(self.step, metrics)

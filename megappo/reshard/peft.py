@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megappo.errors import first_of, reason, show
-from megappo.families.adapters import WEIGHT, A, B, LoraShape, adapter_tensors, initial_bound
+from megappo.families.adapters import WEIGHT, A, B, LoraShape, adapter_tensors, ambiguous_targets, initial_bound
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.parameters import OUTPUT_LAYER, Piece, model_parameters
 from megappo.families.weights import ValueHeadWeights, WeightSource
@@ -127,8 +127,18 @@ def _check_config(folder: Path, lora: LoraShape) -> None:
             )
 
 
-def write_peft(out: Path, lora: LoraShape, tensors: Iterable[tuple[str, Tensor]], base: str) -> None:
-    """Adapters, by their names, as a folder that PEFT loads onto `base`, a folder or a hub name."""
+def write_peft(
+    out: Path, arch: ArchitectureConfig, lora: LoraShape, tensors: Iterable[tuple[str, Tensor]], base: str
+) -> None:
+    """Adapters, by their names, as a folder that PEFT loads onto `base`, a folder or a hub name.
+
+    Raises ValueError where PEFT would load a part of them (0.21 does, with transformers 5).
+    """
+    if unclear := ambiguous_targets(arch, lora):
+        raise ValueError(
+            f"PEFT would load only a part of these adapters, as both experts and other matrices of a {arch.family} are "
+            f"called {first_of(list(unclear), 3)}; leave out --format peft to merge them"
+        )
     out.mkdir(parents=True, exist_ok=True)
     save_tensors({_PREFIX + name: tensor.contiguous() for name, tensor in tensors}, out / WEIGHTS)
     content = {

@@ -51,7 +51,7 @@ class EngineShape:
         """What stands, one after another, in the engine's parameter on one of the tensor parallel ranks that share it
         out; of an expert, those are its group's."""
         shape, place = self._sharing(parameter, rank)
-        cuts = _engine_cuts(shape, parameter.kind, parameter.shapes, place)
+        cuts = _engine_cuts(shape, parameter.kind, parameter.shapes, place, self.arch.kv_heads_of(parameter.layer))
         return [Piece(name, *cut) for name, cut in zip(parameter.hf, cuts, strict=True)]
 
     def _sharing(self, parameter: Parameter, rank: int) -> tuple[EngineShape, int]:
@@ -71,9 +71,9 @@ class EngineShape:
 
 @lru_cache(maxsize=4096)
 def _engine_cuts(
-    shape: EngineShape, kind: Kind, shapes: tuple[Shape, ...], rank: int
+    shape: EngineShape, kind: Kind, shapes: tuple[Shape, ...], rank: int, kv_heads: int
 ) -> tuple[tuple[int, int, int], ...]:
-    """Dimension, start and stop for each of a parameter's tensors."""
+    """Dimension, start and stop for each of a parameter's tensors; `kv_heads`: of its layer."""
     tp, rows = shape.tp, shapes[0][0]
     if kind == "row":
         width = shapes[0][1] // tp
@@ -85,16 +85,16 @@ def _engine_cuts(
         return tuple((0, rank * s[0] // tp, (rank + 1) * s[0] // tp) for s in shapes)
     if kind == "qkv":
         # Queries are shared out; keys and values too, or repeated where there are fewer heads than ranks.
-        arch = shape.arch
-        heads, first = max(1, arch.kv_heads // tp), rank * arch.kv_heads // tp
-        of_keys = (0, first * arch.head_dim, (first + heads) * arch.head_dim)
-        return ((0, rank * rows // tp, (rank + 1) * rows // tp), of_keys, of_keys)
+        heads, first = max(1, kv_heads // tp), rank * kv_heads // tp
+        of_head = shapes[1][0] // kv_heads
+        of_keys = (0, first * of_head, (first + heads) * of_head)
+        return ((0, rank * rows // tp, (rank + 1) * rows // tp), *(of_keys for _ in shapes[1:]))
     return tuple((0, 0, s[0]) for s in shapes)
 
 
 @lru_cache(maxsize=4096)
-def _cut_elements(shape: EngineShape, kind: Kind, shapes: tuple[Shape, ...], rank: int) -> int:
-    cuts = _engine_cuts(shape, kind, shapes, rank)
+def _cut_elements(shape: EngineShape, kind: Kind, shapes: tuple[Shape, ...], rank: int, kv_heads: int) -> int:
+    cuts = _engine_cuts(shape, kind, shapes, rank, kv_heads)
     return sum((stop - start) * math.prod(s) // s[dim] for (dim, start, stop), s in zip(cuts, shapes, strict=True))
 
 
@@ -168,7 +168,9 @@ class Holdings:
     @classmethod
     def planned(cls, arch: ArchitectureConfig, grid: Grid, padded_vocab: int, stage_layers: Sequence[int]) -> Holdings:
         """Of a role that is not there, whose pipeline stages have so many layers: one of each stands for all."""
-        small = replace(arch, layers=grid.pp, dense_layers=0)  # one with experts also for those without
+        some = None if arch.delta_net is None else replace(arch.delta_net, layers=tuple(range(grid.pp)))
+        # One with experts also for those without, and one with linear attention, as most have, for all.
+        small = replace(arch, layers=grid.pp, dense_layers=0, delta_net=some)
         stage_of = {p.megatron: grid.pp - 1 if p.layer is None else p.layer for p in model_parameters(small)}
         return cls(small, grid, padded_vocab, {**stage_of, EMBEDDING: 0}, tuple(stage_layers))
 
@@ -222,7 +224,8 @@ class Holdings:
 
     def wanted_elements(self, part: tuple[int, int], parameter: Parameter) -> int:
         """How much that is."""
-        return _cut_elements(EngineShape(self.arch, part[0]), parameter.kind, parameter.shapes, part[1])
+        kv_heads = self.arch.kv_heads_of(parameter.layer)
+        return _cut_elements(EngineShape(self.arch, part[0]), parameter.kind, parameter.shapes, part[1], kv_heads)
 
     def copies(self, part: tuple[int, int], parameter: Parameter, held: Sequence[Piece]) -> Iterator[SlicedCopy]:
         """What of the shard made of these pieces an engine's rank wants."""

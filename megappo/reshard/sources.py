@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from functools import lru_cache
@@ -13,9 +14,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megappo.families.architecture import ArchitectureConfig
-from megappo.families.parameters import HF_EMBEDDING, HF_OUTPUT_LAYER, Piece, tensor_shapes
+from megappo.families.packed import packed_parts, stored_shapes
+from megappo.families.parameters import HF_EMBEDDING, HF_OUTPUT_LAYER, Piece, model_parameters, tensor_shapes
 from megappo.families.weights import ValueHeadWeights
 from megappo.reshard.float8 import SCALE_SUFFIX, SCALE_TYPES, WEIGHT_TYPE, dequantised, scale_shape
+from megappo.reshard.mxfp4 import BLOCK as MXFP4_BLOCK
+from megappo.reshard.mxfp4 import SUFFIXES as MXFP4
+from megappo.reshard.mxfp4 import dequantised as dequantised_mxfp4
 from megappo.reshard.value_heads import EXTRA_FILE, find_value_head
 
 _SINGLE = "model.safetensors"
@@ -33,7 +38,9 @@ class SafetensorsSource:
     """
 
     def __init__(self, folder: Path, arch: ArchitectureConfig) -> None:
-        self._folder, self._arch, self._wanted = folder, arch, tensor_shapes(arch)
+        self._folder, self._arch, self._wanted = folder, arch, stored_shapes(arch)
+        self._parts = packed_parts(arch)
+        self._expert = lru_cache(maxsize=1)(self._read_expert)  # that of a gate is that of the up behind it
         # With tied embeddings the files may hold the output layer as well.
         self._shapes = {**self._wanted, HF_OUTPUT_LAYER: self._wanted[HF_EMBEDDING]}
         index = self._index()
@@ -49,6 +56,27 @@ class SafetensorsSource:
         except ValueError as error:
             raise ValueError(f"the value head in {folder} cannot be read: {error}") from error
         self._stored = self._names()
+        self.further = self._further()
+        """Shapes of the tensors of layers that predict further tokens, by their names; see `Family.further_layers`."""
+
+    def _further(self) -> dict[str, tuple[int, ...]]:
+        """What is read of them as of the model's own."""
+        begin = tuple(self._arch.declaration.further_layers(self._arch))
+        named = [name for name in self._file_of if name.startswith(begin)]
+        self._stored |= dict(zip(named, named, strict=True))
+        scales = {name + SCALE_SUFFIX for name in named}
+        found = {n: tuple(self._file_of[n].get_slice(n).get_shape()) for n in named if n not in scales}
+        self._shapes |= found
+        return found
+
+    def of_further_layers(self) -> SafetensorsSource | None:
+        """A source of what `further` names alone, which keeps no other files open; None where there is nothing."""
+        if not self.further:
+            return None
+        kept, known = copy.copy(self), {*self.further, *(name + SCALE_SUFFIX for name in self.further)}
+        kept._file_of = {name: file for name, file in self._file_of.items() if name in known}
+        kept._expert = lru_cache(maxsize=1)(kept._read_expert)
+        return kept
 
     def _index(self) -> dict[str, str]:
         """The file of each tensor; empty where there is one file."""
@@ -77,15 +105,22 @@ class SafetensorsSource:
         known = {*self._shapes, *(self._head.names if self._head is not None else ())}
         if self._arch.stored_blocks is not None:
             known |= {name + SCALE_SUFFIX for name, shape in self._shapes.items() if len(shape) == 2}
-        passed_over = tuple(self._arch.declaration.passed_over(self._arch))
+        declared = self._arch.declaration
+        apart = (*declared.passed_over(self._arch), *declared.further_layers(self._arch))
+        if self._arch.stored_mxfp4:
+            known |= {name + suffix for name, shape in self._wanted.items() if len(shape) == 3 for suffix in MXFP4}
+        prefix = self._arch.declaration.stored_prefix
         found: dict[str, str] = {}
         unknown: list[str] = []
         for stored in self._file_of:
             # A token classifier or bare trunk stores the same tensors without the "model." in front.
-            name = next((n for n in (stored, f"model.{stored}") if n in known), None)
+            called = [stored, f"model.{stored}"]
+            if prefix and stored.startswith(prefix):
+                called.append(f"model.{stored.removeprefix(prefix)}")
+            name = next((n for n in called if n in known), None)
             if name is not None and name not in found:
                 found[name] = stored
-            elif not stored.endswith(_FOLLOWS_FROM_CONFIG) and not stored.startswith(passed_over):
+            elif not stored.endswith(_FOLLOWS_FROM_CONFIG) and not stored.startswith(apart):
                 unknown.append(stored)
         if unknown:
             shown = f"{', '.join(sorted(unknown)[:3])}{' and others' if unknown[3:] else ''}"
@@ -136,18 +171,29 @@ class SafetensorsSource:
         return scales[:]
 
     def check(self, *, with_output_layer: bool) -> int:
-        """Look for every tensor of the model by the files' headers; returns their number.
+        """Look for every tensor of the model by the files' headers; returns their number, that of layers which predict
+        further tokens aside, whose types are looked at too.
 
         What is read are scales and, in a model with tied embeddings whose output layer is wanted, an output matrix that
         the files hold besides.
         """
         wanted = [name for name in self._wanted if with_output_layer or name != HF_OUTPUT_LAYER]
         for name in wanted:
-            self._slice(name)
-            self._scales(name)
+            if self._is_mxfp4(name):
+                self._mxfp4(name)
+            else:
+                self._slice(name)
+                self._scales(name)
+        self.check_further()
         if with_output_layer and self._arch.tied_embeddings and HF_OUTPUT_LAYER in self._stored:
             self._check_tied()
         return len(wanted)
+
+    def check_further(self) -> None:
+        """Look for what `further` names in a type that can be read, by the files' headers and scales."""
+        for name in self.further:
+            self._slice(name)
+            self._scales(name)
 
     def _check_tied(self) -> None:
         for start in range(0, self._arch.vocab_size, _COMPARED_ROWS):
@@ -162,7 +208,10 @@ class SafetensorsSource:
                 )
 
     def read(self, piece: Piece) -> Tensor:
-        """The slice, on the CPU, in the type it is stored in; float8 as float32."""
+        """The slice, on the CPU, in the type it is stored in; float8 and MXFP4 as float32."""
+        packed = self._parts.get(piece.name)
+        if packed is not None:
+            return packed.of(self._expert(packed.name, packed.expert)).narrow(piece.dim, piece.start, piece.size)
         tensor, scales = self._slice(piece.name), self._scales(piece.name)
         rows = piece.dim == 0
         part: Tensor = tensor[piece.start : piece.stop] if rows else tensor[:, piece.start : piece.stop]
@@ -172,6 +221,39 @@ class SafetensorsSource:
         assert blocks is not None
         first_row, first_column = (piece.start, 0) if rows else (0, piece.start)
         return dequantised(part, scales, blocks, first_row=first_row, first_column=first_column)
+
+    def _read_expert(self, name: str, expert: int) -> Tensor:
+        """What a tensor of all experts has of one, (inputs, outputs) of a matrix."""
+        own = slice(expert, expert + 1)
+        if self._is_mxfp4(name):
+            blocks, scales = (tensor[own].squeeze(0) for tensor in self._mxfp4(name))
+            return dequantised_mxfp4(blocks, scales).t()
+        found: Tensor = self._slice(name)[own].squeeze(0)
+        return found
+
+    def _is_mxfp4(self, name: str) -> bool:
+        return any(name + suffix in self._stored for suffix in MXFP4)
+
+    def _mxfp4(self, name: str) -> tuple[Any, Any]:
+        """Blocks and scales of the matrices of a layer's experts; nothing of them is read yet."""
+        experts, inputs, outputs = self._shapes[name]
+        if name in self._stored or inputs % MXFP4_BLOCK:
+            raise ValueError(
+                f"'{self._stored.get(name, name)}' in {self._folder} is stored in MXFP4, which is for matrices of a "
+                f"multiple of {MXFP4_BLOCK} inputs, here {inputs}, in the place of plain ones; fetch the model again"
+            )
+        shape = (experts, outputs, inputs // MXFP4_BLOCK)
+        found = []
+        for suffix, expected in zip(MXFP4, ((*shape, MXFP4_BLOCK // 2), shape), strict=True):
+            if name + suffix not in self._stored:
+                raise ValueError(f"{self._folder} has no tensor '{name + suffix}'; fetch the model again")
+            found.append(self._unread(name + suffix, expected))
+            kind = found[-1].get_dtype()
+            if kind != "U8":
+                raise ValueError(
+                    f"tensor '{self._stored[name + suffix]}' in {self._folder} is of type {kind}, must be U8 for MXFP4"
+                )
+        return found[0], found[1]
 
     def value_head(self) -> ValueHeadWeights | None:
         """The scalar head as transformers, TRL and OpenRLHF write it. Raises ValueError for more than one value."""
@@ -208,14 +290,21 @@ class RandomSource:
 
     def __init__(self, arch: ArchitectureConfig, seed: int) -> None:
         self._std, self._shapes, self._seed = arch.initializer_range, tensor_shapes(arch), seed
-        self._less_one = bool(arch.declaration.megatron(arch).get("layernorm_zero_centered_gamma"))
+        drawn = (p for p in model_parameters(arch, experts=()) if p.drawn != "by_shape")
+        self._drawn = {name: parameter.drawn for parameter in drawn for name in parameter.hf}
+        self._less_one = arch.declaration.has_zero_centered_norms(arch)
         # The slices of one parameter come from at most three tensors (query, key, value).
         self._whole = lru_cache(maxsize=3)(self._draw)
 
     def _draw(self, name: str) -> Tensor:
-        """A normal(0, initializer_range) matrix, a norm that multiplies by one or a bias of zeros."""
-        shape = self._shapes[name]
-        if len(shape) == 1:
+        """A normal(0, initializer_range) matrix, a norm that multiplies by one or a bias of zeros; or what its family
+        says."""
+        shape, drawn = self._shapes[name], self._drawn.get(name)
+        if drawn == "ones":
+            return torch.ones(shape)
+        if drawn == "rates":
+            return torch.empty(shape).uniform_(0.01, 16, generator=generator_of(self._seed, name)).log_()
+        if len(shape) == 1 and drawn != "normal":
             return torch.zeros(shape) if name.endswith(".bias") or self._less_one else torch.ones(shape)
         return torch.randn(shape, generator=generator_of(self._seed, name)) * self._std
 

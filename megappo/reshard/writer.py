@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -17,7 +18,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from megappo.families.architecture import ArchitectureConfig
-from megappo.families.parameters import tensor_shapes
+from megappo.families.packed import packed_tensors, stored_shapes
 from megappo.reshard.value_heads import EXPORTED
 
 _FILE_BYTES = 4 * 2**30
@@ -38,12 +39,15 @@ def write_policy(
 ) -> None:
     """Write a causal language model as transformers loads it: config, generation_config, tokenizer and safetensors.
 
-    `started_from`: the folder whose generation settings it keeps; what ended a response in the run ends one there too.
-    Raises ValueError where a tensor of the architecture is missing or of another shape: an export is whole or not at
-    all.
+    `tensors`: the model's, and perhaps those of layers that predict further tokens. config.json says that there are
+    such layers where there are. `started_from`: the folder whose generation settings it keeps; what ended a response in
+    the run ends one there too. Raises ValueError where a tensor of the architecture is missing or of another shape: an
+    export is whole or not at all.
     """
-    dtype = _write_tensors(out, tensors, tensor_shapes(arch))
-    _write_config(out, arch, dtype, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[arch.family], {})
+    beside = tuple(arch.declaration.further_layers(arch))
+    written = _write_tensors(out, packed_tensors(arch, tensors), stored_shapes(arch), beside)
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[arch.family]
+    _write_config(out, arch, written, model_class, {})
     _write_generation(out, arch, started_from, stop_token_ids)
     tokenizer.save_pretrained(out)
 
@@ -54,28 +58,39 @@ def write_critic(
     """Write a value model as AutoModelForTokenClassification loads it: its one logit at a token is the value of the
     state after that token. Of a family for which transformers has no such class, as megappo alone loads it. Raises
     ValueError as `write_policy` does."""
-    wanted = tensor_shapes(arch, output_layer=False)
+    wanted = stored_shapes(arch, output_layer=False)
     wanted |= zip(EXPORTED, ((1, arch.hidden_size), (1,)), strict=True)
-    dtype = _write_tensors(out, tensors, wanted)
+    written = _write_tensors(out, packed_tensors(arch, tensors), wanted)
     classifiers = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
     model_class = classifiers.get(arch.family, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[arch.family])
     settings = {"num_labels": 1, "classifier_dropout": 0.0, "token_classification_bias": True}
-    _write_config(out, arch, dtype, model_class, settings, without=_OF_OTHER_HEADS)
+    _write_config(out, arch, written, model_class, settings, without=_OF_OTHER_HEADS)
     tokenizer.save_pretrained(out)
+
+
+class _Written(NamedTuple):
+    """What is in the files of an export."""
+
+    dtype: torch.dtype
+    """Of all tensors but wide ones."""
+    has_further_layers: bool
 
 
 def _write_config(
     out: Path,
     arch: ArchitectureConfig,
-    dtype: torch.dtype,
+    written: _Written,
     model_class: str,
     changes: Mapping[str, object],
     *,
     without: Sequence[str] = (),
 ) -> None:
     config = copy.deepcopy(arch.hf_config)
-    further = arch.declaration.further(config)
-    for name, value in {**further, **changes, "dtype": dtype, "architectures": [model_class]}.items():
+    declared, said = arch.declaration, {**changes, "dtype": written.dtype, "architectures": [model_class]}
+    count = getattr(config, declared.further_count, None) if declared.further_count else None
+    if count is not None:
+        said[declared.further_count] = count if written.has_further_layers else 0
+    for name, value in {**declared.further(config), **said}.items():
         setattr(config, name, value)
     for name in without:
         if hasattr(config, name):
@@ -95,8 +110,14 @@ def _write_generation(out: Path, arch: ArchitectureConfig, folder: Path, stop_to
     (out / _GENERATION).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_tensors(out: Path, tensors: Iterable[tuple[str, Tensor]], wanted: dict[str, tuple[int, ...]]) -> torch.dtype:
-    """Write safetensors of at most 4 GiB; returns their type."""
+def _write_tensors(
+    out: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    wanted: dict[str, tuple[int, ...]],
+    beside: tuple[str, ...] = (),
+) -> _Written:
+    """Write safetensors of at most 4 GiB. `beside`: how names begin of tensors that are taken as they come; the others
+    are to be those that are wanted."""
     out.mkdir(parents=True, exist_ok=True)
     for old in (*out.glob("*.safetensors"), *out.glob(_INDEX)):  # of an earlier export, perhaps in more files
         old.unlink()
@@ -104,6 +125,7 @@ def _write_tensors(out: Path, tensors: Iterable[tuple[str, Tensor]], wanted: dic
     shapes: dict[str, tuple[int, ...]] = {}
     weight_map: dict[str, int] = {}
     size, total = 0, 0
+    dtype: torch.dtype | None = None  # that of the embedding
     for name, tensor in tensors:
         n_bytes = tensor.numel() * tensor.element_size()
         if files[-1] and size + n_bytes > _FILE_BYTES:
@@ -113,12 +135,14 @@ def _write_tensors(out: Path, tensors: Iterable[tuple[str, Tensor]], wanted: dic
         files[-1][name] = tensor.detach().cpu().clone()
         shapes[name], weight_map[name] = tuple(tensor.shape), len(files) - 1
         size, total = size + n_bytes, total + n_bytes
-        dtype = tensor.dtype
-    if shapes != wanted:
-        wrong = sorted(n for n in wanted.keys() | shapes.keys() if wanted.get(n) != shapes.get(n))
+        dtype = dtype or tensor.dtype
+    own = {name: shape for name, shape in shapes.items() if not name.startswith(beside)}
+    if own != wanted:
+        wrong = sorted(n for n in wanted.keys() | own.keys() if wanted.get(n) != own.get(n))
         raise ValueError(f"the weights do not make a whole model: {', '.join(wrong[:5])}; the export was not finished")
     _finish(out, files, weight_map, total)
-    return dtype
+    assert dtype is not None, "a model has tensors"
+    return _Written(dtype, len(own) < len(shapes))
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:

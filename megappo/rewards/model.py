@@ -41,6 +41,63 @@ def batches_of(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]
         yield batch
 
 
+def check_folder(path: str, *, trust_remote_code: bool = False) -> Any:
+    """The configuration of a reward model. Raises ValueError for a folder without one, and for several labels."""
+    with _loading(path):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    if config.num_labels != 1:
+        raise ValueError(
+            f"reward.model_path '{path}' has {config.num_labels} labels, must have 1; use a scalar reward model"
+        )
+    return config
+
+
+class RewardTexts:
+    """What a reward model reads: prompt and response by its own tokenizer. A text longer than its positions loses its
+    beginning."""
+
+    def __init__(self, path: str, *, trust_remote_code: bool = False) -> None:
+        """Raises ValueError for a folder without configuration or tokenizer, and several labels."""
+        config = check_folder(path, trust_remote_code=trust_remote_code)
+        with _loading(path):
+            self._tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+            self._vocabulary: int = config.get_text_config().vocab_size
+        self._longest_tokens: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether prompts may be chat messages."""
+        return bool(self._tokenizer.chat_template)
+
+    def ids(self, prompt: str | Sequence[Mapping[str, Any]], response: str) -> list[int]:
+        """Tokens of a text with its response behind it, or of chat messages with the response as the assistant's.
+
+        Raises ValueError for what the model cannot read.
+        """
+        if isinstance(prompt, str):
+            ids = self._tokenizer(prompt + response).input_ids
+        else:
+            if not self.has_chat_template:
+                raise ValueError("the reward model's tokenizer has no chat template; give it prompts as text")
+            chat = [*prompt, {"role": "assistant", "content": response}]
+            problem = "the reward model's chat template fails on a prompt and its response"
+            with users_code(problem, "fix the template or the messages"):
+                text = self._tokenizer.apply_chat_template(chat, tokenize=False)
+            ids = self._tokenizer(text, add_special_tokens=False).input_ids
+        self.check(ids)
+        return list(ids if self._longest_tokens is None else ids[-self._longest_tokens :])
+
+    def check(self, ids: Sequence[int]) -> None:
+        """Raises ValueError for what the model cannot read."""
+        if not ids:
+            raise ValueError("a prompt and its response become no token of the reward model; use another reward model")
+        if max(ids) >= self._vocabulary:  # on a GPU this would end the process
+            raise ValueError(
+                f"the reward model's tokenizer makes token {max(ids)}, its vocabulary has {self._vocabulary}; "
+                "use the tokenizer it was trained with"
+            )
+
+
 class RewardModel:
     """`AutoModelForSequenceClassification` with one label, over prompt and response as text.
 
@@ -61,14 +118,8 @@ class RewardModel:
 
         `batch_tokens` bounds a batch, padding included; a longer text is a batch of its own.
         """
+        self.texts = RewardTexts(path, trust_remote_code=trust_remote_code)
         with _loading(path):
-            config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        if config.num_labels != 1:
-            raise ValueError(
-                f"reward.model_path '{path}' has {config.num_labels} labels, must have 1; use a scalar reward model"
-            )
-        with _loading(path):
-            self._tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
             self._model, loading = AutoModelForSequenceClassification.from_pretrained(
                 path,
                 dtype=dtype,
@@ -79,8 +130,6 @@ class RewardModel:
         self._require_head(path, loading["missing_keys"])
         self._model.to(device).eval().requires_grad_(False)
         self._device, self._batch_tokens = device, batch_tokens
-        self._vocabulary = self._model.get_input_embeddings().num_embeddings
-        self._longest_tokens: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
 
     def _require_head(self, path: str, missing: Sequence[str]) -> None:
         if missing:
@@ -97,42 +146,27 @@ class RewardModel:
     @property
     def has_chat_template(self) -> bool:
         """Whether prompts may be chat messages."""
-        return bool(self._tokenizer.chat_template)
+        return self.texts.has_chat_template
 
-    @torch.inference_mode()
     def score(self, prompts: Sequence[str | Sequence[Mapping[str, Any]]], responses: Sequence[str]) -> Tensor:
         """(B,) float32 on the CPU; a sample's score does not depend on its neighbours.
 
         A text is followed by its response as it is; chat messages and the response as the assistant's are rendered by
         the reward model's chat template.
         """
-        ids = [self._tokenise(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
+        return self.score_ids([self.texts.ids(p, r) for p, r in zip(prompts, responses, strict=True)])
+
+    @torch.inference_mode()
+    def score_ids(self, ids: Sequence[Sequence[int]]) -> Tensor:
+        """The same of texts as token ids. Raises ValueError for what the model cannot read."""
+        for sequence in ids:
+            self.texts.check(sequence)
         scores_B = torch.empty(len(ids))
         for chosen in batches_of([len(sequence) for sequence in ids], self._batch_tokens):
             scores_B[chosen] = self._score_batch([ids[i] for i in chosen])
         return scores_B
 
-    def _tokenise(self, prompt: str | Sequence[Mapping[str, Any]], response: str) -> list[int]:
-        if isinstance(prompt, str):
-            ids = self._tokenizer(prompt + response).input_ids
-        else:
-            if not self.has_chat_template:
-                raise ValueError("the reward model's tokenizer has no chat template; give it prompts as text")
-            chat = [*prompt, {"role": "assistant", "content": response}]
-            problem = "the reward model's chat template fails on a prompt and its response"
-            with users_code(problem, "fix the template or the messages"):
-                text = self._tokenizer.apply_chat_template(chat, tokenize=False)
-            ids = self._tokenizer(text, add_special_tokens=False).input_ids
-        if not ids:
-            raise ValueError("a prompt and its response become no token of the reward model; use another reward model")
-        if max(ids) >= self._vocabulary:  # on a GPU this would end the process
-            raise ValueError(
-                f"the reward model's tokenizer makes token {max(ids)}, its vocabulary has {self._vocabulary}; "
-                "use the tokenizer it was trained with"
-            )
-        return list(ids if self._longest_tokens is None else ids[-self._longest_tokens :])
-
-    def _score_batch(self, ids: list[list[int]]) -> Tensor:
+    def _score_batch(self, ids: Sequence[Sequence[int]]) -> Tensor:
         """Right padding: a causal trunk never sees it, and the score is read at the last token of the text.
 
         The head is applied here because transformers finds the last token by looking for the padding token, which

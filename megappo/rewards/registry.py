@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args, get_origin, get_type_hints
 
 from megappo.plugins import check_call, check_choice, load_function, signature_of
+from megappo.rewards.judge import judge_key
 from megappo.rewards.rules import RULES, warm_up
+
+if TYPE_CHECKING:
+    from megappo.config.reward import RewardSettings
 
 OF_ENVIRONMENT = "environment"
 """Name of no function at all: the environment's own rewards are all there is."""
@@ -41,8 +45,12 @@ class RewardChoice(NamedTuple):
     batch: bool
 
 
-def check_reward(settings: ChosenReward) -> None:
-    """Raises ValueError where the reward cannot be used: unknown name, failing import, options it does not take."""
+def check_reward(settings: RewardSettings) -> None:
+    """Raises ValueError where the reward cannot be used: unknown name, failing import, options it does not take, or a
+    judge whose key is nowhere."""
+    if settings.judge is not None:
+        judge_key(settings.judge)
+        return
     if settings.function in ("model", OF_ENVIRONMENT):
         unused = [name for name, value in (("options", settings.options), ("batch", settings.batch)) if value]
         if unused:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,48 +17,97 @@ from megappo.types import CHAT_MESSAGES, Rollouts
 
 if TYPE_CHECKING:
     from megappo.rewards.model import RewardModel
+    from megappo.rewards.own_servers import OwnServers
+    from megappo.rewards.remote_model import RemoteRewardModel
+    from megappo.rewards.shared_model import SharedRewardModel
+
+
+@dataclass(frozen=True)
+class _Verdicts:
+    """How a judge did with one step's samples of this rank."""
+
+    samples: int
+    unreadable: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Worth:
+    """What this rank's samples are worth."""
+
+    result: RewardResult
+    of_terms: Mapping[str, Tensor] = field(default_factory=dict)
+    """The scores by each of several functions."""
+    verdicts: Mapping[str, _Verdicts] = field(default_factory=dict)
+    """By the names of `RewardSettings.judges`."""
 
 
 class RewardScorer:
     """Applies the configured rewards; every rank scores its own responses."""
 
-    def __init__(self, settings: RewardSettings, device: torch.device) -> None:
-        """Start workers or load the model. Raises ValueError for a function or model that cannot be used."""
+    def __init__(self, settings: RewardSettings, device: torch.device, servers: OwnServers | None = None) -> None:
+        """Start workers or load the model. Raises ValueError for a function or model that cannot be used.
+
+        `servers`: of judges and a model that have their own, which end with the scorer.
+        """
+        self._servers = servers
         for _, term in settings.terms.values():
             check_reward(term)
         self._settings, self._device = settings, device
         self._pools: dict[str, RewardPool] = {}
         """By the names of `RewardSettings.terms`."""
-        self._model: RewardModel | None = None
-        if settings.model_path is not None:
-            from megappo.rewards.model import RewardModel
+        self._model: RewardModel | SharedRewardModel | None = None
+        self._remote: RemoteRewardModel | None = None
+        if settings.model_path is not None and settings.model_remote is not None:
+            from megappo.rewards.remote_model import RemoteRewardModel
 
-            dtype = getattr(torch, settings.model_dtype(on_cuda=device.type == "cuda"))
-            self._model = RewardModel(settings.model_path, dtype=dtype, device=device)
+            self._remote = RemoteRewardModel(settings.model_path, settings.model_remote)
+        elif settings.model_path is not None:
+            self._model = self._load_or_share(settings.model_path)
         elif settings.function != OF_ENVIRONMENT:
             try:
                 for name, (_, term) in settings.terms.items():
-                    self._pools[name] = RewardPool(term)
+                    self._pools[name] = self._pool(name, term)
             except (ValueError, RuntimeError, OSError):
                 self.close()
                 raise
 
+    def _load_or_share(self, path: str) -> RewardModel | SharedRewardModel:
+        if self._servers is not None and self._settings.model_server is not None:
+            from megappo.rewards.shared_model import MODEL, SharedRewardModel
+
+            return SharedRewardModel(self._servers.places[MODEL], self._settings.model_server, self._servers.check)
+        from megappo.rewards.model import RewardModel
+
+        dtype = getattr(torch, self._settings.model_dtype(on_cuda=self._device.type == "cuda"))
+        return RewardModel(path, dtype=dtype, device=self._device)
+
+    def _pool(self, name: str, term: RewardSettings) -> RewardPool:
+        place = self._servers.places.get(name or "judge") if self._servers is not None else None
+        if self._servers is None or place is None or term.judge is None:
+            return RewardPool(term)
+        return RewardPool(term, place, self._servers.check)
+
     def score(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, float]]:
-        """Scores (B,) float32 of this rank, and `reward/failures`, `reward/timeouts` and the mean of each of several
-        functions over all ranks.
+        """Scores (B,) float32 of this rank, and `reward/failures`, `reward/timeouts`, the mean of each of several
+        functions and how judges did, over all ranks.
 
         A collective of the whole world. Raises RewardError on every rank where too many failed over all of them, so
         that none waits for one that has stopped.
         """
         from megappo.runtime.tally import Tally
 
-        result, of_terms = self._result(rollouts, most_failures=float("inf"))
+        scored = self._result(rollouts, most_failures=float("inf"))
+        result = scored.result
         B = len(result.scores)
         tally = Tally()
         tally.mean("reward/failures", torch.arange(B) < len(result.failures))
         tally.mean("reward/timeouts", torch.arange(B) < result.timeouts)
-        for name, scores_B in of_terms.items():
+        for name, scores_B in scored.of_terms.items():
             tally.mean(f"reward/{name}", scores_B)
+        for name, verdicts in scored.verdicts.items():
+            tally.mean(f"reward/{name}/unreadable", torch.arange(verdicts.samples) < verdicts.unreadable)
+            tally.maximum(f"reward/{name}/seconds", torch.tensor([verdicts.seconds]))
         tally.total("failed", len(result.failures))
         tally.total("samples", B)
         metrics = tally.reduce(None, self._device)
@@ -68,44 +119,58 @@ class RewardScorer:
     def score_local(self, rollouts: Rollouts) -> Tensor:
         """Scores (B,) float32 of this rank, without any collective. Raises RewardError where too many failed."""
         most_failures = self._settings.max_failure_fraction * len(rollouts.responses)
-        result, _ = self._result(rollouts, most_failures)
+        result = self._result(rollouts, most_failures).result
         if len(result.failures) > most_failures:
             raise too_many_failures(self._settings, len(result.failures), len(result.scores), result.failures)
         return result.scores
 
-    def _result(self, rollouts: Rollouts, most_failures: float) -> tuple[RewardResult, dict[str, Tensor]]:
-        """Of all samples, and the scores by each of several functions. No function sees those of failed episodes, which
-        have the score of a failure."""
+    def _result(self, rollouts: Rollouts, most_failures: float) -> _Worth:
+        """Of all samples. No function sees those of failed episodes, which have the score of a failure."""
         if rollouts.episodes is None:
             return self._scored(rollouts, range(len(rollouts.responses)), most_failures)
         failed_B = rollouts.episodes.failed_B
         whole = (~failed_B).nonzero()[:, 0].tolist()
-        result, of_terms = self._scored(rollouts, whole, most_failures)
+        found = self._scored(rollouts, whole, most_failures)
 
         def with_failed(scores: Tensor) -> Tensor:
             scores_B = torch.full(failed_B.shape, self._settings.failure_score, dtype=torch.float32)
             scores_B[whole] = scores
             return scores_B
 
-        failures = [(whole[i], reason) for i, reason in result.failures]
-        every = {name: with_failed(scores) for name, scores in of_terms.items()}
-        late = frozenset(whole[i] for i in result.late)
-        return RewardResult(with_failed(result.scores), failures, late), every
+        failures = [(whole[i], reason) for i, reason in found.result.failures]
+        every = {name: with_failed(scores) for name, scores in found.of_terms.items()}
+        late = frozenset(whole[i] for i in found.result.late)
+        return _Worth(RewardResult(with_failed(found.result.scores), failures, late), every, found.verdicts)
 
-    def _scored(
-        self, rollouts: Rollouts, chosen: Sequence[int], most_failures: float
-    ) -> tuple[RewardResult, dict[str, Tensor]]:
+    def _scored(self, rollouts: Rollouts, chosen: Sequence[int], most_failures: float) -> _Worth:
         """Of some samples, in the order of `chosen`."""
         if self._pools:
-            requests = [_request(rollouts, b) for b in chosen]
-            found = {name: pool.run(requests, most_failures=most_failures) for name, pool in self._pools.items()}
-            return self._sum(found), {name: result.scores for name, result in found.items() if name}
-        if self._model is None:
-            return RewardResult(torch.zeros(len(chosen)), []), {}
-        chat = self._model.has_chat_template  # then prompts go to it as messages
+            return self._by_functions([_request(rollouts, b) for b in chosen], most_failures)
+        model = self._remote or self._model
+        if model is None:
+            return _Worth(RewardResult(torch.zeros(len(chosen)), []))
+        chat = model.has_chat_template  # then prompts go to it as messages
         prompts = [p.metadata.get(CHAT_MESSAGES, p.text) if chat else p.text for p in rollouts.prompts]
         given = [(prompts[b], rollouts.responses[b]) for b in chosen]
-        return RewardResult(self._model.score([p for p, _ in given], [r for _, r in given]), []), {}
+        asked, said = [prompt for prompt, _ in given], [response for _, response in given]
+        if self._remote is None:
+            assert self._model is not None
+            return _Worth(RewardResult(self._model.score(asked, said), []))
+        found = self._remote.try_each(asked, said)
+        failures = [(i, score) for i, score in enumerate(found) if isinstance(score, str)]
+        numbers = [self._settings.failure_score if isinstance(score, str) else score for score in found]
+        return _Worth(RewardResult(torch.tensor(numbers, dtype=torch.float32), failures))
+
+    def _by_functions(self, requests: Sequence[RewardRequest], most_failures: float) -> _Worth:
+        judges, found, verdicts = self._settings.judges, dict[str, RewardResult](), dict[str, _Verdicts]()
+        for name, pool in self._pools.items():
+            started = time.monotonic()
+            found[name] = pool.run(requests, most_failures=most_failures)
+            if (metric := name or "judge") in judges:
+                seconds = time.monotonic() - started
+                verdicts[metric] = _Verdicts(len(requests), len(found[name].notes), seconds)
+        of_terms = {name: result.scores for name, result in found.items() if name}
+        return _Worth(self._sum(found), of_terms, verdicts)
 
     def _sum(self, found: dict[str, RewardResult]) -> RewardResult:
         """The weighted sum; a sample that failed with any function has the score of a failure."""
@@ -120,9 +185,11 @@ class RewardScorer:
         return RewardResult(total, sorted(failures.items()), frozenset(late))
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers, and the servers."""
         for pool in self._pools.values():
             pool.close()
+        if self._servers is not None:
+            self._servers.close()
 
 
 def _request(rollouts: Rollouts, b: int) -> RewardRequest:

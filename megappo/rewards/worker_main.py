@@ -5,7 +5,7 @@ and when the worker ends, the pool hangs up or the trainer is gone, ends all tha
 
 The worker receives a RewardChoice once and answers ("ready", its process id) or ("broken", reason). Then it receives
 lists of pickled requests, the fields of `workers.RewardRequest` by name, and answers each of them in order with
-(score, None) or (None, reason).
+(score, None), (score, note) or (None, reason).
 
 Must import nothing heavy: a killed worker is replaced in the time this takes.
 """
@@ -24,6 +24,7 @@ from typing import Any
 
 from megappo.rewards.channel import WorkerEnd
 from megappo.rewards.descendants import adopt_orphans, die_with_parent, end_descendants, reap
+from megappo.rewards.judge import Noted
 from megappo.rewards.registry import OF_EACH, RewardChoice, argument_names, resolve
 
 _LARGEST_FLOAT32 = 3.4028234663852886e38
@@ -40,7 +41,7 @@ def _number(value: Any) -> Answer:
     number = float(value)
     if not math.isfinite(number) or abs(number) > _LARGEST_FLOAT32:
         return None, f"returned {number}, must be finite"
-    return number, None
+    return number, value.note[:_REASON_CHARACTERS] if isinstance(value, Noted) else None
 
 
 def _answers(

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
@@ -25,10 +25,14 @@ from megappo.errors import RunError
 from megappo.plugins import users_code
 from megappo.rewards.channel import ForeignMessageError, PoolEnd
 from megappo.rewards.descendants import end_marked
+from megappo.rewards.http import ServerPlace
+from megappo.rewards.judge import judge_options, judge_place
 from megappo.rewards.registry import RewardChoice
+from megappo.types import CHAT_MESSAGES
 
 _START_SECONDS = 120.0
 _END_SECONDS = 15.0
+_CHECK_SECONDS = 1.0
 _LARGEST_CHUNK = 64
 _MARK = "MEGAPPO_REWARD_WORKER"
 _TIMED_OUT = "ran out of time"
@@ -68,6 +72,8 @@ class RewardResult:
     failures: list[tuple[int, str]]
     late: frozenset[int] = frozenset()
     """Those of the failures that ran out of time."""
+    notes: tuple[tuple[int, str], ...] = ()
+    """(index, what is to be told) of scores that are no failures."""
 
     @property
     def timeouts(self) -> int:
@@ -146,6 +152,7 @@ class _Job:
     """Indices that no worker has."""
     scores: dict[int, float] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
+    notes: dict[int, str] = field(default_factory=dict)
 
     @property
     def done(self) -> bool:
@@ -154,23 +161,32 @@ class _Job:
     def record(self, index: int, score: float | None, reason: str | None) -> None:
         if score is None:
             self.failures[index] = str(reason)
-        else:
-            self.scores[index] = score
+            return
+        self.scores[index] = score
+        if reason is not None:
+            self.notes[index] = reason
 
 
 class RewardPool(AbstractContextManager["RewardPool"]):
     """Worker processes that apply one reward function; use as a context manager or `close` it."""
 
-    def __init__(self, settings: RewardSettings) -> None:
+    def __init__(
+        self, settings: RewardSettings, place: ServerPlace | None = None, check: Callable[[], None] = lambda: None
+    ) -> None:
         """Start the workers and wait until each has imported the function.
 
+        `place`: of a judge's own server. `check` is called now and then, and raises what ends the run.
         Raises ValueError where the function cannot be used, RewardError where a worker ends or hangs in the import.
         """
         if settings.batch and settings.workers > 1:
             raise ValueError(f"reward.workers is {settings.workers}, but reward.batch makes one call; set workers: 1")
         self._settings = settings
         assert settings.function is not None, "a pool has one function"
-        self._choice = RewardChoice(settings.function, settings.options, settings.batch)
+        self._check = check
+        options = settings.options
+        if settings.judge is not None:
+            options = judge_options(settings.judge, place or judge_place(settings.judge), CHAT_MESSAGES)
+        self._choice = RewardChoice(settings.function, options, settings.batch)
         self.workers: list[Worker] = []
         try:
             for _ in range(settings.workers):
@@ -221,7 +237,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         for index, score in job.scores.items():
             scores[index] = score
         late = frozenset(index for index, reason in job.failures.items() if reason == _TIMED_OUT)
-        return RewardResult(scores, sorted(job.failures.items()), late)
+        return RewardResult(scores, sorted(job.failures.items()), late, tuple(sorted(job.notes.items())))
 
     def _hand_out(self, job: _Job) -> None:
         """Give idle workers their next requests: fewer towards the end, so that they finish together."""
@@ -239,14 +255,15 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             except OSError:
                 self._lose(worker, job, _DIED)
                 continue
-            worker.deadline = time.monotonic() + self._settings.timeout_seconds * (count if self._settings.batch else 1)
+            worker.deadline = time.monotonic() + self._settings.call_seconds(count)
 
     def _collect(self, job: _Job) -> None:
         """Wait for answers and take them, or take the worker whose time is up."""
         busy = [worker for worker in self.workers if worker.pending or not worker.ready]
         assert busy, "unanswered requests, but no worker has them"
+        self._check()
         patience = max(0.0, min(worker.deadline for worker in busy) - time.monotonic())
-        ready = wait([worker.channel.answers for worker in busy], timeout=patience)
+        ready = wait([worker.channel.answers for worker in busy], timeout=min(patience, _CHECK_SECONDS))
         for worker in busy:
             if worker.channel.answers in ready:
                 self._receive(worker, job)

@@ -9,6 +9,7 @@ import torch
 
 from megappo.config.schema import RuntimeSettings
 from megappo.errors import RunError
+from megappo.runtime.heap import keep_freed_memory
 from megappo.runtime.launchers import Ranks, binds_one_device
 
 
@@ -71,6 +72,7 @@ def prepare_device(settings: RuntimeSettings, ranks: Ranks) -> torch.device:
         torch.set_num_threads(settings.threads_per_rank or max(1, cores // here))
         # Compiled fusions bring nothing on gloo and cost seconds at every new shape.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        keep_freed_memory()
         from megappo.runtime.megatron_cpu import install
 
         install()

@@ -7,7 +7,6 @@ computed; without CUDA, where `megatron_cpu.install` has put its stand-ins, the 
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import mmap
 import os
@@ -156,15 +155,3 @@ class Movable:
 def _stream() -> torch.cuda.Stream:
     """All that moves uses one, so that what comes back waits for what left before it."""
     return torch.cuda.Stream()
-
-
-@functools.cache
-def _c_library() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
-
-
-def trim_heap() -> None:
-    """Give back to the system what C's allocator keeps of the memory that tensors on a CPU had, where it can."""
-    trim = getattr(_c_library(), "malloc_trim", None)  # GNU's alone has it
-    if trim is not None:
-        trim(0)

@@ -48,15 +48,19 @@ def describe(places: Sequence[SlicePlace]) -> str:
 
 
 def load_slices(model: Any, described: Sequence[tuple[str, Tensor]]) -> None:
-    """Copy runs of bytes to where their descriptions say.
+    """Copy runs of bytes to where their descriptions say, and make what the model keeps besides of its parameters, as
+    latent attention does of `kv_b_proj`.
 
     Raises ValueError for a parameter that is not there or is laid out in another way; SGLang ends with its words.
     """
-    parameters = dict(model.named_parameters())
+    parameters, filled = dict(model.named_parameters()), set()
     for description, flat_bytes in described:
         for place in map(SlicePlace._make, json.loads(description)):
             run = flat_bytes[place.start : place.stop].view(getattr(torch, place.dtype))
             _fill(place, parameters.get(place.name), run)
+            filled.add(place.name)
+    if hasattr(model, "post_load_weights"):  # SGLang's own loaders call it as well (model_loader/loader.py:315)
+        model.post_load_weights(weight_names=filled)
 
 
 def _fill(place: SlicePlace, parameter: Tensor | None, run: Tensor) -> None:

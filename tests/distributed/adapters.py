@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model, set_peft_model_state_dict
+from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -60,13 +60,19 @@ def put_adapters(model: Any, folder: Path) -> None:
     stored = load_file(folder / "adapter_model.safetensors")
     tensors = {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}
     dense = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
-    names = {name.split(".lora_")[0].rpartition(".")[2] for name in dense}
+    names = {name.split(".lora_")[0] for name in dense}
     model.requires_grad_(False)
     if dense:
-        plain = LoraConfig(r=config["r"], lora_alpha=config["lora_alpha"], target_modules=list(names))
-        inject_adapter_in_model(plain, model)
-        loaded: Any = set_peft_model_state_dict(model, dense)
-        assert not loaded.unexpected_keys
+        # Layer by layer: of a whole model PEFT takes `gate_proj` for the experts' alone where they have such matrices.
+        for number, layer in enumerate(model.model.layers):
+            start = f"model.layers.{number}."
+            own = [name.removeprefix(start) for name in names if name.startswith(start)]
+            plain = LoraConfig(r=config["r"], lora_alpha=config["lora_alpha"], target_modules=own)
+            inject_adapter_in_model(plain, layer)
+        placed = {name.replace(".default", ""): p for name, p in model.named_parameters() if ".lora_" in name}
+        assert placed.keys() == dense.keys()
+        for name, parameter in placed.items():
+            parameter.data.copy_(dense[name])
     for number, layer in enumerate(model.model.layers):
         if hasattr(layer.mlp, "experts"):
             for parameter, matrices in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):

@@ -3,8 +3,8 @@
 Usage (under torchrun): memory_worker.py CASE.json FOUND.json
 - `alone`: an actor and nothing else is updated.
 - otherwise a step of PPO is trained.
-Found are bytes: storages of roles and engine at every change of stage and after every update, and the most anonymous
-memory in each stage above that of the imports.
+Found are bytes: storages of roles and engine at every change of stage and after every update, those of the optimizers
+alone, and the most anonymous memory in each stage above that of the imports.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import gc
 import json
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,8 @@ from megappo.ppo.parts import assemble
 from megappo.ppo.reporting import Reporter
 from megappo.ppo.trainer import Trainer
 from megappo.ppo.updates import LossWeights, PolicyTask
+from megappo.runtime.heap import trim_heap
 from megappo.runtime.process import Runtime, start_runtime
-from megappo.runtime.resting import trim_heap
 from megappo.types import Samples
 
 
@@ -51,6 +51,7 @@ class Meter:
         self.stage = "start"
         self.anonymous: dict[str, int] = {}
         self.storages: dict[str, int] = {}
+        self.optimizers = 0
         self.roles: list[Any] = []
 
     def enter(self, stage: str, _waits_for: str = "") -> None:
@@ -62,6 +63,8 @@ class Meter:
     def weigh(self) -> None:
         """Count storages."""
         self.storages[self.stage] = max(self.storages.get(self.stage, 0), held_bytes(self.roles))
+        trained = [role for role in self.roles if isinstance(role, TrainedRole)]
+        self.optimizers = max(self.optimizers, bytes_of(t for r in trained for t in r.optimizer.tensors().optimizer()))
 
     def _look(self) -> None:
         self.anonymous[self.stage] = max(self.anonymous.get(self.stage, 0), anonymous_bytes() - self._imports)
@@ -99,6 +102,11 @@ def held_bytes(roles: list[Any]) -> int:
         if isinstance(role, TrainedRole):
             found = role.optimizer.tensors()
             tensors += [*found.gradients(), *found.optimizer()]
+    return bytes_of(tensors)
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Of their distinct storages."""
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
@@ -140,7 +148,8 @@ def main() -> None:
         meter = Meter()
         with meter.looking():
             (update_alone if case["alone"] else train)(config, runtime, meter)
-        Path(sys.argv[2]).write_text(json.dumps({"storages": meter.storages, "anonymous": meter.anonymous}))
+        found = {"storages": meter.storages, "anonymous": meter.anonymous, "optimizers": meter.optimizers}
+        Path(sys.argv[2]).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,11 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.identity_op import IdentityOp
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
 
+from distributed.models import expert_by_expert
 from megappo.config.grid import Grid
 from megappo.config.model_files import load_architecture
 from megappo.config.schema import ModelSettings, RuntimeSettings
@@ -44,9 +45,9 @@ local_layers = build.layer_spec
 LAUNCHES = ("launch_swiglu", "launch_swiglu_gradient", "launch_rotation")
 
 
-def sequences(vocab: int) -> list[torch.Tensor]:
+def sequences(vocab: int, lengths: Sequence[int] = (9, 12, 5, 41)) -> list[torch.Tensor]:
     g = torch.Generator().manual_seed(1)
-    return [torch.randint(0, vocab, (n,), generator=g) for n in (9, 12, 5, 41)]
+    return [torch.randint(0, vocab, (n,), generator=g) for n in lengths]
 
 
 def expected(folder: Path, tokens: list[torch.Tensor]) -> torch.Tensor:
@@ -77,9 +78,8 @@ def value_head_of(folder: Path) -> tuple[torch.Tensor, float] | None:
 
 
 def stored_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """What the folder holds, by the names it has there."""
-    with safe_open(folder / "model.safetensors", framework="pt") as file:
-        yield from ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+    """What the folder holds, by the names it has there, each expert by itself."""
+    yield from expert_by_expert(load_file(folder / "model.safetensors"))
 
 
 class NormAndLinear(ColumnParallelLinear):
@@ -151,7 +151,7 @@ def check(case: dict[str, Any], runtime: Runtime) -> dict[str, Any] | None:
     )
     placement = Placement("actor", grid, budget_tokens=1, microbatch_multiple=1, cost=SampleCost(1, 0))
     role: Role = AbsentRole(placement, arch, options, runtime)
-    output, tokens = None, sequences(arch.vocab_size)
+    output, tokens = None, sequences(arch.vocab_size, *([case["tokens"]] if "tokens" in case else []))
     launches = {name: Mock(wraps=getattr(kernels, name)) for name in LAUNCHES}
     if isinstance(layout, Layout):
         layers = fused_layers if case.get("fused") else local_layers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "full_attention_interval": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    # Queries and keys are made unit vectors and what is read is normed, which enlarges rounding errors of small ones:
+    # with the usual numbers transformers' own float32 is 1e-4 nats from its float64.
+    "initializer_range": 0.1,
+    "rms_norm_eps": 1e-3,
+}
+SHARED = {**EXPERTS, "num_experts_per_tok": 3, "shared_expert_intermediate_size": 20}
 OWN: dict[str, dict[str, Any]] = {
     "qwen3_moe": EXPERTS,
     # Caps that are felt, and scores that are not divided by the root of a head's size.
@@ -24,6 +37,16 @@ OWN: dict[str, dict[str, Any]] = {
         "sliding_window": 7,
     },
     "gemma3_text": {"query_pre_attn_scalar": 5, "sliding_window": 7, "sliding_window_pattern": 2},
+    # Heads of 8 with a window, of 16 without one, where a quarter of each is rotated.
+    "gemma4_text": {
+        "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": True,
+        "num_key_value_heads": 4,
+        "num_global_key_value_heads": 2,
+        "global_head_dim": 16,
+        "final_logit_softcapping": 5.0,
+        "sliding_window": 7,
+    },
     "glm4_moe": {
         "n_routed_experts": 8,
         "num_experts_per_tok": 3,
@@ -34,6 +57,52 @@ OWN: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 1,
         "attention_bias": True,
         "use_qk_norm": True,
+    },
+    # Values are narrower than queries; two of four groups of experts are a token's; YaRN's factors are felt.
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 10,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 9,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 1,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.7,
+        },
+    },
+    "qwen3_next": {**DELTA, **SHARED},
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": {**DELTA, **SHARED},
+    # Bounds that are felt, some layers with a window, and a rope as it is published.
+    "gpt_oss": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "swiglu_alpha": 1.3,
+        "swiglu_limit": 0.6,
+        "sliding_window": 7,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 32,
+        },
     },
     "mixtral": {"num_local_experts": EXPERTS["num_experts"], "num_experts_per_tok": EXPERTS["num_experts_per_tok"]},
 }
@@ -64,13 +133,41 @@ def write_model(folder: Path, family: str, seed: int, noise: float = 0.0, **chan
     config = AutoConfig.for_model(family, **(settings | changes))
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for parameter in (*model.parameters(), *(b for name, b in model.named_buffers() if name.endswith("bias"))):
-        if parameter.dim() == 1:
+    buffers = (b for b in model.named_buffers() if b[0].endswith(("bias", "layer_scalar")))
+    for name, parameter in (*model.named_parameters(), *buffers):
+        if parameter.dim() == 1 or name.endswith("bias"):  # those of gpt-oss' experts stand together
             parameter.data.add_(0.2 * torch.randn_like(parameter))
     for parameter in model.parameters():
         parameter.data.add_(noise * torch.randn_like(parameter))
     model.save_pretrained(folder)
     return folder
+
+
+def add_further_layers(folder: Path) -> dict[str, Tensor]:
+    """Give a folder a layer that predicts further tokens, as published ones have it, in float32: like the last layer,
+    with other weights. Returns its tensors."""
+    path = folder / "model.safetensors"
+    tensors, content = load_file(path), json.loads((folder / "config.json").read_text())
+    last, hidden = f"model.layers.{content['num_hidden_layers'] - 1}.", content["hidden_size"]
+    if content["model_type"] in ("glm4_moe", "deepseek_v3"):
+        stem = begin = f"model.layers.{content['num_hidden_layers']}."
+        beside = {
+            "enorm": (hidden,),
+            "hnorm": (hidden,),
+            "eh_proj": (hidden, 2 * hidden),
+            "shared_head.norm": (hidden,),
+        }
+        beside |= dict.fromkeys(("embed_tokens", "shared_head.head"), (content["vocab_size"], hidden))
+    else:
+        stem, begin = "mtp.", "mtp.layers.0."
+        beside = {"fc": (hidden, 2 * hidden)}
+        beside |= dict.fromkeys(("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"), (hidden,))
+    shapes = {name.replace(last, begin): tuple(tensor.shape) for name, tensor in tensors.items() if last in name}
+    shapes |= {f"{stem}{name}.weight": shape for name, shape in beside.items()}
+    generator = torch.Generator().manual_seed(7)
+    found = {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    save_file(tensors | found, path, metadata={"format": "pt"})
+    return found
 
 
 def write_value_model(
@@ -97,7 +194,24 @@ def stored_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     kept = model.state_dict().keys()
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     parameters |= {name: buffer for name, buffer in model.named_buffers() if name in kept}
-    yield from revert_weight_conversion(model, parameters).items()
+    yield from expert_by_expert(revert_weight_conversion(model, parameters))
+
+
+def expert_by_expert(stored: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of files, those that gpt-oss has for all experts of a layer as the experts' own."""
+    for name, tensor in stored.items():
+        layer, _, last = name.rpartition(".experts.")
+        if not layer or last.removesuffix("_bias") not in ("gate_up_proj", "down_proj"):
+            yield name, tensor
+            continue
+        kind = "bias" if last.endswith("_bias") else "weight"
+        for expert, own in enumerate(tensor):
+            place, rows = f"{layer}.experts.{expert}", own if kind == "bias" else own.T
+            if last.startswith("down"):
+                yield f"{place}.down_proj.{kind}", rows
+            else:
+                yield f"{place}.gate_proj.{kind}", rows[0::2]
+                yield f"{place}.up_proj.{kind}", rows[1::2]
 
 
 def quantise(folder: Path, out: Path, blocks: tuple[int, int], **config: Any) -> dict[str, Tensor]:

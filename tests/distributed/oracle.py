@@ -94,9 +94,10 @@ def routed(trunk: Any, routing: Tensor | None) -> Iterator[list[Routed]]:
         return scores, scores.gather(1, taken).softmax(-1), taken
 
     hooks = [
-        layer.mlp.gate.register_forward_hook(partial(route, number))
+        getattr(layer.mlp, name).register_forward_hook(partial(route, number))
         for number, layer in enumerate(trunk.layers)
-        if hasattr(layer.mlp, "gate")
+        for name in ("gate", "router")
+        if hasattr(layer.mlp, name)
     ]
     try:
         yield said
@@ -188,7 +189,10 @@ class Settings:
 
 def _optimizer(model: nn.Module, lr: float, settings: Settings) -> torch.optim.AdamW:
     trained = [p for p in model.parameters() if p.requires_grad]
-    decayed, spared = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() <= 1]
+    # gpt-oss' experts have theirs in parameters of two dimensions.
+    biases = {id(p) for name, p in model.named_parameters() if name.endswith("bias")}
+    spared = [p for p in trained if p.dim() <= 1 or id(p) in biases]
+    decayed = [p for p in trained if p.dim() > 1 and id(p) not in biases]
     # A value head of one row is a matrix in Megatron's eyes too.
     groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": spared, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.999), eps=settings.adam_eps)

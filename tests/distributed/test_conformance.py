@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from distributed.adapters import write_adapters
+from distributed.adapters import MATRICES, write_adapters
 from distributed.features import ADAPTIVE_LAM, FACTORS, NLL_COEF, ROLES, Case, covering, goes_together
 from distributed.harness import ask
 from distributed.test_ppo_step import (
@@ -128,13 +128,25 @@ def adapters_for(folder: Path) -> Path:
 
 def test_adapters_on_experts_alone(world: World, tmp_path: Path) -> None:
     """No dense weight of the actor is trained."""
-    folder, targets = world.folder("model-experts"), ("gate_proj", "up_proj", "down_proj")
+    targets = ("gate_proj", "up_proj", "down_proj")
+    step_with_adapters(world, tmp_path, "model-experts", targets, ["layout.expert_parallel=2"])
+
+
+def test_adapters_of_dense_layers_routed_and_shared_experts(world: World, tmp_path: Path) -> None:
+    """One name stands for matrices of all three."""
+    layout = ["layout={tensor_parallel: 2, sequence_parallel: true, expert_parallel: 2}"]
+    step_with_adapters(world, tmp_path, "model-glm4_moe", MATRICES, layout)
+
+
+def step_with_adapters(world: World, tmp_path: Path, model: str, targets: tuple[str, ...], of_roles: list[str]) -> None:
+    """A step of two ranks beside the oracle's."""
+    folder = world.folder(model)
     adapters = write_adapters(tmp_path / "adapters", folder, rank=4, alpha=6, seed=14, targets=targets)
     lora = f"lora={{rank: 4, alpha: 6, targets: [{', '.join(targets)}]}}"
     told = {
         "config": str(folder.with_suffix(".yaml")),
         "overrides": [
-            *(f"{role}.{x}" for role in ROLES for x in (lora, f"start_from={adapters}", "layout.expert_parallel=2")),
+            *(f"{role}.{x}" for role in ROLES for x in (lora, f"start_from={adapters}", *of_roles)),
             "actor.optimizer.distributed=true",
             f"run.directory={tmp_path / 'run'}",
         ],

@@ -18,9 +18,11 @@ from transformers import AutoModelForCausalLM
 
 from distributed.adapters import PREFIX, write_adapters
 from distributed.attempts import assert_same_run, attempts, killed_at, timeless, train
+from distributed.harness import start
 from distributed.models import write_model
 from distributed.test_resume import whole_tensors
 from megappo.commands.export import export_run
+from megappo.observe.metrics import read_metrics
 
 STILL = ("actor.optimizer.learning_rate=1e-30", "critic.optimizer.learning_rate=1e-30")
 LORA = "{rank: 4, alpha: 8}"
@@ -145,3 +147,29 @@ def test_what_cannot_be_is_said(world: Path, tmp_path: Path) -> None:
     marker = world / "moved/checkpoints/step-000001/checkpoint.json"
     assert "actor's base" in json.loads(marker.read_text())["body"]["content"]["identity"]
     assert PREFIX not in said
+
+
+@pytest.mark.learning
+@pytest.mark.timeout(5400)
+def test_smollm2_learns_sums_with_adapters(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Adapters of rank 16 beside both models, in one process of one thread. What was sampled in the last five steps,
+    and greedy answers to all sums, are right nine times in ten; before, greedy ones were half the time."""
+    model = request.config.getoption("smollm2")
+    if model is None:
+        pytest.skip("give SmolLM2-135M-Instruct's folder as --smollm2 FOLDER")
+    roles = (
+        f"{role}.{setting}"
+        for role in ("actor", "critic")
+        for setting in (
+            "layout={}", "lora={rank: 16, alpha: 32}", "optimizer.learning_rate=5.0e-4", "optimizer.schedule=cosine"
+        )
+    )  # fmt: skip
+    words = ["train", "configs/smollm2_arithmetic.yaml", f"model.path={model}", f"run.directory={tmp_path / 'run'}"]
+    words += [*roles, "rollout.max_response_tokens=12", "runtime.threads_per_rank=1"]
+    done = start("megappo", *words, processes=0, timeout_seconds=5300)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    sampled = [line["reward/mean"] for line in lines if "reward/mean" in line]
+    greedy = [line["eval/reward_mean"] for line in lines if "eval/reward_mean" in line]
+    assert sum(sampled[-5:]) / 5 >= 0.9 > 0.5 > sampled[0], sampled
+    assert greedy[-1] >= 0.9 > 0.6 > greedy[0], greedy

@@ -1,4 +1,5 @@
-"""With everything offloaded a process holds little more than its largest stage needs: a model of 135M parameters."""
+"""With everything offloaded a process holds little more than its largest stage needs, and an optimizer of adapters next
+to nothing: a model of 135M parameters."""
 
 from __future__ import annotations
 
@@ -15,6 +16,8 @@ from distributed.test_plan_measured import base_config
 PARAMETERS = 134_515_008
 """Of SmolLM2-135M."""
 MOST = 1.15
+LEAST = 0.05
+"""Of the optimizer's memory, where adapters of rank 16 are trained."""
 OFFLOAD = [f"{role}.offload=true" for role in ("actor", "critic", "reference")]
 
 
@@ -37,7 +40,7 @@ def write_config(root: Path) -> Path:
     return root / "run.yaml"
 
 
-def measured(config: Path, *, alone: bool, overrides: list[str]) -> dict[str, dict[str, int]]:
+def measured(config: Path, *, alone: bool, overrides: list[str]) -> dict[str, Any]:
     case = {"config": str(config), "overrides": overrides, "alone": alone}
     found: dict[str, Any] = ask("memory_worker.py", 1, case, timeout_seconds=900)
     return found
@@ -48,8 +51,11 @@ def test_memory_is_that_of_the_largest_stage(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     alone = measured(config, alone=True, overrides=[])
     moved = measured(config, alone=False, overrides=OFFLOAD)
+    adapters = measured(config, alone=True, overrides=["actor.lora={rank: 16, alpha: 32}"])
     of_update = 16 * PARAMETERS
     assert alone["storages"]["update_actor"] == of_update
     assert of_update <= max(moved["storages"].values()) <= MOST * of_update, moved["storages"]
+    assert alone["optimizers"] == 8 * PARAMETERS
+    assert 0 < adapters["optimizers"] < LEAST * alone["optimizers"], adapters
     largest, found = (max(m["anonymous"].values()) for m in (alone, moved))
     assert of_update < found <= MOST * largest, (alone, moved)

@@ -51,11 +51,31 @@ CASES: dict[str, tuple[str, int, list[str]]] = {
         "actor.layout.expert_parallel=2", f"critic.{TP2}", "critic.layout.sequence_parallel=true",
         "critic.layout.expert_parallel=2", "actor.optimizer.distributed=true", *ONE_MICROBATCH,
     ]),
+    "sinks": ("gpt_oss", 2, [
+        "actor.layout.expert_parallel=2", f"critic.{TP2}", "critic.layout.sequence_parallel=true",
+        "critic.layout.expert_parallel=2", "critic.recompute=selective", *ONE_MICROBATCH,
+    ]),
+    "latents": ("deepseek_v3", 2, [
+        *(f"actor.layout.{x}" for x in ("tensor_parallel=2", "sequence_parallel=true", "expert_parallel=2")),
+        f"critic.{PP2}", "critic.recompute=selective", *ONE_MICROBATCH,
+    ]),
     "context": ("qwen3", 2, [
         *(f"{r}.layout.context_parallel=2" for r in BOTH), "critic.recompute=selective", *ONE_MICROBATCH,
     ]),
     "tp2xpp2": ("qwen3-tied", 4, [f"{r}.{x}" for r in BOTH for x in (TP2, PP2)] + ONE_MICROBATCH),
 }  # fmt: skip
+LATENTS = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 0,
+}
 PLACES = [(name, role) for name in CASES for role in BOTH]
 
 
@@ -63,19 +83,23 @@ def write_architecture(root: Path, name: str) -> Path:
     """A folder with a config.json and nothing else."""
     family, _, change = name.partition("-")
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
-    config = AutoConfig.for_model(
-        family,
-        hidden_size=64,
-        num_hidden_layers=5 if change == "five" else 4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=160,
-        vocab_size=131,
-        max_position_embeddings=64,
-        tie_word_embeddings=change == "tied",
-        **(experts if family == "qwen3_moe" else {}),
-    )
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 5 if change == "five" else 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 160,
+        "vocab_size": 131,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": change == "tied",
+    }
+    own = {
+        "qwen3_moe": experts,
+        "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+        "deepseek_v3": experts | LATENTS,
+    }
+    config = AutoConfig.for_model(family, **sizes | own.get(family, {}))
     config.save_pretrained(root / name)
     return root / name
 

@@ -124,6 +124,9 @@ TWO_EXPERTS: dict[str, list[str]] = {
     "ep2-experts": EP2,
     "ep2-mixtral": EP2,
     "sp2-ep2-balanced-glm4_moe": [*SP2, *EP2, *BALANCED],
+    "sp2-ep2-balanced-gpt_oss": [*SP2, *EP2, *BALANCED, "critic.recompute=selective"],
+    "sp2-ep2-balanced-deepseek_v3": [*SP2, *EP2, *BALANCED],
+    "sp2-ep2-balanced-qwen3_next": [*SP2, *EP2, *BALANCED],
     "sp2-balanced-experts": [
         *SP2,
         "critic.layout.expert_parallel=2",
@@ -158,6 +161,7 @@ GSPO = [
 GEMMA = {
     "sp2-recompute-gemma2": [*SP2, *(f"{r}.recompute=full" for r in ("actor", "critic"))],
     "pp2-gemma3_text": TWO_PROCESSES["pp2"],
+    "tp2-gemma4_text": TWO_PROCESSES["tp2"],
 }
 OF_USERS = {f"{name}-tp2": [*loss, *TWO_PROCESSES["tp2"]] for name, loss in (("cispo", CISPO), ("gspo", GSPO))}
 ONE_PROCESS: dict[str, list[str]] = {"one": [], "one-tied": [], "one-experts": []}
@@ -195,8 +199,12 @@ MODELS = {
     "model-five": "qwen3",
     "model-mixtral": "mixtral",
     "model-glm4_moe": "glm4_moe",
+    "model-gpt_oss": "gpt_oss",
+    "model-deepseek_v3": "deepseek_v3",
+    "model-qwen3_next": "qwen3_next",
     "model-gemma2": "gemma2",
     "model-gemma3_text": "gemma3_text",
+    "model-gemma4_text": "gemma4_text",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from distributed.attempts import ROOT, SMALL, assert_same_run, attempts, killed_at, timeless, train
 from distributed.models import write_model
+from megappo.observe.metric_docs import METRICS
 
 
 def whole_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -109,9 +111,41 @@ def test_episodes_that_are_killed(tmp_path: Path) -> None:
     assert 0 < line["mismatch/max"] < 1e-4
 
 
-def test_what_a_step_keeps_is_the_same_after_a_kill(tmp_path: Path) -> None:
-    """Rounds of prompts in a step move the cursor; one run is killed in an update, and asked to stop in a rollout."""
+def test_episodes_of_the_next_step_that_are_killed(tmp_path: Path) -> None:
+    """Played while a step is trained on. A run is killed meanwhile, and asked to stop, after which those that were over
+    are kept and the others are played from their beginning, with the weights that they began with."""
     settings = (
+        "run.steps=4", "checkpoint.every_steps=1", "rollout.ahead=1", "algorithm.old_logprob=corrected",
+        "rollout.engine=distributed.talking:TalkingEngine", "rollout.when_stopped=keep",
+        "rollout.environment={name: examples.lookup:Lookup, max_turns: 2, max_turn_tokens: 3}",
+        "reward.function=environment", "rollout.max_response_tokens=9", "data.max_prompt_tokens=4",
+        "data.train={source: 'examples.lookup:keys', options: {held_out: false}}", "data.validation=null",
+        "evaluation=null",
+    )  # fmt: skip
+    killed = tmp_path / "killed"
+    stop = {"rank": 1, "step": 3, "at": "update_actor", "signal": "SIGTERM"}
+    attempts(
+        tmp_path,
+        train(tmp_path / "whole", *settings),
+        killed_at(killed, 2, "update_critic", 0, *settings),
+        train(killed, *settings, expect="85", kill=stop),
+        train(killed, *settings),
+    )
+    assert_same_run(tmp_path / "whole", killed, 4)
+    lines = timeless(killed / "metrics.jsonl")[-4:]
+    assert [line["rollout/lag"] for line in lines] == [0, 1, 1, 1]
+    assert all(line["episode/turns"] == 2 and line["episode/failures"] == 0 for line in lines)
+
+
+def test_what_a_step_keeps_is_the_same_after_a_kill(tmp_path: Path) -> None:
+    """Rounds of prompts in a step move the cursors of two sources, some prompts rest, and two sets are evaluated; one
+    run is killed in an update, and asked to stop in a rollout."""
+    sums = "{source: 'megappo.data.arithmetic:sums', options: {max_operand: %d, modulus: 10}, %s}"
+    settings = (
+        "data.train=null", f"data.mixture={{few: {sums % (2, 'weight: 1')}, many: {sums % (9, 'weight: 2.5')}}}",
+        "data.curriculum={right_above: 0, most_resting: 0.8}",
+        f"data.validation_sets={{hard: {sums % (3, 'samples: 3, temperature: 0.7, pass_at: [1, 3], limit: 9')}}}",
+        "checkpoint.keep_best=eval/hard/pass@3", "evaluation.every_steps=2",
         "run.steps=3", "checkpoint.every_steps=1", "rollout.dynamic_sampling={max_rounds: 3}",
         "reward={functions: {number: {function: number, weight: 2}, exact: {function: exact}}}",
         "reward.overlong={buffer_tokens: 1}", "rollout.generation=configs.examples.segments:segments",
@@ -132,6 +166,16 @@ def test_what_a_step_keeps_is_the_same_after_a_kill(tmp_path: Path) -> None:
         assert 0 < line["response/truncated"] <= -line["reward/overlong"] < 1  # some end with the last token
         total = 2 * line["reward/number"] + line["reward/exact"]  # of all rounds
         assert 0 < total < line["reward/mean"] - line["reward/overlong"] and line["actor/nll_loss"] > 0
+        sources = [(line[f"source/{n}/prompts"], line[f"source/{n}/reward_mean"]) for n in ("few", "many")]
+        assert sum(prompts for prompts, _ in sources) == 10
+        assert sum(prompts * mean for prompts, mean in sources) / 10 == pytest.approx(line["reward/mean"], abs=1e-6)
+        assert line["source/few/right"] + line["source/many/right"] == line["curriculum/right"] > 0
+    assert line["curriculum/resting"] > 0
+    evaluated = [line for line in timeless(killed / "metrics.jsonl") if "eval/hard/pass@1" in line]
+    assert [line["step"] for line in evaluated] == [0, 2]
+    named = [n for n in {*evaluated[1]} if n.startswith(("source/", "curriculum/", "eval/"))]
+    assert {re.sub(r"^(source|eval)/\w+/(pass@)?\d?", r"\1/NAME/\2", n).replace("@", "@K") for n in named} <= {*METRICS}
+    assert all(0 <= e["eval/hard/pass@1"] <= e["eval/hard/pass@3"] <= 1 and "eval/reward_mean" in e for e in evaluated)
 
 
 @pytest.fixture(scope="module")

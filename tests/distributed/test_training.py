@@ -187,12 +187,15 @@ def test_every_option_at_once(tmp_path: Path) -> None:
 
 
 def test_bypass_takes_the_engines_logprobs(tmp_path: Path) -> None:
-    """The same weights and arithmetic, so the first update of each step still starts near ratio 1. A trace that finds a
-    file in its place ends no run."""
+    """The same weights and arithmetic, so the first update of each step still starts near ratio 1. Every other step
+    does without the actor's scores. A trace that finds a file in its place ends no run."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "profile").touch()
-    words = ("algorithm.old_logprob=bypass", "actor.epochs=1", "actor.minibatch_sequences=80", "--profile=1")
+    bypass = ("algorithm.old_logprob=bypass", "algorithm.mismatch_every_steps=2")
+    words = (*bypass, "actor.epochs=1", "actor.minibatch_sequences=80", "--profile=1")
     lines = quickstart(tmp_path / "run", *SHORT, *words)
+    steps = [line for line in lines if line["step"] > 0]
+    assert [line["step"] for line in steps if "mismatch/mean" in line] == [line["step"] for line in steps][::2]
     for line in lines[1:]:
         assert 0 < abs(line["actor/ratio_max"] - 1) < 1e-3
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from aiohttp import ClientSession
 
 import megappo.ppo.parts
+from distributed.in_flight_servers import broken_off, held, struck_in_flight
 from distributed.models import VOCAB, write_model
 from megappo.config import derive_run, load_config
 from megappo.config.schema import RolloutSettings
@@ -167,7 +168,8 @@ def mismatch(parts: Parts, trainer: Trainer, step: int) -> float:
     rollouts = trainer.responses.of_step(step, weights_changed=False)
     assert set(rollouts.weight_versions_B.tolist()) == {parts.engine.version}
     logprob = place(parts.actor, announce(rollouts, parts.runtime.device)).forward()
-    return check_mismatch(logprob, rollouts, parts.config.algorithm, parts.runtime)["mismatch/max"]
+    numbers = check_mismatch(logprob, rollouts, parts.config.algorithm, parts.runtime, parts.engine.version)
+    return numbers["mismatch/max"]
 
 
 def requests(rank: int, count: int = 24) -> list[GenerateRequest]:
@@ -296,6 +298,10 @@ def two_engines(folder: Path, runtime: Runtime) -> dict[str, Any]:
     found["PP2"] = after_an_update(bench, "{pipeline_parallel: 2}")
     found["stop"] = disturbed_rollout(bench, signal.SIGSTOP)
     trainer = following(bench, "{tensor_parallel: 2}")
+    found["in_flight"] = broken_off(trainer, requests(runtime.rank))
+    found["retract"] = held(trainer, requests(runtime.rank), "retract")
+    found["in_place"] = held(trainer, requests(runtime.rank), "in_place")
+    found["in_flight_killed"] = struck_in_flight(trainer, requests(runtime.rank), bench.sessions())
     found["cut"] = cut_sync(bench, trainer)
     victim = "model.layers.2.mlp.up_proj.weight"
     found["once"] = corrupted_sync(trainer, victim, 1)

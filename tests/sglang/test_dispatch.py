@@ -6,12 +6,15 @@ import asyncio
 import base64
 import gc
 import importlib.util
+import itertools
 import json
+import re
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -20,7 +23,7 @@ import pytest
 import torch
 
 from megappo.config.engine import SGLangSettings
-from megappo.engines.protocol import Completion, GenerateRequest, Line, SamplingParams
+from megappo.engines.protocol import CacheUse, Completion, GenerateRequest, Line, SamplingParams
 from megappo.engines.sglang.client import Endpoint, ServerFailure, call
 from megappo.runtime.waiting import wait_until
 from megappo.types import RoutingShape
@@ -32,6 +35,8 @@ from aiohttp import web
 
 from megappo.engines.sglang import dispatch
 from megappo.engines.sglang.dispatch import Outcome, Round
+from megappo.engines.sglang.homes import Homes
+from megappo.engines.sglang.in_flight import Departures, InFlightRound, abort_servers
 from megappo.engines.sglang.line import OpenRound
 from megappo.observe.progress import PROGRESS
 
@@ -55,10 +60,19 @@ class StandIn:
         self.bodies: list[dict[str, Any]] = []
         self.routing: Callable[[int], str] | None = None
         """What it says of the experts of a sample, by the last token of its prompt."""
+        self.cached_tokens: Callable[[list[int]], int] = lambda ids: 0
+        """How many of a prompt's tokens its prefix cache has."""
         self.running = 0
         """Samples that it is making tokens for."""
         self.under_way = self.most_under_way = 0
         """Requests at a time."""
+        self.aborts = 0
+        self.ends_on_abort: set[asyncio.Event] = set()
+        """Of the requests under way."""
+        self.spans: list[dict[str, Any]] | None = None
+        """Which tokens are of which weights."""
+        self.begins = True
+        """Whether a request that is aborted has a token by then."""
         self._ready = threading.Event()
         threading.Thread(target=self._serve, daemon=True).start()
         assert self._ready.wait(10)
@@ -68,6 +82,7 @@ class StandIn:
         asyncio.set_event_loop(loop)
         app = web.Application()
         app.router.add_post("/generate", self._generate)
+        app.router.add_post("/abort_request", self._abort)
         app.router.add_get("/health_generate", self._health)
         app.router.add_get("/v1/loads", self._loads)
         runner = web.AppRunner(app)
@@ -81,6 +96,13 @@ class StandIn:
     async def _health(self, _request: web.Request) -> web.Response:
         await asyncio.sleep(self.health_seconds)
         return web.Response(status=200 if self.healthy else 503)
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        assert await request.json() == {"abort_all": True}
+        self.aborts += 1
+        for end in self.ends_on_abort:
+            end.set()
+        return web.Response()
 
     async def _loads(self, _request: web.Request) -> web.Response:
         return web.json_response({"loads": [{"num_running_reqs": self.running, "num_waiting_reqs": 0}]})
@@ -98,7 +120,10 @@ class StandIn:
         self.running += len(body["input_ids"])
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
-        await asyncio.sleep(self.seconds * len(body["input_ids"]))
+        self.ends_on_abort.add(end := asyncio.Event())
+        with suppress(TimeoutError):
+            await asyncio.wait_for(end.wait(), self.seconds * len(body["input_ids"]))
+        self.ends_on_abort.remove(end)
         self.under_way -= 1
         self.running -= len(body["input_ids"])
         if self.status != 200:
@@ -106,7 +131,7 @@ class StandIn:
         if self.page is not None:
             return web.Response(text=self.page, content_type="text/html")
         self.answered_at.append(time.monotonic())
-        texts = [self._text(ids) for ids in body["input_ids"]]
+        texts = [self._text(ids) if not end.is_set() else self._aborted(ids) for ids in body["input_ids"]]
         if body["return_routed_experts"] and self.routing is not None:
             for ids, text in zip(body["input_ids"], texts, strict=True):
                 text["meta_info"]["routed_experts"] = self.routing(ids[-1])
@@ -118,9 +143,19 @@ class StandIn:
             "meta_info": {
                 "finish_reason": {"type": "stop", "matched": 1},
                 "weight_version": self.version,
+                "prompt_tokens": len(ids),
+                "cached_tokens": self.cached_tokens(ids),
                 "output_token_logprobs": [[-0.5, ids[-1], None], [-0.25, 1, None]],
-            },
+            }
+            | ({} if self.spans is None else {"weight_versions": self.spans}),
         }
+
+    def _aborted(self, ids: list[int]) -> dict[str, Any]:
+        """As SGLang answers: without a word of log-probabilities for what it has not begun."""
+        meta: dict[str, Any] = {"finish_reason": {"type": "abort"}, "weight_version": self.version}
+        if not self.begins:
+            return {"output_ids": [], "meta_info": meta}
+        return {"output_ids": [ids[-1]], "meta_info": meta | {"output_token_logprobs": [[-0.5, ids[-1], None]]}}
 
 
 def settings(**changes: Any) -> SGLangSettings:
@@ -302,14 +337,12 @@ def test_a_round_can_be_given_up() -> None:
 
 
 class AskedLater:
-    """Asked to stop once there is an answer."""
+    """Asked to stop once a round has taken an answer, which on busy cores is later than the server gives it."""
 
-    def __init__(self, server: StandIn) -> None:
-        self.server = server
+    asked = False
 
-    @property
-    def asked(self) -> bool:
-        return bool(self.server.answered_at)
+    def ask(self) -> None:
+        self.asked = True
 
     def check(self) -> None:
         raise AssertionError("the round leaves that to its caller")
@@ -319,9 +352,10 @@ def test_a_run_that_is_asked_to_stop_takes_what_has_come() -> None:
     server = StandIn(0)
     server.hang_after = 40
     requests = {i: GenerateRequest((2, 100 + i), seed=i, prompt_id=i) for i in range(200)}
-    round_ = Round([server.endpoint], requests, PARAMS, 7, settings(stall_timeout_seconds=60.0))
+    stop = AskedLater()
+    round_ = Round([server.endpoint], requests, PARAMS, 7, settings(stall_timeout_seconds=60.0), stop.ask)
     started = time.monotonic()
-    outcome = round_.result(AskedLater(server))
+    outcome = round_.result(stop)
     assert time.monotonic() - started < 20
     assert 0 < len(outcome.completions) < 200 and not outcome.failures
     assert all(outcome.completions[i].token_ids == (100 + i, 1) for i in outcome.completions)
@@ -421,6 +455,58 @@ def test_turns_are_answered_while_others_come() -> None:
     assert max(chats.ended_at[prompt - 100] for prompt in by_server[0]) - begun < 0.3
 
 
+def test_turns_stay_with_the_server_of_the_first_though_another_fails() -> None:
+    """Which then answers what the lost one's episodes have left, all turns of an episode by one of the others."""
+    servers = [StandIn(i, 0.005) for i in range(4)]
+    servers[1].fail_after = 5
+    chats, left, outcome = chat(servers)
+    assert left == 0 and outcome.failures.keys() == {1}
+    assert all(turns == [(100 + i, 1)] * 3 for i, turns in chats.turns.items())
+    fine = [server for server in servers if server.index != 1]
+    served = [Counter(body["input_ids"][0][1] - 100 for body in server.bodies) for server in fine]
+    assert all(not a & b for a, b in itertools.combinations(served, 2))
+    assert all(served[fine.index(servers[i % 4])][i] == 3 for i in range(40) if i % 4 != 1)
+
+
+def test_answers_asked_for_piece_by_piece_stay_with_their_server() -> None:
+    """However their lengths differ by then, and though numbers of prompts are those of others in between."""
+    servers, homes = [StandIn(i) for i in range(3)], Homes()
+
+    def ask(prompts: dict[int, tuple[int, ...]]) -> dict[int, int]:
+        """The server of each prompt, whose two samples are asked for."""
+        for server in servers:
+            server.bodies.clear()
+        requests = {2 * p + s: GenerateRequest((*ids, 100 + p), s, p) for p, ids in prompts.items() for s in (0, 1)}
+        endpoints = [server.endpoint for server in servers]
+        outcome = Round(endpoints, requests, PARAMS, 7, settings(), homes=homes).result()
+        assert len(outcome.completions) == 2 * len(prompts)
+        found = [(ids[-1] - 100, s.index) for s in servers for body in s.bodies for ids in body["input_ids"]]
+        assert len(set(found)) == len(prompts), "the samples of a prompt went to several servers"
+        return dict(found)
+
+    first = ask({p: (2, p) for p in range(12)})
+    assert Counter(first.values()) == {0: 4, 1: 4, 2: 4}
+    longer = {p: (2, p, 100 + p, *[5] * (7 * p % 31)) for p in range(1, 12, 2)}
+    assert ask(longer) == {p: first[p] for p in longer}
+    others = ask({p: (3, p, *[5] * (11 * p % 31)) for p in range(12)})
+    assert Counter(others.values()) == {0: 4, 1: 4, 2: 4} and others != first
+    homes.forget()
+    assert ask({p: (2, p) for p in range(12)}) == first
+
+
+def test_hits_of_the_prefix_caches_are_counted_by_server() -> None:
+    """Of what one answered before it failed, too."""
+    servers = [StandIn(0), StandIn(1)]
+    servers[1].cached_tokens = lambda ids: len(ids) - 1
+    outcome = spread(servers, 40)
+    assert complete(outcome, 40) and not outcome.failures
+    assert outcome.cache == {0: CacheUse(40, 0), 1: CacheUse(40, 20)}
+    servers[1].fail_after = servers[1].asked
+    _, left, outcome = chat(servers, 4)
+    assert left == 0
+    assert outcome.cache == {0: CacheUse(sum(range(2, 5)) * 4, 0)}
+
+
 def test_turns_of_a_lost_server_go_elsewhere_or_are_left() -> None:
     fine, broken = StandIn(0), StandIn(1)
     broken.fail_after = 10
@@ -442,3 +528,132 @@ def test_a_refused_turn_ends_the_round() -> None:
     server.status = 400
     _, left, outcome = chat([server])
     assert left == 40 and "refused to generate" in str(outcome.refusal)
+
+
+def in_flight(servers: list[StandIn], count: int, **changes: Any) -> InFlightRound:
+    line = InFlightRound([s.endpoint for s in servers], PARAMS, 7, settings(**changes))
+    for i in range(count):
+        line.send(i, GenerateRequest((2, 100 + i), seed=i, prompt_id=i))
+    return line
+
+
+def taken(line: InFlightRound, count: int) -> dict[int, Completion]:
+    found: dict[int, Completion] = {}
+    assert wait_until(lambda: len(found.update(line.take(0.01)) or found) >= count, 20.0, every_seconds=0.0)
+    return found
+
+
+def test_answers_are_taken_as_they_come_and_the_rest_is_broken_off(world_of_one: None) -> None:
+    """Begun, not begun by the server, and not sent any more."""
+    fast, slow, full = StandIn(0, 0.001), StandIn(1, 30.0), StandIn(2, 30.0)
+    full.begins = False
+    line = in_flight([fast, slow, full], 30, max_inflight_sequences=4)
+    found = taken(line, 22)  # all but what the others have in hand
+    assert all(found[i] == Completion((100 + i, 1), (-0.5, -0.25), False, 7) for i in range(0, 30, 3))
+    assert wait_until(lambda: slow.running == full.running == 4, 10.0, every_seconds=0.01) and line.take(0.0) == {}
+    line.break_off()
+    line.send(30, GenerateRequest((2, 130), seed=30, prompt_id=30))
+    assert abort_servers(line, [s.endpoint for s in (fast, slow, full)], settings()) == {}
+    assert fast.aborts == slow.aborts == full.aborts >= 2
+    rest, outcome = line.end()
+    assert not outcome.failures and rest.keys() | found.keys() == set(range(31)) and not rest.keys() & found.keys()
+    assert all(answer.broken_off and not answer.truncated and answer.weight_version == 7 for answer in rest.values())
+    begun = {i: answer.token_ids for i, answer in rest.items() if answer.token_ids}
+    assert len(begun) == 4 and all(tokens == (100 + i,) and i % 3 == 1 for i, tokens in begun.items())
+
+
+class Hears:
+    """A `Listener`."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[int, Completion]] = []
+
+    def answered(self, number: int, completion: Completion) -> None:
+        self.found.append((number, completion))
+
+
+def test_turns_in_flight_come_to_who_listens(world_of_one: None) -> None:
+    """Also those that are broken off; while servers are started again they are kept back."""
+    server, hears, departures = StandIn(0, 0.001), Hears(), Departures()
+
+    def send(number: int, last: int) -> None:
+        request = GenerateRequest((2, last), seed=number, prompt_id=number)
+        departures.send(
+            {number: request}, lambda: InFlightRound([server.endpoint], PARAMS, 7, settings(), listener=hears)
+        )
+
+    with departures.kept_back():
+        send(3, 100)
+        assert departures.line is None
+    assert wait_until(lambda: len(hears.found) == 1, 10.0, every_seconds=0.01)
+    send(3, 101)  # the next turn has the same number
+    assert wait_until(lambda: len(hears.found) == 2, 10.0, every_seconds=0.01)
+    assert [(n, c.token_ids[0], c.broken_off) for n, c in hears.found] == [(3, 100, False), (3, 101, False)]
+    server.seconds = 30.0
+    send(4, 102)
+    assert wait_until(lambda: server.running == 1, 10.0, every_seconds=0.01)
+    line = departures.take_line()
+    assert line is not None and departures.line is None
+    line.break_off()
+    line.send(5, GenerateRequest((2, 103), seed=5, prompt_id=5))
+    assert abort_servers(line, [server.endpoint], settings()) == {}
+    rest, _ = line.end()
+    assert rest.keys() == {5} and rest[5].broken_off and not rest[5].token_ids
+    assert hears.found[2:] == [(4, replace(hears.found[2][1], broken_off=True))]
+
+
+def test_a_server_that_gives_nothing_back_is_named(world_of_one: None) -> None:
+    deaf = StandIn(0, 30.0)
+    line = in_flight([deaf], 3, sync_timeout_seconds=0.3, stall_timeout_seconds=60.0)
+    assert wait_until(lambda: deaf.running == 3, 10.0, every_seconds=0.01)
+    line.break_off()
+    failed = abort_servers(line, [], settings(sync_timeout_seconds=0.3))  # nobody tells it
+    assert failed.keys() == {0} and "gave nothing back when it was told to give up" in failed[0]
+    rest, _ = line.end()
+    assert rest.keys() == {0, 1, 2} and not any(answer.token_ids for answer in rest.values())
+
+
+def test_servers_that_hold_their_requests_are_not_missed(world_of_one: None) -> None:
+    """They give nothing, and are not well, for longer than others may. Their answers say which weights made a token."""
+    server = StandIn(0, 2.5)
+    server.healthy = False
+    server.version, server.spans = "8", [{"version": "7", "start": 0, "end": 1}, {"version": "8", "start": 1, "end": 2}]
+    line = in_flight([server], 3)
+    line.hold()
+    with line.given(8):
+        assert not wait_until(lambda: line.is_over, 2.0, every_seconds=0.1)
+        found = taken(line, 3)
+    assert not line.failures
+    assert found[1] == Completion((101, 1), (-0.5, -0.25), False, 7, stretches=((7, 1), (8, 1)))
+    line.end()
+
+
+@pytest.mark.parametrize(
+    ("spans", "words"),
+    [
+        ([("7", 0, 1), ("9", 1, 2)], r"generated with weights \['7', '8', '9'\], not 7 to 8"),
+        ([("7", 0, 1), ("8", 1, 3)], "does not say for each of 2 tokens"),
+        ([("7", 0, 1)], "does not say for each of 2 tokens"),
+        ([("7", 0, 0), ("8", 1, 2)], "does not say for each of 2 tokens"),
+    ],
+)
+def test_what_a_server_says_of_weights_is_checked(
+    spans: list[tuple[str, int, int]], words: str, world_of_one: None
+) -> None:
+    server = StandIn(0, 0.2)
+    server.version = "8"
+    server.spans = [{"version": version, "start": start, "end": end} for version, start, end in spans]
+    line = in_flight([server], 1)
+    with line.given(8):
+        assert wait_until(lambda: line.is_over, 10.0, every_seconds=0.01)
+    assert re.search(words, line.failures[0])
+    line.end()
+
+
+def test_an_abort_that_nobody_asked_for_is_a_failure(world_of_one: None) -> None:
+    server = StandIn(0, 30.0)
+    line = in_flight([server], 1)
+    assert wait_until(lambda: server.running == 1, 10.0, every_seconds=0.01)
+    call(server.endpoint, "/abort_request", {"abort_all": True}, timeout_seconds=5)
+    assert wait_until(lambda: line.is_over, 10.0, every_seconds=0.01) and "broke a response off" in line.failures[0]
+    line.end()

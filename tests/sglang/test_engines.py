@@ -245,3 +245,34 @@ def test_nothing_is_left_behind(scenario: Callable[[str], Found], name: str) -> 
             with socket.socket() as probe:
                 assert probe.connect_ex((urlsplit(url).hostname, urlsplit(url).port)) != 0
     assert [s for found in scenario(name) for s in found["sessions"]]
+
+
+@pytest.mark.slow
+def test_answers_go_on_under_new_weights(scenario: Callable[[str], Found]) -> None:
+    """What was generated until then is kept; each token has the log-probability of the weights that it says made it."""
+    for found in scenario("two_engines"):
+        case = found["in_flight"]
+        assert case["answers"] == 24 and case["idle"] == 0 and case["most_tokens"] <= 100
+        assert case["versions"] == case["expected"] and 0 < case["several"] <= case["partial"] <= case["cut"]
+        assert case["gap_of_the_actors"] < EXACT < 1e-3 < case["gap_of_others"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pause", ["retract", "in_place"])
+def test_servers_keep_answers_while_their_weights_change(scenario: Callable[[str], Found], pause: str) -> None:
+    """They end under the new weights, and each token has the log-probability of those that it says made it; with the
+    keys and values of the older ones, those of neither."""
+    for found in scenario("two_engines"):
+        case = found[pause]
+        assert case["answers"] == 24 and case["broken_off"] == case["restarts"] == 0 < case["several"]
+        assert case["versions"] == case["expected"]
+        assert case["gap_of_others"] > 1e-3
+        assert (case["gap_of_the_actors"] < EXACT) == (pause == "retract")
+
+
+@pytest.mark.slow
+def test_answers_in_flight_survive_a_server(scenario: Callable[[str], Found]) -> None:
+    for found in scenario("two_engines"):
+        case = found["in_flight_killed"]
+        assert case["answers"] == 24 and case["restarts"] == 1
+        assert case["versions"] == [case["version"]] and case["gap"] < EXACT

@@ -54,18 +54,59 @@ def test_a_run_learns(tmp_path: Path, config: str, steps: int, reward: float) ->
     assert len(list((tmp_path / "run" / "engines").glob("*.log"))) == (2 if ahead else 1)
 
 
+def test_prompts_in_flight_through_servers(tmp_path: Path) -> None:
+    """Three steps of them: the first step's are of the weights that it trains, later ones' of up to three before."""
+    settings = ("rollout.ahead=3", "rollout.max_lag=3", "run.steps=5", "evaluation.every_steps=2", *SMALL)
+    words = ("train", "configs/sglang_disaggregated.yaml", f"run.directory={tmp_path / 'run'}")
+    done = start("megappo", *words, *settings, processes=2, timeout_seconds=300)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(6))
+    assert lines[1]["rollout/lag"] == 0 and lines[1]["mismatch/max"] < 1e-5
+    for line in lines[1:]:
+        assert line["rollout/lag"] <= line["rollout/lag_max"] <= 3 and line["rollout/dropped"] == 0
+        assert line["sync/probe_gap"] < 1e-5 and line["engine/restarts"] == 0
+        assert line["sync/version"] == line["step"] + 1
+    assert any(line["rollout/lag"] > 0 for line in lines[1:])
+    assert [line["rollout/in_flight"] + line["rollout/waiting"] for line in lines[1:]] == [30, 30, 20, 10, 0]
+
+
 def test_episodes_through_servers(tmp_path: Path) -> None:
-    """Two turns and a tool: the log-probabilities of both turns are those of the trainer."""
+    """Two turns and a tool: the log-probabilities of both turns are those of the trainer, also after its adapters have
+    been trained and went into the servers with the weights."""
     words = (
         "train", "tests/examples/lookup.yaml", f"run.directory={tmp_path / 'run'}", "run.steps=2", "evaluation=null",
-        "data.validation=null", "rollout.engine=sglang", "rollout.sglang={max_total_tokens: 16384, threads: 1}",
-        "rollout.environment.arguments={}",
+        "data.validation=null", "rollout.engine=sglang", "rollout.environment.arguments={}",
+        "rollout.sglang={max_total_tokens: 16384, threads: 1, deterministic: false}",  # or there is no prefix cache
+        "actor.lora={rank: 8, alpha: 16}",
     )  # fmt: skip
     done = start("megappo", *words, processes=2, timeout_seconds=560)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     for line in read_metrics(tmp_path / "run" / "metrics.jsonl"):
         assert line["episode/turns"] == 2 and line["episode/failures"] == 0 and line["tool/lookup/calls"] == 1
+        assert 0.3 < line["rollout/cache_hit_rate_min"] <= line["rollout/cache_hit_rate"] < 1
+        assert line["rollout/cache_hit_rate"] <= line["rollout/cache_hit_rate_max"] < 1
         assert 0 < line["mismatch/max"] < 1e-5 and line["rollout/lag"] == 0
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_episodes_ahead_through_servers(tmp_path: Path, ahead: int) -> None:
+    """Those of the next step are played while a step is trained on, with the weights that it began with, or they are in
+    flight over two syncs."""
+    words = (
+        "train", "tests/examples/lookup.yaml", f"run.directory={tmp_path / 'run'}", "run.steps=3", "evaluation=null",
+        "data.validation=null", "rollout.engine=sglang", "rollout.environment.arguments={}",
+        f"rollout.ahead={ahead}", *(["rollout.max_lag=2"] if ahead > 1 else []),
+        "rollout.sglang={max_total_tokens: 16384, threads: 1}", "algorithm.old_logprob=corrected", *SMALL, *ALONE,
+    )  # fmt: skip
+    done = start("megappo", *words, processes=1, timeout_seconds=560)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")[-3:]
+    assert lines[0]["rollout/lag"] == 0 < lines[1]["rollout/lag"] and lines[2]["rollout/lag"] > 0
+    for line in lines:
+        assert line["rollout/lag"] == 1 if ahead == 1 and line["step"] > 1 else line["rollout/lag"] <= 2
+        assert line["episode/turns"] == 2 and line["episode/failures"] == 0 and line["tool/lookup/calls"] == 1
+        assert (line["mismatch/max"] < 1e-5) == (line["rollout/lag"] == 0)
 
 
 @pytest.fixture

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
+
+import pytest
+
+from megappo.config import ConfigError, load_config
+from megappo.config.derive import derive
+from megappo.plan.planner import read_models
 
 ROOT = Path(__file__).parents[2]
 CONFIGURATIONS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -22,3 +29,11 @@ def trainer_ranks(path: Path) -> int:
     """How many ranks it is planned for, servers of their own aside."""
     words = head_command(path, "megappo")
     return int(words[words.index("--gpus") + 1])
+
+
+def assert_refused(path: Path, overrides: Sequence[str], ranks: int, words: str) -> None:
+    """The settings and its model, on so many ranks, break a rule whose sentence has these words."""
+    arch = read_models(load_config(path), ROOT / "configs" / "models").models.actor
+    with pytest.raises(ConfigError) as caught:
+        derive(load_config(path, overrides), ranks, arch)
+    assert [problem for problem in caught.value.problems if words in problem], caught.value.problems

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from tokenizers import decoders
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from megappo.config.environment import EnvironmentSettings
-from megappo.engines.protocol import Completion, GenerateRequest, Line, SamplingParams, Talk
+from megappo.engines.protocol import Completion, GenerateRequest, Line, Listener, SamplingParams, Talk
 from megappo.environments.chat import ChatTokens
 from megappo.environments.gateway.server import Gateway
 from megappo.environments.protocol import Environment
@@ -78,30 +78,85 @@ class PromptEngine(SayingEngine):
 
     def __init__(self, say: Say, delay: Callable[[GenerateRequest], float] = lambda _: 0.0) -> None:
         super().__init__(say)
-        self._delay = delay
+        self.delay = delay
+        self.holds: Callable[[GenerateRequest], bool] = lambda _: False
+        """Whether the answer to a request is not to be given yet."""
+        self.left = 0
+        """Episodes that were not over when the last talk was."""
 
     def converse(self, talk: Talk, params: SamplingParams) -> None:
-        line = _Delayed(self, talk, params, self._delay)
+        self.finish_line(talk, self.open_line(talk, params), params)
+
+    def open_line(self, talk: Talk, params: SamplingParams) -> Line:
+        return _Delayed(self, talk, params)
+
+    def finish_line(self, talk: Talk, line: Line, params: SamplingParams, *, weights_changed: bool = False) -> None:
+        assert isinstance(line, _Delayed)
         try:
-            assert talk.drive(line) == 0
+            self.left = talk.drive(line)
         finally:
             line.close()
+
+
+class FlyingEngine(SayingEngine):
+    """Answers what is asked whenever somebody looks, or, where it is told to give up, a token of each."""
+
+    def __init__(self, say: Say, stuck: Collection[int] = ()) -> None:
+        super().__init__(say)
+        self.sent: list[tuple[int, GenerateRequest]] = []
+        self._stuck, self._rest, self._lock = stuck, dict[int, list[int]](), threading.Lock()
+        self._under_way: dict[int, tuple[GenerateRequest, list[int]]] = {}
+        self._listener: Listener | None = None
+
+    def listen(self, listener: Listener) -> None:
+        self._listener = listener
+
+    def send(self, requests: Mapping[int, GenerateRequest], params: SamplingParams) -> None:
+        with self._lock:
+            for number, request in requests.items():
+                assert number not in self._under_way
+                self.sent.append((number, request))
+                whole = list(self.answer(request, params).token_ids)
+                self._under_way[number] = request, self._rest.pop(number, whole)
+
+    def _take(self, number: int, tokens: int | None) -> Completion:
+        _, ids = self._under_way.pop(number)
+        kept, rest = ids[:tokens], ids[len(ids[:tokens]) :]
+        if rest:
+            self._rest[number] = rest
+        logprobs = tuple(-float(self.version) for _ in kept)
+        return Completion(tuple(kept), logprobs, False, self.version, broken_off=bool(rest))
+
+    def finished(self, wait_seconds: float) -> dict[int, Completion]:
+        with self._lock:
+            found = {number: self._take(number, None) for number in [*self._under_way] if number not in self._stuck}
+        for number, completion in found.items():
+            assert self._listener is not None
+            self._listener.answered(number, completion)
+        return {}
+
+    def abort(self) -> dict[int, Completion]:
+        with self._lock:
+            return {number: self._take(number, 1) for number in [*self._under_way]}
 
 
 class _Delayed(Line):
     is_over = False
 
-    def __init__(self, engine: SayingEngine, talk: Talk, params: SamplingParams, delay: Any) -> None:
-        self._engine, self._talk, self._params, self._delay = engine, talk, params, delay
+    def __init__(self, engine: PromptEngine, talk: Talk, params: SamplingParams) -> None:
+        self._engine, self._talk, self._params = engine, talk, params
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
 
     def send(self, number: int, request: GenerateRequest) -> None:
         def answer() -> None:
-            self._talk.answered(number, self._engine.answer(request, self._params))
+            if self._engine.holds(request):
+                self._loop.call_later(0.01, answer)
+            else:
+                self._talk.answered(number, self._engine.answer(request, self._params))
 
-        self._loop.call_soon_threadsafe(self._loop.call_later, self._delay(request), answer)
+        self._loop.call_soon_threadsafe(self._loop.call_later, self._engine.delay(request), answer)
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

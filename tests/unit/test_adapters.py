@@ -92,7 +92,7 @@ def test_what_is_written_peft_loads(world: Path, name: str, tmp_path: Path) -> N
     lora = shape_of(arch)
     source = PeftSource(world / f"{name}-peft", arch, lora)
     whole = ((n, source.read(Piece(n, 0, 0, size[0]))) for n, size in adapter_tensors(arch, lora).items())
-    write_peft(tmp_path / "written", lora, whole, str(world / name))
+    write_peft(tmp_path / "written", arch, lora, whole, str(world / name))
     given, written = (
         load_file(f / "adapter_model.safetensors") for f in (world / f"{name}-peft", tmp_path / "written")
     )
@@ -109,6 +109,32 @@ def test_what_is_written_peft_loads(world: Path, name: str, tmp_path: Path) -> N
         assert difference < 1e-4
         plain: Any = AutoModelForCausalLM.from_pretrained(world / name, dtype=torch.float32)
         assert (plain(input_ids=tokens).logits - with_peft).abs().max() > 0.1
+
+
+def test_a_folder_that_peft_would_load_in_part_is_not_written(tmp_path: Path) -> None:
+    """Where experts and a dense or shared matrix have the same names PEFT leaves the experts' adapters out."""
+    arch = read_architecture(write_model(tmp_path / "model", "glm4_moe", 3))
+    write_adapters(tmp_path / "peft", tmp_path / "model", rank=RANK, alpha=ALPHA, seed=4)
+    lora = shape_of(arch)
+    source = PeftSource(tmp_path / "peft", arch, lora)
+    assert any(".shared_experts." in n for n in adapter_tensors(arch, lora))
+    with pytest.raises(ValueError, match=r"both experts and other .* of a glm4_moe are called gate_proj, up_proj"):
+        write_peft(tmp_path / "out", arch, lora, (), "base")
+    assert not (tmp_path / "out").exists()
+    # What PEFT makes of such a folder is the model without the experts' adapters.
+    tokens = torch.randint(1, arch.vocab_size, (2, 9), generator=torch.Generator().manual_seed(1))
+    merged_model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    base = SafetensorsSource(tmp_path / "model", arch)
+    tensors = dict(MergedSource(arch, lora, base, source, False, torch.float32).tensors())
+    shutil.copytree(tmp_path / "model", tmp_path / "merged")
+    save_file(tensors, tmp_path / "merged/model.safetensors", metadata={"format": "pt"})
+    merged_model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    with torch.no_grad():
+        wanted = merged_model(input_ids=tokens).logits
+    assert (peft_logits(tmp_path / "model", tmp_path / "peft", tokens) - wanted).abs().max() > 1e-2
+    attention = shape_of(arch, ("q_proj", "o_proj"))
+    write_peft(tmp_path / "out", arch, attention, (), "base")
+    assert (tmp_path / "out/adapter_config.json").exists()
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -193,10 +219,6 @@ def test_weights_and_adapters_are_not_mixed(world: Path) -> None:
         (["actor.lora={rank: 4, alpha: 8, targets: [q_proj, q_proj]}"], "must be all, or a list of different names"),
         (["actor.lora={rank: 4, alpha: 8, targets: [q_prj]}"], "of which 'q_proj' is the nearest"),
         (["actor.lora={rank: 400, alpha: 8}"], "actor.lora.rank 400 is above"),
-        (
-            ["model.path=configs/models/GLM-4.5-Air", "actor.lora={rank: 4, alpha: 8}"],
-            "adapters of a glm4_moe are not supported; train its weights, and remove actor.lora",
-        ),
         (
             ["reference={share_actor_base: true}", KL],
             "without actor.lora the actor's weights",

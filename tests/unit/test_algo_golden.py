@@ -231,6 +231,34 @@ def test_importance_weights() -> None:
     assert keep.tolist() == [[False, True, False]]
     weights, _ = importance_weights(old_logprob=old, engine_logprob=engine, mask=mask, level="sequence", cap=100.0)
     assert weights.tolist() == [[approx(12.1825), approx(12.1825), 1.0]]
+    # Ratios of e^2 and e^0.5 have the geometric mean e^1.25.
+    weights, keep = importance_weights(
+        old_logprob=old, engine_logprob=engine, mask=mask, level="geometric", cap=100.0, reject_below=3.5
+    )
+    assert weights.tolist() == [[approx(3.49034), approx(3.49034), 1.0]] and not keep.any()
+    _, keep = importance_weights(old_logprob=old, engine_logprob=engine, mask=mask, cap=100.0, reject_below=1.7)
+    assert keep.tolist() == [[True, False, False]]
+
+
+def test_corrected_is_the_decoupled_objective() -> None:
+    """pi_prox / pi_behav x min(u A, clip(u, 0.8, 1.2) A) with u = pi / pi_prox, by hand for probabilities (pi, pi_prox,
+    pi_behav) of .6, .4, .5 with A = 1; .3, .4, .2 with A = -1; .44, .4, .8 with A = 2: .8 x 1.2, 2 x -.8, .5 x 2.2."""
+    new, prox, behaviour = (t(p).log() for p in ([0.6, 0.3, 0.44], [0.4, 0.4, 0.4], [0.5, 0.2, 0.8]))
+    weights, keep = importance_weights(
+        old_logprob=prox[None], engine_logprob=behaviour[None], mask=torch.ones(1, 3, dtype=torch.bool), cap=10.0
+    )
+    assert keep.all()
+    for token, objective in enumerate((0.96, -1.6, 1.1)):
+        one = slice(token, token + 1)
+        result = token_loss(
+            logprob=new[one],
+            old_logprob=prox[one],
+            advantages=t([1.0, -1.0, 2.0])[one],
+            weights=t([1.0]),
+            mask=t([True]),
+            importance_weights=weights[0, one],
+        )
+        assert -result.loss.item() == approx(objective)
 
 
 @pytest.mark.parametrize(

@@ -179,9 +179,14 @@ def test_one_call_computes_what_the_chunks_do(
 
 
 def plain(
-    tensors: list[Tensor], lengths: tuple[int, ...], window: int | None = None, cap: float | None = None
+    tensors: list[Tensor],
+    lengths: tuple[int, ...],
+    window: int | None = None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Segments of queries (t, h, d), keys and values (t, g, d), one after the other, with a cap of their scores."""
+    """Segments of queries (t, h, d), keys and values (t, g, d), one after the other, with a cap of their scores, or
+    with a share of each head that goes nowhere."""
     heads = tensors[0].shape[1]
     query, key, value = (x.repeat_interleave(heads // x.shape[1], dim=1).split(lengths) for x in tensors)
     found = []
@@ -190,7 +195,9 @@ def plain(
         scores = scores if cap is None else cap * torch.tanh(scores / cap)
         distance = torch.arange(len(q))[None] - torch.arange(len(q))[:, None]
         hidden = (distance > 0) | (distance <= -(window or len(q)))
-        found.append(torch.einsum("hij,jhd->ihd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v))
+        weights = scores.masked_fill(hidden, -torch.inf).exp()
+        nowhere = 0 if sinks is None else sinks.exp()[:, None, None]
+        found.append(torch.einsum("hij,jhd->ihd", weights / (weights.sum(-1, keepdim=True) + nowhere), v))
     return torch.cat(found).flatten(1)
 
 
@@ -202,7 +209,7 @@ def test_scores_with_a_cap(
 ) -> None:
     """No kernel is asked, whatever the GPU; queries are taken four at a time."""
     monkeypatch.setattr(attention, "takes_packs", lambda *_: True)
-    monkeypatch.setattr(attention, "CAPPED_ROWS", 4)
+    monkeypatch.setattr(attention, "PRODUCT_ROWS", 4)
     core = PackedCoreAttention(config_with(window), 1, None, "self", softmax_scale=SCALE, scores_cap=0.7)
     g = torch.Generator().manual_seed(3)
     given = [torch.randn(sum(lengths), n, 8, generator=g, requires_grad=True) for n in (4, groups, groups)]
@@ -217,20 +224,44 @@ def test_scores_with_a_cap(
 
 
 @pytest.mark.parametrize(
-    ("lengths", "window", "cap", "device", "dtype", "taken"),
+    ("lengths", "window", "groups"), itertools.product(((5, 1, 9, 2), (9, 8, 7)), (None, 3, 6), (2, 1))
+)
+def test_sinks(monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], window: int | None, groups: int) -> None:
+    """Of float32 and of bfloat16, whose short segments no other products attend; the sinks' gradient too."""
+    monkeypatch.setattr(attention, "takes_packs", lambda *_: True)
+    monkeypatch.setattr(attention, "PRODUCT_ROWS", 4)
+    g = torch.Generator().manual_seed(3)
+    for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 2**-7)):
+        config = dataclasses.replace(config_with(window), params_dtype=dtype)
+        core = PackedCoreAttention(config, 1, None, "self", softmax_scale=SCALE, has_sinks=True)
+        assert core.sinks is not None and core.sinks.shape == (4,) and core.sinks.dtype == dtype
+        core.sinks.data.copy_(torch.randn(4, generator=g))
+        shapes = [(sum(lengths), n, 8) for n in (4, groups, groups)]
+        given = [torch.randn(shape, generator=g).to(dtype).requires_grad_() for shape in shapes]
+        exact = [x.detach().double().requires_grad_() for x in (*given, core.sinks)]
+        out = core(*given, None, packed_seq_params=packed_segments(lengths, segment_tensors(lengths)))
+        truth = plain(exact[:3], lengths, window, sinks=exact[3])
+        upstream = torch.randn(out.shape, generator=g).to(dtype)
+        gradients = torch.autograd.grad(out, [*given, core.sinks], upstream)
+        true = torch.autograd.grad(truth, exact, upstream.double())
+        for mine, theirs in zip((out, *gradients), (truth, *true), strict=True):
+            assert float((mine - theirs).norm() / theirs.norm()) < bound
+
+
+@pytest.mark.parametrize(
+    ("lengths", "window", "device", "dtype", "taken"),
     [
-        ((256, 3), None, None, "cpu", torch.bfloat16, True),
-        ((3, 257), None, None, "cpu", torch.bfloat16, False),
-        ((5, 9), 9, None, "cpu", torch.bfloat16, True),
-        ((5, 9), 8, None, "cpu", torch.bfloat16, False),
-        ((5, 9), None, 2.0, "cpu", torch.bfloat16, False),
-        ((5, 9), None, None, "cpu", torch.float32, False),
+        ((256, 3), None, "cpu", torch.bfloat16, True),
+        ((3, 257), None, "cpu", torch.bfloat16, False),
+        ((5, 9), 9, "cpu", torch.bfloat16, True),
+        ((5, 9), 8, "cpu", torch.bfloat16, False),
+        ((5, 9), None, "cpu", torch.float32, False),
     ],
 )
 def test_products_are_taken_for_what_is_short(
-    lengths: tuple[int, ...], window: int | None, cap: float | None, device: str, dtype: torch.dtype, taken: bool
+    lengths: tuple[int, ...], window: int | None, device: str, dtype: torch.dtype, taken: bool
 ) -> None:
-    assert takes_products(torch.zeros(1, dtype=dtype, device=device), lengths, window, cap) is taken
+    assert takes_products(torch.zeros(1, dtype=dtype, device=device), lengths, window) is taken
 
 
 @pytest.mark.parametrize("groups", [6, 2, 1])

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from megappo import __version__
 from megappo.cli import main
 from megappo.config import Config, ConfigError
 from megappo.errors import Interrupted
+from megappo.runtime.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[2]
 BASE_PATH = Path(__file__).parent / "config_base.yaml"
@@ -44,8 +46,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         evaluate=lambda config, derived, prompts: seen.append(("evaluate", config)),
     )
 
-    def export(*words: Any) -> list[Path]:
-        seen.append(("export", *words))
+    def export(*words: Any, without_mtp: bool) -> list[Path]:
+        seen.append(("export", *words, without_mtp))
         return []
 
     monkeypatch.setitem(sys.modules, "megappo.ppo.run", trainer)
@@ -127,6 +129,7 @@ def test_settings_are_refused_before_the_data_of_epochs_are_read(
 def test_quiet_and_other_ranks(
     calls: list[tuple[Any, ...]],
     model: str,
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -136,11 +139,23 @@ def test_quiet_and_other_ranks(
     assert main(["train", str(BASE_PATH), model]) == 0
     captured = capsys.readouterr()
     assert (captured.out, captured.err, len(calls)) == ("", "", 2)
+    told = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(told))
+    told_before_rank_0 = list[bool]()
+
+    def wait(condition: Callable[[], bool], seconds: float, **_: float) -> None:
+        told_before_rank_0.append(told.exists())
+        wait_until(condition, seconds, every_seconds=0.1)
+
+    monkeypatch.setattr("megappo.cli.wait_until", wait)
     monkeypatch.setattr("megappo.cli.RANK_0_SPEAKS_WITHIN", 0.5)
     began = time.monotonic()
     assert main(["train", str(BASE_PATH), model, "run.steps=0"]) == 2
     assert time.monotonic() - began > 0.5, "rank 0 ends all ranks by then, unless only this one found a mistake"
-    assert "megappo: error on rank 1: run.steps is 0, must be above 0" in capsys.readouterr().err
+    sentence = "megappo: error on rank 1: run.steps is 0, must be above 0"
+    assert sentence in capsys.readouterr().err
+    assert told_before_rank_0 == [False], "torchrun takes the first that told it something for the cause"
+    assert sentence in told.read_text()
 
 
 def test_world_size_comes_from_the_environment(
@@ -177,9 +192,11 @@ def test_eval(calls: list[tuple[Any, ...]], model: str, tmp_path: Path, capsys: 
 def test_export(calls: list[tuple[Any, ...]]) -> None:
     assert main(["export", "runs/a", "out"]) == 0
     assert main(["export", "runs/a", "out", "--role", "critic", "--step", "best", "--format", "torch_dist"]) == 0
+    assert main(["export", "runs/a", "out", "--without-mtp"]) == 0
     assert calls == [
-        ("export", "runs/a", "out", "actor", "latest", "huggingface"),
-        ("export", "runs/a", "out", "critic", "best", "torch_dist"),
+        ("export", "runs/a", "out", "actor", "latest", "huggingface", False),
+        ("export", "runs/a", "out", "critic", "best", "torch_dist", False),
+        ("export", "runs/a", "out", "actor", "latest", "huggingface", True),
     ]
 
 

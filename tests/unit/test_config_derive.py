@@ -89,6 +89,11 @@ BROKEN: list[tuple[int, tuple[str, ...], list[str]]] = [
         ("rollout.engine=sglang", "rollout.ahead=1", "algorithm.old_logprob=corrected", "rollout.generation=a:b"),
         ["rollout.generation is given, but rollout.ahead is 1", "set rollout.ahead to 0"],
     ),
+    (
+        1,
+        ("rollout.engine=sglang", "rollout.ahead=2", "algorithm.old_logprob=corrected"),
+        ["rollout.ahead 2 is above rollout.max_lag 1, its default with", "set max_lag to at least 2, or ahead to 1"],
+    ),
     (1, ("algorithm.router_replay=true",), ["router_replay is true, but the actor model has no experts; remove it"]),
     (1, ("critic.router_aux_loss_coef=0.1",), ["critic.router_aux_loss_coef 0.1, but the critic", "set it to 0"]),
     (1, ("reference=null",), ["algorithm.kl_in_reward needs a reference", "add `reference: {}`"]),

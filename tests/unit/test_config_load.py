@@ -95,6 +95,10 @@ MALFORMED: list[tuple[dict[str, Any], list[str]]] = [
         {"runtime.device": "gpu"},
         ["runtime.device is 'gpu'", "must be auto, cpu or cuda; the nearest is 'cuda'"],
     ),
+    (
+        {"algorithm.mismatch_every_steps": 4},
+        ["mismatch_every_steps is 4", "with old_logprob decoupled every step needs", "set old_logprob: bypass"],
+    ),
     ({"model.dtype": "bf16"}, ["model.dtype is 'bf16'", "float32 or bfloat16", "nearest is 'bfloat16'"]),
     ({"rollout.dtype": "fp16"}, ["rollout.dtype is 'fp16'", "must be float32 or bfloat16"]),
     (

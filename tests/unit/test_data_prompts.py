@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from megappo.config.schema import DataSettings, DataSourceSettings
+from megappo.config.data import DataSettings, DataSourceSettings
 from megappo.data import PromptDataset, prompts
 from megappo.types import CHAT_MESSAGES
 from unit import helpers_data

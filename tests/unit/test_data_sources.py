@@ -6,13 +6,14 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow
 import pytest
 from pyarrow import parquet
 
-from megappo.config.schema import DataSourceSettings
+from megappo.config.data import DataSourceSettings
 from megappo.data.sources import Record, read_records
 
 CHAT = [{"role": "user", "content": "2+2"}]
@@ -72,6 +73,81 @@ def test_reasoning_gym_is_the_same_every_time() -> None:
     assert first[0].metadata["task"] == "chain_sum"
     assert first[0].metadata["options"] == {"size": 3, "max_terms": 2, "seed": 0}
     assert first[0].metadata["entry"]["answer"] == first[0].answer
+
+
+ROWS = [{"question": f"{i}+1", "answer": i + 1, "level": i % 2} for i in range(5)]
+RECORDS = [Record(f"{i}+1", str(i + 1), {"level": i % 2}) for i in range(5)]
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Hugging Face's library, which keeps what it makes of files in the test's folder."""
+    library = pytest.importorskip("datasets")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    return library
+
+
+def test_data_sets_that_were_saved(hub: Any, tmp_path: Path) -> None:
+    rows = hub.Dataset.from_list(ROWS)
+    rows.select([4, 3, 2, 1, 0]).save_to_disk(tmp_path / "one")
+    assert read(f"datasets:{tmp_path}/one", prompt_key="question") == RECORDS[::-1]
+    assert read(f"datasets:{tmp_path}/one", prompt_key="question", limit=2) == RECORDS[:2:-1]
+    hub.DatasetDict({"train": rows, "held": rows.select([1])}).save_to_disk(tmp_path / "two")
+    assert read(f"datasets:{tmp_path}/two", prompt_key="question") == RECORDS
+    assert read(f"datasets:{tmp_path}/two:held", prompt_key="question") == RECORDS[1:2]
+    hub.DatasetDict({"held": rows}).save_to_disk(tmp_path / "three")
+    assert read(f"datasets:{tmp_path}/three", prompt_key="question") == RECORDS  # the only one
+    chats = hub.Dataset.from_list([{"prompt": CHAT, "answer": "4"}])
+    chats.save_to_disk(tmp_path / "chats")
+    assert read(f"datasets:{tmp_path}/chats") == [Record(CHAT, "4", {})]
+
+
+def test_data_sets_in_folders_of_files(hub: Any, tmp_path: Path) -> None:
+    (tmp_path / "lines").mkdir()
+    lines = [json.dumps(row) for row in ROWS]
+    (tmp_path / "lines" / "train.jsonl").write_text("\n".join(lines[:4]))
+    (tmp_path / "lines" / "test.jsonl").write_text(lines[4])
+    assert read(f"datasets:{tmp_path}/lines", prompt_key="question") == RECORDS[:4]
+    assert read(f"datasets:{tmp_path}/lines:default:test", prompt_key="question") == RECORDS[4:]
+    (tmp_path / "tables").mkdir()
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "tables" / "train-00000.parquet")
+    assert read(f"datasets:{tmp_path}/tables", prompt_key="question") == RECORDS
+
+
+def test_data_sets_that_cannot_be_read(hub: Any, tmp_path: Path) -> None:
+    hub.Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
+    hub.DatasetDict({"held": hub.Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "two")
+    for source, more, said in (
+        (f"datasets:{tmp_path}/none", {}, f"there is no folder {tmp_path}/none"),
+        (f"datasets:{tmp_path}/one:test", {"prompt_key": "question"}, "is a single split; remove test from it"),
+        (f"datasets:{tmp_path}/one:main:train", {}, "save_to_disk wrote has no configurations; remove main"),
+        (f"datasets:{tmp_path}/two:test", {}, "has no split 'test', but held; end it with one"),
+        (f"datasets:{tmp_path}/one", {}, "row 0 has no field 'prompt', but question"),
+        (f"datasets:{tmp_path}/one", {"options": {"a": 1}}, "takes no options, got {'a': 1}; remove them"),
+        ("datasets:nobody/nothing", {}, "'datasets:nobody/nothing' cannot be loaded ("),
+    ):
+        with pytest.raises(ValueError) as refused:
+            read(source, **more)
+        assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_code_that_comes_with_data_is_not_run(hub: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "script"
+    folder.mkdir()
+    (folder / "script.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()")
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        read(f"datasets:{folder}")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_data_sets_need_a_library_that_runs_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"needs a library; pip install 'megappo\[datasets\]'"):
+        read("datasets:openai/gsm8k:main:train")
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(__version__="3.6.0"))
+    with pytest.raises(ValueError, match=r"datasets 3\.6\.0 may run code that comes with data, version 4"):
+        read("datasets:openai/gsm8k:main:train")
 
 
 def test_arithmetic_has_every_pair_once() -> None:

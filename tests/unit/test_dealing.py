@@ -124,3 +124,90 @@ def test_without_engines_nothing_is_handed_out() -> None:
     owed = deal.take(4, 8)
     deal.lose(4, owed)
     assert not deal.waiting
+
+
+def test_of_a_ranks_prompts_each_server_owes_equally_many_tokens() -> None:
+    """Long and short ones: as many prompts for each server as without their lengths, and a tenth of the spread."""
+    lengths = random.Random(5)
+    prompt_ids = {i: i // 4 for i in range(4 * 64)}
+    of_prompts = [int(2 ** lengths.uniform(4, 12)) for _ in range(64)]
+    tokens = {i: of_prompts[prompt] for i, prompt in prompt_ids.items()}
+    deal = Deal(range(8), prompt_ids, tokens, most_response_tokens=100)
+    by_number = [sum(4 * (n + 100) for n in of_prompts[server::8]) for server in range(8)]
+    owed = [deal.owed.of(server) for server in range(8)]
+    assert sum(owed) == sum(by_number)
+    assert max(owed) - min(owed) < 0.1 * (max(by_number) - min(by_number))
+    taken = {server: deal.take(server, 4 * 64) + deal.take(server, 4 * 64) for server in range(8)}
+    while deal.waiting:
+        taken = {server: requests + deal.take(server, 4 * 64) for server, requests in taken.items()}
+    assert [len(requests) for requests in taken.values()] == [4 * 8] * 8
+    assert [len({prompt_ids[i] for i in requests}) for requests in taken.values()] == [8] * 8
+    deal.lose(3, taken[3])
+    owed = [deal.owed.of(server) for server in range(8) if server != 3]
+    assert sum(owed) == sum(by_number)
+
+
+def test_what_is_owed_follows_the_responses_so_far() -> None:
+    deal = Deal([0, 1], {0: 0, 1: 1, 2: 2, 3: 3}, {0: 50, 1: 10, 2: 10, 3: 30}, most_response_tokens=1000)
+    assert [deal.owed.of(server) for server in (0, 1)] == [2060, 2040]  # 50 and 10, 30 and 10
+    assert sorted(deal.take(0, 1) + deal.take(0, 1)) == [0, 2]
+    deal.answered(0, {0: 4, 2: 8})
+    assert [deal.owed.of(server) for server in (0, 1)] == [0, 40 + 2 * 6]
+
+
+def test_a_free_server_takes_from_the_one_that_owes_most_tokens() -> None:
+    """Which has fewer requests than another."""
+    deal = Deal([0, 1, 2], {0: 0, 1: 1, 2: 2, 3: 4, 4: 7}, {0: 10, 1: 900, 2: 10, 3: 10, 4: 10}, 10)
+    waiting = {server: deal.owed.of(server) for server in (0, 1, 2)}
+    long = max(waiting, key=lambda server: waiting[server])
+    (idle,) = [server for server in waiting if server != long][:1]
+    while deal.take(idle, 8):
+        pass
+    assert deal.relieve(idle) and deal.take(idle, 8) == [1]
+
+
+def test_turns_stay_with_the_server_that_answered_the_last() -> None:
+    """Whoever else fails, and also where it was not the one that the prompt's number names."""
+    deal = Deal(range(4), {})
+    homes = dict[int, int]()
+    for episode in range(24):
+        deal.add(episode, episode // 2, prompt_tokens=10)
+    for server in range(4):
+        while taken := deal.take(server, 100):
+            homes |= dict.fromkeys(taken, server)
+            deal.answered(server, dict.fromkeys(taken, 5))
+    assert all(homes[episode] == episode // 2 % 4 for episode in range(24))
+    deal.lose(1, [])
+    for _ in range(2):
+        for episode in range(24):
+            deal.add(episode, episode // 2, prompt_tokens=20)
+        for server in (0, 2, 3):
+            while taken := deal.take(server, 100):
+                assert all(homes[episode] in (server, 1) for episode in taken)
+                homes |= dict.fromkeys(taken, server)
+                deal.answered(server, dict.fromkeys(taken, 5))
+    moved = [homes[episode] for episode in range(24) if episode // 2 % 4 == 1]
+    assert set(moved) <= {0, 2, 3} and moved[::2] == moved[1::2], "samples of a prompt went to several servers"
+
+
+@pytest.mark.parametrize(("elsewhere", "leaves"), [(4, False), (1, True)])
+def test_a_turn_behind_a_full_server_leaves_for_one_that_owes_far_less(elsewhere: int, leaves: bool) -> None:
+    """Of 8 it may have what 6 others wait for; one that owes more than half as much does not get any of it."""
+    deal = Deal([0, 1], {})
+    for episode in range(0, 14, 2):  # even prompts are dealt to the first
+        deal.add(episode, episode, prompt_tokens=10)
+    while taken := deal.take(0, 100):
+        deal.answered(0, dict.fromkeys(taken, 10))
+    for number in range(elsewhere):
+        deal.add(101 + 2 * number, 101 + 2 * number, prompt_tokens=10)
+    while deal.take(1, 100):
+        pass
+    for episode in range(0, 14, 2):
+        deal.add(episode, episode, prompt_tokens=10)
+    assert len(deal.take(0, 1)) == 1
+    assert deal.relieve(1) is leaves
+    if leaves:
+        (moved,) = deal.take(1, 8)
+        deal.answered(1, {moved: 10})
+        deal.add(moved, moved, prompt_tokens=20)
+        assert deal.take(1, 8) == [moved], "it stays where it went"

@@ -97,6 +97,7 @@ def test_a_dry_run_checks_the_engine_that_the_run_would_have_here(
         (SMALL, "h100", 1, ("rollout.engine=transformers", "rollout.sglang=null")),
         (MIDDLE, "h100", 8, ("rollout.engine=transformers", "rollout.sglang=null", "rollout.dtype=float32")),
         (QUICKSTART, "cpu", 2, ()),
+        (ROOT / "configs/sglang_disaggregated.yaml", "cpu", 2, ("rollout.ahead=2", "rollout.max_lag=2")),
     ],
 )
 def test_the_other_engine_is_what_its_overrides_make(

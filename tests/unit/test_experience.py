@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from megappo.megatron.roles import Update
 from megappo.ppo import start
 from megappo.ppo.advice import Advisor
 from megappo.ppo.experience import ExperienceMaker
-from megappo.ppo.measures import check_mismatch
+from megappo.ppo.measures import MismatchError, check_mismatch
 from megappo.ppo.updates import step_metrics
 from megappo.types import Rollouts, Scored
 from megappo_kernels.backend import use_backend
@@ -180,13 +181,33 @@ def test_mismatch_k3_is_the_k3_of_everything_else() -> None:
     trainer = torch.tensor([[-0.5, -1.2, 0.0, math.inf], [-1.0, -2.0, -3.0, -1.0]])
     algorithm = AlgorithmSettings(mismatch_stop_nats=100.0)
     runtime: Any = SimpleNamespace(device=CPU)
-    numbers = check_mismatch(trainer, rollouts(engine, MASK), algorithm, runtime)
+    numbers = check_mismatch(trainer, rollouts(engine, MASK), algorithm, runtime, 0)
     gaps = torch.tensor([12.0, -0.2, 0.0, 0.0, 0.0, 0.5])
     k3 = kl_estimate(-gaps, "k3")
     assert k3[0] == 10 and numbers["mismatch/k3"] == pytest.approx(float(k3.mean()), rel=1e-6)
     assert numbers["mismatch/mean"] == pytest.approx(12.7 / 6, rel=1e-6)
     assert numbers["mismatch/max"] == pytest.approx(12.0)
     assert numbers["mismatch/truncated"] == pytest.approx(1 / 6)  # only e^12 is above the cap of 2
+
+
+def test_tokens_of_older_weights_prove_nothing_of_the_engine() -> None:
+    """Only those of the actor's own stop a run, and are told by themselves; what is no number always stops it."""
+    trainer = torch.tensor([[-0.5, -1.2, 0.0, 0.0], [-1.0, -2.0, -3.0, -1.0]])
+    engine = trainer - torch.tensor([[9.0, 0.25, 0.0, 0.0], [0.0, 0.5, 0.0, 0.0]])
+    versions_BR = torch.tensor([[3, 7, 0, 0], [6, 7, 7, 7]])
+    given = replace(rollouts(engine, MASK), token_versions_BR=versions_BR)
+    algorithm, runtime = AlgorithmSettings(mismatch_stop_nats=0.2), cast(Any, SimpleNamespace(device=CPU))
+    numbers = check_mismatch(trainer, given, algorithm, runtime, 7)
+    assert numbers["mismatch/own_weights"] == pytest.approx(0.75 / 4)
+    assert numbers["mismatch/mean"] == pytest.approx(9.75 / 6)
+    old = check_mismatch(trainer, replace(given, weight_versions_B=torch.tensor([6, 6])), algorithm, runtime, 8)
+    assert "mismatch/own_weights" not in old
+    with pytest.raises(MismatchError, match=r"differ by 0.188 nats per token"):
+        check_mismatch(trainer, given, AlgorithmSettings(mismatch_stop_nats=0.15), runtime, 7)
+    engine[0, 0] = math.nan  # of weights that are older
+    for newest in (7, 8):
+        with pytest.raises(MismatchError, match="differ by nan nats per token"):
+            check_mismatch(trainer, replace(given, engine_logprob_BR=engine), algorithm, runtime, newest)
 
 
 def explained_variance(returns: Tensor, values: Tensor, backend: str) -> float:

@@ -70,13 +70,17 @@ def test_an_export_is_whole_or_none(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
 
 
+UNCLASSIFIED = ("gemma3_text", "gemma4_text", "glm4_moe", "qwen3_5_text", "qwen3_5_moe_text")
+"""Of which transformers has no classifier of tokens."""
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_exported_critic_is_a_token_classifier(tmp_path: Path, family: str) -> None:
     folder = write_value_model(tmp_path / "model", family, 3, tie_word_embeddings=True)
     tensors = load_file(folder / "model.safetensors")
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "configs/models/tiny_arithmetic")
     write_critic(tmp_path / "out", read_architecture(folder), tensors.items(), tokenizer)
-    if family in ("gemma3_text", "glm4_moe"):  # of which transformers has no classifier of tokens
+    if family in UNCLASSIFIED:
         source = SafetensorsSource(tmp_path / "out", read_architecture(tmp_path / "out"))
         head = source.value_head()
         assert head is not None and source.check(with_output_layer=False) == len(tensors) - 2

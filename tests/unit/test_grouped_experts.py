@@ -18,17 +18,24 @@ from torch.nn.functional import grouped_mm, silu
 from megappo.megatron import experts
 from megappo.megatron.experts import GroupedExperts, expert_products, takes_grouped
 from megappo.megatron.routing import TokenDispatcher, by_own_expert
+from megappo_kernels.clamped import ClampedSwiGLU
 
 RAGGED = [3, 0, 7, 1, 0, 12]
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float64: 1e-12}
 """Of the norm of an error over the norm of what is right, by the type that is computed in."""
 
 
-def configuration(dtype: torch.dtype, hidden: int, ffn: int, n_experts: int, chosen: int = 2) -> TransformerConfig:
+BOUNDED, UNFELT = ClampedSwiGLU(alpha=1.3, limit=0.5), ClampedSwiGLU(alpha=1.3, limit=50.0)
+
+
+def configuration(
+    dtype: torch.dtype, hidden: int, ffn: int, n_experts: int, chosen: int = 2, **changes: Any
+) -> TransformerConfig:
+    usual = {"activation_func": silu, "add_bias_linear": False}
     return TransformerConfig(
         num_layers=1, num_attention_heads=1, hidden_size=hidden, ffn_hidden_size=ffn, moe_ffn_hidden_size=ffn,
-        num_moe_experts=n_experts, moe_router_topk=chosen, gated_linear_unit=True, activation_func=silu,
-        add_bias_linear=False, params_dtype=dtype, use_cpu_initialization=True,
+        num_moe_experts=n_experts, moe_router_topk=chosen, gated_linear_unit=True, params_dtype=dtype,
+        use_cpu_initialization=True, **(usual | changes),
     )  # fmt: skip
 
 
@@ -50,10 +57,14 @@ def make_experts(config: TransformerConfig) -> GroupedExperts:
     return made
 
 
-def one(row: Tensor, of: list[Tensor]) -> Tensor:
-    """What one expert makes of a row."""
-    gate, up = (of[0] @ row).chunk(2)
-    return of[1] @ (silu(gate) * up)
+def one(row: Tensor, of: list[Tensor], clamped: ClampedSwiGLU | None = None) -> Tensor:
+    """What one expert makes of a row; between bounds with biases, as gpt-oss' do."""
+    if clamped is None:
+        gate, up = (of[0] @ row).chunk(2)
+        return of[1] @ (silu(gate) * up)
+    gate, up = (of[0] @ row + of[2]).chunk(2)
+    gate, up = gate.clamp(max=clamped.limit), up.clamp(-clamped.limit, clamped.limit)
+    return of[1] @ ((up + 1) * gate * torch.sigmoid(clamped.alpha * gate)) + of[3]
 
 
 def exact(*tensors: Tensor) -> list[Tensor]:
@@ -66,9 +77,10 @@ def assert_close(dtype: torch.dtype, found: list[Any], right: list[Any]) -> None
         assert error < BOUNDS[dtype], (tuple(tensor.shape), error)
 
 
-def check_against_loop(dtype: torch.dtype, hidden: int, ffn: int) -> None:
+def check_against_loop(dtype: torch.dtype, hidden: int, ffn: int, clamped: ClampedSwiGLU | None = None) -> None:
     """Output and every gradient, of experts with many rows, few and none."""
-    layer = make_experts(configuration(dtype, hidden, ffn, len(RAGGED)))
+    changes: dict[str, Any] = {} if clamped is None else {"activation_func": clamped, "add_bias_linear": True}
+    layer = make_experts(configuration(dtype, hidden, ffn, len(RAGGED), **changes))
     rows = drawn(sum(RAGGED), hidden, dtype=dtype, seed=5).requires_grad_()
     weights = router_weights(dtype, len(rows)).requires_grad_()
     upstream = drawn(*rows.shape, dtype=dtype, seed=7)
@@ -77,7 +89,7 @@ def check_against_loop(dtype: torch.dtype, hidden: int, ffn: int) -> None:
     output.backward(upstream)
     leaves = exact(rows, weights, *layer.parameters())
     numbers = torch.arange(len(RAGGED)).repeat_interleave(torch.tensor(RAGGED))
-    made = [w * one(r, [p[n] for p in leaves[2:]]) for r, w, n in zip(*leaves[:2], numbers, strict=True)]
+    made = [w * one(r, [p[n] for p in leaves[2:]], clamped) for r, w, n in zip(*leaves[:2], numbers, strict=True)]
     truth = torch.stack(made)
     truth.backward(upstream.double())
     grads = [leaf.grad for leaf in (rows, weights, *layer.parameters())]
@@ -90,6 +102,42 @@ def test_grouped_experts_equal_the_loop(dtype: torch.dtype) -> None:
     with patch.object(experts, "grouped_mm", wraps=grouped_mm) as grouped:
         check_against_loop(dtype, 32, 24)
     assert grouped.call_count == 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "clamped"),
+    [
+        (torch.float32, BOUNDED),
+        (torch.float64, BOUNDED),
+        # What is rounded may be on the other side of a bound, where the gradient is another.
+        (torch.bfloat16, UNFELT),
+    ],
+)
+def test_experts_with_biases_and_bounds_equal_the_loop(dtype: torch.dtype, clamped: ClampedSwiGLU) -> None:
+    check_against_loop(dtype, 32, 24, clamped)
+    layer = make_experts(configuration(dtype, 32, 24, 2, activation_func=clamped, add_bias_linear=True))
+    names = {name for name, _ in layer.named_parameters()}
+    assert names == {"weight1", "weight2", "bias1.bias", "bias2.bias"}  # the last two are biases in Megatron's eyes
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_bounds_on_either_side(dtype: torch.dtype) -> None:
+    """At a bound there is no gradient, as `clamp` of torch 2.14 has none."""
+    values = [-0.75, -0.5, -0.25, 0.25, 0.5, 0.75]  # all of them bfloat16's
+    pairs = torch.cartesian_prod(torch.tensor(values), torch.tensor(values)).to(dtype).requires_grad_()
+    weights = router_weights(dtype, len(pairs)).requires_grad_()
+    found, upstream = BOUNDED(pairs, weights), drawn(len(pairs), 1, dtype=dtype)
+    found.backward(upstream)
+    wide, wide_weights = exact(pairs, weights)
+    gate, up = wide.unbind(1)
+    gate, up = torch.where(gate < 0.5, gate, 0.5), torch.where(up.abs() < 0.5, up, 0.5 * up.sign())
+    truth = ((up + 1) * gate * torch.sigmoid(1.3 * gate) * wide_weights)[:, None]
+    truth.backward(upstream.double())
+    assert_close(dtype, [found, pairs.grad, weights.grad], [truth, wide.grad, wide_weights.grad])
+    assert pairs.grad is not None and torch.equal(pairs.grad[:, 0] == 0, wide.detach()[:, 0] >= 0.5)
+    assert torch.equal(pairs.grad[:, 1] == 0, wide.detach()[:, 1].abs() >= 0.5)
+    with pytest.raises(ValueError, match="3 columns are no gate and up side by side"):
+        BOUNDED(torch.zeros(2, 3), torch.ones(2))
 
 
 @pytest.mark.parametrize(
@@ -106,8 +154,9 @@ def test_what_torch_groups_not_goes_one_by_one(dtype: torch.dtype, hidden: int, 
         product.backward(torch.ones(5, ffn, dtype=dtype))
 
 
-def test_experts_without_a_row_have_a_gradient_of_zero() -> None:
-    layer = make_experts(configuration(torch.float32, 32, 24, 3))
+@pytest.mark.parametrize("changes", [{}, {"activation_func": BOUNDED, "add_bias_linear": True}])
+def test_experts_without_a_row_have_a_gradient_of_zero(changes: dict[str, Any]) -> None:
+    layer = make_experts(configuration(torch.float32, 32, 24, 3, **changes))
     rows = torch.empty(0, 32, requires_grad=True)
     output, _ = layer(rows, torch.zeros(3, dtype=torch.int64), torch.empty(0))
     output.sum().backward()
@@ -170,9 +219,10 @@ def test_rows_by_sender_come_by_expert_and_back() -> None:
     assert rows.grad is not None and torch.equal(rows.grad, order.collect(upstream))
 
 
-def test_nothing_is_read_on_the_host(alone: ProcessGroupCollection) -> None:
+@pytest.mark.parametrize("changes", [{}, {"activation_func": BOUNDED, "add_bias_linear": True}])
+def test_nothing_is_read_on_the_host(alone: ProcessGroupCollection, changes: dict[str, Any]) -> None:
     """Tensors without numbers go through forward and backward: whoever asked for one would raise."""
-    config = configuration(torch.bfloat16, 32, 24, 6, chosen=3)
+    config = configuration(torch.bfloat16, 32, 24, 6, chosen=3, **changes)
     with FakeTensorMode() as mode:
         layer, dispatcher = GroupedExperts(6, config), TokenDispatcher(config, alone)
         tokens = torch.empty(11, 1, 32, dtype=torch.bfloat16, requires_grad=True)

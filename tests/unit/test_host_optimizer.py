@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 import megappo.megatron  # noqa: F401 - prepares torch for machines without CUDA
 from megappo.megatron import optimization
 from megappo.megatron.host_optimizer import PartlyOnHost
-from megappo.megatron.optimization import add_to_main_grad
+from megappo.megatron.optimization import RoleOptimizer, add_to_main_grad
 
 SIZES = (30, 50, 20)
 
@@ -82,19 +83,48 @@ def test_a_rank_without_a_part_steps_too() -> None:
 @pytest.mark.parametrize(
     ("added", "has_further", "adds"), [(False, False, True), (True, True, True), (True, False, False)]
 )
-def test_a_gradient_is_added_piece_by_piece(
+def test_gradients_of_microbatches_are_added_up(
     monkeypatch: pytest.MonkeyPatch, added: bool, has_further: bool, adds: bool
 ) -> None:
-    """To the last bit as at once. The placeholder of one that the head has added already is Megatron's to drop; what a
-    tied embedding gets besides is added too."""
+    """To the last bit as at once, the first of them to zeros, and anew after these. The placeholder of one that the
+    head has added already is Megatron's to drop; what a tied embedding gets besides is added too."""
     monkeypatch.setattr(optimization, "PIECE", 7)
     generator = torch.Generator().manual_seed(3)
     parameter: Any = torch.nn.Parameter(torch.zeros(4, 5, dtype=torch.bfloat16))
-    total, gradient = torch.randn(4, 5, generator=generator), torch.randn(5, 4, generator=generator).bfloat16().T
-    parameter.main_grad, parameter.grad_added_to_main_grad = total.clone(), added
+    by_head = torch.randn(4, 5, generator=generator) if added else torch.zeros(4, 5)
     if has_further:
         parameter.zero_out_wgrad = True
     parameter.register_post_accumulate_grad_hook(add_to_main_grad)
-    (parameter * gradient).sum().backward()
-    assert torch.equal(parameter.main_grad, total + gradient if adds else total)
-    assert (parameter.grad is None) is adds
+    for _ in range(2):
+        parameter.main_grad, parameter.grad_added_to_main_grad = by_head.clone(), added
+        parameter.has_zero_main_grad = True
+        expected = by_head.clone()
+        for _ in range(3):
+            gradient = torch.randn(5, 4, generator=generator).bfloat16().T
+            (parameter * gradient).sum().backward()
+            expected += gradient if adds else 0
+            assert torch.equal(parameter.main_grad, expected)
+            assert (parameter.grad is None) is adds
+            parameter.grad = None
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_above_the_norm_are_scaled_down(fused: bool) -> None:
+    """In one of two steps, as by hand in float64; what AdamW divides by does not outlive its step."""
+    generator = torch.Generator().manual_seed(5)
+    weight = torch.randn(6, 7, generator=generator)
+    main, by_hand = torch.nn.Parameter(weight.clone()), torch.nn.Parameter(weight.double())
+    optimizer = torch.optim.AdamW([main], lr=0.01, fused=fused)
+    reference = torch.optim.AdamW([by_hand], lr=0.01)
+    settings = SimpleNamespace(clip_grad=1.5)
+    inner = SimpleNamespace(config=settings, optimizer=optimizer, get_parameters=lambda: [main])
+    role = RoleOptimizer.__new__(RoleOptimizer)
+    role._inners = [inner]
+    for size in (0.5, 20.0, 0.3):
+        gradient = torch.randn(6, 7, generator=generator)
+        gradient *= size / gradient.norm()
+        main.grad, by_hand.grad = gradient.clone(), gradient.double() * min(1.0, 1.5 / (size + 1e-6))
+        role._clip(float(gradient.norm()))
+        optimizer.step()
+        reference.step()
+        assert float((main - by_hand).detach().norm() / (by_hand - weight).detach().norm()) < 1e-5

@@ -1,4 +1,4 @@
-"""SwiGLU and rotary positions against float64, with Triton and with torch."""
+"""SwiGLU, rotary positions and RMSNorm against float64, with Triton and with torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megappo_kernels.backend import use_backend
-from megappo_kernels.layers import rotate_pairs, swiglu
+from megappo_kernels.layers import rms_norm, rotate_pairs, swiglu
 from unit.helpers_kernels import relative
 
 BACKENDS = ("torch", "triton")
@@ -56,6 +56,42 @@ def test_swiglu(backend: str, dtype: torch.dtype, weighted: bool, shape: tuple[i
     for mine, leaf in zip(given, leaves, strict=True):
         assert mine.grad is not None and leaf.grad is not None and mine.grad.dtype == mine.dtype
         assert relative(mine.grad, leaf.grad) <= GATE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_swiglu_of_torch_is_the_same_to_the_last_bit(dtype: torch.dtype) -> None:
+    """As its operations under autograd."""
+    gate_up = (drawn(1, 37, 1, 96) * drawn(2, 37, 1, 96).exp()).to(dtype).requires_grad_()
+    grad = drawn(4, 37, 1, 48).to(dtype)
+    with use_backend("torch"):
+        out = swiglu(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    plain = torch.nn.functional.silu(gate) * up
+    assert torch.equal(out, plain)
+    assert torch.equal(*(torch.autograd.grad(x, gate_up, grad)[0] for x in (out, plain)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(37, 1, 576), (5, 9, 64), (2, 1, 7)])
+def test_rms_norm(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Rows that are a view of wider ones, as queries are; small and large rows, and one of zeros."""
+    wide = drawn(1, *shape[:-1], 3, shape[-1]) * drawn(2, *shape[:-1], 1, 1).mul(3).exp()
+    wide[0] = 0
+    wide = wide.to(dtype).requires_grad_()
+    weight = drawn(3, shape[-1]).to(dtype).requires_grad_()
+    grad, eps = drawn(4, *shape).to(dtype), 1e-5
+    out = rms_norm(wide[..., 1, :], weight, eps)
+    out.backward(grad)
+    leaves = [x.detach().double().requires_grad_() for x in (wide, weight)]
+    rows = leaves[0][..., 1, :]
+    true = rows / (rows.square().mean(-1, keepdim=True) + eps).sqrt() * leaves[1]
+    true.backward(grad.double())
+    assert out.dtype == dtype and out.shape == true.shape
+    gate = {torch.float32: 5e-7, torch.bfloat16: 2.0**-8}[dtype]
+    assert relative(out.detach(), true.detach()) <= gate
+    for mine, leaf in zip((wide, weight), leaves, strict=True):
+        assert mine.grad is not None and leaf.grad is not None and mine.grad.dtype == mine.dtype
+        assert relative(mine.grad, leaf.grad) <= gate
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

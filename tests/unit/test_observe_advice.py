@@ -26,7 +26,8 @@ def said(algorithm: AlgorithmSettings, steps: list[dict[str, float]]) -> list[tu
     [
         ({"actor/clipfrac": 0.51}, "clipfrac"),
         ({"response/truncated": 0.6}, "truncated"),
-        ({"mismatch/mean": 0.051}, "mismatch"),
+        ({"mismatch/mean": 0.051, "rollout/lag": 0.0}, "mismatch"),
+        ({"mismatch/own_weights": 0.051, "rollout/lag": 0.5}, "mismatch"),
         ({"actor/skipped_updates": 1.0}, "actor_nonfinite"),
         ({"critic/skipped_updates": 1.0}, "critic_nonfinite"),
         ({"actor/grad_norm": math.nan}, "actor_nonfinite"),
@@ -60,6 +61,7 @@ def test_kl_has_no_target_with_a_fixed_weight() -> None:
 def test_mismatch_is_compared_with_its_setting() -> None:
     assert said(AlgorithmSettings(mismatch_warn_nats=0.2), [{"mismatch/mean": 0.2}] * 3) == []
     assert said(AlgorithmSettings(mismatch_warn_nats=0.2), [{"mismatch/mean": 0.21}]) == [(1, "mismatch")]
+    assert said(AlgorithmSettings(), [{"mismatch/mean": 0.9, "rollout/lag": 1.0}]) == []  # what was learned since
 
 
 def test_entropy_is_compared_with_its_early_mean() -> None:

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-from megappo.families import gemma2
+from megappo.families import gemma2, gemma3_text
 from megappo.families.architecture import ArchitectureConfig, Beyond
+from megappo.families.blocks import QueryKeyNorms
 from megappo.plan.activations import (
-    capped_bytes,
     head_bytes,
     kept_bytes,
     layer_bytes_per_token,
     layers_in_flight,
+    products_bytes,
     shares_bytes,
     transient_bytes,
 )
@@ -32,9 +33,9 @@ FLOAT = 4
 
 
 def norm(e: int, fused: bool) -> list[int]:
-    """Bytes that a norm over the hidden size keeps of a token: input and scale; in torch's operations, which compute in
-    float32, a copy of the input and the normalised input."""
-    return [H * e if fused else H * FLOAT, FLOAT, *([] if fused else [H * FLOAT])]
+    """Bytes that a norm over the hidden size keeps of a token: input and scale, also of ours for bfloat16 on a CPU; in
+    torch's operations, which compute in float32, a copy of the input and the normalised input."""
+    return [H * e, FLOAT] if fused or e == 2 else [H * FLOAT, FLOAT, H * FLOAT]
 
 
 def attention(e: int, fused: bool, qk_norm: bool, kernel: bool) -> list[int]:
@@ -45,11 +46,10 @@ def attention(e: int, fused: bool, qk_norm: bool, kernel: bool) -> list[int]:
     tensors += queries  # into the output matrix
     if qk_norm:
         tensors += [FLOAT] * (HEADS + KV_HEADS)  # a scale for each head
-        if fused:
+        if fused or e == 2:
             tensors += queries  # contiguous
         else:
             tensors += [D * FLOAT] * (HEADS + HEADS + KV_HEADS)  # copies of queries; normalised queries and keys
-            tensors += [D * FLOAT] * KV_HEADS if e == 2 else []  # copies of keys, which in float32 are views
     if kernel:
         tensors += [*queries, *keys, *keys, *queries] + [FLOAT] * HEADS  # query, key, value, output; log-sum-exp
     return tensors
@@ -97,6 +97,14 @@ def test_what_layers_with_norms_behind_them_keep(e: int, fused: bool) -> None:
     assert found == pytest.approx(norms + divided / TP, rel=1e-12)
 
 
+def test_norms_of_keys_around_zero_work_on_copies_in_float32() -> None:
+    """Of Gemma 3 on a CPU: keys too in bfloat16, in float32 they are views of the matrix's output."""
+    model = dataclasses.replace(arch(), declaration=gemma3_text.FAMILY)
+    scales, copies = FLOAT * (HEADS + KV_HEADS), FLOAT * (2 * Q + K)
+    found = {e: QueryKeyNorms().per_token(model, e, fused=False).kept_bytes for e in (2, 4)}
+    assert found == {2: scales + copies + FLOAT * K, 4: scales + copies}
+
+
 def capped() -> ArchitectureConfig:
     return dataclasses.replace(arch(), declaration=gemma2.FAMILY, beyond=Beyond(scores_cap=5.0))
 
@@ -106,10 +114,10 @@ def test_what_capped_scores_need_for_a_block_of_queries() -> None:
     model = capped()
     setup, plain = role(model, tp=TP), role(dataclasses.replace(model, beyond=Beyond()), tp=TP)
     scores, vectors = 4 * 30 * 154 * HEADS * FLOAT, 154 * (Q + 2 * K) * FLOAT
-    assert capped_bytes(setup, work()) == pytest.approx((scores + vectors) / TP, rel=1e-12)
-    assert capped_bytes(plain, work()) == 0
+    assert products_bytes(setup, work()) == pytest.approx((scores + vectors) / TP, rel=1e-12)
+    assert products_bytes(plain, work()) == 0
     found, usual = (transient_bytes(x, 0, work(), train=False) for x in (setup, plain))
-    assert found >= capped_bytes(setup, work()) and found > usual
+    assert found >= products_bytes(setup, work()) and found > usual
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -142,19 +150,25 @@ def test_layers_in_flight_by_hand(pp: int, vpp: int, stage: int, microbatches: i
 
 
 @pytest.mark.parametrize(("tokens", "seen"), [(30, 30), (256, 256), (300, 256), (1000, 256)])
-def test_what_attention_of_short_samples_keeps(tokens: int, seen: int) -> None:
+@pytest.mark.parametrize("qk_norm", [True, False])
+def test_what_attention_of_short_samples_keeps(tokens: int, seen: int, qk_norm: bool) -> None:
     """On a CPU in bfloat16: copies of queries, keys and values, and a share of each key that a query sees, in the place
-    of what the matrix, the rotation and the kernel gave. Above 256 tokens that is no less than the kernel's."""
+    of what the rotation and the kernel gave, and the matrix where no norm of keys holds it. Above 256 tokens that is no
+    less than the kernel's."""
     short = work(on_cuda=False, prompt_tokens=PROMPT, response_tokens=tokens - PROMPT)
+    model = arch(qk_norm=qk_norm)
     made = sum(attention(2, fused=False, qk_norm=False, kernel=True)) - Q * 2  # but for the output matrix's input
+    if qk_norm:
+        made -= (Q + 2 * K) * 2
     products = (Q + 2 * K) * 2 + HEADS * seen * 2
-    found = shares_bytes(role(tp=TP), short)
-    assert found == pytest.approx((products - made) / TP, rel=1e-12)
-    for other in (role(tp=TP, dtype_bytes=4), role(tp=TP, cp=2), role(capped())):
+    found = shares_bytes(role(model, tp=TP), short)
+    expected = (products - made) / TP
+    assert found == pytest.approx(expected, rel=1e-12)
+    for other in (role(model, tp=TP, dtype_bytes=4), role(model, tp=TP, cp=2), role(capped())):
         assert shares_bytes(other, short) == 0
-    assert shares_bytes(role(tp=TP), dataclasses.replace(short, on_cuda=True)) == 0
+    assert shares_bytes(role(model, tp=TP), dataclasses.replace(short, on_cuda=True)) == 0
     own = 77 * (2 * 3 * found) if tokens == 30 else None  # of two microbatches of three layers on the first stage
-    setups = [role(tp=TP, recompute="selective", recompute_modules=parts) for parts in ((), ("core_attn",))]
+    setups = [role(model, tp=TP, recompute="selective", recompute_modules=parts) for parts in ((), ("core_attn",))]
     if own is not None:
         kernel = sum(attention(2, False, False, True)) - sum(attention(2, False, False, False))
         with_shares, without = (kept_bytes(setup, 0, short) for setup in setups)

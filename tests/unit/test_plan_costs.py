@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megappo.config import load_config
 from megappo.config.roles import OffloadSettings
 from megappo.families.architecture import ArchitectureConfig
 from megappo.plan.costs import StageCost, first_bucket_share, forward_cost, rollout_cost, sync_cost, update_cost
-from megappo.plan.inputs import RoleSetup, Setup
+from megappo.plan.inputs import RoleSetup, Setup, make_setup
 from megappo.plan.machines import Machine
+from megappo.plan.planner import read_models
 from unit.helpers_plan import FFN as F
 from unit.helpers_plan import HEAD_DIM as D
 from unit.helpers_plan import (
@@ -32,6 +35,7 @@ from unit.helpers_plan import (
 from unit.helpers_plan import HIDDEN as H
 from unit.helpers_plan import PROMPT as P
 
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 Stage = Callable[[Machine], StageCost]
 Q, K = HEADS * D, KV_HEADS * D
 T = P + RESPONSE
@@ -126,6 +130,15 @@ def test_scoring(model: ArchitectureConfig, critic: bool) -> None:
     assert memory_bytes(stage) == about(14 * (2 * heaviest + 2 * 2 * 60 * 3 * wide / 3))
     assert launched_layers(stage) == about(14 * 3 * (2.2 if model.experts else 1))
     assert stage(machine()).name == "forward"
+
+
+def test_scores_that_are_left_out_cost_nothing() -> None:
+    """Where the actor scores in every fourth step, a step has a quarter of it; values are needed in all."""
+    every, fourth = (forward_cost([role(scored_steps=part)], work(), machine()) for part in (1.0, 0.25))
+    assert fourth.flops == about(every.flops / 4) and fourth.seconds == about(every.seconds / 4)
+    config = load_config(QUICKSTART, ["algorithm.old_logprob=bypass", "algorithm.mismatch_every_steps=4"])
+    setup = make_setup(config, read_models(config, None).models, 2, on_cuda=False)
+    assert [r.scored_steps for r in setup.roles] == [0.25, 1.0]
 
 
 def test_scoring_takes_one_role_after_the_other() -> None:

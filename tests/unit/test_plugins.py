@@ -63,6 +63,21 @@ def test_a_class_that_generates_ahead_may() -> None:
         ("engines_of_mine:Narrow", (), r"cannot be called with \(config=, folder=, .*; change its parameters or"),
         ("engines_of_mine:Whole", ("rollout.engine_options={size: 3}",), "unexpected keyword argument 'size'"),
         ("engines_of_mine:Whole", ("rollout.ahead=1",), "rollout.ahead is 1, but .* has no submit and collect"),
+        (
+            "engines_of_mine:Whole",
+            ("rollout.ahead=1", "rollout.environment={name: guess}"),
+            "rollout.ahead is 1, but .* has no converse and open_line and finish_line",
+        ),
+        (
+            "engines_of_mine:Whole",
+            ("rollout.ahead=2", "rollout.environment={name: guess}"),
+            "rollout.ahead is 2, but .* has no send and finished and abort and listen",
+        ),
+        (
+            "engines_of_mine:Ahead",
+            ("rollout.ahead=2",),
+            "rollout.ahead is 2, but .* no send and finished and abort",
+        ),
         ("transformers", ("rollout.engine_options={size: 3}",), "unexpected keyword argument 'size'"),
     ],
 )

@@ -21,23 +21,9 @@ from megappo.config.schema import RewardSettings
 from megappo.rewards.model import RewardModel, batches_of
 from megappo.rewards.scorer import RewardScorer
 from unit.helpers_data import ALPHABET, character_tokenizer
+from unit.helpers_rewards import LLAMA, SIZES, save
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}{% endfor %}"
-SIZES: dict[str, Any] = {
-    "vocab_size": len(ALPHABET),
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 64,
-}
-LLAMA: dict[str, Any] = SIZES | {"num_key_value_heads": 2, "pad_token_id": 0, "initializer_range": 0.5}
-
-
-def save(folder: Path, model: Any, template: str | None = None) -> str:
-    model.save_pretrained(folder)
-    character_tokenizer(template).save_pretrained(folder)
-    return str(folder)
 
 
 def load(path: str, **options: Any) -> RewardModel:

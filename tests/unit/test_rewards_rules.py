@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from megappo.config.schema import DataSourceSettings, RewardSettings
+from megappo.config.data import DataSourceSettings
+from megappo.config.schema import RewardSettings
 from megappo.data.sources import read_records
 from megappo.rewards.arithmetic import answer_then_end
 from megappo.rewards.registry import check_reward, resolve

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,7 +18,8 @@ from megappo.config import ConfigError, load_config
 from megappo.config.schema import RewardSettings
 from megappo.rewards.http import post
 from megappo.rewards.scorer import RewardScorer
-from megappo.types import CHAT_MESSAGES, Episode, Episodes, Prompt, Rollouts
+from megappo.types import Episode, Episodes, Rollouts
+from unit.helpers_rewards import rollouts, serving
 
 BASE = Path(__file__).parent / "config_base.yaml"
 CPU = torch.device("cpu")
@@ -46,27 +47,6 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
-
-
-def rollouts(*responses: str) -> Rollouts:
-    """The prompt is two tokens, of a chat; the n-th response has n + 1, and the last is cut."""
-    B = len(responses)
-    metadata = {CHAT_MESSAGES: [{"role": "system", "content": "s"}, {"role": "user", "content": "1+1="}]}
-    lengths = torch.arange(1, B + 1)
-    return Rollouts(
-        prompts=tuple(Prompt(i, (0, 0), "1+1=", "2", metadata) for i in range(B)),
-        sample_ids_B=torch.arange(B),
-        group_ids_B=torch.arange(B),
-        sequences=tuple(torch.tensor([0, 0] + [1] * (i + 1)) for i in range(B)),
-        response_lengths_B=lengths,
-        engine_logprob_BR=torch.zeros(B, B),
-        response_mask_BR=torch.arange(B) < lengths[:, None],
-        truncated_B=torch.arange(B) == B - 1,
-        weight_versions_B=torch.zeros(B, dtype=torch.int64),
-        responses=responses,
-        raw_responses=responses,
-        special_tokens_B=torch.zeros(B, dtype=torch.int64),
-    )
 
 
 def scored(settings: dict[str, Any], given: Rollouts) -> tuple[list[float], dict[str, float]]:
@@ -112,11 +92,11 @@ def test_functions_see_the_whole_conversation() -> None:
 @pytest.mark.parametrize(
     ("word", "sentence"),
     [
-        ("reward.functions={a: {function: exact}}", "both of function and functions are given; give one of them"),
+        ("reward.functions={a: {function: exact}}", "function and functions are all given; give one of them"),
         ("reward={functions: {mean: {function: exact}}}", "'mean', which is no name of a metric of its own"),
         ("reward={functions: {a: {function: model}}}", "functions has 'model', which stands alone"),
         ("reward={functions: {a: {function: exact}}, batch: true}", "options and batch are those of a single function"),
-        ("reward={workers: 1}", "neither of function and functions are given"),
+        ("reward={workers: 1}", "none of function, judge, functions is given"),
     ],
 )
 def test_rewards_that_cannot_be_meant(word: str, sentence: str) -> None:
@@ -149,13 +129,9 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server() -> Iterator[str]:
     Handler.seen, Handler.ended = [], threading.Event()
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
-        thread = threading.Thread(target=listening.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{listening.server_address[1]}/score"
+    with serving(Handler) as url:
+        yield f"{url}/score"
         Handler.ended.set()
-        listening.shutdown()
-        thread.join()
 
 
 def test_a_reward_server(server: str) -> None:

@@ -65,7 +65,7 @@ def framed(message):
     return struct.pack("!i", len(message)) + message
 
 def write_everywhere(message):
-    for descriptor in range(3, 30):
+    for descriptor in range(3, 256):
         try: os.write(descriptor, message)
         except OSError: pass
 

@@ -115,6 +115,7 @@ def test_a_server_that_dies_is_started_again(site: Site) -> None:
     assert not site.answers("wrong")
     arguments = json.loads((site.folder / "starts" / f"{first}.json").read_text())
     assert arguments["load-format"] == "dummy" and arguments["skip-tokenizer-init"]
+    assert arguments["disable-shared-experts-fusion"]
     assert arguments["max-total-tokens"] == 16384 and arguments["chunked-prefill-size"] == 64
     assert (arguments["host"], arguments["port"], arguments["api-key"]) == ("127.0.0.1", site.port, "secret")
     os.kill(first, signal.SIGKILL)

@@ -447,12 +447,21 @@ SHAPE = ModelShape("llama", 64, 2, 4, 2, 16, 256, 16, 32, False)
             "is 2, which SGLang has for qwen3 or qwen3_moe, not for llama; set it to 1",
         ),
         (["rollout.sglang.arguments={attn-dp-size: 2}"], "has attn-dp-size, by which weights would stand elsewhere"),
+        (
+            ["rollout.sglang.arguments={speculative-algorithm: NEXTN}"],
+            "has speculative-algorithm NEXTN, but a run sends its servers the actor's weights, and none of layers that",
+        ),
         (["rollout.sglang.arguments={nnodes: 2}"], "has nnodes, which follows from rollout.sglang.nodes; remove it"),
     ],
 )
 def test_settings_that_do_not_go_together(overrides: list[str], words: str) -> None:
     config = load_config(ROOT / "configs/sglang_quickstart.yaml", overrides)
     assert any(words in problem for problem in (*engine_rules(config), *server_rules(config, SHAPE)))
+
+
+def test_tokens_may_be_drafted_without_weights() -> None:
+    drafts = "rollout.sglang.arguments={speculative-algorithm: NGRAM}"
+    assert not list(server_rules(load_config(ROOT / "configs/sglang_quickstart.yaml", [drafts]), SHAPE))
 
 
 def test_heads_are_shared_out_by_the_ranks_that_attend_together() -> None:
@@ -547,6 +556,22 @@ def test_slices_are_put_in_their_places_with_the_padding_behind_them() -> None:
     load_slices(engine, [(describe(places), flat.view(torch.uint8))])
     assert torch.equal(engine.experts[2], flat[:8].view(2, 4)) and (engine.experts[:2] == 7).all()
     assert engine.rows.tolist() == [[8, 9], [10, 11], [12, 13], [0, 0]]
+
+
+class Derived(Held):
+    """An engine that keeps besides what it makes of its parameters, as latent attention does."""
+
+    made = 0.0
+
+    def post_load_weights(self, is_nextn: bool = False, weight_names: Any = None) -> None:
+        assert weight_names == {"rows"} and not is_nextn
+        self.made = float(self.rows.detach().sum())
+
+
+def test_what_an_engine_makes_of_its_parameters_is_made_of_the_new_ones() -> None:
+    engine, flat = Derived(), torch.arange(8.0)
+    load_slices(engine, [(describe([SlicePlace("rows", 0, 1, 0, "float32", 0, 32)]), flat.view(torch.uint8))])
+    assert engine.made == 28
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 
 from megappo.cli import main
 from megappo.config import Config, load_config
+from megappo.families.declaration import Served
 from megappo.plan.engines import other_engine
 from megappo.plan.machine_file import find_machine
 from megappo.plan.planner import Plan, fewest_ranks, make_plan, read_models
@@ -85,12 +86,17 @@ def planned(path: Path) -> tuple[Config, Plan]:
 
 @pytest.mark.parametrize("path", GPU_CONFIGURATIONS, ids=lambda p: p.stem)
 def test_on_gpus_sglang_generates_and_is_the_faster_engine(path: Path) -> None:
+    """Of the models that it serves."""
     config, plan = planned(path)
-    assert config.rollout.engine == "sglang" and plan.fits
+    assert plan.fits
     words = head_command(path, "megappo")
     models = read_models(config, ROOT / "configs" / "models").models
     other = other_engine(config, models, find_machine(words[-3]), int(words[-1]))
-    assert other.engine == "transformers"
+    if models.actor.declaration.unserved(models.actor, Served(on_cuda=True, tokens=1)):
+        assert config.rollout.engine == "transformers" and other.engine == "sglang"
+        assert "SGLang would not do: " in other.sentence
+        return
+    assert config.rollout.engine == "sglang" and other.engine == "transformers"
     assert other.rollout_seconds is None or other.rollout_seconds > 2 * plan.stages[0].seconds
 
 

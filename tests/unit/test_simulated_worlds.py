@@ -26,11 +26,13 @@ from unit.helpers_worlds import without_memory
 LARGE, LARGE_WORLD = ROOT / "configs" / "qwen3_235b_a22b_16node_dapo_math.yaml", 1024
 WORLDS = {path.stem: (path, trainer_ranks(path)) for path in CONFIGURATIONS} | {"1024": (LARGE, LARGE_WORLD)}
 SAMPLES, PLAN_SECONDS = 8192, 2.0
+STAYS = ("actor.offload=false",)
 
 
 @cache
 def settings(path: Path, *more: str) -> Config:
-    """With random weights and, of models that are fetched from a hub, the config.json that the plan reads."""
+    """With random weights and, of models that are fetched from a hub, the config.json that the plan reads. Shapes have
+    no bytes that could leave the device."""
     raw = load_config(path)
     named = {"model": raw.model, "critic": raw.critic, "reference": raw.reference}
     overrides = [
@@ -39,7 +41,7 @@ def settings(path: Path, *more: str) -> Config:
         if part is not None and part.path is not None
         if (local := ROOT / "configs" / "models" / Path(part.path).name).is_dir()
     ]
-    return load_config(path, [*overrides, "model.init=random", "run.epochs=null", "run.steps=100", *more])
+    return load_config(path, [*overrides, "model.init=random", "run.epochs=null", "run.steps=100", *STAYS, *more])
 
 
 def planned(config: Config, world: int) -> Setup:

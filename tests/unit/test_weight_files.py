@@ -17,9 +17,9 @@ from distributed.models import VOCAB, quantise, write_model
 from megappo.commands.dry_run import dry_run
 from megappo.config import ConfigError, load_config
 from megappo.config.model_files import read_architecture
-from megappo.families import architecture
+from megappo.families import FAMILIES, architecture
 from megappo.families.architecture import ArchitectureConfig
-from megappo.families.parameters import model_parameters, pieces, shard_shape
+from megappo.families.parameters import Piece, model_parameters, pieces, shard_shape
 from megappo.families.weights import read_shard, scatter_shard
 from megappo.plan.sizes import model_sizes
 from megappo.ppo.models import ROLES, weight_sources
@@ -228,6 +228,34 @@ def test_layers_that_predict_further_tokens_are_passed_over(tmp_path: Path) -> N
     changed(folder, "model.safetensors", model__layers__5__eh_proj__weight=torch.ones(2, 2))
     with pytest.raises(ValueError, match=r"holds model\.layers\.5\.eh_proj\.weight, which a glm4_moe"):
         SafetensorsSource(folder, read(folder))
+
+
+@pytest.mark.parametrize(
+    ("family", "beside", "name"),
+    [
+        ("qwen3_5_text", ("mtp.fc", "model.visual.pos_embed"), "model.layers.0.linear_attn.A_log"),
+        ("gemma4_text", ("model.vision_tower.std", "model.embed_vision.x"), "model.layers.0.input_layernorm.weight"),
+    ],
+)
+def test_a_language_model_may_have_the_names_it_had_beside_images(
+    tmp_path: Path, family: str, beside: tuple[str, ...], name: str
+) -> None:
+    """As transformers saves it, and as published, with layers that predict further tokens; in the larger model's
+    configuration where the family reads that."""
+    folder = write_model(tmp_path / "m", family, 1, tie_word_embeddings=False)
+    plain = SafetensorsSource(folder, read(folder))
+    whole = plain.check(with_output_layer=True)
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {name.replace("model.", "model.language_model."): tensor for name, tensor in tensors.items()}
+    renamed |= {f"{stem}.weight": torch.ones(2, 2) for stem in beside}
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    if within := FAMILIES[family].within:
+        text = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({"model_type": within, "text_config": text}))
+    source = SafetensorsSource(folder, read_architecture(folder))
+    assert source.check(with_output_layer=True) == whole
+    piece = Piece(name, 0, 1, 3)
+    assert torch.equal(source.read(piece), tensors[piece.name][1:3])
 
 
 @pytest.mark.parametrize("role", ["actor", "critic", "reference"])

@@ -126,8 +126,8 @@ def megatron_arguments(arch: ArchitectureConfig) -> dict[str, Any]:
     """Megatron-LM's arguments for a model of this architecture. Raises ValueError where it has none that say it."""
     if arch.has_own_layers:
         raise ValueError(
-            f"a {arch.family} has layers, caps, scales or norms that are not written to Megatron-LM's format; use the "
-            "Hugging Face format"
+            f"a {arch.family} has layers, caps, sinks, scales or norms that are not written to Megatron-LM's format; "
+            "use the Hugging Face format"
         )
     built = arch.declaration.megatron(arch)
     rope = arch.hf_config.rope_parameters

@@ -127,7 +127,7 @@ def rows_of(arch: ArchitectureConfig, parameter: Parameter, stored: tuple[Stored
         named = zip(parameter.tensors.items(), stored, strict=True)
         return {name: StoredRows(place, 0, shape[0], 0) for (name, shape), place in named}
     # Query, key and value of a group of heads follow each other.
-    groups = arch.kv_heads if parameter.kind == "qkv" else 1
+    groups = arch.kv_heads_of(parameter.layer) if parameter.kind == "qkv" else 1
     stride = sum(shape[0] for shape in parameter.shapes) // groups
     found, first = {}, 0
     for name, shape in parameter.tensors.items():

@@ -27,11 +27,13 @@ class Endpoint:
     """Rank that sends weights to it (and started it, where it is one of our own)."""
     starts: int = 1
     """How often the server was started, the first time included; a new start is another process."""
+    called: str = ""
+    """What it is called where it is no server of the engine's."""
 
     @property
     def name(self) -> str:
         """What the log and errors call the server."""
-        return f"server {self.index} ({self.url})"
+        return f"{self.called or f'server {self.index}'} ({self.url})"
 
     @property
     def headers(self) -> dict[str, str]:

@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from megappo.config.engine import LEAST_REQUEST_SECONDS, SGLangSettings
-from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
+from megappo.engines.protocol import CacheUse, Completion, GenerateRequest, SamplingParams
 from megappo.engines.sglang.client import HEALTH, Endpoint, ServerFailure
 from megappo.engines.sglang.dealing import Deal
+from megappo.engines.sglang.homes import Homes
 from megappo.engines.sglang.server import EngineError
 from megappo.observe.progress import PROGRESS, SAMPLES
 from megappo.runtime.interrupts import Stop
@@ -49,6 +50,8 @@ class Outcome:
     """Servers that failed, and how."""
     refusal: str | None = None
     """A request that a server will never take, which ends the run."""
+    cache: dict[int, CacheUse] = field(default_factory=dict)
+    """What the servers' prefix caches had of the prompts."""
 
 
 @dataclass
@@ -79,16 +82,29 @@ class Round:
         version: int,
         settings: SGLangSettings,
         on_tokens: Callable[[], None] = lambda: None,
+        homes: Homes | None = None,
     ) -> None:
-        """`on_tokens` is called from the round's thread whenever a server has shown that it makes tokens."""
+        """`on_tokens` is called from the round's thread whenever a server has shown that it makes tokens. `homes`: of
+        the rounds with these weights."""
         self._on_tokens = on_tokens
         self._lanes = [_Lane(endpoint) for endpoint in endpoints]
         self._requests, self._params, self._version, self._settings = requests, params, version, settings
+        self._homes = homes if homes is not None else Homes()
         # The longest first, so that none of them is left over at the end.
         order = sorted(requests, key=lambda i: -len(requests[i].token_ids))
-        self._deal = Deal([e.index for e in endpoints], {i: requests[i].prompt_id for i in order})
+        prompt_ids = {i: requests[i].prompt_id for i in order}
+        prompt_tokens = {i: len(requests[i].token_ids) for i in order}
+        self._deal = Deal(
+            [e.index for e in endpoints], prompt_ids, prompt_tokens, params.max_new_tokens, self._homes.of(requests)
+        )
         self._outcome = Outcome()
         self._largest_group = _LARGEST_GROUP if params.routing is None else 1
+        self._aborts = False
+        """Servers are being told to give up what they have begun."""
+        self._oldest = version
+        """Oldest weights that tokens may come from; other than `_version` where servers keep requests in a sync."""
+        self._is_held = False
+        """Servers make no tokens because their weights change."""
         if requests:
             PROGRESS.expect(SAMPLES, len(requests))
         self._loop = asyncio.new_event_loop()
@@ -156,7 +172,10 @@ class Round:
         for lane in self._lanes:
             self._fill(session, lane)
         free = [lane for lane in self._lanes if self._room(lane)]
-        while free and self._deal.relieve((lane := min(free, key=lambda lane: lane.sequences)).endpoint.index):
+        owed = self._deal.owed
+        while free and self._deal.relieve(
+            (lane := min(free, key=lambda lane: owed.of(lane.endpoint.index))).endpoint.index
+        ):
             self._fill(session, lane)
             free = [lane for lane in free if self._room(lane)]
 
@@ -183,6 +202,11 @@ class Round:
             return
         lane.last_answer = time.monotonic()
         self._on_tokens()
+        self._deal.answered(
+            lane.endpoint.index, {i: len(answer.token_ids) for i, answer in zip(group, completions, strict=True)}
+        )
+        for number in group:
+            self._homes.note(self._requests[number], lane.endpoint.index)
         self._outcome.completions |= zip(group, completions, strict=True)
         PROGRESS.add(SAMPLES, len(group), tokens=sum(len(answer.token_ids) for answer in completions))
 
@@ -198,7 +222,9 @@ class Round:
     def _watch(self, session: aiohttp.ClientSession, lane: _Lane) -> None:
         """Have a server that has given nothing for long asked how it is, while the others go on."""
         silent = time.monotonic() - lane.last_answer
-        overdue = bool(lane.calls) and silent >= self._settings.stall_timeout_seconds
+        if self._is_held:
+            lane.last_answer = time.monotonic()
+        overdue = bool(lane.calls) and silent >= self._settings.stall_timeout_seconds and not self._is_held
         if lane.check is None:
             if overdue:
                 lane.check = asyncio.ensure_future(self._is_well(session, lane.endpoint))
@@ -220,11 +246,13 @@ class Round:
             return None
 
     async def _is_well(self, session: aiohttp.ClientSession, endpoint: Endpoint) -> bool:
-        """Whether it generates a token before its deadline."""
-        return await self._get(session, endpoint, HEALTH) is not None
+        """Whether it generates a token before its deadline, unless it is to make none."""
+        return await self._get(session, endpoint, HEALTH) is not None or self._is_held
 
     async def _works(self, session: aiohttp.ClientSession, endpoint: Endpoint) -> bool:
-        """Whether it makes tokens, and has requests to make them for."""
+        """Whether it makes tokens, and has requests to make them for; both as far as it may."""
+        if self._is_held:
+            return True
         if not await self._is_well(session, endpoint):
             return False
         answer = await self._get(session, endpoint, "/v1/loads?include=core")
@@ -279,7 +307,9 @@ class Round:
 
     def _read(self, texts: Sequence[dict[str, Any]], endpoint: Endpoint, group: list[int]) -> list[Completion]:
         """Check and convert the answers for a group. Raises as `_post`."""
-        answers = [_completion(text, endpoint, self._version) for text in texts]
+        versions = range(self._oldest, self._version + 1)
+        answers = [_completion(text, endpoint, versions, may_be_aborted=self._aborts) for text in texts]
+        self._outcome.cache[endpoint.index] = self._outcome.cache.get(endpoint.index, CacheUse()) + _cache_use(texts)
         if self._params.routing is None:
             return answers
         return [
@@ -316,20 +346,47 @@ def _sampling(request: GenerateRequest, params: SamplingParams) -> dict[str, Any
     return chosen | ({"top_p": _GREEDY_TOP_P} if params.greedy else {})
 
 
-def _completion(text: dict[str, Any], endpoint: Endpoint, version: int) -> Completion:
-    """Check and convert one answer."""
+def _completion(
+    text: dict[str, Any], endpoint: Endpoint, versions: range, *, may_be_aborted: bool = False
+) -> Completion:
+    """Check and convert one answer, whose tokens come from weights of these versions."""
     meta = text["meta_info"]
-    logprobs = meta["output_token_logprobs"]
     ids = tuple(text["output_ids"])
-    if meta["finish_reason"]["type"] not in ("stop", "length"):
+    is_aborted = may_be_aborted and meta["finish_reason"]["type"] == "abort"
+    if is_aborted and not ids:  # SGLang says nothing of log-probabilities of what it has not begun
+        return Completion((), (), truncated=False, weight_version=versions[-1], broken_off=True)
+    logprobs = meta["output_token_logprobs"]
+    if meta["finish_reason"]["type"] not in ("stop", "length") and not is_aborted:
         raise ServerFailure(f"{endpoint.name} broke a response off: {meta['finish_reason']}")
-    versions = {span["version"] for span in meta.get("weight_versions") or ()} | {meta["weight_version"]}
-    if versions != {str(version)}:
-        raise ServerFailure(f"{endpoint.name} generated with weights {sorted(versions)}, not {version}")
+    stretches = _stretches(meta, len(ids), endpoint, versions)
     if not ids or [entry[1] for entry in logprobs] != list(ids):
         raise ServerFailure(f"{endpoint.name} gave {len(ids)} tokens with {len(logprobs)} log-probabilities")
     truncated = meta["finish_reason"]["type"] == "length"
-    return Completion(ids, tuple(entry[0] for entry in logprobs), truncated, version)
+    oldest = min(version for version, _ in stretches)
+    told = stretches if len(stretches) > 1 else ()
+    return Completion(
+        ids, tuple(entry[0] for entry in logprobs), truncated, oldest, broken_off=is_aborted, stretches=told
+    )
+
+
+def _stretches(meta: dict[str, Any], tokens: int, endpoint: Endpoint, versions: range) -> tuple[tuple[int, int], ...]:
+    """Version and number of tokens, one stretch after the other, as SGLang notes them when it is told a version."""
+    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": tokens}]
+    told = {span["version"] for span in spans} | {meta["weight_version"]}
+    known = {str(version): version for version in versions}
+    if not told <= known.keys():
+        wanted = f"{versions[0]}" if len(versions) == 1 else f"{versions[0]} to {versions[-1]}"
+        raise ServerFailure(f"{endpoint.name} generated with weights {sorted(told)}, not {wanted}")
+    ends = [0, *(span["end"] for span in spans)]
+    if [span["start"] for span in spans] != ends[:-1] or ends[-1] != tokens:
+        raise ServerFailure(f"{endpoint.name} does not say for each of {tokens} tokens which weights made it: {spans}")
+    return tuple((known[span["version"]], span["end"] - span["start"]) for span in spans)
+
+
+def _cache_use(texts: Sequence[dict[str, Any]]) -> CacheUse:
+    """Of the prompts that these answers are for, those of an answer that was given up included."""
+    told = [text["meta_info"] for text in texts]
+    return CacheUse(*(sum(int(meta.get(name) or 0) for meta in told) for name in ("prompt_tokens", "cached_tokens")))
 
 
 def _routing(text: dict[str, Any], request: GenerateRequest, shape: RoutingShape, endpoint: Endpoint) -> Tensor:

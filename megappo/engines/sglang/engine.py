@@ -13,32 +13,26 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
-from torch import Tensor
 
 from megappo.config import Config
 from megappo.config.engine import SGLangSettings
-from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams, Talk
+from megappo.engines.protocol import CacheUse, Completion, GenerateRequest, Line, Listener, SamplingParams, Talk
+from megappo.engines.sglang.buffers import SyncBuffers
 from megappo.engines.sglang.client import Endpoint, ServerFailure
 from megappo.engines.sglang.dispatch import Outcome, Round
 from megappo.engines.sglang.fleet import Fleet, Started
+from megappo.engines.sglang.homes import Homes
+from megappo.engines.sglang.in_flight import Departures, InFlightRound, abort_servers, pause_servers
 from megappo.engines.sglang.line import OpenRound
 from megappo.engines.sglang.server import CACHES, WEIGHTS, EngineError, Server, ServerSpec
 from megappo.engines.sglang.sync import ServerSync, SyncRun, SyncSeconds
-from megappo.engines.sglang.transport import (
-    BroadcastTransport,
-    SharedTransport,
-    Transport,
-    buffer_handles,
-    open_buffers,
-    share_buffers,
-    share_by_name,
-)
+from megappo.engines.sglang.transport import BroadcastTransport, SharedTransport, Transport
 from megappo.observe.messages import tell
 from megappo.reshard.slices import EngineShape, Receiver
-from megappo.reshard.stream import Delivery, WeightStream
+from megappo.reshard.stream import WeightStream
 from megappo.runtime.device import device_bytes
 from megappo.runtime.interrupts import NeverStop, Stop
-from megappo.runtime.objects import from_rank, of_all_ranks
+from megappo.runtime.objects import of_all_ranks
 from megappo.runtime.process import Runtime
 
 T = TypeVar("T")
@@ -73,15 +67,22 @@ class SGLangEngine:
         self._suspects: set[int] = set()
         """Servers that failed since they were last seen well."""
         self._transports: dict[tuple[int, int], Transport] = {}
-        self._buffers: dict[Receiver, list[Tensor]] = {}
-        self._buffers_of: Delivery | None = None
+        self._buffers = SyncBuffers()
         self._weights: WeightStream | None = None
         self._version = 0
         self._asleep = False
         self._pending: list[Pending] = []
+        self._lines: list[OpenRound] = []
+        """Of talks that are not over."""
+        self._departures = Departures()
         self.on_tokens: Callable[[], None] = lambda: None
+        self.holds = settings.holds
+        """See `HoldingEngine.holds`."""
         self.restarts = 0
         """Servers that were started again, over the run."""
+        self._homes = Homes()
+        self.cache_use: dict[int, CacheUse] = {}
+        """See `CachingEngine.cache_use`."""
         self._sync_seconds = SyncSeconds()
 
     @property
@@ -131,37 +132,94 @@ class SGLangEngine:
             if self._all_is_answered(len(left), outcome):
                 self._pending.remove(pending)
                 return [pending.completions[i] for i in range(len(pending.requests))]
-            assert self._weights is not None
-            if weights_changed:
-                self.update_weights(self._weights, self._version + 1)
-                weights_changed = False
-            else:
-                self._bring_up_to_date()
+            self._bring_up_to_date(self._version + 1 if weights_changed else None)
+            weights_changed = False
             pending.round = self._start_round(left, pending.params)
 
     def converse(self, talk: Talk, params: SamplingParams) -> None:
         """See `ConversingEngine.converse`. What failed servers owe is generated as `collect` says."""
+        self.finish_line(talk, self.open_line(talk, params), params)
+
+    def open_line(self, talk: Talk, params: SamplingParams) -> OpenRound:
+        """See `ConversingAheadEngine.open_line`."""
         self._require_weights()
+        line = OpenRound(self._ready, talk, params, self._version, self.settings, self.on_tokens)
+        self._lines.append(line)
+        return line
+
+    def finish_line(self, talk: Talk, line: Line, params: SamplingParams, *, weights_changed: bool = False) -> None:
+        """See `ConversingAheadEngine.finish_line`."""
         while True:
-            line = OpenRound(self._ready, talk, params, self._version, self.settings, self.on_tokens)
+            assert isinstance(line, OpenRound)
             try:
                 left = talk.drive(line)
             finally:
+                self._lines.remove(line)
                 outcome = line.hang_up()
             self._stop.check()
             if self._all_is_answered(left, outcome):
                 return
-            self._bring_up_to_date()
+            self._bring_up_to_date(self._version + 1 if weights_changed else None)
+            weights_changed = False
+            line = self.open_line(talk, params)
+
+    def send(self, requests: Mapping[int, GenerateRequest], params: SamplingParams) -> None:
+        """See `InFlightEngine.send`."""
+        self._departures.send(requests, lambda: self._begin_flight(params))
+
+    def listen(self, listener: Listener) -> None:
+        """See `InFlightTalkEngine.listen`."""
+        self._departures.listener = listener
+
+    def _begin_flight(self, params: SamplingParams) -> InFlightRound:
+        self._require_weights()
+        told = self._departures.listener
+        return InFlightRound(self._ready, params, self._version, self.settings, self.on_tokens, told)
+
+    def finished(self, wait_seconds: float) -> dict[int, Completion]:
+        """See `InFlightEngine.finished`. What failed servers owe is generated by others meanwhile, and all is given up
+        to bring them back."""
+        self._stop.check()  # before answers are taken, which would be lost
+        line, before = self._departures.line, set(self.current)
+        found = {} if line is None else line.take(wait_seconds)
+        self._all_is_answered(0, Outcome() if line is None else Outcome({}, line.failures, line.refusal))
+        if self.current != before:
+            with self._departures.kept_back():
+                found |= self.abort()
+                self._bring_up_to_date()
+        return found
+
+    def abort(self) -> dict[int, Completion]:
+        """See `InFlightEngine.abort`: nothing that they have begun is under way in servers afterwards."""
+        line = self._departures.take_line()
+        if line is not None:
+            line.break_off()
+        mine = [endpoint for endpoint in self._ready if endpoint.sender == self._runtime.rank]
+        failures = abort_servers(line, mine, self.settings)
+        found, outcome = ({}, Outcome()) if line is None else line.end()
+        self._note_cache_use(outcome)
+        self._note_failures(failures | _merged(of_all_ranks(outcome.failures)))
+        return found
+
+    def hold(self) -> None:
+        """See `HoldingEngine.hold`."""
+        self._departures.hold()
+        mine = [endpoint for endpoint in self._ready if endpoint.sender == self._runtime.rank]
+        self._note_failures(_merged(of_all_ranks(pause_servers(mine, self.settings))))
 
     def _all_is_answered(self, left: int, outcome: Outcome) -> bool:
         """Whether no rank has a request left, and which servers failed; every rank calls it. Raises EngineError for a
         request that no server will ever take."""
+        self._note_cache_use(outcome)
         facts = of_all_ranks((left, outcome.failures, outcome.refusal))
         refusals = [refusal for _, _, refusal in facts if refusal]
         if refusals:
             raise EngineError(refusals[0])
         self._note_failures({i: reason for _, failures, _ in facts for i, reason in failures.items()})
         return not any(count for count, _, _ in facts)
+
+    def _note_cache_use(self, outcome: Outcome) -> None:
+        self.cache_use |= {i: self.cache_use[i] + use for i, use in outcome.cache.items()}
 
     def _require_weights(self) -> None:
         if not self.current or self._asleep:
@@ -177,7 +235,7 @@ class SGLangEngine:
                 tell(f"{reason}; it will be started again if need be")
 
     def _start_round(self, requests: dict[int, GenerateRequest], params: SamplingParams) -> Round:
-        return Round(self._ready, requests, params, self._version, self.settings, self.on_tokens)
+        return Round(self._ready, requests, params, self._version, self.settings, self.on_tokens, self._homes)
 
     @property
     def _ready(self) -> list[Endpoint]:
@@ -189,13 +247,16 @@ class SGLangEngine:
     def update_weights(self, named_tensors: WeightStream, version: int) -> None:
         """See `Engine.update_weights`; takes the stream's buckets. Raises SyncError where a server cannot be brought
         to hold them."""
-        self._weights, self._version = named_tensors, version
-        self.current = set()
-        self._bring_up_to_date()
+        self._weights = named_tensors
+        with self._departures.given(version):
+            self._bring_up_to_date(version)
         self._asleep = False
 
-    def _bring_up_to_date(self) -> None:
-        """Start what is dead, give weights to what has none, until every server holds this version."""
+    def _bring_up_to_date(self, newer_version: int | None = None) -> None:
+        """Start what is dead, give weights to what has none, until every server holds this version, or a newer one."""
+        if newer_version is not None:
+            self._version, self.current = newer_version, set()
+            self._homes.forget()
         problems: dict[int, str] = {}
         for _ in range(self.settings.sync_attempts):
             self._give_back()
@@ -217,8 +278,7 @@ class SGLangEngine:
         """Make sure that every server answers: start the dead again, and take notice of where they listen now."""
         mine = self.fleet.restart_dead(self._suspects) if self._endpoints else self.fleet.start_all()
         facts: list[Started] = of_all_ranks(mine)
-        errors = [fact.error for fact in facts if fact.error]
-        if errors:
+        if errors := [fact.error for fact in facts if fact.error]:
             raise EngineError(f"the servers cannot be started: {errors[0]}")
         fresh = {endpoint.index: endpoint for fact in facts for endpoint in fact.endpoints}
         known = {endpoint.index: endpoint for endpoint in self._endpoints}
@@ -226,6 +286,7 @@ class SGLangEngine:
         self.current -= fresh.keys()
         self._endpoints = [(known | fresh)[index] for index in sorted(known | fresh)]
         self._suspects = set()
+        self.cache_use = {e.index: self.cache_use.get(e.index, CacheUse()) for e in self._endpoints}
 
     def _renew(self, stale: Sequence[Endpoint]) -> dict[int, str]:
         """One attempt to bring servers to this version; what went wrong, by server, the same on every rank.
@@ -257,7 +318,7 @@ class SGLangEngine:
             for e in stale
             if rank == e.sender or any(receiver.rank == rank for receiver in feeders[e.index])
         ]
-        run = SyncRun(mine, shape, self.settings.sync_timeout_seconds, self.settings.verify)
+        run = SyncRun(mine, shape, given.sync_timeout_seconds, given.verify, given.pause)
         run.begin()
         run.give_up(_merged(of_all_ranks(run.problems)))  # nothing is sent before all sessions are open
         self._send(run, weights, [receiver for e in stale for receiver in feeders[e.index]])
@@ -271,7 +332,7 @@ class SGLangEngine:
         # A rank gets once what it feeds several servers with; where memory is shared, once is for all ranks.
         wanted = dict.fromkeys(receiver._replace(rank=0) if shared else receiver for receiver in receivers)
         delivery = weights.delivery(list(wanted), shared=shared)
-        buffers = self._make_buffers(delivery)
+        buffers = self._buffers.of(delivery, self._runtime, self.settings.placement, shared=shared)
         for number, bucket in enumerate(delivery.buckets):
             flats = {
                 p.receiver: buffers[p.receiver][number % 2] if buffers else weights.buffer(p.n_bytes)
@@ -286,27 +347,6 @@ class SGLangEngine:
                     dist.barrier()
             self._runtime.synchronize()  # the server's streams know nothing of ours
             run.load([(parcel, flats[parcel.receiver]) for parcel in bucket.parcels])
-
-    def _make_buffers(self, delivery: Delivery) -> dict[Receiver, list[Tensor]]:
-        """Two buffers for each of this rank's receivers that servers and, where it is shared, all ranks can open.
-
-        None where parcels are broadcast, and on GPUs. There a server answers when its copies are queued, not when they
-        are done, and memory that it has opened is given out again by torch's allocator only when it has let go of it:
-        each parcel gets its own, and what a sync holds bounds them to two.
-        """
-        if self._runtime.on_cuda or self.settings.placement != "colocated" or not delivery.buckets:
-            return {}
-        if self._buffers_of is not delivery:
-            share_by_name()
-            shared, rank = self.fleet.feeding.shares_memory, self._runtime.rank
-            own = [r for r in delivery.receivers if r.rank == rank]
-            made = [buffer for r in own for buffer in share_buffers(2, delivery.largest_bytes(r.part))]
-            if shared:
-                handles = from_rank([buffer_handles(made) for _ in range(self._runtime.world_size - 1)] if made else [])
-                own, made = list(delivery.receivers), made or open_buffers(handles[rank - 1])
-            self._buffers = {receiver: made[2 * n : 2 * n + 2] for n, receiver in enumerate(own)}
-            self._buffers_of = delivery
-        return self._buffers
 
     def _transport(self, endpoint: Endpoint, shape: EngineShape) -> Transport:
         key = (endpoint.index, endpoint.starts)
@@ -384,9 +424,13 @@ class SGLangEngine:
         """End the servers of this rank and everything they made."""
         for pending in self._pending:
             pending.round.cancel()
+        for line in (*self._lines, self._departures.take_line()):
+            if line is not None:
+                line.cancel()
         for transport in self._transports.values():
             transport.close()
-        self._pending, self._transports, self._buffers = [], {}, {}
+        self._pending, self._transports, self._lines = [], {}, []
+        self._buffers.free()
         self.fleet.close()
 
 

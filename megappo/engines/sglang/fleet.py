@@ -26,7 +26,21 @@ KEY_VARIABLE = "MEGAPPO_SGLANG_API_KEY"
 _RETRY_SECONDS = 1.0
 _ANY_PORT = 9
 """Of another machine, to which nothing is sent."""
-_EVERYWHERE = ("0.0.0.0", "::")
+EVERYWHERE = ("0.0.0.0", "::")
+
+
+def address_among(hosts: Sequence[object], mine: object) -> str:
+    """The address of this machine, of several, that leads to the others; a collective of the world."""
+    towards_first = agreed(lambda: address_towards(os.environ["MASTER_ADDR"], _ANY_PORT), (OSError,))
+    others = [a for a, machine in zip(of_all_ranks(towards_first), hosts, strict=True) if machine != hosts[0]]
+    if mine == hosts[0]:
+        return agreed(lambda: address_towards(others[0], _ANY_PORT), (OSError,))
+    return agreed(lambda: towards_first)
+
+
+def machine_here() -> tuple[str, str]:
+    """What tells this machine from others."""
+    return socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text()
 
 
 @dataclass(frozen=True)
@@ -46,7 +60,7 @@ class Fleet:
         """Start this rank's servers without waiting for them; a collective of the world."""
         self._settings, self._runtime = spec.settings, runtime
         runtime.release_cached_memory()
-        hosts = of_all_ranks((socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text()))
+        hosts = of_all_ranks(machine_here())
         self.feeding = Feeding(
             hosts,
             self._settings.tensor_parallel,
@@ -91,17 +105,12 @@ class Fleet:
         if self._external or len(set(hosts)) == 1:
             return host or "127.0.0.1", ""
         agreed(lambda: self._check_host(host), (RunError,))
-        towards_first = agreed(lambda: address_towards(os.environ["MASTER_ADDR"], _ANY_PORT), (OSError,))
-        others = [a for a, machine in zip(of_all_ranks(towards_first), hosts, strict=True) if machine != hosts[0]]
-        if mine == hosts[0]:
-            own = agreed(lambda: address_towards(others[0], _ANY_PORT), (OSError,))
-        else:
-            own = agreed(lambda: towards_first)
-        return host or own, host if host and host not in _EVERYWHERE else own
+        own = address_among(hosts, mine)
+        return host or own, host if host and host not in EVERYWHERE else own
 
     def _check_host(self, host: str | None) -> None:
         """Raises RunError for an interface that does not serve several machines."""
-        if host is None or host in _EVERYWHERE or not self._nodes:
+        if host is None or host in EVERYWHERE or not self._nodes:
             return
         problem = "which only the machine itself reaches" if is_loopback(host) else listening_problem(host, 0)
         if problem is not None:

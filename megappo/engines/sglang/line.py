@@ -7,25 +7,25 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megappo.config.engine import SGLangSettings
-from megappo.engines.protocol import GenerateRequest, SamplingParams, Talk
+from megappo.engines.protocol import GenerateRequest, Listener, SamplingParams
 from megappo.engines.sglang.client import Endpoint
 from megappo.engines.sglang.dispatch import Outcome, Round
 
 
 class OpenRound(Round):
-    """A `Line` to servers. The turns of an episode go to the server of its prompt, whose prefix cache has the earlier
-    ones; each is a request of its own, as those that go together wait for the longest."""
+    """A `Line` to servers. The turns of an episode go to the server that answered the one before, whose prefix cache
+    has them; each is a request of its own, as those that go together wait for the longest."""
 
     def __init__(
         self,
         endpoints: Sequence[Endpoint],
-        talk: Talk,
+        listener: Listener,
         params: SamplingParams,
         version: int,
         settings: SGLangSettings,
         on_tokens: Callable[[], None] = lambda: None,
     ) -> None:
-        self._talk = talk
+        self._listener = listener
         self._bell: asyncio.Future[None] | None = None
         """Rings when there is a request more."""
         super().__init__(endpoints, {}, params, version, settings, on_tokens)
@@ -51,7 +51,7 @@ class OpenRound(Round):
 
     def _add(self, number: int, request: GenerateRequest) -> None:
         self._requests[number] = request
-        self._deal.add(number, request.prompt_id)
+        self._deal.add(number, request.prompt_id, len(request.token_ids))
         if self._bell is not None and not self._bell.done():
             self._bell.set_result(None)
 
@@ -70,4 +70,4 @@ class OpenRound(Round):
         for number in numbers:
             completion = self._outcome.completions.pop(number, None)
             if completion is not None:
-                self._talk.answered(number, completion)
+                self._listener.answered(number, completion)

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import megappo
 from megappo.config import Config
@@ -82,6 +82,12 @@ class ServerSpec:
     """Interface that it listens on."""
     address: str = ""
     """Where others find it; by default at `host`."""
+    called: str = ""
+    """What it is called where it is no server of the engine's, and loads weights and tokenizer of its folder."""
+    key: str = "rollout.sglang"
+    """Where its settings stand."""
+    program: ClassVar[str] = "sglang.launch_server"
+    """The module that is run."""
 
     @classmethod
     def of(
@@ -111,22 +117,17 @@ class ServerSpec:
         """SGLang's arguments as it reads them from a file."""
         found: dict[str, Any] = {
             "model-path": str(self.model_folder),
-            "load-format": "dummy",  # weights come from the actor only
             "dtype": self.dtype,
             "host": self.host,
             "port": port,
             "api-key": key or None,
             "tensor-parallel-size": self.settings.tensor_parallel,
             "random-seed": self.seed,
-            "skip-tokenizer-init": True,  # tokens in, tokens out
             "skip-server-warmup": True,
             "log-level": "warning",
-            "extra-metric-labels": json.dumps(own_stack(os.environ).labels()),  # whom it can form a group with
-            # The actor's weights are plain, however those of its folder are stored.
-            "json-model-override-args": json.dumps(
-                {**self.further, "eos_token_id": list(self.stop_token_ids) or None, "quantization_config": None}
-            ),
         }
+        if not self.called:
+            found |= self._of_engine()
         if self.deterministic:
             found |= {"enable-deterministic-inference": True, "sampling-backend": "pytorch"}  # no other takes seeds
         if self.settings.expert_parallel > 1:
@@ -148,6 +149,19 @@ class ServerSpec:
         else:
             found |= {"device": "cpu", "attention-backend": "torch_native", "disable-overlap-schedule": True}
         return found | self.settings.arguments
+
+    def _of_engine(self) -> dict[str, Any]:
+        """What a server wants whose weights are the actor's."""
+        return {
+            "load-format": "dummy",  # weights come from the actor only
+            "disable-shared-experts-fusion": True,  # each stands where the map says
+            "skip-tokenizer-init": True,  # tokens in, tokens out
+            "extra-metric-labels": json.dumps(own_stack(os.environ).labels()),  # whom it can form a group with
+            # The actor's weights are plain, however those of its folder are stored.
+            "json-model-override-args": json.dumps(
+                {**self.further, "eos_token_id": list(self.stop_token_ids) or None, "quantization_config": None}
+            ),
+        }
 
     def environment(self, scratch: Path, part: ServerPart | None = None) -> dict[str, str]:
         """The server's variables, or those of a part of it: ours without what torchrun set."""
@@ -219,6 +233,8 @@ class Server:
     log: Path
     deadline: float
     settings: SGLangSettings
+    key: str = "rollout.sglang"
+    """Where its settings stand."""
     part: ServerPart | None = None
     """Of a server on several machines; it ends where another part has ended."""
     lost: str | None = None
@@ -292,7 +308,7 @@ class Server:
             return True
         if time.monotonic() > self.deadline:
             raise ServerFailure(
-                f"{self.endpoint.name} gave no answer within rollout.sglang.start_timeout_seconds "
+                f"{self.endpoint.name} gave no answer within {self.key}.start_timeout_seconds "
                 f"{self.settings.start_timeout_seconds:g}; {self.log} ends with: {self.tail()}"
             )
         return False
@@ -330,7 +346,7 @@ class Server:
         clean_up(ServerProcesses(self.session, str(self.scratch)), set(), str(self.scratch), 0.0)
 
 
-def _own_name(host: str) -> str:
+def named_in_url(host: str) -> str:
     """What this machine calls an interface of its own in a URL."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"[{host}]" if ":" in host else host
@@ -357,9 +373,10 @@ def start_server(
     config.write_text(json.dumps({k: v for k, v in arguments.items() if v is not None}))
     spec.log_directory.mkdir(parents=True, exist_ok=True)
     node = part.bond.node if part is not None else 0
-    log = spec.log_directory / (f"engine-{index}-part-{node}.log" if node else f"engine-{index}.log")
+    name = spec.called.replace(" ", "-") or f"engine-{index}"
+    log = spec.log_directory / (f"{name}-part-{node}.log" if node else f"{name}.log")
     command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")), str(scratch), str(log), "--"]
-    command += [sys.executable, "-m", "sglang.launch_server", "--config", str(config)]
+    command += [sys.executable, "-m", spec.program, "--config", str(config)]
     try:
         guard = subprocess.Popen(
             command,
@@ -374,6 +391,7 @@ def start_server(
         raise
     assert guard.stdout is not None
     session = int(guard.stdout.readline())
-    endpoint = Endpoint(index, f"http://{_own_name(spec.address or spec.host)}:{port}", key, sender, starts)
+    url = f"http://{named_in_url(spec.address or spec.host)}:{port}"
+    endpoint = Endpoint(index, url, key, sender, starts, spec.called)
     deadline = time.monotonic() + spec.settings.start_timeout_seconds
-    return Server(endpoint, guard, session, scratch, log.absolute(), deadline, spec.settings, part)
+    return Server(endpoint, guard, session, scratch, log.absolute(), deadline, spec.settings, spec.key, part)

@@ -83,6 +83,8 @@ class SyncRun:
     shape: EngineShape
     timeout_seconds: float
     verify: bool
+    pause: str = "abort"
+    """What servers do with requests meanwhile: `rollout.sglang.pause`."""
     seconds: SyncSeconds = field(default_factory=SyncSeconds)
     _expected: list[Future[dict[tuple[int, str], str]]] = field(default_factory=list)
     _fingerprints: dict[Receiver, Fingerprints] = field(default_factory=dict)
@@ -157,8 +159,13 @@ class SyncRun:
             with self.timed("verify"):
                 self._on_own(self._compare)
         with self.timed("session"):
-            self._on_own(lambda server: self._call(server, "/flush_cache?timeout=10"))
+            if self.pause != "in_place":  # which goes on with the keys and values of older weights
+                # A server that is paused does not look again whether it is idle, and is at once.
+                flush = "/flush_cache" if self.pause == "retract" else "/flush_cache?timeout=10"
+                self._on_own(lambda server: self._call(server, flush))
             self._on_own(lambda server: self._publish(server, version))
+            if self.pause != "abort":  # SGLang notes whose tokens are which when it is told a version
+                self._on_own(lambda server: self._call(server, "/continue_generation"))
         self._pool.shutdown()
 
     def _report(self) -> None:

@@ -59,6 +59,10 @@ class Gateway:
         self._url = ""
         self._starts = asyncio.Lock()
 
+    def again(self) -> Gateway:
+        """Another one for another event loop."""
+        return Gateway(self._host)
+
     @asynccontextmanager
     async def serve(self, recorder: Recorder) -> AsyncIterator[AgentEndpoint]:
         """See `Session.serve`. Raises RunError where it cannot listen."""

@@ -1,0 +1,82 @@
+"""Rules for recorded arrivals and their replay, and the index of such a record."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megappo.config.schema import Config
+
+INDEX = "steps.jsonl"
+
+
+def folder_of_step(folder: Path, step: int) -> Path:
+    """Where a record has the samples of a step."""
+    return folder / f"step-{step:06d}"
+
+
+def read_index(folder: Path) -> dict[int, Mapping[str, Any]]:
+    """The line of each step in a folder that `rollout.record_arrivals` has filled.
+
+    A run that goes on from a checkpoint trains on later steps again: a line makes those before it void that are of its
+    step or later ones. Raises ValueError where this is no such folder.
+    """
+    path = folder / INDEX
+    found: dict[int, Mapping[str, Any]] = {}
+    try:
+        *whole, _ = path.read_text(encoding="utf-8").split(
+            "\n"
+        )  # the last is empty, or was cut when the run was killed
+        for line in whole:
+            record = json.loads(line)
+            step = int(record["step"])
+            found = {earlier: kept for earlier, kept in found.items() if earlier < step} | {step: record}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read ({error})") from error
+    return found
+
+
+def arrivals_rules(config: Config) -> Iterator[str]:
+    """What is recorded and replayed are prompts in flight; the record is there and of steps of the same size."""
+    rollout = config.rollout
+    given, records = rollout.replay_arrivals, rollout.record_arrivals
+    for key, asked in (("record_arrivals", records), ("replay_arrivals", given is not None)):
+        if asked and not rollout.in_flight:
+            yield (
+                f"rollout.{key} is set, but with rollout.ahead {rollout.ahead} a step waits for prompts of its own, "
+                f"and what it is trained on follows from the seed; remove {key}, or set ahead to 2 or more"
+            )
+        if asked and rollout.episodes is not None:
+            yield f"rollout.{key} is set, but episodes are not recorded; remove {key}, or rollout.environment"
+    if given is None or not rollout.in_flight:
+        return
+    folder = Path(given)
+    if records:
+        yield "rollout.record_arrivals would record what rollout.replay_arrivals reads; remove one of them"
+    try:
+        index = read_index(folder)
+    except ValueError as error:
+        yield (
+            f"rollout.replay_arrivals: {error}; name the folder `arrivals` in the run directory of a run with "
+            "rollout.record_arrivals: true"
+        )
+        return
+    sizes = [rollout.prompts_per_step, rollout.samples_per_prompt]
+    others = [line.get("sizes") for line in index.values() if line.get("sizes") != sizes]
+    if others:
+        yield (
+            f"rollout.replay_arrivals '{folder}' has steps of {others[0]} prompts and samples of each, not of {sizes}; "
+            "set rollout.prompts_per_step and samples_per_prompt to those"
+        )
+    last, steps = max(index, default=0), config.run.steps
+    if not index or (steps is not None and steps > last):
+        yield (
+            f"rollout.replay_arrivals '{folder}' ends with step {last}, before run.steps {steps}; set run.steps to at "
+            "most that"
+        )
+    missing = [step for step in index if not folder_of_step(folder, step).is_dir()]
+    if missing:
+        yield f"rollout.replay_arrivals '{folder}' has no files of step {missing[0]}; bring the whole folder"

@@ -1,0 +1,156 @@
+"""Settings of prompts: those that are trained on, those that are evaluated, and what becomes of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from megappo.config.base import PathText, PositiveInt, Settings, Text
+from megappo.errors import show
+
+OLD_PYTHON_PREFIX = "python:"
+"""Of import paths in settings of before every plug-in was named in the same way."""
+HUB_PREFIX = "datasets:"
+"""Of what Hugging Face's library `datasets` reads."""
+_LONGEST_NAME_CHARACTERS = 60
+_LARGEST_REWARD = 1e9
+_Reward = Annotated[float, Field(ge=-_LARGEST_REWARD, le=_LARGEST_REWARD)]
+
+
+class DataSourceSettings(Settings):
+    source: PathText
+    """`FILE.jsonl`, `FILE.parquet` (verl's schema), `datasets:NAME` or `datasets:FOLDER`, after which `:SPLIT` or
+    `:CONFIG:SPLIT` may stand, `reasoning_gym:TASK`, or `package.module:function`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the reasoning-gym task or the Python function."""
+    prompt_key: Text = "prompt"
+    """Field of a jsonl line or of a data set with the prompt: a string or a list of chat messages."""
+    answer_key: Text = "answer"
+    """Field with the reference answer handed to the reward."""
+    limit: PositiveInt | None = None
+    """Use only the first so many records."""
+
+    @field_validator("source")
+    @classmethod
+    def _one_form_of_import_paths(cls, source: str) -> str:
+        return source.removeprefix(OLD_PYTHON_PREFIX)
+
+    @field_validator("source")
+    @classmethod
+    def _names_a_data_set(cls, source: str) -> str:
+        parts = source.split(":")[1:]
+        if source.startswith(HUB_PREFIX) and not (len(parts) <= 3 and all(parts)):
+            raise ValueError(
+                f"{show(source)} is no data set; write datasets:NAME, datasets:NAME:SPLIT or datasets:NAME:CONFIG:SPLIT"
+            )
+        return source
+
+
+class MixedSourceSettings(DataSourceSettings):
+    weight: float = Field(default=1.0, ge=1e-6, le=1e6)
+    """The source's share of the prompts, by the weights of all."""
+
+
+class ValidationSetSettings(DataSourceSettings):
+    samples: int = Field(default=1, gt=0, le=1024)
+    """Answers to each prompt."""
+    temperature: float = Field(default=0.0, ge=0.0, le=100.0)
+    """Sampling temperature; 0: greedy answers."""
+    pass_at: Annotated[tuple[PositiveInt, ...], Field(strict=False)] = ()
+    """The k of each `pass@k`: how probable it is that one of k answers is right, estimated without bias."""
+    right_above: _Reward = 0.5
+    """An answer is right where its reward is above this."""
+
+    @model_validator(mode="after")
+    def _has_answers_to_compare(self) -> ValidationSetSettings:
+        above = max(self.pass_at, default=0)
+        if above > self.samples:
+            raise ValueError(
+                f"pass_at has {above}, which needs at least so many samples, and samples is {self.samples}; "
+                "raise samples, or remove it"
+            )
+        twice = [k for k, count in Counter(self.pass_at).items() if count > 1]
+        if twice:
+            raise ValueError(f"pass_at has {twice[0]} more than once; keep one")
+        if self.samples > 1 and self.temperature == 0.0:
+            raise ValueError(
+                f"samples {self.samples} at temperature 0 are the same answer each time; set temperature above 0, or "
+                "samples to 1"
+            )
+        return self
+
+
+class CurriculumSettings(Settings):
+    right_above: _Reward
+    """A prompt rests where the mean reward of its samples in a step is above this."""
+    rest_epochs: Annotated[int, Field(gt=0, le=10_000)] = 1
+    """It is left out of so many passes over its source: the next that begin."""
+    most_resting: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
+    """Largest part of a source that a pass leaves out. Where more would rest, those whose rest ends first take part;
+    of equals, the last of the source."""
+
+
+class DataSettings(Settings):
+    train: DataSourceSettings | None = None
+    """Prompts to train on. Either this or `mixture` is given."""
+    mixture: dict[str, MixedSourceSettings] | None = None
+    """Several sources in its place, each by a name, under which its metrics stand (`source/NAME/...`): a mapping of
+    names to the settings of a source and its `weight`, 1 by default."""
+    curriculum: CurriculumSettings | None = None
+    """Not null: prompts that are answered well rest for some passes over their source."""
+    validation: DataSourceSettings | None = None
+    """Prompts of the periodic evaluation and of `megappo eval`, each answered once and greedily."""
+    validation_sets: dict[str, ValidationSetSettings] | None = None
+    """More of them, each by a name, under which its metrics stand (`eval/NAME/...`): a mapping of names to the settings
+    of a source with `samples` (1), `temperature` (0: greedy), `pass_at` (such as [1, 4]) and `right_above` (0.5)."""
+    apply_chat_template: bool = True
+    """Render prompts with the tokenizer's chat template; false: prompts are plain text."""
+    system_prompt: str | None = None
+    """System message put before prompts that have none."""
+    max_prompt_tokens: PositiveInt
+    """Longest prompt after tokenisation."""
+    overlong_prompts: Literal["drop", "truncate", "error"] = "drop"
+    """What happens to longer ones: counted and dropped, cut at the left, or refused."""
+    shuffle: bool = True
+    """A new deterministic order each epoch; false: file order."""
+
+    @property
+    def sources(self) -> dict[str, DataSourceSettings]:
+        """What is trained on, in the order of the names: "" where there is only one."""
+        if self.train is not None:
+            return {"": self.train}
+        return dict(sorted((self.mixture or {}).items()))
+
+    @property
+    def evaluated(self) -> dict[str, ValidationSetSettings]:
+        """What is evaluated, in the order of the names: "" for `validation`."""
+        sets = dict(sorted((self.validation_sets or {}).items()))
+        if self.validation is None:
+            return sets
+        return {"": ValidationSetSettings.model_validate(self.validation.model_dump()), **sets}
+
+    @model_validator(mode="after")
+    def _has_sources(self) -> DataSettings:
+        if (self.train is None) == (self.mixture is None):
+            given = "neither" if self.train is None else "both"
+            raise ValueError(f"{given} of train and mixture are given; give one of them, the other one is null")
+        for key, names in (("mixture", self.mixture), ("validation_sets", self.validation_sets)):
+            if names is not None:
+                _check_names(key, names)
+        return self
+
+
+def _check_names(key: str, names: Iterable[str]) -> None:
+    """Names are part of metrics', and of files that are named after these."""
+    given = list(names)
+    if not given:
+        raise ValueError(f"{key} is empty; write a name and a source into it, or set it to null")
+    for name in given:
+        if not (name.isascii() and name.isidentifier() and len(name) <= _LONGEST_NAME_CHARACTERS):
+            raise ValueError(
+                f"{key} has {show(name)}, which is no name of metrics; use letters, digits and _, no digit first, at "
+                f"most {_LONGEST_NAME_CHARACTERS} of them"
+            )

@@ -1,0 +1,194 @@
+"""Settings of a judge: a language model that reads answers and says what they are worth (`reward.judge`)."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from megappo.config.base import NonNegativeFloat, NonNegativeInt, PathText, PositiveInt, Ranks, Seconds, Settings, Text
+from megappo.config.engine import SGLangSettings
+from megappo.config.own_server import OwnServerSettings
+from megappo.errors import shortened, show
+
+FIELDS = ("question", "answer", "reference")
+"""What stands in braces in a prompt."""
+_BRACES = re.compile(r"\{\{(\w+)\}\}|\{([A-Za-z_]\w*)\}")
+Template = tuple[tuple[str, str], ...]
+"""Texts of a prompt, each with the name of the field that follows it, "" at the end."""
+_Score = Annotated[float, Field(ge=-1e9, le=1e9)]
+_Scale = Annotated[tuple[_Score, _Score], Field(strict=False)]
+
+
+class JudgeServerSettings(OwnServerSettings):
+    tensor_parallel: Ranks = 1
+    """Its ranks, each with a GPU of its own."""
+    memory_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.85
+    """Share of a GPU's memory for weights, keys and values."""
+    max_total_tokens: PositiveInt | None = None
+    """Tokens whose keys and values it holds; default: what memory_fraction allows, on a CPU 65536."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """More arguments, by SGLang's names: `{context-length: 8192}`."""
+
+    @property
+    def ranks(self) -> int:
+        """See `OwnServerSettings.ranks`."""
+        return self.tensor_parallel
+
+    @property
+    def as_servers(self) -> SGLangSettings:
+        """See `OwnServerSettings.as_servers`."""
+        own = ("tensor_parallel", "memory_fraction", "max_total_tokens", "arguments")
+        return super().as_servers.model_copy(update={name: getattr(self, name) for name in own})
+
+
+class JudgeSettings(Settings):
+    url: Text | None = None
+    """A server that runs already and speaks OpenAI's protocol, such as http://10.0.0.7:30000/v1."""
+    server: JudgeServerSettings | None = None
+    """An SGLang server of the run's own in its place, `{}`: with its defaults."""
+    model: PathText
+    """The name under which the server knows the judge's model; of an own server the model's folder."""
+    key: Text | None = None
+    """The environment variable that holds the server's key; an own one has a key of the run."""
+    chat: bool = True
+    """The prompt is a user's message, in the chat template of the judge's model; false: the text that it continues."""
+    prompt: Annotated[str, Field(min_length=1, max_length=100_000)] | None = None
+    """What the judge is asked, with `{question}`, `{answer}` (the response) and `{reference}` (the data's answer) in
+    it. `{{name}}` stands for a `{name}` of the text's own."""
+    prompt_file: PathText | None = None
+    """A file with that text in its place."""
+    pattern: Text | None = None
+    """A regular expression with one group, which is a number: the last place that it fits in what the judge says."""
+    scale: _Scale | None = None
+    """Lowest and highest number that `pattern` may find, which become the scores 0 and 1. Default: any number, as it
+    is."""
+    choices: dict[str, _Score] = Field(default_factory=dict)
+    """In place of `pattern`: words and the score of each, of which the last one that the judge says counts."""
+    unreadable: _Score = 0.0
+    """Score of an answer in what the judge says of which no number or choice is found."""
+    temperature: NonNegativeFloat = 0.0
+    """Of the judge's own words; 0: the most likely ones, so that an answer has one score."""
+    max_tokens: PositiveInt = 512
+    """Most tokens of what the judge says."""
+    concurrency: Annotated[int, Field(gt=0, le=4096)] = 256
+    """Most requests of a rank at the same time."""
+    timeout_seconds: Seconds = 120.0
+    """Longest time of a request, tries included, after which its sample has failed."""
+    retries: NonNegativeInt = 10
+    """How often it is sent again in that time, after growing pauses, where the server fails."""
+
+    @property
+    def template(self) -> Template:
+        """The prompt in parts. Raises ValueError for a file that cannot be read or is no prompt for a judge."""
+        return _parts(self._text(), "prompt" if self.prompt_file is None else f"prompt_file '{self.prompt_file}'")
+
+    @property
+    def folder_problem(self) -> str | None:
+        """What the model of an own server lacks; None where it seems whole."""
+        if self.server is None:
+            return None
+        folder = Path(self.model)
+        if not (folder / "config.json").is_file():
+            return f"model '{self.model}' is not a folder with a model (from {Path.cwd()}); give one, or a url"
+        named = folder / "tokenizer_config.json"
+        has_template = any(folder.glob("*chat_template*")) or (named.is_file() and "chat_template" in named.read_text())
+        if self.chat and not has_template:
+            return f"model '{self.model}' has no chat template; set chat to false, and the prompt is continued"
+        return None
+
+    def _text(self) -> str:
+        if self.prompt_file is None:
+            assert self.prompt is not None, "a validator saw to it"
+            return self.prompt
+        try:
+            return Path(self.prompt_file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            words = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            raise ValueError(
+                f"prompt_file '{self.prompt_file}' cannot be read ({words}, from {Path.cwd()}); give a file of text"
+            ) from None
+
+    @model_validator(mode="after")
+    def _has_server(self) -> JudgeSettings:
+        if (self.url is None) == (self.server is None):
+            given = "neither" if self.url is None else "both"
+            raise ValueError(f"{given} of url and server are given; give url, or server: {{}} for one of the run's own")
+        if self.url is not None:
+            check_url(self.url, "http://HOST:PORT/v1")
+        if self.server is not None and self.key is not None:
+            raise ValueError("key is for a server that runs already, one of the run's own has its own; remove it")
+        check_key_variable(self.key)
+        return self
+
+    @model_validator(mode="after")
+    def _has_prompt(self) -> JudgeSettings:
+        if (self.prompt is None) == (self.prompt_file is None):
+            given = "neither" if self.prompt is None else "both"
+            raise ValueError(f"{given} of prompt and prompt_file are given; give one of them")
+        if self.prompt is not None:
+            _parts(self.prompt, "prompt")
+        return self
+
+    @model_validator(mode="after")
+    def _is_read_in_one_way(self) -> JudgeSettings:
+        if (self.pattern is None) == (not self.choices):
+            given = "neither" if self.pattern is None else "both"
+            raise ValueError(f"{given} of pattern and choices are given; give one of them")
+        if self.pattern is None and self.scale is not None:
+            raise ValueError("scale is for the numbers of pattern, choices have scores of their own; remove it")
+        if self.scale is not None and self.scale[0] >= self.scale[1]:
+            raise ValueError(f"scale is {show(list(self.scale))}, must rise; give its lowest number first")
+        if self.choices and (len(self.choices) < 2 or not all(choice.strip() for choice in self.choices)):
+            raise ValueError(f"choices are {show(self.choices)}, must be two or more words; write them as WORD: SCORE")
+        if self.pattern is not None:
+            _check_pattern(self.pattern)
+        return self
+
+
+def check_url(url: str, like: str) -> None:
+    """Raises ValueError where this is no address of a server."""
+    if not re.match(r"https?://[^/\s]+", url):
+        raise ValueError(f"url is '{url}', must look like {like}; change it")
+
+
+def check_key_variable(name: str | None) -> None:
+    """Raises ValueError where a key is given in place of the variable's name that holds it."""
+    if name is not None and not re.fullmatch(r"[A-Za-z_]\w*", name):
+        raise ValueError("key is no name of an environment variable; give the name of one that holds the key")
+
+
+def _check_pattern(pattern: str) -> None:
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        raise ValueError(f"pattern '{pattern}' is no regular expression ({error}); fix it") from None
+    if groups != 1:
+        raise ValueError(
+            f"pattern '{pattern}' has {groups} groups, must have one, around the number; (?:...) groups nothing"
+        )
+
+
+def _parts(text: str, name: str) -> Template:
+    """A text cut at its fields. Raises ValueError for a field that there is not, and where the answer is none."""
+    parts, literal, end = list[tuple[str, str]](), "", 0
+    for found in _BRACES.finditer(text):
+        literal += text[end : found.start()]
+        end = found.end()
+        own, field = found.groups()
+        if own is not None:
+            literal += f"{{{own}}}"
+        elif field in FIELDS:
+            parts.append((literal, field))
+            literal = ""
+        else:
+            names = ", ".join(f"{{{name}}}" for name in FIELDS)
+            word = shortened(field)
+            raise ValueError(
+                f"{name} has {{{word}}}, which is none of {names}; write {{{{{word}}}}} for the word itself"
+            )
+    if "answer" not in (field for _, field in parts):
+        raise ValueError(f"{name} has no {{answer}}, so that the judge would not see what it judges; add it")
+    return (*parts, (literal + text[end:], ""))

@@ -1,0 +1,69 @@
+"""What Hugging Face's library `datasets` reads: sets on the hub, folders of files, and what `save_to_disk` wrote.
+
+From its version 4 on the library runs no code that comes with the data, so that older ones are refused.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megappo.config.data import HUB_PREFIX
+from megappo.errors import first_of
+from megappo.plugins import users_code
+
+if TYPE_CHECKING:
+    import pyarrow
+
+_FIRST_WITHOUT_CODE = 4
+_SAVED = ("state.json", "dataset_dict.json")
+"""A folder has one of these where `save_to_disk` wrote it: of one split, and of several."""
+_MOST_SHOWN = 8
+
+
+def read_table(source: str, limit: int | None) -> pyarrow.Table:
+    """The first rows of a split. Raises ValueError where there is no such set, or no library to read it."""
+    name, *more = source.removeprefix(HUB_PREFIX).split(":")
+    config, split = more[0] if len(more) == 2 else None, more[-1] if more else None
+    library = _library(source)
+    folder = Path(name)
+    if name.startswith((".", "/", "~")) and not folder.is_dir():
+        raise ValueError(f"data source '{source}': there is no folder {name} (from {Path.cwd()}); check the path")
+    is_saved = any((folder / file).is_file() for file in _SAVED)
+    if is_saved and config is not None:
+        raise ValueError(f"data source '{source}': what save_to_disk wrote has no configurations; remove {config}")
+    with users_code(f"data source '{source}' cannot be loaded", "check its name, configuration, files and the network"):
+        found = library.load_from_disk(name) if is_saved else library.load_dataset(name, config)
+    chosen = _split_of(found, split, source)
+    with users_code(f"data source '{source}' cannot be read", "write it again"):
+        rows = len(chosen) if limit is None else min(limit, len(chosen))
+        table: pyarrow.Table = chosen.select(range(rows)).with_format("arrow")[:]
+    return table
+
+
+def _library(source: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(f"data source '{source}' needs a library; pip install 'megappo[datasets]'") from error
+    if int(datasets.__version__.split(".")[0]) < _FIRST_WITHOUT_CODE:
+        raise ValueError(
+            f"data source '{source}': datasets {datasets.__version__} may run code that comes with data, version "
+            f"{_FIRST_WITHOUT_CODE} does not; pip install 'megappo[datasets]'"
+        )
+    datasets.disable_progress_bars()
+    return datasets
+
+
+def _split_of(found: Any, split: str | None, source: str) -> Any:
+    """One split of what was loaded: the one that is named, the only one, or `train`."""
+    if not isinstance(found, dict):
+        if split not in (None, str(found.split)):
+            raise ValueError(f"data source '{source}' is a single split; remove {split} from it")
+        return found
+    wanted = split or ("train" if "train" in found or len(found) != 1 else next(iter(found)))
+    if wanted not in found:
+        raise ValueError(
+            f"data source '{source}' has no split '{wanted}', but {first_of(found, _MOST_SHOWN)}; end it with one"
+        )
+    return found[wanted]

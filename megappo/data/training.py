@@ -1,0 +1,35 @@
+"""What is trained on, of one source or several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from megappo.config.data import DataSettings
+from megappo.data.cursor import Cursor
+from megappo.data.mixture import MixedCursor, MixedPrompts
+from megappo.data.prompts import PromptDataset
+
+TrainingPrompts = PromptDataset | MixedPrompts
+TrainingCursor = Cursor | MixedCursor
+
+
+def read_prompts(
+    settings: DataSettings, tokenizer: PreTrainedTokenizerBase, tool_schemas: Sequence[Any] = ()
+) -> TrainingPrompts:
+    """The prompts of `data.train` or `data.mixture`. Raises ValueError where they cannot be read."""
+    found = {n: PromptDataset(s, settings, tokenizer, tool_schemas, n) for n, s in settings.sources.items()}
+    if settings.mixture is None:
+        return found[""]
+    return MixedPrompts({name: (settings.mixture[name].weight, prompts) for name, prompts in found.items()})
+
+
+def training_cursor(prompts: TrainingPrompts, settings: DataSettings, seed: int) -> TrainingCursor:
+    """The order in which these prompts are taken, at its beginning."""
+    most_resting = settings.curriculum.most_resting if settings.curriculum is not None else 0.0
+    if isinstance(prompts, MixedPrompts):
+        return MixedCursor(prompts, seed, settings.shuffle, most_resting=most_resting)
+    fingerprint = prompts.fingerprint
+    return Cursor(len(prompts), seed, settings.shuffle, fingerprint=fingerprint, most_resting=most_resting)

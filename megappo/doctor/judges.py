@@ -1,0 +1,48 @@
+"""Whether the servers of judges that run already answer, to the key and by the name that the settings give."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+from megappo.config import Config
+from megappo.config.judge import JudgeSettings
+from megappo.doctor.findings import Finding, broken, fine
+from megappo.errors import either
+from megappo.rewards.judge import judge_key
+
+_ANSWER_SECONDS = 10.0
+
+
+def judge_findings(config: Config) -> Iterator[Finding]:
+    """A finding for each judge whose server somebody else runs."""
+    for name, judge in config.reward.judges.items():
+        if judge.url is not None:
+            yield _judge_finding(judge, judge.url, config.reward.key_of(name))
+
+
+def _judge_finding(judge: JudgeSettings, address: str, key: str) -> Finding:
+    try:
+        secret = judge_key(judge)
+    except ValueError as error:
+        return broken("judge", *f"{key}: {error}".rsplit("; ", 1))
+    url = f"{address.rstrip('/')}/models"
+    headers = {"Authorization": f"Bearer {secret}"} if secret else {}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=_ANSWER_SECONDS) as answer:
+            names = [str(model["id"]) for model in json.load(answer)["data"]]
+    except urllib.error.HTTPError as error:
+        if error.code in (401, 403):
+            return broken("judge", f"{address} of {key} refuses its key", f"set {key}.key to a variable that holds it")
+        return broken("judge", f"{url} answers HTTP {error.code} {error.reason}", f"fix {key}.url")
+    except (OSError, http.client.HTTPException) as error:
+        words = f"{address} of {key} cannot be reached ({getattr(error, 'reason', error)})"
+        return broken("judge", words, "start it there, or fix the address")
+    except (ValueError, KeyError, TypeError):
+        return broken("judge", f"{url} does not answer as OpenAI's servers do", f"fix {key}.url, which ends in /v1")
+    if judge.model not in names:
+        return broken("judge", f"{address} serves {either(names)}, not '{judge.model}'", f"set {key}.model to one")
+    return fine("judge", f"{address} serves {judge.model}")

@@ -1,0 +1,79 @@
+"""Keeps one server running that is no fleet's: starts it again when it dies or hangs, until told to stop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from megappo.engines.sglang.client import ServerFailure, is_alive
+from megappo.engines.sglang.server import Server
+from megappo.errors import RunError
+from megappo.observe.messages import tell
+
+POLL_SECONDS = 0.2
+_HEALTH_SECONDS = 10.0
+
+
+class Ending(Protocol):
+    """Says when to stop."""
+
+    @property
+    def due(self) -> bool:
+        """Whether to stop now."""
+
+    def wait(self, seconds: float) -> object:
+        """Sleep so long, or until it is due."""
+
+
+def keep_running(start: Callable[[int], Server | None], ending: Ending, patience_seconds: float) -> None:
+    """Start a server as often as its `max_restarts` allows; one that never got ready twice running is given up.
+
+    `start` is told how often it was started before, and gives None where it was told to stop meanwhile. A server that
+    has not answered for `patience_seconds` hangs. Raises RunError where it is given up.
+    """
+    restarts = never_ready = 0
+    while not ending.due:
+        server = start(restarts)
+        if server is None:
+            return
+        try:
+            ready, reason = _watch(server, ending, patience_seconds)
+            if reason is not None:
+                server.tell_parts(f"ended: {reason}")
+        finally:
+            server.stop()
+        if reason is None:
+            return
+        never_ready = 0 if ready else never_ready + 1
+        most = server.settings.max_restarts
+        if restarts == most or never_ready == 2:
+            raise RunError(f"{reason}; it was started {restarts + 1} times ({server.key}.max_restarts {most})")
+        restarts += 1
+        tell(f"{reason}; it is started again")
+
+
+def _watch(server: Server, ending: Ending, patience_seconds: float) -> tuple[bool, str | None]:
+    """Whether it got ready, and why it has to be replaced; None where it is to stop."""
+    ready = False
+    try:
+        while not ending.due and not (ready := server.is_ready()):
+            ending.wait(POLL_SECONDS)
+    except ServerFailure as failure:
+        return False, str(failure)
+    if ready:
+        tell(f"{server.endpoint.name} is ready, its log is {server.log}")
+    answered = time.monotonic()
+    next_question = answered + _HEALTH_SECONDS
+    while not ending.due:
+        if not server.running:
+            return ready, f"{server.endpoint.name} died; {server.why_ended}"
+        now = time.monotonic()
+        if now >= next_question:
+            if is_alive(server.endpoint, _HEALTH_SECONDS):
+                answered = now
+            elif now - answered > patience_seconds:
+                return ready, f"{server.endpoint.name} has not answered for {now - answered:.0f} seconds"
+            next_question = time.monotonic() + _HEALTH_SECONDS
+        ending.wait(POLL_SECONDS)
+    return ready, None

@@ -1,0 +1,69 @@
+"""What becomes of an answer that was broken off: it goes on from its tokens, under other weights."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection
+from dataclasses import replace
+
+from megappo.engines.protocol import Completion, GenerateRequest
+
+
+def _seed_of_rest(seed: int, tokens: int) -> int:
+    """63 bits for the rest of an answer that has so many tokens."""
+    digest = hashlib.blake2b(f"{seed}/after/{tokens}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def continued(request: GenerateRequest, partial: Completion | None, most_tokens: int) -> GenerateRequest:
+    """What is asked for the rest of an answer that was broken off. The seed is another, as engines may count the
+    positions of a response from its own beginning."""
+    if partial is None:
+        return request
+    return replace(
+        request,
+        token_ids=request.token_ids + partial.token_ids,
+        seed=_seed_of_rest(request.seed, len(partial.token_ids)),
+        max_new_tokens=most_tokens - len(partial.token_ids),
+    )
+
+
+def joined(earlier: Completion | None, later: Completion) -> Completion:
+    """An answer and its continuation as one answer."""
+    if earlier is None:
+        return later
+    if not later.token_ids:
+        return earlier
+    first, *rest = stretches_of(later)
+    before = list(stretches_of(earlier))
+    if before[-1][0] == first[0]:
+        version, tokens = before.pop()
+        first = (version, tokens + first[1])
+    stretches = (*before, first, *rest)
+    return replace(
+        later,
+        token_ids=earlier.token_ids + later.token_ids,
+        logprobs=earlier.logprobs + later.logprobs,
+        weight_version=min(version for version, _ in stretches),
+        stretches=stretches if len(stretches) > 1 else (),
+    )
+
+
+def ended(answer: Completion, stop_token_ids: Collection[int], most_tokens: int) -> Completion:
+    """An answer that was broken off after its last token is whole."""
+    if not answer.broken_off or not answer.token_ids:
+        return answer
+    stopped = answer.token_ids[-1] in stop_token_ids
+    if not stopped and len(answer.token_ids) < most_tokens:
+        return answer
+    return replace(answer, broken_off=False, truncated=not stopped)
+
+
+def token_versions(answer: Completion) -> list[int]:
+    """The weight version of each token."""
+    return [version for version, tokens in stretches_of(answer) for _ in range(tokens)]
+
+
+def stretches_of(answer: Completion) -> tuple[tuple[int, int], ...]:
+    """Weight version and number of tokens of each stretch."""
+    return answer.stretches or ((answer.weight_version, len(answer.token_ids)),)

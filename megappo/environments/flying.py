@@ -1,0 +1,71 @@
+"""Episodes that are in flight over several weight syncs: their turns go on under other weights where they are broken
+off, and their environments wait meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from megappo.engines.protocol import Completion, GenerateRequest, InFlightTalkEngine, SamplingParams
+from megappo.environments.table import EpisodeStart, Table
+from megappo.types import Prompt
+
+
+@dataclass(eq=False)
+class _FlightLine:
+    """A `Line` to an engine that takes requests from any thread."""
+
+    engine: InFlightTalkEngine
+    params: SamplingParams
+    is_over = False
+
+    def send(self, number: int, request: GenerateRequest) -> None:
+        """See `Line.send`."""
+        self.engine.send({number: request}, self.params)
+
+
+class FlyingEpisodes:
+    """As an `InFlightEngine` gives responses to prompts, with episodes; each is under way until it is over."""
+
+    def __init__(self, table: Table, engine: InFlightTalkEngine, params: SamplingParams) -> None:
+        self._table, self._engine, self._params = table, engine, params
+        self._halted = True
+        engine.listen(table)
+
+    def begin(self, prompts: Mapping[int, Prompt], requests: Mapping[int, GenerateRequest]) -> None:
+        """Let episodes begin."""
+        if self._halted:
+            self.go_on()
+        self._table.begin([EpisodeStart(number, prompts[number], request) for number, request in requests.items()])
+
+    def go_on(self) -> None:
+        """Have turns answered, with the weights that the engine has."""
+        if self._halted:
+            self._table.use(_FlightLine(self._engine, self._params))
+            self._halted = False
+
+    def finished(self, wait_seconds: float) -> dict[int, Completion]:
+        """See `InFlightEngine.finished`; every rank calls it."""
+        self._table.answer(self._engine.finished(0.0))
+        self._table.resume()
+        return self._table.take_done(wait_seconds)
+
+    def abort(self) -> dict[int, Completion]:
+        """Break all turns off, as `InFlightEngine.abort`: the episodes that are over. Others stay under way."""
+        self._halted = True
+        self._table.halt()
+        self._table.answer(self._engine.abort())
+        return self._table.take_done(0.0)
+
+    def give_up(self, numbers: Collection[int]) -> None:
+        """Play these no more; nothing of theirs is under way in the engine."""
+        self._table.give_up(numbers)
+
+    def begun(self) -> int:
+        """How many that go on have tokens of the model."""
+        return self._table.begun()
+
+    @property
+    def error(self) -> str:
+        """What ends the run, "" where nothing does: no episode's fault."""
+        return str(self._table.error or "")

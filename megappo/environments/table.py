@@ -1,0 +1,362 @@
+"""The episodes of a rank that go on at the same time: what each of them waits for, and what became of it.
+
+Episodes run in the thread of `WatchedLoop`; answers come from the threads of an engine, and the trainer waits in its
+own. One lock is for all that they share; whatever blocks is done outside of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from megappo.engines.protocol import Completion, GenerateRequest, Line, SamplingParams
+from megappo.engines.stretches import continued, ended, joined
+from megappo.environments.loop import OWNER, TICK_SECONDS, BlockedLoopError
+from megappo.environments.protocol import LimitReached, NonsenseError
+from megappo.environments.registry import Stage
+from megappo.environments.session import Session
+from megappo.errors import RunError, reason
+from megappo.observe.progress import EPISODES, PROGRESS
+from megappo.types import Prompt
+
+Failure = Literal["", "raised", "hung", "nonsense"]
+
+
+class EpisodeStart(NamedTuple):
+    """An episode to be played."""
+
+    number: int
+    prompt: Prompt
+    request: GenerateRequest
+    """Its prompt's tokens, and the seed of the sample."""
+
+
+@dataclass(frozen=True)
+class House:
+    """What tables have of the runner. The functions are called from any thread."""
+
+    stage: Callable[[], Stage]
+    loop: Callable[[], asyncio.AbstractEventLoop]
+    version: Callable[[], int]
+    """Of the engine's weights."""
+    stops: Callable[[], bool]
+    """Whether the run is asked to stop."""
+
+
+@dataclass(eq=False)
+class Playing:
+    """An episode that goes on."""
+
+    began: EpisodeStart
+    session: Session
+    task: asyncio.Task[None] | None = None
+    wanted: GenerateRequest | None = None
+    """The turn that it waits for."""
+    answer: asyncio.Future[Completion] | None = None
+    sent: bool = False
+    """The line owes an answer."""
+    heard: list[tuple[GenerateRequest, Completion]] = field(default_factory=list)
+    """The turns that it has had."""
+    again: deque[tuple[GenerateRequest, Completion]] = field(default_factory=deque)
+    """Turns that it had before it was begun anew, for as long as it asks the same."""
+    owed: GenerateRequest | None = None
+    """What the line owes an answer to though nobody waits for it, until it is asked for again."""
+    partial: tuple[GenerateRequest, Completion] | None = None
+    """A turn that was broken off, with the tokens that there are."""
+
+
+class Table:
+    """Episodes with one engine; a `Talk`."""
+
+    def __init__(
+        self, house: House, params: SamplingParams, done: MutableMapping[int, Completion] | None = None
+    ) -> None:
+        """`done`: the episodes that are over, by number."""
+        self.done = done if done is not None else {}
+        self.playing: dict[int, Playing] = {}
+        self.error: BaseException | None = None
+        """What ends the run: no episode's fault."""
+        self._house, self._params = house, params
+        self._line: Line | None = None
+        self._thinking = 0
+        """Episodes that wait for no answer."""
+        self._lock = threading.RLock()
+        self._news = threading.Condition(self._lock)
+
+    def begin(self, episodes: Iterable[EpisodeStart]) -> None:
+        """Let episodes begin."""
+        with self._lock:
+            for episode in episodes:
+                self._begin(episode)
+
+    def _begin(self, wanted: EpisodeStart) -> Playing:
+        shared, number = self._house.stage().shared, wanted.number
+        session = Session(wanted.prompt, wanted.request, shared, self._params, lambda request: self._ask(new, request))
+        new = self.playing[number] = Playing(wanted, session)
+        self._thinking += 1
+        self._house.loop().call_soon_threadsafe(self._start, new)
+        return new
+
+    # In the thread of the loop
+
+    def _start(self, playing: Playing) -> None:
+        if self.playing.get(playing.began.number) is not playing:
+            return
+        token = OWNER.set(playing)
+        try:
+            playing.task = asyncio.get_running_loop().create_task(self._play(playing))
+        finally:
+            OWNER.reset(token)
+
+    async def _ask(self, playing: Playing, request: GenerateRequest) -> Completion:
+        with self._lock:
+            if self.playing.get(playing.began.number) is not playing:
+                raise asyncio.CancelledError
+            if playing.again:
+                before, completion = playing.again.popleft()
+                if before == request:
+                    playing.heard.append((request, completion))
+                    return completion
+                playing.again.clear()
+            playing.wanted, playing.answer = request, asyncio.get_running_loop().create_future()
+            if playing.partial is not None and playing.partial[0] != request:
+                playing.partial = None
+            if playing.owed == request:
+                playing.owed, playing.sent = None, True
+            elif playing.owed is None:
+                self._send(playing)
+            self._thinking -= 1
+            self._tell()
+        try:
+            return await playing.answer
+        except asyncio.CancelledError:
+            self._let_go(playing, request)
+            raise
+
+    def _let_go(self, playing: Playing, request: GenerateRequest) -> None:
+        """The environment does not wait for this turn any more; it may ask for it again."""
+        with self._lock:
+            if self.playing.get(playing.began.number) is playing and playing.wanted is request:
+                playing.owed = request if playing.sent else playing.owed
+                playing.wanted, playing.sent = None, False
+                self._thinking += 1
+
+    async def _play(self, playing: Playing) -> None:
+        failure: Failure = ""
+        told, limit = "", ""
+        session = playing.session
+        try:
+            session.finish(await self._house.stage().environment.run(session))
+        except LimitReached as reached:
+            limit = reached.limit
+            if not session.turns:
+                failure, told = "nonsense", f"reached its limit of {limit} before the model's first turn"
+        except RunError as error:
+            self.error = error
+        except NonsenseError as error:
+            failure, told = "nonsense", str(error)
+        except asyncio.CancelledError:
+            failure, told = "hung", self._too_long
+        except BlockedLoopError:
+            raise
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - what an environment raises is a failed sample
+            failure, told = "raised", f"{type(error).__name__}: {reason(error)}"
+        self._end(playing, failure, told, limit)
+
+    def count_seconds(self, seconds: float) -> None:
+        """So long has everything gone on; who waits for engine or tools is not charged. Ends what takes too long."""
+        with self._lock:
+            for playing in list(self.playing.values()):
+                session = playing.session
+                if not session.waits:
+                    session.spent_seconds += seconds
+                    if session.spent_seconds > self._most_seconds and playing.task is not None:
+                        playing.task.cancel()
+                        self._end(playing, "hung", self._too_long)
+
+    # In any thread
+
+    @property
+    def _most_seconds(self) -> float:
+        return self._house.stage().shared.limits.max_seconds
+
+    @property
+    def _too_long(self) -> str:
+        return f"took more than {self._most_seconds:g} seconds"
+
+    def _end(self, playing: Playing, failure: Failure, told: str, limit: str = "") -> None:
+        """Take note of how an episode ended, the first time it does."""
+        with self._lock:
+            if self.playing.get(playing.began.number) is not playing:
+                return
+            del self.playing[playing.began.number]
+            self._thinking -= playing.wanted is None
+            self.done[playing.began.number] = playing.session.completion(
+                failure=failure, reason=told, limit=limit, version=self._house.version()
+            )
+            PROGRESS.add(EPISODES, 1)
+            self._tell(always=True)
+
+    def _send(self, playing: Playing) -> None:
+        wanted = playing.wanted
+        if self._line is None or self._line.is_over or wanted is None:
+            return
+        if playing.partial is not None:
+            wanted = continued(wanted, playing.partial[1], wanted.most_tokens(self._params))
+        self._line.send(playing.began.number, wanted)
+        playing.sent = True
+
+    def _tell(self, *, always: bool = False) -> None:
+        if always or not self._thinking:
+            self._news.notify_all()
+
+    def answered(self, number: int, completion: Completion) -> None:
+        """See `Talk.answered`."""
+        self.answer({number: completion})
+
+    def answer(self, found: Mapping[int, Completion]) -> None:
+        """Hand answers out, all before any of these episodes goes on."""
+        with self._lock:
+            asked: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Completion], Completion]]] = {}
+            for number, completion in found.items():
+                playing = self.playing.get(number)  # an episode that hung may be gone
+                request = None if playing is None else playing.owed or playing.wanted
+                if playing is None or request is None:
+                    continue
+                whole = self._whole(playing, request, completion)
+                if playing.owed is not None:
+                    self._answer_owed(playing, request, whole)
+                elif whole is None:
+                    playing.sent = False
+                elif playing.answer is not None:
+                    playing.heard.append((request, whole))
+                    playing.wanted, playing.sent = None, False
+                    self._thinking += 1
+                    asked.setdefault(playing.answer.get_loop(), []).append((playing.answer, whole))
+            for loop, answers in asked.items():
+                loop.call_soon_threadsafe(_hand_out, answers)
+
+    def _whole(self, playing: Playing, request: GenerateRequest, news: Completion) -> Completion | None:
+        """A turn with the tokens that it had before; None where it was broken off again."""
+        before = None if playing.partial is None else playing.partial[1]
+        if news.broken_off and not news.token_ids:
+            return None
+        found = ended(joined(before, news), self._params.stop_token_ids, request.most_tokens(self._params))
+        playing.partial = (request, found) if found.broken_off else None
+        return None if found.broken_off else found
+
+    def _answer_owed(self, playing: Playing, request: GenerateRequest, whole: Completion | None) -> None:
+        playing.owed = None
+        if playing.wanted is not None:  # it went another way, so that this is of no use
+            playing.partial = None
+            self._send(playing)
+        elif whole is not None:
+            playing.again.append((request, whole))
+
+    def begin_again(self, blocking: object) -> None:
+        """All go on in another loop from their beginning, with the turns that they had, but for the one that blocks the
+        old one, which has hung."""
+        with self._lock:
+            for old in list(self.playing.values()):
+                if old is blocking:
+                    self._end(old, "hung", self._too_long)
+                    continue
+                old.session.is_over = True
+                self._thinking -= old.wanted is None
+                new = self._begin(old.began)
+                new.again = deque([*old.heard, *old.again])
+                new.owed = old.wanted if old.sent else old.owed
+                new.partial = old.partial
+            self._tell(always=True)
+
+    # In the thread of the trainer
+
+    def use(self, line: Line) -> None:
+        """Send what waits for an answer, and from now on what comes up. Lines before owe nothing any more."""
+        with self._lock:
+            if self._line is not line:
+                self._line = line
+                for playing in self.playing.values():
+                    playing.sent, playing.owed = False, None
+                    self._send(playing)
+
+    def drive(self, line: Line) -> int:
+        """See `Talk.drive`."""
+        self.use(line)
+        try:
+            self._wait(lambda: not self.playing or line.is_over)
+        finally:
+            with self._lock:
+                self._line = None
+        return len(self.playing)
+
+    def round(self) -> dict[int, GenerateRequest]:
+        """Let all episodes go on until each waits for the engine or is over: what they want then, by their numbers."""
+        self._wait(lambda: not self._thinking)
+        with self._lock:
+            waiting = {number: p for number, p in sorted(self.playing.items()) if p.wanted is not None}
+            for playing in waiting.values():
+                playing.sent = True
+            return {number: p.wanted for number, p in waiting.items() if p.wanted is not None}
+
+    def _wait(self, holds: Callable[[], bool]) -> None:
+        with self._news:
+            while not holds() and not self._house.stops():
+                self._news.wait(TICK_SECONDS)
+
+    def leave(self) -> None:
+        """Give up what is left."""
+        with self._lock:
+            self.give_up([*self.playing])
+            self._line = None
+
+    # Of episodes that are in flight
+
+    def begun(self) -> int:
+        """How many that go on have tokens of the model."""
+        with self._lock:
+            return sum(bool(p.heard or p.again or p.partial) for p in self.playing.values())
+
+    def halt(self) -> None:
+        """Send nothing any more until there is a line again."""
+        with self._lock:
+            self._line = None
+
+    def resume(self) -> None:
+        """Send once more what was broken off, where there is a line."""
+        with self._lock:
+            for playing in self.playing.values():
+                if not playing.sent and playing.owed is None:
+                    self._send(playing)
+
+    def take_done(self, wait_seconds: float) -> dict[int, Completion]:
+        """Those that are over and were not taken; waits at most so long for the first."""
+        with self._news:
+            if not self.done:
+                self._news.wait(wait_seconds)
+            found = dict(self.done)
+            self.done.clear()
+            return found
+
+    def give_up(self, numbers: Iterable[int]) -> None:
+        """Play these no more."""
+        with self._lock:
+            for number in numbers:
+                self.done.pop(number, None)
+                if (playing := self.playing.pop(number, None)) is not None:
+                    self._thinking -= playing.wanted is None
+                    playing.session.is_over = True
+                    if playing.task is not None:
+                        with suppress(RuntimeError):  # its loop was given up and has ended
+                            playing.task.get_loop().call_soon_threadsafe(playing.task.cancel)
+
+
+def _hand_out(answers: Iterable[tuple[asyncio.Future[Completion], Completion]]) -> None:
+    for answer, completion in answers:
+        if not answer.done():
+            answer.set_result(completion)

@@ -1,0 +1,161 @@
+"""DeepSeek-V3 and R1, Kimi-K2, Moonlight: latent attention, and experts as GLM's behind some dense layers, of which a
+token chooses in the best groups of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from megappo.families.architecture import ArchitectureConfig, LatentAttention
+from megappo.families.blocks import Experts, FirstMlp, SharedExpert, norm
+from megappo.families.declaration import (
+    Block,
+    Family,
+    PerToken,
+    Served,
+    Weight,
+    next_token_layers,
+    without_next_token_layers,
+)
+from megappo.families.reading import biased_experts, decoder, no_attention_bias, no_window, silu_mlp
+
+_ALIKE = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+"""What config.json may say of routers and layers, and transformers takes for granted."""
+
+
+def latent_attention(c: Any) -> dict[str, Any]:
+    """The sizes of its heads and latents. Raises ValueError for heads that share keys, and sizes that do not go
+    together."""
+    if c.num_key_value_heads != c.num_attention_heads:
+        raise ValueError(
+            f"num_key_value_heads {c.num_key_value_heads} is not num_attention_heads {c.num_attention_heads}, though "
+            "each head has keys of its own latent; fix its config.json"
+        )
+    if c.head_dim != c.qk_rope_head_dim or c.qk_rope_head_dim < 2 or c.qk_rope_head_dim % 2:
+        raise ValueError(
+            f"qk_rope_head_dim {c.qk_rope_head_dim} with head_dim {c.head_dim} is not supported; both must be the same "
+            "even number, or head_dim be left out"
+        )
+    head_dim = c.qk_nope_head_dim + c.qk_rope_head_dim
+    if not 1 <= c.v_head_dim <= head_dim:
+        raise ValueError(
+            f"v_head_dim {c.v_head_dim} is not supported; use a model with 1 to the {head_dim} channels of its queries"
+        )
+    sizes = {name: getattr(c, name) for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim")}
+    wrong = [f"{name} {size}" for name, size in sizes.items() if size is not None and size < 1]
+    if wrong:
+        raise ValueError(f"{wrong[0]} is not supported; use a model with at least 1")
+    return {
+        "head_dim": head_dim,
+        "rotary_channels": c.qk_rope_head_dim,
+        "latent": LatentAttention(
+            c.q_lora_rank,
+            c.kv_lora_rank,
+            c.qk_nope_head_dim,
+            c.qk_rope_head_dim,
+            c.v_head_dim,
+            interleaved=bool(c.rope_interleave),
+        ),
+    }
+
+
+def alike(c: Any) -> dict[str, Any]:
+    """Nothing. Raises ValueError for routers and layers of its predecessor, which transformers builds as this family's
+    own without a word."""
+    for name, value in _ALIKE.items():
+        if getattr(c, name, value) != value:
+            raise ValueError(
+                f"{name} {getattr(c, name)} means nothing to transformers for {c.model_type}; use a model with {value}"
+            )
+    return {}
+
+
+def softmax_scale(arch: ArchitectureConfig) -> float:
+    """What scores are multiplied by: YaRN's `mscale_all_dim` makes it larger (DeepSeek-V3's `yarn_get_mscale`)."""
+    rope = arch.hf_config.rope_parameters
+    stretch, factor = rope.get("mscale_all_dim") or 0.0, rope.get("factor") or 1.0
+    more = 0.1 * stretch * math.log(factor) + 1.0 if rope["rope_type"] != "default" and factor > 1 else 1.0
+    return float(more**2 * arch.head_dim**-0.5)
+
+
+class LatentHeads(Block):
+    """The norm before it, the matrices that make latents and heads, and the output matrix."""
+
+    def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
+        net = _latent(arch)
+        hidden, heads, rank = arch.hidden_size, arch.heads, net.query_rank
+        down = {"self_attn.kv_a_proj_with_mqa.weight": (net.token_width, hidden)}
+        of_query = [Weight("self_attention.linear_q_proj.weight", _queries("q_proj", arch, hidden), "column")]
+        fused = ""
+        if rank is not None:
+            down, fused = (
+                {"self_attn.q_a_proj.weight": (rank, hidden), **down},
+                "self_attn.fused_qkv_a_proj_with_mqa.weight",
+            )
+            of_query = [
+                norm("self_attention.q_layernorm.weight", "self_attn.q_a_layernorm.weight", rank),
+                Weight("self_attention.linear_q_up_proj.weight", _queries("q_b_proj", arch, rank), "column"),
+            ]
+        made = {"self_attn.kv_b_proj.weight": (heads * net.made_dim, net.rank)}
+        out = {"self_attn.o_proj.weight": (hidden, heads * net.value_dim)}
+        return (
+            norm("input_layernorm.weight", "input_layernorm.weight", hidden),
+            Weight("self_attention.linear_down_proj.weight", down, "replicated", fused=fused),
+            *of_query,
+            norm("self_attention.kv_layernorm.weight", "self_attn.kv_a_layernorm.weight", net.rank),
+            Weight("self_attention.linear_kv_up_proj.weight", made, "column"),
+            Weight("self_attention.linear_proj.weight", out, "row"),
+        )
+
+    def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
+        return {"softmax_scale": softmax_scale(arch)}
+
+    def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:
+        """There at once: what matrices make of latents, and queries, keys and values put together of it. What is kept
+        of latents, ranks do not share out (`megappo.plan.activations`)."""
+        net = _latent(arch)
+        made = arch.heads * (arch.head_dim + net.made_dim)
+        width = made + 3 * arch.query_width
+        return PerToken(live_elements=width, moved_elements=width)
+
+
+def _latent(arch: ArchitectureConfig) -> LatentAttention:
+    assert arch.latent is not None
+    return arch.latent
+
+
+def _queries(name: str, arch: ArchitectureConfig, inputs: int) -> dict[str, tuple[int, int]]:
+    return {f"self_attn.{name}.weight": (arch.query_width, inputs)}
+
+
+def unserved(arch: ArchitectureConfig, asked: Served) -> str:
+    """SGLang 0.5.23 on a CPU dies when it generates. It takes every other rope for its own YaRN, whose factor is
+    another where one of two settings is given."""
+    if not asked.on_cuda:
+        return f"SGLang's {arch.family} needs a GPU, and the run is on a CPU"
+    rope = arch.hf_config.rope_parameters
+    if rope["rope_type"] not in ("default", "yarn"):
+        return f"SGLang's {arch.family} takes rope type '{rope['rope_type']}' for yarn"
+    given = [name for name in ("mscale", "mscale_all_dim") if rope.get(name)]
+    if len(given) == 1 or (rope["rope_type"] == "yarn" and rope.get("attention_factor") is not None):
+        said = given[0] if len(given) == 1 else "attention_factor"
+        return f"SGLang's {arch.family} reads {said} of config.json's rope_parameters otherwise than transformers"
+    return ""
+
+
+def further(c: Any) -> dict[str, Any]:
+    """What SGLang asks for, and transformers does not write."""
+    return {**without_next_token_layers(c), **_ALIKE}
+
+
+FAMILY = Family(
+    "deepseek_v3",
+    reads=(decoder, silu_mlp, no_attention_bias, no_window, alike, biased_experts, latent_attention),
+    blocks=(LatentHeads(), FirstMlp(), Experts(), SharedExpert()),
+    unserved=unserved,
+    adapted=False,
+    further=further,
+    further_layers=next_token_layers,
+    further_count="num_mtp_layers",
+)

@@ -1,0 +1,120 @@
+"""gpt-oss: attention with sinks and biases, and a window in every other layer; experts with biases and a SwiGLU between
+bounds, which files keep in one tensor a layer, published in MXFP4."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megappo.families.architecture import ArchitectureConfig, Beyond
+from megappo.families.blocks import Attention, Experts, QueryKeyValueBiases, mlp_norm
+from megappo.families.declaration import Family, Kind, PerToken, Served, Weight
+from megappo.families.reading import decoder, expert_counts, window_by_layer_types
+
+_STORED = "quantization_config"
+
+
+def stored_decoder(c: Any) -> dict[str, Any]:
+    """The sizes, of a model whose experts may be stored in MXFP4. Raises ValueError for every other quantisation."""
+    said, plain = getattr(c, _STORED, None), copy.copy(c)
+    is_mxfp4 = isinstance(said, Mapping) and said.get("quant_method") == "mxfp4"
+    if is_mxfp4:
+        delattr(plain, _STORED)
+    found = decoder(plain)
+    if found["stored_blocks"] is not None:
+        raise ValueError(f"{_STORED} of fp8 is not supported for this family; use its plain weights, or those in mxfp4")
+    return {**found, "stored_mxfp4": is_mxfp4}
+
+
+def experts(c: Any) -> dict[str, Any]:
+    """Experts in every layer, whose weights sum to 1. Raises ValueError for what transformers does not read, and for
+    bounds that are none."""
+    if c.hidden_act != "silu":
+        raise ValueError(
+            f"hidden_act '{c.hidden_act}' means nothing to transformers for {c.model_type}, whose experts have an "
+            "activation of their own; set it to silu"
+        )
+    if not c.attention_bias:
+        raise ValueError("attention_bias: false is not supported for this family; use a model with true")
+    for name in ("swiglu_alpha", "swiglu_limit"):
+        if getattr(c, name) <= 0:
+            raise ValueError(f"{name} {getattr(c, name)} must be above 0")
+    if c.attention_dropout:
+        raise ValueError(
+            f"attention_dropout {c.attention_dropout} trains a policy that is not the one that samples; set it to 0"
+        )
+    return {**expert_counts(c, "num_local_experts"), "beyond": Beyond(sinks=True)}
+
+
+class SinkAttention(Attention):
+    """With a sink for each head, and a bias behind it."""
+
+    def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
+        sinks = {"self_attn.sinks": (arch.heads,)}
+        bias = {"self_attn.o_proj.bias": (arch.hidden_size,)}
+        return (
+            *super().weights(arch),
+            Weight("self_attention.core_attention.sinks", sinks, "column", drawn="normal"),
+            Weight("self_attention.linear_proj.bias", bias, "replicated"),
+        )
+
+    def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
+        return super().megatron(arch) | {"add_bias_linear": True}
+
+
+class BiasedExperts(Experts):
+    """With biases of the router and of both products of an expert, and gate and up between bounds."""
+
+    def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
+        hidden, ffn = arch.hidden_size, arch.ffn_hidden_size
+        one = "mlp.experts.{expert}"  # in Megatron's model as in the map's names of tensors
+        gate, up, down = (f"{one}.{name}_proj" for name in ("gate", "up", "down"))
+
+        weights, biases = ((f"{gate}.{kind}", f"{up}.{kind}") for kind in ("weight", "bias"))
+
+        def of_one(place: str, tensors: dict[str, tuple[int, ...]], kind: Kind, packed: str) -> Weight:
+            return Weight(f"{one}.{place}", tensors, kind, packed=f"mlp.experts.{packed}", interleaved=True)
+
+        return (
+            mlp_norm(arch),
+            Weight("mlp.router.weight", {"mlp.router.weight": (arch.experts, hidden)}, "replicated"),
+            Weight("mlp.router.bias", {"mlp.router.bias": (arch.experts,)}, "replicated"),
+            of_one("weight1", dict.fromkeys(weights, (ffn, hidden)), "column", "gate_up_proj"),
+            of_one("bias1.bias", dict.fromkeys(biases, (ffn,)), "column", "gate_up_proj_bias"),
+            of_one("weight2", {f"{down}.weight": (hidden, ffn)}, "row", "down_proj"),
+            of_one("bias2.bias", {f"{down}.bias": (hidden,)}, "replicated", "down_proj_bias"),
+        )
+
+    def megatron(self, arch: ArchitectureConfig) -> dict[str, Any]:
+        from megappo_kernels.clamped import ClampedSwiGLU
+
+        c: Any = arch.hf_config
+        return super().megatron(arch) | {"activation_func": ClampedSwiGLU(c.swiglu_alpha, c.swiglu_limit)}
+
+    def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:
+        """Gate and up, and the product times the expert's weight, which backward makes all else again of; and the bias
+        of what a row gets, which its weight is multiplied with. While it runs, float32 of all of it."""
+        hidden, ffn, routed = arch.hidden_size, arch.ffn_hidden_size, arch.experts_per_token
+        found = super().per_token(arch, element_bytes, fused=True)
+        widened = 4 // element_bytes * 5 * ffn
+        return PerToken(
+            kept_bytes=found.kept_bytes + routed * element_bytes * hidden,
+            live_elements=found.live_elements + routed * (widened + 2 * ffn + 2 * hidden),
+            moved_elements=found.moved_elements + routed * (2 * ffn + 2 * hidden),
+        )
+
+
+def unserved(arch: ArchitectureConfig, asked: Served) -> str:
+    """SGLang 0.5.23's loader (srt/models/gpt_oss.py) is given whole layers of experts by its own files alone."""
+    why = "" if asked.on_cuda else ", and none of its attention backends for CPUs has sinks"
+    return f"SGLang's gpt_oss takes the experts of a layer as one tensor, while weights are sent expert by expert{why}"
+
+
+FAMILY = Family(
+    "gpt_oss",
+    reads=(stored_decoder, window_by_layer_types, experts),
+    blocks=(SinkAttention(), QueryKeyValueBiases(), BiasedExperts()),
+    unserved=unserved,
+    adapted=False,
+)

@@ -1,0 +1,60 @@
+"""The language model of Qwen3.5, dense: layers as Qwen3-Next's, whose matrices stand in files by what they make."""
+
+from __future__ import annotations
+
+from megappo.families.architecture import ArchitectureConfig, DeltaNet
+from megappo.families.blocks import GatedMlp
+from megappo.families.declaration import Family, Served, Weight
+from megappo.families.qwen3_next import (
+    FURTHER_COUNT,
+    AttentionNorms,
+    GatedAttention,
+    LinearAttention,
+    delta_net,
+    full_attention_interval,
+    further_layers,
+)
+from megappo.families.reading import no_attention_bias, partly_rotated_decoder, silu_mlp
+
+
+class SplitLinearAttention(LinearAttention):
+    """With a matrix for queries, keys and values, one for the gates of values, and one for strengths and for decays."""
+
+    def inputs(self, arch: ArchitectureConfig, net: DeltaNet) -> tuple[Weight, Weight]:
+        qkv = (net.key_width, net.key_width, net.value_width)
+        of_tensors = {"qkv": qkv, "z": (net.value_width,), "b": (net.value_heads,), "a": (net.value_heads,)}
+        found = []
+        for name, parts in (("in_proj", ("qkv", "z")), ("gates_proj", ("b", "a"))):
+            sections = tuple(of_tensors[part] for part in parts)
+            shapes = [(sum(rows), arch.hidden_size) for rows in sections]
+            tensors = {f"linear_attn.in_proj_{part}.weight": shape for part, shape in zip(parts, shapes, strict=True)}
+            found.append(Weight(f"self_attention.{name}.weight", tensors, "grouped", sections=sections))
+        return found[0], found[1]
+
+
+PREFIX = "model.language_model."
+
+
+def passed_over(arch: ArchitectureConfig) -> tuple[str, ...]:
+    """What sees images."""
+    return ("model.visual.",)
+
+
+def unserved(arch: ArchitectureConfig, asked: Served) -> str:
+    """Of SGLang 0.5.23's classes."""
+    return f"SGLang has no {arch.family}, but Qwen3.5 with images alone"
+
+
+FAMILY = Family(
+    "qwen3_5_text",
+    reads=(partly_rotated_decoder, silu_mlp, no_attention_bias, delta_net),
+    blocks=(GatedAttention(), AttentionNorms(), SplitLinearAttention(), GatedMlp()),
+    unserved=unserved,
+    adapted=False,
+    further=full_attention_interval,
+    further_layers=further_layers,
+    further_count=FURTHER_COUNT,
+    passed_over=passed_over,
+    stored_prefix=PREFIX,
+    fingerprinted=False,
+)

@@ -1,0 +1,116 @@
+"""A layer's gated delta net: linear attention in the place of attention, over packed segments.
+
+Megatron-Core's own wants a library of kernels and refuses packs. This one is made of torch's operations everywhere.
+Tensor parallel ranks share out key heads, each with its value heads; what of the weights belongs to a key head stands
+together (`grouped` of families), so that a rank's shard is a model of fewer heads.
+
+Shape legend: t tokens of a pack, H hidden size; g key heads of this rank, r value heads of each, k and v channels of a
+key and of a value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm, silu
+
+from megappo.families.architecture import DeltaNet
+from megappo.megatron.attention import PackedSegments
+from megappo.megatron.delta_rule import Chunks, causal_convolution, decays, gated_delta_rule, wide
+
+
+class GatedDeltaNet(MegatronModule):
+    """Stands at `self_attention` of Megatron's layer; the arguments are those Megatron passes."""
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, shape: DeltaNet, pg_collection: Any, **_of_megatron: Any
+    ) -> None:
+        super().__init__(config=config)
+        self.shape, self.group = shape, pg_collection.tp
+        tp = self.group.size()
+        self.groups, self.ratio = shape.key_heads // tp, shape.value_heads // shape.key_heads
+        settings: dict[str, Any] = {"config": config, "bias": False, "is_expert": False, "tp_group": self.group}
+        of_columns = {**settings, "init_method": config.init_method, "gather_output": False}
+        self.in_proj = ColumnParallelLinear(config.hidden_size, 2 * (shape.key_width + shape.value_width), **of_columns)
+        self.gates_proj = ColumnParallelLinear(config.hidden_size, 2 * shape.value_heads, **of_columns)
+        for linear in (self.in_proj, self.gates_proj):
+            linear.explicit_expert_comm = True  # what they share is gathered once, here
+        self.out_proj = RowParallelLinear(
+            shape.value_width,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            **settings,
+        )
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        made: dict[str, Any] = {"dtype": config.params_dtype, "device": device}
+        channels, heads = (2 * shape.key_width + shape.value_width) // tp, shape.value_heads // tp
+        self.conv_weight = nn.Parameter(torch.empty(channels, 1, shape.conv_width, **made))
+        self.log_rate, self.rate_bias = (nn.Parameter(torch.empty(heads, **made)) for _ in range(2))
+        self.norm_weight = nn.Parameter(torch.empty(shape.value_dim, **made))
+
+    def forward(
+        self, hidden_states: Tensor, *_of_attention: Any, packed_seq_params: PackedSegments, **_more: Any
+    ) -> tuple[Tensor, None]:
+        """[t, 1, H] -> the same, or a sequence parallel rank's part of both; there is no bias."""
+        assert isinstance(packed_seq_params, PackedSegments)
+        shape, segments = self.shape, packed_seq_params
+        if self.config.sequence_parallel:
+            hidden_states = gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=True, group=self.group
+            )
+        else:
+            hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=self.group)
+        of_value = self.ratio * shape.value_dim
+        of_groups = self.in_proj(hidden_states)[0].view(-1, self.groups, 2 * shape.key_dim + 2 * of_value)
+        mixed, gate = of_groups.split([2 * shape.key_dim + of_value, of_value], dim=-1)
+        strength, rate = self.gates_proj(hidden_states)[0].view(-1, self.groups, 2, self.ratio).unbind(2)
+        mixed = silu(causal_convolution(mixed.flatten(1), self.conv_weight, segments)).unflatten(1, (self.groups, -1))
+        query, key, value = mixed.split([shape.key_dim, shape.key_dim, of_value], dim=-1)
+        decay = decays(rate.flatten(1), self.log_rate, self.rate_bias).unflatten(1, (self.groups, -1))
+        if segments.recurrence is None:
+            segments.recurrence = Chunks.of(segments)
+        of_heads = (self.groups, self.ratio, shape.value_dim)
+        read = gated_delta_rule(
+            query, key, value.unflatten(-1, of_heads[1:]), decay, strength.sigmoid(), segments.recurrence
+        )
+        normed = self._gated_norm(read, gate.unflatten(-1, of_heads[1:]))
+        output, _ = self.out_proj(normed.flatten(1)[:, None])
+        return output, None
+
+    def _gated_norm(self, read: Tensor, gate: Tensor) -> Tensor:
+        """Each head's channels normed, times silu of the gate. Ranks have other heads, and the same weight."""
+        weight = copy_to_tensor_model_parallel_region(self.norm_weight, group=self.group)
+        normed = rms_norm(wide(read), read.shape[-1:], eps=self.config.layernorm_epsilon).to(read.dtype)
+        return (weight * normed * silu(wide(gate))).to(read.dtype)
+
+
+class GatedSelfAttention(SelfAttention):
+    """Attention whose output is multiplied by the sigmoid of a gate, which stands behind each head's query."""
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, *_of_megatron: Any, **_more: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """[t, 1, H] -> queries, keys, values and gates, [t, 1, heads, d] each."""
+        mixed, _ = self.linear_qkv(hidden_states)
+        d, groups = self.hidden_size_per_attention_head, self.num_query_groups_per_partition
+        of_groups = mixed.unflatten(-1, (groups, -1))
+        queries, key, value = of_groups.split([of_groups.shape[-1] - 2 * d, d, d], dim=-1)
+        query, gate = queries.unflatten(-1, (-1, 2, d)).flatten(2, 3).unbind(3)
+        return self.q_layernorm(query), self.k_layernorm(key), value, gate
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Megatron's would be compiled."""
+        return x * torch.sigmoid(gate.flatten(2))

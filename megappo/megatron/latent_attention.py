@@ -1,0 +1,151 @@
+"""A layer's latent attention: keys and values of all heads are made of one latent for each token, over packed segments.
+
+Megatron-Core's own takes its packs by Transformer Engine alone. This one has the attention of every other family
+behind it, so packs, context parallelism and recomputation are as there. What is kept of a token, latents and the key
+with positions that heads share, is made by ranks of their own tokens under sequence parallelism, gathered in one
+collective, and met there by the rows of each rank's heads.
+
+Values have fewer channels than queries and keys, which no kernel for packs takes: zeros fill them up.
+
+Shape legend: t tokens of a pack, l of them on this tensor rank under sequence parallelism, else all; H hidden size; h
+heads of this rank; d channels of a query and key, r of them rotated, v of a value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    checkpoint,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.nn.functional import linear, pad
+
+from megappo.families.architecture import LATENT_NORM_EPS, LatentAttention
+from megappo.megatron.attention import PackedCoreAttention, PackedSegments, RMSNorm
+from megappo_kernels.layers import rotate_pairs
+
+
+class DownProjection(nn.Module):
+    """The matrix, whole on every tensor parallel rank, that makes latents of hidden states."""
+
+    def __init__(self, config: TransformerConfig, outputs: int) -> None:
+        super().__init__()
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.empty(outputs, config.hidden_size, dtype=config.params_dtype, device=device))
+        # Each rank has the gradient of its own tokens then, which Megatron adds up.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """(..., H) -> (..., outputs)"""
+        return linear(hidden_states, self.weight)
+
+
+class LatentSelfAttention(MegatronModule):
+    """Stands at `self_attention` of Megatron's layer; the arguments are those Megatron passes.
+
+    `rotary_scale`: the factor on cosine and sine (`families.rope.rotary`), which only rotated channels have.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        shape: LatentAttention,
+        rotary_scale: float,
+        pg_collection: Any,
+        **_of_megatron: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.shape, self.rotary_scale, self.group = shape, rotary_scale, pg_collection.tp
+        heads, hidden, rank = config.num_attention_heads, config.hidden_size, shape.query_rank
+        self.heads, self.head_dim = heads // self.group.size(), shape.plain_dim + shape.rotary_dim
+        settings: dict[str, Any] = {"config": config, "bias": False, "is_expert": False, "tp_group": self.group}
+        of_columns = {**settings, "init_method": config.init_method, "gather_output": False}
+        self.linear_down_proj = DownProjection(config, (rank or 0) + shape.token_width)
+        self.kv_layernorm = RMSNorm(config, shape.rank, eps=LATENT_NORM_EPS)
+        self.linear_kv_up_proj = ColumnParallelLinear(shape.rank, heads * shape.made_dim, **of_columns)
+        self.linear_kv_up_proj.explicit_expert_comm = True  # what it takes is gathered by `_whole`
+        if rank is None:
+            self.linear_q_proj = ColumnParallelLinear(hidden, heads * self.head_dim, **of_columns)
+        else:
+            self.q_layernorm = RMSNorm(config, rank, eps=LATENT_NORM_EPS)
+            self.linear_q_up_proj = ColumnParallelLinear(rank, heads * self.head_dim, **of_columns)
+            self.linear_q_up_proj.explicit_expert_comm = True
+        self.core_attention = PackedCoreAttention(
+            config, layer_number, None, "self", softmax_scale=config.softmax_scale, pg_collection=pg_collection
+        )
+        self.linear_proj = RowParallelLinear(
+            heads * shape.value_dim,
+            hidden,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            **settings,
+        )
+        self.attends_again = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *_of_attention: Any,
+        rotary_pos_emb: Tensor,
+        packed_seq_params: PackedSegments,
+        **_more: Any,
+    ) -> tuple[Tensor, None]:
+        """[l, 1, H] and cosine and sine (2, t, 1, r) -> [l, 1, H]; there is no bias."""
+        shape, rank = self.shape, self.shape.query_rank
+        down = self.linear_down_proj(hidden_states)
+        of_query, latent, shared_key = down.split([rank or 0, shape.rank, shape.rotary_dim], dim=-1)
+        found = [self.kv_layernorm(latent), shared_key]
+        if rank is not None:
+            found.append(self.q_layernorm(of_query))
+        latent, shared_key, *of_query_too = self._whole(torch.cat(found, dim=-1)).split(
+            [part.shape[-1] for part in found], dim=-1
+        )
+        query, _ = self.linear_q_up_proj(of_query_too[0]) if of_query_too else self.linear_q_proj(hidden_states)
+        made, _ = self.linear_kv_up_proj(latent)
+        plain, turned = query.view(-1, self.heads, self.head_dim).split([shape.plain_dim, shape.rotary_dim], dim=-1)
+        cosine, sine = rotary_pos_emb * self.rotary_scale if self.rotary_scale != 1 else rotary_pos_emb
+        query = torch.cat([plain, self._rotated(turned, cosine, sine)], dim=-1)
+        plain, value = made.view(-1, self.heads, shape.made_dim).split([shape.plain_dim, shape.value_dim], dim=-1)
+        key = torch.cat([plain, self._rotated(shared_key, cosine, sine).expand(-1, self.heads, -1)], dim=-1)
+        read = self._attend(query, key, pad(value, (0, self.head_dim - shape.value_dim)), packed_seq_params)
+        read = read.unflatten(-1, (self.heads, self.head_dim))[..., : shape.value_dim]
+        output, _ = self.linear_proj(read.flatten(1)[:, None])
+        return output, None
+
+    def _whole(self, of_tokens: Tensor) -> Tensor:
+        """[l, 1, n] -> [t, 1, n]: what every rank's heads are made of; backward adds up what they say of it."""
+        if self.config.sequence_parallel:
+            found: Tensor = gather_from_sequence_parallel_region(
+                of_tokens, tensor_parallel_output_grad=True, group=self.group
+            )
+            return found
+        found = copy_to_tensor_model_parallel_region(of_tokens, group=self.group)
+        return found
+
+    def _rotated(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        """(t, heads, r), of queries and keys in the same order of channels, whichever that is."""
+        if self.shape.interleaved:
+            x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        return rotate_pairs(x, cosine, sine)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments) -> Tensor:
+        """(t, h, d) each -> (t, h d)"""
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            found: Tensor = self.core_attention(query, key, value, None, packed_seq_params=segments)
+            return found
+
+        found: Tensor = (
+            checkpoint(attend, False, query, key, value) if self.attends_again else attend(query, key, value)
+        )
+        return found

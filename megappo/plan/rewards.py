@@ -1,0 +1,114 @@
+"""What rewards hold on devices: a frozen model on every rank or in a process of its own, and the servers of judges.
+
+A rank of a judge's server with tensor parallelism t holds, with e bytes per element, e N / t of the N weights in its
+folder, and keys and values in the rest of `memory_fraction` of its GPU; without CUDA those of `max_total_tokens`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from megappo.config import ConfigError
+from megappo.config.judge import JudgeServerSettings
+from megappo.config.reward import RewardSettings
+from megappo.plan.sizes import size_words
+
+_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class RewardServerMemory:
+    """Bytes of each rank of a server that the run starts for its rewards."""
+
+    name: str
+    ranks: int
+    weights: float
+    kv_cache: float
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.weights + self.kv_cache
+
+
+@lru_cache(maxsize=8)
+def reward_parameters(folder: str | None) -> int:
+    """Weights in the safetensors files of a reward model's folder, from their headers; 0 without a folder. Raises
+    ConfigError for a file that is none."""
+    from safetensors import SafetensorError, safe_open
+
+    total = 0
+    for path in sorted(Path(folder).glob("*.safetensors")) if folder is not None else ():
+        try:
+            with safe_open(path, framework="numpy") as file:
+                total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+        except SafetensorError as error:
+            raise ConfigError(f"{path} of a reward is no whole safetensors file ({error}); copy it anew") from error
+    return total
+
+
+def reward_bytes(reward: RewardSettings, world_size: int, *, on_cuda: bool) -> float:
+    """Of a rank of the trainer."""
+    has_copy = reward.model_server is None and reward.model_remote is None
+    own = _model_bytes(reward, on_cuda=on_cuda) if has_copy else 0.0
+    if on_cuda:
+        return own
+    return own + sum(s.ranks * s.total for s in reward_server_memory(reward, 0.0, on_cuda=False)) / world_size
+
+
+def _model_bytes(reward: RewardSettings, *, on_cuda: bool) -> float:
+    return float(reward_parameters(reward.model_path) * _BYTES[reward.model_dtype(on_cuda=on_cuda)])
+
+
+def reward_server_memory(
+    reward: RewardSettings, device_bytes: float, *, on_cuda: bool
+) -> tuple[RewardServerMemory, ...]:
+    """Of each server that the run starts for its rewards. Raises ConfigError where weights leave a GPU no room."""
+    found = []
+    if reward.model_server is not None and (weights := _model_bytes(reward, on_cuda=on_cuda)):
+        if on_cuda and weights >= device_bytes:
+            raise ConfigError(
+                f"reward.model_path has {size_words(weights)} of weights, the one device of reward.model_server "
+                f"{size_words(device_bytes)}; use a smaller model, or have a judge's server hold one on several"
+            )
+        found.append(RewardServerMemory("reward model", 1, weights, 0.0))
+    for name, judge in reward.judges.items():
+        if judge.server is not None:
+            found.append(_judge_memory(reward, name, device_bytes, on_cuda=on_cuda))
+    return tuple(found)
+
+
+def _judge_memory(reward: RewardSettings, name: str, device_bytes: float, *, on_cuda: bool) -> RewardServerMemory:
+    judge = reward.judges[name]
+    server = judge.server
+    assert server is not None
+    e = _BYTES[reward.model_dtype(on_cuda=on_cuda)]
+    weights = e * reward_parameters(judge.model) / server.tensor_parallel
+    if on_cuda:
+        static = server.memory_fraction * device_bytes
+        if weights >= static:
+            key = f"{reward.key_of(name)}.server"
+            raise ConfigError(
+                f"{key}.memory_fraction {server.memory_fraction:g} gives it {size_words(static)} of each device, "
+                f"weights take {size_words(weights)}; raise it, or {key}.tensor_parallel {server.tensor_parallel}"
+            )
+        cache = static - weights
+    else:
+        cache = e * _numbers_of_tokens(judge.model, server)
+    return RewardServerMemory("judge" if name == "judge" else f"judge {name}", server.tensor_parallel, weights, cache)
+
+
+def _numbers_of_tokens(folder: str, server: JudgeServerSettings) -> float:
+    """Of keys and values of all tokens that a rank holds, by what transformers writes into config.json; SGLang serves
+    models of families that megappo does not train."""
+    told = json.loads((Path(folder) / "config.json").read_text())
+    told = told.get("text_config", told)
+    heads = told.get("num_attention_heads", 1)
+    width = told.get("head_dim") or told.get("hidden_size", 0) // heads
+    kv_heads = max(1.0, (told.get("num_key_value_heads") or heads) / server.tensor_parallel)
+    tokens = server.as_servers.held_tokens(on_cuda=False) or 0
+    return 2.0 * tokens * told.get("num_hidden_layers", 0) * kv_heads * width

@@ -1,0 +1,207 @@
+"""What a run with prompts in flight was trained on, step by step, on the disk; and a run that trains on it again.
+
+`rollout.record_arrivals` writes `<run directory>/arrivals`: `steps.jsonl`, a line of JSON for each step, and
+`step-000001/rank-00000.safetensors` for each of its ranks, with the answers to that rank's prompts. A line is written
+when the files of its step are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from megappo.config.arrivals_rules import INDEX, folder_of_step, read_index
+from megappo.engines.protocol import Completion
+from megappo.engines.stretches import token_versions
+from megappo.ppo.generation import Kept
+from megappo.ppo.in_flight_state import KEY, State, read_state, written_state
+from megappo.ppo.parts import Parts
+from megappo.ppo.sampling import SampleRequests, finish_rollout
+from megappo.ppo.tickets import Group
+from megappo.runtime.objects import agreed
+from megappo.runtime.process import Runtime
+from megappo.types import Prompt, Rollouts
+
+FOLDER = "arrivals"
+
+
+def numbers_of(ticket: int, samples_per_prompt: int, runtime: Runtime) -> range:
+    """Of the samples of a prompt, none where it is another rank's."""
+    is_mine = ticket % runtime.world_size == runtime.rank
+    return range(ticket * samples_per_prompt, (ticket + is_mine) * samples_per_prompt)
+
+
+def rollouts_of(parts: Parts, groups: Sequence[Group], answers: Mapping[int, Completion]) -> Rollouts:
+    """This rank's samples of a round, numbered in the order of its groups; `answers` has them by their numbers."""
+    samples = parts.config.rollout.samples_per_prompt
+    found = list[tuple[int, Prompt, Completion]]()
+    for place, group in enumerate(groups):
+        numbers = numbers_of(group.ticket, samples, parts.runtime)
+        prompt = parts.train_prompts[group.prompt] if numbers else None
+        found += [(place * samples + i, prompt, answers[n]) for i, n in enumerate(numbers) if prompt is not None]
+    wanted = SampleRequests(
+        prompts=tuple(prompt for _, prompt, _ in found),
+        sample_ids=tuple(sample_id for sample_id, _, _ in found),
+        samples_per_prompt=samples,
+        requests=(),
+    )
+    completions = [answer for _, _, answer in found]
+    rollouts = finish_rollout(wanted, completions, parts.tokenizer)
+    versions_BR = torch.zeros(rollouts.response_mask_BR.shape, dtype=torch.int64)
+    for versions_R, answer in zip(versions_BR, completions, strict=True):
+        versions_R[: len(answer.token_ids)] = torch.tensor(token_versions(answer))
+    return replace(rollouts, token_versions_BR=versions_BR)
+
+
+class ArrivalsRecord:
+    """Writes what steps were trained on into the run directory; every rank calls it."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._runtime, self._settings = parts.runtime, parts.config.rollout
+        self._folder = parts.config.run.path / FOLDER
+
+    def write(self, step: int, state: State, cursor: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+        """A step that has all its samples; a collective of the world.
+
+        Args:
+            step: its number.
+            state: its groups, all finished, with this rank's answers; `returned` has the prompts that are not trained
+                on yet.
+            cursor: where the cursor stands.
+            metrics: what `InFlight.metrics` says of the step.
+        """
+        sizes = (self._settings.prompts_per_step, self._settings.samples_per_prompt)
+        folder = folder_of_step(self._folder, step)
+
+        def files() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file(written_state(state, sizes), _file(folder, self._runtime.rank))
+
+        agreed(files)
+        if self._runtime.is_main:
+            rounds: dict[int, list[dict[str, int]]] = {}
+            for group, _, number in state.groups:
+                told = {"ticket": group.ticket, "prompt": group.prompt, "version": group.version}
+                rounds.setdefault(number, []).append(told)
+            ranks = self._runtime.world_size
+            line = {"step": step, "sizes": sizes, "ranks": ranks, "metrics": dict(metrics), "cursor": dict(cursor)}
+            _append(self._folder / INDEX, json.dumps(line | {"rounds": list(rounds.values())}))
+
+
+class ReplayedArrivals:
+    """Gives steps what another run recorded, instead of asking the engine; a collective of the world. In place of
+    `InFlight`. What it was recorded by, and on how many ranks, makes no difference."""
+
+    def __init__(self, parts: Parts, folder: Path) -> None:
+        self._parts, self._folder = parts, folder
+        self._index = read_index(folder)
+        self._step = 0
+        self._state = State([], [], 0, 0, {})
+        """Of the step that was asked for last."""
+        self._kept = self._state
+        """Of the last step that is done."""
+
+    def of_step(self, step: int, *, weights_changed: bool) -> Rollouts:
+        """This rank's samples of a step. Raises ValueError on every rank where the record does not have it whole, and
+        where it is of other data."""
+        self._parts.stop.check()
+        if self._parts.curriculum is not None:
+            self._parts.curriculum.before_drawing(step)
+        self._step, self._state = step, agreed(lambda: self._read(step))
+        self._parts.cursor.load_state_dict(dict(self._index[step]["cursor"]))
+        return self.more(step, 0, 0)
+
+    def more(self, step: int, number: int, prompts: int) -> Rollouts:
+        """This rank's samples of a round of a step. Raises ValueError where the recorded run had none."""
+        groups = [group for group, _, of_round in self._state.groups if of_round == number]
+        if not groups:
+            raise ValueError(
+                f"round {number + 1} of step {step} is not in {self._folder}: rewards or rollout.dynamic_sampling are "
+                "others than those of the recorded run; replay with its settings"
+            )
+        return rollouts_of(self._parts, groups, self._state.answers)
+
+    def _read(self, step: int) -> State:
+        if step not in self._index:
+            raise ValueError(f"{self._folder} has no step {step}; end the replay before it, by run.steps")
+        folder, line, runtime = folder_of_step(self._folder, step), self._index[step], self._parts.runtime
+        whole, answers = State([], [], 0, 0, {}), dict[int, Completion]()
+        tickets = [told["ticket"] for of_round in line["rounds"] for told in of_round]
+        mine = [ticket for ticket in tickets if ticket % runtime.world_size == runtime.rank]
+        for rank in sorted({ticket % line["ranks"] for ticket in mine} | {0}):
+            path = _file(folder, rank)
+            try:
+                whole, _ = read_state(load_file(path))
+            except (OSError, SafetensorError, KeyError) as error:
+                raise ValueError(f"{path} is not whole ({error}); bring the folder as it was recorded") from error
+            if sorted(group.ticket for group, _, _ in whole.groups) != sorted(tickets):
+                raise ValueError(f"{path} is not of the step that {INDEX} says; bring the folder as it was recorded")
+            answers |= whole.answers
+        return replace(whole, answers=answers)
+
+    def begin(self, step: int) -> None:
+        """Nothing is generated."""
+
+    def settle(self, *, weights_changed: bool) -> None:
+        """Nothing has to be waited for."""
+
+    def pause(self, *, stops: bool = False) -> None:
+        """Nothing is under way."""
+
+    def go_on(self) -> None:
+        """Nothing is sent."""
+
+    def metrics(self) -> dict[str, float]:
+        """As the recorded run had them."""
+        return dict(self._index[self._step]["metrics"])
+
+    @property
+    def draws_on(self) -> bool:
+        """The cursor belongs to the end of a step."""
+        return False
+
+    def is_torn(self, step: int) -> bool:
+        """Nothing is begun."""
+        return False
+
+    def cursor_state(self) -> dict[str, Any]:
+        """Where the recorded run's cursor stood."""
+        return self._parts.cursor.state_dict()
+
+    def forget(self, step: int) -> None:
+        """A step is done."""
+        if step == self._step:
+            self._kept = replace(self._state, groups=[], answers={})
+
+    def state_dict(self, step: int) -> Kept:
+        """What a run needs that goes on without the record: the prompts that were drawn and not trained on, which it
+        sends first."""
+        settings = self._parts.config.rollout
+        return {KEY: written_state(self._kept, (settings.prompts_per_step, settings.samples_per_prompt))}
+
+    def load_state_dict(self, kept: Sequence[Kept]) -> None:
+        """Take back what `state_dict` gave, or what a run without a record had in flight."""
+        states = [read_state(of_rank[KEY])[0] for of_rank in kept if KEY in of_rank]
+        if states:
+            waiting = [*(group.prompt for group, _, _ in states[0].groups), *states[0].returned]
+            self._kept = replace(states[0], groups=[], answers={}, returned=waiting)
+
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank:05d}.safetensors"
+
+
+def _append(path: Path, line: str) -> None:
+    """Behind the last whole line, should a run have been killed while it wrote one."""
+    whole = path.read_bytes() if path.exists() else b""
+    with path.open("r+b" if whole else "wb") as file:
+        file.seek(whole.rfind(b"\n") + 1)
+        file.truncate()
+        file.write(line.encode() + b"\n")

@@ -1,0 +1,59 @@
+"""`rollout/cache_hit_rate`: how much of a step's prompts the engine's prefix caches had."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from megappo.engines.protocol import CacheUse, CachingEngine, Engine
+from megappo.runtime.process import Runtime
+from megappo.runtime.tally import Tally
+
+
+class CacheGauge:
+    """Reads what an engine has counted over the run, step by step."""
+
+    def __init__(self, engine: Engine, runtime: Runtime) -> None:
+        self._engine, self._runtime = engine, runtime
+        self._read: Mapping[int, CacheUse] = {}
+        """What was counted before this step, or is none of its."""
+
+    @property
+    def _counted(self) -> dict[int, CacheUse]:
+        return dict(self._engine.cache_use) if isinstance(self._engine, CachingEngine) else {}
+
+    def metrics(self) -> dict[str, float]:
+        """Of what was generated since it was last asked, over all ranks, and of the servers with the lowest and highest
+        rate; a collective of the world. Empty where nothing was, and with an engine that has no such cache."""
+        counted, tally = self._counted, Tally()
+        for server, use in sorted(_difference(counted, self._read).items()):
+            tally.total(f"{server}/prompts", float(use.prompt_tokens))
+            tally.total(f"{server}/cached", float(use.cached_tokens))
+        self._read = counted
+        if not counted:
+            return {}
+        told = tally.reduce(None, self._runtime.device)
+        found = {i: CacheUse(int(told[f"{i}/prompts"]), int(told[f"{i}/cached"])) for i in counted}
+        rates = [use.cached_tokens / use.prompt_tokens for use in found.values() if use.prompt_tokens]
+        if not rates:
+            return {}
+        whole = sum(found.values(), CacheUse())
+        return {
+            "rollout/cache_hit_rate": whole.cached_tokens / whole.prompt_tokens,
+            "rollout/cache_hit_rate_min": min(rates),
+            "rollout/cache_hit_rate_max": max(rates),
+        }
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Not to count what is generated meanwhile, for an evaluation."""
+        before = self._counted
+        try:
+            yield
+        finally:
+            meanwhile = _difference(self._counted, before)
+            self._read = {i: self._read.get(i, CacheUse()) + use for i, use in meanwhile.items()}
+
+
+def _difference(now: Mapping[int, CacheUse], before: Mapping[int, CacheUse]) -> dict[int, CacheUse]:
+    return {server: use - before.get(server, CacheUse()) for server, use in now.items()}

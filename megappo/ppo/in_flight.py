@@ -1,0 +1,325 @@
+"""Prompts that are always in flight: a step takes those whose answers are finished, and others are sent for them.
+
+`rollout.ahead` of 2 and more. Weights change while answers are generated: what is under way is broken off, and goes on
+from the tokens that it has under the new weights. Every rank holds the samples of its own prompts, by ticket; which
+prompts are in flight and which are finished is known to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megappo.config.in_flight_rules import longest_lag
+from megappo.engines.protocol import Completion, GenerateRequest, HoldingEngine, InFlightEngine
+from megappo.engines.stretches import continued, ended, joined
+from megappo.ppo.arrivals import ArrivalsRecord, ReplayedArrivals, numbers_of, rollouts_of
+from megappo.ppo.generation import Kept, Responses
+from megappo.ppo.in_flight_state import KEY, State, read_state, written_state
+from megappo.ppo.parts import Parts
+from megappo.ppo.sampling import sample_seed
+from megappo.ppo.tickets import Group, choose
+from megappo.runtime.objects import of_all_ranks
+from megappo.types import Prompt, Rollouts
+
+_STEP_OF_SEEDS = -3
+"""In place of a step's number, where samples are numbered over the whole run."""
+_WAIT_SECONDS = 0.1
+"""Between two looks at what all ranks have."""
+
+
+@dataclass
+class _Sample:
+    """A sample of a prompt of this rank."""
+
+    request: GenerateRequest
+    answer: Completion | None = None
+    """What there is of it; `broken_off` while it is not finished."""
+    under_way: bool = False
+
+    @property
+    def finished(self) -> bool:
+        return self.answer is not None and not self.answer.broken_off
+
+
+class InFlight:
+    """Has prompts from the cursor answered all the time; a collective of the world. In place of `Responses`."""
+
+    def __init__(self, parts: Parts) -> None:
+        assert isinstance(parts.engine, InFlightEngine), "rules refuse rollout.ahead with other engines"
+        self._parts, self._engine = parts, parts.engine
+        self._settings = parts.config.rollout
+        self._max_lag = longest_lag(parts.config)
+        self._params = parts.sampling(self._settings.max_response_tokens, trained_on=True)
+        self._groups: dict[int, Group] = {}
+        """All that are not trained on yet, by ticket, in the order of tickets."""
+        self._taken: dict[int, list[list[int]]] = {}
+        """Tickets of the steps that were begun with them, of each round; one without dynamic sampling."""
+        self._returned: list[int] = []
+        """Prompts to be sent again, before the cursor's."""
+        self._next_ticket = 0
+        self._samples: dict[int, _Sample] = {}
+        """This rank's, by number: ticket x samples of a prompt + sample."""
+        self._dropped, self._cut, self._begun_anew = 0, 0, 0
+        self._episodes = None if parts.episodes is None else parts.episodes.fly(self._params)
+        """What the engine is asked by where an environment takes part."""
+        self._record = ArrivalsRecord(parts) if self._settings.record_arrivals else None
+
+    def of_step(self, step: int, *, weights_changed: bool) -> Rollouts:
+        """This rank's responses of a step, once enough of all ranks are finished. Raises as `Responses.of_step`."""
+        assert not weights_changed, "weights are given after every step"
+        if self._parts.curriculum is not None:
+            self._parts.curriculum.before_drawing(step)
+        if step not in self._taken:
+            self._fill(step - 1)
+        return self._round(step, 0, self._settings.prompts_per_step)
+
+    def more(self, step: int, number: int, prompts: int) -> Rollouts:
+        """This rank's responses of a further round of a step, whose number is `number` (the first is 0): of so many
+        prompts, the next that are finished. A run that is stopped meanwhile goes on with the rounds that it has."""
+        if number == len(self._taken[step]):
+            self._fill(step, at_least=prompts)
+        return self._round(step, number, prompts)
+
+    def _round(self, step: int, number: int, prompts: int) -> Rollouts:
+        if number == len(self._taken.get(step, [])):
+            while (chosen := self._choose(prompts)) is None:
+                self._note((self._episodes or self._engine).finished(_WAIT_SECONDS))
+                self._send()  # what had to be given up
+            self._taken.setdefault(step, []).append([group.ticket for group in chosen])
+        self._fill(step)
+        groups = [self._groups[ticket] for ticket in self._taken[step][number]]
+        answers = self._answers(groups)
+        if self._parts.episodes is not None and self._episodes is not None:
+            self._parts.episodes.check_failures(list(answers.values()), self._episodes.error)
+        return rollouts_of(self._parts, groups, answers)
+
+    def begin(self, step: int) -> None:
+        """Prompts are in flight at all times."""
+
+    def settle(self, *, weights_changed: bool) -> None:
+        """Nothing has to be waited for."""
+
+    def pause(self, *, stops: bool = False) -> None:
+        """Break off what is under way: weights change, or the run stops. An engine that keeps it through changes of its
+        weights holds it meanwhile."""
+        if isinstance(self._engine, HoldingEngine) and self._engine.holds and not stops:
+            self._engine.hold()
+        elif self._groups:
+            self._note((self._episodes or self._engine).abort())
+        self._count_cut()
+
+    def go_on(self) -> None:
+        """Go on under the weights that the engine has now, without what would be too old for a step."""
+        for group in self._waiting():
+            if self._engine_version - group.version > self._max_lag:
+                self._dropped += 1
+                self._returned.append(group.prompt)
+                self._forget(group.ticket)
+        if self._episodes is not None:
+            self._episodes.go_on()
+        self._send()
+
+    def metrics(self) -> dict[str, float]:
+        """Counts over all ranks, of the prompts that the step has not taken, once it has its own; a collective of the
+        world."""
+        waiting = self._waiting()
+        counts = of_all_ranks((self._cut, self._begun_anew))
+        partial, begun_anew = (sum(of_rank) for of_rank in zip(*counts, strict=True))
+        dropped, self._dropped, self._begun_anew = self._dropped, 0, 0
+        metrics = {
+            **({} if self._episodes is None else {"episode/begun_anew": float(begun_anew)}),
+            "rollout/in_flight": float(sum(not group.finished for group in waiting)),
+            "rollout/waiting": float(sum(group.finished for group in waiting)),
+            "rollout/dropped": float(dropped),
+            "rollout/partial": float(partial),
+        }
+        if self._record is not None:
+            step = max(self._taken)
+            groups = [
+                (self._groups[ticket], step, n) for n, tickets in enumerate(self._taken[step]) for ticket in tickets
+            ]
+            left = [*(group.prompt for group in waiting), *self._returned]
+            state = State(groups, left, self._next_ticket, 0, self._answers([group for group, *_ in groups]))
+            self._record.write(step, state, self.cursor_state(), metrics)
+        return metrics
+
+    def forget(self, step: int) -> None:
+        """Drop what a step was trained on whose updates are done."""
+        for tickets in self._taken.pop(step, []):
+            for ticket in tickets:
+                self._forget(ticket)
+
+    # What a checkpoint holds
+
+    @property
+    def draws_on(self) -> bool:
+        """Prompts are drawn at any time, so that the cursor belongs to what `state_dict` gives at the same time."""
+        return True
+
+    def is_torn(self, step: int) -> bool:
+        """No step's answers are of weights that are not there any more when it is begun again."""
+        return False
+
+    def cursor_state(self) -> dict[str, Any]:
+        """Where the cursor stands: prompts in flight are in the checkpoint."""
+        return self._parts.cursor.state_dict()
+
+    def state_dict(self, step: int) -> Kept:
+        """This rank's samples, finished or not, and all that ranks know of groups, from step `step` on. What is under
+        way has the tokens that it had when it was broken off last."""
+        taken_by = {
+            ticket: (taker, number)
+            for taker, rounds in self._taken.items()
+            for number, tickets in enumerate(rounds)
+            for ticket in tickets
+        }
+        answered = {n: sample.answer for n, sample in self._samples.items() if sample.answer is not None}
+        groups = [(group, *taken_by.get(ticket, (0, 0))) for ticket, group in self._groups.items()]
+        state = State(groups, self._returned, self._next_ticket, self._dropped, answered)
+        return {KEY: written_state(state, self._batch_2)}
+
+    def load_state_dict(self, kept: Sequence[Kept]) -> None:
+        """Take back what `state_dict` gave on every rank of a run, which may have had other ranks, and go on with it.
+
+        With another number of samples of a prompt all prompts are sent anew; with another number of prompts a step
+        that was begun chooses again. Episodes that were not over are begun anew: the states of their environments are
+        nowhere.
+        """
+        states = [read_state(of_rank[KEY]) for of_rank in kept if KEY in of_rank]
+        if not states:
+            return
+        state, batches_2 = states[0]
+        prompts_before, samples_before = batches_2
+        self._next_ticket, self._returned, self._dropped = state.next_ticket, list(state.returned), state.dropped
+        answers = {n: answer for of_rank, _ in states for n, answer in of_rank.answers.items()}
+        others = any((answer.episode is None) != (self._episodes is None) for answer in answers.values())
+        if samples_before != self._settings.samples_per_prompt or others:
+            self._returned = [*(group.prompt for group, *_ in state.groups), *self._returned]
+            return
+        for group, step, number in state.groups:
+            self._add(group, answers)
+            if step and prompts_before == self._settings.prompts_per_step:
+                rounds = self._taken.setdefault(step, [])
+                rounds += [[] for _ in range(len(rounds), number + 1)]
+                rounds[number].append(group.ticket)
+        self._agree()
+        self._count_cut()
+        self._begun_anew = sum(not sample.finished for sample in self._samples.values())
+        self.go_on()
+
+    @property
+    def _batch_2(self) -> tuple[int, int]:
+        return self._settings.prompts_per_step, self._settings.samples_per_prompt
+
+    # Groups, the same on every rank
+
+    @property
+    def _engine_version(self) -> int:
+        return self._parts.engine.version
+
+    def _waiting(self) -> list[Group]:
+        """Those that no step has taken, in the order of their tickets."""
+        taken = {ticket for rounds in self._taken.values() for tickets in rounds for ticket in tickets}
+        return [group for ticket, group in self._groups.items() if ticket not in taken]
+
+    def _choose(self, wanted: int) -> list[Group] | None:
+        newest, of_step = self._engine_version, self._settings.prompts_per_step
+        return choose(self._waiting(), wanted=wanted, newest=newest, max_lag=self._max_lag, of_step=of_step)
+
+    def _fill(self, step: int, at_least: int = 0) -> None:
+        """Send prompts until those of `rollout.ahead` steps after this one are in flight, or of all that are left; and
+        `at_least` so many, for this one."""
+        ahead = min(self._settings.ahead, self._parts.derived.steps - step)
+        missing = max(ahead * self._settings.prompts_per_step, at_least) - len(self._waiting())
+        again, self._returned = self._returned[: max(0, missing)], self._returned[max(0, missing) :]
+        for index in (*again, *self._parts.cursor.take(max(0, missing - len(again)))):
+            self._add(Group(self._next_ticket, index, self._engine_version), {})
+            self._next_ticket += 1
+        self._send()
+
+    def _add(self, group: Group, answers: Mapping[int, Completion]) -> None:
+        self._groups[group.ticket] = group
+        for number in self._numbers(group.ticket):
+            request = GenerateRequest(
+                self._prompt(group).token_ids,
+                sample_seed(self._parts.config.run.seed, _STEP_OF_SEEDS, number),
+                group.ticket,
+            )
+            self._samples[number] = _Sample(request, answers.get(number))
+
+    def _forget(self, ticket: int) -> None:
+        for number in self._numbers(ticket):
+            if self._samples.pop(number).under_way and self._episodes is not None:
+                self._episodes.give_up([number])
+        del self._groups[ticket]
+
+    def _agree(self) -> None:
+        """Tell all ranks which groups of this one are finished."""
+        mine = [
+            group.ticket
+            for group in self._groups.values()
+            if not group.finished
+            and (numbers := self._numbers(group.ticket))
+            and all(self._samples[number].finished for number in numbers)
+        ]
+        for of_rank in of_all_ranks(mine):
+            for ticket in of_rank:
+                self._groups[ticket].finished = True
+
+    def _prompt(self, group: Group) -> Prompt:
+        return self._parts.train_prompts[group.prompt]
+
+    # Samples, of this rank
+
+    def _numbers(self, ticket: int) -> range:
+        """Of the samples of a prompt, none where it is another rank's."""
+        return numbers_of(ticket, self._settings.samples_per_prompt, self._parts.runtime)
+
+    def _answers(self, groups: Sequence[Group]) -> dict[int, Completion]:
+        """What there is of the samples of these."""
+        found = {n: self._samples[n].answer for group in groups for n in self._numbers(group.ticket)}
+        return {n: answer for n, answer in found.items() if answer is not None}
+
+    def _note(self, news: Mapping[int, Completion]) -> None:
+        """Take answers, and tell all ranks what is finished."""
+        most, stops = self._params.max_new_tokens, self._params.stop_token_ids
+        for number, answer in news.items():
+            sample = self._samples.get(number)
+            if sample is None:  # dropped, while the engine kept it
+                continue
+            sample.under_way = False
+            if answer.token_ids:
+                sample.answer = ended(joined(sample.answer, answer), stops, most)
+        self._agree()
+
+    def _count_cut(self) -> None:
+        if self._episodes is not None:
+            self._cut = self._episodes.begun()
+            return
+        self._cut = sum(sample.answer is not None and sample.answer.broken_off for sample in self._samples.values())
+
+    def _send(self) -> None:
+        """Ask for all that is neither finished nor under way."""
+        wanted: dict[int, GenerateRequest] = {}
+        for number, sample in self._samples.items():
+            if not sample.finished and not sample.under_way:
+                wanted[number] = continued(sample.request, sample.answer, self._params.max_new_tokens)
+                sample.under_way = True
+        if wanted and self._episodes is not None:
+            samples = self._settings.samples_per_prompt
+            prompts = {number: self._prompt(self._groups[number // samples]) for number in wanted}
+            self._episodes.begin(prompts, wanted)
+        elif wanted:
+            self._engine.send(wanted, self._params)
+
+
+def responses_of(parts: Parts) -> Responses | InFlight | ReplayedArrivals:
+    """What gives the steps of a run their samples."""
+    settings = parts.config.rollout
+    if settings.replays_arrivals:
+        assert settings.replay_arrivals is not None
+        return ReplayedArrivals(parts, Path(settings.replay_arrivals))
+    return InFlight(parts) if settings.in_flight else Responses(parts)

@@ -1,0 +1,90 @@
+"""Prompts in flight as tensors that a checkpoint can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megappo.engines.protocol import Completion
+from megappo.ppo.episodes import keep_episodes, kept_episodes
+from megappo.ppo.tickets import Group
+
+KEY = -1
+"""In place of a step's number among the responses of a checkpoint."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What one rank keeps."""
+
+    groups: Sequence[tuple[Group, int, int]]
+    """All ranks' in the order of their tickets, each with the number of the step that has taken it, 0: none; and of its
+    round of that step."""
+    returned: Sequence[int]
+    """Indices of prompts to be sent again."""
+    next_ticket: int
+    dropped: int
+    """Prompts given up since the last step was logged."""
+    answers: Mapping[int, Completion]
+    """Of this rank's samples, by number, whole or broken off; each has at least one token. Episodes are whole."""
+
+
+def written_state(state: State, batch_2: tuple[int, int]) -> dict[str, Tensor]:
+    """`batch_2`: prompts and samples of each in a step. G groups, B answers, S stretches of one version."""
+    answers = list(state.answers.values())
+    stretches = [a.stretches or ((a.weight_version, len(a.token_ids)),) for a in answers]
+    return {
+        "batch_2": torch.tensor(batch_2),
+        "groups_G6": torch.tensor(
+            [(g.ticket, g.prompt, g.version, g.finished, *taken_by) for g, *taken_by in state.groups], dtype=torch.int64
+        ).view(-1, 6),
+        "returned": torch.tensor(list(state.returned), dtype=torch.int64),
+        "counts_2": torch.tensor((state.next_ticket, state.dropped)),
+        "numbers_B": torch.tensor(list(state.answers), dtype=torch.int64),
+        "lengths_B": torch.tensor([len(a.token_ids) for a in answers], dtype=torch.int64),
+        "token_ids": torch.tensor([token for a in answers for token in a.token_ids], dtype=torch.int64),
+        # As the engine gave them: a response of a run that goes on is the same to the last bit.
+        "logprobs": torch.tensor([logprob for a in answers for logprob in a.logprobs], dtype=torch.float64),
+        "truncated_B": torch.tensor([a.truncated for a in answers], dtype=torch.bool),
+        "broken_off_B": torch.tensor([a.broken_off for a in answers], dtype=torch.bool),
+        "stretches_B": torch.tensor([len(of_one) for of_one in stretches], dtype=torch.int64),
+        "stretches_S2": torch.tensor([s for of_one in stretches for s in of_one], dtype=torch.int64).view(-1, 2),
+        **keep_episodes(answers),
+    }
+
+
+def read_state(kept: Mapping[str, Tensor]) -> tuple[State, tuple[int, int]]:
+    """What `written_state` wrote, and its `batch_2`."""
+    groups = [
+        (Group(ticket, prompt, version, bool(finished)), step, of_round)
+        for ticket, prompt, version, finished, step, of_round in kept["groups_G6"].tolist()
+    ]
+    lengths = kept["lengths_B"].tolist()
+    columns = zip(
+        kept["numbers_B"].tolist(),
+        kept["token_ids"].split(lengths),
+        kept["logprobs"].split(lengths),
+        kept["truncated_B"].tolist(),
+        kept["broken_off_B"].tolist(),
+        kept["stretches_S2"].split(kept["stretches_B"].tolist()),
+        kept_episodes(kept, len(lengths)),
+        strict=True,
+    )
+    answers = {}
+    for number, tokens, logprobs, truncated, broken_off, stretches_S2, episode in columns:
+        stretches = tuple((version, length) for version, length in stretches_S2.tolist())
+        answers[number] = Completion(
+            tuple(tokens.tolist()),
+            tuple(logprobs.tolist()),
+            truncated,
+            min(version for version, _ in stretches),
+            episode=episode,
+            broken_off=broken_off,
+            stretches=stretches if len(stretches) > 1 else (),
+        )
+    prompts, samples = kept["batch_2"].tolist()
+    next_ticket, dropped = kept["counts_2"].tolist()
+    return State(groups, kept["returned"].tolist(), next_ticket, dropped, answers), (prompts, samples)

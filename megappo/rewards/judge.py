@@ -1,0 +1,168 @@
+"""A language model as a reward: a server is asked what it thinks of an answer, and what it says is read.
+
+What a worker needs; the settings are `megappo.config.judge`'s.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megappo.rewards.http import ServerPlace, each, key_in, post
+
+if TYPE_CHECKING:
+    from megappo.config.judge import JudgeSettings, Template
+
+_SHOWN_CHARACTERS = 120
+
+
+class Noted(float):
+    """A score with something to tell of it."""
+
+    note: str
+
+    def __new__(cls, score: float, note: str) -> Noted:
+        made = super().__new__(cls, score)
+        made.note = note
+        return made
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How a judge's server is asked."""
+
+    place: ServerPlace
+    chat: bool
+    temperature: float
+    max_tokens: int
+    timeout_seconds: float
+    most_tries: int
+
+    def say(self, prompt: str) -> str:
+        """What the judge says. Raises as `post`, and ValueError where it answers something else than OpenAI's servers
+        do."""
+        content: dict[str, Any] = (
+            {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
+        )
+        content |= {"model": self.place.model, "temperature": self.temperature, "max_tokens": self.max_tokens}
+        url = f"{self.place.url.rstrip('/')}/{'chat/completions' if self.chat else 'completions'}"
+        answer = post(
+            url,
+            content,
+            headers={"Authorization": f"Bearer {self.place.key}"} if self.place.key else {},
+            deadline_seconds=self.timeout_seconds,
+            most_tries=self.most_tries,
+            absent_seconds=self.place.starting_seconds or 0.0,
+        )
+        try:
+            choice = answer["choices"][0]
+            text = choice["message"]["content"] if self.chat else choice["text"]
+        except (KeyError, IndexError, TypeError):
+            raise ValueError(f"{url} answered {str(answer)[:_SHOWN_CHARACTERS]}, which is no completion") from None
+        return "" if text is None else str(text)  # a model that thought until its tokens were used up has said nothing
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How what a judge says becomes a score."""
+
+    pattern: str | None
+    scale: tuple[float, float] | None
+    choices: Mapping[str, float]
+    unreadable: float
+
+    def score(self, said: str) -> float:
+        """Of the last number or choice that stands there; `unreadable`, with a note, where there is none."""
+        found = self._last(said)
+        if found is None:
+            return Noted(self.unreadable, f"no verdict in ...{said[-_SHOWN_CHARACTERS:]}")
+        if self.pattern is None:
+            return self.choices[found]
+        low, high = self.scale or (-math.inf, math.inf)
+        try:
+            number = float(found)
+        except ValueError:
+            return Noted(self.unreadable, f"'{found[:_SHOWN_CHARACTERS]}' is no number")
+        if not (math.isfinite(number) and low <= number <= high):
+            return Noted(self.unreadable, f"{number} is not from {low} to {high}")
+        return number if self.scale is None else (number - low) / (high - low)
+
+    def _last(self, said: str) -> str | None:
+        """The last number or choice, as it is written."""
+        pattern = self.pattern
+        if pattern is None:  # whole words, and the longer of two that begin alike
+            words = "|".join(map(re.escape, sorted(self.choices, key=len, reverse=True)))
+            pattern = rf"(?<!\w)({words})(?!\w)"
+        found = [match[1] for match in re.finditer(pattern, said) if match[1] is not None]
+        return found[-1] if found else None
+
+
+def judge_key(settings: JudgeSettings) -> str:
+    """The key of the judge's server, "" where it wants none. Raises ValueError where its variable is empty."""
+    return key_in(settings.key, "a judge's")
+
+
+def judge_place(settings: JudgeSettings) -> ServerPlace:
+    """Of a judge whose server runs already. Raises as `judge_key`."""
+    assert settings.url is not None, "an own server has its place when it is started"
+    return ServerPlace(settings.url, settings.model, judge_key(settings))
+
+
+def judge_options(settings: JudgeSettings, place: ServerPlace, messages_key: str) -> dict[str, Any]:
+    """The options of `scores`. Raises ValueError where the prompt cannot be read."""
+    asking = Asking(
+        place=place,
+        chat=settings.chat,
+        temperature=settings.temperature,
+        max_tokens=settings.max_tokens,
+        timeout_seconds=settings.timeout_seconds,
+        most_tries=settings.retries + 1,
+    )
+    return {
+        "asking": asking,
+        "reading": Reading(settings.pattern, settings.scale, settings.choices, settings.unreadable),
+        "template": settings.template,
+        "messages_key": messages_key,
+        "concurrent": settings.concurrency,
+    }
+
+
+def scores(
+    *,
+    prompts: Sequence[str],
+    responses: Sequence[str],
+    answers: Sequence[str | None],
+    metadata: Sequence[Mapping[str, Any]],
+    asking: Asking,
+    reading: Reading,
+    template: Template,
+    messages_key: str,
+    concurrent: int,
+) -> list[float | str]:
+    """The judge's score of each sample, or in its place what went wrong. `messages_key`: where the metadata hold the
+    messages of a prompt that is a chat."""
+    if asking.place.starting_seconds is not None:
+        os.environ["no_proxy"] = "*"  # of this process, which asks nobody else
+    wants_reference = any(field == "reference" for _, field in template)
+
+    def score(sample: tuple[str, str, str | None]) -> float:
+        question, response, reference = sample
+        if wants_reference and reference is None:
+            raise ValueError("the judge's prompt has a {reference}, and this prompt of the data has no answer")
+        fields = {"question": question, "answer": response, "reference": reference or "", "": ""}
+        return reading.score(asking.say("".join(text + fields[field] for text, field in template)))
+
+    questions = [_question(prompt, known.get(messages_key)) for prompt, known in zip(prompts, metadata, strict=True)]
+    return each(score, zip(questions, responses, answers, strict=True), concurrent)
+
+
+def _question(prompt: str, messages: Sequence[Mapping[str, Any]] | None) -> str:
+    """What the model was asked: of a chat the user's message, or where more was said, each message with its role."""
+    said = [message for message in messages or () if message["role"] != "system"]
+    if len(said) < 2:
+        return str(said[0]["content"]) if said else prompt
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in said)

@@ -1,0 +1,122 @@
+"""One frozen reward model for all ranks of a run, in a process of its own: JSON over HTTP, under a key of the run.
+
+    python -m megappo.rewards.model_server --config FILE
+
+`POST /score {"prompts": [...], "responses": [...]}` is answered by `{"scores": [...]}`, or `{"refused": SENTENCE}`
+where the model cannot read them. `POST /classify {"input_ids": [...]}` is answered by
+`{"embedding": [SCORE]}`, as SGLang answers it, for runs elsewhere (`reward.model_remote`). The other paths are those by
+which SGLang's servers are kept running, so that this one is kept by the same code: `/model_info` once it can score,
+`/health_generate`, and `/freeze_gc`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import hmac
+import json
+import os
+import sys
+import threading
+import traceback
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megappo.observe.messages import tell
+from megappo.rewards.model import RewardModel
+
+
+class _ScoreServer(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 1024
+
+    def __init__(self, arguments: dict[str, Any], model: RewardModel) -> None:
+        self.key, self.model = f"Bearer {arguments['api-key']}".encode(), model
+        self.one_at_a_time = threading.Lock()
+        super().__init__((arguments["host"], arguments["port"]), _ScoreHandler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """What the model cannot compute ends the process, whose keeper sees that, starts it again, and gives it up with
+        the end of this log where that does not help. Who asked may be gone."""
+        if isinstance(sys.exception(), OSError):
+            return
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+class _ScoreHandler(BaseHTTPRequestHandler):
+    server: _ScoreServer
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def do_POST(self) -> None:
+        self._answer()
+
+    def _answer(self) -> None:
+        given = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if not hmac.compare_digest((self.headers.get("Authorization") or "").encode(), self.server.key):
+            return self._say(401, {"refused": "another key is wanted"})
+        if self.path == "/score":
+            return self._say(200, self._scores(**json.loads(given)))
+        if self.path == "/classify":
+            return self._classify(**json.loads(given))
+        if self.path == "/freeze_gc":
+            gc.freeze()
+        elif self.path not in ("/model_info", "/health_generate"):
+            return self._say(404, {"refused": f"there is no {self.path}"})
+        return self._say(200, {"has_chat_template": self.server.model.has_chat_template})
+
+    def _scores(self, prompts: list[Any], responses: list[str]) -> dict[str, Any]:
+        try:
+            with self.server.one_at_a_time:
+                return {"scores": self.server.model.score(prompts, responses).tolist()}
+        except ValueError as error:
+            return {"refused": str(error)}
+
+    def _classify(self, input_ids: list[int]) -> None:
+        try:
+            with self.server.one_at_a_time:
+                (score,) = self.server.model.score_ids([input_ids]).tolist()
+        except ValueError as error:
+            return self._say(400, {"refused": str(error)})
+        return self._say(200, {"embedding": [score]})
+
+    def _say(self, status: int, content: dict[str, Any]) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: the log is for what goes wrong."""
+
+
+def main() -> int:
+    """Load the model and answer until ended."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", type=Path, required=True)
+    arguments = json.loads(parser.parse_args().config.read_text())
+    device = torch.device(arguments["device"])
+    try:
+        model = RewardModel(
+            arguments["model-path"],
+            dtype=getattr(torch, arguments["dtype"]),
+            device=device,
+            batch_tokens=arguments["batch-tokens"],
+        )
+    except ValueError as error:
+        tell(str(error))
+        return 1
+    _ScoreServer(arguments, model).serve_forever()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""A frozen reward model that a server elsewhere holds: token ids go there, a score comes back.
+
+Each sample is a POST of `{"input_ids": [...]}` to `/classify`, answered by `{"embedding": [SCORE]}`, as SGLang does for
+a model of sequence classification, and `megappo.rewards.model_server`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from megappo.config.reward import RemoteModelSettings
+from megappo.rewards.http import each, key_in, post
+from megappo.rewards.model import RewardTexts
+from megappo.runtime.objects import attempt
+
+_SHOWN_CHARACTERS = 120
+
+
+class RemoteRewardModel:
+    """Scores by a server; its texts are made here, by the model's own tokenizer."""
+
+    def __init__(self, path: str, settings: RemoteModelSettings) -> None:
+        """`path`: folder with the model's configuration and tokenizer. Raises ValueError for one without, and where the
+        key's variable is empty."""
+        key = key_in(settings.key, "the reward model's")
+        self._texts, self._settings = RewardTexts(path), settings
+        self._url = f"{settings.url.rstrip('/')}/classify"
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+
+    @property
+    def has_chat_template(self) -> bool:
+        """See `RewardModel.has_chat_template`."""
+        return self._texts.has_chat_template
+
+    def try_each(
+        self, prompts: Sequence[str | Sequence[Mapping[str, Any]]], responses: Sequence[str]
+    ) -> list[float | str]:
+        """The score of each sample, or in its place what went wrong."""
+        read = [
+            attempt(partial(self._texts.ids, prompt, response), (ValueError,))
+            for prompt, response in zip(prompts, responses, strict=True)
+        ]
+        return each(self._score, read, self._settings.concurrency)
+
+    def _score(self, read: tuple[list[int] | None, str]) -> float:
+        ids, problem = read
+        if ids is None:
+            raise ValueError(problem)
+        answer = post(
+            self._url,
+            {"input_ids": ids},
+            headers=self._headers,
+            deadline_seconds=self._settings.timeout_seconds,
+            most_tries=self._settings.retries + 1,
+        )
+        found = answer.get("embedding") if isinstance(answer, dict) else None
+        score = found[0] if isinstance(found, list) and len(found) == 1 else None
+        if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
+            raise ValueError(
+                f"{self._url} answered {str(answer)[:_SHOWN_CHARACTERS]}, must have one number as embedding"
+            )
+        return float(score)

@@ -1,0 +1,135 @@
+"""A frozen reward model that all ranks share: the process of the run that holds it, and how ranks ask it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from megappo.config import Config
+from megappo.config.own_server import RewardModelServerSettings
+from megappo.engines.sglang.client import Endpoint, ServerFailure, call
+from megappo.engines.sglang.server import ServerSpec
+from megappo.errors import RunError
+from megappo.plan.cache import PlannedCache
+from megappo.rewards.http import ServerPlace
+from megappo.rewards.model import check_folder
+from megappo.rewards.own_servers import OwnServer, OwnServers, own_cores, own_gpus, start_servers
+from megappo.runtime.objects import agreed
+from megappo.runtime.process import Runtime
+from megappo.runtime.waiting import wait_until
+
+MODEL = "model"
+"""Its name among `OwnServers.places`."""
+REQUEST_SAMPLES = 64
+_KEY = "reward.model_server"
+_CALLED = "reward model"
+_PAUSE_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class _ModelServerSpec(ServerSpec):
+    """What the process is started with, which is no SGLang."""
+
+    program: ClassVar[str] = "megappo.rewards.model_server"
+    batch_tokens: int = 0
+
+    def arguments(self, port: int, key: str) -> dict[str, Any]:
+        """See `megappo.rewards.model_server`."""
+        return {
+            "model-path": str(self.model_folder),
+            "dtype": self.dtype,
+            "device": "cuda" if self.devices else "cpu",
+            "host": self.host,
+            "port": port,
+            "api-key": key,
+            "batch-tokens": self.batch_tokens,
+        }
+
+
+def start_model_server(config: Config, server: RewardModelServerSettings, runtime: Runtime) -> OwnServers:
+    """Start the process that holds `reward.model_path`, without waiting for it; a collective of the world. Raises
+    ValueError on every rank for a folder that cannot be one, and where it cannot be started."""
+    folder = config.reward.model_path
+    assert folder is not None, "a validator saw to it"
+    agreed(partial(check_folder, folder))
+    spec = partial(_spec, config, server, Path(folder).absolute(), on_cuda=runtime.on_cuda)
+    return start_servers({MODEL: OwnServer(server, _KEY, spec)}, runtime, f"the {_CALLED}")
+
+
+def _spec(
+    config: Config, server: RewardModelServerSettings, folder: Path, ranks_here: int, *, on_cuda: bool
+) -> ServerSpec:
+    return _ModelServerSpec(
+        model_folder=folder,
+        dtype=config.reward.model_dtype(on_cuda=on_cuda),
+        settings=server.as_servers,
+        stop_token_ids=(),
+        trust_remote_code=False,
+        log_directory=config.run.path.absolute() / "engines",
+        cache=PlannedCache(None, 0),
+        devices=own_gpus(config, server, _KEY, ranks_here) if on_cuda else (),
+        cores=() if on_cuda else own_cores(),
+        called=_CALLED,
+        key=_KEY,
+        batch_tokens=server.batch_tokens,
+    )
+
+
+class SharedRewardModel:
+    """Scores by the process that holds the model; as `RewardModel` for who asks."""
+
+    def __init__(self, place: ServerPlace, settings: RewardModelServerSettings, check: Callable[[], None]) -> None:
+        """`check` raises where the process is given up, on the rank that started it."""
+        self._endpoint = Endpoint(0, place.url, place.key, 0, called=_CALLED)
+        self._settings, self._check = settings, check
+        self._has_chat_template: bool | None = None
+
+    @property
+    def has_chat_template(self) -> bool:
+        """See `RewardModel.has_chat_template`; waits for the process to have loaded it. Raises as `score`."""
+        if self._has_chat_template is None:
+            self._has_chat_template = bool(self._ask("/model_info", {})["has_chat_template"])
+        return self._has_chat_template
+
+    def score(self, prompts: Sequence[str | Sequence[Mapping[str, Any]]], responses: Sequence[str]) -> Tensor:
+        """See `RewardModel.score`. Raises RunError for a text that the model cannot read, and where nobody answers
+        in the time that the process may take to start and to answer."""
+        scores_B = torch.empty(len(responses))
+        # Alike in length, so that little of a batch is padding.
+        order = sorted(range(len(responses)), key=lambda i: len(str(prompts[i])) + len(responses[i]))
+        for first in range(0, len(order), REQUEST_SAMPLES):
+            chosen = order[first : first + REQUEST_SAMPLES]
+            content = {"prompts": [prompts[i] for i in chosen], "responses": [responses[i] for i in chosen]}
+            answer = self._ask("/score", content)
+            if "refused" in answer:
+                raise RunError(str(answer["refused"]))
+            scores_B[chosen] = torch.tensor(answer["scores"], dtype=torch.float32)
+        return scores_B
+
+    def _ask(self, path: str, content: dict[str, Any]) -> dict[str, Any]:
+        """Its answer, asked for again while it is being started, or started again."""
+        most_seconds = self._settings.timeout_seconds
+        answers, failures = list[dict[str, Any]](), list[str]()
+
+        def is_answered() -> bool:
+            self._check()
+            try:
+                answers.append(call(self._endpoint, path, content, timeout_seconds=most_seconds))
+            except ServerFailure as failure:
+                failures.append(str(failure))
+            return bool(answers)
+
+        if not wait_until(
+            is_answered, self._settings.start_timeout_seconds + most_seconds, every_seconds=_PAUSE_SECONDS
+        ):
+            raise RunError(
+                f"{failures[-1]}, nor after {_KEY}.start_timeout_seconds and timeout_seconds; look at engines/"
+                f"{_CALLED.replace(' ', '-')}.log in the run directory"
+            )
+        return answers[0]

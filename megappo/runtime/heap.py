@@ -1,0 +1,34 @@
+"""What C's allocator does with memory that tensors on a CPU had; GNU's alone lets itself be told."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
+"""Of malloc.h."""
+
+
+@functools.cache
+def _c_library() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
+def keep_freed_memory() -> None:
+    """Let this process use freed memory again instead of handing it back, until `trim_heap` does.
+
+    Activations of every layer come and go. By default what is free at the end of the heap is given back, and each
+    tensor of more than 32 MiB; the kernel clears every page of them anew, up to a tenth of an update on a CPU.
+    """
+    mallopt = getattr(_c_library(), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TOP_PAD, 2**26)
+
+
+def trim_heap() -> None:
+    """Give back to the system what the allocator keeps."""
+    trim = getattr(_c_library(), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
