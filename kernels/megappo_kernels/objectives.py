@@ -156,7 +156,7 @@ POLICY_METRICS: Mapping[str, Metric] = {
         "mean", "nats per token", "Entropy of the policy at the sampling temperature.", "falls slowly, stays above 0"
     ),
     "ref_kl": Metric(
-        "mean", "nats per token", "KL to the reference as the updates estimate it; 0 without `kl_in_loss`.", "below 0.5"
+        "mean", "nats per token", "KL to the reference by `kl_in_loss.kind`, or k3 without `kl_in_loss`.", "below 0.5"
     ),
 }  # fmt: skip
 PolicyMetrics = _tuple_type("PolicyMetrics", tuple(name for name in POLICY_METRICS if name != "loss"))

@@ -35,7 +35,8 @@ class AdaptiveKLController(FixedKLController):
     """A weight that moves towards a target KL: value *= 1 + clip(kl/target - 1, -.2, .2) * n_steps / horizon.
 
     Ziegler et al. 2019, section 2.2. `target` and `current_kl` are in nats, both per token or both per response;
-    `horizon` and `n_steps` in samples.
+    `horizon` and `n_steps` in samples. More samples than the horizon, which settings are refused for, count as the
+    horizon: the formula would turn the weight negative from five times as many on.
     """
 
     def __init__(self, value: float, target: float, horizon: int) -> None:
@@ -45,22 +46,33 @@ class AdaptiveKLController(FixedKLController):
     def update(self, current_kl: float, n_steps: int) -> None:
         """Move after `n_steps` samples whose mean KL was `current_kl`."""
         error = min(max(_finite(current_kl) / self.target - 1, -0.2), 0.2)
-        self.value *= 1 + error * n_steps / self.horizon
+        self.value *= 1 + error * min(n_steps / self.horizon, 1.0)
 
 
 class PenaltyController(FixedKLController):
     """The weight of PPO-penalty: doubled above 1.5 x target, halved below target / 1.5.
 
-    Schulman et al. 2017, "Proximal Policy Optimization Algorithms", section 4; nats per token.
+    Schulman et al. 2017, "Proximal Policy Optimization Algorithms", section 4; nats per token. The weight stays within
+    2**10 times the first one, up and down: halved for ever it would reach 0, which no doubling raises again.
     """
+
+    MOST_DOUBLINGS = 10
 
     def __init__(self, value: float, target: float) -> None:
         super().__init__(value)
         self.target = target
+        self._least, self._most = value / 2**self.MOST_DOUBLINGS, value * 2**self.MOST_DOUBLINGS
 
     def update(self, current_kl: float, n_steps: int) -> None:
         """Move after a step whose updates ended at KL(old || new) = `current_kl`; `n_steps` plays no part."""
         if _finite(current_kl) > 1.5 * self.target:
-            self.value *= 2
+            self._move_to(2 * self.value)
         elif current_kl < self.target / 1.5:
-            self.value /= 2
+            self._move_to(self.value / 2)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint, within the bounds."""
+        self._move_to(float(state["value"]))
+
+    def _move_to(self, value: float) -> None:
+        self.value = min(max(value, self._least), self._most)

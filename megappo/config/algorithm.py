@@ -30,7 +30,7 @@ class KLInRewardSettings(Settings):
     """KL in nats the adaptive controller aims at, per token or response as `per` says; null: 0.01 per token, 6 per
     response."""
     horizon: PositiveInt = 10000
-    """Samples over which the adaptive controller moves."""
+    """Samples over which the adaptive controller moves, at least those of a step."""
 
     @property
     def target_nats(self) -> float:
@@ -53,9 +53,10 @@ class KLInLossSettings(Settings):
 
 class PenaltySettings(Settings):
     coef: PositiveFloat = 1.0
-    """Starting weight of KL(old || new)."""
+    """Starting weight of KL(old || new); it stays within 1,024 times this, up and down."""
     target: PositiveFloat = 0.01
-    """KL per token in nats that the weight is adapted to (Schulman et al. 2017, section 4)."""
+    """KL per token in nats that the weight is adapted to: what the step's updates end at, which takes a forward pass of
+    the actor more (Schulman et al. 2017, section 4)."""
 
 
 class CorrectionSettings(Settings):

@@ -69,6 +69,12 @@ def algorithm_rules(config: Config) -> Iterator[str]:
             "reference is given but no KL term uses it; add algorithm.kl_in_reward or algorithm.kl_in_loss, "
             "or remove it (reference=null)"
         )
+    kl, samples = config.algorithm.kl_in_reward, config.rollout.batch_sequences
+    if kl is not None and kl.controller == "adaptive" and samples > kl.horizon:
+        yield (
+            f"algorithm.kl_in_reward.horizon {kl.horizon} must be at least the {samples} samples of a step, over which "
+            f"the weight is to move by no more than a fifth; set it to {samples} or more"
+        )
 
 
 _MOST_NATS_PER_TOKEN, _LEAST_NATS_PER_RESPONSE = 1.0, 0.1

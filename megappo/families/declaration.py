@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from megappo.families.architecture import ArchitectureConfig
+from megappo.families.served import Served, unread_settings
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -94,22 +95,6 @@ class Block:
         return PerToken()
 
 
-class Served(NamedTuple):
-    """What SGLang is to generate with a model."""
-
-    on_cuda: bool
-    """On GPUs; otherwise on a CPU."""
-    tokens: int
-    """Of the longest sequence."""
-
-
-def unread_window(arch: ArchitectureConfig, asked: Served) -> str:
-    """SGLang's models of most families read no window."""
-    if arch.sliding_window is None or arch.sliding_window >= asked.tokens:
-        return ""
-    return f"SGLang's {arch.family} takes no account of sliding_window {arch.sliding_window} in config.json"
-
-
 def nothing(c: Any) -> dict[str, Any]:
     """Of config.json."""
     return {}
@@ -144,7 +129,7 @@ class Family:
     attends_in_groups: bool = False
     """Whether groups of a server's ranks may attend apart in SGLang's model (`rollout.sglang.data_parallel_attention`).
     """
-    unserved: Callable[[ArchitectureConfig, Served], str] = unread_window
+    unserved: Callable[[ArchitectureConfig, Served], str] = unread_settings
     """Why SGLang does not compute such a model; nothing where it does."""
     further: Callable[[Any], Mapping[str, Any]] = nothing
     """Of transformers' configuration: what SGLang reads of config.json beside what transformers writes."""

@@ -3,8 +3,7 @@ token chooses in the best groups of them."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megappo.families.architecture import ArchitectureConfig, LatentAttention
@@ -13,15 +12,17 @@ from megappo.families.declaration import (
     Block,
     Family,
     PerToken,
-    Served,
     Weight,
     next_token_layers,
     without_next_token_layers,
 )
 from megappo.families.reading import biased_experts, decoder, no_attention_bias, no_window, silu_mlp
+from megappo.families.served import Served, get_mscale, unread_yarn
 
 _ALIKE = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 """What config.json may say of routers and layers, and transformers takes for granted."""
+_MSCALES = {"mscale": 1.0, "mscale_all_dim": 0.0}
+"""SGLang's defaults."""
 
 
 def latent_attention(c: Any) -> dict[str, Any]:
@@ -75,7 +76,7 @@ def softmax_scale(arch: ArchitectureConfig) -> float:
     """What scores are multiplied by: YaRN's `mscale_all_dim` makes it larger (DeepSeek-V3's `yarn_get_mscale`)."""
     rope = arch.hf_config.rope_parameters
     stretch, factor = rope.get("mscale_all_dim") or 0.0, rope.get("factor") or 1.0
-    more = 0.1 * stretch * math.log(factor) + 1.0 if rope["rope_type"] != "default" and factor > 1 else 1.0
+    more = 1.0 if rope["rope_type"] == "default" else get_mscale(factor, stretch)
     return float(more**2 * arch.head_dim**-0.5)
 
 
@@ -134,14 +135,24 @@ def unserved(arch: ArchitectureConfig, asked: Served) -> str:
     another where one of two settings is given."""
     if not asked.on_cuda:
         return f"SGLang's {arch.family} needs a GPU, and the run is on a CPU"
-    rope = arch.hf_config.rope_parameters
+    rope, name = arch.hf_config.rope_parameters, f"SGLang's {arch.family}"
     if rope["rope_type"] not in ("default", "yarn"):
-        return f"SGLang's {arch.family} takes rope type '{rope['rope_type']}' for yarn"
-    given = [name for name in ("mscale", "mscale_all_dim") if rope.get(name)]
-    if len(given) == 1 or (rope["rope_type"] == "yarn" and rope.get("attention_factor") is not None):
-        said = given[0] if len(given) == 1 else "attention_factor"
-        return f"SGLang's {arch.family} reads {said} of config.json's rope_parameters otherwise than transformers"
-    return ""
+        return f"{name} takes rope type '{rope['rope_type']}' for yarn"
+    if rope["rope_type"] == "default":
+        return ""
+    if not rope.get("truncate", True):
+        return f"{name} takes no account of truncate: false in config.json's rope_parameters"
+    if "apply_yarn_scaling" in rope:
+        return f"{name} reads apply_yarn_scaling of config.json's rope_parameters, which transformers does not"
+    return unread_yarn(name, rope, _scale_of_yarn(rope))
+
+
+def _scale_of_yarn(rope: Mapping[str, Any]) -> float | None:
+    """Of SGLang's DeepseekScalingRotaryEmbedding, whose `mscale` is 1 and whose `mscale_all_dim` is 0 by default."""
+    if rope.get("factor") is None:
+        return None
+    mscale, of_all = (default if rope.get(name) is None else rope[name] for name, default in _MSCALES.items())
+    return get_mscale(rope["factor"], mscale) / get_mscale(rope["factor"], of_all)
 
 
 def further(c: Any) -> dict[str, Any]:

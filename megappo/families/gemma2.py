@@ -9,8 +9,9 @@ from typing import Any
 
 from megappo.families.architecture import ArchitectureConfig, Beyond
 from megappo.families.blocks import Attention, GatedMlp, norm
-from megappo.families.declaration import Family, PerToken, Served, Weight
+from megappo.families.declaration import Family, PerToken, Weight
 from megappo.families.reading import decoder, no_attention_bias, window_by_layer_types
+from megappo.families.served import Served, unread_rope
 
 _GELU = "gelu_pytorch_tanh"
 
@@ -81,8 +82,10 @@ class GeluMlp(GatedMlp):
 
 
 def unserved(arch: ArchitectureConfig, asked: Served) -> str:
-    """SGLang 0.5.23 starts none without Triton's driver."""
-    return "" if asked.on_cuda else "SGLang's gemma2 needs a GPU, and the run is on a CPU"
+    """SGLang 0.5.23 starts none without Triton's driver, and hands on no parameters of a rope."""
+    if not asked.on_cuda:
+        return "SGLang's gemma2 needs a GPU, and the run is on a CPU"
+    return unread_rope(arch, ("default",))
 
 
 def activation(c: Any) -> dict[str, Any]:

@@ -8,9 +8,10 @@ from typing import Any
 
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.blocks import QueryKeyNorms
-from megappo.families.declaration import Family, Served
+from megappo.families.declaration import Family
 from megappo.families.gemma2 import GeluMlp, NormedAttention, activation, gemma
 from megappo.families.reading import decoder, no_attention_bias, window_by_layer_types
+from megappo.families.served import Served
 
 _ROPES = ("default", "linear")
 
@@ -31,8 +32,14 @@ def gemma3(c: Any) -> dict[str, Any]:
 
 
 def unserved(arch: ArchitectureConfig, asked: Served) -> str:
-    """Found by the probe of a weight sync with SGLang 0.5.23."""
-    return "" if asked.on_cuda else "SGLang's gemma3_text on a CPU is 0.3 nats and more off, and the run is on one"
+    """The first was found by the probe of a weight sync with SGLang 0.5.23, which computes the rope of layers without
+    a window by transformers, and that of layers with one from its base alone."""
+    if not asked.on_cuda:
+        return "SGLang's gemma3_text on a CPU is 0.3 nats and more off, and the run is on one"
+    kind = arch.hf_config.rope_parameters["sliding_attention"]["rope_type"]
+    if kind != "default":
+        return f"SGLang's gemma3_text takes no account of rope type '{kind}' of sliding_attention in config.json"
+    return ""
 
 
 FAMILY = Family(

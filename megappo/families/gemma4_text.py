@@ -11,9 +11,10 @@ from typing import Any
 
 from megappo.families.architecture import ArchitectureConfig, Beyond, WideAttention
 from megappo.families.blocks import QueryKeyNorms
-from megappo.families.declaration import Block, Family, PerToken, Served, Weight
+from megappo.families.declaration import Block, Family, PerToken, Weight
 from megappo.families.gemma2 import GeluMlp, NormedAttention, check_gemma, check_sees_backward
 from megappo.families.reading import no_attention_bias, sizes, window_by_layer_types
+from megappo.families.served import Served
 
 _KINDS = {"sliding_attention": "default", "full_attention": "proportional"}
 """The kinds of layers, and the rope of each."""

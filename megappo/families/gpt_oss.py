@@ -9,8 +9,9 @@ from typing import Any
 
 from megappo.families.architecture import ArchitectureConfig, Beyond
 from megappo.families.blocks import Attention, Experts, QueryKeyValueBiases, mlp_norm
-from megappo.families.declaration import Family, Kind, PerToken, Served, Weight
+from megappo.families.declaration import Family, Kind, PerToken, Weight
 from megappo.families.reading import decoder, expert_counts, window_by_layer_types
+from megappo.families.served import Served
 
 _STORED = "quantization_config"
 

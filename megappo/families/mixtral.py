@@ -7,8 +7,9 @@ from typing import Any
 
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.blocks import Attention, Experts
-from megappo.families.declaration import Family, Served, unread_window
+from megappo.families.declaration import Family
 from megappo.families.reading import decoder, expert_counts, no_attention_bias, silu_mlp, window_of_every_layer
+from megappo.families.served import Served, unread_rope, unread_window
 
 
 def top_experts(c: Any) -> dict[str, Any]:
@@ -22,15 +23,13 @@ def top_experts(c: Any) -> dict[str, Any]:
 
 
 def unserved(arch: ArchitectureConfig, asked: Served) -> str:
-    """What SGLang's Mixtral does not read of config.json."""
-    rope = arch.hf_config.rope_parameters["rope_type"]
-    unread = {
-        f"rope type '{rope}'": rope != "default",
-        f"head_dim {arch.head_dim}": arch.head_dim * arch.heads != arch.hidden_size,
-    }
-    found = [words for words, there in unread.items() if there]
-    words = f"SGLang's Mixtral takes no account of {' or '.join(found)} in config.json" if found else ""
-    return unread_window(arch, asked) or words
+    """What SGLang's Mixtral does not read of config.json, and a base of rope whose decimals it leaves out."""
+    if arch.head_dim * arch.heads != arch.hidden_size:
+        return f"SGLang's Mixtral takes no account of head_dim {arch.head_dim} in config.json"
+    theta = arch.hf_config.rope_parameters["rope_theta"]
+    if theta != int(theta):
+        return f"SGLang's Mixtral takes rope_theta {theta} of config.json for {int(theta)}"
+    return unread_window(arch, asked) or unread_rope(arch, ("default",))
 
 
 FAMILY = Family(

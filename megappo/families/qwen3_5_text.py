@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megappo.families.architecture import ArchitectureConfig, DeltaNet
 from megappo.families.blocks import GatedMlp
-from megappo.families.declaration import Family, Served, Weight
+from megappo.families.declaration import Family, Weight
 from megappo.families.qwen3_next import (
     FURTHER_COUNT,
     AttentionNorms,
@@ -15,6 +15,7 @@ from megappo.families.qwen3_next import (
     further_layers,
 )
 from megappo.families.reading import no_attention_bias, partly_rotated_decoder, silu_mlp
+from megappo.families.served import Served
 
 
 class SplitLinearAttention(LinearAttention):

@@ -9,8 +9,9 @@ from typing import Any
 
 from megappo.families.architecture import DELTA_CHUNK, ArchitectureConfig, DeltaNet
 from megappo.families.blocks import Attention, Experts, QueryKeyNorms, SharedExpert, gated, norm
-from megappo.families.declaration import Block, Family, PerToken, Served, Weight
+from megappo.families.declaration import Block, Family, PerToken, Weight
 from megappo.families.reading import experts, no_attention_bias, partly_rotated_decoder, silu_mlp
+from megappo.families.served import Served, unread_rope
 
 _KINDS = ("linear_attention", "full_attention")
 
@@ -149,7 +150,7 @@ def unserved(arch: ArchitectureConfig, asked: Served) -> str:
         return (
             f"SGLang's {arch.family} has attention in every n-th layer, and layer_types in config.json says otherwise"
         )
-    return ""
+    return unread_rope(arch)
 
 
 def interval(c: Any) -> int | None:

@@ -22,16 +22,15 @@ from megappo.megatron.swiglu import mlp_submodules
 
 
 class NormedRowParallel(RowParallelLinear):
-    """A row parallel layer with a norm behind it, of whole sums: of all tokens, or of a sequence parallel rank's."""
+    """A row parallel layer with a norm behind it, of whole sums: of all tokens, or of a sequence parallel rank's.
+
+    The norm is a forward hook, so that an adapter adds to the product before it (`lora`).
+    """
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **of_megatron: Any) -> None:
         super().__init__(input_size, output_size, config=config, **of_megatron)
         self.norm = RMSNorm(config, output_size, eps=config.layernorm_epsilon)
-
-    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """As Megatron's layer does; there is no bias."""
-        output, bias = super().forward(input_)
-        return self.norm(output), bias
+        self.register_forward_hook(_normed)
 
 
 def core_attention(beyond: Beyond) -> ModuleSpec:
@@ -60,6 +59,11 @@ def around_layers(model: GPTModel, arch: ArchitectureConfig) -> None:
             scalar = torch.ones(1, dtype=layer.config.params_dtype, device=layer.input_layernorm.weight.device)
             layer.layer_scalar = nn.Parameter(scalar, requires_grad=False)
             layer.register_forward_hook(_times_scalar)
+
+
+def _normed(layer: Any, _inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    product, bias = output  # there is no bias
+    return layer.norm(product), bias
 
 
 def _scaled(scale: float, _embedding: nn.Module, _inputs: Any, output: Tensor) -> Tensor:

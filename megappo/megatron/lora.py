@@ -1,6 +1,7 @@
 """Low-rank adapters on Megatron's parallel layers and on grouped experts.
 
-A layer computes W x + scale B A x, where W requires no gradient. Between A and B stand only `rank` numbers for each
+A layer computes W x + scale B A x, where W requires no gradient; what a layer does with its product, such as the norms
+behind Gemma's, it does with that sum. Between A and B stand only `rank` numbers for each
 token and matrix, so these are what tensor parallel ranks tell each other:
 
 - Column parallel: A is whole on every rank and takes what the rank has of the sequence; what it makes is gathered along
@@ -173,7 +174,11 @@ def _attach(
         whole: Any = lora.b if base.kind == "row" else lora.a
         whole.sequence_parallel = True
     parallel.lora = lora
-    parallel.register_forward_hook(lambda _layer, inputs, output: (lora.add_to(output[0], inputs[0]), *output[1:]))
+
+    def add(_layer: nn.Module, inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        return lora.add_to(output[0], inputs[0]), *output[1:]
+
+    parallel.register_forward_hook(add, prepend=True)  # to the product itself, before a norm that is a hook too
 
 
 def merged(weight_OI: Tensor, a_PI: Tensor, b_OR: Tensor, scale: float, order: RowOrder) -> Tensor:

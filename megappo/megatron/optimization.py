@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -41,6 +41,22 @@ def add_to_main_grad(parameter: Any) -> None:
         for total, gradient in zip(totals, gradients, strict=True):
             total.add_(gradient)
     parameter.grad = None
+
+
+def clip_gradients(optimizers: Iterable[Any], grad_norm: float) -> None:
+    """Scale the gradients of Megatron's optimizers, whose norm this is, down to the norm that the settings allow.
+
+    Megatron's `clip_grad_by_total_norm_fp32` does so too, and without Apex makes a copy of each. torch's fused AdamW
+    divides them while it reads them.
+    """
+    for inner in optimizers:
+        allowed = inner.config.clip_grad
+        factor = allowed / (grad_norm + 1e-6) if allowed > 0 else 1.0
+        gradients = [main.grad for main in inner.get_parameters() if main.grad is not None]
+        if _is_fused(inner.optimizer):
+            inner.optimizer.grad_scale = torch.tensor(1 / factor) if factor < 1.0 else None
+        elif factor < 1.0 and gradients:
+            torch._foreach_mul_(gradients, factor)
 
 
 def _is_fused(optimizer: Any) -> bool:
@@ -191,7 +207,7 @@ class RoleOptimizer:
         grad_norm = float(self.megatron.get_grad_norm())
         if not math.isfinite(grad_norm):
             return False, grad_norm
-        self._clip(grad_norm)
+        clip_gradients(self._inners, grad_norm)
         self.megatron.step_with_ready_grads()
         for optimizer in self._on_host:
             optimizer.release()
@@ -200,18 +216,6 @@ class RoleOptimizer:
             for chunk in self.chunks:
                 chunk.start_param_sync()
         return True, grad_norm
-
-    def _clip(self, grad_norm: float) -> None:
-        """Scale the gradients down to the norm that the settings allow, as Megatron's `clip_grad_by_total_norm_fp32`
-        does, which without Apex makes a copy of each. torch's fused AdamW divides them while it reads them."""
-        for inner in self._inners:
-            allowed = inner.config.clip_grad
-            factor = allowed / (grad_norm + 1e-6) if allowed > 0 else 1.0
-            gradients = [main.grad for main in inner.get_parameters() if main.grad is not None]
-            if _is_fused(inner.optimizer):
-                inner.optimizer.grad_scale = torch.tensor(1 / factor) if factor < 1.0 else None
-            elif factor < 1.0 and gradients:
-                torch._foreach_mul_(gradients, factor)
 
     def settle_weights(self) -> None:
         """Wait until the weights that other ranks updated are here, as each part of the model does before it runs."""

@@ -149,6 +149,11 @@ METRICS: dict[str, MetricDoc] = {
     "actor/skipped_updates": MetricDoc("updates", "Actor updates refused as not finite.", "0"),
     **_of_experts("actor"),
     "actor/penalty_coef": MetricDoc("1", "Weight of KL(old || new) with `policy_loss: penalty`.", "settles"),
+    "actor/final_kl": MetricDoc(
+        "nats per token",
+        "KL(old || new) that the step's updates ended at, with `policy_loss: penalty`, by k3; moves the weight.",
+        "near `algorithm.penalty.target`",
+    ),
     "kl/mean": MetricDoc(
         "nats per token",
         "KL to the reference before the updates.",

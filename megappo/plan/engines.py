@@ -10,7 +10,7 @@ from megappo.config import Config, resolve
 from megappo.config.engine import SGLangSettings
 from megappo.config.rules import server_rules
 from megappo.config.schema import RolloutSettings
-from megappo.families.declaration import Served
+from megappo.families.served import Served
 from megappo.plan.costs import rollout_cost
 from megappo.plan.inputs import Models, make_setup
 from megappo.plan.machines import Machine

@@ -17,8 +17,8 @@ from megappo.config.roles import ActorSettings, CriticSettings, OffloadSettings
 from megappo.config.rules import RoleSpec
 from megappo.families.adapters import LoraShape, adapter_parameters, expert_adapter_parameters
 from megappo.families.architecture import ArchitectureConfig, expert_number_bytes
-from megappo.families.declaration import Served
 from megappo.families.parameters import EMBEDDING, OUTPUT_LAYER, expert_parameters, model_parameters, shard_shape
+from megappo.families.served import Served
 from megappo.plan.rewards import reward_bytes
 from megappo.plan.servers import Servers, find_servers
 from megappo.plan.sizes import largest_of_layer

@@ -24,7 +24,7 @@ from megappo.observe.throughput import mfu, training_flops_per_token
 from megappo.ppo.parts import Parts
 from megappo.runtime.process import Runtime
 from megappo.runtime.tally import Tally
-from megappo.types import Rollouts
+from megappo.types import Experience, Rollouts
 from megappo_kernels.objectives import kl_estimate
 
 
@@ -121,6 +121,15 @@ def check_mismatch(
             "weights, or computes in a type too coarse (rollout.dtype)"
         )
     return numbers
+
+
+def policy_kl(new_logprob_BR: Tensor, experience: Experience, runtime: Runtime) -> float:
+    """KL(old || new) in nats per token, over the tokens of all ranks that the policy loss counts, estimated by k3."""
+    mask_BR = experience.loss_mask_BR
+    old, new = (x.masked_fill(~mask_BR, 0.0) for x in (experience.scored.old_logprob_BR, new_logprob_BR))
+    tally = Tally()
+    tally.mean("kl", kl_estimate(old - new, "k3"), mask_BR)
+    return tally.reduce(None, runtime.device)["kl"]
 
 
 def routing_metrics(role: Role, runtime: Runtime) -> dict[str, float]:

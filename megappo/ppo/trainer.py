@@ -29,6 +29,7 @@ from megappo.ppo.measures import (
     check_mismatch,
     engine_metrics,
     environment_metrics,
+    policy_kl,
     rollout_metrics,
     routing_metrics,
     source_metrics,
@@ -337,11 +338,22 @@ class Trainer:
             return
         with self.reporter.stage("update_actor"):
             metrics = self._run(actor_updates(placed.actor, experience, self.config, self.penalty.value), experience)
-        if self.algorithm.policy_loss == "penalty":
-            metrics["actor/penalty_coef"] = self.penalty.value
-            self.penalty.update(metrics["actor/ppo_kl_k3"], self.parts.derived.batch_sequences)
         self.metrics |= metrics
         self.actor_changed = True
+        if self.algorithm.policy_loss == "penalty":
+            self.metrics["actor/penalty_coef"] = self.penalty.value
+            if metrics["actor/updates"]:
+                self.adapt_penalty(placed.actor, experience)
+
+    def adapt_penalty(self, actor: PlacedBatch, experience: Experience) -> None:
+        """Move the weight of KL(old || new) by the KL that the step's updates ended at. The updates measure it before
+        each of them, the first one 0, so it takes a forward pass more."""
+        with self.reporter.stage("forward"):
+            new_logprob_BR = actor.forward()
+            self.parts.actor.rest()
+        final_kl = policy_kl(new_logprob_BR, experience, self.parts.runtime)
+        self.penalty.update(final_kl, self.parts.derived.batch_sequences)
+        self.metrics["actor/final_kl"] = final_kl
 
     @property
     def _actor_waits(self) -> bool:

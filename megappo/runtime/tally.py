@@ -1,6 +1,8 @@
-"""Means and extremes over all ranks, with one pair of collectives for all of them."""
+"""Means, deviations and extremes over all ranks, with at most three collectives for all of them."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,8 @@ class Tally:
     def __init__(self) -> None:
         self._sums: dict[str, tuple[float, float]] = {}
         self._maxima: dict[str, float] = {}
+        self._spreads: dict[str, tuple[float, float, float]] = {}
+        """Count, mean and sum of squared deviations from it, of this rank's values."""
 
     def mean(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
         """The mean of `values` where `mask` is True (everywhere without a mask)."""
@@ -35,7 +39,10 @@ class Tally:
     def mean_and_std(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
         """`name`/mean and `name`/std (population)."""
         self.mean(f"{name}/mean", values, mask)
-        self.mean(f"{name}/std", values.double() ** 2, mask)
+        total, count = self._sums[f"{name}/mean"]
+        mean = total / max(count, 1.0)
+        squares = ((values if mask is None else values[mask]).double() - mean).square().sum()
+        self._spreads[name] = (count, mean, float(squares))
 
     def reduce(self, group: dist.ProcessGroup | None, device: torch.device) -> dict[str, float]:
         """The global numbers, the same on every rank; a collective of `group`."""
@@ -50,9 +57,23 @@ class Tally:
             name: float(total if count < 0 else total / count if count else torch.tensor(float("nan")))
             for name, total, count in zip(self._sums, *both.cpu(), strict=True)
         }
-        for name in [n for n in numbers if n.endswith("/std")]:
-            mean = numbers[name.removesuffix("/std") + "/mean"]
-            numbers[name] = max(0.0, numbers[name] - mean**2) ** 0.5
+        numbers |= self._deviations(numbers, group, both)
         for name, value in zip(self._maxima, maxima.cpu().tolist(), strict=True):
             numbers[name.removeprefix("-")] = -value if name.startswith("-") else value
         return numbers
+
+    def _deviations(self, means: dict[str, float], group: dist.ProcessGroup | None, like: Tensor) -> dict[str, float]:
+        """From the means of all ranks (Chan et al. 1979): a mean of squares less the square of the mean has no digits
+        left where the mean is large."""
+        if not self._spreads:
+            return {}
+        rows = [
+            (count, squares + (count * (mean - means[f"{name}/mean"]) ** 2 if count else 0.0))
+            for name, (count, mean, squares) in self._spreads.items()
+        ]
+        both_N2 = torch.tensor(rows, dtype=torch.float64).to(like.device)
+        dist.all_reduce(both_N2, group=group)
+        return {
+            f"{name}/std": (squares / count) ** 0.5 if count else math.nan
+            for name, (count, squares) in zip(self._spreads, both_N2.tolist(), strict=True)
+        }

@@ -22,7 +22,14 @@ PREFIX = "base_model.model."
 
 
 def write_adapters(
-    out: Path, base: Path, *, rank: int, alpha: float, seed: int, targets: tuple[str, ...] = MATRICES
+    out: Path,
+    base: Path,
+    *,
+    rank: int,
+    alpha: float,
+    seed: int,
+    targets: tuple[str, ...] = MATRICES,
+    b_std: float = 0.05,
 ) -> Path:
     """A folder as PEFT writes it, whose B are not zero, so that both factors have a gradient at once."""
     g = torch.Generator().manual_seed(seed)
@@ -32,7 +39,7 @@ def write_adapters(
         if stem.rpartition(".")[2] in targets:
             rows, columns = weight.shape
             tensors[f"{PREFIX}{stem}.lora_A.weight"] = torch.randn(rank, columns, generator=g) * columns**-0.5
-            tensors[f"{PREFIX}{stem}.lora_B.weight"] = torch.randn(rows, rank, generator=g) * 0.05
+            tensors[f"{PREFIX}{stem}.lora_B.weight"] = torch.randn(rows, rank, generator=g) * b_std
     out.mkdir(parents=True)
     save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
     config: Any = LoraConfig(r=rank, target_modules=list(targets), task_type="CAUSAL_LM")
@@ -42,16 +49,21 @@ def write_adapters(
 
 
 class _OfExperts(nn.Module):
-    """Adds scale B A to the matrices of all experts, which stand one below the other where there are several."""
+    """Adds scale B A to the matrices of all experts, which stand one below the other where there are several; `pairs`
+    has A and B of those that are adapted, by the place of the matrix."""
 
-    def __init__(self, pairs: list[tuple[Tensor, Tensor]], scale: float) -> None:
+    def __init__(self, pairs: dict[int, tuple[Tensor, Tensor]], matrices: int, scale: float) -> None:
         super().__init__()
-        self.a = nn.ParameterList(a for a, _ in pairs)
-        self.b = nn.ParameterList(b for _, b in pairs)
-        self.scale = scale
+        self.a = nn.ParameterDict({str(place): a for place, (a, _) in pairs.items()})
+        self.b = nn.ParameterDict({str(place): b for place, (_, b) in pairs.items()})
+        self.matrices, self.scale = matrices, scale
 
     def forward(self, weight_EOI: Tensor) -> Tensor:
-        return weight_EOI + self.scale * torch.cat([b @ a for a, b in zip(self.a, self.b, strict=True)], dim=1)
+        blocks = [
+            block + self.scale * self.b[str(place)] @ self.a[str(place)] if str(place) in self.a else block
+            for place, block in enumerate(weight_EOI.chunk(self.matrices, dim=1))
+        ]
+        return torch.cat(blocks, dim=1)
 
 
 def put_adapters(model: Any, folder: Path) -> None:
@@ -73,18 +85,23 @@ def put_adapters(model: Any, folder: Path) -> None:
         assert placed.keys() == dense.keys()
         for name, parameter in placed.items():
             parameter.data.copy_(dense[name])
+    where, *names_of_matrices = _names_of_experts(model)
     for number, layer in enumerate(model.model.layers):
         if hasattr(layer.mlp, "experts"):
-            for parameter, matrices in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+            for parameter, matrices in zip(("gate_up_proj", "down_proj"), names_of_matrices, strict=True):
                 experts = layer.mlp.experts
                 weight = getattr(experts, parameter)
-                stems = [[f"model.layers.{number}.mlp.experts.{e}.{m}" for e in range(len(weight))] for m in matrices]
-                pairs = [
-                    tuple(torch.stack([tensors[f"{s}.lora_{x}.weight"] for s in of_matrix]) for x in "AB")
-                    for of_matrix in stems
+                stems = [
+                    [f"model.layers.{number}.{where}.experts.{e}.{m}" for e in range(len(weight))] for m in matrices
                 ]
-                adapter = _OfExperts(pairs, config["lora_alpha"] / config["r"])  # type: ignore[arg-type]
-                parametrize.register_parametrization(experts, parameter, adapter)
+                pairs: Any = {
+                    place: tuple(torch.stack([tensors[f"{s}.lora_{x}.weight"] for s in of_matrix]) for x in "AB")
+                    for place, of_matrix in enumerate(stems)
+                    if f"{of_matrix[0]}.lora_A.weight" in tensors
+                }
+                if pairs:
+                    adapter = _OfExperts(pairs, len(matrices), config["lora_alpha"] / config["r"])
+                    parametrize.register_parametrization(experts, parameter, adapter)
     assert all(
         ("lora_" in name or "parametrizations" in name) == p.requires_grad or "original" in name
         for name, p in model.named_parameters()
@@ -101,10 +118,19 @@ def adapters_of(model: Any) -> dict[str, Tensor]:
         elif ".parametrizations." in name and "original" not in name:
             stem, rest = name.split(".parametrizations.")
             fused, _, letter, place = rest.split(".")
-            matrix = ("gate_proj", "up_proj")[int(place)] if fused == "gate_up_proj" else fused
+            where, gate_and_up, down = _names_of_experts(model)
+            matrix = (gate_and_up if fused == "gate_up_proj" else down)[int(place)]
             for expert, tensor in enumerate(parameter.detach()):
-                found[f"{stem}.{expert}.{matrix}.lora_{letter.upper()}.weight"] = tensor
+                name = f"{stem.replace('mlp', where)}.{expert}.{matrix}.lora_{letter.upper()}.weight"
+                found[name] = tensor
     return found
+
+
+def _names_of_experts(model: Any) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """In files: of what holds them, of the matrices in `gate_up_proj`, and of those in `down_proj`."""
+    if getattr(model, "trunk", model).config.model_type == "mixtral":
+        return "block_sparse_moe", ("w1", "w3"), ("w2",)
+    return "mlp", ("gate_proj", "up_proj"), ("down_proj",)
 
 
 def merged_weights(base: Path, model: Any) -> dict[str, Tensor]:

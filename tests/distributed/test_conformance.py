@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from distributed.adapters import MATRICES, write_adapters
+from distributed.adapters import write_adapters
 from distributed.features import ADAPTIVE_LAM, FACTORS, NLL_COEF, ROLES, Case, covering, goes_together
 from distributed.harness import ask
 from distributed.test_ppo_step import (
@@ -27,6 +27,8 @@ from distributed.test_ppo_step import (
     oracle_step,
     with_routing,
 )
+from megappo.config.model_files import read_architecture
+from megappo.families.adapters import target_names
 
 BUDGET = 40
 """Tokens of a microbatch; the longest sample has 32."""
@@ -132,10 +134,15 @@ def test_adapters_on_experts_alone(world: World, tmp_path: Path) -> None:
     step_with_adapters(world, tmp_path, "model-experts", targets, ["layout.expert_parallel=2"])
 
 
-def test_adapters_of_dense_layers_routed_and_shared_experts(world: World, tmp_path: Path) -> None:
-    """One name stands for matrices of all three."""
-    layout = ["layout={tensor_parallel: 2, sequence_parallel: true, expert_parallel: 2}"]
-    step_with_adapters(world, tmp_path, "model-glm4_moe", MATRICES, layout)
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "mixtral", "glm4_moe"])
+def test_adapters_of_families_of_their_own_kind(world: World, tmp_path: Path, family: str) -> None:
+    """Of Gemma before the norms behind attention and MLP; of GLM one name stands for matrices of dense layers, routed
+    and shared experts. The other families' layers are those of the steps above."""
+    folder = world.folder(f"model-{family}")
+    arch = read_architecture(folder)
+    experts = ", expert_parallel: 2" if arch.experts else ""
+    layout = [f"layout={{tensor_parallel: 2, sequence_parallel: true{experts}}}"]
+    step_with_adapters(world, tmp_path, folder.name, target_names(arch), layout)
 
 
 def step_with_adapters(world: World, tmp_path: Path, model: str, targets: tuple[str, ...], of_roles: list[str]) -> None:

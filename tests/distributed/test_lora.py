@@ -18,12 +18,16 @@ from transformers import AutoModelForCausalLM
 
 from distributed.adapters import PREFIX, write_adapters
 from distributed.attempts import assert_same_run, attempts, killed_at, timeless, train
-from distributed.harness import start
+from distributed.harness import ask, start
 from distributed.models import write_model
 from distributed.test_resume import whole_tensors
 from megappo.commands.export import export_run
+from megappo.config.model_files import read_architecture
+from megappo.families import FAMILIES
+from megappo.families.adapters import target_names
 from megappo.observe.metrics import read_metrics
 
+ADAPTED = tuple(name for name, family in FAMILIES.items() if family.adapted)
 STILL = ("actor.optimizer.learning_rate=1e-30", "critic.optimizer.learning_rate=1e-30")
 LORA = "{rank: 4, alpha: 8}"
 OWN, SHARED = "reference={}", "reference={share_actor_base: true}"
@@ -75,6 +79,38 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(root / "model", "qwen3", 3, vocab_size=17, tie_word_embeddings=True)
     (root / "output").write_text(output)
     return root
+
+
+@pytest.mark.parametrize("family", ADAPTED)
+def test_every_matrix_of_every_family(family: str, tmp_path: Path) -> None:
+    """With adapters on one kind of matrix, and on all, whose B are not small: log-probabilities, gradients, and the
+    weights that engines get and exports hold are those of PEFT's formula W + scale B A; so they are after a step."""
+    folder = write_model(tmp_path / "model", family, 3, num_hidden_layers=2)
+    targets = target_names(read_architecture(folder))
+    kinds = {"all": targets, **{name: (name,) for name in targets}}
+    adapters = {
+        name: str(write_adapters(tmp_path / name, folder, rank=3, alpha=6, seed=4, targets=chosen, b_std=0.5))
+        for name, chosen in kinds.items()
+    }
+    found = ask("adapters_worker.py", 1, {"folder": str(folder), "adapters": adapters})
+    assert found.keys() == kinds.keys()
+    for name, errors in found.items():
+        assert errors.pop("moved") > 0.1 and errors.pop("stepped") > 1e-3, f"{name}: {errors}"
+        assert max(errors.values()) < 1e-5, f"{name}: {errors}"
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
+def test_an_engine_computes_what_adapters_have_learned(family: str, tmp_path: Path) -> None:
+    """Gemma's, which begin at B = 0, where a norm before or behind them is the same."""
+    model = write_model(tmp_path / "model", family, 3, vocab_size=16, num_hidden_layers=2)
+    settings = (
+        "run.steps=3", "checkpoint=null", "evaluation=null", "actor.optimizer.learning_rate=0.01", f"actor.lora={LORA}",
+        f"model.path={model}", "model.init=pretrained", "model.tokenizer=configs/models/tiny_arithmetic",
+        "model.dtype=float32", "actor.layout={tensor_parallel: 2, sequence_parallel: true}",
+    )  # fmt: skip
+    attempts(tmp_path, train(tmp_path / "run", *settings))
+    steps = [line for line in read_metrics(tmp_path / "run/metrics.jsonl") if line["step"]]
+    assert len(steps) == 3 and all(line["mismatch/max"] < 1e-4 for line in steps), steps
 
 
 def test_a_killed_run_goes_on_to_the_last_bit(world: Path) -> None:

@@ -65,7 +65,7 @@ def test_killed_with_everything_that_has_a_state(tmp_path: Path) -> None:
         "actor.layout={tensor_parallel: 2, pipeline_parallel: 2, pipeline_layers: [3, 1]}",
         "critic.layout={context_parallel: 2}", "critic.optimizer.distributed=true", "reference={}",
         "algorithm.policy_loss=penalty",
-        "algorithm.kl_in_reward={kind: kl, coef: 0.1, controller: adaptive, target: 0.5, horizon: 100}",
+        "algorithm.kl_in_reward={kind: kl, coef: 0.1, controller: adaptive, target: 0.5, horizon: 1000}",
         "actor.optimizer.schedule=cosine", "actor.optimizer.warmup_updates=3", "actor.optimizer.on_host=0.5",
         "critic.optimizer.on_host=0.3",
     )  # fmt: skip

@@ -181,9 +181,22 @@ def test_every_option_at_once(tmp_path: Path) -> None:
     assert steps[2]["actor/updates"] == 1  # the second update passed the target and was not applied
     assert steps[3]["kl/coef"] != steps[1]["kl/coef"]
     assert steps[2]["actor/penalty_coef"] == 1
-    kl = steps[2]["actor/ppo_kl_k3"]  # default target: 0.01
+    kl = steps[2]["actor/final_kl"]  # default target: 0.01
+    assert kl > 1e-9
     assert steps[3]["actor/penalty_coef"] == (2 if kl > 0.015 else 0.5 if kl < 0.01 / 1.5 else 1)
     assert steps[3]["correction/weight_mean"] == pytest.approx(1, abs=1e-3)
+
+
+def test_the_penalty_follows_what_the_updates_ended_at(tmp_path: Path) -> None:
+    """With one update a step, before which the KL is 0: the weight rises where the step ended above the target."""
+    lines = quickstart(
+        tmp_path / "run", *SHORT, "run.steps=4", "algorithm.policy_loss=penalty", "algorithm.penalty={target: 1.0e-9}",
+        "actor.epochs=1", "actor.minibatch_sequences=80",
+    )  # fmt: skip
+    steps = [line for line in lines if line["step"]]
+    assert [line["actor/updates"] for line in steps] == [1] * 4
+    assert all(abs(line["actor/ppo_kl_k3"]) < 1e-9 < line["actor/final_kl"] for line in steps)
+    assert [line["actor/penalty_coef"] for line in steps] == [1, 2, 4, 8]
 
 
 def test_bypass_takes_the_engines_logprobs(tmp_path: Path) -> None:

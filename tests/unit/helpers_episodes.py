@@ -111,6 +111,11 @@ class FlyingEngine(SayingEngine):
     def listen(self, listener: Listener) -> None:
         self._listener = listener
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether a request is under way."""
+        return bool(self._under_way)
+
     def send(self, requests: Mapping[int, GenerateRequest], params: SamplingParams) -> None:
         with self._lock:
             for number, request in requests.items():

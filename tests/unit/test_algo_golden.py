@@ -16,6 +16,7 @@ from megappo.algo.kl import apply_kl_to_rewards
 from megappo.algo.lambdas import length_adaptive
 from megappo.config.algorithm import AlgorithmSettings
 from megappo.ppo.methods import lambdas
+from megappo_kernels.backend import Backend, use_backend
 from megappo_kernels.gae import gae
 from megappo_kernels.losses import ppo_value_loss
 from megappo_kernels.objectives import kl_estimate
@@ -129,6 +130,18 @@ def test_adaptive_controller(kl: float, factor: float) -> None:
     assert copy.value == controller.value
 
 
+@pytest.mark.parametrize("samples", [100, 101, 500, 501, 65_536])
+@pytest.mark.parametrize(("kl", "factor"), [(0.0, 0.8), (1e9, 1.2), (6.0, 1.0)])
+def test_the_adaptive_weight_never_turns_negative(samples: int, kl: float, factor: float) -> None:
+    """A step of more samples than the horizon moves it as far as one of as many."""
+    controller = AdaptiveKLController(0.1, target=6.0, horizon=100)
+    controller.update(kl, n_steps=samples)
+    assert controller.value == approx(0.1 * factor)
+    for _ in range(5):
+        controller.update(0.0, n_steps=samples)
+    assert controller.value == approx(0.1 * factor * 0.8**5)
+
+
 def test_fixed_controller_stays_and_refuses_nan() -> None:
     controller = FixedKLController(0.3)
     controller.update(100.0, 10)
@@ -142,6 +155,21 @@ def test_penalty_controller(kl: float, value: float) -> None:
     controller = PenaltyController(1.0, target=0.01)
     controller.update(kl, 1)
     assert controller.value == value
+
+
+@pytest.mark.parametrize(("kl", "bound"), [(0.0, 2.0**-10), (0.006, 2.0**-10), (0.016, 2.0**10), (50.0, 2.0**10)])
+def test_the_penalty_comes_back_from_where_it_went(kl: float, bound: float) -> None:
+    """It is bounded both ways, also where a checkpoint holds a weight that reached 0."""
+    controller = PenaltyController(3.0, target=0.01)
+    for _ in range(2000):
+        controller.update(kl, 1)
+    assert controller.value == 3 * bound
+    for _ in range(10):
+        controller.update(50.0 if bound < 1 else 0.0, 1)
+    assert controller.value == 3
+    controller.load_state_dict({"value": 0.0})
+    controller.update(50.0, 1)
+    assert controller.value == 3 * 2.0**-9
 
 
 @pytest.mark.parametrize(
@@ -339,6 +367,25 @@ def test_scores_of_tokens_and_of_samples_meet_the_kl() -> None:
         apply_kl_to_rewards(scores=t([1.0, 2.0]), kl=kl, mask=mask, coef=0.5)
     empty = apply_kl_to_rewards(scores=t([1.0]), kl=kl, mask=torch.zeros_like(mask), coef=0.5)
     assert empty.tolist() == [[0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("values", "white"),
+    [
+        ([1e6 + 1, 1e6 + 2, 1e6 + 4, 1e6 + 7], [-1.0910895, -0.6546537, 0.2182179, 1.5275252]),
+        ([1e6, 1e6, 1e6 + 1], [-0.7071068, -0.7071068, 1.4142136]),
+        ([-(2.0**23), -(2.0**23), -(2.0**23) + 1], [-0.7071068, -0.7071068, 1.4142136]),
+        ([2.0**24 - 2, 2.0**24 - 1, 2.0**24], [-1.2247449, 0.0, 1.2247449]),
+        ([3e5 + 0.25, 3e5 + 0.5, 3e5, 3e5], [0.3015113, 1.5075567, -0.9045340, -0.9045340]),
+    ],
+)
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_large_values_are_whitened_as_small_ones(backend: Backend, values: list[float], white: list[float]) -> None:
+    """Their mean has more digits than float32, in which they are whole numbers still."""
+    values_1T, mask = t([[*values, float("nan")]]), t([[True] * len(values) + [False]])
+    with use_backend(backend):
+        stats = masked_whiten_stats(values_1T, mask)
+    assert masked_whiten(values_1T, mask, stats)[0].tolist() == [*(approx(x, 1e-6) for x in white), 0]
 
 
 def test_whitening_and_aggregation_of_nothing() -> None:

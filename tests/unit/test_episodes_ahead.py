@@ -261,6 +261,7 @@ def test_turns_go_on_under_other_weights() -> None:
         assert versions_BR is not None and engine.version - versions_BR[rollouts.response_mask_BR].min() <= 2
         several += sum(len(set(v[m].tolist())) > 1 for v, m in zip(versions_BR, rollouts.response_mask_BR, strict=True))
         responses.forget(step)
+        assert wait_until(lambda: engine.is_asked, 60, every_seconds=0.001)  # by the thread of the episodes
         sync(responses, engine)
         numbers = responses.metrics()
         assert numbers["rollout/dropped"] == numbers["episode/begun_anew"] == 0 and numbers["rollout/partial"] > 0

@@ -18,12 +18,14 @@ from megappo.checkpoint.versions import software_versions
 from megappo.config import Config, derive, load_config
 from megappo.config.algorithm import AlgorithmSettings, KLInRewardSettings
 from megappo.config.derive import describe
+from megappo.config.rules import algorithm_rules
 from megappo.megatron.roles import Update
 from megappo.ppo import start
 from megappo.ppo.advice import Advisor
 from megappo.ppo.experience import ExperienceMaker
 from megappo.ppo.measures import MismatchError, check_mismatch
 from megappo.ppo.updates import step_metrics
+from megappo.runtime.tally import Tally
 from megappo.types import Rollouts, Scored
 from megappo_kernels.backend import use_backend
 from megappo_kernels.losses import ppo_value_loss
@@ -92,6 +94,21 @@ def test_the_adaptive_kl_aims_at_nats_of_its_unit(kl: dict[str, Any], nats_per_t
     assert made.kl_controller.value == pytest.approx(0.1 * factor, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    "values", [[1e6 + 0.25, 1e6 + 0.5], [3e7, 3e7 + 2], [-1e9, -1e9 + 64], [2.0**24 - 1, 2.0**24], [0.1, 0.1]]
+)
+def test_the_deviation_of_large_numbers(values: list[float]) -> None:
+    """Half of the difference of two numbers, however large they are beside it."""
+    tally, numbers = Tally(), torch.tensor([*values, float("nan")])
+    tally.mean_and_std("x", numbers, torch.tensor([True, True, False]))
+    tally.mean_and_std("none", numbers, torch.zeros(3, dtype=torch.bool))
+    found = tally.reduce(None, CPU)
+    first, second = numbers[:2].tolist()
+    assert found["x/mean"] == (first + second) / 2
+    assert found["x/std"] == abs(second - first) / 2
+    assert math.isnan(found["none/std"])
+
+
 def test_the_adaptive_kl_at_conventional_settings_stays_where_it_is_on_target() -> None:
     """Coefficient 0.001, target 0.01, horizon 10,000: what others mean by it is 0.01 nats per token."""
     made = maker(coef=0.001, target=0.01, horizon=10_000)
@@ -132,6 +149,29 @@ def test_a_target_that_is_meant_for_the_other_unit_is_warned_about(more: str, wo
     assert words in dict(rows)["algorithm"]
     notes = [note for name, note in rows if name == "note"]
     assert [warned in note for note in notes] == ([True] if warned else [])
+
+
+@pytest.mark.parametrize(
+    ("more", "samples", "refused"),
+    [
+        (", horizon: 31", 32, True),
+        (", horizon: 32", 32, False),
+        ("", 10_016, True),
+        ("", 9_984, False),
+        (", controller: fixed", 10_016, False),
+    ],
+)
+def test_a_horizon_of_less_than_a_step_is_refused(more: str, samples: int, refused: bool) -> None:
+    overrides = [
+        f"algorithm.kl_in_reward={{coef: 0.1, controller: adaptive{more}}}".replace("adaptive, controller: ", ""),
+        "rollout.samples_per_prompt=8",
+        f"rollout.prompts_per_step={samples // 8}",
+        *(f"{role}.minibatch_sequences={samples}" for role in ("actor", "critic")),
+    ]
+    config = load_config(BASE, overrides)
+    found = [problem for problem in algorithm_rules(config) if "horizon" in problem]
+    assert bool(found) == refused
+    assert not found or f"must be at least the {samples} samples of a step" in found[0]
 
 
 def resumed(before: Config, now: Config, monkeypatch: pytest.MonkeyPatch, *, drop: bool = False) -> start.Start:

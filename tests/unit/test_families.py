@@ -21,6 +21,7 @@ from megappo.config.schema import ModelSettings
 from megappo.families import FAMILIES, architecture
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.parameters import tensor_shapes
+from megappo.families.served import Served
 from megappo.plan.engines import other_engine
 from megappo.plan.inputs import Models, make_setup
 from megappo.plan.machines import MACHINES
@@ -46,6 +47,8 @@ WINDOW = 7
 SLIDING = {"layer_types": ["sliding_attention"]}
 FULL = {"layer_types": ["full_attention"]}
 UNSCALED = {"rope_type": "default", "rope_theta": 1e4}
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+LINEAR_ROPE = {**PLAIN, "rope_type": "linear", "factor": 8.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 MIXED = {"layer_types": ["full_attention", "sliding_attention"], "num_hidden_layers": 2}
 ON = {"sliding_window": WINDOW, "use_sliding_window": True}
@@ -357,13 +360,25 @@ def test_what_is_no_family(tmp_path: Path, family: str, words: str) -> None:
         ("gemma3_text", {}, "SGLang's gemma3_text on a CPU is 0.3 nats and more off"),
         ("gemma4_text", {}, "SGLang has no gemma4_text, but Gemma 4 with images alone"),
         ("mixtral", {"sliding_window": WINDOW}, "SGLang's mixtral takes no account of sliding_window 7"),
-        ("mixtral", {"rope_parameters": YARN}, "SGLang's Mixtral takes no account of rope type 'yarn'"),
+        ("mixtral", {"rope_parameters": YARN}, "SGLang's mixtral takes no account of rope type 'yarn'"),
         ("mixtral", {"head_dim": 16}, "SGLang's Mixtral takes no account of head_dim 16"),
         ("qwen3", ON | MIXED, "SGLang's qwen3 takes no account of sliding_window 7"),
         ("gpt_oss", {}, "SGLang's gpt_oss takes the experts of a layer as one tensor, while weights are sent expert"),
         ("qwen3_next", {}, "SGLang's qwen3_next needs a GPU, and the run is on a CPU"),
         ("deepseek_v3", {}, "SGLang's deepseek_v3 needs a GPU, and the run is on a CPU"),
         ("qwen3_5_text", {}, "SGLang has no qwen3_5_text, but Qwen3.5 with images alone"),
+        ("mixtral", {"rope_parameters": {**PLAIN, "rope_theta": 1e4 + 0.5}}, "for 10000"),
+        ("llama", {"rope_parameters": {**YARN, "attention_factor": 1.5}}, "by 1.13863, where attention_factor 1.5 of"),
+        ("qwen3", {"rope_parameters": {**YARN, "mscale": 0.0, "mscale_all_dim": 1.0}}, "mean 1.13863"),
+        ("qwen2", {"rope_parameters": {**YARN, "attn_factor": 1.2}}, "reads attn_factor 1.2 of config.json's rope_p"),
+        ("glm4_moe", {"rope_parameters": {**YARN, "extrapolation_factor": 0.5}}, "reads extrapolation_factor 0.5 of"),
+        ("qwen3_moe", {"rope_parameters": {**YARN, "beta_slow": 0}}, "takes beta_slow 0 of config.json's rope_param"),
+        ("qwen2", {"dual_chunk_attention_config": {"chunk_size": 8}}, "reads dual_chunk_attention_config of config"),
+        ("qwen3", {"rope_parameters": {**PLAIN, "use_fope": True}}, "reads use_fope"),
+        ("llama", {"rope_parameters": YARN, "original_max_position_embeddings": 32}, "32 from the top level of conf"),
+        ("llama", {"rope_parameters": YARN}, ""),
+        ("qwen2", {"rope_parameters": {**YARN, "attention_factor": 0.1 * math.log(4) + 1}}, ""),
+        ("qwen3", {"rope_parameters": {**YARN, "truncate": False, "beta_fast": 16}}, ""),
         ("mixtral", {}, ""),
         ("mistral", {"sliding_window": 40}, ""),  # no sequence is longer
     ],
@@ -378,13 +393,36 @@ def test_what_sglang_does_not_compute_is_refused(
         ROOT / "configs/sglang_quickstart.yaml", ["data.max_prompt_tokens=16", "rollout.max_response_tokens=24"]
     )
     if words:
-        with pytest.raises(ConfigError, match=f"rollout.engine is sglang, but {words}.*; set rollout.engine to tr"):
+        with pytest.raises(ConfigError, match="rollout.engine is sglang, but SGL.*; set rollout.engine to tr") as error:
             make_setup(config, models, 2, on_cuda=False)
+        assert words in str(error.value)
         other = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": "transformers"})})
         assert words in other_engine(other, models, MACHINES["cpu"], 2).sentence
         make_setup(other, models, 2, on_cuda=False)
     else:
         make_setup(config, models, 2, on_cuda=False)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("gemma2", {"rope_parameters": LINEAR_ROPE}, "rope type 'linear'"),
+        ("gemma2", {}, ""),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"sliding_attention": LINEAR_ROPE, "full_attention": PLAIN}},
+            "rope type 'linear' of sliding_attention",
+        ),
+        ("gemma3_text", {"rope_parameters": {"sliding_attention": PLAIN, "full_attention": LINEAR_ROPE}}, ""),
+        ("qwen3_next", {"rope_parameters": {**YARN, "attention_factor": 1.5, "partial_rotary_factor": 0.5}}, "by 1.13"),
+    ],
+)
+def test_ropes_that_sglang_reads_otherwise_on_gpus(
+    tmp_path: Path, family: str, changes: dict[str, Any], words: str
+) -> None:
+    arch = read_architecture(written(tmp_path / "m", family, **changes))
+    found = arch.declaration.unserved(arch, Served(on_cuda=True, tokens=5))
+    assert words in found and bool(words) == bool(found)
 
 
 def test_an_export_says_what_sglang_reads(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from distributed.models import write_model
 from megappo.config import load_config
 from megappo.config.model_files import read_architecture
 from megappo.config.pipeline import even_layers
-from megappo.families.declaration import Served
 from megappo.families.deepseek_v3 import softmax_scale
+from megappo.families.served import Served
 from megappo.megatron.router import RouterChoice
 from megappo.plan.inputs import make_setup
 from megappo.plan.planner import read_models
@@ -92,9 +92,14 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
     ("rope", "words"),
     [
         ({"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, "takes rope type 'linear' for yarn"),
-        (YARN | {"mscale": 0.7}, "reads mscale of config.json's rope_parameters otherwise than transformers"),
-        (YARN | {"mscale_all_dim": 0.7}, "reads mscale_all_dim of config.json's rope_parameters otherwise"),
-        (YARN | {"attention_factor": 1.5}, "reads attention_factor of config.json's rope_parameters otherwise"),
+        (YARN | {"mscale": 0.7}, "by 1.09704, where mscale 0.7 of config.json's rope_parameters mean 1.13863"),
+        (YARN | {"mscale_all_dim": 0.7}, "by 1.03791, where mscale_all_dim 0.7 of config.json's rope_parameters mean"),
+        (YARN | {"attention_factor": 1.5}, "by 1.13863, where attention_factor 1.5 of config.json's"),
+        (YARN | {"truncate": False}, "takes no account of truncate: false"),
+        (
+            YARN | {"mscale": 0.0, "mscale_all_dim": 0.0},
+            "by 1, where mscale 0.0 and mscale_all_dim 0.0 of config.json's",
+        ),
         (YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}, ""),
         (YARN, ""),
         ({"rope_type": "default", "rope_theta": 1e4}, ""),

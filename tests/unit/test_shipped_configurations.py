@@ -10,7 +10,7 @@ import pytest
 
 from megappo.cli import main
 from megappo.config import Config, load_config
-from megappo.families.declaration import Served
+from megappo.families.served import Served
 from megappo.plan.engines import other_engine
 from megappo.plan.machine_file import find_machine
 from megappo.plan.planner import Plan, fewest_ranks, make_plan, read_models

@@ -1,0 +1,106 @@
+"""What SGLang's models do not read of a config.json as transformers does: they would sample from another policy than
+the one that is trained, without a word. Of SGLang 0.5.23."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from megappo.families.architecture import ArchitectureConfig
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Rope types of which SGLang's `get_rope` reads the parameters, where a model hands them on."""
+_TOP_LEVEL_FAMILIES = ("llama", "mistral")
+"""Those whose `original_max_position_embeddings` SGLang takes from the top level of config.json, if it stands there."""
+_SCALE_TOLERANCE = 1e-6
+
+
+class Served(NamedTuple):
+    """What SGLang is to generate with a model."""
+
+    on_cuda: bool
+    """On GPUs; otherwise on a CPU."""
+    tokens: int
+    """Of the longest sequence."""
+
+
+def unread_settings(arch: ArchitectureConfig, asked: Served) -> str:
+    """Why SGLang does not compute a model of most families; nothing where it does."""
+    return unread_window(arch, asked) or unread_rope(arch)
+
+
+def unread_window(arch: ArchitectureConfig, asked: Served) -> str:
+    """SGLang's models of most families read no window."""
+    if arch.sliding_window is None or arch.sliding_window >= asked.tokens:
+        return ""
+    return f"SGLang's {arch.family} takes no account of sliding_window {arch.sliding_window} in config.json"
+
+
+def unread_rope(arch: ArchitectureConfig, types: tuple[str, ...] = ROPE_TYPES) -> str:
+    """A rope that SGLang computes otherwise than transformers; `types` are those that the family's model hands on."""
+    c, name = arch.hf_config, f"SGLang's {arch.family}"
+    rope: Mapping[str, Any] = c.rope_parameters
+    kind = rope["rope_type"]
+    if kind not in types:
+        return f"{name} takes no account of rope type '{kind}' in config.json"
+    if getattr(c, "dual_chunk_attention_config", None):
+        return f"{name} reads dual_chunk_attention_config of config.json, which transformers does not"
+    if kind == "default" and rope.get("use_fope"):
+        return f"{name} reads use_fope of config.json's rope_parameters, which transformers does not"
+    stated = getattr(c, "original_max_position_embeddings", None)
+    own = rope.get("original_max_position_embeddings", stated)
+    if arch.family in _TOP_LEVEL_FAMILIES and stated is not None and stated != own:
+        return (
+            f"{name} takes original_max_position_embeddings {stated} from the top level of config.json, where "
+            f"rope_parameters have {own}"
+        )
+    return unread_yarn(name, rope, _scale_of_get_rope(rope)) if kind == "yarn" else ""
+
+
+def unread_yarn(name: str, rope: Mapping[str, Any], scale: float | None) -> str:
+    """YaRN's parameters that a model of SGLang computes otherwise; `scale` is by what it multiplies cosine and sine,
+    None where `factor` does not say it."""
+    if scale is None:
+        return f"{name} needs a number as factor in config.json's rope_parameters, which have {rope.get('factor')}"
+    for setting in ("attn_factor", "extrapolation_factor"):
+        if rope.get(setting, 1) != 1:
+            said = f"{setting} {rope[setting]}"
+            return f"{name} reads {said} of config.json's rope_parameters, which transformers does not"
+    for setting in ("beta_fast", "beta_slow"):
+        if setting in rope and not rope[setting]:
+            said = f"{setting} {rope[setting]}"
+            return f"{name} takes {said} of config.json's rope_parameters as it is, where transformers has its default"
+    wanted = _scale_of_transformers(rope)
+    if not math.isclose(scale, wanted, rel_tol=_SCALE_TOLERANCE):
+        given = [f"{n} {rope[n]}" for n in ("attention_factor", "mscale", "mscale_all_dim") if rope.get(n) is not None]
+        return (
+            f"{name} multiplies cosine and sine by {scale:.6g}, where {' and '.join(given)} of config.json's "
+            f"rope_parameters mean {wanted:.6g}"
+        )
+    return ""
+
+
+def get_mscale(factor: float, weight: float = 1.0) -> float:
+    """YaRN's temperature (Peng et al. 2023, eq. 22), weighted as DeepSeek's `mscale` weights it."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _scale_of_get_rope(rope: Mapping[str, Any]) -> float | None:
+    """Of SGLang's YaRNScalingRotaryEmbedding."""
+    factor, mscale, of_all = (rope.get(name) for name in ("factor", "mscale", "mscale_all_dim"))
+    if factor is None:
+        return None
+    if mscale is None or of_all is None:
+        return get_mscale(factor)
+    return get_mscale(factor, mscale) / get_mscale(factor, of_all)
+
+
+def _scale_of_transformers(rope: Mapping[str, Any]) -> float:
+    """Of transformers' `_compute_yarn_parameters`."""
+    stated, factor = rope.get("attention_factor"), rope["factor"]
+    if stated is not None:
+        return float(stated)
+    mscale, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
+    return get_mscale(factor, mscale) / get_mscale(factor, of_all) if mscale and of_all else get_mscale(factor)
