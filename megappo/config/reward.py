@@ -32,7 +32,7 @@ _STARTING_SECONDS = 5.0
 class OverlongSettings(Settings):
     buffer_tokens: PositiveInt
     """The last so many tokens before the limit are punished, more from one to the next."""
-    penalty: PositiveFloat = 1.0
+    penalty: Annotated[PositiveFloat, Field(le=1e9)] = 1.0
     """What an answer at the limit loses."""
 
 

@@ -17,6 +17,7 @@ from megappo.engines.protocol import SleepingEngine
 from megappo.errors import Interrupted
 from megappo.megatron.placed import PlacedBatch, announce, place
 from megappo.megatron.roles import Update
+from megappo.ppo.advice import remedy_of_nonfinite
 from megappo.ppo.cache_gauge import CacheGauge
 from megappo.ppo.checkpoints import Boundary, Checkpoints, Resumed
 from megappo.ppo.evaluation import evaluate_policy
@@ -373,7 +374,7 @@ class Trainer:
         if self.algorithm.on_nonfinite == "stop":
             raise NonFiniteUpdateError(
                 f"the {name}'s loss or gradient is not finite; its weights were left as they were. "
-                f"Lower {name}.optimizer.learning_rate, or set algorithm.on_nonfinite: skip to go on. {kept}"
+                f"{remedy_of_nonfinite(name, self.metrics)}, or set algorithm.on_nonfinite: skip to go on. {kept}"
             )
 
     def sync_weights(self) -> None:

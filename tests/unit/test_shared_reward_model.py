@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -31,6 +32,7 @@ from megappo.rewards.scorer import RewardScorer
 from megappo.rewards.shared_model import MODEL, SharedRewardModel, start_model_server
 from megappo.rewards.workers import RewardError
 from megappo.runtime.process import Runtime
+from unit.helpers_data import ALPHABET
 from unit.helpers_rewards import LLAMA, rollouts, save
 
 ROOT = Path(__file__).parents[2]
@@ -121,11 +123,34 @@ def test_scores_are_those_of_a_copy_also_after_it_has_died(
     assert started.places[MODEL].key not in said.err + said.out + log.read_text()
 
 
+def test_a_shared_model_without_a_score_costs_its_own_sample(tmp_path: Path) -> None:
+    """As a copy on every rank does."""
+    config = judged(tmp_path, {"threads": 1}, failure_score=-7.0)
+    settings, folder = config.reward.model_server, config.reward.model_path
+    assert settings is not None and folder is not None
+    model = LlamaForSequenceClassification.from_pretrained(folder)
+    with torch.no_grad():
+        for letter, worth in (("x", math.nan), ("y", math.inf)):
+            model.model.embed_tokens.weight[ALPHABET.index(letter)] = worth
+    model.save_pretrained(folder)
+    started = start_model_server(config, settings, HERE)
+    scorer, failures = RewardScorer(config.reward, HERE.device, started), dict[int, str]()
+    try:
+        scores_B, metrics = scorer.score(rollouts("a", "x", "c", "cy"), failures)
+    finally:
+        scorer.close()
+    assert scores_B[[1, 3]].tolist() == [-7.0, -7.0] and scores_B[[0, 2]].isfinite().all()
+    assert metrics["reward/failures"] == 0.5
+    assert set(failures) == {1, 3} and all("reward model gave nan, must be finite" in f for f in failures.values())
+
+
 def test_a_server_elsewhere_that_fails_costs_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is asked again where that may help; what is no score is told, and no number of it is taken."""
     monkeypatch.delenv("http_proxy")  # a server elsewhere may be behind one
     said = [(503, b"busy"), (200, b'{"embedding": [0.5], "meta_info": {}}'), (200, b'{"embedding": [0.5, 1.0]}')]
-    said += [(200, b'{"embedding": [NaN]}'), (400, b'{"error": "too long"}')]
+    numbers = [b"NaN", b"-Infinity", b"1e39", b"1" + b"0" * 400]
+    said += [(200, b'{"embedding": [' + number + b"]}") for number in numbers]
+    said += [(400, b'{"error": "too long"}')]
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -143,10 +168,10 @@ def test_a_server_elsewhere_that_fails_costs_samples(tmp_path: Path, monkeypatch
     config = judged(tmp_path, None, model_remote={"url": f"http://127.0.0.1:{server.server_port}/", "concurrency": 1})
     settings, folder = config.reward.model_remote, config.reward.model_path
     assert settings is not None and folder is not None
-    found = RemoteRewardModel(folder, settings).try_each(["1+1="] * 4, ["2"] * 4)
+    found = RemoteRewardModel(folder, settings).try_each(["1+1="] * 7, ["2"] * 7)
     server.shutdown()
     assert found[0] == 0.5 and not said
-    words = ["must have one number as embedding", "must have one number as embedding", "HTTP 400"]
+    words = [*["must have one number as embedding"] * 5, "HTTP 400"]
     assert all(word in str(score) for word, score in zip(words, found[1:], strict=True))
 
 
