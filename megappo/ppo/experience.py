@@ -5,6 +5,8 @@ Works on this rank's own samples; only statistics are exchanged. B samples of th
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -68,8 +70,11 @@ class ExperienceMaker:
         tally.mean_and_std("reward", totals_B)
         tally.maximum("reward/max", totals_B)
         tally.minimum("reward/min", totals_B)
+        tally.total("tokens", float(mask_BR.sum()))
         numbers = tally.reduce(None, self._device)
-        if "kl/per_response" in numbers:
+        if not numbers.pop("tokens"):  # all episodes have failed: means over tokens are of nothing
+            numbers = {name: value for name, value in numbers.items() if not math.isnan(value)}
+        elif "kl/per_response" in numbers:
             numbers["kl/coef"] = self.kl_controller.value
             settings = self._algorithm.kl_in_reward
             per_response = settings is not None and settings.per == "response"

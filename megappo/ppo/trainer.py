@@ -338,7 +338,7 @@ class Trainer:
             return
         with self.reporter.stage("update_actor"):
             metrics = self._run(actor_updates(placed.actor, experience, self.config, self.penalty.value), experience)
-        if self.algorithm.policy_loss == "penalty":
+        if self.algorithm.policy_loss == "penalty" and "actor/ppo_kl_k3" in metrics:  # there was an update
             metrics["actor/penalty_coef"] = self.penalty.value
             self.penalty.update(metrics["actor/ppo_kl_k3"], self.parts.derived.batch_sequences)
         self.metrics |= metrics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pickle
 import re
@@ -215,6 +216,34 @@ def test_replays_are_few_where_the_run_goes_on(tmp_path: Path) -> None:
     lines = timeless(run / "metrics.jsonl")
     assert max(line.get("critic/skipped_updates", 0) for line in lines) > 0
     assert "Traceback" not in output
+
+
+OF_GROUPS = ("critic=null", "algorithm.estimator=grpo", "algorithm.lam=1.0")
+PENALTY = ("algorithm.policy_loss=penalty", "reference={}",
+           "algorithm.kl_in_reward={coef: 0.1, controller: adaptive, target: 1.0}")  # fmt: skip
+
+
+def test_a_run_that_tolerates_it_goes_on_where_all_episodes_fail(tmp_path: Path) -> None:
+    """Without an update, and without a word about the engine's weights; by default it ends with the episodes' error."""
+
+    def failing(how: str, most: float, *settings: str, expect: str = "0") -> dict[str, object]:
+        environment = {"name": "distributed.troubled:Fails", "arguments": {"how": how}, "max_failure_fraction": most}
+        given = (f"rollout.environment={json.dumps(environment)}", "reward.function=environment", "evaluation=null")
+        return train(tmp_path / how, "run.steps=2", "checkpoint=null", *given, *settings, expect=expect)
+
+    output = attempts(
+        tmp_path,
+        failing("raised", 1.0, *PENALTY),
+        failing("nonsense", 1.0, *OF_GROUPS, "algorithm.old_logprob=corrected"),
+        failing("without a turn", 1.0, "algorithm.old_logprob=bypass"),
+        failing("refused", 0.5, "rollout.environment.arguments={how: raised}", expect="1"),
+    )
+    for how in ("raised", "nonsense", "without a turn"):
+        lines = timeless(tmp_path / how / "metrics.jsonl")
+        assert [(line["episode/failures"], line["actor/updates"]) for line in lines] == [(1.0, 0.0)] * 2
+        assert not any(name.startswith("mismatch/") for line in lines for name in line)
+    assert "80 of 80 episodes failed, more than rollout.environment.max_failure_fraction 0.5" in output
+    assert "does not hold the actor's weights" not in output and "Traceback" not in output
 
 
 def test_torchrun_passes_a_signal_on(tmp_path: Path) -> None:
