@@ -22,6 +22,7 @@ from megappo.config.model_files import (
 from megappo.data import PromptDataset, read_prompts
 from megappo.data.mixture import MixedPrompts
 from megappo.data.sources import Record, read_records
+from megappo.data.unknown import unknown_words
 from megappo.doctor.findings import Finding
 from megappo.doctor.machine import disk
 from megappo.doctor.software import generation_finding, reward_findings
@@ -138,6 +139,8 @@ def _prompts(config: Config, models: Models, ranks: int) -> Rows:
     train = read_prompts(config.data, tokenizer, schemas)
     for prompts in train.sources if isinstance(train, MixedPrompts) else (train,):
         yield "data", _data_words(prompts, config)
+        if unknown := unknown_words(prompts, tokenizer):
+            yield "data", unknown
     epoch = len(train) / config.rollout.prompts_per_step
     steps = derive(config, ranks, models.actor, models.critic, models.reference, prompts=len(train)).steps
     if isinstance(train, MixedPrompts):
@@ -148,7 +151,10 @@ def _prompts(config: Config, models: Models, ranks: int) -> Rows:
     else:
         yield "epochs", f"{epoch:.1f} steps take every prompt once; {steps} steps are {steps / epoch:.1f}"
     for source in config.data.evaluated.values():
-        yield "validation", _data_words(PromptDataset(source, config.data, tokenizer, schemas), config)
+        prompts = PromptDataset(source, config.data, tokenizer, schemas)
+        yield "validation", _data_words(prompts, config)
+        if unknown := unknown_words(prompts, tokenizer):
+            yield "validation", unknown
     first = train[0]
     text, answer = (shortened(repr(shown), _SHOWN_CHARACTERS) for shown in (first.text, str(first.answer)))
     yield "a prompt", f"{text}, {len(first.token_ids)} tokens, answer {answer}"

@@ -22,7 +22,7 @@ from megappo.config.base import (
 from megappo.config.judge import JudgeSettings, check_key_variable, check_url
 from megappo.config.own_server import RewardModelServerSettings
 
-_TAKEN_NAMES = ("mean", "std", "min", "max", "failures", "timeouts", "overlong")
+_TAKEN_NAMES = ("mean", "std", "min", "max", "failures", "timeouts", "overlong", "group_spread")
 """Of metrics `reward/...` that there are always."""
 JUDGE = "megappo.rewards.judge:scores"
 """What asks a judge."""

@@ -103,6 +103,11 @@ SOURCES = {
 METRICS: dict[str, MetricDoc] = {
     "reward/mean": MetricDoc("score", "Mean score of the step's responses, KL not subtracted.", "rises"),
     "reward/std": MetricDoc("score", "Spread of the scores.", "above 0; at 0 there is nothing to learn from"),
+    "reward/group_spread": MetricDoc(
+        "fraction",
+        "Prompts whose samples have different rewards, where the estimator compares them.",
+        "above 0; at 0 there is nothing to learn from",
+    ),
     "reward/min": MetricDoc("score", "Lowest score.", "within the range of the reward function"),
     "reward/max": MetricDoc("score", "Highest score.", "above the mean until the task is solved"),
     "reward/failures": MetricDoc(

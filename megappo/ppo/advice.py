@@ -25,7 +25,11 @@ ADVICE = {
     "entropy": "Entropy fell below a tenth of what it was, so the policy hardly explores any more: "
     "raise algorithm.entropy_coef or lower actor.optimizer.learning_rate.",
     "same_reward": "All rewards of a step have been equal for many steps, so there is nothing to learn from: "
-    "check reward.function, or take prompts of another difficulty in data.train.",
+    "look at responses and scores of the run's samples, then check reward.function, take prompts of another difficulty "
+    "in data.train, or raise rollout.max_response_tokens where answers are cut.",
+    "same_in_groups": "The samples of each prompt have had equal rewards for many steps, and they are compared with "
+    "one another, so there is nothing to learn from: look at scores of the run's samples, then raise "
+    "rollout.samples_per_prompt or rollout.temperature, or take prompts of another difficulty in data.train.",
     "truncated": "More than half of the responses hit the length limit and were cut: "
     "raise rollout.max_response_tokens, or let reward.function pay less for long answers.",
     "mismatch": "Engine and trainer disagree on the probabilities of what was sampled, so the ratios are biased: "
@@ -81,6 +85,7 @@ class Advisor:
         def nonfinite(role: str) -> bool:
             return value(f"{role}/skipped_updates") > 0 or not math.isfinite(metrics.get(f"{role}/grad_norm", 0.0))
 
+        is_equal = value("reward/std") <= _EQUAL * max(1.0, abs(metrics.get("reward/mean", 0.0)))
         is_large = largest_reward(metrics) > _LARGE_REWARD
 
         found = {
@@ -92,9 +97,8 @@ class Advisor:
             "critic_nonfinite": nonfinite("critic") and not is_large,
             "large_reward": is_large and (nonfinite("actor") or nonfinite("critic")),
             "explained_variance": self._lasting("explained_variance", value("critic/explained_variance") < 0),
-            "same_reward": self._lasting(
-                "same_reward", value("reward/std") <= _EQUAL * max(1.0, abs(metrics.get("reward/mean", 0.0)))
-            ),
+            "same_reward": self._lasting("same_reward", is_equal),
+            "same_in_groups": self._lasting("same_in_groups", value("reward/group_spread") == 0 and not is_equal),
             "kl_target": self._kl_target is not None
             and self._lasting("kl_target", value(self._kl_name) > self._kl_target),
             "entropy": self._entropy_fell(value("actor/entropy")),

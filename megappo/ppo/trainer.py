@@ -222,16 +222,16 @@ class Trainer:
         if dynamic is None:
             self.let_engine_go(rollouts)
             self.parts.stop.check()
-            scores_B, metrics = self.reward(rollouts)
+            rollouts, scores_B, metrics = self.reward(rollouts)
         else:
             settings = self.config.rollout
             selection = Selection(settings.prompts_per_step, settings.samples_per_prompt, dynamic.max_rounds)
             self.parts.stop.check()
-            selection.add(rollouts, *self.reward(rollouts))
+            selection.add(*self.reward(rollouts))
             while wanted := selection.wanted:
                 more = self.generate(round_number=len(selection.rounds), prompts=wanted)
                 self.parts.stop.check()
-                selection.add(more, *self.reward(more))
+                selection.add(*self.reward(more))
             rollouts, scores_B, metrics = selection.finish()
             self.let_engine_go(rollouts)
         self.metrics |= metrics
@@ -266,13 +266,18 @@ class Trainer:
             self._sync_if_behind()
             self.responses.begin(self.step + 1)
 
-    def reward(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, float]]:
-        """One score per response of this rank, and what the rewards of all ranks report."""
+    def reward(self, rollouts: Rollouts) -> tuple[Rollouts, Tensor, dict[str, float]]:
+        """The responses of this rank with what failed noted, one score for each, and what the rewards of all ranks
+        report."""
+        failures = dict[int, str]()
         with self.reporter.stage("reward", f"{len(rollouts.responses)} scores of {self.config.reward.words}"):
-            scores_B, metrics = self.parts.reward.score(rollouts)
+            scores_B, metrics = self.parts.reward.score(rollouts, failures)
+            noted = tuple(failures.get(b, "") for b in range(len(scores_B)))
+            rollouts = replace(rollouts, reward_failures=noted)
+            self.reporter.note_failures(self.step, rollouts)
             if self.parts.curriculum is not None:
                 self._note_right_prompts(rollouts, scores_B, self.parts.curriculum)
-        return scores_B, metrics
+        return rollouts, scores_B, metrics
 
     def _note_right_prompts(self, rollouts: Rollouts, scores_B: Tensor, curriculum: Curriculum) -> None:
         """Of every round of the step."""

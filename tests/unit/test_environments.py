@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -302,6 +303,27 @@ def test_a_limit_ends_an_episode_and_its_rewards_count(limits: dict[str, Any], l
     assert completion.truncated == bool(limit)
     assert len(completion.token_ids) <= limits.get("max_new_tokens", 200)
     assert text.endswith("<|im_end|>") or limits["max_new_tokens"] == 2  # nothing that is said last is kept
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (lambda s: json.loads("{"), "JSONDecodeError: Expecting property name"),
+        (lambda s: [][1], "IndexError: list index out of range"),
+        (lambda s: s.reward(float("nan")), "gave the reward nan, must be finite"),
+        (lambda s: s.reward("good"), "gave the reward 'good', must be a number"),
+    ],
+)
+def test_an_episode_that_fails_names_the_line(act: Any, words: str) -> None:
+    """Of the user's code, for a user who did not write the library in which it was raised."""
+
+    class Acting:
+        async def run(self, session: Session) -> None:
+            await session.generate()
+            act(session)
+
+    episode, _, _ = played(Acting(), max_failure_fraction=1.0)
+    assert episode.reason.startswith(words) and f"({__file__}:{act.__code__.co_firstlineno})" in episode.reason
 
 
 def test_calls_have_a_limit_and_are_counted() -> None:

@@ -21,7 +21,7 @@ from megappo.config.derive import describe
 from megappo.megatron.roles import Update
 from megappo.ppo import start
 from megappo.ppo.advice import Advisor
-from megappo.ppo.experience import ExperienceMaker
+from megappo.ppo.experience import ExperienceMaker, groups_differ_G
 from megappo.ppo.measures import MismatchError, check_mismatch
 from megappo.ppo.updates import step_metrics
 from megappo.types import Rollouts, Scored
@@ -208,6 +208,17 @@ def test_tokens_of_older_weights_prove_nothing_of_the_engine() -> None:
     for newest in (7, 8):
         with pytest.raises(MismatchError, match="differ by nan nats per token"):
             check_mismatch(trainer, replace(given, engine_logprob_BR=engine), algorithm, runtime, newest)
+
+
+def test_groups_without_a_spread_are_counted() -> None:
+    """Failed episodes are in no group, and equal rewards of different prompts are no spread."""
+    totals_B = torch.tensor([0.0, 0.0, 1.0, 1.0, 5.0, 0.0, 0.5, 7.0])
+    group_ids_B = torch.tensor([0, 0, 1, 1, -5, 2, 2, 1])
+    assert groups_differ_G(totals_B, group_ids_B).tolist() == [False, True, True]
+    assert groups_differ_G(totals_B[:4], group_ids_B[:4]).tolist() == [False, False]
+    assert groups_differ_G(totals_B, torch.arange(-8, 0)).tolist() == []
+    numbers = kl_step(maker(), 0.1)
+    assert numbers["reward/group_spread"] == 0.0 and numbers["reward/std"] == 0.0
 
 
 @pytest.mark.parametrize("version", [6, 7])

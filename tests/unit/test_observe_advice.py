@@ -48,12 +48,13 @@ def test_said_at_once_and_again_after_twenty_steps(metrics: dict[str, float], na
         ({"critic/explained_variance": -0.1}, "explained_variance"),
         ({"reward/std": 0.0}, "same_reward"),
         ({"reward/std": 3e-9, "reward/mean": 0.1}, "same_reward"),  # what rounding leaves of equal rewards
+        ({"reward/std": 0.4, "reward/group_spread": 0.0}, "same_in_groups"),
         ({"kl/per_response": 6.1}, "kl_target"),
     ],
 )
 def test_said_when_it_lasts(metrics: dict[str, float], name: str) -> None:
     assert said(ADAPTIVE, [metrics] * 35) == [(10, name), (30, name)]
-    good = {"critic/explained_variance": 0.1, "reward/std": 0.1, "kl/per_response": 1.0}
+    good = {"critic/explained_variance": 0.1, "reward/std": 0.1, "kl/per_response": 1.0, "reward/group_spread": 0.1}
     assert said(ADAPTIVE, ([metrics] * 9 + [good]) * 4) == []
 
 

@@ -167,6 +167,15 @@ def test_every_worker_is_told_to_end_before_one_is_waited_for(monkeypatch: pytes
     assert all(worker.supervisor.returncode == 0 for worker in workers)
 
 
+@pytest.mark.parametrize(("function", "batch"), [("obey", False), ("lengths", True)])
+def test_a_failure_names_the_line_that_raised(tmp_path: Path, function: str, batch: bool) -> None:
+    lines = (tmp_path / "user_rewards.py").read_text().splitlines()
+    line = next(n for n, text in enumerate(lines, 1) if "raise KeyError" in text and ("if" in text) == batch)
+    with RewardPool(settings(function=f"user_rewards:{function}", batch=batch)) as pool:
+        reasons = {said for _, said in pool.score(requests("raise")).failures}
+    assert reasons == {f"KeyError: 'k' ({tmp_path / 'user_rewards.py'}:{line})"}
+
+
 def test_one_number_of_a_batch_that_is_none_costs_its_own_sample() -> None:
     with RewardPool(settings(function="user_rewards:lengths", batch=True)) as pool:
         result = pool.score(requests("a", "digits", "abc"))
@@ -292,7 +301,7 @@ def test_batch_function() -> None:
         ]:
             result = pool.score(requests("a", response))
             assert result.scores.tolist() == [-1.0, -1.0]
-            assert result.failures == [(0, reason), (1, reason)]
+            assert [(index, said.split(" (/")[0]) for index, said in result.failures] == [(0, reason), (1, reason)]
 
 
 @pytest.mark.parametrize(
