@@ -38,6 +38,7 @@ from megappo.plan.search import remedy
 from megappo.plugins import is_import_path
 from megappo.ppo.methods import check_methods
 from megappo.ppo.origins import open_origin
+from megappo.ppo.parts import check_answers
 from megappo.reshard.sources import SafetensorsSource
 from megappo.rewards.model import check_folder
 from megappo.rewards.registry import OF_ENVIRONMENT, check_reward
@@ -150,14 +151,15 @@ def _prompts(config: Config, models: Models, ranks: int) -> Rows:
             yield "epochs", f"{steps} steps are {passes:.1f} of {name}, {float(weight / total):.1%} of all prompts"
     else:
         yield "epochs", f"{epoch:.1f} steps take every prompt once; {steps} steps are {steps / epoch:.1f}"
-    for source in config.data.evaluated.values():
-        prompts = PromptDataset(source, config.data, tokenizer, schemas)
+    validation = [PromptDataset(source, config.data, tokenizer, schemas) for source in config.data.evaluated.values()]
+    for prompts in validation:
         yield "validation", _data_words(prompts, config)
         if unknown := unknown_words(prompts, tokenizer):
             yield "validation", unknown
     first = train[0]
     text, answer = (shortened(repr(shown), _SHOWN_CHARACTERS) for shown in (first.text, str(first.answer)))
     yield "a prompt", f"{text}, {len(first.token_ids)} tokens, answer {answer}"
+    check_answers(config, train, validation)
 
 
 def _data_words(prompts: PromptDataset, config: Config) -> str:
