@@ -293,11 +293,17 @@ METRICS: dict[str, MetricDoc] = {
         "Free then on its device, where servers are awake again; on CPU of the machine.",
         "steady and above 0",
     ),
-    "eval/reward_mean": MetricDoc("score", "Mean score of greedy answers to the validation prompts.", "rises"),
+    "eval/reward_mean": MetricDoc(
+        "score", "Mean score of greedy answers to the validation prompts, those without a grade aside.", "rises"
+    ),
+    "eval/failures": MetricDoc("fraction", "Answers without a grade: their reward or episode failed.", "0"),
+    "eval/dropped": MetricDoc("prompts", "Validation prompts left out as longer than `data.max_prompt_tokens`.", "0"),
     "eval/response_length": MetricDoc("tokens", "Mean length of those answers.", "like response/length"),
     "eval/NAME/reward_mean": MetricDoc(
         "score", "Mean score of the answers to one of several validation sets (`data.validation_sets`).", "rises"
     ),
+    "eval/NAME/failures": MetricDoc("fraction", "Answers of that set without a grade.", "0"),
+    "eval/NAME/dropped": MetricDoc("prompts", "Prompts of that set left out as too long.", "0"),
     "eval/NAME/response_length": MetricDoc("tokens", "Mean length of those answers.", "like response/length"),
     "eval/NAME/pass@K": MetricDoc(
         "fraction",

@@ -150,7 +150,9 @@ class Reporter:
         """Show an evaluation; before the first step there is no line to carry it."""
         rewards = {name: value for name, value in metrics.items() if name.endswith("/reward_mean")}
         sets = {name: name.removeprefix("eval").removesuffix("reward_mean").strip("/") for name in rewards}
-        words = ", ".join(f"{sets[name]} {value:.3f}".strip() for name, value in rewards.items())
+        graded = {name: 1 - metrics.get(name.replace("/reward_mean", "/failures"), 0.0) for name in rewards}
+        shares = {name: "" if share == 1 else f" of the {share:.1%} with a grade" for name, share in graded.items()}
+        words = ", ".join(f"{sets[name]} {value:.3f}{shares[name]}".strip() for name, value in rewards.items())
         self.message(f"step {step}: validation reward {words}")
         if step == 0 and self._log is not None:
             self._log.log(step, metrics)

@@ -94,8 +94,10 @@ def evaluate(config: Config, derived: Derived, prompts: TrainingPrompts | None =
     with start_runtime(config.runtime, with_servers=config.rollout.has_servers) as runtime:
         parts = assemble(config, derived, runtime, Purpose(training=False, prompts=prompts))
         try:
+            if runtime.is_main:
+                print("\n".join(data_lines(parts, training=False)), flush=True)
             parts.engine.update_weights(parts.weights, 1)
-            metrics = evaluate_policy(parts)
+            metrics = evaluate_policy(parts, print)
         finally:
             parts.close()
         if runtime.is_main:
