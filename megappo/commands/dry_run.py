@@ -181,7 +181,7 @@ def _reward(config: Config) -> Rows:
         yield "reward", "what the environment gives for turns, and nothing else"
         return
     if config.reward.model_path is not None:
-        check_folder(config.reward.model_path)
+        check_folder(config.reward.model_path, trust_remote_code=config.model.trust_remote_code)
         size = sum(file.stat().st_size for file in Path(config.reward.model_path).glob("*.safetensors"))
         holder = config.reward.model_holder
         yield "reward", f"the model in {config.reward.model_path}, {size / 1e9:.3g} GB, which {holder}"

@@ -190,7 +190,9 @@ def assemble(config: Config, derived: Derived, runtime: Runtime, purpose: Purpos
     stop_token_ids = resolve_stop_token_ids(folder, tokenizer, config.rollout.stop_token_ids)
     generation = find_generation(config.rollout)
     stage = set_stage(config, tokenizer, stop_token_ids)
-    reward = RewardScorer(config.reward, runtime.device, _start_reward_servers(config, runtime))
+    trusts = config.model.trust_remote_code
+    servers = _start_reward_servers(config, runtime)
+    reward = RewardScorer(config.reward, runtime.device, servers, trust_remote_code=trusts)
     if purpose.training:
         check_methods(config)
     roles = ROLES if purpose.training else ("actor",)

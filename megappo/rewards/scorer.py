@@ -46,12 +46,20 @@ class _Worth:
 class RewardScorer:
     """Applies the configured rewards; every rank scores its own responses."""
 
-    def __init__(self, settings: RewardSettings, device: torch.device, servers: OwnServers | None = None) -> None:
+    def __init__(
+        self,
+        settings: RewardSettings,
+        device: torch.device,
+        servers: OwnServers | None = None,
+        *,
+        trust_remote_code: bool = False,
+    ) -> None:
         """Start workers or load the model. Raises ValueError for a function or model that cannot be used.
 
-        `servers`: of judges and a model that have their own, which end with the scorer.
+        `servers`: of judges and a model that have their own, which end with the scorer. `trust_remote_code`: code in
+        the reward model's folder may run.
         """
-        self._servers = servers
+        self._servers, self._trust_remote_code = servers, trust_remote_code
         for _, term in settings.terms.values():
             check_reward(term)
         self._settings, self._device = settings, device
@@ -62,7 +70,8 @@ class RewardScorer:
         if settings.model_path is not None and settings.model_remote is not None:
             from megappo.rewards.remote_model import RemoteRewardModel
 
-            self._remote = RemoteRewardModel(settings.model_path, settings.model_remote)
+            trusts = {"trust_remote_code": trust_remote_code}
+            self._remote = RemoteRewardModel(settings.model_path, settings.model_remote, **trusts)
         elif settings.model_path is not None:
             self._model = self._load_or_share(settings.model_path)
         elif settings.function != OF_ENVIRONMENT:
@@ -81,7 +90,7 @@ class RewardScorer:
         from megappo.rewards.model import RewardModel
 
         dtype = getattr(torch, self._settings.model_dtype(on_cuda=self._device.type == "cuda"))
-        return RewardModel(path, dtype=dtype, device=self._device)
+        return RewardModel(path, dtype=dtype, device=self._device, trust_remote_code=self._trust_remote_code)
 
     def _pool(self, name: str, term: RewardSettings) -> RewardPool:
         place = self._servers.places.get(name or "judge") if self._servers is not None else None

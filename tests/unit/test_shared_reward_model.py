@@ -27,13 +27,14 @@ from megappo.plan.rewards import reward_parameters
 from megappo.rewards import model_server
 from megappo.rewards.http import ServerPlace
 from megappo.rewards.model import RewardModel
+from megappo.rewards.own_servers import OwnServers
 from megappo.rewards.remote_model import RemoteRewardModel
 from megappo.rewards.scorer import RewardScorer
 from megappo.rewards.shared_model import MODEL, SharedRewardModel, start_model_server
 from megappo.rewards.workers import RewardError
 from megappo.runtime.process import Runtime
 from unit.helpers_data import ALPHABET
-from unit.helpers_rewards import LLAMA, rollouts, save
+from unit.helpers_rewards import LLAMA, rollouts, save, with_code
 
 ROOT = Path(__file__).parents[2]
 HERE = Runtime(0, 1, 0, torch.device("cpu"))
@@ -142,6 +143,44 @@ def test_a_shared_model_without_a_score_costs_its_own_sample(tmp_path: Path) -> 
     assert scores_B[[1, 3]].tolist() == [-7.0, -7.0] and scores_B[[0, 2]].isfinite().all()
     assert metrics["reward/failures"] == 0.5
     assert set(failures) == {1, 3} and all("reward model gave nan, must be finite" in f for f in failures.values())
+
+
+@pytest.mark.parametrize("holder", ["own", "shared", "remote"])
+def test_code_in_a_folder_runs_only_where_it_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holder: str
+) -> None:
+    """In configuration, tokenizer and model, whoever holds it."""
+    for variable in ("HF_MODULES_CACHE", "HF_HOME"):
+        monkeypatch.setenv(variable, str(tmp_path / "cache"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    plain = judged(tmp_path, None)
+    expected = RewardScorer(plain.reward, HERE.device).score_local(samples := rollouts("a", "bc"))
+    with_code(tmp_path / "model")
+    server = {"threads": 1} if holder == "shared" else None
+    remote = {"model_remote": {"url": "http://rewards:80"}} if holder == "remote" else {}
+    config = judged(tmp_path, server, **remote)
+    trusting = config.model_copy(update={"model": config.model.model_copy(update={"trust_remote_code": True})})
+
+    def started(given: Config) -> OwnServers | None:
+        settings = given.reward.model_server
+        return None if settings is None else start_model_server(given, settings, HERE)
+
+    with pytest.raises(ValueError, match=r"cannot be loaded .*trust_remote_code"):
+        RewardScorer(config.reward, HERE.device, started(config))
+    (finding,) = [f for f in settings_findings(config, read_models(config, None).models, 2) if f.check == "reward"]
+    assert finding.state == "broken" and "trust_remote_code" in finding.remedy
+    scorer = RewardScorer(trusting.reward, HERE.device, started(trusting), trust_remote_code=True)
+    try:
+        if holder != "remote":
+            torch.testing.assert_close(scorer.score_local(samples), expected, atol=1e-5, rtol=1e-5)
+    finally:
+        scorer.close()
+    (finding,) = [f for f in settings_findings(trusting, read_models(config, None).models, 2) if f.check == "reward"]
+    assert finding.state == "fine"
+    reward = f"reward={json.dumps(trusting.reward.model_dump(exclude_defaults=True))}"
+    for trust, code in (("true", 0), ("false", 2)):
+        words = ["--dry-run", reward, f"model.trust_remote_code={trust}", f"run.directory={tmp_path / 'run'}"]
+        assert main(["train", "configs/quickstart.yaml", *words]) == code
 
 
 def test_a_server_elsewhere_that_fails_costs_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
