@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from megappo.errors import either, nearest_word, reason
+from megappo.errors import either, nearest_word, reason, shortened
+
+_MEGAPPO = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 
 
 @contextmanager
@@ -23,6 +29,23 @@ def users_code(problem: str, remedy: str, but: tuple[type[Exception], ...] = ())
         raise
     except (Exception, SystemExit) as error:
         raise ValueError(f"{problem} ({type(error).__name__}: {reason(error)}); {remedy}") from error
+
+
+def failure_words(error: BaseException, characters: int = 300) -> str:
+    """What a user's code raised, on one line: the type, the message and `file:line` of the code, where it is known."""
+    words, line = f"{type(error).__name__}: {reason(error, characters)}", raised_at(error)
+    return f"{shortened(words, max(characters - len(line) - 3, 60))} ({line})" if line else shortened(words, characters)
+
+
+def raised_at(error: BaseException) -> str:
+    """`file:line` of the innermost line of the user's own code that an error came through, or else of an installed
+    library; "" where it is all megappo's."""
+    lines = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+    others = [(file, number) for file, number in lines if not file.startswith((_MEGAPPO, "<"))]
+    installed = {file for file, _ in others if "site-packages" in file or "dist-packages" in file}
+    libraries = installed | {file for file, _ in others if file.startswith(_STANDARD_LIBRARY)}
+    own = [line for line in others if line[0] not in libraries] or [line for line in others if line[0] in installed]
+    return f"{own[-1][0]}:{own[-1][1]}" if own else ""
 
 
 def is_import_path(name: str) -> bool:

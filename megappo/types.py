@@ -175,6 +175,9 @@ class Rollouts(Samples):
     """int64: version of the weights that generated each response token, where a sample may be of several, of which
     `weight_versions_B` has the oldest; None: the sample's."""
 
+    reward_failures: tuple[str, ...] | None = field(default=None, kw_only=True)
+    """B: why the reward of a sample failed, "" where it did not; None: not scored yet."""
+
     def totals_B(self, scores_B: Tensor) -> Tensor:
         """Scores of the reward function with the environment's rewards of all turns."""
         if self.episodes is None:

@@ -22,6 +22,7 @@ from megappo.config.model_files import (
 from megappo.data import PromptDataset, read_prompts
 from megappo.data.mixture import MixedPrompts
 from megappo.data.sources import Record, read_records
+from megappo.data.unknown import unknown_words
 from megappo.doctor.findings import Finding
 from megappo.doctor.machine import disk
 from megappo.doctor.software import generation_finding, reward_findings
@@ -37,6 +38,7 @@ from megappo.plan.search import remedy
 from megappo.plugins import is_import_path
 from megappo.ppo.methods import check_methods
 from megappo.ppo.origins import open_origin
+from megappo.ppo.parts import check_answers
 from megappo.reshard.sources import SafetensorsSource
 from megappo.rewards.model import check_folder
 from megappo.rewards.registry import OF_ENVIRONMENT, check_reward
@@ -138,6 +140,8 @@ def _prompts(config: Config, models: Models, ranks: int) -> Rows:
     train = read_prompts(config.data, tokenizer, schemas)
     for prompts in train.sources if isinstance(train, MixedPrompts) else (train,):
         yield "data", _data_words(prompts, config)
+        if unknown := unknown_words(prompts, tokenizer):
+            yield "data", unknown
     epoch = len(train) / config.rollout.prompts_per_step
     steps = derive(config, ranks, models.actor, models.critic, models.reference, prompts=len(train)).steps
     if isinstance(train, MixedPrompts):
@@ -147,11 +151,15 @@ def _prompts(config: Config, models: Models, ranks: int) -> Rows:
             yield "epochs", f"{steps} steps are {passes:.1f} of {name}, {float(weight / total):.1%} of all prompts"
     else:
         yield "epochs", f"{epoch:.1f} steps take every prompt once; {steps} steps are {steps / epoch:.1f}"
-    for source in config.data.evaluated.values():
-        yield "validation", _data_words(PromptDataset(source, config.data, tokenizer, schemas), config)
+    validation = [PromptDataset(source, config.data, tokenizer, schemas) for source in config.data.evaluated.values()]
+    for prompts in validation:
+        yield "validation", _data_words(prompts, config)
+        if unknown := unknown_words(prompts, tokenizer):
+            yield "validation", unknown
     first = train[0]
     text, answer = (shortened(repr(shown), _SHOWN_CHARACTERS) for shown in (first.text, str(first.answer)))
     yield "a prompt", f"{text}, {len(first.token_ids)} tokens, answer {answer}"
+    check_answers(config, train, validation)
 
 
 def _data_words(prompts: PromptDataset, config: Config) -> str:
@@ -173,7 +181,7 @@ def _reward(config: Config) -> Rows:
         yield "reward", "what the environment gives for turns, and nothing else"
         return
     if config.reward.model_path is not None:
-        check_folder(config.reward.model_path)
+        check_folder(config.reward.model_path, trust_remote_code=config.model.trust_remote_code)
         size = sum(file.stat().st_size for file in Path(config.reward.model_path).glob("*.safetensors"))
         holder = config.reward.model_holder
         yield "reward", f"the model in {config.reward.model_path}, {size / 1e9:.3g} GB, which {holder}"

@@ -5,7 +5,16 @@ from __future__ import annotations
 import os
 from typing import Literal
 
-from megappo.config import Config, check_run, derive_run, print_table
+from megappo.config import (
+    Config,
+    ConfigError,
+    check_run,
+    derive_run,
+    describe_evaluation,
+    print_rows,
+    print_table,
+)
+from megappo.config.roles import LayoutSettings
 from megappo.runtime.launchers import is_main, read_world_size
 
 
@@ -16,10 +25,12 @@ def start(command: Literal["train", "eval"], config: Config) -> None:
     from megappo.runtime.accelerations import find_accelerations
 
     world_size, prompts = read_world_size(os.environ), None
-    check_run(config, world_size)  # refuses most mistakes before torch is imported
+    if command == "eval" and world_size == 1:
+        config = _in_one_process(resolve_here(config))
+    _check(command, config, world_size)  # refuses most mistakes before torch is imported
     config = resolve_here(config)
     find_accelerations(config.model.accelerations)  # before anything imports Megatron-Core
-    check_run(config, world_size)  # and the rest before the data are tokenised
+    _check(command, config, world_size)  # and the rest before the data are tokenised
     find_engine(config.rollout)
     if config.run.epochs is not None:
         from megappo.ppo.parts import training_prompts
@@ -29,8 +40,10 @@ def start(command: Literal["train", "eval"], config: Config) -> None:
     found = outlook(config, world_size, this_machine())
     config = found.config
     if is_main(os.environ) and config.logging.console != "quiet":
-        # An evaluation has no steps and writes no checkpoints.
-        print_table(config, derived, more=found.rows if command == "train" else ())
+        if command == "train":
+            print_table(config, derived, more=found.rows)
+        else:
+            print_rows(describe_evaluation(config, derived))
     if command == "train":
         from megappo.ppo.run import train
 
@@ -39,3 +52,30 @@ def start(command: Literal["train", "eval"], config: Config) -> None:
         from megappo.ppo.run import evaluate
 
         evaluate(config, derived, prompts)
+
+
+def _in_one_process(config: Config) -> Config:
+    """Settings of an evaluation by one process alone: the engine inside it wants the whole model, whatever layouts the
+    trained models have. Servers keep the layout that they are fed from."""
+    if config.rollout.has_servers:
+        return config
+    given = {name: role.model_copy(update={"layout": LayoutSettings()}) for name, role in config.trained.items()}
+    return config.model_copy(update=given)
+
+
+def _check(command: str, config: Config, world_size: int) -> None:
+    """Raises ConfigError for settings that do not stand on these ranks; of one process with how many it should be."""
+    try:
+        check_run(config, world_size)
+    except ConfigError as error:
+        from megappo.plan.planner import fewest_ranks
+
+        if world_size > 1 or (fewest := fewest_ranks(config)) == 1:
+            raise
+        raise ConfigError(
+            [
+                *error.problems,
+                f"this is 1 process, and the layouts stand on {fewest}; start under torchrun with {fewest}: "
+                f"torchrun --nproc-per-node {fewest} -m megappo {command} ...",
+            ]
+        ) from None

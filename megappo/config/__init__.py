@@ -1,6 +1,17 @@
 """Settings: the YAML file, its overrides, the rules, and every number that follows from them."""
 
-from megappo.config.derive import Derived, RoleNumbers, check_run, derive, derive_run, describe, print_table, resolve
+from megappo.config.derive import (
+    Derived,
+    RoleNumbers,
+    check_run,
+    derive,
+    derive_run,
+    describe,
+    describe_evaluation,
+    print_rows,
+    print_table,
+    resolve,
+)
 from megappo.config.load import load_config, save_config
 from megappo.config.schema import Config
 from megappo.errors import ConfigError
@@ -17,6 +28,8 @@ __all__ = [
     "derive_run",
     "describe",
     "load_config",
+    "describe_evaluation",
+    "print_rows",
     "print_table",
     "resolve",
     "save_config",

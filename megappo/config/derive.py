@@ -236,9 +236,36 @@ def describe(config: Config, derived: Derived) -> list[tuple[str, str]]:
         rows += _role_rows("critic", config, derived.critic)
     rows.append(("algorithm", _algorithm_words(config)))
     if config.evaluation is not None:
-        evaluated = ", ".join(source.source for source in config.data.evaluated.values())
-        rows.append(("evaluation", f"{evaluated}, every {config.evaluation.every_steps} steps"))
+        evaluated = "; ".join(words for _, words in _evaluated_rows(config))
+        rows.append(("evaluation", f"{evaluated}; every {config.evaluation.every_steps} steps"))
     return rows + [("note", note) for note in derived.notes]
+
+
+def describe_evaluation(config: Config, derived: Derived) -> list[tuple[str, str]]:
+    """`megappo eval` in the same rows: what it computes, and nothing of a run."""
+    world = f"{derived.world_size} rank{'s' if derived.world_size > 1 else ''}, device {config.runtime.device}"
+    return [
+        ("model", f"{config.model.path} ({config.model.init}, {config.model.dtype})"),
+        ("world", world),
+        *_evaluated_rows(config),
+        ("reward", config.reward.words),
+        ("rollout", _engine_words(config)),
+        *_episode_rows(config),
+    ]
+
+
+def _evaluated_rows(config: Config) -> list[tuple[str, str]]:
+    """What is asked of each validation set."""
+    own_limit = config.evaluation.max_response_tokens if config.evaluation is not None else None
+    most_tokens, rows = own_limit or config.rollout.max_response_tokens, []
+    for name, source in config.data.evaluated.items():
+        prompts = f"the first {source.limit} prompts of " if source.limit is not None else ""
+        how = f"at temperature {source.temperature:g}" if source.temperature else "greedy"
+        count = "1 answer" if source.samples == 1 else f"{source.samples} answers"
+        pass_at = "".join(f", pass@{k}" for k in source.pass_at)
+        words = f"{prompts}{source.source}: {count} to each prompt, {how}, of at most {most_tokens} tokens{pass_at}"
+        rows.append((name or "validation", words))
+    return rows
 
 
 def _source_words(data: DataSettings) -> str:
@@ -285,6 +312,11 @@ def print_table(
     config: Config, derived: Derived, console: Console | None = None, *, more: Iterable[tuple[str, str]] = ()
 ) -> None:
     """Print `describe` and `more` rows as a table; the console defaults to stdout."""
+    print_rows([*describe(config, derived), *more], console)
+
+
+def print_rows(rows: Iterable[tuple[str, str]], console: Console | None = None) -> None:
+    """Print rows of (name, what it is) as a table; the console defaults to stdout."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -292,7 +324,7 @@ def print_table(
     table = Table(show_header=False, title="megappo", title_justify="left")
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, words in (*describe(config, derived), *more):
+    for name, words in rows:
         table.add_row(name, Text(words))
     (console or Console()).print(table)
 

@@ -22,7 +22,7 @@ from megappo.config.base import (
 from megappo.config.judge import JudgeSettings, check_key_variable, check_url
 from megappo.config.own_server import RewardModelServerSettings
 
-_TAKEN_NAMES = ("mean", "std", "min", "max", "failures", "timeouts", "overlong")
+_TAKEN_NAMES = ("mean", "std", "min", "max", "failures", "timeouts", "overlong", "group_spread")
 """Of metrics `reward/...` that there are always."""
 JUDGE = "megappo.rewards.judge:scores"
 """What asks a judge."""
@@ -32,7 +32,7 @@ _STARTING_SECONDS = 5.0
 class OverlongSettings(Settings):
     buffer_tokens: PositiveInt
     """The last so many tokens before the limit are punished, more from one to the next."""
-    penalty: PositiveFloat = 1.0
+    penalty: Annotated[PositiveFloat, Field(le=1e9)] = 1.0
     """What an answer at the limit loses."""
 
 

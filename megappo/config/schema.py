@@ -128,7 +128,7 @@ class ModelSettings(Settings):
     pad_vocab_to_multiple_of: int = Field(default=1, gt=0, le=2**20)
     """The vocabulary is padded to this multiple (at least to a multiple of the tensor parallel size when 1)."""
     trust_remote_code: bool = False
-    """Allow Python code from the model folder to run."""
+    """Allow Python code from the folders of models, the reward model's among them, to run."""
 
 
 class DynamicSamplingSettings(Settings):

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from megappo.config import Config
 from megappo.config.model_files import model_paths
-from megappo.config.reward import RewardSettings
 from megappo.doctor.findings import Finding, broken, fine, slow
 from megappo.plan.here import this_machine
 from megappo.plan.inputs import Models
@@ -20,19 +19,19 @@ def settings_findings(config: Config, models: Models, world_size: int) -> Iterat
     for path in dict.fromkeys(model_paths(config).values()):
         yield _model(path)
     if config.reward.model_path is not None:
-        yield _reward_model(config.reward.model_path, config.reward)
+        yield _reward_model(config.reward.model_path, config)
     yield _room(config, models, world_size)
 
 
-def _reward_model(path: str, reward: RewardSettings) -> Finding:
+def _reward_model(path: str, config: Config) -> Finding:
     """Whether a folder is a reward model's, and who holds it."""
     from megappo.rewards.model import check_folder
 
     try:
-        check_folder(path)
+        check_folder(path, trust_remote_code=config.model.trust_remote_code)
     except ValueError as error:
         return broken("reward", *str(error).rsplit("; ", 1))
-    return fine("reward", f"{path}, which {reward.model_holder}")
+    return fine("reward", f"{path}, which {config.reward.model_holder}")
 
 
 def _model(path: str) -> Finding:

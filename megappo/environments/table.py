@@ -20,8 +20,9 @@ from megappo.environments.loop import OWNER, TICK_SECONDS, BlockedLoopError
 from megappo.environments.protocol import LimitReached, NonsenseError
 from megappo.environments.registry import Stage
 from megappo.environments.session import Session
-from megappo.errors import RunError, reason
+from megappo.errors import RunError
 from megappo.observe.progress import EPISODES, PROGRESS
+from megappo.plugins import failure_words, raised_at
 from megappo.types import Prompt
 
 Failure = Literal["", "raised", "hung", "nonsense"]
@@ -159,13 +160,14 @@ class Table:
         except RunError as error:
             self.error = error
         except NonsenseError as error:
-            failure, told = "nonsense", str(error)
+            line = raised_at(error)
+            failure, told = "nonsense", f"{error} ({line})" if line else str(error)
         except asyncio.CancelledError:
             failure, told = "hung", self._too_long
         except BlockedLoopError:
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - what an environment raises is a failed sample
-            failure, told = "raised", f"{type(error).__name__}: {reason(error)}"
+            failure, told = "raised", failure_words(error)
         self._end(playing, failure, told, limit)
 
     def count_seconds(self, seconds: float) -> None:

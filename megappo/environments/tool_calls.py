@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from megappo.errors import either, show
 
-_QWEN = r"<tool_call>(.*?)(?:</tool_call>|$)"
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_QUOTED_OR_CLOSE = re.compile(rf'"(?:[^"\\]|\\.)*"|{_CLOSE}', re.DOTALL)
+_DECODER = json.JSONDecoder(strict=False)
+"""Says where an object ends, line breaks in its texts or not."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +29,20 @@ class WantedCall:
 
 def qwen_calls(text: str) -> list[WantedCall]:
     """Of Qwen 2.5 and 3, and of Hermes: JSON with `name` and `arguments`, each call between <tool_call> tags."""
-    blocks = re.findall(_QWEN, text, re.DOTALL)
-    return [_wanted(block, "arguments") for block in blocks]
+    return [_wanted(block, "arguments") for block, _, _ in _tagged(text)]
+
+
+def qwen_words(text: str) -> str:
+    """What stands around the calls."""
+    end, around = 0, ""
+    for _, start, stop in _tagged(text):
+        around, end = around + text[end:start], stop
+    return (around + text[end:]).strip()
 
 
 def llama3_calls(text: str) -> list[WantedCall]:
     """Of Llama 3.1 to 3.3: the whole reply is JSON with `name` and `parameters`; several are separated by `;`."""
-    text = text.removeprefix("<|python_tag|>").strip()
+    text = text.strip().removeprefix("<|python_tag|>").strip()
     return [_wanted(block, "parameters") for block in _objects(text)] if text.startswith("{") else []
 
 
@@ -46,7 +57,7 @@ class CallFormat:
 
 
 FORMATS = {
-    "qwen": CallFormat(qwen_calls, lambda text: re.sub(_QWEN, "", text, flags=re.DOTALL).strip()),
+    "qwen": CallFormat(qwen_calls, qwen_words),
     "llama3": CallFormat(llama3_calls, lambda text: ""),
 }
 
@@ -58,17 +69,59 @@ def call_format(name: str, setting: str) -> CallFormat:
     return FORMATS[name]
 
 
+def _tagged(text: str) -> Iterator[tuple[str, int, int]]:
+    """What stands between tags, and where it begins and ends with them. Tags in the texts of an object are a part of
+    it; where there is no object, the next closing tag ends it. Tags that stand twice are one, and the last may be open.
+    """
+    start = text.find(_OPEN)
+    while start >= 0:
+        first, depth = _after(text, start, _OPEN)
+        end = _object_end(text, first) or first
+        closed = text[end:].lstrip().startswith((_CLOSE, _OPEN)) or not text[end:].strip()
+        if end == first or not closed:
+            end = _next_close(text, end)
+        block = text[first:end] if end >= 0 else text[first:]
+        stop = _after(text, end, _CLOSE, depth)[0] if end >= 0 else len(text)
+        yield block, start, stop
+        start = text.find(_OPEN, stop)
+
+
+def _next_close(text: str, start: int) -> int:
+    """Where the next closing tag stands, -1 for nowhere: outside of texts in quotes where that leaves no tag inside."""
+    for found in _QUOTED_OR_CLOSE.finditer(text, start):
+        if found[0] == _CLOSE and _OPEN not in text[start : found.start()]:
+            return found.start()
+        if found[0] == _CLOSE:
+            break
+    return text.find(_CLOSE, start)
+
+
+def _after(text: str, place: int, tag: str, most: int = sys.maxsize) -> tuple[int, int]:
+    """Where a tag that is repeated from some place on has ended, spaces before each aside, and how often it stands."""
+    count = 0
+    while count < most and (found := text[place:].lstrip()).startswith(tag):
+        place, count = len(text) - len(found) + len(tag), count + 1
+    return place, count
+
+
+def _object_end(text: str, start: int) -> int | None:
+    """Where the JSON value that begins there, spaces aside, ends; None where there is none."""
+    start = len(text) - len(text[start:].lstrip())
+    try:
+        return _DECODER.raw_decode(text, start)[1]
+    except (ValueError, RecursionError):
+        return None
+
+
 def _objects(text: str) -> Iterator[str]:
     """The JSON objects of a text one after another; what is none comes as the last."""
-    decoder = json.JSONDecoder()
     while text:
-        try:
-            _, end = decoder.raw_decode(text)
-        except ValueError:
+        end = _object_end(text, 0)
+        if end is None:
             yield text
             return
         yield text[:end]
-        text = text[end:].lstrip("; \n")
+        text = text[end:].lstrip("; \n").removeprefix("<|python_tag|>")
 
 
 def _wanted(block: str, key: str) -> WantedCall:

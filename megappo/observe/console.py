@@ -33,6 +33,8 @@ _LINE = (
 )
 """Label, metric and format of a plain line."""
 _TABLE = (*(name for _, name, _ in _LINE), "actor/grad_norm", "critic/loss", "mismatch/mean")
+_FAILURES = {"reward/failures": "failed rewards", "episode/failures": "failed episodes"}
+"""Metrics that are shown where they are not 0, and their labels."""
 _KEPT_STEPS = 60
 _SPARKLINE_COLUMNS = 24
 # The progress bar's default forgets steps older than 30 seconds, and with them the ETA of any longer step.
@@ -77,6 +79,7 @@ class PlainView(View):
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """The key metrics that there are."""
         parts = [f"{label} {metrics[name]:{form}}" for label, name, form in _LINE if name in metrics]
+        parts += [f"{label} {metrics[name]:.1%}" for name, label in _FAILURES.items() if metrics.get(name)]
         self.message("  ".join([f"step {step}/{self._total_steps}", *parts]))
 
 
@@ -109,7 +112,8 @@ class LiveView(View):
             speed_estimate_period=_ETA_WINDOW_SECONDS,
         )
         self._task = self._progress.add_task("starting", total=total_steps)
-        self._history: dict[str, deque[float]] = {name: deque(maxlen=_KEPT_STEPS) for name in _TABLE}
+        shown = (*_TABLE, *_FAILURES)
+        self._history: dict[str, deque[float]] = {name: deque(maxlen=_KEPT_STEPS) for name in shown}
         self._times: dict[str, float] = {}
         self._step: int | None = None
         self._note: str | None = None
@@ -132,7 +136,7 @@ class LiveView(View):
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take the numbers over and move the bar."""
         for name, history in self._history.items():
-            if name in metrics:
+            if name in metrics and (metrics[name] or history or name not in _FAILURES):
                 history.append(metrics[name])
         self._times = {n.removeprefix("time/"): v for n, v in metrics.items() if n.startswith("time/")}
         self._progress.update(self._task, completed=step)

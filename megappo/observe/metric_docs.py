@@ -103,6 +103,11 @@ SOURCES = {
 METRICS: dict[str, MetricDoc] = {
     "reward/mean": MetricDoc("score", "Mean score of the step's responses, KL not subtracted.", "rises"),
     "reward/std": MetricDoc("score", "Spread of the scores.", "above 0; at 0 there is nothing to learn from"),
+    "reward/group_spread": MetricDoc(
+        "fraction",
+        "Prompts whose samples have different rewards, where the estimator compares them.",
+        "above 0; at 0 there is nothing to learn from",
+    ),
     "reward/min": MetricDoc("score", "Lowest score.", "within the range of the reward function"),
     "reward/max": MetricDoc("score", "Highest score.", "above the mean until the task is solved"),
     "reward/failures": MetricDoc(
@@ -293,11 +298,17 @@ METRICS: dict[str, MetricDoc] = {
         "Free then on its device, where servers are awake again; on CPU of the machine.",
         "steady and above 0",
     ),
-    "eval/reward_mean": MetricDoc("score", "Mean score of greedy answers to the validation prompts.", "rises"),
+    "eval/reward_mean": MetricDoc(
+        "score", "Mean score of greedy answers to the validation prompts, those without a grade aside.", "rises"
+    ),
+    "eval/failures": MetricDoc("fraction", "Answers without a grade: their reward or episode failed.", "0"),
+    "eval/dropped": MetricDoc("prompts", "Validation prompts left out as longer than `data.max_prompt_tokens`.", "0"),
     "eval/response_length": MetricDoc("tokens", "Mean length of those answers.", "like response/length"),
     "eval/NAME/reward_mean": MetricDoc(
         "score", "Mean score of the answers to one of several validation sets (`data.validation_sets`).", "rises"
     ),
+    "eval/NAME/failures": MetricDoc("fraction", "Answers of that set without a grade.", "0"),
+    "eval/NAME/dropped": MetricDoc("prompts", "Prompts of that set left out as too long.", "0"),
     "eval/NAME/response_length": MetricDoc("tokens", "Mean length of those answers.", "like response/length"),
     "eval/NAME/pass@K": MetricDoc(
         "fraction",

@@ -11,6 +11,7 @@ from megappo.config.algorithm import AlgorithmSettings
 _PATIENCE_STEPS = 10
 _QUIET_STEPS = 20
 _EARLY_STEPS = 5
+_LARGE_REWARD = 1e9  # the largest that an environment may give; the square of much larger ones leaves float32
 # Rewards whose spread is below this share of their size are equal up to the rounding of the moments it is made of.
 _EQUAL = 1e-6
 
@@ -24,7 +25,11 @@ ADVICE = {
     "entropy": "Entropy fell below a tenth of what it was, so the policy hardly explores any more: "
     "raise algorithm.entropy_coef or lower actor.optimizer.learning_rate.",
     "same_reward": "All rewards of a step have been equal for many steps, so there is nothing to learn from: "
-    "check reward.function, or take prompts of another difficulty in data.train.",
+    "look at responses and scores of the run's samples, then check reward.function, take prompts of another difficulty "
+    "in data.train, or raise rollout.max_response_tokens where answers are cut.",
+    "same_in_groups": "The samples of each prompt have had equal rewards for many steps, and they are compared with "
+    "one another, so there is nothing to learn from: look at scores of the run's samples, then raise "
+    "rollout.samples_per_prompt or rollout.temperature, or take prompts of another difficulty in data.train.",
     "truncated": "More than half of the responses hit the length limit and were cut: "
     "raise rollout.max_response_tokens, or let reward.function pay less for long answers.",
     "mismatch": "Engine and trainer disagree on the probabilities of what was sampled, so the ratios are biased: "
@@ -33,8 +38,23 @@ ADVICE = {
     "lower actor.optimizer.learning_rate, or compute with model.dtype: float32.",
     "critic_nonfinite": "An update of the critic was refused because its loss or gradient was not finite: "
     "lower critic.optimizer.learning_rate, or compute with model.dtype: float32.",
+    "large_reward": "An update was refused because its loss or gradient was not finite, in a step with rewards beyond "
+    "1e9: scale what reward.function gives down.",
 }
 """The sentence for each condition; dotted names in it are settings."""
+
+
+def largest_reward(metrics: Mapping[str, float]) -> float:
+    """The largest size of a step's rewards; 0 where they are not known."""
+    return max(abs(metrics.get(f"reward/{end}", 0.0)) for end in ("min", "max"))
+
+
+def remedy_of_nonfinite(role: str, metrics: Mapping[str, float]) -> str:
+    """What to change where an update of a role is not finite in a step with these metrics."""
+    largest = largest_reward(metrics)
+    if largest > _LARGE_REWARD:
+        return f"The rewards of this step are up to {largest:.3g} in size: scale what the reward gives down"
+    return f"Lower {role}.optimizer.learning_rate"
 
 
 class Advisor:
@@ -65,17 +85,20 @@ class Advisor:
         def nonfinite(role: str) -> bool:
             return value(f"{role}/skipped_updates") > 0 or not math.isfinite(metrics.get(f"{role}/grad_norm", 0.0))
 
+        is_equal = value("reward/std") <= _EQUAL * max(1.0, abs(metrics.get("reward/mean", 0.0)))
+        is_large = largest_reward(metrics) > _LARGE_REWARD
+
         found = {
             "clipfrac": value("actor/clipfrac") > 0.5,
             "truncated": value("response/truncated") > 0.5,
             "mismatch": value("mismatch/own_weights" if value("rollout/lag") > 0 else "mismatch/mean")
             > self._mismatch_warn_nats,
-            "actor_nonfinite": nonfinite("actor"),
-            "critic_nonfinite": nonfinite("critic"),
+            "actor_nonfinite": nonfinite("actor") and not is_large,
+            "critic_nonfinite": nonfinite("critic") and not is_large,
+            "large_reward": is_large and (nonfinite("actor") or nonfinite("critic")),
             "explained_variance": self._lasting("explained_variance", value("critic/explained_variance") < 0),
-            "same_reward": self._lasting(
-                "same_reward", value("reward/std") <= _EQUAL * max(1.0, abs(metrics.get("reward/mean", 0.0)))
-            ),
+            "same_reward": self._lasting("same_reward", is_equal),
+            "same_in_groups": self._lasting("same_in_groups", value("reward/group_spread") == 0 and not is_equal),
             "kl_target": self._kl_target is not None
             and self._lasting("kl_target", value(self._kl_name) > self._kl_target),
             "entropy": self._entropy_fell(value("actor/entropy")),

@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, MutableMapping
+
 import torch
 from torch import Tensor
 
 from megappo.algo.pass_at_k import pass_at_k
 from megappo.config.data import ValidationSetSettings
 from megappo.data import PromptDataset
+from megappo.errors import one_line
+from megappo.observe.messages import tell
 from megappo.ppo.parts import Parts
 from megappo.ppo.sampling import finish_rollout, prompts_of_rank, request_samples, sample_seed
+from megappo.rewards.workers import too_many_failures
+from megappo.runtime.objects import of_all_ranks
 from megappo.runtime.tally import Tally
+from megappo.types import Rollouts
 
 _STEP_OF_SEEDS = 0
 """No step of training: every evaluation of a run draws with the same seeds, so that what differs is the model."""
 
 
-def evaluate_policy(parts: Parts) -> dict[str, float]:
+def evaluate_policy(parts: Parts, say: Callable[[str], object] = tell) -> dict[str, float]:
     """Mean reward and length over every validation set with the engine's weights, and `pass@k`; a collective of the
-    whole world."""
+    whole world.
+
+    What failed is in no mean but that of the lengths; `eval/failures` counts it, and the main rank says it with the
+    first reason. Raises RewardError on every rank where too many rewards failed.
+    """
     tally = Tally()
     for name, settings in parts.config.data.evaluated.items():
-        _evaluate_set(f"eval/{name}" if name else "eval", settings, parts.validation_prompts[name], parts, tally)
+        prefix = f"eval/{name}" if name else "eval"
+        tally.mean(f"{prefix}/dropped", torch.tensor([parts.validation_prompts[name].dropped]))
+        sentence = _evaluate_set(prefix, settings, parts.validation_prompts[name], parts, tally)
+        if sentence and parts.runtime.is_main:
+            say(f"{prefix}: {sentence}")
     return tally.reduce(None, parts.runtime.device)
 
 
 def _evaluate_set(
     prefix: str, settings: ValidationSetSettings, dataset: PromptDataset, parts: Parts, tally: Tally
-) -> None:
+) -> str:
+    """A sentence about what failed on any rank, "" where nothing did."""
     config = parts.config
     own_limit = config.evaluation.max_response_tokens if config.evaluation is not None else None
     prompts = prompts_of_rank(dataset, range(len(dataset)), parts.runtime)
@@ -39,15 +55,38 @@ def _evaluate_set(
     wanted = request_samples(prompts, samples_per_prompt=settings.samples, seed_of=seed_of)
     answers = parts.answer(wanted.prompts, wanted.requests, params)
     rollouts = finish_rollout(wanted, answers, parts.tokenizer)
-    totals_B = rollouts.totals_B(parts.reward.score_local(rollouts))
-    tally.mean(f"{prefix}/reward_mean", totals_B)
+    failures = dict[int, str]()
+    totals_B = rollouts.totals_B(parts.reward.score_local(rollouts, failures))
+    sentence = _failure_words(parts, rollouts, failures)
+    graded_B = torch.tensor([b not in failures for b in range(len(totals_B))], dtype=torch.bool)
+    tally.mean(f"{prefix}/reward_mean", totals_B, graded_B)
+    tally.mean(f"{prefix}/failures", ~graded_B)
     tally.mean(f"{prefix}/response_length", rollouts.response_lengths_B)
     for k in settings.pass_at:
-        tally.mean(f"{prefix}/pass@{k}", passed_P(totals_B, settings, k))
+        tally.mean(f"{prefix}/pass@{k}", passed_P(totals_B, settings, k, graded_B))
+    return sentence
 
 
-def passed_P(totals_B: Tensor, settings: ValidationSetSettings, k: int) -> Tensor:
-    """float64: `pass@k` of each prompt, of whose samples the rewards stand together."""
-    right_P = (totals_B.view(-1, settings.samples) > settings.right_above).sum(-1)
-    passed = [pass_at_k(settings.samples, right, k) for right in right_P.tolist()]
-    return torch.tensor(passed, dtype=torch.float64)
+def _failure_words(parts: Parts, rollouts: Rollouts, failures: MutableMapping[int, str]) -> str:
+    """How many samples of all ranks have no grade, and the first reason; those of failed episodes are added to
+    `failures`, which has those whose reward failed. Raises RewardError on every rank where these are too many."""
+    rewards, settings = len(failures), parts.config.reward
+    for b, episode in enumerate(rollouts.episodes.of_samples if rollouts.episodes is not None else ()):
+        if episode.failure:
+            failures[b] = f"{episode.failure}: {episode.reason}"
+    counts = of_all_ranks((rewards, len(failures), len(rollouts.responses)))
+    failed_rewards, failed, total = map(sum, zip(*counts, strict=True))
+    reasons = [reason for of_rank in of_all_ranks(list(failures.values())[:1]) for reason in of_rank]
+    if failed_rewards > settings.max_failure_fraction * total:
+        raise too_many_failures(settings, failed_rewards, total, [(0, reason) for reason in reasons])
+    return f"{failed} of {total} answers have no grade; the first: {one_line(reasons[0])}" if failed else ""
+
+
+def passed_P(totals_B: Tensor, settings: ValidationSetSettings, k: int, graded_B: Tensor | None = None) -> Tensor:
+    """float64: `pass@k` of each prompt, of whose samples the rewards stand together. Samples without a grade count for
+    nothing, and prompts with fewer than `k` others are left out."""
+    totals_PS = totals_B.view(-1, settings.samples)
+    graded_PS = torch.ones_like(totals_PS, dtype=torch.bool) if graded_B is None else graded_B.view(totals_PS.shape)
+    right_P = ((totals_PS > settings.right_above) & graded_PS).sum(-1)
+    counts = zip(graded_PS.sum(-1).tolist(), right_P.tolist(), strict=True)
+    return torch.tensor([pass_at_k(n, right, k) for n, right in counts if n >= k], dtype=torch.float64)

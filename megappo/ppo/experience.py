@@ -5,6 +5,8 @@ Works on this rank's own samples; only statistics are exchanged. B samples of th
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,6 +27,16 @@ def trained_tokens(rollouts: Rollouts, algorithm: AlgorithmSettings) -> Tensor:
     """(B, R) bool: response tokens that count in the losses, where nothing else is said of them."""
     mask_BR = rollouts.response_mask_BR
     return mask_BR & ~rollouts.truncated_B[:, None] if algorithm.mask_truncated else mask_BR
+
+
+def groups_differ_G(totals_B: Tensor, group_ids_B: Tensor) -> Tensor:
+    """bool of each group: whether the rewards of its samples differ. Failed episodes, whose ids are negative, are in
+    none."""
+    whole_B = group_ids_B >= 0
+    ids_G, group_B = group_ids_B[whole_B].unique(return_inverse=True)
+    lowest_G = torch.full(ids_G.shape, math.inf).scatter_reduce(0, group_B, totals_B[whole_B], "amin")
+    highest_G = torch.full(ids_G.shape, -math.inf).scatter_reduce(0, group_B, totals_B[whole_B], "amax")
+    return highest_G > lowest_G
 
 
 class ExperienceMaker:
@@ -66,10 +78,15 @@ class ExperienceMaker:
         tally.mean("return/mean", returns_BR, mask_BR)
         totals_B = scored.rollouts.totals_B(scored.scores_B)
         tally.mean_and_std("reward", totals_B)
+        if self._estimator.compares_samples:
+            tally.mean("reward/group_spread", groups_differ_G(totals_B, scored.rollouts.group_ids_B))
         tally.maximum("reward/max", totals_B)
         tally.minimum("reward/min", totals_B)
+        tally.total("tokens", float(mask_BR.sum()))
         numbers = tally.reduce(None, self._device)
-        if "kl/per_response" in numbers:
+        if not numbers.pop("tokens"):  # all episodes have failed: means over tokens are of nothing
+            numbers = {name: value for name, value in numbers.items() if not math.isnan(value)}
+        elif "kl/per_response" in numbers:
             numbers["kl/coef"] = self.kl_controller.value
             settings = self._algorithm.kl_in_reward
             per_response = settings is not None and settings.per == "response"

@@ -91,7 +91,8 @@ def check_mismatch(
     """`mismatch/*`: how far the engine's log-probabilities are from the trainer's, in nats per token.
 
     `newest_version` is that of the actor's weights. Tokens of older ones differ by what was learned since, and prove
-    nothing of the engine. Raises MismatchError where the others are above `algorithm.mismatch_stop_nats`.
+    nothing of the engine. Raises MismatchError where the others are above `algorithm.mismatch_stop_nats`. Empty where
+    no token counts on any rank, as all episodes have failed.
     """
     mask_BR = rollouts.response_mask_BR
     trainer, engine = (x.masked_fill(~mask_BR, 0.0) for x in (trainer_logprob_BR, rollouts.engine_logprob_BR))
@@ -109,6 +110,8 @@ def check_mismatch(
     tally.total("others", float((mask_BR & ~own_BR).sum()))
     numbers = tally.reduce(None, runtime.device)
     own, others = numbers.pop("own"), numbers.pop("others")
+    if not (own or others):
+        return {}
     mean = numbers["mismatch/mean"]
     if math.isfinite(mean):  # otherwise it is no number of any weights
         mean = numbers["mismatch/own_weights"] if own else 0.0

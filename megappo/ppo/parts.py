@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
@@ -11,6 +11,7 @@ from megappo.config import Config, ConfigError, Derived
 from megappo.config.model_files import load_tokenizer, resolve_stop_token_ids, role_folder
 from megappo.data import PromptDataset, TrainingCursor, TrainingPrompts, read_prompts, training_cursor
 from megappo.data.curriculum import Curriculum
+from megappo.data.mixture import MixedPrompts
 from megappo.engines.protocol import (
     AheadEngine,
     Completion,
@@ -31,6 +32,7 @@ from megappo.reshard.further import FurtherLayers
 from megappo.reshard.stream import WeightStream
 from megappo.rewards.judge_server import start_judges
 from megappo.rewards.own_servers import OwnServers
+from megappo.rewards.registry import check_golds
 from megappo.rewards.scorer import RewardScorer
 from megappo.rewards.shared_model import start_model_server
 from megappo.runtime.interrupts import NeverStop, Stop
@@ -157,6 +159,12 @@ def training_prompts(config: Config) -> TrainingPrompts:
     return read_prompts(config.data, load_tokenizer(config.model), tool_schemas(config))
 
 
+def check_answers(config: Config, train: TrainingPrompts, validation: Iterable[PromptDataset]) -> None:
+    """Raises ValueError for prompts whose answer the reward cannot compare with."""
+    for data in (*(train.sources if isinstance(train, MixedPrompts) else (train,)), *validation):
+        check_golds(config.reward, [data[i] for i in range(len(data))], data.source)
+
+
 def _start_reward_servers(config: Config, runtime: Runtime) -> OwnServers:
     if config.reward.model_server is not None:
         return start_model_server(config, config.reward.model_server, runtime)
@@ -177,11 +185,14 @@ def assemble(config: Config, derived: Derived, runtime: Runtime, purpose: Purpos
         schemas = tool_schemas(config)
         sets = config.data.evaluated.items()
         validation_prompts = {name: PromptDataset(s, config.data, tokenizer, schemas) for name, s in sets}
+    check_answers(config, prompts, validation_prompts.values())
     folder = role_folder(config, "actor")
     stop_token_ids = resolve_stop_token_ids(folder, tokenizer, config.rollout.stop_token_ids)
     generation = find_generation(config.rollout)
     stage = set_stage(config, tokenizer, stop_token_ids)
-    reward = RewardScorer(config.reward, runtime.device, _start_reward_servers(config, runtime))
+    trusts = config.model.trust_remote_code
+    servers = _start_reward_servers(config, runtime)
+    reward = RewardScorer(config.reward, runtime.device, servers, trust_remote_code=trusts)
     if purpose.training:
         check_methods(config)
     roles = ROLES if purpose.training else ("actor",)

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from megappo.config import Config, Derived, save_config
+from megappo.errors import one_line
 from megappo.observe.console import make_view
 from megappo.observe.messages import MESSAGES, tell
 from megappo.observe.metrics import MetricsLog
@@ -36,6 +37,11 @@ _AWAITED = {
     "export": "the model's files to be written",
 }
 """What a stage waits for where nobody says it better."""
+_FAILED = {
+    "reward": "each costs its sample reward.failure_score and counts in reward/failures",
+    "episode": "nothing of it is trained on, and episode/failures counts it",
+}
+"""What becomes of a sample that failed."""
 
 
 class Reporter:
@@ -61,6 +67,7 @@ class Reporter:
         self._timer = StageTimer(runtime.synchronize, on_enter=self._view.stage)
         self._advisor = Advisor(config.algorithm)
         self._stragglers = Stragglers()
+        self._told_failures: set[str] = set()
         on_cuda, steps = runtime.device.type == "cuda", config.logging.profile_steps
         self._profiler = StepProfiler(config.run.path, steps, rank=runtime.rank, on_cuda=on_cuda)
         self._slow: dict[str, list[float]] = {}
@@ -143,10 +150,25 @@ class Reporter:
         """Show an evaluation; before the first step there is no line to carry it."""
         rewards = {name: value for name, value in metrics.items() if name.endswith("/reward_mean")}
         sets = {name: name.removeprefix("eval").removesuffix("reward_mean").strip("/") for name in rewards}
-        words = ", ".join(f"{sets[name]} {value:.3f}".strip() for name, value in rewards.items())
+        graded = {name: 1 - metrics.get(name.replace("/reward_mean", "/failures"), 0.0) for name in rewards}
+        shares = {name: "" if share == 1 else f" of the {share:.1%} with a grade" for name, share in graded.items()}
+        words = ", ".join(f"{sets[name]} {value:.3f}{shares[name]}".strip() for name, value in rewards.items())
         self.message(f"step {step}: validation reward {words}")
         if step == 0 and self._log is not None:
             self._log.log(step, metrics)
+
+    def note_failures(self, step: int, rollouts: Rollouts) -> None:
+        """Show the first reward and the first episode of the run that failed; a collective of the world until then."""
+        episodes = rollouts.episodes.of_samples if rollouts.episodes is not None else ()
+        failed = {
+            "reward": list(filter(None, rollouts.reward_failures or ())),
+            "episode": [f"{episode.failure}: {episode.reason}" for episode in episodes if episode.failure],
+        }
+        for kind in sorted(failed.keys() - self._told_failures):
+            first = next((reason for of_rank in of_all_ranks(failed[kind][:1]) for reason in of_rank), "")
+            if first:
+                self._told_failures.add(kind)
+                self.message(f"step {step}: the first {kind} that failed: {one_line(first)}; {_FAILED[kind]}")
 
     def samples(self, step: int, rollouts: Rollouts, scores_B: Tensor) -> None:
         """Write a few of this rank's texts."""
@@ -154,6 +176,7 @@ class Reporter:
             return
         chosen = range(min(self._config.logging.sample_texts, len(rollouts.responses)))
         totals_B, episodes = rollouts.totals_B(scores_B), rollouts.episodes
+        failures = rollouts.reward_failures or ("",) * len(rollouts.responses)
         self._log.log_samples(
             step,
             [
@@ -163,6 +186,7 @@ class Reporter:
                     "raw_response": rollouts.raw_responses[b],
                     "answer": rollouts.prompts[b].answer,
                     "score": float(totals_B[b]),
+                    **({"score_failure": failures[b]} if failures[b] else {}),
                     "tokens": int(rollouts.response_lengths_B[b]),
                     **({} if episodes is None else _told_of(episodes, b)),
                 }

@@ -9,7 +9,9 @@ from megappo.checkpoint.randomness import seed_generators
 from megappo.config import Config, Derived
 from megappo.config.model_files import model_folder
 from megappo.config.schema import PHASES
-from megappo.data import TrainingPrompts
+from megappo.data import PromptDataset, TrainingPrompts
+from megappo.data.mixture import MixedPrompts
+from megappo.data.unknown import unknown_words
 from megappo.errors import Interrupted
 from megappo.observe.progress import PROGRESS
 from megappo.ppo.checkpoints import Checkpoints
@@ -57,7 +59,7 @@ def train(config: Config, derived: Derived, prompts: TrainingPrompts | None = No
 def _train(parts: Parts, start: Start, reporter: Reporter, held: HeldDirectory) -> None:
     checkpoints = Checkpoints(parts, start)
     try:
-        for sentence in (_data_line(parts), *parts.origins, *start.sentences):
+        for sentence in (*data_lines(parts), *parts.origins, *start.sentences):
             reporter.message(sentence)
         if start.sentences:  # there was a run before
             reporter.continue_after(start.step, is_open=start.is_open)
@@ -92,8 +94,10 @@ def evaluate(config: Config, derived: Derived, prompts: TrainingPrompts | None =
     with start_runtime(config.runtime, with_servers=config.rollout.has_servers) as runtime:
         parts = assemble(config, derived, runtime, Purpose(training=False, prompts=prompts))
         try:
+            if runtime.is_main:
+                print("\n".join(data_lines(parts, training=False)), flush=True)
             parts.engine.update_weights(parts.weights, 1)
-            metrics = evaluate_policy(parts)
+            metrics = evaluate_policy(parts, print)
         finally:
             parts.close()
         if runtime.is_main:
@@ -102,9 +106,17 @@ def evaluate(config: Config, derived: Derived, prompts: TrainingPrompts | None =
     return metrics
 
 
-def _data_line(parts: Parts) -> str:
-    data = parts.train_prompts
-    return f"{len(data)} training prompts, {data.dropped} dropped and {data.truncated} cut as too long"
+def data_lines(parts: Parts, *, training: bool = True) -> list[str]:
+    """How many prompts there are, what became of the others, and which tokens are unknown."""
+    train, validation = parts.train_prompts, parts.validation_prompts
+    lines = [_count_words(train, "training prompts")] if training else []
+    lines += [_count_words(data, f"validation prompts{name and f' of {name}'}") for name, data in validation.items()]
+    sources = (train.sources if isinstance(train, MixedPrompts) else (train,)) if training else ()
+    return lines + [w for data in (*sources, *validation.values()) if (w := unknown_words(data, parts.tokenizer))]
+
+
+def _count_words(data: TrainingPrompts | PromptDataset, called: str) -> str:
+    return f"{len(data)} {called}, {data.dropped} dropped and {data.truncated} cut as too long"
 
 
 def _save(parts: Parts, reporter: Reporter) -> None:

@@ -17,6 +17,7 @@ from megappo.engines.protocol import SleepingEngine
 from megappo.errors import Interrupted
 from megappo.megatron.placed import PlacedBatch, announce, place
 from megappo.megatron.roles import Update
+from megappo.ppo.advice import remedy_of_nonfinite
 from megappo.ppo.cache_gauge import CacheGauge
 from megappo.ppo.checkpoints import Boundary, Checkpoints, Resumed
 from megappo.ppo.evaluation import evaluate_policy
@@ -222,16 +223,16 @@ class Trainer:
         if dynamic is None:
             self.let_engine_go(rollouts)
             self.parts.stop.check()
-            scores_B, metrics = self.reward(rollouts)
+            rollouts, scores_B, metrics = self.reward(rollouts)
         else:
             settings = self.config.rollout
             selection = Selection(settings.prompts_per_step, settings.samples_per_prompt, dynamic.max_rounds)
             self.parts.stop.check()
-            selection.add(rollouts, *self.reward(rollouts))
+            selection.add(*self.reward(rollouts))
             while wanted := selection.wanted:
                 more = self.generate(round_number=len(selection.rounds), prompts=wanted)
                 self.parts.stop.check()
-                selection.add(more, *self.reward(more))
+                selection.add(*self.reward(more))
             rollouts, scores_B, metrics = selection.finish()
             self.let_engine_go(rollouts)
         self.metrics |= metrics
@@ -266,13 +267,18 @@ class Trainer:
             self._sync_if_behind()
             self.responses.begin(self.step + 1)
 
-    def reward(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, float]]:
-        """One score per response of this rank, and what the rewards of all ranks report."""
+    def reward(self, rollouts: Rollouts) -> tuple[Rollouts, Tensor, dict[str, float]]:
+        """The responses of this rank with what failed noted, one score for each, and what the rewards of all ranks
+        report."""
+        failures = dict[int, str]()
         with self.reporter.stage("reward", f"{len(rollouts.responses)} scores of {self.config.reward.words}"):
-            scores_B, metrics = self.parts.reward.score(rollouts)
+            scores_B, metrics = self.parts.reward.score(rollouts, failures)
+            noted = tuple(failures.get(b, "") for b in range(len(scores_B)))
+            rollouts = replace(rollouts, reward_failures=noted)
+            self.reporter.note_failures(self.step, rollouts)
             if self.parts.curriculum is not None:
                 self._note_right_prompts(rollouts, scores_B, self.parts.curriculum)
-        return scores_B, metrics
+        return rollouts, scores_B, metrics
 
     def _note_right_prompts(self, rollouts: Rollouts, scores_B: Tensor, curriculum: Curriculum) -> None:
         """Of every round of the step."""
@@ -385,7 +391,7 @@ class Trainer:
         if self.algorithm.on_nonfinite == "stop":
             raise NonFiniteUpdateError(
                 f"the {name}'s loss or gradient is not finite; its weights were left as they were. "
-                f"Lower {name}.optimizer.learning_rate, or set algorithm.on_nonfinite: skip to go on. {kept}"
+                f"{remedy_of_nonfinite(name, self.metrics)}, or set algorithm.on_nonfinite: skip to go on. {kept}"
             )
 
     def sync_weights(self) -> None:

@@ -28,6 +28,10 @@ _TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 T = TypeVar("T")
 
 
+class Unscored(str):
+    """Why a sample has no score, in its place."""
+
+
 @dataclass(frozen=True)
 class ServerPlace:
     """Where a server listens that gives rewards."""
@@ -77,7 +81,7 @@ def each(work: Callable[[T], float | str], items: Iterable[T], concurrent: int) 
         try:
             return work(item)
         except (ValueError, OSError) as error:
-            return str(error)[:_SHOWN_CHARACTERS]
+            return Unscored(str(error)[:_SHOWN_CHARACTERS])
 
     with ThreadPoolExecutor(concurrent) as pool:
         return list(pool.map(attempt, items))

@@ -25,6 +25,11 @@ def _loading(path: str) -> Iterator[None]:
     try:
         yield
     except _FOLDER_ERRORS as error:
+        if "contains custom code" in str(error):
+            raise ValueError(
+                f"reward.model_path '{path}' cannot be loaded without running code in its folder; read that code and "
+                "set model.trust_remote_code to true, or use another reward model"
+            ) from error
         words = f"{type(error).__name__}: {reason(error)}"
         raise ValueError(f"reward.model_path '{path}' cannot be loaded ({words}); check the folder") from error
 

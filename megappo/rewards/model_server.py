@@ -110,6 +110,7 @@ def main() -> int:
             dtype=getattr(torch, arguments["dtype"]),
             device=device,
             batch_tokens=arguments["batch-tokens"],
+            trust_remote_code=arguments.get("trust-remote-code", False),
         )
     except ValueError as error:
         tell(str(error))

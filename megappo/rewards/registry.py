@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args, get_origin, get_type_hints
 
 from megappo.plugins import check_call, check_choice, load_function, signature_of
 from megappo.rewards.judge import judge_key
-from megappo.rewards.rules import RULES, warm_up
+from megappo.rewards.rules import GOLDS, RULES, warm_up
 
 if TYPE_CHECKING:
     from megappo.config.reward import RewardSettings
+    from megappo.types import Prompt
 
 OF_ENVIRONMENT = "environment"
 """Name of no function at all: the environment's own rewards are all there is."""
@@ -57,6 +58,25 @@ def check_reward(settings: RewardSettings) -> None:
             raise ValueError(f"reward.function '{settings.function}' takes no reward.{unused[0]}; remove it")
         return
     resolve(settings)
+
+
+def check_golds(settings: RewardSettings, prompts: Sequence[Prompt], source: str) -> None:
+    """Raises ValueError where a rule cannot compare with the answer of a prompt, before a run begins; `source` names
+    where they are from."""
+    for rule in sorted({str(term.function) for _, term in settings.terms.values()} & GOLDS.keys()):
+        problems = [(prompt.index, problem) for prompt in prompts if (problem := _gold_problem(rule, prompt.answer))]
+        if problems:
+            first, problem = problems[0]
+            others = f" (and so for {len(problems) - 1} more prompts)" if len(problems) > 1 else ""
+            raise ValueError(f"prompt {first} of '{source}': {problem}{others}")
+
+
+def _gold_problem(rule: str, answer: str | None) -> str:
+    try:
+        GOLDS[rule](answer)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def resolve(settings: ChosenReward) -> Callable[..., Any]:

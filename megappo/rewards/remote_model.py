@@ -6,7 +6,6 @@ a model of sequence classification, and `megappo.rewards.model_server`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from megappo.config.reward import RemoteModelSettings
 from megappo.rewards.http import each, key_in, post
 from megappo.rewards.model import RewardTexts
+from megappo.rewards.numbers import as_float, score_problem
 from megappo.runtime.objects import attempt
 
 _SHOWN_CHARACTERS = 120
@@ -22,11 +22,11 @@ _SHOWN_CHARACTERS = 120
 class RemoteRewardModel:
     """Scores by a server; its texts are made here, by the model's own tokenizer."""
 
-    def __init__(self, path: str, settings: RemoteModelSettings) -> None:
+    def __init__(self, path: str, settings: RemoteModelSettings, *, trust_remote_code: bool = False) -> None:
         """`path`: folder with the model's configuration and tokenizer. Raises ValueError for one without, and where the
         key's variable is empty."""
         key = key_in(settings.key, "the reward model's")
-        self._texts, self._settings = RewardTexts(path), settings
+        self._texts, self._settings = RewardTexts(path, trust_remote_code=trust_remote_code), settings
         self._url = f"{settings.url.rstrip('/')}/classify"
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
@@ -58,8 +58,9 @@ class RemoteRewardModel:
         )
         found = answer.get("embedding") if isinstance(answer, dict) else None
         score = found[0] if isinstance(found, list) and len(found) == 1 else None
-        if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
+        if isinstance(score, bool) or not isinstance(score, int | float) or score_problem(as_float(score)):
             raise ValueError(
-                f"{self._url} answered {str(answer)[:_SHOWN_CHARACTERS]}, must have one number as embedding"
+                f"{self._url} answered {str(answer)[:_SHOWN_CHARACTERS]}, must have one number as embedding, finite "
+                "and within float32"
             )
         return float(score)

@@ -16,10 +16,20 @@ from functools import cache
 from importlib import import_module
 from typing import Any, Literal
 
+from megappo.errors import one_line, shortened
+
 # A minus is a sign unless it stands behind what could be subtracted from: 10-3 holds 10 and 3.
 _NUMBER = re.compile(
     r"(?:(?<![\w).])-)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\d)\.\d+)(?:[eE][-+]?\d{1,4}\b)?"
 )
+# What stands next to a number and makes another one of it, spaces aside: 1/2, 2^10, 5!, 10\u00b3, \u221a2, -$5, x-3.
+_BEFORE = re.compile(r"[-/*^<>~|\u00b1\u00d7\u00f7\u00b7\u03c0\u2200-\u22ff]\s*[$\u00a3\u00a5\u20ac]?\s*\Z")
+_AFTER = re.compile(r"\s*[+/*^!|\u00d7\u00f7\u00b7\u03c0\u00b2\u00b3\u00b9\u00bc-\u00be\u2070-\u209f\u2200-\u22ff]")
+_DOLLAR, _ESCAPED = re.compile(r"(?<!\\)\$"), re.compile(r"\\+\$")
+_MONEY = re.compile(r"(?:\b[A-Z]{1,2})?\\*\$(?=\s*[\d.])|\\*\$")
+_TEXT = re.compile(r"\\(?:text|mbox|mathrm)\s*\{[^}]*\}")
+_PROSE = re.compile(r"(?:^|\s)[A-Za-z]{2,}(?:\s|$)")
+_WORD = re.compile(r"(?<!\\)\b[^\W\d_]{2,}")
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
@@ -32,6 +42,32 @@ def _need(answer: str | None, rule: str) -> str:
 def _numbers(text: str) -> list[Decimal]:
     """All numbers of a text, exactly: 3.50 equals 3.5, and long integers keep every digit."""
     return [Decimal(found.replace(",", "")) for found in _NUMBER.findall(text.replace("\u2212", "-"))]
+
+
+def number_gold(answer: str | None) -> Decimal:
+    """The number that an answer is, with a unit or a currency at most. Raises ValueError for any other answer."""
+    text = _need(answer, "number")
+    return _single(text, "use another reward than 'number', such as math_verify or exact")
+
+
+def gsm8k_gold(answer: str | None) -> Decimal:
+    """The number behind `####`; without, the last of a text of words. Raises ValueError for any other answer."""
+    text = _need(answer, "gsm8k")
+    _, mark, behind = text.rpartition("####")
+    several = not mark and bool(_WORD.search(text))
+    return _single(behind, "the reward 'gsm8k' needs '#### 12' or '12'", several=several)
+
+
+def _single(answer: str, remedy: str, *, several: bool = False) -> Decimal:
+    """The only number of an answer, or with `several` the last."""
+    text, shown = answer.replace("\u2212", "-"), shortened(one_line(answer))
+    found = list(_NUMBER.finditer(text))
+    if not found:
+        raise ValueError(f"the answer '{shown}' holds no number; {remedy}")
+    last = found[-1]
+    if (len(found) > 1 and not several) or _BEFORE.search(text[: last.start()]) or _AFTER.match(text, last.end()):
+        raise ValueError(f"the answer '{shown}' is not exactly one number; {remedy}")
+    return Decimal(last[0].replace(",", ""))
 
 
 def exact(*, prompt: str, response: str, answer: str | None, metadata: dict[str, Any]) -> float:
@@ -48,32 +84,39 @@ def number(
     which: Literal["last", "first"] = "last",
 ) -> float:
     """1 where the last (or `which: first`) number of the response equals the answer's; 1,234 and 3.50 are numbers."""
-    wanted = _numbers(_need(answer, "number"))
-    if not wanted:
-        raise ValueError(f"the answer '{answer}' holds no number; use another reward than 'number'")
-    found = _numbers(response)
-    return float(bool(found) and found[0 if which == "first" else -1] == wanted[-1])
+    wanted, found = number_gold(answer), _numbers(response)
+    return float(bool(found) and found[0 if which == "first" else -1] == wanted)
 
 
 def gsm8k(*, prompt: str, response: str, answer: str | None, metadata: dict[str, Any], strict: bool = False) -> float:
     """1 where the number behind `####` (unless `strict`, else the last number) equals the answer's."""
-    wanted = _numbers(_need(answer, "gsm8k").split("####")[-1])
-    if not wanted:
-        raise ValueError(f"the answer '{answer}' holds no number; the reward 'gsm8k' needs '#### 12' or '12'")
+    wanted = gsm8k_gold(answer)
     _, mark, behind = response.rpartition("####")
     found = _numbers(behind)[:1] if mark else ([] if strict else _numbers(response)[-1:])
-    return float(found == wanted[-1:])
+    return float(found == [wanted])
 
 
 def math_verify(*, prompt: str, response: str, answer: str | None, metadata: dict[str, Any]) -> float:
     """1 where the response's last mathematical expression equals the answer, by the library math-verify."""
     library = _library("math_verify")
-    gold = _need(answer, "math_verify")
     # Its own time limit would turn a hang into a wrong answer; ours counts it as a failure.
-    gold_parsed = library.parse(gold if "$" in gold or "\\boxed" in gold else f"${gold}$", parsing_timeout=None)
+    gold_parsed = library.parse(_delimited(_need(answer, "math_verify")), parsing_timeout=None)
     if not gold_parsed:
         raise ValueError(f"the answer '{answer}' is no mathematical expression; use another reward than 'math_verify'")
-    return float(library.verify(gold_parsed, library.parse(response, parsing_timeout=None), timeout_seconds=None))
+    found = library.parse(response, parsing_timeout=None)
+    if not found and _MONEY.search(response):
+        found = library.parse(_MONEY.sub("$", response), parsing_timeout=None)
+    return float(library.verify(gold_parsed, found, timeout_seconds=None))
+
+
+def _delimited(gold: str) -> str:
+    r"""A gold as the library reads it. Dollars delimit mathematics in pairs; any other, and every `\$`, is of money."""
+    pairs, odd = divmod(len(_DOLLAR.findall(gold)), 2)
+    if (pairs and not odd) or any(mark in gold for mark in ("\\boxed", "\\(", "\\[")):
+        return _ESCAPED.sub("", gold)
+    if "$" in gold and _PROSE.search(_TEXT.sub("", gold)):
+        return _ESCAPED.sub("$", gold)
+    return f"${_MONEY.sub('', gold)}$"
 
 
 def reasoning_gym(
@@ -121,3 +164,6 @@ RULES: dict[str, Callable[..., float]] = {
     "reasoning_gym": reasoning_gym,
 }
 """The built-in rules by their names in `reward.function`."""
+
+GOLDS: dict[str, Callable[[str | None], object]] = {"number": number_gold, "gsm8k": gsm8k_gold}
+"""What reads the answers of the rules that take not every answer."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megappo.config.schema import RewardSettings
+from megappo.rewards.numbers import score_problem
 from megappo.rewards.registry import OF_ENVIRONMENT, check_reward
 from megappo.rewards.workers import RewardPool, RewardRequest, RewardResult, too_many_failures
 from megappo.types import CHAT_MESSAGES, Rollouts
@@ -45,12 +46,20 @@ class _Worth:
 class RewardScorer:
     """Applies the configured rewards; every rank scores its own responses."""
 
-    def __init__(self, settings: RewardSettings, device: torch.device, servers: OwnServers | None = None) -> None:
+    def __init__(
+        self,
+        settings: RewardSettings,
+        device: torch.device,
+        servers: OwnServers | None = None,
+        *,
+        trust_remote_code: bool = False,
+    ) -> None:
         """Start workers or load the model. Raises ValueError for a function or model that cannot be used.
 
-        `servers`: of judges and a model that have their own, which end with the scorer.
+        `servers`: of judges and a model that have their own, which end with the scorer. `trust_remote_code`: code in
+        the reward model's folder may run.
         """
-        self._servers = servers
+        self._servers, self._trust_remote_code = servers, trust_remote_code
         for _, term in settings.terms.values():
             check_reward(term)
         self._settings, self._device = settings, device
@@ -61,7 +70,8 @@ class RewardScorer:
         if settings.model_path is not None and settings.model_remote is not None:
             from megappo.rewards.remote_model import RemoteRewardModel
 
-            self._remote = RemoteRewardModel(settings.model_path, settings.model_remote)
+            trusts = {"trust_remote_code": trust_remote_code}
+            self._remote = RemoteRewardModel(settings.model_path, settings.model_remote, **trusts)
         elif settings.model_path is not None:
             self._model = self._load_or_share(settings.model_path)
         elif settings.function != OF_ENVIRONMENT:
@@ -80,7 +90,7 @@ class RewardScorer:
         from megappo.rewards.model import RewardModel
 
         dtype = getattr(torch, self._settings.model_dtype(on_cuda=self._device.type == "cuda"))
-        return RewardModel(path, dtype=dtype, device=self._device)
+        return RewardModel(path, dtype=dtype, device=self._device, trust_remote_code=self._trust_remote_code)
 
     def _pool(self, name: str, term: RewardSettings) -> RewardPool:
         place = self._servers.places.get(name or "judge") if self._servers is not None else None
@@ -88,13 +98,17 @@ class RewardScorer:
             return RewardPool(term)
         return RewardPool(term, place, self._servers.check)
 
-    def score(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, float]]:
+    def score(
+        self, rollouts: Rollouts, failures: MutableMapping[int, str] | None = None
+    ) -> tuple[Tensor, dict[str, float]]:
         """Scores (B,) float32 of this rank, and `reward/failures`, `reward/timeouts`, the mean of each of several
         functions and how judges did, over all ranks.
 
-        A collective of the whole world. Raises RewardError on every rank where too many failed over all of them, so
-        that none waits for one that has stopped.
+        `failures` is filled with why a sample of this rank has the score of a failure, by its place. A collective of
+        the whole world. Raises RewardError on every rank where too many failed over all of them, so that none waits for
+        one that has stopped.
         """
+        from megappo.runtime.objects import of_all_ranks
         from megappo.runtime.tally import Tally
 
         scored = self._result(rollouts, most_failures=float("inf"))
@@ -113,15 +127,23 @@ class RewardScorer:
         metrics = tally.reduce(None, self._device)
         failed, samples = int(metrics.pop("failed")), int(metrics.pop("samples"))
         if failed > self._settings.max_failure_fraction * samples:
-            raise too_many_failures(self._settings, failed, samples, result.failures)
+            everywhere = [failure for of_rank in of_all_ranks(result.failures[:1]) for failure in of_rank]
+            raise too_many_failures(self._settings, failed, samples, everywhere)
+        if failures is not None:
+            failures.update(result.failures)
         return result.scores, metrics
 
-    def score_local(self, rollouts: Rollouts) -> Tensor:
-        """Scores (B,) float32 of this rank, without any collective. Raises RewardError where too many failed."""
+    def score_local(self, rollouts: Rollouts, failures: MutableMapping[int, str] | None = None) -> Tensor:
+        """Scores (B,) float32 of this rank, without any collective. Raises RewardError where too many failed, unless
+        there are `failures` to be filled as by `score`."""
         most_failures = self._settings.max_failure_fraction * len(rollouts.responses)
+        if failures is not None:
+            most_failures = float("inf")
         result = self._result(rollouts, most_failures).result
         if len(result.failures) > most_failures:
             raise too_many_failures(self._settings, len(result.failures), len(result.scores), result.failures)
+        if failures is not None:
+            failures.update(result.failures)
         return result.scores
 
     def _result(self, rollouts: Rollouts, most_failures: float) -> _Worth:
@@ -137,10 +159,14 @@ class RewardScorer:
             scores_B[whole] = scores
             return scores_B
 
-        failures = [(whole[i], reason) for i, reason in found.result.failures]
+        scores_B = with_failed(found.result.scores)
+        beyond = self._finite(rollouts.totals_B(scores_B), "the score with the environment's rewards is").failures
+        for b, _ in beyond:
+            scores_B[b] = self._settings.failure_score
+        failures = sorted([(whole[i], reason) for i, reason in found.result.failures] + beyond)
         every = {name: with_failed(scores) for name, scores in found.of_terms.items()}
         late = frozenset(whole[i] for i in found.result.late)
-        return _Worth(RewardResult(with_failed(found.result.scores), failures, late), every, found.verdicts)
+        return _Worth(RewardResult(scores_B, failures, late), every, found.verdicts)
 
     def _scored(self, rollouts: Rollouts, chosen: Sequence[int], most_failures: float) -> _Worth:
         """Of some samples, in the order of `chosen`."""
@@ -155,7 +181,7 @@ class RewardScorer:
         asked, said = [prompt for prompt, _ in given], [response for _, response in given]
         if self._remote is None:
             assert self._model is not None
-            return _Worth(RewardResult(self._model.score(asked, said), []))
+            return _Worth(self._finite(self._model.score(asked, said), "the reward model gave"))
         found = self._remote.try_each(asked, said)
         failures = [(i, score) for i, score in enumerate(found) if isinstance(score, str)]
         numbers = [self._settings.failure_score if isinstance(score, str) else score for score in found]
@@ -178,11 +204,22 @@ class RewardScorer:
             return found[""]
         weights = {name: weight for name, (weight, _) in self._settings.terms.items()}
         total = torch.stack([weights[name] * result.scores for name, result in found.items()]).sum(0)
+        if not total.isfinite().all():  # terms beyond float32 may have a sum within it
+            exact = sum(weights[name] * result.scores.double() for name, result in found.items())
+            total = torch.where(total.isfinite(), total, torch.as_tensor(exact).float())
         failures = {i: f"{name}: {reason}" for name, result in found.items() for i, reason in result.failures}
         late = {i for result in found.values() for i in result.late}
         for i in failures:
             total[i] = self._settings.failure_score
-        return RewardResult(total, sorted(failures.items()), frozenset(late))
+        summed = self._finite(total, "the weighted sum of reward.functions is")
+        return RewardResult(summed.scores, sorted([*failures.items(), *summed.failures]), frozenset(late))
+
+    def _finite(self, scores: Tensor, words: str) -> RewardResult:
+        """Scores of which those fail that are no finite number; `words` begin the sentence about such a one."""
+        problems = [(i, score_problem(score)) for i, score in enumerate(scores.tolist())]
+        failures = [(i, f"{words} {problem}") for i, problem in problems if problem]
+        scores = scores.masked_fill(~scores.isfinite(), self._settings.failure_score)
+        return RewardResult(scores, failures)
 
     def close(self) -> None:
         """End the workers, and the servers."""

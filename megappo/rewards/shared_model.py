@@ -49,6 +49,7 @@ class _ModelServerSpec(ServerSpec):
             "port": port,
             "api-key": key,
             "batch-tokens": self.batch_tokens,
+            "trust-remote-code": self.trust_remote_code,
         }
 
 
@@ -57,7 +58,7 @@ def start_model_server(config: Config, server: RewardModelServerSettings, runtim
     ValueError on every rank for a folder that cannot be one, and where it cannot be started."""
     folder = config.reward.model_path
     assert folder is not None, "a validator saw to it"
-    agreed(partial(check_folder, folder))
+    agreed(partial(check_folder, folder, trust_remote_code=config.model.trust_remote_code))
     spec = partial(_spec, config, server, Path(folder).absolute(), on_cuda=runtime.on_cuda)
     return start_servers({MODEL: OwnServer(server, _KEY, spec)}, runtime, f"the {_CALLED}")
 
@@ -70,7 +71,7 @@ def _spec(
         dtype=config.reward.model_dtype(on_cuda=on_cuda),
         settings=server.as_servers,
         stop_token_ids=(),
-        trust_remote_code=False,
+        trust_remote_code=config.model.trust_remote_code,
         log_directory=config.run.path.absolute() / "engines",
         cache=PlannedCache(None, 0),
         devices=own_gpus(config, server, _KEY, ranks_here) if on_cuda else (),

@@ -12,7 +12,6 @@ Must import nothing heavy: a killed worker is replaced in the time this takes.
 
 from __future__ import annotations
 
-import math
 import os
 import pickle
 import select
@@ -22,12 +21,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
+from megappo.plugins import failure_words
 from megappo.rewards.channel import WorkerEnd
 from megappo.rewards.descendants import adopt_orphans, die_with_parent, end_descendants, reap
+from megappo.rewards.http import Unscored
 from megappo.rewards.judge import Noted
+from megappo.rewards.numbers import as_float, score_problem
 from megappo.rewards.registry import OF_EACH, RewardChoice, argument_names, resolve
 
-_LARGEST_FLOAT32 = 3.4028234663852886e38
 _REASON_CHARACTERS = 300
 _BROKEN_CHARACTERS = 4000
 
@@ -36,11 +37,13 @@ Answer = tuple[float | None, str | None]
 
 def _number(value: Any) -> Answer:
     """A score that fits float32, or why `value` is none."""
+    if isinstance(value, Unscored):
+        return None, value[:_REASON_CHARACTERS]
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         return None, f"returned {value!r}, must be a number"[:_REASON_CHARACTERS]
-    number = float(value)
-    if not math.isfinite(number) or abs(number) > _LARGEST_FLOAT32:
-        return None, f"returned {number}, must be finite"
+    number = as_float(value)
+    if problem := score_problem(number):
+        return None, f"returned {problem}"
     return number, value.note[:_REASON_CHARACTERS] if isinstance(value, Noted) else None
 
 
@@ -55,7 +58,7 @@ def _answers(
         columns = {name: [sample[OF_EACH.get(name, name)] for sample in samples] for name in names}
         return _numbers(function(**columns, **choice.options), len(asked))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - what a user's function raises is a failed sample
-        return [(None, f"{type(error).__name__}: {error}"[:_REASON_CHARACTERS])] * len(asked)
+        return [(None, failure_words(error, _REASON_CHARACTERS))] * len(asked)
 
 
 def _numbers(found: Any, count: int) -> list[Answer]:

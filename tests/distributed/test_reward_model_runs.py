@@ -17,6 +17,7 @@ from megappo.observe.metrics import read_metrics
 from megappo.rewards.model import RewardModel
 from megappo.runtime.waiting import wait_until
 from unit.helpers_broken import TINY
+from unit.helpers_rewards import with_code
 
 pytestmark = pytest.mark.slow
 STEPS = 20
@@ -81,3 +82,41 @@ def test_two_ranks_train_with_one_reward_model(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.tensor([s["score"] for s in samples]), expected, atol=1e-5, rtol=1e-5)
     assert [line["reward/failures"] for line in read_metrics(run / "metrics.jsonl")] == [0.0] * STEPS
     assert not processes_of(folder)
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_each_rank_trains_with_a_copy_of_its_own(tmp_path: Path, trusted: bool) -> None:
+    """Of a model that transformers knows, and of one that brings its code along."""
+    folder, run = reward_model(tmp_path / "model"), tmp_path / "run"
+    model = RewardModel(str(folder), dtype=torch.float32, device=torch.device("cpu"))
+    if trusted:
+        with_code(folder, tokenizer=False)
+    words = (
+        "train", "configs/quickstart.yaml", f"run.directory={run}", "run.steps=2", "evaluation=null",
+        "checkpoint=null", "data.validation=null", "rollout.prompts_per_step=8", "rollout.samples_per_prompt=4",
+        "actor.minibatch_sequences=32", "critic.minibatch_sequences=32", "logging.sample_texts=16",
+        f"reward={json.dumps({'function': 'model', 'model_path': str(folder)})}",
+        f"model.trust_remote_code={str(trusted).lower()}",
+    )  # fmt: skip
+    done = start("megappo", *words, processes=2, timeout_seconds=400)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    expected = model.score([s["prompt"] for s in samples], [s["response"] for s in samples])
+    assert len(samples) == 2 * 16 and expected.std() > 0.1
+    torch.testing.assert_close(torch.tensor([s["score"] for s in samples]), expected, atol=1e-5, rtol=1e-5)
+    assert [line["reward/failures"] for line in read_metrics(run / "metrics.jsonl")] == [0.0] * 2
+
+
+def test_a_model_without_scores_ends_the_run_over_its_reward(tmp_path: Path) -> None:
+    """And not over the critic, whose loss would be no number either."""
+    folder = reward_model(tmp_path / "model")
+    broken = LlamaForSequenceClassification.from_pretrained(folder)
+    with torch.no_grad():
+        broken.score.weight.fill_(float("nan"))
+    broken.save_pretrained(folder)
+    reward = {"function": "model", "model_path": str(folder)}
+    words = (f"run.directory={tmp_path / 'run'}", "run.steps=2", "evaluation=null", f"reward={json.dumps(reward)}")
+    done = start("megappo", "train", "configs/quickstart.yaml", *words, processes=2, timeout_seconds=400)
+    output = done.stdout + done.stderr
+    assert done.returncode == 1 and "learning_rate, or set" not in output
+    assert "400 of 400 rewards failed" in output and "the first: the reward model gave nan, must be finite" in output

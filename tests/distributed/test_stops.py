@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pickle
 import re
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from distributed import troubled
 from distributed.attempts import ROOT, assert_same_run, attempts, timeless, train
 from distributed.models import write_model
 from megappo.checkpoint.files import read_marker, stamp, write_marker
@@ -215,6 +217,63 @@ def test_replays_are_few_where_the_run_goes_on(tmp_path: Path) -> None:
     lines = timeless(run / "metrics.jsonl")
     assert max(line.get("critic/skipped_updates", 0) for line in lines) > 0
     assert "Traceback" not in output
+
+
+OF_GROUPS = ("critic=null", "algorithm.estimator=grpo", "algorithm.lam=1.0")
+PENALTY = ("algorithm.policy_loss=penalty", "reference={}",
+           "algorithm.kl_in_reward={coef: 0.1, controller: adaptive, target: 1.0}")  # fmt: skip
+
+
+def test_a_run_that_tolerates_it_goes_on_where_all_episodes_fail(tmp_path: Path) -> None:
+    """Without an update, and without a word about the engine's weights; by default it ends with the episodes' error."""
+
+    def failing(how: str, most: float, *settings: str, expect: str = "0") -> dict[str, object]:
+        environment = {"name": "distributed.troubled:Fails", "arguments": {"how": how}, "max_failure_fraction": most}
+        given = (f"rollout.environment={json.dumps(environment)}", "reward.function=environment", "evaluation=null")
+        return train(tmp_path / how, "run.steps=2", "checkpoint=null", *given, *settings, expect=expect)
+
+    output = attempts(
+        tmp_path,
+        failing("raised", 1.0, *PENALTY),
+        failing("nonsense", 1.0, *OF_GROUPS, "algorithm.old_logprob=corrected"),
+        failing("without a turn", 1.0, "algorithm.old_logprob=bypass"),
+        failing("refused", 0.5, "rollout.environment.arguments={how: raised}", expect="1"),
+    )
+    for how in ("raised", "nonsense", "without a turn"):
+        lines = timeless(tmp_path / how / "metrics.jsonl")
+        assert [(line["episode/failures"], line["actor/updates"]) for line in lines] == [(1.0, 0.0)] * 2
+        assert not any(name.startswith("mismatch/") for line in lines for name in line)
+    assert "80 of 80 episodes failed, more than rollout.environment.max_failure_fraction 0.5" in output
+    assert "does not hold the actor's weights" not in output and "Traceback" not in output
+
+
+def test_the_first_reward_that_fails_is_told(tmp_path: Path) -> None:
+    """Once in a run, with the line of the user's code; the reason stands beside each sample, whatever is selected, and
+    the count in each line. So do prompts of unknown tokens."""
+    data = tmp_path / "sums.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{n}*1=", "answer": str(n)}) + "\n" for n in range(8)))
+    given = (
+        "run.steps=2", "checkpoint=null", "evaluation=null", f"data={{train: {{source: {data}}}, "
+        "apply_chat_template: false, max_prompt_tokens: 8}", "logging.sample_texts=40",
+        "reward={function: 'distributed.troubled:fussy', failure_score: -0.5, max_failure_fraction: 0.9}",
+    )  # fmt: skip
+    first = train(tmp_path / "all", *given)
+    chosen = train(tmp_path / "chosen", *given, "rollout.dynamic_sampling={max_rounds: 2}")
+    broken = train(tmp_path / "broken", *given, "reward.max_failure_fraction=0.1", expect="1")
+    output = attempts(tmp_path, first, chosen, broken)
+    code = Path(troubled.__file__).read_text().splitlines()
+    line = next(n for n, text in enumerate(code, 1) if "cannot read" in text)
+    at = f"({troubled.__file__}:{line})"
+    told = re.findall(r"step 1: the first reward that failed: (ValueError: cannot read .*); each costs", output)
+    assert len(told) == 2 and all(at in words for words in told)
+    assert re.search(rf"max_failure_fraction 0.1; .* the first: ValueError: .* {re.escape(at)}", output)
+    assert len(re.findall(r"step [12]/2 .*  failed rewards [0-9.]+%", output)) == 4
+    assert "8 of 8 prompts of" in output and "8 of 32 tokens are <unk>: use the model's own tokenizer" in output
+    for run in ("all", "chosen"):
+        samples = [json.loads(text) for text in (tmp_path / run / "samples.jsonl").read_text().splitlines()]
+        failed = [sample for sample in samples if int(sample["prompt"][0]) % 2]
+        assert failed and all(at in sample["score_failure"] and sample["score"] == -0.5 for sample in failed)
+        assert not any("score_failure" in sample for sample in samples if sample not in failed)
 
 
 def test_torchrun_passes_a_signal_on(tmp_path: Path) -> None:

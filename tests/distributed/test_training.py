@@ -139,6 +139,49 @@ def test_evaluation_of_exported_weights(short_run: Path) -> None:
     assert f"eval/reward_mean: {last['eval/reward_mean']:.4f}" in done.stdout
 
 
+def test_an_evaluation_tells_what_has_no_grade_and_what_was_dropped(tmp_path: Path) -> None:
+    """In one process, of a configuration for two; the mean is over the answers with a grade."""
+    sums = ["1+1=", "2+1=", "2+2=", "3+1=", "4+1="]
+    for name, prompts in (("sums", sums), ("long", [*sums, "1+1+1+1+1+1="])):
+        lines = [json.dumps({"prompt": prompt, "answer": "2"}) for prompt in prompts]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    long = {"source": str(tmp_path / "long.jsonl"), "samples": 2, "temperature": 1.0, "pass_at": [1, 2]}
+    given = (
+        f"data.validation={{source: {tmp_path / 'sums.jsonl'}}}", f"data.validation_sets={json.dumps({'long': long})}",
+        "reward={function: 'distributed.troubled:fussy', failure_score: 9}",
+    )  # fmt: skip
+    done = megappo("eval", "configs/quickstart.yaml", *given, "reward.max_failure_fraction=0.4")
+    assert done.returncode == 0, done.stderr
+    numbers = dict(line.split(": ", 1) for line in done.stdout.splitlines() if line.startswith("eval/"))
+    assert {name: float(numbers[name]) for name in ("eval/failures", "eval/long/failures", "eval/dropped")} == {
+        "eval/failures": 0.4, "eval/long/failures": 0.4, "eval/dropped": 0.0,
+    }  # fmt: skip
+    assert float(numbers["eval/long/dropped"]) == 1 and 0 <= float(numbers["eval/reward_mean"]) <= 1
+    assert 0 <= float(numbers["eval/long/pass@2"]) <= 1
+    assert "eval: 2 of 5 answers have no grade; the first: ValueError: cannot read 1+1=" in done.stdout
+    assert "eval/long: 4 of 10 answers have no grade" in done.stdout
+    assert "5 validation prompts of long, 1 dropped and 0 cut as too long" in done.stdout
+    refused = megappo("eval", "configs/quickstart.yaml", *given, "reward.max_failure_fraction=0.3")
+    assert refused.returncode == 1
+    assert "2 of 5 rewards failed, more than reward.max_failure_fraction 0.3" in refused.stderr
+
+
+def test_a_run_tells_what_its_evaluations_leave_out(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"prompt": p}) for p in ("1+1=", "2+1=", "1+1+1+1+1=")))
+    given = (
+        f"data.validation={{source: {tmp_path / 'data.jsonl'}}}", "reward.function=distributed.troubled:fussy",
+        "evaluation.every_steps=1", "run.steps=1", "actor.layout={}", "critic.layout={}", "reward.failure_score=9",
+        f"run.directory={tmp_path / 'run'}", "reward.max_failure_fraction=0.9",
+    )  # fmt: skip
+    done = megappo("train", "configs/quickstart.yaml", *given)
+    assert done.returncode == 0, done.stderr
+    assert "2 validation prompts, 1 dropped and 0 cut as too long" in done.stdout
+    assert "eval: 1 of 2 answers have no grade; the first: ValueError: cannot read 1+1=" in done.stdout
+    assert re.search(r"step 1: validation reward [01]\.\d+ of the 50.0% with a grade", done.stdout)
+    last = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert (last["eval/failures"], last["eval/dropped"]) == (0.5, 1.0) and last["eval/reward_mean"] <= 1
+
+
 def test_another_run_does_not_continue_this_one(short_run: Path) -> None:
     one_process = ("actor.layout={}", "critic.layout={}", EXACT)
     done = megappo("train", "configs/quickstart.yaml", f"run.directory={short_run}", *one_process)

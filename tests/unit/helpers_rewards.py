@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -68,3 +69,43 @@ def save(folder: Path, model: Any, template: str | None = None) -> str:
     model.save_pretrained(folder)
     character_tokenizer(template).save_pretrained(folder)
     return str(folder)
+
+
+CONFIGURATION = """
+from transformers import LlamaConfig
+class OwnConfig(LlamaConfig):
+    model_type = "own_reward"
+"""
+MODEL = """
+from torch import nn
+from transformers import LlamaModel, LlamaPreTrainedModel
+from .configuration_own import OwnConfig
+class OwnReward(LlamaPreTrainedModel):
+    config_class = OwnConfig
+    def __init__(self, config):
+        super().__init__(config)
+        self.model, self.score = LlamaModel(config), nn.Linear(config.hidden_size, 1, bias=False)
+        self.post_init()
+"""
+TOKENIZER = """
+from transformers import PreTrainedTokenizerFast
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+def with_code(folder: Path, *, tokenizer: bool = True) -> Path:
+    """Have the folder of a Llama reward model bring classes of its own, as many on the hub do."""
+    for name, code in (("configuration", CONFIGURATION), ("modeling", MODEL), ("tokenization", TOKENIZER)):
+        (folder / f"{name}_own.py").write_text(code)
+    classes = {"AutoConfig": "configuration_own.OwnConfig"}
+    classes["AutoModelForSequenceClassification"] = "modeling_own.OwnReward"
+    _change(folder / "config.json", model_type="own_reward", architectures=["OwnReward"], auto_map=classes)
+    if tokenizer:
+        own = {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]}
+        _change(folder / "tokenizer_config.json", tokenizer_class="OwnTokenizer", auto_map=own)
+    return folder
+
+
+def _change(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))

@@ -18,6 +18,7 @@ import pytest
 from megappo import __version__
 from megappo.cli import main
 from megappo.config import Config, ConfigError
+from megappo.config.roles import LayoutSettings
 from megappo.errors import Interrupted
 from megappo.runtime.waiting import wait_until
 
@@ -187,6 +188,64 @@ def test_eval(calls: list[tuple[Any, ...]], model: str, tmp_path: Path, capsys: 
     assert (config.model.tokenizer, config.run.seed) == ("t", 9)
     assert main(["eval", str(BASE_PATH), model, "data.validation=null", "evaluation=null"]) == 2
     assert "eval needs prompts; add data.validation" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ((), ["validation.jsonl: 1 answer to each prompt, greedy, of at most"]),
+        (("evaluation={every_steps: 1, max_response_tokens: 7}",), ["prompt, greedy, of at most 7 tokens"]),
+        (("data.validation.limit=3",), ["the first 3 prompts of validation.jsonl: 1 answer"]),
+        (
+            ("data.validation_sets={hard: {source: h.jsonl, samples: 4, temperature: 0.7, pass_at: [1, 4]}}",),
+            ["greedy", "h.jsonl: 4 answers to each prompt, at temperature 0.7, of at most", "pass@1, pass@4"],
+        ),
+    ],
+)
+def test_an_evaluation_says_what_it_computes(
+    calls: list[tuple[Any, ...]],
+    model: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    settings: tuple[str, ...],
+    words: list[str],
+) -> None:
+    """And nothing of the run that the same settings would make."""
+    monkeypatch.setenv("COLUMNS", "300")
+    assert main(["eval", str(BASE_PATH), model, *settings]) == 0
+    said = " ".join(capsys.readouterr().out.replace("\u2502", " ").split())
+    assert all(word in said for word in words), said
+    assert "prompts x" not in said and "temperature 1" not in said and "optimizer" not in said and "updates" not in said
+
+
+QUICKSTART = REPOSITORY / "configs" / "quickstart.yaml"
+
+
+@pytest.mark.parametrize(
+    ("layouts", "fewest"),
+    [
+        (("actor.layout={tensor_parallel: 2}", "critic.layout={pipeline_parallel: 2}"), 2),
+        (("actor.layout={tensor_parallel: 2, pipeline_parallel: 2}", "critic.layout={}"), 4),
+        (("actor.layout={ranks: 1}", "critic.layout={first_rank: 1, ranks: 2}"), 3),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_one_process_is_told_how_many_there_should_be(
+    calls: list[tuple[Any, ...]],
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    layouts: tuple[str, ...],
+    fewest: int,
+) -> None:
+    """But for an evaluation with an engine inside the process, which needs no layout."""
+    servers = ("rollout.engine=sglang", "rollout.sglang={placement: colocated, tensor_parallel: 1}")
+    assert main([command, str(QUICKSTART), *layouts, *servers]) == 2
+    said = capsys.readouterr().err
+    assert f"this is 1 process, and the layouts stand on {fewest}; start under torchrun with {fewest}: torchrun" in said
+    assert f"--nproc-per-node {fewest} -m megappo {command}" in said and calls == []
+    assert main([command, str(QUICKSTART), *layouts]) == (0 if command == "eval" else 2)
+    if command == "eval":
+        assert {role.layout for role in calls[0][1].trained.values()} == {LayoutSettings()}
 
 
 def test_export(calls: list[tuple[Any, ...]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megappo.config.data import DataSettings, DataSourceSettings
 from megappo.data import PromptDataset, prompts
+from megappo.data.unknown import unknown_words
 from megappo.types import CHAT_MESSAGES
 from unit import helpers_data
 from unit.helpers_data import ALPHABET, character_tokenizer
@@ -166,3 +168,32 @@ def test_fingerprint_knows_prompts_and_answers(tmp_path: Path) -> None:
 def test_unusable_prompts(tmp_path: Path, prompt: Any, settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         dataset(tmp_path, [{"prompt": prompt}], **settings)
+
+
+def knowing(alphabet: str, **named: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of characters and `?` for all others."""
+    vocabulary = {character: i for i, character in enumerate(["?", *alphabet])}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=made, **named)
+
+
+@pytest.mark.parametrize(
+    ("alphabet", "named", "words"),
+    [
+        ("abc", {"unk_token": "?"}, ""),
+        ("ab", {"unk_token": "?"}, "1 of 2 prompts of DATA have tokens that .* not know, 2 of 7 tokens are \\?"),
+        ("x", {"unk_token": "?"}, "2 of 2 prompts of DATA .*, 7 of 7 tokens are"),
+        ("c", {}, "2 of 2 prompts of DATA .*, 5 of 7 tokens are"),  # which its settings do not name
+        ("a", {"unk_token": "?", "pad_token": "?"}, "2 of 2 prompts of DATA .*, 4 of 7 tokens are"),
+        ("a", {"unk_token": "?", "eos_token": "?"}, ""),  # which a template may write
+    ],
+)
+def test_unknown_tokens_are_counted(tmp_path: Path, alphabet: str, named: dict[str, str], words: str) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "aab"}\n{"prompt": "acbc"}')
+    source, tokenizer = DataSourceSettings(source=str(path)), knowing(alphabet, **named)
+    settings = DataSettings(train=source, apply_chat_template=False, max_prompt_tokens=20)
+    found = PromptDataset(source, settings, tokenizer)
+    said = unknown_words(found, tokenizer)
+    assert re.search(words.replace("DATA", re.escape(str(path))), said) if words else said == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from megappo.environments.registry import make_environment
 from megappo.environments.runner import TooManyFailuresError
 from megappo.environments.session import Session
 from megappo.environments.tool_calling import ToolCalling
-from megappo.environments.tool_calls import llama3_calls, qwen_calls
+from megappo.environments.tool_calls import FORMATS, llama3_calls, qwen_calls
 from megappo.environments.tool_pool import ToolPool, ToolResult
 from megappo.ppo.episodes import keep_episodes, kept_episodes
 from megappo.ppo.experience import ExperienceMaker
@@ -304,6 +305,64 @@ def test_a_limit_ends_an_episode_and_its_rewards_count(limits: dict[str, Any], l
     assert text.endswith("<|im_end|>") or limits["max_new_tokens"] == 2  # nothing that is said last is kept
 
 
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (lambda s: json.loads("{"), "JSONDecodeError: Expecting property name"),
+        (lambda s: [][1], "IndexError: list index out of range"),
+        (lambda s: s.reward(float("nan")), "gave the reward nan, must be finite"),
+        (lambda s: s.reward("good"), "gave the reward 'good', must be a number"),
+    ],
+)
+def test_an_episode_that_fails_names_the_line(act: Any, words: str) -> None:
+    """Of the user's code, for a user who did not write the library in which it was raised."""
+
+    class Acting:
+        async def run(self, session: Session) -> None:
+            await session.generate()
+            act(session)
+
+    episode, _, _ = played(Acting(), max_failure_fraction=1.0)
+    assert episode.reason.startswith(words) and f"({__file__}:{act.__code__.co_firstlineno})" in episode.reason
+
+
+TAGS_IN_TEXTS = [
+    "print('</tool_call>')",
+    'x = "<tool_call>{}</tool_call>"\nprint(x)',
+    "a</tool_call></tool_call>b<tool_call>",
+    '\\"</tool_call>\\\\',
+    '</tool_call>\n<tool_call>\n{"name": "other", "arguments": {}}',
+]
+
+
+@pytest.mark.parametrize("code", TAGS_IN_TEXTS)
+def test_tags_in_the_texts_of_a_call_are_its_own(code: str) -> None:
+    """Nothing of it is said beside the calls, and what stands between them is."""
+    first = json.dumps({"name": "python", "arguments": {"code": code}})
+    second = json.dumps({"name": "f", "arguments": {"x": [code, {"y": code}]}})
+    text = f"First.\n<tool_call>\n{first}\n</tool_call>\nThen <tool_call>{second}</tool_call> that."
+    found = FORMATS["qwen"].calls(text)
+    assert [(call.tool, call.arguments, call.problem) for call in found] == [
+        ("python", {"code": code}, ""), ("f", {"x": [code, {"y": code}]}, ""),
+    ]  # fmt: skip
+    assert FORMATS["qwen"].words(text) == "First.\n\nThen  that."
+    cut = f"<tool_call>{first}"
+    assert [call.arguments for call in qwen_calls(cut)] == [{"code": code}] and FORMATS["qwen"].words(cut) == ""
+    llama = [{**json.loads(call), "parameters": json.loads(call)["arguments"]} for call in (first, second)]
+    found = llama3_calls(f" <|python_tag|>{json.dumps(llama[0])}; <|python_tag|>{json.dumps(llama[1])}")
+    assert [call.arguments for call in found] == [{"code": code}, {"x": [code, {"y": code}]}]
+
+
+def test_a_call_that_is_no_json_ends_with_its_own_tag() -> None:
+    """Also where its code has a tag: a comma too many, or a line break in a text."""
+    for broken in ('{"name": "f", "arguments": {"x": "a</tool_call>b"},}', '{"name": "f", "x": "a\n</tool_call>b"}'):
+        text = f'<tool_call>{broken}</tool_call>So<tool_call>{{"name": "g"}}</tool_call>'
+        first, second = qwen_calls(text)
+        assert "no JSON" in first.problem and (second.tool, second.problem) == ("g", "")
+        assert FORMATS["qwen"].words(text) == "So"
+    assert [call.problem[:11] for call in llama3_calls('{"a": ' + "[" * 100000)] == ["the call is"]
+
+
 def test_calls_have_a_limit_and_are_counted() -> None:
     class Calls:
         async def run(self, session: Session) -> float:
@@ -446,6 +505,14 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(template: str, role: 
         ("<tool_call>[1]</tool_call>", [("", {}, "no name")]),
         ('<tool_call>{"name": "f", "arguments": "x"}</tool_call>', [("f", {}, "no object")]),
         (f"<tool_call>{'[' * 100000}</tool_call>", [("", {}, "no JSON")]),
+        ('<tool_call>{"name": "f", "arguments": {"x": 1}}<tool_call>{"name": "g"}</tool_call>',
+         [("f", {"x": 1}, ""), ("g", {}, "")]),
+        ('<tool_call><tool_call>\n{"name": "f"}</tool_call></tool_call>', [("f", {}, "")]),
+        ('<tool_call>{"name": "f"} or so</tool_call><tool_call>{"name": "g"}</tool_call>',
+         [("", {}, "no JSON"), ("g", {}, "")]),
+        ('<tool_call>{"name": "f", "arguments": {"x": "oops}</tool_call><tool_call>{"name": "g"}</tool_call>',
+         [("", {}, "no JSON"), ("g", {}, "")]),
+        ("<tool_call></tool_call>", [("", {}, "no JSON")]),
         ("The answer is 4.", []),
     ],
 )  # fmt: skip

@@ -22,7 +22,7 @@ from megappo.config.rules import algorithm_rules
 from megappo.megatron.roles import Update
 from megappo.ppo import start
 from megappo.ppo.advice import Advisor
-from megappo.ppo.experience import ExperienceMaker
+from megappo.ppo.experience import ExperienceMaker, groups_differ_G
 from megappo.ppo.measures import MismatchError, check_mismatch
 from megappo.ppo.updates import step_metrics
 from megappo.runtime.tally import Tally
@@ -248,6 +248,47 @@ def test_tokens_of_older_weights_prove_nothing_of_the_engine() -> None:
     for newest in (7, 8):
         with pytest.raises(MismatchError, match="differ by nan nats per token"):
             check_mismatch(trainer, replace(given, engine_logprob_BR=engine), algorithm, runtime, newest)
+
+
+def test_groups_without_a_spread_are_counted() -> None:
+    """Failed episodes are in no group, and equal rewards of different prompts are no spread."""
+    totals_B = torch.tensor([0.0, 0.0, 1.0, 1.0, 5.0, 0.0, 0.5, 7.0])
+    group_ids_B = torch.tensor([0, 0, 1, 1, -5, 2, 2, 1])
+    assert groups_differ_G(totals_B, group_ids_B).tolist() == [False, True, True]
+    assert groups_differ_G(totals_B[:4], group_ids_B[:4]).tolist() == [False, False]
+    assert groups_differ_G(totals_B, torch.arange(-8, 0)).tolist() == []
+    numbers = kl_step(maker(), 0.1)
+    assert numbers["reward/group_spread"] == 0.0 and numbers["reward/std"] == 0.0
+
+
+@pytest.mark.parametrize("version", [6, 7])
+def test_a_step_without_a_token_says_nothing_of_the_engine(version: int) -> None:
+    """As where all episodes have failed, whatever stands in the places that do not count."""
+    nothing = torch.full(MASK.shape, math.nan)
+    given = replace(
+        rollouts(nothing, MASK & False),
+        response_lengths_B=torch.tensor([1, 4]),
+        weight_versions_B=torch.tensor([version, version]),
+    )
+    runtime: Any = SimpleNamespace(device=CPU)
+    assert check_mismatch(nothing, given, AlgorithmSettings(), runtime, 7) == {}
+
+
+@pytest.mark.parametrize("old_logprob", ["decoupled", "corrected"])
+@pytest.mark.parametrize("controller", ["adaptive", "fixed"])
+def test_a_step_without_a_token_moves_nothing(old_logprob: Any, controller: str) -> None:
+    """Its means over tokens are no numbers, and the KL controller waits for the next step."""
+    settings = KLInRewardSettings.model_validate({"coef": 0.1, "controller": controller, "horizon": 1000})
+    made = ExperienceMaker(AlgorithmSettings(estimator="grpo", kl_in_reward=settings, old_logprob=old_logprob), CPU)
+    nothing = torch.full(MASK.shape, math.nan)
+    scored = Scored(rollouts(nothing, MASK & False), torch.tensor([-1.0, 3.0]), nothing, nothing, None)
+    experience, numbers = made.make(scored, 100)
+    assert made.kl_controller.value == 0.1
+    assert all(math.isfinite(value) for value in numbers.values())
+    assert numbers["reward/mean"] == 1.0 and "advantage/mean" not in numbers
+    assert not experience.loss_mask_BR.any() and (experience.advantages_BR == 0).all()
+    kl_step(made, 0.1)
+    assert made.kl_controller.value == pytest.approx(0.1 * (1.02 if controller == "adaptive" else 1))
 
 
 def explained_variance(returns: Tensor, values: Tensor, backend: str) -> float:

@@ -10,7 +10,7 @@ import pytest
 from megappo.config.algorithm import AlgorithmSettings, KLInRewardSettings
 from megappo.config.base import Settings
 from megappo.config.schema import Config
-from megappo.ppo.advice import ADVICE, Advisor
+from megappo.ppo.advice import ADVICE, Advisor, remedy_of_nonfinite
 
 ADAPTIVE = AlgorithmSettings(kl_in_reward=KLInRewardSettings(coef=0.1, controller="adaptive", per="response"))
 
@@ -32,6 +32,10 @@ def said(algorithm: AlgorithmSettings, steps: list[dict[str, float]]) -> list[tu
         ({"critic/skipped_updates": 1.0}, "critic_nonfinite"),
         ({"actor/grad_norm": math.nan}, "actor_nonfinite"),
         ({"critic/grad_norm": math.inf}, "critic_nonfinite"),
+        ({"critic/skipped_updates": 1.0, "reward/max": 1e20, "reward/min": 0.0}, "large_reward"),
+        ({"critic/grad_norm": math.nan, "reward/max": 0.0, "reward/min": -1e38}, "large_reward"),
+        ({"actor/skipped_updates": 2.0, "reward/max": 2e9, "reward/min": 2e9}, "large_reward"),
+        ({"critic/skipped_updates": 1.0, "reward/max": 1e3, "reward/min": 0.0}, "critic_nonfinite"),
     ],
 )
 def test_said_at_once_and_again_after_twenty_steps(metrics: dict[str, float], name: str) -> None:
@@ -44,12 +48,13 @@ def test_said_at_once_and_again_after_twenty_steps(metrics: dict[str, float], na
         ({"critic/explained_variance": -0.1}, "explained_variance"),
         ({"reward/std": 0.0}, "same_reward"),
         ({"reward/std": 3e-9, "reward/mean": 0.1}, "same_reward"),  # what rounding leaves of equal rewards
+        ({"reward/std": 0.4, "reward/group_spread": 0.0}, "same_in_groups"),
         ({"kl/per_response": 6.1}, "kl_target"),
     ],
 )
 def test_said_when_it_lasts(metrics: dict[str, float], name: str) -> None:
     assert said(ADAPTIVE, [metrics] * 35) == [(10, name), (30, name)]
-    good = {"critic/explained_variance": 0.1, "reward/std": 0.1, "kl/per_response": 1.0}
+    good = {"critic/explained_variance": 0.1, "reward/std": 0.1, "kl/per_response": 1.0, "reward/group_spread": 0.1}
     assert said(ADAPTIVE, ([metrics] * 9 + [good]) * 4) == []
 
 
@@ -99,3 +104,10 @@ def test_advice_is_one_sentence_that_names_real_settings(name: str) -> None:
 def test_the_check_of_settings_finds_what_is_not_there() -> None:
     with pytest.raises(KeyError):
         field_type("actor.optimizer.speed")
+
+
+def test_a_loss_that_large_rewards_made_is_not_blamed_on_the_learning_rate() -> None:
+    for size in (1e20, 3e38, 1e10):
+        assert "scale what the reward gives" in remedy_of_nonfinite("critic", {"reward/min": -size, "reward/max": 0.0})
+    of_small = remedy_of_nonfinite("critic", {"reward/min": 0.0, "reward/max": 1.0})
+    assert of_small == "Lower critic.optimizer.learning_rate"

@@ -103,6 +103,16 @@ def test_plain_is_one_line_per_step() -> None:
     assert stream.getvalue() == "step 7/20  reward 0.500  s 1.25\n"
 
 
+def test_what_fails_is_a_part_of_the_line() -> None:
+    stream = io.StringIO()
+    view = make_view("plain", 20, stream)
+    view.step(1, {"reward/mean": 0.5, "reward/failures": 0.48, "episode/failures": 0.0})
+    view.step(2, {"reward/failures": 0.0, "episode/failures": 0.0125})
+    view.step(3, {"reward/failures": 0.0, "episode/failures": 0.0})
+    said = stream.getvalue().splitlines()
+    assert said == ["step 1/20  reward 0.500  failed rewards 48.0%", "step 2/20  failed episodes 1.2%", "step 3/20"]
+
+
 def test_quiet_says_messages_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     view = make_view("quiet", 2)
     view.step(1, ALL)

@@ -14,6 +14,8 @@ from megappo.config import ConfigError, load_config
 from megappo.config.engine import ENGINES
 from megappo.doctor.software import generation_finding
 from megappo.engines.registry import find_engine
+from megappo.plugins import failure_words, load_function
+from megappo.rewards.rules import number
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 ENGINES_OF_MINE = """
@@ -115,3 +117,49 @@ def test_what_is_for_servers_is_refused_for_other_engines(capsys: pytest.Capture
     words = ["rollout.engine=engines_of_mine:Whole", "rollout.sglang={tensor_parallel: 1}"]
     assert main(["plan", str(QUICKSTART), "--machine", "cpu", *words]) == 2
     assert "rollout.sglang is given but rollout.engine is 'engines_of_mine:Whole'; set" in capsys.readouterr().err
+
+
+def raised(function: Any, *given: Any) -> BaseException:
+    try:
+        function(*given)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a user's function raises
+        return error
+    raise AssertionError("nothing was raised")
+
+
+THEIRS = """
+import json, decimal
+def directly(): raise KeyError("price")
+def deeper(): return directly()
+def in_a_library(): return json.loads("{")
+def in_another(): return decimal.Decimal("x")
+def leaves(): raise SystemExit(3)
+def long(): raise ValueError("x" * 9000)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "says"),
+    [
+        ("directly", 3, "KeyError: 'price'"),
+        ("deeper", 3, "KeyError: 'price'"),
+        ("in_a_library", 5, "JSONDecodeError: Expecting property name"),
+        ("in_another", 6, "InvalidOperation: "),
+        ("leaves", 7, "SystemExit: 3"),
+        ("long", 8, "ValueError: xxx"),
+    ],
+)
+def test_a_failure_is_told_with_the_line_of_the_users_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, line: int, says: str
+) -> None:
+    (tmp_path / "theirs.py").write_text(THEIRS)
+    monkeypatch.delitem(sys.modules, "theirs", raising=False)
+    words = failure_words(raised(load_function(f"theirs:{name}", "a setting")))
+    assert words.startswith(says) and words.endswith(f" ({tmp_path / 'theirs.py'}:{line})") and len(words) < 400
+
+
+def test_what_is_raised_by_megappo_has_no_line_of_the_users() -> None:
+    with pytest.raises(ValueError, match="needs an answer") as caught:
+        number(prompt="", response="", answer=None, metadata={})
+    caught.value.__traceback__ = caught.tb.tb_next  # without this test's frame
+    assert failure_words(caught.value).endswith("set data.train.answer_key")

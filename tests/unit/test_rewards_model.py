@@ -20,8 +20,9 @@ from transformers import (
 from megappo.config.schema import RewardSettings
 from megappo.rewards.model import RewardModel, batches_of
 from megappo.rewards.scorer import RewardScorer
+from megappo.rewards.workers import RewardError
 from unit.helpers_data import ALPHABET, character_tokenizer
-from unit.helpers_rewards import LLAMA, SIZES, save
+from unit.helpers_rewards import LLAMA, SIZES, rollouts, save
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}{% endfor %}"
 
@@ -137,3 +138,24 @@ def test_scorer_with_a_model(tmp_path: Path, llama: Any) -> None:
     settings = RewardSettings(function="model", model_path=save(tmp_path, llama))
     scorer = RewardScorer(settings, torch.device("cpu"))
     scorer.close()
+
+
+@pytest.mark.parametrize("worth", [float("nan"), float("inf"), float("-inf")])
+def test_a_text_without_a_score_costs_its_own_sample(tmp_path: Path, llama: Any, worth: float) -> None:
+    with torch.no_grad():
+        llama.model.embed_tokens.weight[ALPHABET.index("b")] = worth
+    settings = RewardSettings(function="model", model_path=save(tmp_path, llama), failure_score=-7.0)
+    scorer, failures = RewardScorer(settings, torch.device("cpu")), dict[int, str]()
+    scores_B = scorer.score_local(rollouts("a", "b", "c", "cb"), failures)
+    assert scores_B[[1, 3]].tolist() == [-7.0, -7.0] and scores_B.isfinite().all() and scores_B[0] != scores_B[2]
+    sentence = "the reward model gave nan, must be finite and within float32"
+    assert failures == {1: sentence, 3: sentence}
+
+
+@pytest.mark.parametrize("head", [3e38, -3e38, float("nan")])
+def test_a_head_beyond_float32_ends_the_run_over_its_reward(tmp_path: Path, llama: Any, head: float) -> None:
+    with torch.no_grad():
+        llama.score.weight.copy_(llama.score.weight.sign() * head * 100)
+    settings = RewardSettings(function="model", model_path=save(tmp_path, llama))
+    with pytest.raises(RewardError, match=r"2 of 2 rewards failed, .* the reward model gave (-?inf|nan), must be"):
+        RewardScorer(settings, torch.device("cpu")).score_local(rollouts("a", "b"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,12 +10,16 @@ from typing import Any
 
 import pytest
 
+from megappo.cli import main
 from megappo.config.data import DataSourceSettings
 from megappo.config.schema import RewardSettings
 from megappo.data.sources import read_records
 from megappo.rewards.arithmetic import answer_then_end
-from megappo.rewards.registry import check_reward, resolve
+from megappo.rewards.registry import check_golds, check_reward, resolve
 from megappo.rewards.rules import RULES
+from megappo.types import Prompt
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
 def score(
@@ -85,6 +90,104 @@ def test_an_answer_is_needed(rule: str) -> None:
 def test_an_answer_without_number_is_an_error(rule: str) -> None:
     with pytest.raises(ValueError, match="holds no number"):
         score(rule, "1", "one")
+
+
+ONE_NUMBER = {
+    "12 apples": 12, "$5": 5, "50%": 50, "1,234": 1234, "-3": -3, "\u22123": -3, "1e5": 100000, "x = 7": 7, "+3": 3,
+    "5.": 5, "12 km/h": 12, "(8)": 8, ".5": 0.5,
+}  # fmt: skip
+NOT_ONE = [
+    "1/2", "3-4", "1 2", "2^10", "5!", "10\u00b3", "\u221a2", "\\frac{1}{2}", "1.234,56", "-$5", "5 / 7", "3+4",
+    "\u00b13",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", ["number", "gsm8k"])
+@pytest.mark.parametrize("gold", ONE_NUMBER)
+def test_an_answer_may_be_one_number_with_its_unit(rule: str, gold: str) -> None:
+    worth = ONE_NUMBER[gold]
+    assert score(rule, f"{worth}", gold) == 1 and score(rule, f"{worth + 1}", gold) == 0
+    if rule == "gsm8k":
+        assert score(rule, f"{worth}", f"4 of 5\n#### {gold}") == 1
+
+
+@pytest.mark.parametrize("rule", ["number", "gsm8k"])
+@pytest.mark.parametrize("gold", NOT_ONE)
+def test_an_answer_that_is_not_one_number_pays_nothing(rule: str, gold: str) -> None:
+    """It was compared by its last number: 2 was right where 1/2 was asked for."""
+    for answer in (gold, f"so\n#### {gold}") if rule == "gsm8k" else (gold,):
+        with pytest.raises(ValueError, match="is not exactly one number"):
+            score(rule, gold[-1], answer)
+
+
+@pytest.mark.parametrize(
+    ("reward", "answers", "sentence"),
+    [
+        ({"function": "number"}, ["3", "1/2", "4", "1 to 2"], "prompt 1 of 'data': the answer '1/2' is not exactly one "
+         "number; use another reward than 'number', such as math_verify or exact .and so for 1 more prompts."),
+        ({"function": "number"}, ["3", None], "prompt 1 of 'data': the reward 'number' needs an answer"),
+        ({"function": "number"}, [""], "holds no number"),
+        ({"function": "gsm8k"}, ["#### 3", "2\n#### 3/4"], "prompt 1 .* is not exactly one number; the reward 'gsm8k'"),
+        ({"functions": {"a": {"function": "exact"}, "b": {"function": "number"}}}, ["x"], "holds no number"),
+    ],
+)  # fmt: skip
+def test_answers_are_refused_before_a_run(reward: dict[str, Any], answers: list[str | None], sentence: str) -> None:
+    prompts = [Prompt(i, (0,), "p", answer, {}) for i, answer in enumerate(answers)]
+    with pytest.raises(ValueError, match=sentence):
+        check_golds(RewardSettings(**reward), prompts, "data")
+    check_golds(RewardSettings(function="exact"), prompts, "data")
+    check_golds(RewardSettings(**reward), prompts[:1] if answers[0] in ("3", "#### 3") else [], "data")
+
+
+def test_a_dry_run_looks_at_answers_and_unknown_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of training and of validation."""
+    for name, answers in (("good", "34"), ("bad", ["3", "3/4"])):
+        lines = [json.dumps({"prompt": f"{answer}?=", "answer": answer}) for answer in answers]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    good, bad = ({"source": str(tmp_path / f"{name}.jsonl")} for name in ("good", "bad"))
+    for data, code in (({"train": good}, 0), ({"train": bad}, 2), ({"train": good, "validation": bad}, 2)):
+        given = json.dumps({**data, "apply_chat_template": False, "max_prompt_tokens": 8})
+        words = [f"data={given}", "reward={function: number}", *(["evaluation=null"] if len(data) == 1 else [])]
+        assert main(["train", str(QUICKSTART), "--dry-run", f"run.directory={tmp_path}", *words]) == code
+        said = capsys.readouterr()
+        assert "2 of 2 prompts of" in said.out and "tokens are <unk>" in said.out
+        assert ("the answer '3/4' is not exactly one number" in said.err) == (code == 2)
+
+
+@pytest.mark.parametrize(
+    ("gold", "right", "wrong"),
+    [
+        (r"\$18", "so $18$", "so $19$"),
+        (r"18\$", "18", "81"),
+        (r"\$1,234.50", r"\boxed{1234.50}", r"\boxed{1}"),
+        (r"\$\frac{1}{2}", "$0.5$", "$2$"),
+        (r"2\cdot\$3", "$6$", "$2$"),
+        (r"-\$3", "$-3$", "$3$"),
+        (r"\text{\$}18", "18", "1"),
+        (r"\$32,\!348", "32348", "32"),
+        (r"costs \$18", "18", "1"),
+        (r"$\$18$", "18", "1"),
+        (r"\boxed{\$18}", "18", "1"),
+        ("$18", "18", "1"),
+        ("18$", "18", "81"),
+        ("US$5", r"\boxed{5}", "4"),
+        (r"$\frac12", "$1/2$", "$2$"),
+        ("The answer is $18", "18", "1"),
+        (r"\[ \frac{1}{2} \]", "$1/2$", "$2$"),
+        (r"\$18", r"It costs \$18.", r"It costs \$17."),
+    ],
+)
+def test_dollars_of_an_answer_are_money_or_delimiters(gold: str, right: str, wrong: str) -> None:
+    """By the library itself."""
+    pytest.importorskip("math_verify")
+    assert score("math_verify", right, gold) == 1 and score("math_verify", wrong, gold) == 0
+
+
+@pytest.mark.parametrize("gold", ["", "$", r"\$", "$$"])
+def test_an_answer_of_dollars_alone_is_no_expression(gold: str) -> None:
+    pytest.importorskip("math_verify")
+    with pytest.raises(ValueError, match="is no mathematical expression"):
+        score("math_verify", "1", gold)
 
 
 def test_math_verify() -> None:

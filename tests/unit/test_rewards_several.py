@@ -18,6 +18,7 @@ from megappo.config import ConfigError, load_config
 from megappo.config.schema import RewardSettings
 from megappo.rewards.http import post
 from megappo.rewards.scorer import RewardScorer
+from megappo.rewards.workers import RewardError
 from megappo.types import Episode, Episodes, Rollouts
 from unit.helpers_rewards import rollouts, serving
 
@@ -31,6 +32,9 @@ def told(*, prompts, responses, answers, metadata, conversations, truncated):
     """How many messages there are, and whether the environment's is the one that it is."""
     said = [[m["content"] for m in messages if m["role"] == "environment"] for messages in conversations]
     return [len(m) + 10 * (s == ["17"]) + 100 * t for m, s, t in zip(conversations, said, truncated, strict=True)]
+
+def size(*, prompt, response, answer, metadata):
+    return float(response)
 
 def moody(*, prompt, response, answer, metadata):
     if response == "bad": raise KeyError("bad")
@@ -74,6 +78,49 @@ def test_several_rewards_are_summed_and_shown() -> None:
     means = {"right": 1 / 3, "mood": (1 + 1 - 9) / 3, "short": (21 + 22 + 123) / 3, "talk": (3 + 3 + 103) / 3}
     failures = {"reward/failures": pytest.approx(1 / 3), "reward/timeouts": 0.0}
     assert metrics == {f"reward/{name}": pytest.approx(mean) for name, mean in means.items()} | failures
+
+
+@pytest.mark.parametrize(
+    ("responses", "weights", "expected"),
+    [
+        (("3e38", "1"), (1.0, 1.0), [-9.0, 2.0]),
+        (("-3e38", "2"), (2.0, 1.0), [-9.0, 6.0]),
+        (("1e30", "1e10"), (1e9, 0.0), [-9.0, pytest.approx(1e19, rel=1e-6)]),
+        (("-1e30", "0"), (1e9, 1e9), [-9.0, 0.0]),
+        (("3e38", "5"), (2.0, -1.0), [pytest.approx(3e38, rel=1e-6), 5.0]),  # a sum within float32, of terms beyond it
+    ],
+)
+def test_a_sum_beyond_float32_costs_its_own_sample(
+    responses: tuple[str, ...], weights: tuple[float, float], expected: list[float]
+) -> None:
+    """Counted as every failure is, and never handed on as inf or NaN."""
+    functions = {
+        name: {"function": "several_rewards:size", "weight": weight}
+        for name, weight in zip(("a", "b"), weights, strict=True)
+    }
+    scores, metrics = scored({"functions": functions, "failure_score": -9.0}, rollouts(*responses))
+    assert scores == expected and metrics["reward/failures"] == expected.count(-9.0) / 2
+
+
+def test_a_sum_beyond_float32_is_told_as_the_rewards_fault() -> None:
+    functions = {name: {"function": "several_rewards:size", "weight": 1e9} for name in ("a", "b")}
+    with pytest.raises(RewardError, match=r"the first: the weighted sum of reward.functions is inf, must be finite"):
+        scored({"functions": functions}, rollouts("1e30", "1e30"))
+
+
+def test_what_the_environment_gave_counts_in_the_sum() -> None:
+    turns = torch.tensor([[3e38, 0.0], [1.0, 0.0]])
+    episodes = Episodes((Episode(()), Episode(())), turns, ((), ()))
+    given = replace(rollouts("3e38", "2"), episodes=episodes, response_mask_BR=torch.ones(2, 2, dtype=torch.bool))
+    scores, metrics = scored({"function": "several_rewards:size", "failure_score": -9.0}, given)
+    assert scores == [-9.0, 2.0] and metrics["reward/failures"] == 0.5
+    assert given.totals_B(torch.tensor(scores)).isfinite().all()
+
+
+@pytest.mark.parametrize("given", ["{'penalty': 1e39}", "{'penalty': .inf}", "{'penalty': 2e9}"])
+def test_a_penalty_keeps_rewards_within_float32(given: str) -> None:
+    with pytest.raises(ConfigError, match="reward.overlong.penalty"):
+        load_config(BASE, [f"reward.overlong={given.replace('}', ', buffer_tokens: 4}')}".replace("'", "")])
 
 
 def test_functions_see_the_whole_conversation() -> None:

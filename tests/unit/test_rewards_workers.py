@@ -37,6 +37,7 @@ def obey(*, prompt, response, answer, metadata):
         case "raise": raise KeyError("k")
         case "nan": return float("nan")
         case "large": return 1e300
+        case "digits": return 10**400
         case "none": return None
         case "text": return "1.0"
         case "pid": return os.getpid()
@@ -84,6 +85,7 @@ def lengths(*, prompts, responses, answers, metadata, factor=1):
     if "bytes" in responses: return bytes(range(len(responses)))
     if "bytearray" in responses: return bytearray(len(responses))
     if "text" in responses: return "1" * len(responses)
+    if "digits" in responses: return [10**400 if r == "digits" else len(r) for r in responses]
     if "frame" in responses: write_everywhere(framed(pickle.dumps([(9.0, None)])))
     return [factor * len(r) for r in responses]
 '''
@@ -121,6 +123,7 @@ def requests(*responses: str) -> list[RewardRequest]:
         ("raise", "KeyError: 'k'"),
         ("nan", "returned nan, must be finite"),
         ("large", "must be finite"),
+        ("digits", "returned inf, must be finite and within float32"),
         ("none", "returned None, must be a number"),
         ("text", "returned '1.0', must be a number"),
     ],
@@ -162,6 +165,22 @@ def test_every_worker_is_told_to_end_before_one_is_waited_for(monkeypatch: pytes
         monkeypatch.setattr(subprocess.Popen, "wait", count_and_wait)
     assert told == [3, 3, 3]
     assert all(worker.supervisor.returncode == 0 for worker in workers)
+
+
+@pytest.mark.parametrize(("function", "batch"), [("obey", False), ("lengths", True)])
+def test_a_failure_names_the_line_that_raised(tmp_path: Path, function: str, batch: bool) -> None:
+    lines = (tmp_path / "user_rewards.py").read_text().splitlines()
+    line = next(n for n, text in enumerate(lines, 1) if "raise KeyError" in text and ("if" in text) == batch)
+    with RewardPool(settings(function=f"user_rewards:{function}", batch=batch)) as pool:
+        reasons = {said for _, said in pool.score(requests("raise")).failures}
+    assert reasons == {f"KeyError: 'k' ({tmp_path / 'user_rewards.py'}:{line})"}
+
+
+def test_one_number_of_a_batch_that_is_none_costs_its_own_sample() -> None:
+    with RewardPool(settings(function="user_rewards:lengths", batch=True)) as pool:
+        result = pool.score(requests("a", "digits", "abc"))
+    assert result.scores.tolist() == [1.0, -1.0, 3.0]
+    assert result.failures == [(1, "returned inf, must be finite and within float32")]
 
 
 def test_many_failures_on_several_workers() -> None:
@@ -282,7 +301,7 @@ def test_batch_function() -> None:
         ]:
             result = pool.score(requests("a", response))
             assert result.scores.tolist() == [-1.0, -1.0]
-            assert result.failures == [(0, reason), (1, reason)]
+            assert [(index, said.split(" (/")[0]) for index, said in result.failures] == [(0, reason), (1, reason)]
 
 
 @pytest.mark.parametrize(

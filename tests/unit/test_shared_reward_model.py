@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -26,12 +27,14 @@ from megappo.plan.rewards import reward_parameters
 from megappo.rewards import model_server
 from megappo.rewards.http import ServerPlace
 from megappo.rewards.model import RewardModel
+from megappo.rewards.own_servers import OwnServers
 from megappo.rewards.remote_model import RemoteRewardModel
 from megappo.rewards.scorer import RewardScorer
 from megappo.rewards.shared_model import MODEL, SharedRewardModel, start_model_server
 from megappo.rewards.workers import RewardError
 from megappo.runtime.process import Runtime
-from unit.helpers_rewards import LLAMA, rollouts, save
+from unit.helpers_data import ALPHABET
+from unit.helpers_rewards import LLAMA, rollouts, save, with_code
 
 ROOT = Path(__file__).parents[2]
 HERE = Runtime(0, 1, 0, torch.device("cpu"))
@@ -121,11 +124,72 @@ def test_scores_are_those_of_a_copy_also_after_it_has_died(
     assert started.places[MODEL].key not in said.err + said.out + log.read_text()
 
 
+def test_a_shared_model_without_a_score_costs_its_own_sample(tmp_path: Path) -> None:
+    """As a copy on every rank does."""
+    config = judged(tmp_path, {"threads": 1}, failure_score=-7.0)
+    settings, folder = config.reward.model_server, config.reward.model_path
+    assert settings is not None and folder is not None
+    model = LlamaForSequenceClassification.from_pretrained(folder)
+    with torch.no_grad():
+        for letter, worth in (("x", math.nan), ("y", math.inf)):
+            model.model.embed_tokens.weight[ALPHABET.index(letter)] = worth
+    model.save_pretrained(folder)
+    started = start_model_server(config, settings, HERE)
+    scorer, failures = RewardScorer(config.reward, HERE.device, started), dict[int, str]()
+    try:
+        scores_B, metrics = scorer.score(rollouts("a", "x", "c", "cy"), failures)
+    finally:
+        scorer.close()
+    assert scores_B[[1, 3]].tolist() == [-7.0, -7.0] and scores_B[[0, 2]].isfinite().all()
+    assert metrics["reward/failures"] == 0.5
+    assert set(failures) == {1, 3} and all("reward model gave nan, must be finite" in f for f in failures.values())
+
+
+@pytest.mark.parametrize("holder", ["own", "shared", "remote"])
+def test_code_in_a_folder_runs_only_where_it_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holder: str
+) -> None:
+    """In configuration, tokenizer and model, whoever holds it."""
+    for variable in ("HF_MODULES_CACHE", "HF_HOME"):
+        monkeypatch.setenv(variable, str(tmp_path / "cache"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    plain = judged(tmp_path, None)
+    expected = RewardScorer(plain.reward, HERE.device).score_local(samples := rollouts("a", "bc"))
+    with_code(tmp_path / "model")
+    server = {"threads": 1} if holder == "shared" else None
+    remote = {"model_remote": {"url": "http://rewards:80"}} if holder == "remote" else {}
+    config = judged(tmp_path, server, **remote)
+    trusting = config.model_copy(update={"model": config.model.model_copy(update={"trust_remote_code": True})})
+
+    def started(given: Config) -> OwnServers | None:
+        settings = given.reward.model_server
+        return None if settings is None else start_model_server(given, settings, HERE)
+
+    with pytest.raises(ValueError, match=r"cannot be loaded .*trust_remote_code"):
+        RewardScorer(config.reward, HERE.device, started(config))
+    (finding,) = [f for f in settings_findings(config, read_models(config, None).models, 2) if f.check == "reward"]
+    assert finding.state == "broken" and "trust_remote_code" in finding.remedy
+    scorer = RewardScorer(trusting.reward, HERE.device, started(trusting), trust_remote_code=True)
+    try:
+        if holder != "remote":
+            torch.testing.assert_close(scorer.score_local(samples), expected, atol=1e-5, rtol=1e-5)
+    finally:
+        scorer.close()
+    (finding,) = [f for f in settings_findings(trusting, read_models(config, None).models, 2) if f.check == "reward"]
+    assert finding.state == "fine"
+    reward = f"reward={json.dumps(trusting.reward.model_dump(exclude_defaults=True))}"
+    for trust, code in (("true", 0), ("false", 2)):
+        words = ["--dry-run", reward, f"model.trust_remote_code={trust}", f"run.directory={tmp_path / 'run'}"]
+        assert main(["train", "configs/quickstart.yaml", *words]) == code
+
+
 def test_a_server_elsewhere_that_fails_costs_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is asked again where that may help; what is no score is told, and no number of it is taken."""
     monkeypatch.delenv("http_proxy")  # a server elsewhere may be behind one
     said = [(503, b"busy"), (200, b'{"embedding": [0.5], "meta_info": {}}'), (200, b'{"embedding": [0.5, 1.0]}')]
-    said += [(200, b'{"embedding": [NaN]}'), (400, b'{"error": "too long"}')]
+    numbers = [b"NaN", b"-Infinity", b"1e39", b"1" + b"0" * 400]
+    said += [(200, b'{"embedding": [' + number + b"]}") for number in numbers]
+    said += [(400, b'{"error": "too long"}')]
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -143,10 +207,10 @@ def test_a_server_elsewhere_that_fails_costs_samples(tmp_path: Path, monkeypatch
     config = judged(tmp_path, None, model_remote={"url": f"http://127.0.0.1:{server.server_port}/", "concurrency": 1})
     settings, folder = config.reward.model_remote, config.reward.model_path
     assert settings is not None and folder is not None
-    found = RemoteRewardModel(folder, settings).try_each(["1+1="] * 4, ["2"] * 4)
+    found = RemoteRewardModel(folder, settings).try_each(["1+1="] * 7, ["2"] * 7)
     server.shutdown()
     assert found[0] == 0.5 and not said
-    words = ["must have one number as embedding", "must have one number as embedding", "HTTP 400"]
+    words = [*["must have one number as embedding"] * 5, "HTTP 400"]
     assert all(word in str(score) for word, score in zip(words, found[1:], strict=True))
 
 

@@ -47,6 +47,15 @@ def test_each_prompt_has_its_own_share() -> None:
     assert passed_P(torch.zeros(0), wanted, 1).tolist() == []  # a rank without prompts
 
 
+def test_answers_without_a_grade_are_neither_right_nor_wrong() -> None:
+    wanted = ValidationSetSettings(source="a.jsonl", samples=4, temperature=1.0, pass_at=(1, 2), right_above=0.5)
+    totals_B = torch.tensor([0.0, 1.0, 9.0, 0.0, 9.0, 9.0, 9.0, 1.0, 9.0, 9.0, 9.0, 9.0])
+    graded_B = torch.tensor([True, True, False, True, False, False, False, True, False, False, False, False])
+    assert passed_P(totals_B, wanted, 1, graded_B).tolist() == pytest.approx([1 / 3, 1.0])
+    assert passed_P(totals_B, wanted, 2, graded_B).tolist() == pytest.approx([2 / 3])
+    assert passed_P(totals_B, wanted, 2, ~torch.ones(12, dtype=torch.bool)).tolist() == []
+
+
 BASE_PATH = Path(__file__).parent / "config_base.yaml"
 
 
