@@ -65,16 +65,17 @@ def _bound(host: str, port: int) -> Iterator[socket.socket]:
 
 
 def free_port(host: str) -> int:
-    """A port of the interface that nobody listens on. Raises OSError where it is none of this machine's."""
-    with _bound(host, 0) as probe:
-        return int(probe.getsockname()[1])
+    """A port of the interface that nobody listens on, below those that Linux hands out by itself: one of these may be
+    another connection's before anybody listens. Raises OSError where the interface is none of this machine's."""
+    with _bound(host, 0):
+        return free_ports(host, 1)
 
 
 def free_ports(host: str, count: int) -> int:
     """The first of so many ports in a row that nobody listens on, below those that Linux hands out by itself. Raises
     OSError where there are none."""
-    tries = [random.choice(_LOW_PORTS[:-count]) for _ in range(_TRIES)]
-    for first in tries:
+    draw = random.SystemRandom()  # forks of one process, and runs of one seed, draw others
+    for first in (draw.choice(_LOW_PORTS[:-count]) for _ in range(_TRIES)):
         if all(listening_problem(host, port) is None for port in range(first, first + count)):
             return first
     raise OSError(errno.EADDRINUSE, f"no {count} ports in a row are free on {host}")

@@ -35,9 +35,13 @@ def train(
     return {"arguments": arguments, "processes": processes, "expect": expect, **more}
 
 
-def killed_at(directory: Path, step: int, at: str, rank: int, *overrides: str, **more: Any) -> dict[str, Any]:
-    """An attempt that ends by SIGKILL."""
-    kill = {"step": step, "at": at, "rank": rank}
+def killed_at(
+    directory: Path, step: int, at: str, rank: int, *overrides: str, after_checkpoint: int = 0, **more: Any
+) -> dict[str, Any]:
+    """An attempt that ends by SIGKILL, once the checkpoint of step `after_checkpoint` is written, if it is above 0."""
+    kill: dict[str, Any] = {"step": step, "at": at, "rank": rank}
+    if after_checkpoint:
+        kill["after_checkpoint"] = after_checkpoint
     return train(directory, *overrides, expect="killed", kill=kill, **more)
 
 

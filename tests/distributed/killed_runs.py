@@ -8,7 +8,8 @@ Usage: killed_runs.py ATTEMPTS.json, a list of {"arguments", "processes", "kill"
 - `stall` in `kill` names a stage of that step, in which every rank takes half a second for a token of the embedded
   engine; the rank that is to get a signal `at: token` gets it at the fifth. Of SGLang's answers of that step one comes
   to each rank.
-- `after_answers` in `kill` has the rank wait for these answers of all ranks first.
+- `after_answers` in `kill` has the rank wait for these answers of all ranks first, `after_checkpoint` for that step's
+  checkpoint.
 - `ctrl_c`: once step 1 is logged, all ranks get SIGINT as torchrun would send it, and a second later once more.
 - `rewrite`: the run is not continued, its newest checkpoint is loaded and written again in the arguments' layout.
 Prints what the attempts print, and fails where an attempt does not end as expected ("killed" or an exit code).
@@ -46,14 +47,20 @@ from megappo.ppo.reporting import Reporter
 from megappo.ppo.start import choose_start
 from megappo.runtime.process import start_runtime
 from megappo.runtime.store import free_port
+from megappo.runtime.waiting import wait_until
 
 
-def make_end(name: str | None, removed: Path | None, awaited: list[Event]) -> Callable[[], None]:
-    """What waits for events and then sends this process a signal, or sleeps for ever, or deletes a folder."""
+def make_end(
+    name: str | None, removed: Path | None, awaited: list[Event], checkpoint: Path | None
+) -> Callable[[], None]:
+    """What waits for events and a checkpoint and then sends this process a signal, or sleeps for ever, or deletes a
+    folder."""
 
     def die() -> None:
         for event in awaited:
             assert event.wait(120), "a rank has no answer"
+        if checkpoint is not None:
+            assert wait_until(checkpoint.exists, 120, every_seconds=0.01), f"{checkpoint} is not written"
         if removed is not None:
             shutil.rmtree(removed)
         elif name is None:
@@ -186,7 +193,12 @@ def rank_main(rank: int, port: int, attempt: dict[str, Any], answered: list[Even
     if kill is not None:
         removed = run_directory(attempt["arguments"]) if kill.get("remove") else None
         await_answers = answered if kill.get("after_answers") else []
-        die = make_end(kill.get("signal", "SIGKILL"), removed, await_answers) if kill["rank"] == rank else lambda: None
+        checkpoint = None
+        if "after_checkpoint" in kill:
+            folder = run_directory(attempt["arguments"]) / "checkpoints"
+            checkpoint = files.step_folder(folder, kill["after_checkpoint"])
+        ends = make_end(kill.get("signal", "SIGKILL"), removed, await_answers, checkpoint)
+        die = ends if kill["rank"] == rank else lambda: None
         arm(kill["step"], kill["at"], die)
         if "stall" in kill:
             stall(kill["step"], kill["stall"], die, answered[rank])

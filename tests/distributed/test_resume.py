@@ -40,7 +40,7 @@ def test_killed_at_every_stage(tmp_path: Path) -> None:
               "before_marker", "after_marker")  # fmt: skip
     killed = tmp_path / "killed"
     kills = [
-        killed_at(killed, step, at, 0 if "marker" in at else step % 2, *settings)
+        killed_at(killed, step, at, 0 if "marker" in at else step % 2, *settings, after_checkpoint=step - 1)
         for step, at in enumerate(places, start=1)
     ]
     output = attempts(tmp_path, train(tmp_path / "whole", *settings), *kills, train(killed, *settings))

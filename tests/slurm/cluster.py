@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from megappo.runtime.store import free_ports
+
 DAEMONS = ("munged", "slurmctld", "slurmd")
 _START_SECONDS = 60
 _CONFIGURATION = """
@@ -106,16 +108,6 @@ def _path() -> str:
     return f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
 
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
-
-
 def _await(what: str, ready: str, check: list[str], cluster: Cluster) -> None:
     deadline = time.monotonic() + _START_SECONDS
     while True:
@@ -148,7 +140,9 @@ def virtual_nodes(folder: Path) -> Iterator[Cluster]:
     key.write_bytes(secrets.token_bytes(128))
     key.chmod(0o600)
     host = socket.gethostname().split(".")[0]
-    text = _CONFIGURATION.format(folder=folder, host=host, user=getpass.getuser(), ports=_free_ports(4))
+    first = free_ports("127.0.0.1", 4)
+    user, ports = getpass.getuser(), range(first, first + 4)
+    text = _CONFIGURATION.format(folder=folder, host=host, user=user, ports=ports)
     (folder / "slurm.conf").write_text(text)
     cluster = Cluster(folder)
     processes: list[subprocess.Popen[bytes]] = []
