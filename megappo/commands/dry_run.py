@@ -18,6 +18,7 @@ from megappo.config.model_files import (
     model_paths,
     resolve_stop_token_ids,
     role_folder,
+    token_rows,
 )
 from megappo.data import PromptDataset, read_prompts
 from megappo.data.mixture import MixedPrompts
@@ -120,22 +121,23 @@ def _print_part(part: Rows) -> tuple[str, ...]:
 def _prompts(config: Config, models: Models, ranks: int) -> Rows:
     """Tokenizer, prompts of training and validation, stop tokens."""
     tokenizer = load_tokenizer(config.model)
+    rows = token_rows(config, tokenizer)
     yield "tokenizer", f"{type(tokenizer).__name__}, {len(tokenizer)} tokens"
     stops = resolve_stop_token_ids(
-        model_folder(config.model.path, weights=False), tokenizer, config.rollout.stop_token_ids
+        model_folder(config.model.path, weights=False), tokenizer, config.rollout.stop_token_ids, rows
     )
     yield (
         "stop tokens",
         ", ".join(f"{i} {tokenizer.decode([i])!r}" for i in stops) or "none: responses have full length",
     )
-    stage, schemas = set_stage(config, tokenizer, stops), tool_schemas(config)
+    stage, schemas = set_stage(config, tokenizer, stops, rows), tool_schemas(config)
     if stage is not None:
         tools = ", ".join(getattr(stage.environment, "tools", {})) or "none in workers"
         yield (
             "environment",
             f"{type(stage.environment).__name__} of {type(stage.environment).__module__}; tools: {tools}",
         )
-    train = read_prompts(config.data, tokenizer, schemas)
+    train = read_prompts(config.data, tokenizer, schemas, rows)
     for prompts in train.sources if isinstance(train, MixedPrompts) else (train,):
         yield "data", _data_words(prompts, config)
     epoch = len(train) / config.rollout.prompts_per_step
@@ -148,7 +150,7 @@ def _prompts(config: Config, models: Models, ranks: int) -> Rows:
     else:
         yield "epochs", f"{epoch:.1f} steps take every prompt once; {steps} steps are {steps / epoch:.1f}"
     for source in config.data.evaluated.values():
-        yield "validation", _data_words(PromptDataset(source, config.data, tokenizer, schemas), config)
+        yield "validation", _data_words(PromptDataset(source, config.data, tokenizer, schemas, rows=rows), config)
     first = train[0]
     text, answer = (shortened(repr(shown), _SHOWN_CHARACTERS) for shown in (first.text, str(first.answer)))
     yield "a prompt", f"{text}, {len(first.token_ids)} tokens, answer {answer}"

@@ -38,7 +38,7 @@ def _evaluate_set(
 
     wanted = request_samples(prompts, samples_per_prompt=settings.samples, seed_of=seed_of)
     answers = parts.answer(wanted.prompts, wanted.requests, params)
-    rollouts = finish_rollout(wanted, answers, parts.tokenizer)
+    rollouts = finish_rollout(wanted, answers, parts.tokenizer, parts.vocabulary)
     totals_B = rollouts.totals_B(parts.reward.score_local(rollouts))
     tally.mean(f"{prefix}/reward_mean", totals_B)
     tally.mean(f"{prefix}/response_length", rollouts.response_lengths_B)
