@@ -38,6 +38,7 @@ from megappo.plan.search import remedy
 from megappo.plugins import is_import_path
 from megappo.ppo.methods import check_methods
 from megappo.ppo.origins import open_origin
+from megappo.reshard.files import counted_files
 from megappo.reshard.sources import SafetensorsSource
 from megappo.rewards.model import check_folder
 from megappo.rewards.registry import OF_ENVIRONMENT, check_reward
@@ -176,7 +177,7 @@ def _reward(config: Config) -> Rows:
         return
     if config.reward.model_path is not None:
         check_folder(config.reward.model_path)
-        size = sum(file.stat().st_size for file in Path(config.reward.model_path).glob("*.safetensors"))
+        size = sum(file.stat().st_size for file in counted_files(Path(config.reward.model_path)))
         holder = config.reward.model_holder
         yield "reward", f"the model in {config.reward.model_path}, {size / 1e9:.3g} GB, which {holder}"
         return
