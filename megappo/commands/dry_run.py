@@ -18,6 +18,7 @@ from megappo.config.model_files import (
     model_paths,
     resolve_stop_token_ids,
     role_folder,
+    token_rows,
 )
 from megappo.data import PromptDataset, read_prompts
 from megappo.data.mixture import MixedPrompts
@@ -39,6 +40,7 @@ from megappo.plugins import is_import_path
 from megappo.ppo.methods import check_methods
 from megappo.ppo.origins import open_origin
 from megappo.ppo.parts import check_answers
+from megappo.reshard.files import counted_files
 from megappo.reshard.sources import SafetensorsSource
 from megappo.rewards.model import check_folder
 from megappo.rewards.registry import OF_ENVIRONMENT, check_reward
@@ -122,22 +124,23 @@ def _print_part(part: Rows) -> tuple[str, ...]:
 def _prompts(config: Config, models: Models, ranks: int) -> Rows:
     """Tokenizer, prompts of training and validation, stop tokens."""
     tokenizer = load_tokenizer(config.model)
+    rows = token_rows(config, tokenizer)
     yield "tokenizer", f"{type(tokenizer).__name__}, {len(tokenizer)} tokens"
     stops = resolve_stop_token_ids(
-        model_folder(config.model.path, weights=False), tokenizer, config.rollout.stop_token_ids
+        model_folder(config.model.path, weights=False), tokenizer, config.rollout.stop_token_ids, rows
     )
     yield (
         "stop tokens",
         ", ".join(f"{i} {tokenizer.decode([i])!r}" for i in stops) or "none: responses have full length",
     )
-    stage, schemas = set_stage(config, tokenizer, stops), tool_schemas(config)
+    stage, schemas = set_stage(config, tokenizer, stops, rows), tool_schemas(config)
     if stage is not None:
         tools = ", ".join(getattr(stage.environment, "tools", {})) or "none in workers"
         yield (
             "environment",
             f"{type(stage.environment).__name__} of {type(stage.environment).__module__}; tools: {tools}",
         )
-    train = read_prompts(config.data, tokenizer, schemas)
+    train = read_prompts(config.data, tokenizer, schemas, rows)
     for prompts in train.sources if isinstance(train, MixedPrompts) else (train,):
         yield "data", _data_words(prompts, config)
         if unknown := unknown_words(prompts, tokenizer):
@@ -151,7 +154,9 @@ def _prompts(config: Config, models: Models, ranks: int) -> Rows:
             yield "epochs", f"{steps} steps are {passes:.1f} of {name}, {float(weight / total):.1%} of all prompts"
     else:
         yield "epochs", f"{epoch:.1f} steps take every prompt once; {steps} steps are {steps / epoch:.1f}"
-    validation = [PromptDataset(source, config.data, tokenizer, schemas) for source in config.data.evaluated.values()]
+    validation = [
+        PromptDataset(source, config.data, tokenizer, schemas, rows=rows) for source in config.data.evaluated.values()
+    ]
     for prompts in validation:
         yield "validation", _data_words(prompts, config)
         if unknown := unknown_words(prompts, tokenizer):
@@ -182,7 +187,7 @@ def _reward(config: Config) -> Rows:
         return
     if config.reward.model_path is not None:
         check_folder(config.reward.model_path, trust_remote_code=config.model.trust_remote_code)
-        size = sum(file.stat().st_size for file in Path(config.reward.model_path).glob("*.safetensors"))
+        size = sum(file.stat().st_size for file in counted_files(Path(config.reward.model_path)))
         holder = config.reward.model_holder
         yield "reward", f"the model in {config.reward.model_path}, {size / 1e9:.3g} GB, which {holder}"
         return

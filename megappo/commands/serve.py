@@ -26,7 +26,13 @@ from typing import Any
 
 from megappo.commands import add_config_arguments, seconds_option, whole_option
 from megappo.config import Config, ConfigError, load_config
-from megappo.config.model_files import load_architecture, load_tokenizer, model_folder, resolve_stop_token_ids
+from megappo.config.model_files import (
+    load_architecture,
+    load_tokenizer,
+    model_folder,
+    resolve_stop_token_ids,
+    token_rows,
+)
 from megappo.config.rules import server_rules
 from megappo.engines.sglang.bond import Bond, ServerPart
 from megappo.engines.sglang.client import ServerFailure
@@ -152,7 +158,9 @@ def make_service(config: Config, *, host: str | None, port: int, index: int, lin
     host = host or config.rollout.servers.host or "127.0.0.1"
     check_address(host, port)
     folder = model_folder(config.model.path, weights=False)
-    stops = resolve_stop_token_ids(folder, load_tokenizer(config.model), config.rollout.stop_token_ids)
+    tokenizer = load_tokenizer(config.model)
+    rows = token_rows(config, tokenizer, training=False)
+    stops = resolve_stop_token_ids(folder, tokenizer, config.rollout.stop_token_ids, rows)
     spec = ServerSpec.of(config, folder, stops, on_cuda=runs_on_cuda(config.runtime), device_bytes=device_bytes())
     spec = replace(spec, host=host, memory_saver=False, seed=index)
     key = os.environ.get(KEY_VARIABLE, "") or kept_key(spec.log_directory)

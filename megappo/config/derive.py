@@ -18,6 +18,7 @@ from megappo.config.model_files import load_architectures
 from megappo.config.reward import reward_rules
 from megappo.config.rules import RoleSpec, format_ranks, kl_target_notes
 from megappo.config.schema import Config
+from megappo.config.tokens import stop_token_rules
 from megappo.errors import ConfigError
 from megappo.families.architecture import ModelShape, padded_vocab_size
 
@@ -153,6 +154,7 @@ def _problems(
     for name, role in shaped.items():
         yield from rules.parallel_rules(role, name)
     yield from rules.vocabulary_rules(config, shaped.values())
+    yield from stop_token_rules(config, {name: role.shape for name, role in shaped.items()})
     different = {n: r.shape for n, r in shaped.items() if n == "actor" or r.shape != roles[0].shape}
     yield from rules.length_rules(config, different)
     yield from rules.engine_rules(config)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megappo.config.hub import hub_folder
 from megappo.config.schema import Config, ModelSettings
+from megappo.config.tokens import TokenRows
 from megappo.errors import ConfigError, either, reason
 from megappo.families import FAMILIES, architecture
 from megappo.families.architecture import ArchitectureConfig
@@ -130,23 +131,58 @@ def load_tokenizer(model: ModelSettings) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def resolve_stop_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase, extra: Sequence[int]) -> tuple[int, ...]:
-    """Tokens that end a response: the tokenizer's, those of generation_config.json, and the configured ones."""
-    found = set(extra)
+def resolve_stop_token_ids(
+    folder: Path, tokenizer: PreTrainedTokenizerBase, extra: Sequence[int], rows: TokenRows | None = None
+) -> tuple[int, ...]:
+    """Tokens that end a response: the tokenizer's, those of generation_config.json, and the configured ones.
+
+    Raises ConfigError for one that is none of `rows`, which could never be sampled.
+    """
+    said = {"rollout.stop_token_ids has": list(extra)}
     if tokenizer.eos_token_id is not None:
-        found.add(int(tokenizer.eos_token_id))
+        said["the tokenizer's eos_token is"] = [int(tokenizer.eos_token_id)]
     if (folder / "generation_config.json").exists():
         from transformers import GenerationConfig
 
         eos = GenerationConfig.from_pretrained(folder).eos_token_id
-        found |= {eos} if isinstance(eos, int) else set(eos or ())
-    return tuple(sorted(found))
+        said[f"eos_token_id in {folder / 'generation_config.json'} has"] = [eos] if isinstance(eos, int) else eos or []
+    for place, ids in said.items():
+        if rows is not None and (problem := rows.problem(ids)):
+            raise ConfigError(f"{place} {problem}, so that it never ends a response; change it, or use another model")
+    return tuple(sorted({token for ids in said.values() for token in ids}))
+
+
+def token_rows(config: Config, tokenizer: PreTrainedTokenizerBase, *, training: bool = True) -> TokenRows:
+    """Of the models of a run, whose roles all read the same tokens. Without `training` there is the actor alone.
+
+    Raises ConfigError as `load_architectures` does, and for a role that lacks tokens which the actor may sample: those
+    of the tokenizer that the actor has a row for.
+    """
+    paths = model_paths(config)
+    sizes = {
+        role: load_architecture(path, config.model, key=_key_of(role)).vocab_size
+        for role, path in paths.items()
+        if training or role == "actor"
+    }
+    sampled = min(sizes["actor"], max(tokenizer.get_vocab().values(), default=-1) + 1)
+    for role, size in sizes.items():
+        if size < sampled:
+            raise ConfigError(
+                f"{_key_of(role)} '{paths[role]}' has rows for {size} tokens (its vocab_size), and the actor samples "
+                f"from {sampled}; use a {role} with the actor's vocabulary"
+            )
+    smallest = min(sizes, key=sizes.__getitem__)
+    return TokenRows(sizes[smallest], paths[smallest])
+
+
+def _key_of(role: str) -> str:
+    return "model.path" if role == "actor" else f"{role}.path"
 
 
 def load_architectures(config: Config, place: Callable[[str], str] = str) -> dict[str, ArchitectureConfig]:
     """The architecture of each of `model_paths`, read where `place` has its path; errors name its setting."""
     return {
-        role: load_architecture(place(path), config.model, key="model.path" if role == "actor" else f"{role}.path")
+        role: load_architecture(place(path), config.model, key=_key_of(role))
         for role, path in model_paths(config).items()
     }
 

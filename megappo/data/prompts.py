@@ -12,6 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from megappo.config.data import DataSettings, DataSourceSettings
+from megappo.config.tokens import TokenRows
 from megappo.data.sources import Chat, Record, checked_text, read_records
 from megappo.plugins import users_code
 from megappo.types import CHAT_MESSAGES, Prompt
@@ -32,13 +33,14 @@ class PromptDataset:
         tokenizer: PreTrainedTokenizerBase,
         tool_schemas: Sequence[Any] = (),
         name: str = "",
+        rows: TokenRows | None = None,
     ) -> None:
         """Read and tokenise everything; `tool_schemas` are what chat templates tell a model of its tools, `name` is the
-        source's in a mixture.
+        source's in a mixture. `rows`: which tokens models can read.
 
         Raises ValueError for unusable data, or where nothing is left.
         """
-        self._settings, self._tokenizer, self._name = settings, tokenizer, name
+        self._settings, self._tokenizer, self._name, self._rows = settings, tokenizer, name, rows
         self.source = source.source
         if settings.apply_chat_template and not tokenizer.chat_template:
             raise ValueError("the tokenizer has no chat template; set data.apply_chat_template: false")
@@ -81,8 +83,17 @@ class PromptDataset:
             ids = tuple(ids_of_all[index])
             fitted = self._fit(Prompt(index, ids, texts[index], record.answer, metadata, self._name))
             if fitted is not None:
+                self._check_rows(fitted)
                 prompts.append(fitted)
         return prompts
+
+    def _check_rows(self, prompt: Prompt) -> None:
+        problem = "" if self._rows is None else self._rows.problem(prompt.token_ids)
+        if problem:
+            raise ValueError(
+                f"prompt {prompt.index} of '{self.source}' has {problem}; use the tokenizer that the model was trained "
+                "with, or change the prompt, the chat template or the tools"
+            )
 
     def _token_ids(self, texts: Sequence[str]) -> list[list[int]]:
         """Of each text; of a very long one that is over the limit only those of its end, which are over it too."""

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from megappo.config.data import DataSettings
+from megappo.config.tokens import TokenRows
 from megappo.data.cursor import Cursor
 from megappo.data.mixture import MixedCursor, MixedPrompts
 from megappo.data.prompts import PromptDataset
@@ -17,10 +18,14 @@ TrainingCursor = Cursor | MixedCursor
 
 
 def read_prompts(
-    settings: DataSettings, tokenizer: PreTrainedTokenizerBase, tool_schemas: Sequence[Any] = ()
+    settings: DataSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    tool_schemas: Sequence[Any] = (),
+    rows: TokenRows | None = None,
 ) -> TrainingPrompts:
-    """The prompts of `data.train` or `data.mixture`. Raises ValueError where they cannot be read."""
-    found = {n: PromptDataset(s, settings, tokenizer, tool_schemas, n) for n, s in settings.sources.items()}
+    """The prompts of `data.train` or `data.mixture`, of tokens that are among `rows`. Raises ValueError where they
+    cannot be read."""
+    found = {n: PromptDataset(s, settings, tokenizer, tool_schemas, n, rows) for n, s in settings.sources.items()}
     if settings.mixture is None:
         return found[""]
     return MixedPrompts({name: (settings.mixture[name].weight, prompts) for name, prompts in found.items()})

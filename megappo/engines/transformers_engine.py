@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorL
 from megappo.config import Config
 from megappo.config.model_files import load_architecture
 from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
+from megappo.engines.rows import check_requests
 from megappo.errors import first_of
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.parameters import model_parameters
@@ -209,6 +210,7 @@ class TransformersEngine:
         """See `Engine.generate`; sequences of similar length are batched together."""
         if not self._complete:
             raise RuntimeError("the engine is without a whole set of weights; update them first")
+        check_requests(requests, self._arch.vocab_size)
         order = sorted(range(len(requests)), key=lambda i: len(requests[i].token_ids))
         completions = done if done is not None else {}
         PROGRESS.expect(SAMPLES, len(requests))

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megappo.config import Config
 from megappo.config.environment import ENVIRONMENTS, EnvironmentSettings
+from megappo.config.tokens import TokenRows
 from megappo.environments.chat import ChatTokens
 from megappo.environments.gateway.server import Gateway
 from megappo.environments.protocol import Environment
@@ -52,8 +53,10 @@ class Stage:
         return replace(self, shared=replace(self.shared, tools=tools, gateway=gateway))
 
 
-def set_stage(config: Config, tokenizer: PreTrainedTokenizerBase, stop_token_ids: tuple[int, ...]) -> Stage | None:
-    """What episodes need besides an engine; None where a prompt has one response.
+def set_stage(
+    config: Config, tokenizer: PreTrainedTokenizerBase, stop_token_ids: tuple[int, ...], rows: TokenRows
+) -> Stage | None:
+    """What episodes need besides an engine; None where a prompt has one response. `rows`: which tokens models can read.
 
     Raises ValueError where the environment, its tools or the chat template cannot be used.
     """
@@ -72,4 +75,4 @@ def set_stage(config: Config, tokenizer: PreTrainedTokenizerBase, stop_token_ids
         )
     tools = ToolPool(getattr(environment, "tools", {}), settings.tools, getattr(environment, "programs", {}))
     gateway, most = Gateway(settings.gateway_host), config.data.max_prompt_tokens
-    return Stage(environment, Surroundings(settings, tokenizer, len(tokenizer), chat, role, tools, gateway, most))
+    return Stage(environment, Surroundings(settings, tokenizer, rows.count, chat, role, tools, gateway, most))

@@ -13,7 +13,9 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from megappo.config.environment import EnvironmentSettings
+from megappo.config.tokens import without_row
 from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
+from megappo.engines.rows import check_answers
 from megappo.environments.chat import BEGINNING, PLACEHOLDER, ChatTokens, Message, plain_tokens
 from megappo.environments.gateway.recording import Recorder
 from megappo.environments.gateway.server import AgentEndpoint, Gateway
@@ -41,6 +43,7 @@ class Surroundings:
     limits: EnvironmentSettings
     tokenizer: PreTrainedTokenizerBase
     vocabulary: int
+    """Token ids below it have a row in every model of the run."""
     chat: ChatTokens | None
     """None: what an environment says is plain text."""
     role: str
@@ -120,7 +123,7 @@ class Session:
         if not isinstance(text, str):
             raise NonsenseError(f"observed {show(text)}, must be a text")
         if self._shared.chat is None:
-            self._heard += plain_tokens(self._shared.tokenizer, text)
+            self._heard += self._readable(plain_tokens(self._shared.tokenizer, text))
         else:
             self._heard_messages.append({"role": role or self._shared.role, "content": text})
 
@@ -131,6 +134,16 @@ class Session:
         if wrong:
             raise NonsenseError(f"observed {show(wrong[0])}, which is none of {self._shared.vocabulary} tokens")
         self._heard += token_ids
+
+    def _readable(self, token_ids: Sequence[int]) -> list[int]:
+        """Tokens that are to be seen by the model. Raises NonsenseError for one that it has no row for."""
+        missing = without_row(token_ids, self._shared.vocabulary)
+        if missing is not None:
+            raise NonsenseError(
+                f"the model would see token {missing}, for which it has no row (its vocab_size is "
+                f"{self._shared.vocabulary}); change what is said to it, or use the tokenizer that it was trained with"
+            )
+        return list(token_ids)
 
     def reward(self, value: float) -> None:
         """Reward the model's last turn; rewards of a turn add up."""
@@ -176,13 +189,13 @@ class Session:
         return ChatTokens(self._shared.tokenizer, self._params.stop_token_ids, schemas)
 
     def begin(self, prompt_ids: Sequence[int]) -> Trajectory:
-        """Have the next turn answer another prompt."""
-        self._current, self._heard = Trajectory(prompt_ids), []
+        """Have the next turn answer another prompt. Raises NonsenseError for tokens that the model has no row for."""
+        self._current, self._heard = Trajectory(self._readable(prompt_ids)), []
         return self._current
 
     def go_on(self, trajectory: Trajectory, heard: Sequence[int]) -> None:
-        """Have the next turn follow what was said in a trajectory, and these tokens."""
-        self._current, self._heard = trajectory, list(heard)
+        """Have the next turn follow what was said in a trajectory, and these tokens. Raises as `begin`."""
+        self._current, self._heard = trajectory, self._readable(heard)
 
     @property
     def next_prompt_tokens(self) -> int:
@@ -246,6 +259,7 @@ class Session:
                 f"the engine gave {len(completion.token_ids)} tokens where a request wanted {most} at most; have it "
                 "heed GenerateRequest.max_new_tokens, or play no environment with it"
             )
+        check_answers([completion], self._shared.vocabulary)
         self._sample = self._current
         self._sample.say(completion)
         if self._sample not in self._trajectories:
@@ -272,7 +286,7 @@ class Session:
             heard, self._heard_messages = self._heard_messages, []
             ids = self._shared.chat.between(self._messages, heard, closed=not self._current.is_cut)
             self._messages += heard
-            return ids
+            return self._readable(ids)
         heard_ids, self._heard = self._heard, []
         return heard_ids
 

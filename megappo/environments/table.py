@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from megappo.config.tokens import without_row
 from megappo.engines.protocol import Completion, GenerateRequest, Line, SamplingParams
 from megappo.engines.stretches import continued, ended, joined
 from megappo.environments.loop import OWNER, TICK_SECONDS, BlockedLoopError
@@ -249,8 +250,10 @@ class Table:
         if news.broken_off and not news.token_ids:
             return None
         found = ended(joined(before, news), self._params.stop_token_ids, request.most_tokens(self._params))
-        playing.partial = (request, found) if found.broken_off else None
-        return None if found.broken_off else found
+        # What the model has no row for is not sent back to go on from: the session refuses it.
+        goes_on = found.broken_off and without_row(found.token_ids, self._house.stage().shared.vocabulary) is None
+        playing.partial = (request, found) if goes_on else None
+        return None if goes_on else found
 
     def _answer_owed(self, playing: Playing, request: GenerateRequest, whole: Completion | None) -> None:
         playing.owed = None

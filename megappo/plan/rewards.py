@@ -16,6 +16,7 @@ from megappo.config import ConfigError
 from megappo.config.judge import JudgeServerSettings
 from megappo.config.reward import RewardSettings
 from megappo.plan.sizes import size_words
+from megappo.reshard.files import counted_files
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -38,11 +39,15 @@ class RewardServerMemory:
 @lru_cache(maxsize=8)
 def reward_parameters(folder: str | None) -> int:
     """Weights in the safetensors files of a reward model's folder, from their headers; 0 without a folder. Raises
-    ConfigError for a file that is none."""
+    ConfigError for a file that is none, and for an index that is none."""
     from safetensors import SafetensorError, safe_open
 
     total = 0
-    for path in sorted(Path(folder).glob("*.safetensors")) if folder is not None else ():
+    try:
+        files = counted_files(Path(folder)) if folder is not None else []
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    for path in files:
         try:
             with safe_open(path, framework="numpy") as file:
                 total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from megappo.config.schema import RolloutSettings
 from megappo.engines.protocol import Completion, Engine, GenerateRequest, SamplingParams
+from megappo.engines.rows import check_answers, check_requests
 from megappo.errors import RunError
 from megappo.plugins import check_call, load_function
 from megappo.types import Prompt
@@ -56,9 +57,16 @@ def generated(
     prompts: Sequence[Prompt],
     requests: Sequence[GenerateRequest],
     params: SamplingParams,
+    rows: int | None = None,
 ) -> list[Completion]:
-    """What the function makes of requests. Raises RunError where that is no completion for each."""
-    found: Any = function(prompts=prompts, requests=requests, params=params, generate=engine.generate)
+    """What the function makes of requests. Raises RunError where that is no completion for each, and for tokens that
+    models of so many rows have none for; None: any may come."""
+
+    def generate(asked: Sequence[GenerateRequest], *others: Any, **named: Any) -> list[Completion]:
+        check_requests(asked, rows, "rollout.generation")
+        return engine.generate(asked, *others, **named)
+
+    found: Any = function(prompts=prompts, requests=requests, params=params, generate=generate)
     if not isinstance(found, list) or len(found) != len(requests):
         count = f"{len(found)} of them" if isinstance(found, list) else f"a {type(found).__name__}"
         raise RunError(f"rollout.generation returned {count}, must be a list of {len(requests)} completions; fix it")
@@ -73,4 +81,5 @@ def generated(
                 f"rollout.generation returned {len(each.token_ids)} tokens, above the limit of {params.max_new_tokens} "
                 "in params.max_new_tokens; heed it"
             )
+    check_answers(found, rows, "rollout.generation")
     return found

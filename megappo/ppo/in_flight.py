@@ -14,6 +14,7 @@ from typing import Any
 
 from megappo.config.in_flight_rules import longest_lag
 from megappo.engines.protocol import Completion, GenerateRequest, HoldingEngine, InFlightEngine
+from megappo.engines.rows import check_answers
 from megappo.engines.stretches import continued, ended, joined
 from megappo.ppo.arrivals import ArrivalsRecord, ReplayedArrivals, numbers_of, rollouts_of
 from megappo.ppo.generation import Kept, Responses
@@ -284,7 +285,8 @@ class InFlight:
         return {n: answer for n, answer in found.items() if answer is not None}
 
     def _note(self, news: Mapping[int, Completion]) -> None:
-        """Take answers, and tell all ranks what is finished."""
+        """Take answers, and tell all ranks what is finished. Raises RunError for tokens that models cannot read."""
+        check_answers(news.values(), self._parts.vocabulary)
         most, stops = self._params.max_new_tokens, self._params.stop_token_ids
         for number, answer in news.items():
             sample = self._samples.get(number)

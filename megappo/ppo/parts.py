@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedTokenizerBase
 
 from megappo.config import Config, ConfigError, Derived
-from megappo.config.model_files import load_tokenizer, resolve_stop_token_ids, role_folder
+from megappo.config.model_files import load_tokenizer, resolve_stop_token_ids, role_folder, token_rows
 from megappo.data import PromptDataset, TrainingCursor, TrainingPrompts, read_prompts, training_cursor
 from megappo.data.curriculum import Curriculum
 from megappo.data.mixture import MixedPrompts
@@ -91,6 +91,12 @@ class Parts:
         return [self.actor] if self.critic is None else [self.actor, self.critic]
 
     @property
+    def vocabulary(self) -> int:
+        """Token ids below it have a row in every model of the run."""
+        models = (self.actor, self.critic, self.reference)
+        return min(role.arch.vocab_size for role in models if role is not None)
+
+    @property
     def replayed_routing(self) -> RoutingShape | None:
         """Sizes of the routing that the engine gives and the actor goes by; None: the actor's routers choose. Raises
         ConfigError where the actor shall go by it and the engine gives none."""
@@ -124,7 +130,7 @@ class Parts:
         """A sample for each request, whose prompts these are: the engine's response, or an episode. As
         `Engine.generate` otherwise."""
         if self.generation is not None:
-            return generated(self.generation, self.engine, prompts, requests, params)
+            return generated(self.generation, self.engine, prompts, requests, params, self.vocabulary)
         if self.episodes is None:
             return self.engine.generate(requests, params, done)
         return self.episodes.generate(prompts, requests, params, done)
@@ -156,7 +162,8 @@ class Parts:
 
 def training_prompts(config: Config) -> TrainingPrompts:
     """The prompts to train on. Raises ValueError where data or tokenizer cannot be read."""
-    return read_prompts(config.data, load_tokenizer(config.model), tool_schemas(config))
+    tokenizer = load_tokenizer(config.model)
+    return read_prompts(config.data, tokenizer, tool_schemas(config), token_rows(config, tokenizer))
 
 
 def check_answers(config: Config, train: TrainingPrompts, validation: Iterable[PromptDataset]) -> None:
@@ -175,7 +182,10 @@ def assemble(config: Config, derived: Derived, runtime: Runtime, purpose: Purpos
     """Make every part; a collective of the whole world. Data and reward errors come before any model is built."""
     purpose = purpose if purpose is not None else Purpose()
     tokenizer = load_tokenizer(config.model)
-    prompts = purpose.prompts if purpose.prompts is not None else training_prompts(config)
+    rows = token_rows(config, tokenizer, training=purpose.training)
+    prompts = purpose.prompts
+    if prompts is None:
+        prompts = read_prompts(config.data, tokenizer, tool_schemas(config), rows)
     cursor, curriculum = training_cursor(prompts, config.data, config.run.seed), None
     if config.data.curriculum is not None:
         ahead = 0 if config.rollout.in_flight else config.rollout.ahead  # then its draws come after all rewards
@@ -184,12 +194,12 @@ def assemble(config: Config, derived: Derived, runtime: Runtime, purpose: Purpos
     if config.evaluation is not None or not purpose.training:
         schemas = tool_schemas(config)
         sets = config.data.evaluated.items()
-        validation_prompts = {name: PromptDataset(s, config.data, tokenizer, schemas) for name, s in sets}
+        validation_prompts = {name: PromptDataset(s, config.data, tokenizer, schemas, rows=rows) for name, s in sets}
     check_answers(config, prompts, validation_prompts.values())
     folder = role_folder(config, "actor")
-    stop_token_ids = resolve_stop_token_ids(folder, tokenizer, config.rollout.stop_token_ids)
+    stop_token_ids = resolve_stop_token_ids(folder, tokenizer, config.rollout.stop_token_ids, rows)
     generation = find_generation(config.rollout)
-    stage = set_stage(config, tokenizer, stop_token_ids)
+    stage = set_stage(config, tokenizer, stop_token_ids, rows)
     trusts = config.model.trust_remote_code
     servers = _start_reward_servers(config, runtime)
     reward = RewardScorer(config.reward, runtime.device, servers, trust_remote_code=trusts)

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megappo.data import PromptDataset, TrainingPrompts
 from megappo.engines.protocol import Completion, GenerateRequest
+from megappo.engines.rows import check_answers
 from megappo.errors import RunError
 from megappo.ppo.episodes import episodes_of, own_tokens, prompt_ids, turns_mask
 from megappo.runtime.process import Runtime
@@ -58,10 +59,14 @@ def request_samples(prompts: Prompts, *, samples_per_prompt: int, seed_of: Calla
 
 
 def finish_rollout(
-    wanted: SampleRequests, completions: Sequence[Completion], tokenizer: PreTrainedTokenizerBase
+    wanted: SampleRequests,
+    completions: Sequence[Completion],
+    tokenizer: PreTrainedTokenizerBase,
+    rows: int | None = None,
 ) -> Rollouts:
     """The engine's answers as padded tensors, (0, 1) where there is none; all with a routing, or none. So are those of
-    episodes."""
+    episodes. Raises RunError for tokens that models of so many rows have none for; None: any may come."""
+    check_answers(completions, rows)
     sample_ids = torch.tensor(wanted.sample_ids, dtype=torch.int64)
     token_ids = [own_tokens(c) for c in completions]
     inside = [ids if c.truncated else ids[:-1] for ids, c in zip(token_ids, completions, strict=True)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,13 @@ from megappo.families.architecture import ArchitectureConfig
 from megappo.families.packed import packed_parts, stored_shapes
 from megappo.families.parameters import HF_EMBEDDING, HF_OUTPUT_LAYER, Piece, model_parameters, tensor_shapes
 from megappo.families.weights import ValueHeadWeights
+from megappo.reshard.files import SINGLE, tensor_files
 from megappo.reshard.float8 import SCALE_SUFFIX, SCALE_TYPES, WEIGHT_TYPE, dequantised, scale_shape
 from megappo.reshard.mxfp4 import BLOCK as MXFP4_BLOCK
 from megappo.reshard.mxfp4 import SUFFIXES as MXFP4
 from megappo.reshard.mxfp4 import dequantised as dequantised_mxfp4
 from megappo.reshard.value_heads import EXTRA_FILE, find_value_head
 
-_SINGLE = "model.safetensors"
 _PLAIN_TYPES = ("F64", "F32", "F16", "BF16")
 _COMPARED_ROWS = 8192
 _FOLLOWS_FROM_CONFIG = "rotary_emb.inv_freq"
@@ -43,9 +42,9 @@ class SafetensorsSource:
         self._expert = lru_cache(maxsize=1)(self._read_expert)  # that of a gate is that of the up behind it
         # With tied embeddings the files may hold the output layer as well.
         self._shapes = {**self._wanted, HF_OUTPUT_LAYER: self._wanted[HF_EMBEDDING]}
-        index = self._index()
+        index = tensor_files(folder)
         self._file_of: dict[str, Any] = {}
-        for file in sorted(set(index.values())) or [_SINGLE]:
+        for file in sorted(set(index.values())) or [SINGLE]:
             opened = self._opened(file)
             self._file_of |= {name: opened for name in opened.keys() if index.get(name, file) == file}  # noqa: SIM118
         if (folder / EXTRA_FILE).exists():
@@ -77,20 +76,6 @@ class SafetensorsSource:
         kept._file_of = {name: file for name, file in self._file_of.items() if name in known}
         kept._expert = lru_cache(maxsize=1)(kept._read_expert)
         return kept
-
-    def _index(self) -> dict[str, str]:
-        """The file of each tensor; empty where there is one file."""
-        path = self._folder / "model.safetensors.index.json"
-        if path.exists():
-            try:
-                return dict(json.loads(path.read_text())["weight_map"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path} is no index of safetensors ({error!r}); fetch or save it again") from error
-        if not (self._folder / _SINGLE).exists():
-            raise ValueError(
-                f"{self._folder} holds no {_SINGLE}; save the model as safetensors, or use model.init: random"
-            )
-        return {}
 
     def _opened(self, file: str) -> Any:
         try:

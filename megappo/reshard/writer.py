@@ -19,10 +19,10 @@ from transformers.models.auto.modeling_auto import (
 
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.packed import packed_tensors, stored_shapes
+from megappo.reshard.files import INDEX, SINGLE
 from megappo.reshard.value_heads import EXPORTED
 
 _FILE_BYTES = 4 * 2**30
-_INDEX = "model.safetensors.index.json"
 _GENERATION = "generation_config.json"
 _OF_OTHER_HEADS = ("normalize_reward", "mean", "std", "value_head_prefix")
 """What OpenRLHF's config.json says of a head; `SafetensorsSource.value_head` has scaled the weights by it."""
@@ -119,7 +119,7 @@ def _write_tensors(
     """Write safetensors of at most 4 GiB. `beside`: how names begin of tensors that are taken as they come; the others
     are to be those that are wanted."""
     out.mkdir(parents=True, exist_ok=True)
-    for old in (*out.glob("*.safetensors"), *out.glob(_INDEX)):  # of an earlier export, perhaps in more files
+    for old in (*out.glob("*.safetensors"), *out.glob(INDEX)):  # of an earlier export, perhaps in more files
         old.unlink()
     files: list[dict[str, Tensor]] = [{}]
     shapes: dict[str, tuple[int, ...]] = {}
@@ -162,10 +162,10 @@ def _finish(out: Path, files: list[dict[str, Tensor]], weight_map: dict[str, int
     """Save the last file and give all of them the names transformers looks for."""
     _save(out, files, len(files) - 1)
     if len(files) == 1:
-        (out / "part-00000.safetensors").rename(out / "model.safetensors")
+        (out / "part-00000.safetensors").rename(out / SINGLE)
         return
     names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
     for i, name in enumerate(names):
         (out / f"part-{i:05d}.safetensors").rename(out / name)
     index = {"metadata": {"total_size": total}, "weight_map": {n: names[i] for n, i in weight_map.items()}}
-    (out / _INDEX).write_text(json.dumps(index, indent=2))
+    (out / INDEX).write_text(json.dumps(index, indent=2))

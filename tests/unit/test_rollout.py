@@ -101,6 +101,14 @@ def test_logprobs_are_those_of_a_plain_forward_pass(engine: TransformersEngine, 
         assert done.weight_version == 3
 
 
+def test_tokens_without_a_row_are_named(engine: TransformersEngine) -> None:
+    """A model of rows for so many tokens, whichever of a batch has another one."""
+    for strange in (VOCAB, -1, 10**6):
+        asked = [*requests(2), GenerateRequest((3, strange, 4), seed=9, prompt_id=9)]
+        with pytest.raises(RunError, match=f"wants an answer to token {strange}, for which the model has no row"):
+            engine.generate(asked, PARAMS)
+
+
 def ones_own(path: str, **options: Any) -> RolloutSettings:
     words = {"prompts_per_step": 1, "max_response_tokens": 9, "generation": path, "generation_options": options}
     return RolloutSettings.model_validate(words)

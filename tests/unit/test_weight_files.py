@@ -21,6 +21,7 @@ from megappo.families import FAMILIES, architecture
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.parameters import Piece, model_parameters, pieces, shard_shape
 from megappo.families.weights import read_shard, scatter_shard
+from megappo.plan.rewards import reward_parameters
 from megappo.plan.sizes import model_sizes
 from megappo.ppo.models import ROLES, weight_sources
 from megappo.reshard.sources import SafetensorsSource
@@ -328,3 +329,54 @@ def test_ranks_of_a_node_read_a_file_from_the_disk_once(tmp_path: Path) -> None:
     if not read_once:
         pytest.skip(f"{tmp_path} is on no disk")
     assert 0.9 * size < read_once < 1.1 * size
+
+
+def with_index(folder: Path, shards: dict[str, Tensor] | None, files: int = 2) -> None:
+    """Beside the single file an index of so many others, which hold these tensors; None: they are gone."""
+    named: dict[str, str] = {}
+    for number, name in enumerate(sorted(load_file(folder / "model.safetensors"))):
+        named[name] = f"model-{number % files + 1:05d}-of-{files:05d}.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": named}))
+    for file in sorted(set(named.values())) if shards is not None else ():
+        assert shards is not None
+        own = {name: shards[name] for name, at in named.items() if at == file}
+        save_file(own, folder / file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma2"])
+@pytest.mark.parametrize("shards", ["older", "gone", "cut short"])
+def test_a_single_file_is_the_model_whatever_an_index_says(tmp_path: Path, family: str, shards: str) -> None:
+    """As transformers takes it: an index may be left of an older save."""
+    folder = write_model(tmp_path / "m", family, 1)
+    older = {name: tensor + 1 for name, tensor in load_file(folder / "model.safetensors").items()}
+    truth = whole_tensors(folder, torch.float32, 2)
+    with_index(folder, None if shards == "gone" else older)
+    if shards == "cut short":
+        (folder / "model-00001-of-00002.safetensors").write_bytes(b"xx")
+    found = whole_tensors(folder, torch.float32, 2)
+    assert found.keys() == truth.keys() and all(torch.equal(found[name], truth[name]) for name in truth)
+    theirs = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
+    assert all(torch.equal(found[name], theirs[name].data) for name in found.keys() & theirs.keys())
+
+
+def test_an_index_alone_is_read_and_one_that_is_none_is_refused(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m", "llama", 1)
+    truth = load_file(folder / "model.safetensors")
+    with_index(folder, truth)
+    (folder / "model.safetensors").unlink()
+    found = whole_tensors(folder, torch.float32, 1)
+    assert all(torch.equal(found[name], truth[name].float()) for name in found)
+    (folder / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match="is no index of safetensors"):
+        whole_tensors(folder, torch.float32, 1)
+
+
+def test_files_beside_the_single_one_are_not_counted(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m", "llama", 1)
+    truth = load_file(folder / "model.safetensors")
+    with_index(folder, truth)
+    reward_parameters.cache_clear()
+    assert reward_parameters(str(folder)) == sum(tensor.numel() for tensor in truth.values())
+    (folder / "model.safetensors").unlink()
+    reward_parameters.cache_clear()
+    assert reward_parameters(str(folder)) == sum(tensor.numel() for tensor in truth.values())

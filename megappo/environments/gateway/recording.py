@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from megappo.environments.chat import PLACEHOLDER, ChatTokens, Message
 from megappo.environments.gateway.wire import Asked, Json, RefusedError, Said
-from megappo.environments.protocol import Limit, LimitReached, Reply
+from megappo.environments.protocol import Limit, LimitReached, NonsenseError, Reply
 from megappo.environments.tool_calls import CallFormat
 from megappo.environments.trajectory import Trajectory
 from megappo.errors import RunError
@@ -97,17 +97,23 @@ class Recorder:
                 heard = conversation.tokens_of(asked.messages[len(conversation.messages) :])
             except ValueError:
                 continue  # the template has the model see something else than what it said
-            self._session.go_on(conversation.trajectory, heard)
+            self._go_on(conversation.trajectory, heard)
             return conversation
         return None
+
+    def _go_on(self, trajectory: Trajectory, heard: Sequence[int]) -> None:
+        try:
+            self._session.go_on(trajectory, heard)
+        except NonsenseError as error:
+            raise RefusedError(str(error)) from error
 
     def _begun(self, asked: Asked) -> _Conversation:
         chat = self._session.chat_tokens(asked.tools)
         try:
-            ids = chat.opening(asked.messages)
-        except ValueError as error:
+            trajectory = self._session.begin(chat.opening(asked.messages))
+        except ValueError as error:  # tokens that the model has no row for are one, too
             raise RefusedError(str(error)) from error
-        self._conversations.append(_Conversation(asked.tools, chat, self._session.begin(ids)))
+        self._conversations.append(_Conversation(asked.tools, chat, trajectory))
         return self._conversations[-1]
 
     def _said(self, reply: Reply, tools: Sequence[Json]) -> Said:
