@@ -39,9 +39,12 @@ def unread_window(arch: ArchitectureConfig, asked: Served) -> str:
 
 
 def unread_rope(arch: ArchitectureConfig, types: tuple[str, ...] = ROPE_TYPES) -> str:
-    """A rope that SGLang computes otherwise than transformers; `types` are those that the family's model hands on."""
+    """A rope that SGLang computes otherwise than transformers; `types` are those that the family's model hands on.
+    Nothing is said of a family of the user's without one rope for all layers."""
     c, name = arch.hf_config, f"SGLang's {arch.family}"
-    rope: Mapping[str, Any] = c.rope_parameters
+    rope: Mapping[str, Any] = getattr(c, "rope_parameters", None) or {}
+    if "rope_type" not in rope:
+        return ""
     kind = rope["rope_type"]
     if kind not in types:
         return f"{name} takes no account of rope type '{kind}' in config.json"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import copy
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -423,6 +425,14 @@ def test_ropes_that_sglang_reads_otherwise_on_gpus(
     arch = read_architecture(written(tmp_path / "m", family, **changes))
     found = arch.declaration.unserved(arch, Served(on_cuda=True, tokens=5))
     assert words in found and bool(words) == bool(found)
+
+
+def test_a_family_without_one_rope_is_not_asked_about_it(tmp_path: Path) -> None:
+    arch = read_architecture(written(tmp_path / "m", "llama"))
+    for ropes in (None, {"full_attention": LINEAR_ROPE}):
+        other = replace(arch, hf_config=copy.deepcopy(arch.hf_config))
+        other.hf_config.rope_parameters = ropes
+        assert other.declaration.unserved(other, Served(on_cuda=True, tokens=5)) == ""
 
 
 def test_an_export_says_what_sglang_reads(tmp_path: Path) -> None:
