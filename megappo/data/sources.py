@@ -130,7 +130,6 @@ def _checked_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message["content"], str):
         raise ValueError(f"{where}: chat content {_show(message['content'])} must be a text; fix it")
     checked_text(message["content"], where, "prompt")
-    # parquet fills the fields that only other messages have with None
     return {key: value for key, value in message.items() if value is not None}
 
 
@@ -177,7 +176,8 @@ def _keyed_record(fields: dict[str, Any], where: str, settings: DataSourceSettin
 def _data_set(settings: DataSourceSettings) -> Located:
     for number, row in enumerate(_rows(read_table(settings.source, settings.limit), settings.source)):
         where = f"{settings.source} row {number}"
-        yield where, _keyed_record(row, where, settings)
+        there = {name: value for name, value in row.items() if value is not None or name == settings.prompt_key}
+        yield where, _keyed_record(there, where, settings)
 
 
 def _read(path: Path) -> bytes:
@@ -223,14 +223,24 @@ def _parquet(path: Path) -> Located:
 
 
 def _rows(table: pyarrow.Table, place: str | Path) -> Iterator[dict[str, Any]]:
-    """Arrow checks neither UTF-8 nor dates before a value becomes Python's."""
+    """As a row would stand in a file of JSON lines. Arrow checks neither UTF-8 nor dates before a value becomes
+    Python's."""
     first = 0
     for batch in table.to_batches(max_chunksize=1024):
         try:
-            yield from batch.to_pylist()
+            rows = batch.to_pylist()
         except (ValueError, OverflowError):
-            yield from (_row(batch, i, f"{place} row {first + i}") for i in range(batch.num_rows))
+            rows = (_row(batch, i, f"{place} row {first + i}") for i in range(batch.num_rows))
+        yield from ({name: _without_fillings(value) for name, value in row.items()} for row in rows)
         first += batch.num_rows
+
+
+def _without_fillings(value: Any) -> Any:
+    """Without the nulls that Arrow puts where a struct lacks a field that others of its column have. A null that was
+    written goes with them: nothing tells it apart."""
+    if isinstance(value, dict):
+        return {name: _without_fillings(inner) for name, inner in value.items() if inner is not None}
+    return [_without_fillings(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _row(batch: pyarrow.RecordBatch, i: int, where: str) -> dict[str, Any]:

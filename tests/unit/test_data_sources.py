@@ -66,6 +66,49 @@ def test_parquet(tmp_path: Path) -> None:
     assert second.answer == "5"
 
 
+def with_tool_call(arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    function = {"name": "look", "arguments": arguments}
+    return [
+        {"role": "user", "content": "look"},
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
+        {"role": "tool", "content": "12", "name": "look"},
+    ]
+
+
+DIFFERENT_ROWS: list[dict[str, Any]] = [
+    {"prompt": with_tool_call({"city": "Rome"}), "answer": "1", "extra": {"level": 1}, "level": 5},
+    {"prompt": with_tool_call({"a": 1, "deep": {"x": [1, 2]}}), "answer": "2", "extra": {"from": {"book": "b"}}},
+    {"prompt": with_tool_call({"deep": {"y": "z"}, "items": [{"k": 1}, {"l": [{"m": 2}, {"n": 3}]}]}), "answer": "3"},
+    {"prompt": with_tool_call({}), "answer": "4", "level": 7, "extra": {"from": {"page": 3}, "tags": ["a", "b"]}},
+]
+"""Of which no two have the same fields."""
+
+
+def test_tables_hold_what_json_lines_hold(tmp_path: Path) -> None:
+    """Not the nulls that a table puts where a row lacks what others have: nested, in lists and in metadata."""
+    lines = read(jsonl(tmp_path, *DIFFERENT_ROWS))
+    rows = [
+        verl_row(
+            prompt=row["prompt"],
+            reward_model={"ground_truth": row["answer"]},
+            extra_info={name: row[name] for name in ("extra", "level") if name in row},
+        )
+        for row in DIFFERENT_ROWS
+    ]
+    found = read(verl_file(tmp_path, *rows))
+    assert [record.metadata.pop("data_source") for record in found] == ["d"] * 4
+    assert found == lines
+
+
+def test_data_sets_hold_what_json_lines_hold(hub: Any, tmp_path: Path) -> None:
+    lines = read(jsonl(tmp_path, *DIFFERENT_ROWS))
+    (tmp_path / "tables").mkdir()
+    parquet.write_table(pyarrow.Table.from_pylist(DIFFERENT_ROWS), tmp_path / "tables" / "train-00000.parquet")
+    assert read(f"datasets:{tmp_path}/tables") == lines
+    hub.Dataset.from_list(DIFFERENT_ROWS).save_to_disk(tmp_path / "saved")
+    assert read(f"datasets:{tmp_path}/saved") == lines
+
+
 def test_reasoning_gym_is_the_same_every_time() -> None:
     pytest.importorskip("reasoning_gym")
     first, again = (read("reasoning_gym:chain_sum", options={"size": 3, "max_terms": 2}) for _ in range(2))
