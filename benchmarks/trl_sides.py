@@ -223,12 +223,14 @@ class _Judge:
 
     def _judge(self, ids: list[int]) -> tuple[float, int]:
         """Of one sample without padding: its reward, and the tokens of its response."""
+        from megappo.config.tokens import decoded
+
         length = next(n for n in self._lengths if tuple(ids[:n]) in self._prompts)
         prompt, response = self._prompts[tuple(ids[:length])], ids[length:]
-        text = self._tokenizer.decode(response, skip_special_tokens=True)
+        text = decoded(self._tokenizer, response, skip_special_tokens=True)
         given = {"prompt": prompt.text, "response": text, "answer": prompt.answer, "metadata": dict(prompt.metadata)}
         if self._wants_raw:
-            given["raw_response"] = self._tokenizer.decode(response, skip_special_tokens=False)
+            given["raw_response"] = decoded(self._tokenizer, response)
         return float(self._function(**given, **self._settings.options)), len(response)
 
     def score(self, hidden: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from megappo.config.model_files import (
     role_folder,
     token_rows,
 )
+from megappo.config.tokens import decoded
 from megappo.data import PromptDataset, read_prompts
 from megappo.data.mixture import MixedPrompts
 from megappo.data.sources import Record, read_records
@@ -131,7 +132,7 @@ def _prompts(config: Config, models: Models, ranks: int) -> Rows:
     )
     yield (
         "stop tokens",
-        ", ".join(f"{i} {tokenizer.decode([i])!r}" for i in stops) or "none: responses have full length",
+        ", ".join(f"{i} {decoded(tokenizer, [i])!r}" for i in stops) or "none: responses have full length",
     )
     stage, schemas = set_stage(config, tokenizer, stops, rows), tool_schemas(config)
     if stage is not None:

@@ -1,4 +1,4 @@
-"""Token ids, whoever made them: which of them a model has a row of its embedding for."""
+"""From texts to token ids and back, and which ids a model has a row of its embedding for."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from megappo.config.schema import Config
     from megappo.families.architecture import ModelShape
 
@@ -45,3 +47,50 @@ def stop_token_rules(config: Config, shapes: Mapping[str, ModelShape]) -> Iterat
             f"rollout.stop_token_ids has {missing}, for which the {name} model has no row (its vocab_size is {rows}); "
             f"set ids of at most {rows - 1}, or remove it"
         )
+
+
+_PROBES = ("a", "0")
+"""Texts that most tokenizers have an ordinary token for."""
+
+
+def tokens_around(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str] = ()) -> tuple[list[int], list[int]]:
+    """What a tokenizer puts before and behind a text by itself: beginning (bos) and end (eos) of a text, mostly.
+
+    `texts`: some that it is used for, should it have no ordinary tokens for ours.
+    """
+    special = {*tokenizer.all_special_ids}
+    for text in (*_PROBES, *sorted(texts, key=len)):
+        plain: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not plain or plain[0] in special or plain[-1] in special:
+            continue
+        whole: list[int] = tokenizer(text)["input_ids"]
+        for start in range(len(whole) - len(plain) + 1):
+            if whole[start : start + len(plain)] == plain:
+                return whole[:start], whole[start + len(plain) :]
+    return [], []
+
+
+def continued_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """The tokens of texts that a model is to go on with: begun as the tokenizer begins a text, and not ended.
+
+    A text that begins with the beginning already, as one that a chat template rendered does, gets no second one.
+    """
+    before, _ = tokens_around(tokenizer, texts)
+    plain: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    return [ids if ids[:1] == before[:1] else [*before, *ids] for ids in plain]
+
+
+def whole_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The tokens of a text that is whole, begun and ended as the tokenizer does it; not twice where the text does."""
+    before, behind = tokens_around(tokenizer, [text])
+    plain: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    begun = plain if plain[:1] == before[:1] else [*before, *plain]
+    return begun if plain[-1:] == behind[-1:] else [*begun, *behind]
+
+
+def decoded(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+    """Exactly the text of these tokens: transformers would take blanks before punctuation out for tokenizers that say
+    so (`clean_up_tokenization_spaces`)."""
+    return str(
+        tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+    )

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from megappo.config.data import DataSettings, DataSourceSettings
-from megappo.config.tokens import TokenRows
+from megappo.config.tokens import TokenRows, continued_ids, decoded
 from megappo.data.sources import Chat, Record, checked_text, read_records
 from megappo.plugins import users_code
 from megappo.types import CHAT_MESSAGES, Prompt
@@ -98,9 +98,10 @@ class PromptDataset:
     def _token_ids(self, texts: Sequence[str]) -> list[list[int]]:
         """Of each text; of a very long one that is over the limit only those of its end, which are over it too."""
         whole = [text if len(text) <= WHOLE_CHARACTERS else self._end_over_limit(text) for text in texts]
+        if not self._settings.apply_chat_template:
+            return continued_ids(self._tokenizer, whole)
         # A rendered template holds its special tokens already.
-        add_special_tokens = not self._settings.apply_chat_template
-        ids: list[list[int]] = self._tokenizer(whole, add_special_tokens=add_special_tokens)["input_ids"]
+        ids: list[list[int]] = self._tokenizer(whole, add_special_tokens=False)["input_ids"]
         return ids
 
     def _end_over_limit(self, text: str) -> str:
@@ -166,7 +167,7 @@ class PromptDataset:
         self.truncated += 1
         ids = prompt.token_ids[-limit:]
         metadata = {key: value for key, value in prompt.metadata.items() if key != CHAT_MESSAGES}
-        return replace(prompt, token_ids=ids, text=str(self._tokenizer.decode(ids)), metadata=metadata)
+        return replace(prompt, token_ids=ids, text=decoded(self._tokenizer, ids), metadata=metadata)
 
 
 def _fingerprint(prompts: Sequence[Prompt]) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from megappo.config.environment import EnvironmentSettings
-from megappo.config.tokens import without_row
+from megappo.config.tokens import decoded, without_row
 from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
 from megappo.engines.rows import check_answers
 from megappo.environments.chat import BEGINNING, PLACEHOLDER, ChatTokens, Message, plain_tokens
@@ -265,12 +265,12 @@ class Session:
         if self._sample not in self._trajectories:
             self._trajectories.append(self._sample)
         self._messages.append({"role": "assistant", "content": PLACEHOLDER})
-        ids, decode = list(completion.token_ids), self._shared.tokenizer.decode
+        tokenizer, ids = self._shared.tokenizer, completion.token_ids
         return Reply(
             completion.token_ids,
             completion.logprobs,
-            str(decode(ids, skip_special_tokens=True)),
-            str(decode(ids, skip_special_tokens=False)),
+            decoded(tokenizer, ids, skip_special_tokens=True),
+            decoded(tokenizer, ids),
             completion.truncated,
             completion.weight_version,
         )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from megappo.config.tokens import decoded
 from megappo.engines.protocol import Completion
 from megappo.types import Episode, Episodes, Prompt, ToolUse, Turn
 
@@ -64,19 +65,15 @@ def _conversation(completion: Completion, tokenizer: PreTrainedTokenizerBase) ->
     assert completion.episode is not None
     said: list[dict[str, Any]] = []
     if completion.episode.prompt_ids is not None:
-        said.append({"by": "agent", "text": _text(completion.episode.prompt_ids, tokenizer)})
+        said.append({"by": "agent", "text": decoded(tokenizer, completion.episode.prompt_ids)})
     heard = 0
     for turn in completion.episode.turns:
         if turn.start > heard:
-            said.append({"by": "environment", "text": _text(completion.token_ids[heard : turn.start], tokenizer)})
-        text = _text(completion.token_ids[turn.start : turn.stop], tokenizer)
+            said.append({"by": "environment", "text": decoded(tokenizer, completion.token_ids[heard : turn.start])})
+        text = decoded(tokenizer, completion.token_ids[turn.start : turn.stop])
         said.append({"by": "model", "text": text, "reward": turn.reward})
         heard = turn.stop
     return tuple(said)
-
-
-def _text(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    return str(tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
 
 def keep_episodes(completions: Sequence[Completion]) -> dict[str, Tensor]:

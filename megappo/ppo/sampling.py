@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from megappo.config.tokens import decoded
 from megappo.data import PromptDataset, TrainingPrompts
 from megappo.engines.protocol import Completion, GenerateRequest
 from megappo.engines.rows import check_answers
@@ -101,8 +102,8 @@ def finish_rollout(
 def _decoded(
     tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[list[int]], *, skip_special_tokens: bool
 ) -> tuple[str, ...]:
-    """One text for each response; of no responses `batch_decode` makes one text."""
-    return tuple(tokenizer.batch_decode(token_ids, skip_special_tokens=skip_special_tokens)) if token_ids else ()
+    """One text for each response."""
+    return tuple(decoded(tokenizer, ids, skip_special_tokens=skip_special_tokens) for ids in token_ids)
 
 
 def routing_of(completion: Completion) -> Tensor:

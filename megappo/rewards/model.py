@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
+from megappo.config.tokens import whole_ids
 from megappo.errors import first_of, reason
 from megappo.plugins import users_code
 
@@ -80,7 +81,7 @@ class RewardTexts:
         Raises ValueError for what the model cannot read.
         """
         if isinstance(prompt, str):
-            ids = self._tokenizer(prompt + response).input_ids
+            ids = whole_ids(self._tokenizer, prompt + response)
         else:
             if not self.has_chat_template:
                 raise ValueError("the reward model's tokenizer has no chat template; give it prompts as text")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import processors
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -100,6 +101,20 @@ def test_a_tokenizer_larger_than_the_model(tmp_path: Path, llama: Any) -> None:
     assert model.score(["a"], ["b"]).shape == (1,)
     with pytest.raises(ValueError, match="makes token 41, its vocabulary has 40"):
         model.score(["a"], ["!"])
+
+
+def test_texts_that_a_template_rendered_begin_once(tmp_path: Path, llama: Any) -> None:
+    """The policy's template wrote the beginning that the reward model's tokenizer would add."""
+    words = character_tokenizer()
+    words.add_special_tokens({"bos_token": "<", "eos_token": ">"})
+    ends = [("<", words.bos_token_id), (">", words.eos_token_id)]
+    for single, read in (("< $A", "<a=7"), ("< $A >", "<a=7>"), ("$A >", "<a=7>")):
+        words.backend_tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=ends)
+        path = save(tmp_path, llama)
+        words.save_pretrained(path)
+        texts = load(path).texts
+        assert texts.ids("<a=", "7") == words(read, add_special_tokens=False)["input_ids"], single
+        assert texts.ids("<a=", "7>") == words("<a=7>", add_special_tokens=False)["input_ids"], single
 
 
 def change_config(folder: Path, **changes: Any) -> None:

@@ -1,7 +1,8 @@
-"""Token ids that models have rows for, wherever they come from."""
+"""From texts to tokens and back, and tokens that models have no row for, wherever they come from."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from collections.abc import Callable
@@ -11,13 +12,14 @@ from typing import Any
 
 import aiohttp
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from megappo.config import check_run, load_config
 from megappo.config.data import DataSettings, DataSourceSettings
 from megappo.config.environment import EnvironmentSettings
 from megappo.config.model_files import load_tokenizer, resolve_stop_token_ids, token_rows
-from megappo.config.tokens import TokenRows
+from megappo.config.tokens import TokenRows, decoded, whole_ids
 from megappo.data import PromptDataset, read_prompts
 from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
 from megappo.environments.chat import ChatTokens
@@ -31,6 +33,7 @@ from megappo.errors import ConfigError, RunError
 from megappo.ppo.answering import generated
 from megappo.ppo.sampling import SampleRequests, finish_rollout
 from megappo.runtime.interrupts import NeverStop
+from megappo.types import Prompt
 from unit.helpers_broken import QUICKSTART, ROOT, TINY, megappo
 from unit.helpers_data import character_tokenizer
 from unit.helpers_episodes import PARAMS, TOKENIZER, SayingEngine, asked, tokenizer
@@ -275,3 +278,106 @@ def test_answers_of_tokens_without_a_row_are_not_trained_on() -> None:
     with pytest.raises(RunError, match=f"the engine answered with token {END}, for which the model has no row"):
         finish_rollout(wanted, answer, TOKENIZER, END)
     assert finish_rollout(wanted, answer, TOKENIZER, END + 1).response_lengths_B.tolist() == [2]
+
+
+def with_ends(single: str, *, template: str | None = None) -> PreTrainedTokenizerFast:
+    """The 40 characters and <b> and </e>, which it puts around texts as `single` says."""
+    made = character_tokenizer(template)
+    made.backend_tokenizer.decoder = decoders.Fuse()
+    made.add_special_tokens({"bos_token": "<b>", "eos_token": "</e>"})
+    ends = [("<b>", made.bos_token_id), ("</e>", made.eos_token_id)]
+    made.backend_tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=ends)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("single", "prompt", "seen"),
+    [
+        ("$A </e>", "a+b=", "a+b="),
+        ("<b> $A </e>", "a+b=", "<b>a+b="),
+        ("<b> $A </e> </e>", "a+b=", "<b>a+b="),
+        ("<b> $A", "a+b=", "<b>a+b="),
+        ("<b> $A", "<b>a+b=", "<b>a+b="),
+        ("<b> $A </e>", "<b>a</e>b=", "<b>a</e>b="),
+        ("<b> $A </e>", "</e>a", "<b></e>a"),
+        ("$A", "<b>a", "<b>a"),
+        ("<b> $A </e>", "a" * 30, "a" * 20),
+    ],
+)
+def test_prompts_begin_once_and_do_not_end(tmp_path: Path, single: str, prompt: str, seen: str) -> None:
+    source = records(tmp_path, prompt)
+    data = DataSettings(train=source, max_prompt_tokens=20, apply_chat_template=False, overlong_prompts="truncate")
+    words = with_ends(single)
+    found = PromptDataset(source, data, words)[0]
+    assert decoded(words, found.token_ids) == seen
+    assert found.token_ids[-1] != words.eos_token_id
+
+
+def test_a_rendered_chat_keeps_what_its_template_says(tmp_path: Path) -> None:
+    source = records(tmp_path, "ab")
+    words = with_ends("<b> $A </e>", template="{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}=")
+    found = PromptDataset(source, DataSettings(train=source, max_prompt_tokens=20), words)[0]
+    assert decoded(words, found.token_ids) == "<b>ab="
+
+
+@pytest.mark.parametrize(
+    ("single", "text", "read"),
+    [
+        ("<b> $A", "<b>a=7", "<b>a=7"),
+        ("<b> $A", "a=7", "<b>a=7"),
+        ("<b> $A </e>", "<b>a=7", "<b>a=7</e>"),
+        ("$A </e>", "a=7</e>", "a=7</e>"),
+        ("$A", "<b>a=7</e>", "<b>a=7</e>"),
+    ],
+)
+def test_whole_texts_begin_and_end_once(single: str, text: str, read: str) -> None:
+    words = with_ends(single)
+    assert decoded(words, whole_ids(words, text)) == read
+
+
+SPACED = ["a", "!=", "b", ",", "5", ".", "do", "n't", "we", "'re", "?"]
+
+
+@pytest.mark.parametrize(
+    ("said", "exact"),
+    [
+        (["a", "!=", "b", ",", "5", ".", "5"], "a != b , 5 . 5"),
+        (["do", "n't", "?"], "do n't ?"),
+        (["we", "'re", "."], "we 're ."),
+    ],
+)
+def test_texts_are_exactly_what_was_sampled(said: list[str], exact: str) -> None:
+    """Of a tokenizer that would take blanks out, as Llama 3's folders say: in rewards, logs, and for environments."""
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*SPACED, "<unk>", "</e>"])}, "<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words = PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", eos_token="</e>", clean_up_tokenization_spaces=True
+    )
+    ids = words.convert_tokens_to_ids([*said, "</e>"])
+    assert words.decode(ids) != f"{exact} </e>"  # what transformers does by itself
+    answer = Completion(tuple(ids), (0.0,) * len(ids), False, 0)
+    prompt = Prompt(0, (0,), "a", None, {})
+    rollouts = finish_rollout(SampleRequests((prompt,), (0,), 1, ()), [answer], words)
+    assert (rollouts.responses, rollouts.raw_responses) == ((exact,), (f"{exact} </e>",))
+    settings = EnvironmentSettings()
+    pool, gateway = ToolPool({}, settings.tools), Gateway(settings.gateway_host)
+    shared = Surroundings(settings, words, len(words), None, "user", pool, gateway, 100)
+
+    async def engine(_: GenerateRequest) -> Completion:
+        return answer
+
+    session = Session(prompt, GenerateRequest((0,), 1, 0), shared, PARAMS, engine)
+    reply = asyncio.run(session.generate())
+    assert (reply.text, reply.raw_text) == (exact, f"{exact} </e>")
+    sample = session.completion(failure="", reason="", limit="", version=0)
+    rollouts = finish_rollout(SampleRequests((prompt,), (0,), 1, ()), [sample], words)
+    assert rollouts.episodes is not None and rollouts.episodes.conversations[0][0]["text"] == f"{exact} </e>"
+
+
+def test_prompts_that_are_cut_are_shown_as_they_are(tmp_path: Path) -> None:
+    source = records(tmp_path, "b != a , do n't")
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*SPACED, "<unk>"])}, "<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", clean_up_tokenization_spaces=True)
+    data = DataSettings(train=source, max_prompt_tokens=4, apply_chat_template=False, overlong_prompts="truncate")
+    assert PromptDataset(source, data, words)[0].text == "a , do n't"
