@@ -21,7 +21,7 @@ nobody."""
 _DANGEROUS = (
     "run.seed", "model", "actor.start_from", "critic.start_from", "critic.path",
     "critic.value_head_std", "actor.lora", "critic.lora", "reference", "data.train", "data.mixture", "data.curriculum",
-    "data.apply_chat_template",
+    "data.apply_chat_template", "data.template_time",
     "data.system_prompt", "data.max_prompt_tokens", "data.overlong_prompts", "data.shuffle", "reward.function",
     "reward.functions", "reward.judge", "reward.options", "reward.batch", "reward.model_path", "reward.overlong",
     "algorithm.estimator", "algorithm.estimator_options", "algorithm.policy_loss",
@@ -48,6 +48,8 @@ def compare_settings(before: Mapping[str, Any], now: Mapping[str, Any], steps: t
     old, new = dict(flat_settings(before)), dict(flat_settings(now))
     for key in _SOURCES & old.keys():
         old[key] = str(old[key]).removeprefix(OLD_PYTHON_PREFIX)
+    if old.get("data.template_time") is None:  # of before runs kept the time that they began at
+        old["data.template_time"] = new.get("data.template_time")
     if "algorithm.lam" in old:  # of before actor and critic could have their own
         old["algorithm.lam.actor.number"] = old["algorithm.lam.critic"] = old.pop("algorithm.lam")
     harmless: list[str] = []

@@ -34,7 +34,9 @@ def start(command: Literal["train", "eval"], config: Config) -> None:
     find_engine(config.rollout)
     if config.run.epochs is not None:
         from megappo.ppo.parts import training_prompts
+        from megappo.ppo.start import with_template_time
 
+        config = with_template_time(config) if command == "train" else config
         prompts = training_prompts(config)
     derived = derive_run(config, world_size, None if prompts is None else len(prompts))
     found = outlook(config, world_size, this_machine())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from datetime import datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -110,6 +111,9 @@ class DataSettings(Settings):
     """Render prompts with the tokenizer's chat template; false: prompts are plain text."""
     system_prompt: str | None = None
     """System message put before prompts that have none."""
+    template_time: str | None = None
+    """What chat templates are told that ask for the date or the time, such as 2025-11-25 or 2025-11-25 09:30:00. Null:
+    when the run began, which its checkpoints hold; the time of an evaluation or a dry run."""
     max_prompt_tokens: PositiveInt
     """Longest prompt after tokenisation."""
     overlong_prompts: Literal["drop", "truncate", "error"] = "drop"
@@ -131,6 +135,14 @@ class DataSettings(Settings):
         if self.validation is None:
             return sets
         return {"": ValidationSetSettings.model_validate(self.validation.model_dump()), **sets}
+
+    @field_validator("template_time")
+    @classmethod
+    def _is_a_time(cls, time: str | None) -> str | None:
+        try:
+            return time if time is None else datetime.fromisoformat(time).isoformat(" ")
+        except ValueError:
+            raise ValueError(f"{show(time)} is no time; write it as 2025-11-25 or 2025-11-25 09:30:00") from None
 
     @model_validator(mode="after")
     def _has_sources(self) -> DataSettings:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -94,3 +95,36 @@ def decoded(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], *, ski
     return str(
         tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
     )
+
+
+_CLOCK = "strftime_now"
+"""The function by which chat templates ask for the date (transformers 5.19, chat_template_utils)."""
+
+
+def reads_clock(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether its chat template renders differently on another day."""
+    return _CLOCK in str(tokenizer.chat_template or "")
+
+
+def template_now() -> str:
+    """The time as `data.template_time` has it."""
+    return datetime.now().isoformat(" ", timespec="seconds")
+
+
+def rendered(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    goes_on: bool,
+    tools: Sequence[Any] | None = None,
+    time: str | None = None,
+) -> str:
+    """A conversation by a tokenizer's chat template; with `goes_on` to where the model speaks.
+
+    `time`: what a template that asks for the date is told, see `data.template_time`; None: now. Raises whatever the
+    template does.
+    """
+    clock = {} if time is None or not reads_clock(tokenizer) else {_CLOCK: datetime.fromisoformat(time).strftime}
+    chat = [dict(message) for message in messages]
+    given = None if tools is None else list(tools)
+    return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=goes_on, tools=given, **clock))

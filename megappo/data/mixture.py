@@ -32,6 +32,7 @@ class MixedPrompts:
         self.sources = tuple(sources[name][1] for name in self.names)
         self._starts = (0, *accumulate(len(prompts) for prompts in self.sources))
         self.dropped = sum(prompts.dropped for prompts in self.sources)
+        self.reads_clock = any(prompts.reads_clock for prompts in self.sources)
         self.truncated = sum(prompts.truncated for prompts in self.sources)
         of_each = [(n, str(w), s.fingerprint) for n, w, s in zip(self.names, self.weights, self.sources, strict=True)]
         self.fingerprint = hashlib.sha256(json.dumps(of_each).encode()).hexdigest()

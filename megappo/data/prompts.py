@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from megappo.config.data import DataSettings, DataSourceSettings
-from megappo.config.tokens import TokenRows, continued_ids, decoded
+from megappo.config.tokens import TokenRows, continued_ids, decoded, reads_clock, rendered, template_now
 from megappo.data.sources import Chat, Record, checked_text, read_records
 from megappo.plugins import users_code
 from megappo.types import CHAT_MESSAGES, Prompt
@@ -47,6 +47,9 @@ class PromptDataset:
         if settings.system_prompt is not None and not settings.apply_chat_template:
             raise ValueError("data.system_prompt is set, but apply_chat_template is false; write it into the prompts")
         self._tools = list(tool_schemas) or None
+        self.reads_clock = settings.apply_chat_template and reads_clock(tokenizer)
+        """Whether prompts are others at another `data.template_time`."""
+        self._time = settings.template_time or template_now()
         self.dropped = 0
         self.truncated = 0
         self._prompts = self._tokenise(read_records(source))
@@ -139,11 +142,7 @@ class PromptDataset:
         where = f"prompt {index} of '{self.source}'"
         remedy = "fix its messages, data.system_prompt or the template"
         with users_code(f"the chat template refuses {where}", remedy):
-            text = str(
-                self._tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=True, tools=self._tools
-                )
-            )
+            text = rendered(self._tokenizer, messages, goes_on=True, tools=self._tools, time=self._time)
         return checked_text(text, where, "rendered chat")
 
     def _fit(self, prompt: Prompt) -> Prompt | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from megappo.config.tokens import rendered, template_now
 from megappo.plugins import users_code
 
 Message = Mapping[str, Any]
@@ -26,9 +27,15 @@ class ChatTokens:
     """One tokenizer's template."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int], schemas: Sequence[Any] = ()
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_token_ids: Sequence[int],
+        schemas: Sequence[Any] = (),
+        time: str | None = None,
     ) -> None:
+        """`time`: see `data.template_time`."""
         self._tokenizer, self._stops, self._schemas = tokenizer, frozenset(stop_token_ids), list(schemas) or None
+        self._time = time or template_now()
 
     def check(self, role: str) -> None:
         """Raise ValueError where messages of this role cannot follow what the model says."""
@@ -67,13 +74,8 @@ class ChatTokens:
 
     def _ids(self, messages: Sequence[Message], *, goes_on: bool) -> list[int]:
         with users_code("the chat template refuses a conversation of several turns", _REMEDY):
-            text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=goes_on,
-                tools=self._schemas,
-            )
-        return plain_tokens(self._tokenizer, str(text))
+            text = rendered(self._tokenizer, messages, goes_on=goes_on, tools=self._schemas, time=self._time)
+        return plain_tokens(self._tokenizer, text)
 
 
 def plain_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -65,7 +65,8 @@ def set_stage(
         return None
     environment = make_environment(settings)
     role, schemas = getattr(environment, "role", "user"), getattr(environment, "schemas", [])
-    chat = ChatTokens(tokenizer, stop_token_ids, schemas) if config.data.apply_chat_template else None
+    time = config.data.template_time
+    chat = ChatTokens(tokenizer, stop_token_ids, schemas, time) if config.data.apply_chat_template else None
     if chat is not None:
         chat.check(role)
     if getattr(environment, "serves", False) and tokenizer.chat_template is None:
@@ -75,4 +76,4 @@ def set_stage(
         )
     tools = ToolPool(getattr(environment, "tools", {}), settings.tools, getattr(environment, "programs", {}))
     gateway, most = Gateway(settings.gateway_host), config.data.max_prompt_tokens
-    return Stage(environment, Surroundings(settings, tokenizer, rows.count, chat, role, tools, gateway, most))
+    return Stage(environment, Surroundings(settings, tokenizer, rows.count, chat, role, tools, gateway, most, time))

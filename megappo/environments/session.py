@@ -50,6 +50,8 @@ class Surroundings:
     tools: ToolPool
     gateway: Gateway
     most_prompt_tokens: int
+    template_time: str | None = None
+    """See `DataSettings.template_time`."""
 
 
 class Session:
@@ -186,7 +188,8 @@ class Session:
 
     def chat_tokens(self, schemas: Sequence[Any]) -> ChatTokens:
         """The chat template for a conversation in which the model is told of these tools."""
-        return ChatTokens(self._shared.tokenizer, self._params.stop_token_ids, schemas)
+        shared = self._shared
+        return ChatTokens(shared.tokenizer, self._params.stop_token_ids, schemas, shared.template_time)
 
     def begin(self, prompt_ids: Sequence[int]) -> Trajectory:
         """Have the next turn answer another prompt. Raises NonsenseError for tokens that the model has no row for."""

@@ -202,7 +202,8 @@ def assemble(config: Config, derived: Derived, runtime: Runtime, purpose: Purpos
     stage = set_stage(config, tokenizer, stop_token_ids, rows)
     trusts = config.model.trust_remote_code
     servers = _start_reward_servers(config, runtime)
-    reward = RewardScorer(config.reward, runtime.device, servers, trust_remote_code=trusts)
+    time = config.data.template_time
+    reward = RewardScorer(config.reward, runtime.device, servers, trust_remote_code=trusts, template_time=time)
     if purpose.training:
         check_methods(config)
     roles = ROLES if purpose.training else ("actor",)

@@ -18,7 +18,7 @@ from megappo.ppo.checkpoints import Checkpoints
 from megappo.ppo.evaluation import evaluate_policy
 from megappo.ppo.parts import Parts, Purpose, assemble
 from megappo.ppo.reporting import Reporter
-from megappo.ppo.start import Start, choose_start
+from megappo.ppo.start import Start, at_one_time, choose_start
 from megappo.ppo.trainer import Trainer
 from megappo.reshard.slices import Receiver
 from megappo.reshard.writer import write_policy
@@ -41,6 +41,7 @@ def train(config: Config, derived: Derived, prompts: TrainingPrompts | None = No
     ):
         seed_generators(config.run.seed, runtime.rank)
         start = choose_start(config, derived, runtime)
+        prompts = _if_of_that_time(prompts, config, start.config)
         config = start.config
         watchdog = _watchdog(config, runtime)
         on_stage = watchdog.enter if watchdog is not None else None
@@ -54,6 +55,13 @@ def train(config: Config, derived: Derived, prompts: TrainingPrompts | None = No
             if watchdog is not None:
                 parts.engine.on_tokens = watchdog.made_tokens
             _train(parts, start, reporter, held)
+
+
+def _if_of_that_time(prompts: TrainingPrompts | None, read: Config, now: Config) -> TrainingPrompts | None:
+    """The prompts that were read, unless chat templates were told another time than this rank's run has."""
+    if prompts is None or not prompts.reads_clock or read.data.template_time == now.data.template_time:
+        return prompts
+    return None
 
 
 def _train(parts: Parts, start: Start, reporter: Reporter, held: HeldDirectory) -> None:
@@ -92,6 +100,7 @@ def _watchdog(config: Config, runtime: Runtime) -> Watchdog | None:
 def evaluate(config: Config, derived: Derived, prompts: TrainingPrompts | None = None) -> dict[str, float]:
     """Score the model on `data.validation` and `data.validation_sets`; every rank calls this."""
     with start_runtime(config.runtime, with_servers=config.rollout.has_servers) as runtime:
+        config = at_one_time(config)
         parts = assemble(config, derived, runtime, Purpose(training=False, prompts=prompts))
         try:
             if runtime.is_main:

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megappo.checkpoint.changes import compare_settings, keep_kl_unit, lora_changes
-from megappo.checkpoint.files import Marker, put_all_in_place
+from megappo.checkpoint.files import Marker, finished, put_all_in_place
 from megappo.checkpoint.select import select_checkpoint
 from megappo.checkpoint.versions import software_versions
 from megappo.config import Config, ConfigError, Derived, load_config
+from megappo.config.tokens import template_now
 from megappo.observe.metrics import read_metrics
 from megappo.runtime.objects import from_rank
 from megappo.runtime.process import Runtime
@@ -50,6 +51,7 @@ def choose_start(config: Config, derived: Derived, runtime: Runtime) -> Start:
     if runtime.is_main:
         put_all_in_place(checkpoints_directory(config))
     chosen = select_checkpoint(checkpoints_directory(config), runtime)
+    config = at_one_time(config, None if chosen is None else _template_time(chosen[1]))
     if chosen is None:
         return _begin(config, runtime)
     folder, marker, sentences = chosen
@@ -74,6 +76,29 @@ def choose_start(config: Config, derived: Derived, runtime: Runtime) -> Start:
         if before.get(name) != version:
             sentences.append(f"changed since then: {name} {before.get(name)} -> {version}")
     return Start(config, tuple(sentences), (folder, marker))
+
+
+def with_template_time(config: Config) -> Config:
+    """The settings with `data.template_time`, before there are other ranks to agree with: that of the run which goes
+    on, or now."""
+    markers = finished(checkpoints_directory(config)).values()
+    newest = max(markers, key=lambda marker: marker.step, default=None)
+    return _at(config, config.data.template_time or (newest and _template_time(newest)) or template_now())
+
+
+def at_one_time(config: Config, recorded: str | None = None) -> Config:
+    """The settings with the `data.template_time` of all ranks: the given one, the recorded one, or the main rank's now;
+    a collective of the world."""
+    return _at(config, from_rank(config.data.template_time or recorded or template_now()))
+
+
+def _at(config: Config, time: str) -> Config:
+    return config.model_copy(update={"data": config.data.model_copy(update={"template_time": time})})
+
+
+def _template_time(marker: Marker) -> str | None:
+    time: str | None = marker.content["settings"]["data"].get("template_time")
+    return time
 
 
 def _kl_sentences(given: Config, kept: Config) -> list[str]:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from megappo.config.tokens import whole_ids
+from megappo.config.tokens import rendered, template_now, whole_ids
 from megappo.errors import first_of, reason
 from megappo.plugins import users_code
 
@@ -62,8 +62,10 @@ class RewardTexts:
     """What a reward model reads: prompt and response by its own tokenizer. A text longer than its positions loses its
     beginning."""
 
-    def __init__(self, path: str, *, trust_remote_code: bool = False) -> None:
-        """Raises ValueError for a folder without configuration or tokenizer, and several labels."""
+    def __init__(self, path: str, *, trust_remote_code: bool = False, template_time: str | None = None) -> None:
+        """Raises ValueError for a folder without configuration or tokenizer, and several labels. `template_time`: see
+        `data.template_time`."""
+        self._template_time = template_time or template_now()
         config = check_folder(path, trust_remote_code=trust_remote_code)
         with _loading(path):
             self._tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -88,7 +90,7 @@ class RewardTexts:
             chat = [*prompt, {"role": "assistant", "content": response}]
             problem = "the reward model's chat template fails on a prompt and its response"
             with users_code(problem, "fix the template or the messages"):
-                text = self._tokenizer.apply_chat_template(chat, tokenize=False)
+                text = rendered(self._tokenizer, chat, goes_on=False, time=self._template_time)
             ids = self._tokenizer(text, add_special_tokens=False).input_ids
         self.check(ids)
         return list(ids if self._longest_tokens is None else ids[-self._longest_tokens :])
@@ -119,12 +121,13 @@ class RewardModel:
         device: torch.device,
         batch_tokens: int = 16384,
         trust_remote_code: bool = False,
+        template_time: str | None = None,
     ) -> None:
         """Load it. Raises ValueError for a folder without a model, several labels, or weights without a score head.
 
         `batch_tokens` bounds a batch, padding included; a longer text is a batch of its own.
         """
-        self.texts = RewardTexts(path, trust_remote_code=trust_remote_code)
+        self.texts = RewardTexts(path, trust_remote_code=trust_remote_code, template_time=template_time)
         with _loading(path):
             self._model, loading = AutoModelForSequenceClassification.from_pretrained(
                 path,

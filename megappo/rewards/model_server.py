@@ -111,6 +111,7 @@ def main() -> int:
             device=device,
             batch_tokens=arguments["batch-tokens"],
             trust_remote_code=arguments.get("trust-remote-code", False),
+            template_time=arguments.get("template-time"),
         )
     except ValueError as error:
         tell(str(error))

@@ -22,11 +22,19 @@ _SHOWN_CHARACTERS = 120
 class RemoteRewardModel:
     """Scores by a server; its texts are made here, by the model's own tokenizer."""
 
-    def __init__(self, path: str, settings: RemoteModelSettings, *, trust_remote_code: bool = False) -> None:
+    def __init__(
+        self,
+        path: str,
+        settings: RemoteModelSettings,
+        *,
+        trust_remote_code: bool = False,
+        template_time: str | None = None,
+    ) -> None:
         """`path`: folder with the model's configuration and tokenizer. Raises ValueError for one without, and where the
         key's variable is empty."""
         key = key_in(settings.key, "the reward model's")
-        self._texts, self._settings = RewardTexts(path, trust_remote_code=trust_remote_code), settings
+        self._texts = RewardTexts(path, trust_remote_code=trust_remote_code, template_time=template_time)
+        self._settings = settings
         self._url = f"{settings.url.rstrip('/')}/classify"
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 

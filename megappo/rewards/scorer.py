@@ -53,13 +53,14 @@ class RewardScorer:
         servers: OwnServers | None = None,
         *,
         trust_remote_code: bool = False,
+        template_time: str | None = None,
     ) -> None:
         """Start workers or load the model. Raises ValueError for a function or model that cannot be used.
 
         `servers`: of judges and a model that have their own, which end with the scorer. `trust_remote_code`: code in
-        the reward model's folder may run.
+        the reward model's folder may run. `template_time`: what its chat template is told, see `DataSettings`.
         """
-        self._servers, self._trust_remote_code = servers, trust_remote_code
+        self._servers, self._trust_remote_code, self._template_time = servers, trust_remote_code, template_time
         for _, term in settings.terms.values():
             check_reward(term)
         self._settings, self._device = settings, device
@@ -70,8 +71,12 @@ class RewardScorer:
         if settings.model_path is not None and settings.model_remote is not None:
             from megappo.rewards.remote_model import RemoteRewardModel
 
-            trusts = {"trust_remote_code": trust_remote_code}
-            self._remote = RemoteRewardModel(settings.model_path, settings.model_remote, **trusts)
+            self._remote = RemoteRewardModel(
+                settings.model_path,
+                settings.model_remote,
+                trust_remote_code=trust_remote_code,
+                template_time=template_time,
+            )
         elif settings.model_path is not None:
             self._model = self._load_or_share(settings.model_path)
         elif settings.function != OF_ENVIRONMENT:
@@ -90,7 +95,13 @@ class RewardScorer:
         from megappo.rewards.model import RewardModel
 
         dtype = getattr(torch, self._settings.model_dtype(on_cuda=self._device.type == "cuda"))
-        return RewardModel(path, dtype=dtype, device=self._device, trust_remote_code=self._trust_remote_code)
+        return RewardModel(
+            path,
+            dtype=dtype,
+            device=self._device,
+            trust_remote_code=self._trust_remote_code,
+            template_time=self._template_time,
+        )
 
     def _pool(self, name: str, term: RewardSettings) -> RewardPool:
         place = self._servers.places.get(name or "judge") if self._servers is not None else None

@@ -38,6 +38,7 @@ class _ModelServerSpec(ServerSpec):
 
     program: ClassVar[str] = "megappo.rewards.model_server"
     batch_tokens: int = 0
+    template_time: str | None = None
 
     def arguments(self, port: int, key: str) -> dict[str, Any]:
         """See `megappo.rewards.model_server`."""
@@ -50,6 +51,7 @@ class _ModelServerSpec(ServerSpec):
             "api-key": key,
             "batch-tokens": self.batch_tokens,
             "trust-remote-code": self.trust_remote_code,
+            "template-time": self.template_time,
         }
 
 
@@ -79,6 +81,7 @@ def _spec(
         called=_CALLED,
         key=_KEY,
         batch_tokens=server.batch_tokens,
+        template_time=config.data.template_time,
     )
 
 

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from distributed.attempts import ROOT, SMALL, assert_same_run, attempts, killed_at, timeless, train
 from distributed.models import write_model
+from megappo.checkpoint.files import finished
 from megappo.observe.metric_docs import METRICS
 
 
@@ -193,6 +194,28 @@ def assert_same_tensors(before: dict[str, torch.Tensor], after: dict[str, torch.
         other, rows = after[key], min(len(tensor), len(after[key]))
         assert torch.equal(tensor[:rows], other[:rows]), key
         assert not tensor[rows:].any() and not other[rows:].any(), key
+
+
+@pytest.mark.parametrize("length", ["run.steps=4", "run.epochs=0.6"])
+def test_a_template_that_reads_the_clock_is_told_when_the_run_began(tmp_path: Path, length: str) -> None:
+    """To the second, so that every process would render other prompts; also where ranks read them before they meet."""
+    model = tmp_path / "model"
+    shutil.copytree(ROOT / "configs/models/tiny_arithmetic", model)
+    clock = "{{ strftime_now('%d%H%M%S') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    (model / "chat_template.jinja").write_text(clock)
+    steps = ("run.epochs=null", length) if length.startswith("run.steps") else ("run.steps=null", length)
+    settings = (
+        *steps, "checkpoint.every_steps=1", f"model.path={model}", "data.apply_chat_template=true",
+        "data.max_prompt_tokens=16", "rollout.prompts_per_step=5", "actor.minibatch_sequences=20",
+        "critic.minibatch_sequences=20", "rollout.ahead=0",
+    )  # fmt: skip
+    run = tmp_path / "run"
+    kill = killed_at(run, 3, "update_actor", 1, *settings, after_checkpoint=2)
+    output = attempts(tmp_path, kill, train(run, *settings))
+    assert re.search(r"continuing after step [12] from", output)
+    markers = finished(run / "checkpoints").values()
+    times = {marker.content["settings"]["data"]["template_time"] for marker in markers}
+    assert len(markers) > 1 and len(times) == 1 and None not in times
 
 
 def test_another_layout_loads_the_same_numbers(tmp_path: Path) -> None:

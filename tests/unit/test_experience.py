@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megappo.checkpoint.files import Marker
 from megappo.checkpoint.versions import software_versions
-from megappo.config import Config, derive, load_config
+from megappo.config import Config, ConfigError, derive, load_config
 from megappo.config.algorithm import AlgorithmSettings, KLInRewardSettings
 from megappo.config.derive import describe
 from megappo.config.rules import algorithm_rules
@@ -325,3 +325,39 @@ def test_explained_variance_of_equal_returns_is_unknown(backend: str) -> None:
     values = torch.randn(540, generator=torch.Generator().manual_seed(0))
     for value in (0.0, 3.3, 1000.1):
         assert math.isnan(explained_variance(torch.full((540,), value), values, backend))
+
+
+def timed(time: str | None) -> Config:
+    return load_config(BASE, [] if time is None else [f"data.template_time='{time}'"])
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "kept"),
+    [
+        ("2024-07-26 23:59:59", None, "2024-07-26 23:59:59"),
+        ("2024-07-26 23:59:59", "2024-07-26 23:59:59", "2024-07-26 23:59:59"),
+        (None, "2024-07-25 00:00:00", "2024-07-25 00:00:00"),
+    ],
+)
+def test_a_run_that_goes_on_keeps_the_time_of_its_templates(
+    before: str | None, now: str | None, kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = resumed(timed(before), timed(now), monkeypatch)
+    assert found.config.data.template_time == kept
+    assert not any("template_time" in sentence for sentence in found.sentences)
+
+
+def test_another_time_of_templates_is_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="data.template_time: '?2024-07-26 00:00:00'? -> "):
+        resumed(timed("2024-07-26"), timed("2024-07-27"), monkeypatch)
+
+
+def test_a_run_keeps_the_time_that_it_began_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a rank's own clock says: the main rank's counts, here the only one."""
+    monkeypatch.setattr(start, "template_now", lambda: "2024-07-26 09:30:15")
+    fresh = load_config(BASE, [f"run.directory={tmp_path}"])
+    began = start.choose_start(fresh, derive(fresh, 1, SHAPE), SimpleNamespace(is_main=True))  # type: ignore[arg-type]
+    assert began.config.data.template_time == start.with_template_time(fresh).data.template_time
+    assert began.config.data.template_time == "2024-07-26 09:30:15"
+    given = load_config(BASE, ["data.template_time=2020-02-02"])
+    assert start.at_one_time(given).data.template_time == "2020-02-02 00:00:00"

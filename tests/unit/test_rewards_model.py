@@ -22,6 +22,7 @@ from megappo.config.schema import RewardSettings
 from megappo.rewards.model import RewardModel, batches_of
 from megappo.rewards.scorer import RewardScorer
 from megappo.rewards.workers import RewardError
+from megappo.types import CHAT_MESSAGES
 from unit.helpers_data import ALPHABET, character_tokenizer
 from unit.helpers_rewards import LLAMA, SIZES, rollouts, save
 
@@ -115,6 +116,19 @@ def test_texts_that_a_template_rendered_begin_once(tmp_path: Path, llama: Any) -
         texts = load(path).texts
         assert texts.ids("<a=", "7") == words(read, add_special_tokens=False)["input_ids"], single
         assert texts.ids("<a=", "7>") == words("<a=7>", add_special_tokens=False)["input_ids"], single
+
+
+def test_its_template_is_told_the_time_of_the_run(tmp_path: Path, llama: Any) -> None:
+    path = save(tmp_path, llama, "{{ strftime_now('%d%m%Y') }}" + TEMPLATE)
+    chat, time = [{"role": "user", "content": "x"}], "2024-07-26"
+    wanted = character_tokenizer()("26072024<u>x<a>y", add_special_tokens=False)["input_ids"]
+    assert load(path, template_time=time).texts.ids(chat, "y") == wanted
+    assert load(path, template_time="2025-07-26").texts.ids(chat, "y") != wanted
+    settings, samples = RewardSettings(function="model", model_path=path), rollouts("a", "bc")
+    scorer = RewardScorer(settings, torch.device("cpu"), template_time=time)
+    chats = [prompt.metadata[CHAT_MESSAGES] for prompt in samples.prompts]
+    expected = load(path, template_time=time).score(chats, samples.responses)
+    torch.testing.assert_close(scorer.score_local(samples), expected)
 
 
 def change_config(folder: Path, **changes: Any) -> None:

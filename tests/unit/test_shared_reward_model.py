@@ -67,6 +67,35 @@ def judged(tmp_path: Path, server: dict[str, Any] | None, **changes: Any) -> Con
     return load_config("configs/quickstart.yaml", [f"run.directory={tmp_path / 'run'}", f"reward={json.dumps(reward)}"])
 
 
+def test_every_way_to_a_reward_model_tells_its_template_one_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy, the run's own process, and one elsewhere, on another day than the run began."""
+    torch.manual_seed(0)
+    model = LlamaForSequenceClassification(LlamaConfig(**LLAMA, num_labels=1))
+    save(tmp_path / "model", model, "{{ strftime_now('%d%m%Y%H') }}" + TEMPLATE)
+    samples, scores = rollouts("a", "bc"), []
+    for time in ("2024-07-26 09:00:00", "2031-01-02 11:00:00"):
+        own = judged(tmp_path, {"threads": 1})
+        config = own.model_copy(update={"data": own.data.model_copy(update={"template_time": time})})
+        assert config.reward.model_server is not None
+        started = start_model_server(config, config.reward.model_server, HERE)
+        scorer = RewardScorer(config.reward, HERE.device, started)
+        try:
+            scores.append(RewardScorer(judged(tmp_path, None).reward, HERE.device, template_time=time))
+            expected = scores[-1].score_local(samples)
+            torch.testing.assert_close(scorer.score_local(samples), expected, atol=1e-5, rtol=1e-5)
+            monkeypatch.delenv("http_proxy", raising=False)
+            monkeypatch.setenv("REWARD_KEY", started.places[MODEL].key)
+            elsewhere = judged(tmp_path, None, model_remote={"url": started.places[MODEL].url, "key": "REWARD_KEY"})
+            remote = RewardScorer(elsewhere.reward, HERE.device, template_time=time)
+            torch.testing.assert_close(remote.score_local(samples), expected, atol=1e-5, rtol=1e-5)
+        finally:
+            scorer.close()
+    first, second = (copy.score_local(samples) for copy in scores)
+    assert (first - second).abs().max() > 1e-3
+
+
 def test_scores_are_those_of_a_copy_also_after_it_has_died(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,7 +25,7 @@ from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
 from megappo.environments.chat import ChatTokens
 from megappo.environments.gateway.server import Gateway
 from megappo.environments.protocol import Environment
-from megappo.environments.registry import Stage
+from megappo.environments.registry import Stage, set_stage
 from megappo.environments.runner import EpisodeRunner, TooManyFailuresError
 from megappo.environments.session import Session, Surroundings
 from megappo.environments.tool_pool import ToolPool
@@ -381,3 +381,68 @@ def test_prompts_that_are_cut_are_shown_as_they_are(tmp_path: Path) -> None:
     words = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", clean_up_tokenization_spaces=True)
     data = DataSettings(train=source, max_prompt_tokens=4, apply_chat_template=False, overlong_prompts="truncate")
     assert PromptDataset(source, data, words)[0].text == "a , do n't"
+
+
+MOMENT = "2024-07-26 09:30:15"
+CLOCK = "{{ strftime_now('%d %m %Y %H %M %S') }}" + ROLES
+"""As Llama 3.2's, with more of the time."""
+
+
+@pytest.mark.parametrize(
+    ("form", "told"),
+    [
+        ("%d %b %Y", "26 Jul 2024"),
+        ("%Y-%m-%d", "2024-07-26"),
+        ("%H:%M:%S", "09:30:15"),
+        ("%A, week %W", "Friday, week 30"),
+    ],
+)
+def test_templates_are_told_one_time(tmp_path: Path, form: str, told: str) -> None:
+    source = records(tmp_path, "ab")
+    words = tokenizer("{{ strftime_now('" + form + "') }}" + ROLES)
+    data = DataSettings(train=source, max_prompt_tokens=50, template_time=MOMENT)
+    found = PromptDataset(source, data, words)
+    assert (found.reads_clock, found[0].text) == (True, f"{told}uab")
+    chat = ChatTokens(words, (END,), (), MOMENT)
+    assert decoded(words, chat.opening([{"role": "user", "content": "ab"}])) == f"{told}uab"
+
+
+def test_templates_without_a_clock_and_plain_prompts_are_the_same_at_any_time(tmp_path: Path) -> None:
+    source = records(tmp_path, "ab")
+    made = []
+    for time in (MOMENT, "2031-01-01"):
+        data = DataSettings(train=source, max_prompt_tokens=50, template_time=time)
+        plain = data.model_copy(update={"apply_chat_template": False})
+        made += [PromptDataset(source, data, tokenizer(ROLES)), PromptDataset(source, plain, tokenizer(CLOCK))]
+    assert not any(found.reads_clock for found in made)
+    assert [found.fingerprint for found in made[:2]] == [found.fingerprint for found in made[2:]]
+
+
+def test_a_time_is_written_as_a_date_or_a_date_and_a_time(tmp_path: Path) -> None:
+    def given(time: str) -> str | None:
+        return load_config(ROOT / QUICKSTART, [f"data.template_time={time}"]).data.template_time
+
+    assert (given("2024-07-26"), given(f"'{MOMENT}'")) == ("2024-07-26 00:00:00", MOMENT)
+    for wrong in ("yesterday", "'2024-13-01'", "'26 Jul 2024'"):
+        with pytest.raises(ConfigError, match=r"data\.template_time.* is no time; write it as 2025-11-25"):
+            given(wrong)
+
+
+def test_the_gateway_tells_agents_the_time_of_the_run() -> None:
+    words, settings = tokenizer(CLOCK), EnvironmentSettings()
+    pool, gateway = ToolPool({}, settings.tools), Gateway(settings.gateway_host)
+    shared = Surroundings(settings, words, len(words), None, "user", pool, gateway, 100, MOMENT)
+
+    async def silent(_: GenerateRequest) -> Completion:
+        raise AssertionError
+
+    session = Session(Prompt(0, (1,), "a", None, {}), GenerateRequest((1,), 1, 0), shared, PARAMS, silent)
+    opening = session.chat_tokens([]).opening([{"role": "user", "content": "ab"}])
+    assert decoded(words, opening) == "26 07 2024 09 30 15uab"
+
+
+def test_the_stage_of_episodes_has_the_time_of_the_run() -> None:
+    words = ["rollout.environment={name: guess}", f"data.template_time='{MOMENT}'"]
+    config = load_config(ROOT / QUICKSTART, words)
+    stage = set_stage(config, tokenizer(CLOCK), (END,), TokenRows(16, "m"))
+    assert stage is not None and stage.shared.template_time == MOMENT
