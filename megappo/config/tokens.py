@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from time import strftime
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def reads_clock(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 def template_now() -> str:
     """The time as `data.template_time` has it."""
-    return datetime.now().isoformat(" ", timespec="seconds")
+    return strftime("%Y-%m-%d %H:%M:%S")
 
 
 def rendered(
