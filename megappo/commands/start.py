@@ -74,6 +74,8 @@ def _check(command: str, config: Config, world_size: int) -> None:
 
         if world_size > 1 or (fewest := fewest_ranks(config)) == 1:
             raise
+        if not set(error.problems) - set(_problems(config, fewest)):
+            raise  # more ranks would change nothing
         raise ConfigError(
             [
                 *error.problems,
@@ -81,3 +83,11 @@ def _check(command: str, config: Config, world_size: int) -> None:
                 f"torchrun --nproc-per-node {fewest} -m megappo {command} ...",
             ]
         ) from None
+
+
+def _problems(config: Config, world_size: int) -> tuple[str, ...]:
+    try:
+        check_run(config, world_size)
+    except ConfigError as error:
+        return error.problems
+    return ()

@@ -134,22 +134,36 @@ def load_tokenizer(model: ModelSettings) -> PreTrainedTokenizerBase:
 def resolve_stop_token_ids(
     folder: Path, tokenizer: PreTrainedTokenizerBase, extra: Sequence[int], rows: TokenRows | None = None
 ) -> tuple[int, ...]:
-    """Tokens that end a response: the tokenizer's, those of generation_config.json, and the configured ones.
+    """Tokens that end a response: the tokenizer's, those of config.json and generation_config.json, at any of which
+    SGLang stops, and the configured ones.
 
     Raises ConfigError for one that is none of `rows`, which could never be sampled.
     """
     said = {"rollout.stop_token_ids has": list(extra)}
+    if (folder / "config.json").exists():
+        said[f"eos_token_id in {folder / 'config.json'} has"] = _ends_in(read_config_json(folder))
     if tokenizer.eos_token_id is not None:
         said["the tokenizer's eos_token is"] = [int(tokenizer.eos_token_id)]
     if (folder / "generation_config.json").exists():
         from transformers import GenerationConfig
 
         eos = GenerationConfig.from_pretrained(folder).eos_token_id
-        said[f"eos_token_id in {folder / 'generation_config.json'} has"] = [eos] if isinstance(eos, int) else eos or []
+        said[f"eos_token_id in {folder / 'generation_config.json'} has"] = _listed(eos)
     for place, ids in said.items():
         if rows is not None and (problem := rows.problem(ids)):
             raise ConfigError(f"{place} {problem}, so that it never ends a response; change it, or use another model")
     return tuple(sorted({token for ids in said.values() for token in ids}))
+
+
+def _ends_in(content: Any) -> list[int]:
+    """What a config.json says of the ends of a response; one of a larger model says it of its language model."""
+    inner = content.get("text_config")
+    said = content.get("eos_token_id")
+    return _listed(inner.get("eos_token_id") if said is None and isinstance(inner, dict) else said)
+
+
+def _listed(eos: int | list[int] | None) -> list[int]:
+    return [eos] if isinstance(eos, int) else list(eos or ())
 
 
 def token_rows(config: Config, tokenizer: PreTrainedTokenizerBase, *, training: bool = True) -> TokenRows:

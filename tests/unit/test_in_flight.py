@@ -274,6 +274,7 @@ def parts(engine: Any, *overrides: str, steps: int = 8) -> Any:
         runtime=SimpleNamespace(rank=0, world_size=1, is_main=True, device=torch.device("cpu")),
         stop=NeverStop(),
         tokenizer=AutoTokenizer.from_pretrained(TINY),
+        vocabulary=16,
         derived=SimpleNamespace(steps=steps),
         sampling=lambda most, trained_on: SamplingParams(1.0, most, (STOP,)),
     )

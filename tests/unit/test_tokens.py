@@ -12,13 +12,14 @@ from typing import Any
 
 import aiohttp
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from megappo.config import check_run, load_config
 from megappo.config.data import DataSettings, DataSourceSettings
 from megappo.config.environment import EnvironmentSettings
-from megappo.config.model_files import load_tokenizer, resolve_stop_token_ids, token_rows
+from megappo.config.model_files import load_tokenizer, read_architecture, resolve_stop_token_ids, token_rows
 from megappo.config.tokens import TokenRows, decoded, whole_ids
 from megappo.data import PromptDataset, read_prompts
 from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
@@ -30,8 +31,10 @@ from megappo.environments.runner import EpisodeRunner, TooManyFailuresError
 from megappo.environments.session import Session, Surroundings
 from megappo.environments.tool_pool import ToolPool
 from megappo.errors import ConfigError, RunError
+from megappo.families.parameters import tensor_shapes
 from megappo.ppo.answering import generated
 from megappo.ppo.sampling import SampleRequests, finish_rollout
+from megappo.reshard.writer import write_policy
 from megappo.runtime.interrupts import NeverStop
 from megappo.types import Prompt
 from unit.helpers_broken import QUICKSTART, ROOT, TINY, megappo
@@ -145,6 +148,38 @@ def test_stop_tokens_of_tokenizer_and_generation_config_have_rows(tmp_path: Path
     tokenizer.eos_token = ADDED
     with pytest.raises(ConfigError, match="the tokenizer's eos_token is token 16, .* never ends a response"):
         resolve_stop_token_ids(model, tokenizer, (), rows)
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "stops"),
+    [
+        ({"eos_token_id": [1, 14]}, None, (1, 14)),
+        ({"eos_token_id": 14}, None, (1, 14)),
+        ({"eos_token_id": [14, 15]}, {"eos_token_id": 13}, (1, 13, 14, 15)),
+        ({"eos_token_id": None}, {"eos_token_id": [13]}, (1, 13)),
+        ({"eos_token_id": 14}, {"temperature": 0.7}, (1, 14)),
+        ({"eos_token_id": None, "text_config": {"eos_token_id": [12, 1]}}, None, (1, 12)),
+        ({"eos_token_id": 14, "text_config": {"eos_token_id": 12}}, None, (1, 14)),
+        ({}, None, (1,)),
+    ],
+)
+def test_responses_end_where_the_models_files_say(
+    tmp_path: Path, config: dict[str, Any], generation: dict[str, Any] | None, stops: tuple[int, ...]
+) -> None:
+    """In config.json, in generation_config.json, or in both; an export says all of them."""
+    model = tiny_model(tmp_path / "model", **config)
+    if generation is not None:
+        (model / "generation_config.json").write_text(json.dumps(generation))
+    words = load_tokenizer(load_config(ROOT / QUICKSTART, [f"model.path={model}"]).model)
+    assert resolve_stop_token_ids(model, words, ()) == stops
+    assert resolve_stop_token_ids(model, words, (3,), TokenRows(16, "it")) == (stops[0], 3, *stops[1:])
+    if 12 in stops or 14 in stops:
+        with pytest.raises(ConfigError, match=r"eos_token_id in .*/config.json has token 1\d, for which"):
+            resolve_stop_token_ids(model, words, (), TokenRows(12, "it"))
+    arch = read_architecture(TINY)
+    tensors = ((name, torch.zeros(shape)) for name, shape in tensor_shapes(arch).items())
+    write_policy(tmp_path / "out", arch, tensors, words, started_from=model, stop_token_ids=stops)
+    assert resolve_stop_token_ids(tmp_path / "out", words, ()) == stops
 
 
 def test_roles_have_rows_for_what_the_actor_samples(tmp_path: Path) -> None:
