@@ -18,7 +18,7 @@ from megappo.config import load_config
 LAYOUTS = "layouts"
 NATS = {"float32": 1e-3, "bfloat16": 0.1}
 """Mean difference of the engine's and the trainer's log-probabilities that is the arithmetic's, by its type."""
-_STEPS = 3
+_STEPS = 6
 _LEARNING_STEPS = 50
 _SHORT = ("evaluation=null", "run.export_final_model=false", "logging.tensorboard=false")
 _KILLED_AFTER = 2

@@ -44,7 +44,7 @@ def test_two_nodes_are_accepted(cluster: Cluster, tmp_path: Path) -> None:
     assert [row["step"] for row in rows if row["verdict"] == "skipped"] == ["engine-tp"], "a node has one rank here"
     assert {what.split(":")[0] for what in by_step["layouts"]} == {"DP2", "TP2 with sequence parallelism", "PP2", "EP2"}
     for step in ("engine", "broadcast"):
-        assert by_step[step]["steps"]["result"] == "3 of 3"
+        assert by_step[step]["steps"]["result"] == "6 of 6"
         assert by_step[step]["sync"]["numbers"]["gigabytes_per_second"] > 0
     assert "equal to the last bit" in by_step["resume"]["metrics of all steps, killed and continued"]["result"]
     shown = (logs / "node-acceptance.md").read_text()
