@@ -12,7 +12,8 @@ from typing import Any
 from megappo.errors import either, show
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_QUOTED_OR_CLOSE = re.compile(rf'"(?:[^"\\]|\\.)*"|{_CLOSE}', re.DOTALL)
+# A text that is not closed goes to the end: looked for from each of its quotes, it would take time by their square.
+_QUOTED_OR_CLOSE = re.compile(rf'"(?:[^"\\]|\\.)*+(?:"|\Z)|{_CLOSE}', re.DOTALL)
 _DECODER = json.JSONDecoder(strict=False)
 """Says where an object ends, line breaks in its texts or not."""
 

@@ -353,6 +353,13 @@ def test_tags_in_the_texts_of_a_call_are_its_own(code: str) -> None:
     assert [call.arguments for call in found] == [{"code": code}, {"x": [code, {"y": code}]}]
 
 
+def test_quotes_without_an_end_take_no_time() -> None:
+    """Looking for the end from each of them would take a minute."""
+    started = time.monotonic()
+    assert len(qwen_calls('<tool_call>"' + '\\"' * 70_000 + "</tool_call>")) == 1
+    assert time.monotonic() - started < 15
+
+
 def test_a_call_that_is_no_json_ends_with_its_own_tag() -> None:
     """Also where its code has a tag: a comma too many, or a line break in a text."""
     for broken in ('{"name": "f", "arguments": {"x": "a</tool_call>b"},}', '{"name": "f", "x": "a\n</tool_call>b"}'):
