@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What does a checkpoint cost, against a plain torch.save of the same bytes?
 
-Usage: torchrun --nproc-per-node N benchmarks/checkpoint.py CONFIG [key=value ...] [--repeat 5] [--json FILE]
+Usage: torchrun --nproc-per-node N -m benchmarks.checkpoint CONFIG [key=value ...] [--repeat 5] [--json FILE]
 
 Builds the models and optimizers of any configuration, makes one real PPO step so that Adam has moments, and then
 measures in turns, each `repeat` times: PPO steps alone and steps during which a checkpoint is written in the
@@ -26,12 +26,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
-
-from benchmarks.step import versions  # noqa: E402
-from megappo.config import Config, ConfigError, derive_run, load_config  # noqa: E402
-from megappo.plan.here import resolve_here  # noqa: E402
+from benchmarks.step import versions
+from megappo.config import Config, ConfigError, derive_run, load_config
+from megappo.plan.here import resolve_here
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """What does a step cost a rank outside of its models, as worlds and batches grow?
 
-Usage: python benchmarks/control_plane.py CONFIG [--worlds 2 4 8] [--samples 512 2048] [--tokens 256] [--json FILE]
-       python benchmarks/control_plane.py CONFIG --simulate [--worlds 64 320 1024] [--samples 1024 8192] [--tokens N]
+Usage: python -m benchmarks.control_plane CONFIG [--worlds 2 4 8] [--samples 512 2048] [--tokens 256] [--json FILE]
+       python -m benchmarks.control_plane CONFIG --simulate [--worlds 64 320 1024] [--samples 1024 8192] [--tokens N]
 
 Runs the trainer's own stages from finished responses to the end of the updates, with actor, critic and reference whose
 models answer at once: announcing and placing samples, sending them, results and numbers per token, plans of
@@ -33,32 +33,31 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from benchmarks.step import versions
+from megappo.config import Config, load_config
+from megappo.config.grid import Grid
+from megappo.data import Cursor
+from megappo.families.architecture import ArchitectureConfig
+from megappo.families.flops import SampleCost
+from megappo.megatron.build import BuildOptions
+from megappo.megatron.packing import MicrobatchPlan
+from megappo.megatron.roles import Placement, Role, TrainedRole, Update
+from megappo.megatron.schedule import PlacedSample, Task
+from megappo.plan.planner import default_machine, make_plan, read_models
+from megappo.ppo.parts import Parts
+from megappo.ppo.reporting import Reporter
+from megappo.ppo.trainer import Trainer
+from megappo.runtime.process import Runtime
+from megappo.types import Rollouts
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
-from torch import Tensor  # noqa: E402
-from torch.distributed import distributed_c10d  # noqa: E402
-
-from benchmarks.step import versions  # noqa: E402
-from megappo.config import Config, load_config  # noqa: E402
-from megappo.config.grid import Grid  # noqa: E402
-from megappo.data import Cursor  # noqa: E402
-from megappo.families.architecture import ArchitectureConfig  # noqa: E402
-from megappo.families.flops import SampleCost  # noqa: E402
-from megappo.megatron.build import BuildOptions  # noqa: E402
-from megappo.megatron.packing import MicrobatchPlan  # noqa: E402
-from megappo.megatron.roles import Placement, Role, TrainedRole, Update  # noqa: E402
-from megappo.megatron.schedule import PlacedSample, Task  # noqa: E402
-from megappo.plan.planner import default_machine, make_plan, read_models  # noqa: E402
-from megappo.ppo.parts import Parts  # noqa: E402
-from megappo.ppo.reporting import Reporter  # noqa: E402
-from megappo.ppo.trainer import Trainer  # noqa: E402
-from megappo.runtime.process import Runtime  # noqa: E402
-from megappo.types import Rollouts  # noqa: E402
 
 STAGES = ("forward", "advantages", "update_critic", "update_actor", "report")
 CPU = torch.device("cpu")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How fast are grouped experts beside Megatron's own, which run one after the other?
 
-Usage: python benchmarks/experts.py [--shapes 64x32 2048x768] [--dtypes bfloat16 float32] [--experts 128] [--chosen 8]
+Usage: python -m benchmarks.experts [--shapes 64x32 2048x768] [--dtypes bfloat16 float32] [--experts 128] [--chosen 8]
            [--tokens 512] [--device cuda|cpu] [--threads N] [--repeat 7] [--json FILE]
 
 A shape is a hidden size and the size of an expert. Measured in turns, each `repeat` times, on the same weights: forward
@@ -17,30 +17,26 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
 
-import torch  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-
-from benchmarks.kernel_timing import Machine, Provider  # noqa: E402
-from benchmarks.step import versions  # noqa: E402
-from megappo.config.grid import Grid  # noqa: E402
-from megappo.config.schema import RuntimeSettings  # noqa: E402
-from megappo.megatron.build import DTYPES  # noqa: E402
-from megappo.megatron.experts import use_grouped_experts  # noqa: E402
-from megappo.megatron.layout import Cut, Layout, make_layouts  # noqa: E402
-from megappo.megatron.routing import TokenDispatcher  # noqa: E402
-from megappo.runtime.megatron_cpu import fix_router  # noqa: E402
-from megappo.runtime.process import start_runtime  # noqa: E402
+from benchmarks.kernel_timing import Machine, Provider
+from benchmarks.step import versions
+from megappo.config.grid import Grid
+from megappo.config.schema import RuntimeSettings
+from megappo.megatron.build import DTYPES
+from megappo.megatron.experts import use_grouped_experts
+from megappo.megatron.layout import Cut, Layout, make_layouts
+from megappo.megatron.routing import TokenDispatcher
+from megappo.runtime.megatron_cpu import fix_router
+from megappo.runtime.process import start_runtime
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How fast, how frugal and how exact are the kernels, beside every public alternative and the physical floor?
 
-Usage: python benchmarks/kernels.py [--device cuda|cpu] [--suites head train logits gae tokens] [--tokens N ...]
+Usage: python -m benchmarks.kernels [--device cuda|cpu] [--suites head train logits gae tokens] [--tokens N ...]
            [--hidden H] [--vocab V ...] [--dtype bfloat16|float32] [--repeat R] [--tiny] [--save FILE.md]
 
 All providers of a suite run in one process, one after the other in each round, on inputs that change from round to
@@ -25,26 +25,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
 
-import torch  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-from benchmarks import kernel_peers  # noqa: E402
-from benchmarks.kernel_peers import Peer  # noqa: E402
-from benchmarks.kernel_timing import HEADINGS, Machine, Provider, markdown, rows_of  # noqa: E402
-from megappo_kernels.gae import gae  # noqa: E402
-from megappo_kernels.lm_head import linear_logprob  # noqa: E402
-from megappo_kernels.logits import logits_logprob  # noqa: E402
-from megappo_kernels.losses import PolicyInputs, ppo_token_loss, ppo_value_loss  # noqa: E402
-from megappo_kernels.objectives import PolicyObjective  # noqa: E402
-from megappo_kernels.ppo_head import ppo_head_loss  # noqa: E402
-from megappo_kernels.whiten import masked_whiten_stats  # noqa: E402
-from oracles import algorithm  # noqa: E402
-from oracles import kernels as reference  # noqa: E402
+from benchmarks import kernel_peers
+from benchmarks.kernel_peers import Peer
+from benchmarks.kernel_timing import HEADINGS, Machine, Provider, markdown, rows_of
+from megappo_kernels.gae import gae
+from megappo_kernels.lm_head import linear_logprob
+from megappo_kernels.logits import logits_logprob
+from megappo_kernels.losses import PolicyInputs, ppo_token_loss, ppo_value_loss
+from megappo_kernels.objectives import PolicyObjective
+from megappo_kernels.ppo_head import ppo_head_loss
+from megappo_kernels.whiten import masked_whiten_stats
+from tests.support.oracles import algorithm
+from tests.support.oracles import kernels as reference
 
 GAMMA, LAM, TEMPERATURE = 0.99, 0.95, 0.9
 CLIP = (0.2, 0.28)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What does a step cost beside generation and models, for each sample?
 
-Usage: python benchmarks/overhead.py CONFIG [key=value ...] [--samples 64 256 1024 4096] [--repeat 5] [--json FILE]
+Usage: python -m benchmarks.overhead CONFIG [key=value ...] [--samples 64 256 1024 4096] [--repeat 5] [--json FILE]
 
 Whole steps of the trainer in one process, whose engine and models answer at once: prompts, requests, responses as
 tensors and texts, rewards, samples sent and microbatches planned, advantages, whitening, reports, samples.jsonl and
@@ -25,24 +25,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from benchmarks.control_plane import Echo, Size, placement
+from benchmarks.step import configuration, next_step, versions
+from megappo.config import Config, ConfigError, derive_run
+from megappo.config.model_files import load_tokenizer
+from megappo.data import read_prompts, training_cursor
+from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
+from megappo.plan.planner import read_models
+from megappo.ppo.parts import Parts
+from megappo.ppo.reporting import Reporter
+from megappo.ppo.trainer import Trainer
+from megappo.rewards.scorer import RewardScorer
+from megappo.runtime.interrupts import NeverStop
+from megappo.runtime.process import Runtime, start_runtime
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
-
-import torch  # noqa: E402
-
-from benchmarks.control_plane import Echo, Size, placement  # noqa: E402
-from benchmarks.step import configuration, next_step, versions  # noqa: E402
-from megappo.config import Config, ConfigError, derive_run  # noqa: E402
-from megappo.config.model_files import load_tokenizer  # noqa: E402
-from megappo.data import read_prompts, training_cursor  # noqa: E402
-from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams  # noqa: E402
-from megappo.plan.planner import read_models  # noqa: E402
-from megappo.ppo.parts import Parts  # noqa: E402
-from megappo.ppo.reporting import Reporter  # noqa: E402
-from megappo.ppo.trainer import Trainer  # noqa: E402
-from megappo.rewards.scorer import RewardScorer  # noqa: E402
-from megappo.runtime.interrupts import NeverStop  # noqa: E402
-from megappo.runtime.process import Runtime, start_runtime  # noqa: E402
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Does a step take as long as `megappo plan` says?
 
-Usage: python benchmarks/planned.py CONFIG [key=value ...] [--machine here] [--ranks 2] [--sizes 16:32 32:64 32:128]
+Usage: python -m benchmarks.planned CONFIG [key=value ...] [--machine here] [--ranks 2] [--sizes 16:32 32:64 32:128]
            [--threads N] [--warmup 1] [--repeat 3] [--json FILE]
 
 Steps of a configuration at several sizes, samples of a step and tokens of each response, beside the plan of the same
@@ -22,17 +22,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:] = [str(ROOT), str(ROOT / "kernels"), *(p for p in sys.path if Path(p).resolve() != ROOT / "benchmarks")]
-
-from benchmarks.lengths import Profile  # noqa: E402
-from benchmarks.sides import Turn, started  # noqa: E402
-from benchmarks.step import versions  # noqa: E402
-from benchmarks.trl_sides import Run, megappo_side  # noqa: E402
-from megappo.config import Config  # noqa: E402
-from megappo.plan.machine_file import find_machine  # noqa: E402
-from megappo.plan.machines import Machine  # noqa: E402
-from megappo.plan.planner import make_plan, read_models  # noqa: E402
+from benchmarks.lengths import Profile
+from benchmarks.sides import Turn, started
+from benchmarks.step import versions
+from benchmarks.trl_sides import Run, megappo_side
+from megappo.config import Config
+from megappo.plan.machine_file import find_machine
+from megappo.plan.machines import Machine
+from megappo.plan.planner import make_plan, read_models
 
 
 @dataclass(frozen=True)

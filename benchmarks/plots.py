@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Pictures of what the benchmarks found, one for each question.
 
-Usage: python benchmarks/plots.py FILE [FILE ...] [--out benchmarks/results] [--name DATE-MACHINE]
+Usage: python -m benchmarks.plots FILE [FILE ...] [--out benchmarks/results] [--name DATE-MACHINE]
 
 Reads what `--json` of trl.py, scaling.py, update.py, rollout.py, step.py, overhead.py and planned.py wrote; several
 files of one program become one picture. Needs matplotlib (`pip install matplotlib`), which nothing else here does.
@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT)]
-
 Document = dict[str, Any]
 OURS, OTHERS, THIRD = "#0b6e4f", "#b0b7bd", "#e09f3e"
 _SIZE, _DPI = (8.0, 3.6), 100

@@ -1,6 +1,6 @@
 """What `megappo plan` predicts for runs that others have published, beside what they measured.
 
-    python benchmarks/published_runs.py
+    python -m benchmarks.published_runs
 
 Prints a Markdown table; benchmarks/results keeps it with its sources. Nothing of it was run by us: the published runs
 are another program's (NeMo RL 0.4: Megatron-Core and vLLM) on machines of the same kind.

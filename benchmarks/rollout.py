@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Is a rollout as fast as its engine?
 
-Usage: python benchmarks/rollout.py [MODEL_FOLDER] [--sequences 32] [--prompt 43] [--response 64] [--dtype bfloat16]
+Usage: python -m benchmarks.rollout [MODEL_FOLDER] [--sequences 32] [--prompt 43] [--response 64] [--dtype bfloat16]
            [--device cuda|cpu] [--threads N] [--repeat 5] [--answers 4096] [--answer-tokens 64 512] [--json FILE]
 
 Two questions. The embedded engine beside transformers' `generate` with its own sampling, the fastest that it has
@@ -18,7 +18,6 @@ import json
 import multiprocessing
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,21 +26,20 @@ from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import Any
 
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM
+
+from benchmarks.step import versions
+from megappo.config.engine import SGLangSettings
+from megappo.config.model_files import read_architecture
+from megappo.engines.protocol import GenerateRequest, SamplingParams
+from megappo.engines.sglang.client import Endpoint
+from megappo.engines.sglang.dispatch import Round
+from megappo.engines.transformers_engine import TransformersEngine
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
-
-import torch  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
-
-from benchmarks.step import versions  # noqa: E402
-from megappo.config.engine import SGLangSettings  # noqa: E402
-from megappo.config.model_files import read_architecture  # noqa: E402
-from megappo.engines.protocol import GenerateRequest, SamplingParams  # noqa: E402
-from megappo.engines.sglang.client import Endpoint  # noqa: E402
-from megappo.engines.sglang.dispatch import Round  # noqa: E402
-from megappo.engines.transformers_engine import TransformersEngine  # noqa: E402
 
 _VERSION = 7
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How does a step's time change with the number of processes?
 
-Usage: python benchmarks/scaling.py CONFIG [key=value ...] [--worlds 1 2 4] [--kinds weak strong] [--axis data]
+Usage: python -m benchmarks.scaling CONFIG [key=value ...] [--worlds 1 2 4] [--kinds weak strong] [--axis data]
            [--threads 1] [--warmup 1] [--repeat 3] [--rounds 2] [--json FILE]
 
 Real steps of any configuration on one machine, in worlds that take turns. Strong: all worlds share out the
@@ -24,12 +24,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
-
-from benchmarks.sides import Turn, Turns, started  # noqa: E402
-from benchmarks.step import configuration, next_step, running, versions  # noqa: E402
-from megappo.config import Config, ConfigError, derive_run, load_config  # noqa: E402
+from benchmarks.sides import Turn, Turns, started
+from benchmarks.step import configuration, next_step, running, versions
+from megappo.config import Config, ConfigError, derive_run, load_config
 
 KINDS = ("weak", "strong")
 AXES = ("data", "pipeline", "tensor", "context")

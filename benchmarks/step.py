@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How long does a PPO step take, stage by stage?
 
-Usage: torchrun --nproc-per-node N benchmarks/step.py CONFIG [key=value ...] [--warmup 2] [--repeat 5] [--json FILE]
+Usage: torchrun --nproc-per-node N -m benchmarks.step CONFIG [key=value ...] [--warmup 2] [--repeat 5] [--json FILE]
 
 Runs real steps of any configuration (warm-up steps are not counted) and prints for each stage the median, minimum and
 maximum seconds and the tokens and samples per second of the median. Nothing is evaluated or exported; the run directory
@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -23,11 +24,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
-
-from megappo.config import Config, ConfigError, derive_run, load_config  # noqa: E402
-from megappo.plan.here import resolve_here  # noqa: E402
+from megappo.config import Config, ConfigError, derive_run, load_config
+from megappo.plan.here import resolve_here
 
 if TYPE_CHECKING:
     from megappo.ppo.trainer import Trainer
@@ -136,7 +134,14 @@ def versions(*more: str) -> dict[str, str]:
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores"
     packages = {name: version(name) for name in ("torch", "megatron-core", "transformers", *more)}
-    return {"device": device, "python": platform.python_version(), **packages}
+    return {"device": device, "commit": commit(), "python": platform.python_version(), **packages}
+
+
+def commit() -> str:
+    """Of the commands that measure."""
+    command = ["git", "describe", "--always", "--dirty"]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What is claimed of a PPO step's speed on a CPU, measured one after the other, and the page that says what was found.
 
-Usage: python benchmarks/throughput.py --model FOLDER --out FOLDER [--only NAME ...] [--list]
+Usage: python -m benchmarks.throughput --model FOLDER --out FOLDER [--only NAME ...] [--list]
 
 Measures SmolLM2-135M-Instruct, whose folder `--model` is, with the other programs of this folder, in order of
 importance: about two and a half hours on two cores on which nothing else runs, and 20 GB of memory. What lies in
@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-BENCHMARKS = Path(__file__).resolve().parent
-CONFIG = str(BENCHMARKS.parent / "configs" / "smollm2_arithmetic.yaml")
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = str(ROOT / "configs" / "smollm2_arithmetic.yaml")
 ALONE = ("actor.layout={}", "critic.layout={}")
 SHARED = ("actor.optimizer.distributed=true", "critic.optimizer.distributed=true")
 REFERENCE = ("reference={}", "algorithm.kl_in_reward={kind: kl, coef: 0.05}")
@@ -58,7 +58,7 @@ class Measurement:
         if self.ranks > 1:
             launch += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks)]
         folder = eight_layers(model, out) if self.is_small else model
-        words = [str(BENCHMARKS / self.program), CONFIG, f"model.path={folder}", *self.arguments]
+        words = ["-m", f"benchmarks.{self.program}", CONFIG, f"model.path={folder}", *self.arguments]
         return [*launch, *words, "--json", str(out / f"{self.name}.json")]
 
 
@@ -76,17 +76,17 @@ def _beside_trl(
         str(microbatch),
     )
     of_ranks = SHARED if ranks > 1 else ()
-    return Measurement(name, minutes, "trl.py", (*MICROBATCHES, *of_ranks, *_THREADS, *options, *more))
+    return Measurement(name, minutes, "trl", (*MICROBATCHES, *of_ranks, *_THREADS, *options, *more))
 
 
 def _update(name: str, ranks: int, *arguments: str) -> Measurement:
     sizes = ("--samples", "16", "--prompt", "43", *_THREADS, "--repeat", "7")
-    return Measurement(name, 4, "update.py", (*MICROBATCHES, *sizes, *arguments), ranks)
+    return Measurement(name, 4, "update", (*MICROBATCHES, *sizes, *arguments), ranks)
 
 
 def _scaling(name: str, minutes: int, *arguments: str) -> Measurement:
     turns = ("--worlds", "1", "2", "4", "--rounds", "2", "--repeat", "2")
-    return Measurement(name, minutes, "scaling.py", (*ALONE, *STEP, *HALF, *turns, *arguments), is_small=True)
+    return Measurement(name, minutes, "scaling", (*ALONE, *STEP, *HALF, *turns, *arguments), is_small=True)
 
 
 MEASUREMENTS = (
@@ -97,18 +97,18 @@ MEASUREMENTS = (
     _beside_trl("trl-full", "full:64", 1, 5, 8),
     _beside_trl("trl-even", "even:1-64", 1, 5, 8),
     _beside_trl("trl-tail", "tail:32-256", 1, 5, 4, minutes=42),
-    Measurement("step-dp2", 5, "step.py", (*ALONE, *STEP, "runtime.threads_per_rank=1", "--repeat", "5"), 2),
-    Measurement("overhead", 2, "overhead.py", ("rollout.max_response_tokens=64", *REFERENCE, "--repeat", "5")),
+    Measurement("step-dp2", 5, "step", (*ALONE, *STEP, "runtime.threads_per_rank=1", "--repeat", "5"), 2),
+    Measurement("overhead", 2, "overhead", ("rollout.max_response_tokens=64", *REFERENCE, "--repeat", "5")),
     Measurement(
-        "planned", 8, "planned.py",
+        "planned", 8, "planned",
         (*ALONE, *STEP, "--ranks", "1", *_THREADS, "--sizes", "16:32", "32:32", "32:64", "--repeat", "3"),
     ),
     _scaling("scaling", 8),
-    Measurement("step-pp2", 5, "step.py", (*STEP, "runtime.threads_per_rank=1", "--repeat", "5"), 2),
+    Measurement("step-pp2", 5, "step", (*STEP, "runtime.threads_per_rank=1", "--repeat", "5"), 2),
     _beside_trl("trl-full-dp2", "full:64", 2, 5, 8),
     *(
         Measurement(
-            f"curves-{seed}", 13, "trl.py",
+            f"curves-{seed}", 13, "trl",
             (*MICROBATCHES, *SHARED, "rollout.max_response_tokens=16", *_THREADS, "--ranks", "2", "--curves", "--seeds",
              str(seed), "--steps", "20", "--trl-microbatch", "8"),
         )
@@ -144,7 +144,7 @@ def measure(measurement: Measurement, model: Path, out: Path) -> bool:
         of_drawn = ["model.init=random"] if measurement.is_small else []
         with (out / f"{measurement.name}.txt").open("w") as said:
             command = [*measurement.command(model, out), *of_drawn]
-            done = subprocess.run(command, stdout=said, stderr=subprocess.STDOUT, check=False)
+            done = subprocess.run(command, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT, check=False)
         if done.returncode:
             file.unlink(missing_ok=True)
             print(f"{measurement.name} failed with status {done.returncode}: {said.name} says why", flush=True)
@@ -158,22 +158,23 @@ def join(out: Path) -> None:
         if files:
             command = [
                 sys.executable,
-                str(BENCHMARKS / "trl.py"),
+                "-m",
+                "benchmarks.trl",
                 "--join",
                 *files,
                 "--json",
                 str(out / f"{name}.json"),
             ]
-            told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
             (out / f"{name}.txt").write_text(told)
 
 
 def draw(out: Path) -> None:
     """Pictures, where matplotlib is installed."""
-    drawn = ("joined", "joined-curves", *(m.name for m in MEASUREMENTS if m.program != "trl.py"))
+    drawn = ("joined", "joined-curves", *(m.name for m in MEASUREMENTS if m.program != "trl"))
     files = [str(out / f"{name}.json") for name in drawn if (out / f"{name}.json").exists()]
     if files and importlib.util.find_spec("matplotlib") is not None:
-        subprocess.run([sys.executable, str(BENCHMARKS / "plots.py"), *files, "--out", str(out)], check=True)
+        subprocess.run([sys.executable, "-m", "benchmarks.plots", *files, "--out", str(out)], cwd=ROOT, check=True)
 
 
 Found = Mapping[str, dict[str, Any]]
@@ -305,7 +306,7 @@ def page(out: Path) -> str:
     if not found:
         raise ValueError(f"{out} holds nothing that was measured; the .txt files there say why, where some were tried")
     first = next(iter(found.values()))
-    known = ("python", "torch", "megatron-core", "transformers", "trl")
+    known = ("commit", "python", "torch", "megatron-core", "transformers", "trl")
     lines = ["# A PPO step of SmolLM2-135M on a CPU", "", f"{processor()}; " + ", ".join(
         f"{name} {first[name]}" for name in known if name in first) + ". Medians, least and most.", ""]  # fmt: skip
     for section in (beside_trl, updates, steps, planned, scaling):
@@ -330,13 +331,14 @@ def main() -> int:
         parser.error("--model and --out are wanted")
     if not (arguments.model / "config.json").exists():
         parser.error(f"--model {arguments.model} holds no config.json; give SmolLM2-135M-Instruct's folder")
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    model, out = arguments.model.resolve(), arguments.out.resolve()  # the programs run in the repository
+    out.mkdir(parents=True, exist_ok=True)
     chosen = [m for m in MEASUREMENTS if arguments.only is None or m.name in arguments.only]
-    failed = [m.name for m in chosen if not measure(m, arguments.model.resolve(), arguments.out.resolve())]
-    join(arguments.out)
-    draw(arguments.out)
+    failed = [m.name for m in chosen if not measure(m, model, out)]
+    join(out)
+    draw(out)
     try:
-        (arguments.out / "smollm2-step.md").write_text(page(arguments.out))
+        (out / "smollm2-step.md").write_text(page(out))
     except ValueError as error:
         print(f"throughput.py: error: {error}", file=sys.stderr)
         return 2

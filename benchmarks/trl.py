@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Is megappo faster than TRL's PPO, and does it learn the same?
 
-Usage: python benchmarks/trl.py [CONFIG [key=value ...]] [--ranks 1] [--threads 2] [--precision mixed]
+Usage: python -m benchmarks.trl [CONFIG [key=value ...]] [--ranks 1] [--threads 2] [--precision mixed]
            [--lengths full:64 even:1-64 tail:32-256] [--trl-microbatch N] [--warmup 1] [--repeat 5] [--json FILE]
-       python benchmarks/trl.py [CONFIG [key=value ...]] --curves [--seeds 1 2 3] [--steps 20] [--json FILE]
-       python benchmarks/trl.py --join FILE [FILE ...] [--json FILE]
+       python -m benchmarks.trl [CONFIG [key=value ...]] --curves [--seeds 1 2 3] [--steps 20] [--json FILE]
+       python -m benchmarks.trl --join FILE [FILE ...] [--json FILE]
 
 Both sides do the same PPO step on the same prompts, as the configuration says it: megappo on `--ranks` processes, TRL's
 `experimental.ppo.PPOTrainer` in one process, with the same number of threads in all. They take turns, step by step, in
@@ -33,15 +33,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-# Not the folder of this file, in which `import trl` would find this file.
-sys.path[:] = [str(ROOT), str(ROOT / "kernels"), *(p for p in sys.path if Path(p).resolve() != ROOT / "benchmarks")]
-
-from benchmarks.lengths import Profile  # noqa: E402
-from benchmarks.sides import Side, Turn, started  # noqa: E402
-from benchmarks.step import versions  # noqa: E402
-from benchmarks.trl_sides import Run, check, megappo_side, trl_side  # noqa: E402
-from megappo.config import Config  # noqa: E402
+from benchmarks.lengths import Profile
+from benchmarks.sides import Side, Turn, started
+from benchmarks.step import versions
+from benchmarks.trl_sides import Run, check, megappo_side, trl_side
+from megappo.config import Config
 
 LAST = 5
 """Steps at the end of a curve whose mean is compared."""

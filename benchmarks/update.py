@@ -27,23 +27,20 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-from benchmarks.bare_model import BareModel, Inputs, forms  # noqa: E402
-from benchmarks.step import versions  # noqa: E402
-from megappo.config import Config, ConfigError, derive_run, load_config  # noqa: E402
-from megappo.config.model_files import load_architecture, role_folder  # noqa: E402
-from megappo.plan.here import resolve_here  # noqa: E402
-from megappo.runtime.objects import from_rank, of_all_ranks  # noqa: E402
-from megappo.runtime.process import Runtime, start_runtime  # noqa: E402
-from megappo.types import Samples  # noqa: E402
+from benchmarks.bare_model import BareModel, Inputs, forms
+from benchmarks.step import versions
+from megappo.config import Config, ConfigError, derive_run, load_config
+from megappo.config.model_files import load_architecture, role_folder
+from megappo.plan.here import resolve_here
+from megappo.runtime.objects import from_rank, of_all_ranks
+from megappo.runtime.process import Runtime, start_runtime
+from megappo.types import Samples
 
 
 @dataclass(frozen=True)

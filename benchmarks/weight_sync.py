@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How fast do weights get from a Megatron actor into SGLang servers, and where does the time go?
 
-Usage: torchrun --nproc-per-node N benchmarks/weight_sync.py CONFIG [key=value ...] [--repeat 5] [--json FILE]
+Usage: torchrun --nproc-per-node N -m benchmarks.weight_sync CONFIG [key=value ...] [--repeat 5] [--json FILE]
        benchmarks/weight_sync.py CONFIG [key=value ...] --simulate 128,512,1024 [--json FILE]
 
 CONFIG has `rollout.engine: sglang`; model, layout, servers and bucket size are taken from it. One run times in turns:
@@ -30,11 +30,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
-
-from megappo.config import Config, ConfigError, derive_run, load_config  # noqa: E402
-from megappo.plan.here import resolve_here  # noqa: E402
+from megappo.config import Config, ConfigError, derive_run, load_config
+from megappo.plan.here import resolve_here
 
 
 @dataclass(frozen=True)

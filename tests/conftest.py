@@ -1,46 +1,60 @@
-"""Makes the packages of the repository importable where nothing is installed, lets Triton kernels run on a CPU, and
-leaves out what takes minutes: with `--quick` what is `slow`, without `--learning` what is `learning`."""
+"""Lets Triton kernels run on a CPU, leaves out what takes minutes, and has tests that wait marked so; see README.md."""
 
 import os
-import sys
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
+from tests.support import waiting
+
 warnings.filterwarnings("ignore", module="megatron")
 # Triton decides at import whether kernels run on a GPU or in its interpreter; tests have the latter.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+waiting.listen()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="only what is quick; see README.md")
+    parser.addoption("--all", action="store_true", help="also what is exhaustive; see README.md")
     parser.addoption("--learning", action="store_true", help="also runs that learn for minutes; see README.md")
     parser.addoption("--smollm2", metavar="FOLDER", help="SmolLM2-135M-Instruct, for what --learning has it learn")
-    parser.addoption("--strength", type=int, default=2, help="of distributed/test_conformance.py: features that meet")
+    parser.addoption("--strength", type=int, default=2, help="of runs/test_conformance.py: features that meet")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What is marked `learning` is asked for. What is marked `slow` is not quick. Where some cases of a test are marked
-    `quick`, the others are not; of what needs several processes only what is marked so is."""
-    if not config.getoption("learning"):
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("learning")])
-        items[:] = [item for item in items if not item.get_closest_marker("learning")]
-    if not config.getoption("quick"):
-        return
+    """What is marked `learning` or `exhaustive` is asked for. What is marked `slow` is not quick, but for those of its
+    cases that are marked `quick`; where some cases of a test are marked so, its others are not quick either."""
+    unwanted = {
+        mark for mark, option in (("learning", "learning"), ("exhaustive", "all")) if not config.getoption(option)
+    }
     marked = {function_of(item) for item in items if item.get_closest_marker("quick")}
 
-    def is_quick(item: pytest.Item) -> bool:
-        if item.get_closest_marker("slow"):
+    def is_wanted(item: pytest.Item) -> bool:
+        if any(item.get_closest_marker(mark) for mark in unwanted):
             return False
-        one_process = item.path.is_relative_to(ROOT / "tests" / "unit")
-        return bool(item.get_closest_marker("quick")) or (one_process and function_of(item) not in marked)
+        if not config.getoption("quick") or item.get_closest_marker("quick"):
+            return True
+        return not item.get_closest_marker("slow") and function_of(item) not in marked
 
-    config.hook.pytest_deselected(items=[item for item in items if not is_quick(item)])
-    items[:] = filter(is_quick, items)
+    config.hook.pytest_deselected(items=[item for item in items if not is_wanted(item)])
+    items[:] = filter(is_wanted, items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    """What fixtures wait for is the test's."""
+    waiting.HEARD.clear()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """A test that waits is marked so, as it may be run once more."""
+    found = yield
+    if waiting.HEARD and not item.get_closest_marker("waits"):
+        pytest.fail(f"waits ({', '.join(sorted(set(waiting.HEARD)))}) without the marker: add @pytest.mark.waits")
+    return found
 
 
 @pytest.fixture(scope="module")

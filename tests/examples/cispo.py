@@ -1,7 +1,7 @@
 """CISPO as a policy loss of your own (MiniMax 2025, "MiniMax-M1", eq. 4).
 
 algorithm:
-  policy_loss: examples.cispo:cispo
+  policy_loss: tests.examples.cispo:cispo
   policy_loss_options: {high: 0.28}
   dual_clip: null
 """

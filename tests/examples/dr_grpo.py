@@ -1,7 +1,7 @@
 """Dr. GRPO's advantages as an estimator of your own (Liu et al. 2025, "Understanding R1-Zero-Like Training").
 
 algorithm:
-  estimator: examples.dr_grpo:dr_grpo
+  estimator: tests.examples.dr_grpo:dr_grpo
   loss_aggregation: seq-mean-token-sum-norm
 """
 

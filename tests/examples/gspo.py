@@ -1,7 +1,7 @@
 """GSPO as a policy loss of your own (Zheng et al. 2025, "Group Sequence Policy Optimization", eq. 5 and 7).
 
 algorithm:
-  policy_loss: examples.gspo:gspo
+  policy_loss: tests.examples.gspo:gspo
   policy_loss_options: {low: 3.0e-4, high: 4.0e-4}
   loss_aggregation: seq-mean-token-mean
 """

@@ -11,7 +11,7 @@ import megappo.megatron  # noqa: F401
 from megappo.megatron.attention import attend_pack, packed_segments, segment_tensors, takes_packs
 from megappo.runtime.transfer import to_device
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")]
 
 LENGTHS = (130, 1, 517, 64)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.acceptance.registry import STEPS, Place, Step
-from benchmarks.acceptance.runner import environment, run_steps
-from benchmarks.acceptance.table import Report
+from tests.gpu.acceptance.registry import STEPS, Place, Step
+from tests.gpu.acceptance.runner import environment, run_steps
+from tests.gpu.acceptance.table import Report
 
 pytestmark = [
     pytest.mark.slow,

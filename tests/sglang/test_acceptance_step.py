@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.harness import start
+
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.waits,
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs launch/requirements-sglang.txt"),
 ]
 
 
 def test_three_steps_through_a_server(tmp_path: Path) -> None:
     words = ["--device", "cpu", "--tiny", "--only", "servers", "--part", "2", "--minutes", "9", "--out", str(tmp_path)]
-    command = [sys.executable, str(ROOT / "benchmarks/gpu_acceptance.py"), *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = ["tests.gpu.gpu_acceptance", *words]
+    done = start(*command, timeout_seconds=570)
     assert done.returncode == 0, done.stdout + (tmp_path / "gpu-acceptance-part2.log").read_text()[-3000:]
     rows = json.loads((tmp_path / "gpu-acceptance-part2.json").read_text())["rows"]
     held = [row["what"] for row in rows if row["verdict"] == "ok"]

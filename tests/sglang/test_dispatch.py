@@ -40,6 +40,8 @@ from megappo.engines.sglang.in_flight import Departures, InFlightRound, abort_se
 from megappo.engines.sglang.line import OpenRound
 from megappo.observe.progress import PROGRESS
 
+pytestmark = [pytest.mark.slow, pytest.mark.waits]
+
 PARAMS = SamplingParams(temperature=0.5, max_new_tokens=4, stop_token_ids=(1,))
 Answer = Callable[[dict[str, Any]], Any]
 

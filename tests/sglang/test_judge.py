@@ -10,13 +10,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from distributed.harness import start
 from megappo.observe.metrics import read_metrics
 from megappo.rewards.judge import Reading
-from unit import helpers_broken as worlds
+from tests.support import worlds
+from tests.support.harness import start
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.waits,
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs launch/requirements-sglang.txt"),
 ]
 READING = Reading(r"(\d)", (0.0, 9.0), {}, -1.0)

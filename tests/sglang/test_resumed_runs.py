@@ -7,15 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from distributed.attempts import assert_same_run, attempts, killed_at, train
+from tests.support.attempts import assert_same_run, attempts, killed_at, train
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.waits,
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs launch/requirements-sglang.txt"),
 ]
 OFFLOAD = ("actor.offload=true", "critic.offload=true")
 
 
+@pytest.mark.exhaustive
 def test_on_policy_killed_and_continued(tmp_path: Path) -> None:
     """While the servers are given weights, which rest outside of the device."""
     settings = ("run.steps=3", "checkpoint.every_steps=1")

@@ -15,10 +15,12 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from distributed.models import write_model
 from megappo.families import architecture
 from megappo.families.rope import rotary
 from megappo.families.served import unread_rope
+from tests.support.models import write_model
+
+pytestmark = pytest.mark.slow
 
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("needs launch/requirements-sglang.txt", allow_module_level=True)

@@ -13,22 +13,29 @@ from pathlib import Path
 
 import pytest
 
-from distributed.harness import start
 from megappo.engines.sglang.guard import session_pids
 from megappo.observe.metric_docs import METRICS
 from megappo.observe.metrics import read_metrics
+from tests.support.harness import start
+from tests.support.places import ROOT
 
-ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.waits,
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs launch/requirements-sglang.txt"),
 ]
+exhaustive = pytest.mark.exhaustive
 ALONE = ("actor.layout={}", "critic.layout={}", "evaluation=null", "data.validation=null")
 SMALL = ("rollout.prompts_per_step=10", "actor.minibatch_sequences=40", "critic.minibatch_sequences=40")
 
 
 @pytest.mark.parametrize(
-    ("config", "steps", "reward"), [("sglang_quickstart", 45, 0.8), ("sglang_disaggregated", 20, 0.3)]
+    ("config", "steps", "reward"),
+    [
+        ("sglang_quickstart", 15, 0.3),
+        ("sglang_disaggregated", 20, 0.3),
+        pytest.param("sglang_quickstart", 45, 0.8, marks=exhaustive),
+    ],
 )
 def test_a_run_learns(tmp_path: Path, config: str, steps: int, reward: float) -> None:
     """As far as with the embedded engine, in fewer steps than the configurations have."""
@@ -89,7 +96,7 @@ def test_episodes_through_servers(tmp_path: Path) -> None:
         assert 0 < line["mismatch/max"] < 1e-5 and line["rollout/lag"] == 0
 
 
-@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("ahead", [pytest.param(1, marks=exhaustive), 2])
 def test_episodes_ahead_through_servers(tmp_path: Path, ahead: int) -> None:
     """Those of the next step are played while a step is trained on, with the weights that it began with, or they are in
     flight over two syncs."""

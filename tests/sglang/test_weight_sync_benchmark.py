@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from distributed.harness import start
+from tests.support.harness import start
 
-ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.waits,
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs launch/requirements-sglang.txt"),
 ]
 
@@ -20,7 +20,7 @@ pytestmark = [
 def test_the_table(tmp_path: Path) -> None:
     out = tmp_path / "sync.json"
     words = ("configs/sglang_quickstart.yaml", "rollout.sync_bucket_bytes=50000", "--repeat", "2", "--json", out)
-    done = start(ROOT / "benchmarks/weight_sync.py", *words, processes=2)
+    done = start("benchmarks.weight_sync", *words, processes=2)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(out.read_text())
     rows = {row["way"]: row for row in found["rows"]}

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from slurm.cluster import Cluster, virtual_nodes, why_not
+
+from tests.slurm.cluster import Cluster, virtual_nodes, why_not
 
 
 @pytest.fixture(scope="session")

@@ -8,11 +8,9 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from slurm.cluster import Cluster
-
 from megappo.observe.metrics import read_metrics
+from tests.slurm.cluster import Cluster
 
-ROOT = Path(__file__).parents[2]
 SHORT = (
     "run.steps=2", "rollout.prompts_per_step=10", "actor.minibatch_sequences=40", "critic.minibatch_sequences=40",
     "runtime.threads_per_rank=1", "evaluation=null", "data.validation=null", "run.export_final_model=false",

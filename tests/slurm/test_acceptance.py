@@ -1,4 +1,4 @@
-"""Real SLURM: the acceptance job of nodes runs whole on two virtual ones, with SGLang, and says what failed."""
+"""Real SLURM: the acceptance job of nodes runs whole on two virtual ones, and says what failed."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from slurm.cluster import Cluster
-from slurm.jobs import ROOT, job_environment
+
+from tests.slurm.cluster import Cluster
+from tests.slurm.jobs import job_environment
+from tests.support.places import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.waits]
+sglang = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs launch/requirements-sglang.txt")
 
 SMALL = (
-    "configs/sglang_quickstart.yaml", "actor.layout={}", "critic.layout={}", "rollout.prompts_per_step=10",
+    "actor.layout={}", "critic.layout={}", "rollout.prompts_per_step=10",
     "actor.minibatch_sequences=40", "critic.minibatch_sequences=40", "runtime.threads_per_rank=1",
 )  # fmt: skip
 STEPS = ["links", "layouts", "engine", "engine-tp", "broadcast", "kill", "resume", "learning"]
@@ -33,17 +38,21 @@ def accept(
 
 
 @pytest.mark.timeout(1300)
-@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs launch/requirements-sglang.txt")
-def test_two_nodes_are_accepted(cluster: Cluster, tmp_path: Path) -> None:
-    state, logs, rows = accept(cluster, tmp_path, *SMALL)
+@pytest.mark.parametrize(
+    "config", ["quickstart", pytest.param("sglang_quickstart", marks=[sglang, pytest.mark.exhaustive])]
+)
+def test_two_nodes_are_accepted(cluster: Cluster, tmp_path: Path, config: str) -> None:
+    """With the embedded engine, for which there is no broadcast; with servers, all of it."""
+    steps = STEPS if config == "sglang_quickstart" else [step for step in STEPS if step != "broadcast"]
+    state, logs, rows = accept(cluster, tmp_path, f"configs/{config}.yaml", *SMALL, only=" ".join(steps))
     told = cluster.log(state) + (logs / "node-acceptance.md").read_text()
     assert state["JobState"] == "COMPLETED", told
-    assert list(dict.fromkeys(row["step"] for row in rows)) == STEPS
-    by_step = {step: {row["what"]: row for row in rows if row["step"] == step} for step in STEPS}
+    assert list(dict.fromkeys(row["step"] for row in rows)) == steps
+    by_step = {step: {row["what"]: row for row in rows if row["step"] == step} for step in steps}
     assert {row["verdict"] for row in rows} == {"ok", "measured", "skipped"}
     assert [row["step"] for row in rows if row["verdict"] == "skipped"] == ["engine-tp"], "a node has one rank here"
     assert {what.split(":")[0] for what in by_step["layouts"]} == {"DP2", "TP2 with sequence parallelism", "PP2", "EP2"}
-    for step in ("engine", "broadcast"):
+    for step in {"engine", "broadcast"} & set(steps):
         assert by_step[step]["steps"]["result"] == "6 of 6"
         assert by_step[step]["sync"]["numbers"]["gigabytes_per_second"] > 0
     assert "equal to the last bit" in by_step["resume"]["metrics of all steps, killed and continued"]["result"]

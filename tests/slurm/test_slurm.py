@@ -8,16 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from slurm.cluster import Cluster
-from slurm.jobs import ROOT, SHORT, await_text, end_of_second_attempt, job_environment, numbers
+
+from tests.slurm.cluster import Cluster
+from tests.slurm.jobs import SHORT, await_text, end_of_second_attempt, job_environment, numbers
+from tests.support.harness import start
+from tests.support.places import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
 
 @pytest.fixture(scope="module")
-def torchrun_metrics(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The same run under torchrun."""
+def torchrun_metrics(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The same run with torchrun's variables."""
     directory = tmp_path_factory.mktemp("torchrun") / "run"
-    words = ["2", "train", "configs/quickstart.yaml", f"run.directory={directory}", *SHORT]
-    cluster.run("bash", "launch/torchrun.sh", *words, cwd=ROOT, env=job_environment(cluster), timeout=300)
+    done = start("megappo", "train", "configs/quickstart.yaml", f"run.directory={directory}", *SHORT, processes=2)
+    assert done.returncode == 0, done.stderr
     return numbers(directory)
 
 
@@ -100,17 +105,19 @@ def test_a_preempted_job_goes_back_into_the_queue(cluster: Cluster, tmp_path: Pa
 
 def test_an_interrupted_job_is_the_run_that_was_not(cluster: Cluster, tmp_path: Path) -> None:
     """Real training: the signal of --signal in the middle, a second attempt, and the metrics of an undisturbed run."""
-    more = (*SHORT, "run.steps=30")
-    words = ["2", "train", "configs/quickstart.yaml", f"run.directory={tmp_path / 'whole'}", *more]
-    cluster.run("bash", "launch/torchrun.sh", *words, cwd=ROOT, env=job_environment(cluster), timeout=400)
+    more = (*SHORT, "run.steps=20")
+    done = start(
+        "megappo", "train", "configs/quickstart.yaml", f"run.directory={tmp_path / 'whole'}", *more, processes=2
+    )
+    assert done.returncode == 0, done.stderr
     metrics = tmp_path / "run" / "metrics.jsonl"
     job = submit(
         cluster, tmp_path, "configs/quickstart.yaml", f"run.directory={metrics.parent}", *more, MEGAPPO_DOCTOR="no"
     )
-    await_text(metrics, '"step": 3,', 240)
+    await_text(metrics, '"step": 2,', 240)
     cluster.run("scancel", "--signal=USR1", str(job))
     await_text(tmp_path / "job.out", "back into the queue", 120)
-    assert 3 <= len(numbers(metrics.parent)) < 30
+    assert 2 <= len(numbers(metrics.parent)) < 20
     state = end_of_second_attempt(cluster, job)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), cluster.log(state)
     assert "continuing after step" in cluster.log(state)

@@ -1,0 +1,47 @@
+"""The plan's seconds stand beside measured ones of the same size, stage by stage."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.planned import Size
+from megappo.config import load_config
+from tests.support.harness import start
+from tests.support.places import ROOT
+
+QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
+
+
+def test_a_size_keeps_the_number_of_updates() -> None:
+    given = load_config(QUICKSTART)
+    config = load_config(QUICKSTART, Size.read("80:3").overrides(given, 5))
+    assert config.rollout.batch_sequences == 80 and config.data.max_prompt_tokens == 5
+    for name, role in config.trained.items():
+        assert 80 / role.minibatch_sequences == 400 / given.trained[name].minibatch_sequences
+
+
+@pytest.mark.parametrize("text", ["80", "80:", "0:3", "a:b"])
+def test_other_sizes_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=f"'{text}' is no size; give samples and response tokens such as 32:64"):
+        Size.read(text)
+
+
+@pytest.mark.waits
+@pytest.mark.slow
+def test_it_prints_and_saves_both(tmp_path: Path) -> None:
+    saved = tmp_path / "planned.json"
+    command = ["benchmarks.planned", "configs/quickstart.yaml"]
+    command += ["actor.layout={}", "critic.layout={}", "--ranks", "1", "--threads", "1", "--sizes", "16:3"]
+    done = start(*command, "--machine", "cpu", "--json", saved)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (row,) = json.loads(saved.read_text())["rows"]
+    stages = ["rollout", "forward", "update_critic", "update_actor", "sync", "step"]
+    assert list(row["planned"]) == list(row["measured"]) == stages
+    assert row["words"] == "16 x (4 + 3) tokens" and "planned/measured" in done.stdout
+    for stage in stages:
+        least, most = row["spread"][stage]
+        assert 0 < least <= row["measured"][stage] <= most
+    assert row["planned"]["step"] == pytest.approx(sum(row["planned"][stage] for stage in stages[:-1]))

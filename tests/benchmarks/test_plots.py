@@ -1,0 +1,37 @@
+"""Every kind of result has its picture, small enough for a repository, and what has none is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.benchmarks.found import DOCUMENTS
+from tests.support.harness import start
+
+pytestmark = pytest.mark.waits
+
+MOST_BYTES = 60_000
+
+
+def test_each_question_has_a_small_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    files = []
+    for name, document in DOCUMENTS.items():
+        files.append(tmp_path / f"{name}.json")
+        files[-1].write_text(json.dumps({"benchmark": name, **document}))
+    place = tmp_path / "pictures"
+    done = start("benchmarks.plots", *files, "--out", place, "--name", "today")
+    assert done.returncode == 0, done.stderr[-3000:]
+    wanted = {f"today-{kind}.png" for kind in ({*DOCUMENTS, "trl-speed", "trl-curves"} - {"trl"})}
+    assert {path.name for path in place.iterdir()} == wanted == {Path(line).name for line in done.stdout.split()}
+    assert all(1000 < path.stat().st_size < MOST_BYTES for path in place.iterdir())
+
+
+def test_what_has_no_picture_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "kernels.json"
+    file.write_text(json.dumps({"rows": []}))
+    done = start("benchmarks.plots", file)
+    assert done.returncode == 2
+    assert done.stderr == f"plots.py: error: {file} is of no benchmark that has a picture; leave it out\n"

@@ -1,0 +1,266 @@
+"""The checkpoint of another run: a model is exported from it, and a new run starts from it, where it means the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import shutil
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from megatron.core.dist_checkpointing import ShardedTensor
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megappo.checkpoint.files import Marker, read_marker, write_marker
+from megappo.checkpoint.identity import architecture_digest, architecture_fields
+from megappo.checkpoint.randomness import random_states
+from megappo.checkpoint.source import CheckpointSource
+from megappo.checkpoint.torch_dist.source import TorchDistSource
+from megappo.checkpoint.writer import CheckpointWriter, Snapshot
+from megappo.cli import main
+from megappo.commands.export import export_run
+from megappo.config import load_config
+from megappo.config.model_files import read_architecture
+from megappo.config.schema import CheckpointSettings
+from megappo.families.architecture import ArchitectureConfig
+from megappo.families.parameters import model_parameters, pieces, shard_shape
+from megappo.families.weights import read_shard
+from megappo.ppo.origins import open_origin
+from megappo.reshard.sources import SafetensorsSource
+from megappo.runtime import objects
+from megappo.runtime.process import Runtime
+from tests.support.models import VOCAB, write_model
+from tests.support.places import BASE, TINY
+
+TOKENIZER = TINY
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def stored(folder: Path, arch: ArchitectureConfig) -> Iterator[tuple[str, Tensor]]:
+    """A folder's weights as an actor's checkpoint has them."""
+    source, whole = SafetensorsSource(folder, arch), load_file(folder / "model.safetensors")
+    for parameter in model_parameters(arch):
+        for name, parts in parameter.stored.items():
+            tensor = whole[parts[0]]
+            if parameter.kind == "qkv":
+                tensor = read_shard(
+                    source, arch, parameter, torch.empty(shard_shape(arch, parameter, 1, VOCAB)), 0, 1, VOCAB
+                )
+            yield f"actor.weight.{name}", tensor
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with a `model`, and a `run` whose checkpoint of step 1 holds the model's weights."""
+    root = tmp_path_factory.mktemp("first")
+    model = write_model(root / "model", "llama", 3, num_hidden_layers=2)
+    arch = read_architecture(model)
+    config = load_config(BASE, [f"model.path={model}", f"model.tokenizer={TOKENIZER}", "critic=null"])
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    content = {
+        "trainer": {"step": 1},
+        "metrics": {},
+        "versions": {"torch": str(torch.__version__)},
+        "settings": config.model_dump(mode="json"),
+        "identity": {"model": architecture_digest(model)},
+        # As of a megappo that did not know of caps and scales yet.
+        "architectures": {"actor": {k: v for k, v in architecture_fields(arch).items() if k != "beyond"}},
+    }
+    shards = {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in stored(model, arch)}
+    runtime = Runtime(0, 1, 0, torch.device("cpu"))
+    writer = CheckpointWriter(root / "run/checkpoints", CheckpointSettings(), runtime, 60)
+    writer.save(Snapshot(1, shards, {"random": random_states()}, content), wait=True)
+    dist.destroy_process_group()
+    (root / "run/config.yaml").write_text("{}")
+    yield root
+
+
+@pytest.fixture
+def world(first: Path, tmp_path: Path) -> Path:
+    """A copy to change; the run's settings name the `model` of the original."""
+    return shutil.copytree(first, tmp_path / "world")
+
+
+def changed_arch(folder: Path, **changes: Any) -> ArchitectureConfig:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return read_architecture(folder)
+
+
+def test_a_run_starts_from_weights_that_mean_the_same(world: Path) -> None:
+    run = str(world / "run")
+    source = open_origin(run, "actor", changed_arch(world / "model", max_position_embeddings=256)).source
+    assert isinstance(source, CheckpointSource)
+    given = load_file(world / "model/model.safetensors")
+    found = dict(source.tensors())
+    assert found.keys() == given.keys()
+    assert all(torch.equal(found[name], given[name]) for name in given)
+    with pytest.raises(ValueError, match=r"it differs in rope_parameters from the actor's config\.json"):
+        open_origin(run, "actor", changed_arch(world / "model", rope_parameters=LLAMA3))
+    with pytest.raises(ValueError, match=r"it differs in norm_eps, rope_parameters from"):
+        open_origin(run, "actor", changed_arch(world / "model", rms_norm_eps=1e-2))
+
+
+def test_a_checkpoint_is_exported_for_megatron(world: Path, tmp_path: Path) -> None:
+    """And what another run begins with there is what the checkpoint holds, on any layout."""
+    out = tmp_path / "out"
+    assert main(["export", str(world / "run"), str(out), "--format", "torch_dist"]) == 0
+    arch = read_architecture(world / "model")
+    found, given = open_origin(str(out), "actor", arch).source, SafetensorsSource(world / "model", arch)
+    assert isinstance(found, TorchDistSource)
+    for parameter in model_parameters(arch):
+        like = torch.empty(shard_shape(arch, parameter, 2, VOCAB + 1))
+        for rank in range(2):
+            of = (arch, parameter, like, rank, 2, VOCAB + 1)
+            assert torch.equal(read_shard(found, *of), read_shard(given, *of)), parameter.megatron
+
+
+def test_a_larger_vocabulary_is_no_padding(world: Path) -> None:
+    with pytest.raises(ValueError, match=r"it differs in vocab_size from the actor's config\.json"):
+        open_origin(str(world / "run"), "actor", changed_arch(world / "model", vocab_size=VOCAB - 2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tied_embeddings": True}, "config.json says: lm_head.weight is in only one of them"),
+        (
+            {"layers": 1},
+            "config.json says: model.layers.1.input_layernorm.weight, model.layers.1.mlp.down_proj.weight, "
+            "model.layers.1.mlp.gate_proj.weight and 4 more are in only one of them",
+        ),
+    ],
+)
+def test_tensors_of_another_architecture_are_named(world: Path, changes: dict[str, Any], words: str) -> None:
+    arch = dataclasses.replace(read_architecture(world / "model"), **changes)
+    with pytest.raises(ValueError, match="the actor in .* is of another architecture") as refused:
+        CheckpointSource(world / "run/checkpoints/step-000001", "actor", arch)
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("more", [-8, 8])
+def test_tensors_of_other_sizes_are_refused(world: Path, more: int) -> None:
+    """Smaller ones and larger ones."""
+    arch = read_architecture(world / "model")
+    other = dataclasses.replace(arch, ffn_hidden_size=arch.ffn_hidden_size + more)
+    with pytest.raises(ValueError, match=r"mlp\..* has shape .*; the checkpoint is of another model"):
+        dict(CheckpointSource(world / "run/checkpoints/step-000001", "actor", other).tensors())
+
+
+def rewrite(run: Path, **changes: Any) -> None:
+    """Change a marker's content; None removes an entry."""
+    folder = run / "checkpoints/step-000001"
+    marker = read_marker(folder)
+    content = {name: value for name, value in (marker.content | changes).items() if value is not None}
+    write_marker(folder, Marker(1, marker.files, content))
+
+
+def of_its_own(world: Path) -> None:
+    """Let the settings of the copied run name the copied model."""
+    settings = read_marker(world / "run/checkpoints/step-000001").content["settings"]
+    rewrite(world / "run", settings=settings | {"model": settings["model"] | {"path": str(world / "model")}})
+
+
+def test_older_checkpoints_mean_what_their_model_folder_says(world: Path) -> None:
+    of_its_own(world)
+    rewrite(world / "run", architectures=None)
+    run, arch = str(world / "run"), read_architecture(world / "model")
+    open_origin(run, "actor", arch)
+    with pytest.raises(ValueError, match="it differs in norm_eps"):
+        open_origin(run, "actor", dataclasses.replace(arch, norm_eps=1e-2))
+    changed_arch(world / "model", rms_norm_eps=1e-2)
+    with pytest.raises(ValueError, match=r"began with \(sha256 \w{12}, then \w{12}\); bring back the folder as it was"):
+        open_origin(run, "actor", arch)
+
+
+def test_an_export_of_another_config_is_refused(world: Path, tmp_path: Path) -> None:
+    of_its_own(world)
+    changed_arch(world / "model", rms_norm_eps=1e-2)
+    with pytest.raises(ValueError, match=r"the config\.json in .* is not the one the run began with"):
+        export_run(str(world / "run"), str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_failed_export_leaves_nothing(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exists: bool
+) -> None:
+    run, out = str(world / "run"), tmp_path / "out"
+    if exists:
+        out.mkdir()
+    with monkeypatch.context() as patched:
+
+        def fail(*_: Any, **__: Any) -> None:
+            assert list(out.glob("*.safetensors"))
+            raise OSError("no space left")
+
+        patched.setattr("transformers.PretrainedConfig.save_pretrained", fail)
+        with pytest.raises(OSError, match="no space left"):
+            export_run(run, str(out))
+    assert out.exists() == exists
+    assert not list(out.glob("*"))
+    export_run(run, str(out))
+    assert load_file(out / "model.safetensors").keys() == load_file(world / "model/model.safetensors").keys()
+
+
+def test_what_one_rank_does_not_see_every_rank_refuses(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a rank that sees everything, which would otherwise wait for the one that has left."""
+    others: list[str] = []
+
+    monkeypatch.setattr(objects, "of_all_ranks", lambda mine: [mine, others.pop(0)])
+    arch, two = read_architecture(world / "model"), Runtime(0, 2, 0, torch.device("cpu"))
+    others += ["", ""]
+    open_origin(str(world / "model"), "actor", arch, two)
+    for problems in (["it is not there"], ["", "it is not there"]):
+        others[:] = problems
+        with pytest.raises(ValueError, match=r"it is not there \(on rank 1, not on every other\)"):
+            open_origin(str(world / "model"), "actor", arch, two)
+    others[:] = [""]
+    with pytest.raises(ValueError, match=r"does not exist .*\(on rank 0, not on every other\)"):
+        open_origin(str(tmp_path / "nothing"), "actor", arch, two)
+
+
+@pytest.mark.parametrize("text", ["{run}@", "@120"])
+def test_half_of_a_run_and_step_is_refused(world: Path, text: str) -> None:
+    arch = read_architecture(world / "model")
+    with pytest.raises(ValueError, match="the @ stands between a run and its step; give RUN@STEP"):
+        open_origin(text.format(run=world / "run"), "actor", arch)
+
+
+def test_a_stored_tensor_is_read_once_and_freed(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Query, key and value of many heads are slices of one, which goes with its source."""
+    read: list[str] = []
+    load = dcp.load
+
+    def counted(state: dict[str, Any], **how: Any) -> None:
+        read.extend(state)
+        load(state, **how)
+
+    monkeypatch.setattr(dcp, "load", counted)
+    arch = read_architecture(world / "model")
+    source = CheckpointSource(world / "run/checkpoints/step-000001", "actor", arch)
+    parameters = [p for p in model_parameters(arch) if p.kind == "qkv"]
+    slices = [piece for p in parameters for piece in pieces(arch, p, 0, 1, VOCAB)]
+    whole = [source.read(piece).untyped_storage().data_ptr() for piece in slices if piece.name == slices[0].name]
+    assert len(slices) == 12 and len(set(whole)) == 1, "every slice made a copy of the whole"
+    assert read == ["actor.weight.model.layers.0.self_attn.qkv_proj.weight"]
+    gone = weakref.ref(source)
+    gc.disable()
+    try:
+        del source
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -1,0 +1,204 @@
+"""A checkpoint is found by its name, weights by their digest, and what a run holds besides comes back."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megappo.checkpoint import files
+from megappo.checkpoint.changes import keep_kl_unit
+from megappo.checkpoint.identity import weights_digest
+from megappo.checkpoint.randomness import random_states, restore_random_states, seed_generators
+from megappo.checkpoint.reader import load_values
+from megappo.checkpoint.select import NoCheckpointError, find_checkpoint
+from megappo.checkpoint.writer import CheckpointWriter
+from megappo.config import Config, load_config
+from megappo.config.schema import CheckpointSettings
+from megappo.runtime.process import Runtime
+from tests.support.checkpoints import snapshot
+from tests.support.places import BASE
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[Runtime]:
+    """One process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Runtime(0, 1, 0, torch.device("cpu"))
+    dist.destroy_process_group()
+
+
+def written(directory: Path, world: Runtime, settings: Mapping[str, Any] | None, rewards: list[float]) -> Path:
+    """Checkpoints of steps 1, 2, ... of a run with these `checkpoint` settings."""
+    writer = CheckpointWriter(directory, CheckpointSettings(keep_last=99), world, 60)
+    for step, reward in enumerate(rewards, 1):
+        plain = snapshot(step, reward)
+        content = {**plain.content, "settings": {"checkpoint": settings}}
+        writer.save(dataclasses.replace(plain, content=content), wait=True)
+    return directory
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_checkpoint_is_found_by_its_name(tmp_path: Path, world: Runtime, alone: bool) -> None:
+    runtime = None if alone else world
+    directory = written(tmp_path / "a", world, {"keep_best": "reward/mean"}, [0.1, 0.3, 0.3, 0.2])
+    for wanted, step in (("1", 1), ("4", 4), ("best", 3), ("latest", 4)):
+        folder, marker, sentences = find_checkpoint(directory, wanted, runtime)
+        assert (folder, marker.step, sentences) == (directory / f"step-00000{step}", step, [])
+    with pytest.raises(ValueError) as refused:
+        find_checkpoint(directory, "5", runtime)
+    assert str(refused.value) == (
+        f"{directory} holds no checkpoint of step '5'; there are 1, 2, 3, 4; give one of them, best or latest"
+    )
+    lowest = written(tmp_path / "b", world, {"keep_best": "-reward/mean"}, [0.1, 0.3])
+    assert find_checkpoint(lowest, "best", runtime)[1].step == 1
+    only = written(tmp_path / "c", world, {"keep_best": "reward/mean"}, [0.1])
+    assert find_checkpoint(only, "best", runtime)[1].step == 1
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize(
+    ("settings", "steps", "wanted", "words"),
+    [
+        ({"keep_best": None}, 2, "best", "has no checkpoint.keep_best to say which is best; there are 1, 2; give one"),
+        (None, 2, "best", "has no checkpoint.keep_best to say which is best; there are 1, 2; give one"),
+        ({"keep_best": "time"}, 2, "best", "no checkpoint in .* has the metric 'time'; there are 1, 2"),
+        (None, 0, "best", "has no checkpoint.keep_best to say which is best; there is no finished one; give one"),
+        (None, 0, "1", "holds no checkpoint of step '1'; there is no finished one; give one of them"),
+        (None, 0, "latest", "holds no finished checkpoint; wait for the run's first one"),
+    ],
+)
+def test_none_is_found(
+    tmp_path: Path, world: Runtime, alone: bool, settings: Any, steps: int, wanted: str, words: str
+) -> None:
+    directory = written(tmp_path / "run", world, settings, [0.1] * steps)
+    with pytest.raises(ValueError, match=words):
+        find_checkpoint(directory, wanted, None if alone else world)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_damaged_one_is_not_taken(tmp_path: Path, world: Runtime, alone: bool) -> None:
+    runtime = None if alone else world
+    directory = written(tmp_path, world, None, [0.1, 0.2])
+    (directory / "step-000001" / "random-00000.pt").write_bytes(b"")
+    with pytest.raises(
+        NoCheckpointError, match=r"step-000001 is damaged: random-00000.pt has 0 bytes .*; take another"
+    ):
+        find_checkpoint(directory, "1", runtime)
+    assert (
+        find_checkpoint(directory, "2", runtime)[1].step == find_checkpoint(directory, "latest", runtime)[1].step == 2
+    )
+
+
+@pytest.mark.usefixtures("world")
+def test_the_digest_of_weights_is_of_every_bit_and_name() -> None:
+    tensors = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16), "c": torch.zeros(0)}
+
+    def digest(**changes: Tensor) -> str:
+        return weights_digest({**tensors, **changes}.items())
+
+    assert weights_digest(reversed(tensors.items())) == digest() == digest(a=tensors["a"].t().clone().t())
+    nudged = tensors["a"].clone()
+    nudged[1, 2] = torch.nextafter(nudged[1, 2], torch.tensor(9.0))
+    renamed = weights_digest([("a", tensors["a"]), ("d", tensors["b"])])
+    others = [digest(a=nudged), digest(b=-tensors["b"]), digest(d=tensors["c"]), renamed]
+    assert len({digest(), *others}) == 1 + len(others)
+
+
+def test_generators_of_a_device_come_back(world: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is a device, then and now."""
+    found: list[Tensor] = []
+    on_cpu = random_states()
+    monkeypatch.setattr(torch.cuda, "set_rng_state", found.append)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: torch.tensor([7]))
+    assert on_cpu["cuda"] is None and random_states()["cuda"] is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    on_cuda = random_states()
+    restore_random_states(on_cpu)
+    assert found == []
+    restore_random_states(on_cuda)
+    assert found == [torch.tensor([7])]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    restore_random_states(on_cuda)
+    assert len(found) == 1
+
+
+def test_ranks_and_seeds_draw_other_numbers() -> None:
+    import numpy as np
+
+    def drawn(seed: int, rank: int) -> tuple[float, float, float]:
+        seed_generators(seed, rank)
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    first = drawn(1, 0)
+    assert drawn(1, 0) == first
+    assert all(a != b for other in (drawn(1, 1), drawn(2, 0)) for a, b in zip(first, other, strict=True))
+
+
+def test_every_value_of_a_rank_has_a_file(tmp_path: Path, world: Runtime) -> None:
+    writer = CheckpointWriter(tmp_path, CheckpointSettings(), world, 60)
+    values = {"random": [1, 2], "responses": {"ids": torch.arange(3)}}
+    writer.save(dataclasses.replace(snapshot(1), per_rank=values), wait=True)
+    folder = tmp_path / "step-000001"
+    assert load_values(folder / "random-00000.pt") == [1, 2]
+    assert load_values(folder / "responses-00000.pt")["ids"].tolist() == [0, 1, 2]
+    assert {"random-00000.pt", "responses-00000.pt", ".metadata"} <= files.read_marker(folder).files.keys()
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_writing_is_waited_for(
+    tmp_path: Path, world: Runtime, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    """In the background only where that is asked for; a run that fails gives it a while."""
+    really, go_on = files.write_marker, threading.Event()
+
+    def slow(folder: Path, marker: files.Marker) -> None:
+        assert go_on.wait(timeout=1 if asynchronous else 0.2) or not asynchronous
+        really(folder, marker)
+
+    monkeypatch.setattr(files, "write_marker", slow)
+    writer = CheckpointWriter(tmp_path, CheckpointSettings(asynchronous=asynchronous), world, 60)
+    writer.abandon(0.0)
+    writer.save(snapshot(1), wait=False)
+    assert (tmp_path / "step-000001" / files.MARKER).exists() != asynchronous
+    writer.abandon(0.01)
+    assert (tmp_path / "step-000001" / files.MARKER).exists() != asynchronous
+    go_on.set()
+    writer.abandon(60.0)
+    assert (tmp_path / "step-000001" / files.MARKER).exists()
+    writer.wait()
+
+
+def with_kl(*words: str) -> Config:
+    return load_config(BASE, [f"algorithm.kl_in_reward={{{', '.join(('kind: kl', 'coef: 0.1', *words))}}}"])
+
+
+@pytest.mark.parametrize(
+    ("before", "words", "per", "target"),
+    [
+        ({"per": "token", "target": 3.0}, (), "token", 3.0),
+        ({"target": 3.0}, (), "response", 3.0),  # before there was a choice
+        ({"per": "token", "target": 3.0}, ("target: 5.0",), "token", 5.0),
+        ({"per": "token", "target": 3.0}, ("per: token",), "token", 3.0),
+        ({"per": "token", "target": 3.0}, ("per: response",), "response", None),  # in another unit it means nothing
+        ({"per": "response", "target": 3.0}, ("per: token", "target: 0.5"), "token", 0.5),
+    ],
+)
+def test_the_unit_of_kl_is_kept(before: dict[str, Any], words: tuple[str, ...], per: str, target: float | None) -> None:
+    config = with_kl(*words)
+    default = config.algorithm.kl_in_reward
+    assert default is not None
+    old, found = keep_kl_unit({"algorithm": {"kl_in_reward": before, "lam": 0.9}}, config)
+    kl = found.algorithm.kl_in_reward
+    assert kl is not None and (kl.per, kl.target) == (per, default.target if target is None else target)
+    assert old == {"algorithm": {"kl_in_reward": {"per": "response", **before}, "lam": 0.9}}
+    none: dict[str, Any] = {"algorithm": {"kl_in_reward": None}}
+    assert keep_kl_unit(none, config) == (none, config)

@@ -1,0 +1,357 @@
+"""Checkpoints on disk: written whole, kept by rule, and never believed when they are not what was written."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megappo.checkpoint import files
+from megappo.checkpoint.changes import Changes, compare_settings
+from megappo.checkpoint.files import MARKER, CheckpointError, DamagedError, Marker, folders, prune, read_marker
+from megappo.checkpoint.randomness import random_states, restore_random_states
+from megappo.checkpoint.select import NoCheckpointError, select_checkpoint
+from megappo.checkpoint.writer import CheckpointWriter
+from megappo.config.schema import CheckpointSettings
+from megappo.ppo.replay import replay
+from megappo.runtime.process import Runtime
+from tests.support.checkpoints import snapshot, write
+
+CORRUPTIONS = 200
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator[Runtime]:
+    """A world of one process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Runtime(0, 1, 0, torch.device("cpu"))
+    dist.destroy_process_group()
+
+
+def kept(directory: Path) -> list[int]:
+    return [step for step, _ in folders(directory)]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_the_newest_and_the_best_are_kept(tmp_path: Path, runtime: Runtime, asynchronous: bool) -> None:
+    write(tmp_path, runtime, *range(1, 7), keep_last=2, keep_best="reward/mean", asynchronous=asynchronous)
+    assert kept(tmp_path) == [6, 5, 2]
+    prune(tmp_path, keep_last=1, keep_best="-reward/mean")
+    assert kept(tmp_path) == [6]
+    prune(tmp_path, keep_last=1, keep_best="x")  # was never a number
+    assert kept(tmp_path) == [6]
+
+
+def test_a_minus_keeps_the_lowest(tmp_path: Path, runtime: Runtime) -> None:
+    writer = CheckpointWriter(tmp_path, CheckpointSettings(keep_last=1, keep_best="-reward/mean"), runtime, 60)
+    for step, reward in enumerate((0.5, -3.0, 2.0, 1.0), start=1):
+        writer.save(snapshot(step, reward), wait=True)
+    assert kept(tmp_path) == [4, 2]
+
+
+def test_an_old_one_that_cannot_be_deleted_is_a_warning_and_tried_again(
+    tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS, where a folder stays as long as a file in it is open elsewhere."""
+    really = os.rmdir
+
+    def busy(path: Any, **more: Any) -> None:
+        if "step-000001" in str(path):
+            raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+        really(path, **more)
+
+    writer = CheckpointWriter(tmp_path, CheckpointSettings(keep_last=1, keep_best=None), runtime, 60)
+    with monkeypatch.context() as on_nfs:
+        on_nfs.setattr(os, "rmdir", busy)
+        for step in (1, 2, 3):
+            writer.save(snapshot(step), wait=True)
+    aside = tmp_path / "deleted-step-000001"
+    sentence = f"{aside} cannot be deleted (Device or resource busy); it is tried again with the next checkpoint"
+    assert writer.warnings() == [sentence] * 2 and writer.warnings() == []
+    assert kept(tmp_path) == [3] and not any(aside.iterdir())
+    writer.save(snapshot(4), wait=True)
+    assert writer.warnings() == [] and os.listdir(tmp_path) == ["step-000004"]
+
+
+def test_one_that_cannot_be_moved_stays_whole(
+    tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(path: Path, target: Path) -> None:
+        raise OSError(errno.EACCES, "Permission denied", str(path))
+
+    write(tmp_path, runtime, 1, 2, keep_last=2, keep_best=None)
+    with monkeypatch.context() as read_only:
+        read_only.setattr(Path, "rename", denied)
+        assert prune(tmp_path, 1, None) == [
+            f"{tmp_path / 'step-000001'} cannot be deleted (Permission denied); it is tried again with the next "
+            "checkpoint"
+        ]
+    assert kept(tmp_path) == [2, 1] and read_marker(tmp_path / "step-000001").step == 1
+    assert prune(tmp_path, 1, None) == [] and kept(tmp_path) == [2]
+
+
+def test_an_unfinished_one_is_written_again(tmp_path: Path, runtime: Runtime) -> None:
+    write(tmp_path, runtime, 1, 2)
+    (tmp_path / "step-000002" / MARKER).unlink()
+    (tmp_path / "step-000002" / "__9_0.distcp").write_text("of another layout")
+    chosen = select_checkpoint(tmp_path, runtime)
+    assert chosen is not None and chosen[1].step == 1
+    assert chosen[2] == [f"{tmp_path / 'step-000002'} was not finished and is passed over"]
+    write(tmp_path, runtime, 2)
+    assert not (tmp_path / "step-000002" / "__9_0.distcp").exists()
+    chosen = select_checkpoint(tmp_path, runtime)
+    assert chosen is not None and chosen[1].step == 2 and not chosen[2]
+
+
+def test_a_finished_one_stays_until_its_successor_is_finished(
+    tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is stopped may write the checkpoint of a step again, with more in it, and be killed meanwhile."""
+    write(tmp_path, runtime, 1)
+    before = {p.name: p.read_bytes() for p in (tmp_path / "step-000001").iterdir()}
+
+    def killed(folder: Path, marker: object) -> None:
+        raise OSError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write_marker", killed)
+        with pytest.raises(CheckpointError, match="killed"):
+            write(tmp_path, runtime, 1)
+    assert {p.name: p.read_bytes() for p in (tmp_path / "step-000001").iterdir()} == before
+    chosen = select_checkpoint(tmp_path, runtime)
+    assert chosen is not None and chosen[1].step == 1 and not chosen[2]
+    write(tmp_path, runtime, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+    assert {p.name: p.read_bytes() for p in (tmp_path / "step-000001").iterdir()} != before
+    # Killed between the two renames:
+    (tmp_path / "step-000001").rename(tmp_path / "step-000001.new")
+    (tmp_path / "step-000002.new").mkdir()  # and before the end of another one
+    assert select_checkpoint(tmp_path, runtime) is None
+    files.put_all_in_place(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000002.new"]
+    chosen = select_checkpoint(tmp_path, runtime)
+    assert chosen is not None and chosen[1].step == 1
+
+
+def test_what_other_machines_wrote_is_waited_for(
+    tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that all share may show a file some time after it was written."""
+    really = files.stamp
+
+    def hidden_for_a_while(path: Path) -> files.Stamp:
+        found = really(path)
+        if path.suffix == ".pt":
+            elsewhere = path.rename(tmp_path / path.name)
+            threading.Timer(0.3, elsewhere.rename, (path,)).start()
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "stamp", hidden_for_a_while)
+        write(tmp_path / "run", runtime, 1)
+    chosen = select_checkpoint(tmp_path / "run", runtime)
+    assert chosen is not None and chosen[1].step == 1 and not chosen[2]
+
+
+def test_nothing_to_choose(tmp_path: Path, runtime: Runtime) -> None:
+    assert select_checkpoint(tmp_path / "none", runtime) is None
+    write(tmp_path, runtime, 1)
+    (tmp_path / "step-000001" / MARKER).write_text("{}")
+    with pytest.raises(NoCheckpointError, match="holds no whole checkpoint: .* differs from its own checksum"):
+        select_checkpoint(tmp_path, runtime)
+
+
+def corrupt(folder: Path, draw: random.Random) -> str:
+    """Damage a checkpoint in one of many ways; returns how."""
+    files = sorted(folder.iterdir())
+    first, second = draw.sample(files, 2)
+    how = draw.choice(["truncate", "empty", "flip", "zero", "delete", "swap", "extend", "replace", "permute"])
+    data = bytearray(first.read_bytes())
+    place = draw.randrange(len(data))
+    if how == "truncate":
+        first.write_bytes(data[:place])
+    elif how == "empty":
+        first.write_bytes(b"")
+    elif how == "flip":
+        data[place] ^= 1 << draw.randrange(8)
+        first.write_bytes(data)
+    elif how == "zero":
+        data[place : place + 512] = bytes(len(data[place : place + 512]))
+        first.write_bytes(data)
+    elif how == "delete":
+        first.unlink()
+    elif how == "swap":
+        content = second.read_bytes()
+        second.write_bytes(data)
+        first.write_bytes(content)
+    elif how == "extend":
+        first.write_bytes(data + b"\0")
+    elif how == "replace":  # the file of that name of another checkpoint
+        first.write_bytes((folder.parent / "step-000001" / first.name).read_bytes())
+    else:
+        draw.shuffle(data)
+        first.write_bytes(data)
+    return f"{how} {first.name} {second.name}"
+
+
+def test_random_corruptions_are_found(tmp_path: Path, runtime: Runtime) -> None:
+    """Whatever is done to the newest, it is passed over with its reason, or it is as it was."""
+    pristine = tmp_path / "pristine"
+    write(pristine, runtime, 1, 2, 3, keep_last=3)
+    contents = {p.name: p.read_bytes() for p in (pristine / "step-000003").iterdir()}
+    unharmed = 0
+    for seed in range(CORRUPTIONS):
+        directory = tmp_path / "copy"
+        shutil.copytree(pristine, directory)
+        how = corrupt(directory / "step-000003", random.Random(seed))
+        chosen = select_checkpoint(directory, runtime)
+        assert chosen is not None, how
+        folder, marker, sentences = chosen
+        if marker.step == 3:
+            assert {p.name: p.read_bytes() for p in folder.iterdir()} == contents, how
+            unharmed += 1
+        else:
+            assert marker.step == 2 and len(sentences) == 1, how
+            assert "step-000003 is damaged" in sentences[0] or "step-000003 was not finished" in sentences[0]
+        shutil.rmtree(directory)
+    assert unharmed < CORRUPTIONS / 10  # such as zeros that were zeros before
+
+
+def test_a_marker_is_compared_with_its_own_checksum(tmp_path: Path, runtime: Runtime) -> None:
+    """A change that leaves it valid: another step's number in what the trainer continues with."""
+    write(tmp_path, runtime, 1)
+    path = tmp_path / "step-000001" / MARKER
+    written = json.loads(path.read_text())
+    assert read_marker(path.parent).step == 1
+    for part in (written["body"], written["body"]["content"]):
+        part["noted"] = "afterwards"
+        path.write_text(json.dumps(written))
+        with pytest.raises(DamagedError, match="differs from its own checksum"):
+            read_marker(path.parent)
+        del part["noted"]
+    path.write_text(json.dumps({**written, "sha256": written["sha256"][::-1]}))
+    with pytest.raises(DamagedError, match="differs from its own checksum"):
+        read_marker(path.parent)
+    path.write_text(json.dumps(written))
+    assert read_marker(path.parent).step == 1
+
+
+def test_swapped_and_renamed_checkpoints_are_found(tmp_path: Path, runtime: Runtime) -> None:
+    write(tmp_path, runtime, 1, 2)
+    (tmp_path / "step-000001").rename(tmp_path / "x")
+    (tmp_path / "step-000002").rename(tmp_path / "step-000001")
+    (tmp_path / "x").rename(tmp_path / "step-000002")
+    with pytest.raises(NoCheckpointError, match="belongs to step 1.*belongs to step 2"):
+        select_checkpoint(tmp_path, runtime)
+
+
+def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path, runtime: Runtime) -> None:
+    (tmp_path / "checkpoints").write_text("a file is in the way")
+    with pytest.raises(CheckpointError, match=r"checkpoint of step 1 could not be written in .*; make room or fix"):
+        write(tmp_path / "checkpoints", runtime, 1)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_full_disk_is_a_sentence_and_costs_one_checkpoint(
+    tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    write(tmp_path, runtime, 1)
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError, match=r"step 2 could not be written in .*No space left on device; make room"):
+        write(tmp_path, runtime, 2, asynchronous=asynchronous)
+    monkeypatch.undo()
+    chosen = select_checkpoint(tmp_path, runtime)
+    assert chosen is not None and chosen[1].step == 1
+
+
+def test_random_states_come_back(runtime: Runtime) -> None:
+    import numpy as np
+
+    random.gauss(0, 1)  # Python keeps the second of a pair
+    states = random_states()
+    drawn = [(random.gauss(0, 1), random.random(), float(np.random.rand()), float(torch.rand(()))) for _ in range(3)]
+    restore_random_states(states)
+    assert drawn == [
+        (random.gauss(0, 1), random.random(), float(np.random.rand()), float(torch.rand(()))) for _ in range(3)
+    ]
+
+
+def test_markers_hold_what_was_written(tmp_path: Path, runtime: Runtime) -> None:
+    write(tmp_path, runtime, 7)
+    marker = read_marker(tmp_path / "step-000007")
+    assert marker.content["trainer"] == {"step": 7}
+    assert {p.name for p in (tmp_path / "step-000007").iterdir()} == marker.files.keys() | {MARKER}
+
+
+def test_changed_settings_are_told_apart() -> None:
+    before = {
+        "run": {"seed": 1, "steps": 10, "name": "a"},
+        "model": {"path": "m"},
+        "actor": {"optimizer": {"schedule": "constant", "learning_rate": 1e-3}},
+        "reference": None,
+    }
+    now = {
+        "run": {"seed": 1, "steps": 20, "name": "b"},
+        "model": {"path": "m"},
+        "actor": {"optimizer": {"schedule": "constant", "learning_rate": 1e-4}},
+        "reference": {"path": "r"},
+    }
+    read_again = json.loads(json.dumps(before))
+    assert compare_settings(before, read_again, (10, 10)) == Changes((), ())
+    old_form = {**before, "algorithm": {"lam": 0.9}}  # of before each role could have its own
+    own_lambdas: dict[str, Any] = {**before, "algorithm": {"lam": {"actor": {"number": 1.0}, "critic": 1.0}}}
+    lambdas = ("algorithm.lam.actor.number: 0.9 -> 1.0", "algorithm.lam.critic: 0.9 -> 1.0")
+    assert compare_settings(old_form, own_lambdas, (10, 10)) == Changes(lambdas, ())
+    changes = compare_settings(before, now, (10, 20))
+    assert changes.harmless == ("actor.optimizer.learning_rate: 0.001 -> 0.0001", "run.steps: 10 -> 20")
+    assert changes.dangerous == ("reference.path: not set -> 'r'",)
+    now["actor"] = {"optimizer": {"schedule": "linear", "learning_rate": 1e-3}}
+    changes = compare_settings(before, now, (10, 20))
+    assert changes.harmless == ("actor.optimizer.schedule: 'constant' -> 'linear'",)
+    assert "run.steps: 10 -> 20 (learning rates decay over the run's steps)" in changes.dangerous
+    unmentioned = {"rollout": {"sglang": {"threads": 2, "request_timeout_seconds": 1800.0}}}
+    planned = {"rollout": {"sglang": {"threads": 2, "request_timeout_seconds": 4000.0}}}  # by a slower machine
+    assert compare_settings(unmentioned, planned, (10, 10)).harmless == ()
+    resting = {"actor": {"offload": {"weights": True}}, "reference": {"offload": {"weights": True}}}
+    staying = {"actor": {"offload": {"weights": False}}, "reference": {"offload": {"weights": False}}}
+    assert compare_settings(resting, staying, (10, 10)) == Changes((), ())
+    now["run"] = {"seed": 1, "steps": None, "epochs": 2}
+    assert compare_settings(before, now, (10, 10)).harmless[1:] == ("run.epochs: not set -> 2", "run.steps: 10 -> null")
+    assert (
+        "run.epochs: not set -> 2 (learning rates decay over the run's steps)"
+        in compare_settings(before, now, (10, 20)).dangerous
+    )
+
+
+def test_checkpoints_of_an_older_version_are_refused(
+    tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They lack what this version keeps; nothing is guessed in its place."""
+    with monkeypatch.context() as older:
+        older.setattr(files, "FORMAT", files.FORMAT - 1)
+        write(tmp_path, runtime, 1)
+    with pytest.raises(NoCheckpointError, match=f"has format {files.FORMAT - 1}, this version reads {files.FORMAT}"):
+        select_checkpoint(tmp_path, runtime)
+
+
+def test_a_replay_that_an_earlier_version_wrote_is_refused(tmp_path: Path) -> None:
+    """Which kept other things of the minibatch than this one repeats it from."""
+    folder = files.step_folder(tmp_path, 3)
+    folder.mkdir()
+    files.write_marker(folder, Marker(3, {}, {"world_size": 1, "refused": {"role": "actor", "minibatch": 1}}))
+    with pytest.raises(ValueError, match="holds no batch that this version repeats; name a folder in a run's `replay`"):
+        replay(str(folder), world_size=1)

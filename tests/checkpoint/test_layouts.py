@@ -1,0 +1,115 @@
+"""A checkpoint holds whole tensors under Hugging Face's names, and each layout reads and writes the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import yaml
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megappo.checkpoint.reader import ShardReader, read_metadata
+from megappo.checkpoint.source import CheckpointSource
+from megappo.config.model_files import read_architecture
+from tests.plan.test_measured import PROMPT, RESPONSE, SAMPLES, base_config
+from tests.support.harness import ask
+from tests.support.models import VOCAB, write_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.waits]
+
+RATE, MOST = 1e-30, 1.001e-30
+"""The second is what an update moves a weight at most."""
+TP2, PP2 = "layout.tensor_parallel=2", "layout.pipeline_parallel=2"
+SHARDED = [f"{role}.optimizer.distributed=true" for role in ("actor", "critic")]
+CASES: dict[str, tuple[str, dict[str, Any], list[str], list[str]]] = {
+    "tied": ("qwen3", {"tie_word_embeddings": True}, [f"actor.{PP2}", f"critic.{TP2}"], [f"actor.{TP2}", *SHARDED]),
+    "uneven": (
+        "qwen3", {},
+        [f"{role}.{x}" for role in ("actor", "critic") for x in (PP2, "layout.pipeline_layers=[3, 1]")],
+        [f"actor.{TP2}", f"critic.{PP2}", "critic.layout.pipeline_layers=[1, 3]", *SHARDED],
+    ),
+    "biases": ("qwen2", {}, [f"actor.{TP2}", f"critic.{PP2}", *SHARDED], [f"actor.{PP2}"]),
+    "experts": (
+        "qwen3_moe", {},
+        ["actor.layout.expert_parallel=2", f"critic.{TP2}", "critic.layout.sequence_parallel=true"],
+        [f"actor.{PP2}", *SHARDED],
+    ),
+    "context": (
+        "qwen3_moe", {},
+        [
+            "actor.layout={context_parallel: 2, expert_parallel: 2}",
+            "critic.layout={tensor_parallel: 2, sequence_parallel: true}", *SHARDED,
+        ],
+        [f"actor.{PP2}", "critic.layout.context_parallel=2", *SHARDED],
+    ),
+    "apart": ("llama", {}, ["actor.layout.ranks=1", "critic.layout.first_rank=1"], []),
+}  # fmt: skip
+"""A family, changes of its model, and the layouts of two runs."""
+
+
+def everything(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, without the padding of the vocabulary."""
+    metadata = read_metadata(folder)
+    state: dict[str, Any] = {
+        key: torch.empty(entry.size) for key, entry in metadata.state_dict_metadata.items() if hasattr(entry, "size")
+    }
+    dcp.load(state, storage_reader=ShardReader(folder, metadata), no_dist=True)
+    return {key: tensor[:VOCAB] if len(tensor) in (VOCAB, VOCAB + 1) else tensor for key, tensor in state.items()}
+
+
+def shares(folder: Path) -> list[float]:
+    """Of the bytes, by the rank that wrote them."""
+    written = [sum(path.stat().st_size for path in folder.glob(f"__{rank}_*.distcp")) for rank in range(2)]
+    return [n_bytes / sum(written) for n_bytes in written]
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor], within: float = 0.0) -> bool:
+    shapes = [{key: tensor.shape for key, tensor in tensors.items()} for tensors in (a, b)]
+    return shapes[0] == shapes[1] and all((a[key] - b[key]).abs().max() <= within for key in a)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("name", CASES)
+def test_layouts_read_each_others_checkpoints(name: str, tmp_path: Path) -> None:
+    """A learning rate of next to nothing leaves weights as they were read, or all but 0, and gives moments."""
+    family, changes, first, second = CASES[name]
+    model = write_model(tmp_path / "model", family, 1, **changes)
+    content = base_config(model)
+    content["model"] |= {"init": "pretrained", "dtype": "float32"}
+    for role in ("actor", "critic"):
+        content[role] = {**content[role], "optimizer": {"learning_rate": RATE, "distributed": False}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
+    case = {"config": str(tmp_path / "run.yaml"), "samples": SAMPLES, "sequence_tokens": PROMPT + RESPONSE}
+    case |= {"response_tokens": RESPONSE}
+    steps = [tmp_path / "first" / f"step-00000{step}" for step in (1, 2)]
+    updates = ask("checkpoint_worker.py", 2, {**case, "overrides": first, "out": str(steps[0].parent), "read": []})
+    assert updates == [[dict.fromkeys(("actor", "critic"), n) for n in (0, 1)]] * 2
+    read = [(str(steps[1]), {"actor": 7, "critic": 9}), (str(steps[0]), {"actor": 0, "critic": 0})]
+    out = tmp_path / "second"
+    updates = ask("checkpoint_worker.py", 2, {**case, "overrides": second, "out": str(out), "read": read})
+    assert [found[2:] for found in updates] == [[{"actor": 7, "critic": 9}, {"actor": 0, "critic": 0}]] * 2
+    least = 0.2 if name == "uneven" else 0.4  # ranks that hold the same share it out, and stages hold what they hold
+    assert all(share > least for folder in (steps[1], out / "step-000002") for share in shares(folder))
+    before, after = map(everything, steps)
+    fresh, updated, restored, again = (everything(out / f"step-00000{step}") for step in (1, 2, 3, 4))
+    assert same(before, fresh) and same(before, again) and same(after, restored)
+    assert {key.split(".")[1] for key in before} == {"weight"}
+    moments = after.keys() - before.keys()
+    weights = {key.replace(".exp_avg_sq.", ".weight.").replace(".exp_avg.", ".weight.") for key in moments}
+    assert len(moments) == 2 * len(before) and weights == before.keys() == updated.keys() - moments
+    for key in moments:
+        assert after[key].shape == before[key.replace("exp_avg_sq", "weight").replace("exp_avg", "weight")].shape
+        assert (after[key] - updated[key]).norm() <= 1e-4 * updated[key].norm(), key
+    assert any(after[key].abs().sum() > 0 for key in moments)
+    stored, arch = load_file(model / "model.safetensors"), read_architecture(model)
+    for folder in (*steps, out / "step-000002"):
+        actor, critic = CheckpointSource(folder, "actor", arch), CheckpointSource(folder, "critic", arch)
+        assert same(dict(actor.tensors()), stored, MOST) and actor.value_head() is None
+        assert same(dict(critic.tensors()), {n: t for n, t in stored.items() if n != "lm_head.weight"}, MOST)
+        head = critic.value_head()
+        assert head is not None and (head.weight.shape, head.bias.shape) == ((1, arch.hidden_size), (1,))
+        assert 0.05 < float(head.weight.std()) < 0.2

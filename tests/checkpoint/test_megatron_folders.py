@@ -1,0 +1,450 @@
+"""Folders of Megatron-LM: what is read and written is the same, what cannot be is a sentence, and nothing is run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+import shutil
+import signal
+from argparse import Namespace
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.enums import ModelType
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.rerun_state_machine import RerunMode, RerunState
+from megatron.core.transformer.enums import AttnBackend, CudaGraphScope
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+
+from megappo.checkpoint.torch_dist.source import TorchDistSource
+from megappo.checkpoint.torch_dist.writer import write_torch_dist
+from megappo.config.model_files import read_architecture
+from megappo.errors import RunError
+from megappo.families.parameters import OUTPUT_LAYER, Piece, model_parameters, shard_shape
+from megappo.families.weights import WeightSource, read_shard
+from megappo.ppo.origins import open_origin
+from megappo.reshard.sources import SafetensorsSource
+from tests.support.models import VOCAB, write_model, write_value_model
+
+TRACES: list[str] = []
+
+
+def leave_a_trace(where: str) -> None:
+    TRACES.append(where)
+
+
+class Payload:
+    """Pickled, it is a call that a reader makes without knowing."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return leave_a_trace, ("read",)
+
+
+def written(root: Path, folder: Path, role: str = "actor", dtype: torch.dtype = torch.float32) -> Path:
+    """A folder of Megatron-LM with the weights of one of Hugging Face."""
+    arch = read_architecture(folder)
+    write_torch_dist(root / "megatron", arch, SafetensorsSource(folder, arch), dtype, role=role, step=3)
+    return root / "megatron"
+
+
+def assert_same(found: WeightSource, given: WeightSource, folder: Path, role: str = "actor") -> None:
+    """Every shard of every layout of tensor parallel ranks, to the last bit; one of four has nothing but padding."""
+    arch = read_architecture(folder)
+    for parameter in model_parameters(arch):
+        if role == "critic" and parameter.megatron == OUTPUT_LAYER:
+            continue
+        for tp in (1, 2) if parameter.kind != "vocab" else (1, 2, 4):
+            vocab = VOCAB + 1 if tp < 4 else 4 * 64
+            like = torch.empty(shard_shape(arch, parameter, tp, vocab))
+            for rank in range(tp):
+                of = (arch, parameter, like, rank, tp, vocab)
+                assert torch.equal(read_shard(found, *of), read_shard(given, *of)), (parameter.megatron, tp, rank)
+
+
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [
+        ("llama", False),
+        ("qwen2", True),
+        ("qwen3", True),
+        ("qwen3_moe", False),
+        ("mistral", False),
+        ("mixtral", False),
+    ],
+)
+def test_what_is_written_is_read_again(tmp_path: Path, family: str, tied: bool) -> None:
+    folder = write_model(tmp_path / "model", family, 3, num_hidden_layers=2, tie_word_embeddings=tied)
+    path, arch = written(tmp_path, folder), read_architecture(folder)
+    given = SafetensorsSource(folder, arch)
+    for role, text in (("actor", path), ("critic", f"{path}@release"), ("actor", path / "release")):
+        origin = open_origin(str(text), role, arch)
+        assert isinstance(origin.source, TorchDistSource)
+        assert origin.words == f"the {role} begins with {path / 'release'}"
+        assert origin.source.value_head() is None
+        assert_same(origin.source, given, folder, role)
+
+
+def test_a_critic_keeps_its_head(tmp_path: Path) -> None:
+    folder = write_value_model(tmp_path / "model", "qwen3", 3, num_hidden_layers=2, tie_word_embeddings=True)
+    path, arch = written(tmp_path, folder, "critic"), read_architecture(folder)
+    given, found = SafetensorsSource(folder, arch), open_origin(str(path), "critic", arch).source
+    assert_same(found, given, folder, "critic")
+    heads = given.value_head(), found.value_head()
+    assert heads[0] is not None and heads[1] is not None
+    assert torch.equal(heads[0].weight, heads[1].weight) and torch.equal(heads[0].bias, heads[1].bias)
+    with pytest.raises(
+        ValueError, match=r"release holds a critic, whose output layer gives one value; give a language"
+    ):
+        open_origin(str(path), "actor", arch)
+
+
+def test_weights_keep_their_type(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "llama", 3, num_hidden_layers=2)
+    path, arch = written(tmp_path, folder, dtype=torch.bfloat16), read_architecture(folder)
+    parameter = next(p for p in model_parameters(arch) if p.kind == "row")
+    like = torch.empty(shard_shape(arch, parameter, 2, VOCAB), dtype=torch.bfloat16)
+    of = (arch, parameter, like, 1, 2, VOCAB)
+    found, given = open_origin(str(path), "actor", arch).source, SafetensorsSource(folder, arch)
+    assert torch.equal(read_shard(found, *of), read_shard(given, *of))
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a `model` of Hugging Face's and the same of `megatron`'s."""
+    root = tmp_path_factory.mktemp("first")
+    written(root, write_model(root / "model", "llama", 3, num_hidden_layers=2, tie_word_embeddings=False))
+    return root
+
+
+@pytest.fixture
+def world(first: Path, tmp_path: Path) -> Path:
+    """A copy to change."""
+    return shutil.copytree(first, tmp_path / "world")
+
+
+def refused(world: Path, text: str = "", role: str = "actor", **changes: Any) -> str:
+    """What is said of a folder that a model of a changed architecture cannot begin with."""
+    arch = dataclasses.replace(read_architecture(world / "model"), **changes)
+    TRACES.clear()
+    with pytest.raises(ValueError, match=f"{role}.start_from") as error:
+        open_origin(f"{world / 'megatron'}{text}", role, arch)
+    assert not TRACES and "\n" not in str(error.value)
+    return str(error.value)
+
+
+def change_metadata(folder: Path, change: Callable[[Metadata], None]) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def change_arguments(folder: Path, **changes: Any) -> None:
+    common = torch.load(folder / "common.pt", weights_only=False)
+    vars(common["args"]).update(changes)
+    for name in [name for name, value in changes.items() if value is NO_ARGUMENT]:
+        delattr(common["args"], name)
+    torch.save(common, folder / "common.pt")
+
+
+def test_iterations_are_named(world: Path) -> None:
+    root = world / "megatron"
+    (root / "release").rename(root / "iter_0000100")
+    (root / "latest_checkpointed_iteration.txt").write_text("100\n")
+    arch = read_architecture(world / "model")
+    for text in ("", "@100"):
+        assert "iter_0000100" in open_origin(f"{root}{text}", "actor", arch).words
+    assert "holds no checkpoint of iteration '7'; there is 100; give one" in refused(world, "@7")
+    assert "holds no checkpoint of iteration 'best'; there is 100" in refused(world, "@best")
+    (root / "latest_checkpointed_iteration.txt").write_text("soon")
+    assert "says 'soon', must be a number or release" in refused(world)
+    (root / "latest_checkpointed_iteration.txt").write_text("200")
+    assert "holds no checkpoint of iteration '200'; there is 100" in refused(world)
+    assert "is one checkpoint of Megatron-LM; remove what follows the @" in refused(world, "/iter_0000100@100")
+
+
+def test_other_formats_are_refused_by_name(world: Path) -> None:
+    folder = world / "megatron/release"
+    (folder / "metadata.json").write_text('{"sharded_backend": "zarr", "sharded_backend_version": 1}')
+    assert "is in format zarr 1, not in torch_dist 1; load it with Megatron-LM and save it with" in refused(world)
+    (folder / "metadata.json").write_text("{}")
+    assert "metadata.json does not name a format (KeyError('sharded_backend'))" in refused(world)
+    (folder / "metadata.json").unlink()
+    assert "is in Megatron-LM's format fsdp_dtensor or torch_dcp; load it" in refused(world)
+    (folder / ".metadata").unlink()
+    assert "holds no metadata.json, so that it was never finished" in refused(world)
+    (folder / "mp_rank_00").mkdir()
+    for text in ("", "/release"):
+        assert "is in Megatron-LM's format torch, a file for each rank; load it" in refused(world, text)
+
+
+NO_ARGUMENT = object()
+ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "a newer name": (
+        {"norm_epsilon": NO_ARGUMENT, "layernorm_epsilon": 1e-5},
+        "norm_epsilon 1e-05 (config.json: 1e-06)",
+    ),
+    "layers": ({"num_layers": 7}, "num_layers 7 (config.json: 2)"),
+    "several": (
+        {"rotary_base": 500000, "norm_epsilon": 1e-5, "add_qkv_bias": True},
+        "norm_epsilon 1e-05 (config.json: 1e-06), add_qkv_bias true (config.json: false), "
+        "rotary_base 500000 (config.json: 10000.0); give a model",
+    ),
+    "experts": ({"num_experts": 8}, "num_experts 8 (config.json: null)"),
+    "no groups": ({"group_query_attention": False}, "num_query_groups 4 (config.json: 2)"),
+    "window": ({"window_size": (15, 0)}, "window_size (15, 0) (config.json: null)"),
+    "untied": (
+        {"untie_embeddings_and_output_weights": False},
+        "untie_embeddings_and_output_weights false (config.json: true)",
+    ),
+    "scaled rope": ({"use_rope_scaling": True}, "use_rope_scaling true (config.json: false)"),
+    "an object": ({"normalization": AttnBackend.auto}, "normalization AttnBackend (config.json: 'RMSNorm')"),
+    "latent attention": ({"multi_latent_attention": True}, "multi_latent_attention true (config.json: false)"),
+    "tokens": ({"vocab_size": VOCAB + 5}, f"vocab_size {VOCAB + 5} (config.json: {VOCAB})"),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_that_contradict_config_json_are_said(world: Path, name: str) -> None:
+    changes, words = ARGUMENTS[name]
+    change_arguments(world / "megatron/release", **changes)
+    said = refused(world)
+    assert f"its arguments contradict the actor's config.json: {words}" in said
+    assert said.endswith("give a model of the same architecture")
+
+
+def test_arguments_of_experts_are_compared(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "qwen3_moe", 3, num_hidden_layers=2)
+    release = written(tmp_path, folder) / "release"
+    change_arguments(release, moe_ffn_hidden_size=None, ffn_hidden_size=24)  # which Megatron-LM takes then
+    open_origin(str(tmp_path / "megatron"), "actor", read_architecture(folder))
+    change_arguments(release, moe_router_topk=4, moe_router_pre_softmax=True, ffn_hidden_size=48)
+    words = (
+        "moe_ffn_hidden_size 48 (config.json: 24), moe_router_topk 4 (config.json: 2), moe_router_pre_softmax true "
+        "(config.json: false); give"
+    )
+    assert words in refused(tmp_path)
+
+
+def test_arguments_that_mean_the_same_are_accepted(world: Path) -> None:
+    """As Megatron-LM writes them: with those that are left out, and objects of every kind that it keeps."""
+    folder = world / "megatron/release"
+    change_arguments(
+        folder, rotary_base=10000, kv_channels=None, vocab_size=VOCAB - 4, make_vocab_size_divisible_by=128,
+        attention_backend=AttnBackend.flash, model_type=ModelType.encoder_or_decoder, params_dtype=torch.bfloat16,
+        exit_signal=signal.SIGTERM, data_path=[Path("data")], cuda_graph_scope=[CudaGraphScope.attn],
+        yaml_cfg=SimpleNamespace(layers=SimpleNamespace(number=2)), device=torch.device("cpu"), sizes=torch.Size([2]),
+    )  # fmt: skip
+    common = torch.load(folder / "common.pt", weights_only=False)
+    common |= {
+        "optimizer": {"settings": OptimizerConfig(lr=1e-3), "step": torch.ones(3), "groups": OrderedDict(a=1)},
+        "rerun_state_machine": {
+            "mode": RerunMode.DISABLED,
+            "state": RerunState.NOT_RUNNING_YET,
+            "more": defaultdict(list),
+        },
+        "rng_state": [{"np_rng_state": np.random.get_state(), "bytes": b"\xff", "set": {1, 2}, "io": BytesIO(b"x")}],
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+    }
+    torch.save(common, folder / "common.pt")
+    open_origin(str(world / "megatron"), "actor", read_architecture(world / "model"))
+    common["args"] = None
+    torch.save(common, folder / "common.pt")
+    open_origin(str(world / "megatron"), "actor", read_architecture(world / "model"))
+
+
+def test_newer_checkpoints_keep_arguments_among_the_tensors(world: Path) -> None:
+    """As Megatron-Core 0.19 does: bytes in a shard, and no `common.pt`."""
+    folder = world / "megatron/release"
+    change_arguments(folder, num_layers=7)
+    common = torch.load(folder / "common.pt", weights_only=False)
+    (folder / "common.pt").unlink()
+    assert "common.pt cannot be read: No such file" in refused(world)
+    for content, words in (
+        ([common], "num_layers 7 (config.json: 2)"),
+        (Payload(), f"distcp names {__name__}.leave_a_trace, which Megatron-LM does not put there"),
+    ):
+        archive = BytesIO()
+        torch.save(content, archive)
+        shard = folder / "__1_0.distcp"
+        shard.write_bytes(b"before" + archive.getvalue() + b"behind")
+        index = MetadataIndex("common_state/shard_0_1")
+        place = _StorageInfo(shard.name, len(b"before"), len(archive.getvalue()))
+
+        def add(metadata: Metadata, index: MetadataIndex = index, place: _StorageInfo = place) -> None:
+            metadata.state_dict_metadata[index.fqn] = BytesStorageMetadata()
+            metadata.storage_data[index] = place
+
+        change_metadata(folder, add)
+        assert words in refused(world)
+
+
+def test_a_larger_vocabulary_is_no_padding(world: Path) -> None:
+    folder = world / "megatron/release"
+    change_arguments(folder, vocab_size=None, make_vocab_size_divisible_by=4, tensor_model_parallel_size=1)
+    said = refused(world, vocab_size=VOCAB - 5)
+    assert f"{VOCAB} tokens, padded in steps of 4 (config.json: vocab_size {VOCAB - 5})" in said
+    said = refused(world, vocab_size=VOCAB + 1)
+    assert f"'embedding.word_embeddings.weight' in {folder} has shape ({VOCAB}, 32), config.json means at least" in said
+
+
+def unknown_tensor(metadata: Metadata) -> None:
+    norm = metadata.state_dict_metadata["decoder.final_layernorm.weight"]
+    metadata.state_dict_metadata |= {
+        "decoder.layers.mlp.router.expert_bias": norm, "optimizer.state.exp_avg.x": norm, "a._extra_state": norm,
+        "rng_state/shard_0_1": BytesStorageMetadata(),
+    }  # fmt: skip
+
+
+def missing_tensor(metadata: Metadata) -> None:
+    del metadata.state_dict_metadata["decoder.layers.self_attention.linear_qkv.weight"]
+
+
+def missing_part(metadata: Metadata) -> None:
+    del chunks_of(metadata, "decoder.layers.mlp.linear_fc2.weight")[1]
+
+
+def part_outside(metadata: Metadata) -> None:
+    chunks_of(metadata, "decoder.layers.mlp.linear_fc2.weight")[1].sizes = torch.Size([3, 32, 48])
+
+
+def part_nowhere(metadata: Metadata) -> None:
+    chunks_of(metadata, "decoder.layers.mlp.linear_fc2.weight")[1].offsets = torch.Size([1, 1, 0])
+
+
+def float8(metadata: Metadata) -> None:
+    entry = metadata.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"]
+    assert isinstance(entry, TensorStorageMetadata)
+    entry.properties = dataclasses.replace(entry.properties, dtype=torch.float8_e4m3fn)
+
+
+def chunks_of(metadata: Metadata, key: str) -> list[Any]:
+    entry = metadata.state_dict_metadata[key]
+    assert isinstance(entry, TensorStorageMetadata)
+    return entry.chunks
+
+
+def in_another_folder(metadata: Metadata) -> None:
+    for place in metadata.storage_data.values():
+        place.relative_path = "../__0_0.distcp"
+
+
+def a_call(metadata: Metadata) -> None:
+    metadata.planner_data = Payload()
+
+
+CRAFTED: dict[str, tuple[Callable[[Metadata], None], str]] = {
+    "unknown": (unknown_tensor, "holds decoder.layers.mlp.router.expert_bias, which a llama of its config.json"),
+    "missing": (missing_tensor, "holds no tensor 'decoder.layers.self_attention.linear_qkv.weight'"),
+    "missing part": (missing_part, "is damaged: 'decoder.layers.mlp.linear_fc2.weight' is not all there"),
+    "part outside": (part_outside, "is damaged: 'decoder.layers.mlp.linear_fc2.weight' has a part outside of it"),
+    "part nowhere": (part_nowhere, "is damaged: 'decoder.layers.mlp.linear_fc2.weight' has a part that lies nowhere"),
+    "float8": (float8, "is of type torch.float8_e4m3fn, which cannot be read; use weights of type torch.float64"),
+    "another folder": (in_another_folder, ".metadata is not what a checkpoint holds (ValueError: tensors in '../__0"),
+    "a call": (a_call, f".metadata names {__name__}.leave_a_trace, which no checkpoint does"),
+}
+
+
+@pytest.mark.parametrize("how", CRAFTED)
+def test_what_a_checkpoint_cannot_hold_is_a_sentence(world: Path, how: str) -> None:
+    craft, words = CRAFTED[how]
+    change_metadata(world / "megatron/release", craft)
+    assert words in refused(world)
+
+
+def test_shapes_of_another_architecture_are_named(world: Path) -> None:
+    """Also where a checkpoint says nothing but them."""
+    folder = world / "megatron/release"
+    assert "its arguments contradict the actor's config.json: ffn_hidden_size 48 (config.json: 40); give" in refused(
+        world, ffn_hidden_size=40
+    )
+    torch.save({}, folder / "common.pt")
+    words = f"tensor 'decoder.layers.mlp.linear_fc1.weight' in {folder} has shape (2, 96, 32), config.json means (2, 80"
+    assert words in refused(world, ffn_hidden_size=40)
+    assert "holds output_layer.weight, which a llama of its config.json does not have" in refused(
+        world, tied_embeddings=True
+    )
+    open_origin(  # a critic has no output layer to tie
+        str(world / "megatron"), "critic", dataclasses.replace(read_architecture(world / "model"), tied_embeddings=True)
+    )
+
+
+@pytest.mark.parametrize("content", [Payload(), {"args": Payload()}, {"args": Namespace(x=Payload())}], ids=range(3))
+def test_an_unknown_class_is_refused_by_its_name(world: Path, content: Any) -> None:
+    torch.save(content, world / "megatron/release/common.pt")
+    words = f"common.pt names {__name__}.leave_a_trace, which Megatron-LM does not put there"
+    assert words in refused(world)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", pickle.dumps({}), None, "a list"], ids=range(5))
+def test_a_common_file_that_is_none_is_a_sentence(world: Path, content: bytes | str | None) -> None:
+    path = world / "megatron/release/common.pt"
+    if content is None:
+        path.unlink()
+    elif isinstance(content, str):
+        torch.save([content], path)
+    else:
+        path.write_bytes(content)
+    words = "cannot be read: No such file" if content is None else "is not what Megatron-LM"
+    assert f"{path} {words}" in refused(world)
+
+
+def test_files_that_were_cut_short_are_a_sentence(world: Path) -> None:
+    path = world / "megatron/release/__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:-7])
+    assert "is damaged: __0_0.distcp has " in refused(world)
+    path.unlink()
+    assert "is damaged: __0_0.distcp is missing; fetch it again" in refused(world)
+
+
+def test_a_rank_reads_its_parts_once(first: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of other layers, and a matrix whose slices are asked for one after another, once."""
+    arch = read_architecture(first / "model")
+    source = open_origin(str(first / "megatron"), "actor", arch).source
+    load = Mock(wraps=torch.load)
+    monkeypatch.setattr(torch, "load", load)
+    for kind in ("qkv", "column", "row"):
+        parameter = next(p for p in model_parameters(arch) if p.kind == kind and p.layer == 1)
+        like = torch.empty(shard_shape(arch, parameter, 2, VOCAB))
+        load.reset_mock()
+        read_shard(source, arch, parameter, like, 1, 2, VOCAB)
+        assert load.call_count == 1
+
+
+def test_a_shard_that_holds_a_call_is_not_run(world: Path) -> None:
+    path = world / "megatron/release/__0_0.distcp"
+    arch = read_architecture(world / "model")
+    source = open_origin(str(world / "megatron"), "actor", arch).source
+    metadata = pickle.loads((path.parent / ".metadata").read_bytes())
+    place = next(p for i, p in metadata.storage_data.items() if i.fqn == "decoder.final_layernorm.weight")
+    content = BytesIO()
+    torch.save({"call": Payload(), "size": "x" * (place.length - 800)}, content)
+    written = bytearray(path.read_bytes())
+    assert len(content.getvalue()) <= len(written) - place.offset
+    written[place.offset : place.offset + place.length] = content.getvalue().ljust(place.length, b"\0")[: place.length]
+    path.write_bytes(bytes(written))
+    TRACES.clear()
+    with pytest.raises(RunError, match=r"'decoder\.final_layernorm\.weight' in .* cannot be read"):
+        source.read(Piece("model.norm.weight", 0, 0, 32))
+    assert not TRACES
+
+
+def test_an_export_says_what_megatron_looks_for(first: Path) -> None:
+    root = first / "megatron"
+    assert (root / "latest_checkpointed_iteration.txt").read_text() == "release"
+    assert json.loads((root / "release/metadata.json").read_text())["sharded_backend"] == "torch_dist"
+    common = torch.load(root / "release/common.pt", weights_only=True)  # with the list of Megatron-Core's own
+    assert (common["iteration"], common["checkpoint_version"]) == (3, 3.0)
+    said = vars(common["args"])
+    wanted = {"num_layers": 2, "num_query_groups": 2, "padded_vocab_size": VOCAB, "normalization": "RMSNorm"}
+    wanted |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "no_save_optim": True, "no_save_rng": True}
+    assert said | wanted == said and said["swiglu"] and said["tensor_model_parallel_size"] == 1

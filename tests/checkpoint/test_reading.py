@@ -1,0 +1,261 @@
+"""Whoever wrote a checkpoint: reading it runs no code, and what another torch wrote is the same or is refused."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import random
+import re
+import tarfile
+from collections.abc import Callable, Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import ShardedTensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+
+from megappo.checkpoint import versions
+from megappo.checkpoint.files import Marker, read_marker, stamp, write_marker
+from megappo.checkpoint.randomness import random_states, restore_random_states, seed_generators
+from megappo.checkpoint.reader import load_values
+from megappo.checkpoint.select import select_checkpoint
+from megappo.checkpoint.shards import read_tensors
+from megappo.checkpoint.versions import TORCH_VERSIONS, require_readable
+from megappo.runtime.process import Runtime
+from tests.support.checkpoints import ARCHIVES, SHAPES, write
+from tests.support.places import ROOT
+
+TRACES: list[str] = []
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator[Runtime]:
+    """A world of one process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Runtime(0, 1, 0, torch.device("cpu"))
+    dist.destroy_process_group()
+
+
+def wanted() -> dict[str, ShardedTensor]:
+    return {key: ShardedTensor.from_rank_offsets(key, torch.zeros(shape)) for key, shape in SHAPES.items()}
+
+
+def leave_a_trace(where: str) -> None:
+    TRACES.append(where)
+
+
+class Payload:
+    """Pickled, it is a call that a reader makes without knowing."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return leave_a_trace, (self.where,)
+
+
+def in_a_field(metadata: Metadata, folder: Path) -> None:
+    metadata.planner_data = Payload("planner_data")
+
+
+def in_a_key(metadata: Metadata, folder: Path) -> None:
+    metadata.storage_data[Payload("storage_data")] = None
+
+
+def in_bytes(metadata: Metadata, folder: Path) -> None:
+    """What is no tensor, torch's loader reads by a pickle of its own, from the shards."""
+    key = next(iter(SHAPES))
+    metadata.state_dict_metadata[key] = BytesStorageMetadata()
+    content = io.BytesIO()
+    torch.save(Payload("bytes"), content)
+    (folder / "__0_0.distcp").write_bytes(content.getvalue())
+    for index, place in metadata.storage_data.items():
+        if index.fqn == key:
+            metadata.storage_data = {type(index)(key): place}
+            place.offset, place.length = 0, len(content.getvalue())
+            return
+
+
+def in_another_folder(metadata: Metadata, folder: Path) -> None:
+    for place in metadata.storage_data.values():
+        place.relative_path = "../elsewhere/__0_0.distcp"
+
+
+def with_negative_sizes(metadata: Metadata, folder: Path) -> None:
+    for entry in metadata.state_dict_metadata.values():
+        assert isinstance(entry, TensorStorageMetadata)
+        entry.size = torch.Size([-1, 8])
+
+
+CRAFTED: dict[str, tuple[Callable[[Metadata, Path], None], str]] = {
+    "a call in a field": (in_a_field, r"\.metadata names \S+\.leave_a_trace, which no checkpoint does"),
+    "a call in a key": (in_a_key, r"\.metadata names \S+\.leave_a_trace, which no checkpoint does"),
+    "a call in bytes": (in_bytes, r"\.metadata names torch\.\S+\.BytesStorageMetadata, which no checkpoint does"),
+    "another folder": (
+        in_another_folder,
+        r"\.metadata is not what a checkpoint holds .*tensors in '\.\./elsewhere/__0_0",
+    ),
+    "negative sizes": (with_negative_sizes, r"\.metadata is not what a checkpoint holds .*-1 instead of a count"),
+}
+
+
+@pytest.mark.parametrize("how", CRAFTED)
+def test_crafted_metadata_run_no_code(tmp_path: Path, runtime: Runtime, how: str) -> None:
+    """The marker fits: whoever can write `.metadata` can write that too."""
+    craft, sentence = CRAFTED[how]
+    write(tmp_path, runtime, 1)
+    folder = tmp_path / "step-000001"
+    metadata = FileSystemReader(folder).read_metadata()
+    craft(metadata, folder)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    marker = read_marker(folder)
+    write_marker(folder, Marker(1, {name: stamp(folder / name) for name in marker.files}, marker.content))
+    chosen = select_checkpoint(tmp_path, runtime)
+    assert chosen is not None and not chosen[2]
+    TRACES.clear()
+    with pytest.raises(ValueError, match=f"step-000001 is damaged: {sentence}") as raised:
+        read_tensors(folder, wanted(), runtime)
+    assert "\n" not in str(raised.value)
+    assert TRACES == []
+
+
+class OlderPickler(pickle.Pickler):
+    """Members of enumerations as Python 3.11.0 to 3.11.3 write them, which is what Debian 12 has."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+def test_metadata_of_older_pythons_load(tmp_path: Path, runtime: Runtime) -> None:
+    write(tmp_path, runtime, 1)
+    folder = tmp_path / "step-000001"
+    with (folder / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    with (folder / ".metadata").open("wb") as file:
+        OlderPickler(file).dump(metadata)
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    shards = wanted()
+    read_tensors(folder, shards, runtime)
+    for key, shape in SHAPES.items():
+        assert torch.equal(shards[key].data, torch.full(shape, 1.0)), key
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\x80", b"no pickle", pickle.dumps(None), pickle.dumps({"a": 1}), pickle.dumps([1] * 9)[:-3],
+     b"\x80\x04\x8c\x05torch\x8c\x11nn.Module.forward\x93.", b"\x80\x04cposix\nsystem\n.",
+     b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\n}\x8c\x01aK\x01sb."],
+    ids=range(9),
+)  # fmt: skip
+def test_metadata_that_are_none_are_a_sentence(tmp_path: Path, runtime: Runtime, content: bytes) -> None:
+    write(tmp_path, runtime, 1)
+    (tmp_path / "step-000001" / ".metadata").write_bytes(content)
+    with pytest.raises(ValueError, match=r"step-000001 is damaged: \.metadata"):
+        read_tensors(tmp_path / "step-000001", wanted(), runtime)
+    (tmp_path / "step-000001" / ".metadata").unlink()
+    with pytest.raises(ValueError, match=r"\.metadata cannot be read: No such file"):
+        read_tensors(tmp_path / "step-000001", wanted(), runtime)
+
+
+@pytest.mark.parametrize("broken", ["call", "truncated", "empty", "missing"])
+def test_files_of_ranks_hold_values_alone(tmp_path: Path, broken: str) -> None:
+    path = tmp_path / "random-00000.pt"
+    torch.save(Payload("values") if broken == "call" else {"a": torch.ones(3)}, path)
+    if broken in ("truncated", "empty"):
+        path.write_bytes(path.read_bytes()[: 100 if broken == "truncated" else 0])
+    elif broken == "missing":
+        path.unlink()
+    TRACES.clear()
+    with pytest.raises(ValueError, match=r"random-00000\.pt does not hold tensors and plain values alone: ") as raised:
+        load_values(path)
+    assert TRACES == [] and "\n" not in str(raised.value)
+
+
+def test_tensors_that_are_not_there_are_a_sentence(tmp_path: Path, runtime: Runtime) -> None:
+    write(tmp_path, runtime, 1)
+    folder = tmp_path / "step-000001"
+    other = {"actor.weight.c": ShardedTensor.from_rank_offsets("actor.weight.c", torch.zeros(2))}
+    with pytest.raises(ValueError, match="step-000001 does not hold what this model and layout need: .*actor.weight.c"):
+        read_tensors(folder, other, runtime)
+    wide = {"actor.weight.a": ShardedTensor.from_rank_offsets("actor.weight.a", torch.zeros(64, 9))}
+    with pytest.raises(ValueError, match="does not hold what this model and layout need: .*shape mismatch") as raised:
+        read_tensors(folder, wide, runtime)
+    assert "Traceback" not in str(raised.value)
+
+
+def unpack(version: str, folder: Path) -> Path:
+    with tarfile.open(ARCHIVES / f"torch-{version}.tar.xz") as archive:
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python before 3.11.4 has none
+        archive.extractall(folder)
+    return folder / "step-000007"
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.13.0", "2.14.1"])
+def test_checkpoints_of_other_versions_of_torch_load(tmp_path: Path, runtime: Runtime, version: str) -> None:
+    """The light environment's torch, the full one's and the first that is allowed (support/checkpoints.py)."""
+    unpack(version, tmp_path)
+    chosen = select_checkpoint(tmp_path, runtime)
+    assert chosen is not None
+    folder, marker, sentences = chosen
+    assert not sentences and marker.content["versions"]["torch"].startswith(version)
+    shards = wanted()
+    read_tensors(folder, shards, runtime)
+    for key, shape in SHAPES.items():
+        assert torch.equal(shards[key].data, torch.full(shape, 7.0)), key
+    before = random_states()
+    seed_generators(3, 0)  # as before it was written
+    drawn = (random.random(), float(np.random.rand()), float(torch.rand(())))
+    restore_random_states(load_values(folder / "random-00000.pt"))
+    assert drawn == (random.random(), float(np.random.rand()), float(torch.rand(())))
+    restore_random_states(before)
+
+
+def test_a_checkpoint_of_an_unknown_torch_is_refused(tmp_path: Path, runtime: Runtime) -> None:
+    """Torch 2.15 writes metadata that 2.14 has no place for."""
+    unpack("2.15.0", tmp_path)
+    here = re.escape(str(torch.__version__))
+    with pytest.raises(
+        ValueError,
+        match=rf"step-000007 was written with torch 2\.15\.0\+\S+, this is torch {here}; checkpoints go from one "
+        r"version to another between torch 2\.11 and 2\.14: continue with torch 2\.15\.0",
+    ):
+        select_checkpoint(tmp_path, runtime)
+
+
+@pytest.mark.parametrize(
+    ("written", "here", "loads"),
+    [("2.13.0+cpu", "2.14.1+cu130", True), ("2.11.0a0+x", "2.14.9", True), ("2.15.0", "2.15.1+cpu", True),
+     ("2.10.2", "2.13.0", False), ("2.13.0", "2.15.0", False), ("3.13.0", "2.13.0", False),
+     ("unknown", "2.13.0", False)],
+)  # fmt: skip
+def test_versions_in_the_range_or_of_the_same_release_load(
+    monkeypatch: pytest.MonkeyPatch, written: str, here: str, loads: bool
+) -> None:
+    monkeypatch.setattr(versions.torch, "__version__", here)
+    marker = Marker(1, {}, {"versions": {"torch": written}})
+    if loads:
+        require_readable(Path("step-000001"), marker)
+    else:
+        with pytest.raises(ValueError, match=f"written with torch {re.escape(written)}, this is torch"):
+            require_readable(Path("step-000001"), marker)
+
+
+def test_what_installs_is_what_was_tried() -> None:
+    """What setup.py requires are the versions between which checkpoints are exchanged, and no untested one above."""
+    required = (ROOT / "megappo" / "requirements.txt").read_text()
+    (first_major, first_minor), (last_major, last_minor) = TORCH_VERSIONS
+    assert f"torch>={first_major}.{first_minor},<{last_major}.{last_minor + 1}" in required.splitlines()
+    tried = {path.name.removeprefix("torch-").removesuffix(".tar.xz") for path in ARCHIVES.glob("*.tar.xz")}
+    for release in TORCH_VERSIONS:
+        assert any(version.startswith(".".join(map(str, release)) + ".") for version in tried)
+    pinned = [(ROOT / "launch" / f"requirements{which}.txt").read_text() for which in ("", "-common")]
+    for package in ("torch", "megatron-core", "transformers"):
+        assert re.search(rf"^{package}==", "".join(pinned), re.MULTILINE), package
+        bounds = re.findall(rf"^{package}(.*)$", required, re.MULTILINE)
+        assert bounds and all("<" in bound and ">=" in bound for bound in bounds), package

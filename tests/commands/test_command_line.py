@@ -1,0 +1,333 @@
+"""The command line: checks before anything starts, one line per problem, exit code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megappo import __version__
+from megappo.cli import main
+from megappo.config import Config, ConfigError
+from megappo.config.roles import LayoutSettings
+from megappo.errors import Interrupted
+from megappo.runtime.waiting import wait_until
+from tests.support.harness import start
+from tests.support.places import BASE, QUICKSTART, ROOT
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """A tiny model folder."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 97, "max_position_embeddings": 256}
+    heads = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes, **heads}))
+    return f"model.path={tmp_path}"
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What the command line calls, with the trainer and the export replaced."""
+    seen: list[tuple[Any, ...]] = []
+    for variable in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    trainer = types.ModuleType("megappo.ppo.run")
+    vars(trainer).update(
+        train=lambda config, derived, prompts: seen.append(("train", config)),
+        evaluate=lambda config, derived, prompts: seen.append(("evaluate", config)),
+    )
+
+    def export(*words: Any, without_mtp: bool) -> list[Path]:
+        seen.append(("export", *words, without_mtp))
+        return []
+
+    monkeypatch.setitem(sys.modules, "megappo.ppo.run", trainer)
+    monkeypatch.setattr("megappo.commands.export.export_run", export)
+    return seen
+
+
+def spawn(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return start("megappo", *arguments, environment={**os.environ, "RANK": "0", "WORLD_SIZE": "1", **environment})
+
+
+@pytest.mark.waits
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("actor.epoch=2", "actor.epoch is not a setting; did you mean actor.epochs?"),
+        ("run.steps=0", "run.steps is 0, must be above 0; the nearest is 1"),
+        ("model.path=./nowhere", "model.path './nowhere': there is no such folder"),
+    ],
+)
+def test_malformed_in_a_process(override: str, words: str) -> None:
+    done = spawn("train", str(BASE), override)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("megappo: error: ")
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.waits
+def test_rule_between_sections_in_a_process(model: str) -> None:
+    done = spawn("train", str(BASE), model, "actor.layout.tensor_parallel=4", WORLD_SIZE="4", RANK="0")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "megappo: error: actor.layout.tensor_parallel 4 does not divide 2 (KV heads) of the actor model; "
+        "the nearest is 2\n"
+    )
+
+
+@pytest.mark.waits
+def test_import_is_light() -> None:
+    code = "import sys, megappo.cli; print([m for m in ('torch', 'transformers', 'rich') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_train(calls: list[tuple[Any, ...]], model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(BASE), model, "run.steps=7"]) == 0
+    (name, config) = calls[0]
+    assert name == "train"
+    assert isinstance(config, Config)
+    assert config.run.steps == 7
+    assert "16 sequences" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [("actor.minibatch_sequences=7", "actor.minibatch_sequences"), ("rollout.sglang={}", "rollout.sglang is given")],
+)
+def test_settings_are_refused_before_the_data_of_epochs_are_read(
+    override: str, words: str, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megappo.ppo import parts as assembly
+    from megappo.runtime import device
+
+    monkeypatch.setattr(assembly, "training_prompts", lambda config: pytest.fail("the data were read"))
+    monkeypatch.setattr(device, "runs_on_cuda", lambda settings: False)
+    assert main(["train", str(BASE), model, "run.steps=null", "run.epochs=1", "rollout.engine=null", override]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.waits
+def test_quiet_and_other_ranks(
+    calls: list[tuple[Any, ...]],
+    model: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert main(["train", str(BASE), model, "logging.console=quiet"]) == 0
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert main(["train", str(BASE), model]) == 0
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err, len(calls)) == ("", "", 2)
+    told = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(told))
+    told_before_rank_0 = list[bool]()
+
+    def wait(condition: Callable[[], bool], seconds: float, **_: float) -> None:
+        told_before_rank_0.append(told.exists())
+        wait_until(condition, seconds, every_seconds=0.1)
+
+    monkeypatch.setattr("megappo.cli.wait_until", wait)
+    monkeypatch.setattr("megappo.cli.RANK_0_SPEAKS_WITHIN", 0.5)
+    began = time.monotonic()
+    assert main(["train", str(BASE), model, "run.steps=0"]) == 2
+    assert time.monotonic() - began > 0.5, "rank 0 ends all ranks by then, unless only this one found a mistake"
+    sentence = "megappo: error on rank 1: run.steps is 0, must be above 0"
+    assert sentence in capsys.readouterr().err
+    assert told_before_rank_0 == [False], "torchrun takes the first that told it something for the cause"
+    assert sentence in told.read_text()
+
+
+def test_world_size_comes_from_the_environment(
+    calls: list[tuple[Any, ...]],
+    model: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "32")
+    assert main(["train", str(BASE), model]) == 2
+    errors = capsys.readouterr().err
+    assert "is below the 32 data parallel replicas" in errors
+    assert all(line.startswith("megappo: error: ") for line in errors.splitlines())
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    assert main(["train", str(BASE), model]) == 2
+    assert "WORLD_SIZE is 'many'" in capsys.readouterr().err
+    assert calls == []
+
+
+def test_eval(calls: list[tuple[Any, ...]], model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", str(BASE), model]) == 0
+    assert main(["eval", str(BASE), model, "--weights", str(tmp_path), "model.tokenizer=t", "run.seed=9"]) == 0
+    assert [call[0] for call in calls] == ["evaluate", "evaluate"]
+    said = capsys.readouterr().out
+    assert "rollout" in said
+    assert "stopping" not in said and "a step of" not in said  # an evaluation has no steps
+    config = calls[1][1]
+    assert (config.model.path, config.model.init) == (str(tmp_path), "pretrained")
+    assert (config.model.tokenizer, config.run.seed) == ("t", 9)
+    assert main(["eval", str(BASE), model, "data.validation=null", "evaluation=null"]) == 2
+    assert "eval needs prompts; add data.validation" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ((), ["validation.jsonl: 1 answer to each prompt, greedy, of at most"]),
+        (("evaluation={every_steps: 1, max_response_tokens: 7}",), ["prompt, greedy, of at most 7 tokens"]),
+        (("data.validation.limit=3",), ["the first 3 prompts of validation.jsonl: 1 answer"]),
+        (
+            ("data.validation_sets={hard: {source: h.jsonl, samples: 4, temperature: 0.7, pass_at: [1, 4]}}",),
+            ["greedy", "h.jsonl: 4 answers to each prompt, at temperature 0.7, of at most", "pass@1, pass@4"],
+        ),
+    ],
+)
+def test_an_evaluation_says_what_it_computes(
+    calls: list[tuple[Any, ...]],
+    model: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    settings: tuple[str, ...],
+    words: list[str],
+) -> None:
+    """And nothing of the run that the same settings would make."""
+    monkeypatch.setenv("COLUMNS", "300")
+    assert main(["eval", str(BASE), model, *settings]) == 0
+    said = " ".join(capsys.readouterr().out.replace("\u2502", " ").split())
+    assert all(word in said for word in words), said
+    assert "prompts x" not in said and "temperature 1" not in said and "optimizer" not in said and "updates" not in said
+
+
+@pytest.mark.parametrize(
+    ("layouts", "fewest"),
+    [
+        (("actor.layout={tensor_parallel: 2}", "critic.layout={pipeline_parallel: 2}"), 2),
+        (("actor.layout={tensor_parallel: 2, pipeline_parallel: 2}", "critic.layout={}"), 4),
+        (("actor.layout={ranks: 1}", "critic.layout={first_rank: 1, ranks: 2}"), 3),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_one_process_is_told_how_many_there_should_be(
+    calls: list[tuple[Any, ...]],
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    layouts: tuple[str, ...],
+    fewest: int,
+) -> None:
+    """But for an evaluation with an engine inside the process, which needs no layout."""
+    servers = ("rollout.engine=sglang", "rollout.sglang={placement: colocated, tensor_parallel: 1}")
+    assert main([command, str(QUICKSTART), *layouts, *servers]) == 2
+    said = capsys.readouterr().err
+    assert f"this is 1 process, and the layouts stand on {fewest}; start under torchrun with {fewest}: torchrun" in said
+    assert f"--nproc-per-node {fewest} -m megappo {command}" in said and calls == []
+    assert main([command, str(QUICKSTART), *layouts]) == (0 if command == "eval" else 2)
+    if command == "eval":
+        assert {role.layout for role in calls[0][1].trained.values()} == {LayoutSettings()}
+
+
+def test_export(calls: list[tuple[Any, ...]]) -> None:
+    assert main(["export", "runs/a", "out"]) == 0
+    assert main(["export", "runs/a", "out", "--role", "critic", "--step", "best", "--format", "torch_dist"]) == 0
+    assert main(["export", "runs/a", "out", "--without-mtp"]) == 0
+    assert calls == [
+        ("export", "runs/a", "out", "actor", "latest", "huggingface", False),
+        ("export", "runs/a", "out", "critic", "best", "torch_dist", False),
+        ("export", "runs/a", "out", "actor", "latest", "huggingface", True),
+    ]
+
+
+@pytest.mark.parametrize("argv", [[], ["tune"], ["plan"], ["export", "a"], ["train", "a", "--wat"], ["export", *"abc"]])
+def test_usage_errors(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    assert "usage: megappo" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"megappo {__version__}\n"
+
+
+def test_a_disk_that_cannot_be_written_is_a_sentence(
+    calls: list[tuple[Any, ...]], model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = vars(sys.modules["megappo.ppo.run"])
+
+    def train(config: Config, derived: Any, prompts: object) -> None:
+        raise OSError(28, "No space left on device", "runs/x/metrics.jsonl")
+
+    trainer["train"] = train
+    assert main(["train", str(BASE), model]) == 1
+    assert capsys.readouterr().err == (
+        "megappo: error: writing failed, runs/x/metrics.jsonl: No space left on device; make room or fix the disk and "
+        "start again, a run continues from its newest checkpoint\n"
+    )
+    trainer["train"] = lambda config, derived, prompts: Path("/no/such/file").read_text()
+    with pytest.raises(FileNotFoundError):
+        main(["train", str(BASE), model])
+
+
+def test_a_run_that_was_asked_to_stop_has_a_code_of_its_own(calls: list[tuple[Any, ...]], model: str) -> None:
+    trainer = vars(sys.modules["megappo.ppo.run"])
+    for number, code in ((signal.SIGTERM, 85), (signal.SIGUSR1, 85), (signal.SIGINT, 130)):
+        trainer["train"] = lambda config, derived, prompts, number=number: (_ for _ in ()).throw(Interrupted(number))
+        assert main(["train", str(BASE), model]) == code
+
+
+def test_steps_to_trace_are_settings(calls: list[tuple[Any, ...]], model: str) -> None:
+    assert main(["train", str(BASE), model, "--profile", "3,7-9"]) == 0
+    assert calls[0][1].logging.profile_steps == (3, 7, 8, 9)
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        ("0", "--profile is '0', must be a whole number from 1 to"),
+        ("3-", "--profile is '', must be a whole number from 1 to"),
+        ("x,3", "--profile is 'x', must be a whole number from 1 to"),
+        ("5-3", "--profile 5-3 is no range of at most 100 steps; write 3-5, say"),
+        ("1-1000000", "--profile 1-1000000 is no range of at most 100 steps; write 3-5, say"),
+    ],
+)
+def test_what_is_no_step_is_refused(steps: str, words: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(BASE), model, "--profile", steps]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_replay_holds_its_own_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["a.yaml", "--replay", "x"], ["--replay", "x", "run.steps=1"]):
+        assert main(["train", *arguments]) == 2
+        assert "train needs CONFIG, or --replay FOLDER alone" in capsys.readouterr().err
+
+
+def test_value_errors_while_training(
+    calls: list[tuple[Any, ...]], model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ours become a line; a library's is a bug and keeps its traceback."""
+    trainer = vars(sys.modules["megappo.ppo.run"])
+    failing = "def train(config, derived, prompts):\n    raise ValueError('train.jsonl has\\nno prompts; add some')"
+    exec(failing, trainer)
+    assert main(["train", str(BASE), model]) == 2
+    assert capsys.readouterr().err == "megappo: error: train.jsonl has no prompts; add some\n"
+    trainer["train"] = lambda config, derived, prompts: int("x")
+    with pytest.raises(ValueError, match="invalid literal"):
+        main(["train", str(BASE), model])
+    trainer["train"] = lambda config, derived, prompts: (_ for _ in ()).throw(ConfigError(["one", "two"]))
+    assert main(["train", str(BASE), model]) == 2
+    assert capsys.readouterr().err == "megappo: error: one\nmegappo: error: two\n"
+    assert calls == []

@@ -1,0 +1,266 @@
+"""`megappo serve` with a stand-in for SGLang: supervision, signals, what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megappo.cli import main
+from megappo.commands.serve import StopRequest, kept_key
+from megappo.config import ConfigError
+from megappo.engines.sglang.fleet import KEY_VARIABLE
+from megappo.engines.sglang.guard import session_pids
+from tests.support import worlds
+
+CONFIG = "configs/sglang_disaggregated.yaml"
+FAKE = """
+import http.server, json, os, sys, tempfile
+from pathlib import Path
+
+pytestmark = pytest.mark.waits
+arguments = json.loads(Path(sys.argv[sys.argv.index("--config") + 1]).read_text())
+tempfile.NamedTemporaryFile(delete=False).write(b"left behind")
+Path(os.environ["FAKE"], f"{os.getpid()}.json").write_text(json.dumps(arguments))
+if os.environ.get("FAKE_FAILS"):
+    sys.exit("out of memory")
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        right = self.headers.get("Authorization") == f"Bearer {arguments['api-key']}"
+        self.send_response(200 if right or "api-key" not in arguments else 401)
+        self.end_headers()
+        self.wfile.write(b"{}")
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        Path(os.environ["FAKE"], "asked").open("a").write(self.path)
+        self.do_GET()
+http.server.ThreadingHTTPServer((arguments["host"], arguments["port"]), Handler).serve_forever()
+"""
+
+
+class Site:
+    """Where the stand-in is found, and what it was started with."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.port = folder, worlds.closed_port()
+        self.path = worlds.fake_package(folder / "packages", "sglang", "0.5.23")
+        (folder / "packages" / "sglang" / "launch_server.py").write_text(FAKE)
+        (folder / "starts").mkdir()
+        (folder / "tmp").mkdir()
+
+    def serve(self, *words: str, **variables: str) -> subprocess.Popen[str]:
+        environment = worlds.environment(PYTHONPATH=self.path, FAKE=str(self.folder / "starts")) | variables
+        command = [sys.executable, "-m", "megappo", "serve", CONFIG, "--port", str(self.port), *words]
+        command += [f"run.directory={self.folder / 'run'}"]
+        return subprocess.Popen(command, cwd=worlds.ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+
+    def serve_parts(self) -> list[subprocess.Popen[str]]:
+        """A server on two machines, which here are one; part 1 is there first, and waits."""
+        meeting = worlds.closed_port()
+        words = (
+            "--meet",
+            f"127.0.0.1:{meeting}",
+            "rollout.sglang={placement: disaggregated, tensor_parallel: 2, nodes: 2}",
+        )
+        key = {KEY_VARIABLE: "secret"}
+        parts = [self.serve("--part", "1", "--port", "0", *words, **key), self.serve("--part", "0", *words, **key)]
+        return parts[::-1]
+
+    def given(self, pid: int) -> dict[str, Any]:
+        """Arguments that a server was started with."""
+        found: dict[str, Any] = json.loads((self.folder / "starts" / f"{pid}.json").read_text())
+        return found
+
+    def started(self) -> list[int]:
+        """Process ids of the servers, the oldest first."""
+        found = sorted((self.folder / "starts").glob("*.json"), key=lambda p: p.stat().st_mtime)
+        return [int(path.stem) for path in found]
+
+    def await_servers(self, count: int, answers: Callable[[], bool] | None = None) -> list[int]:
+        """Wait until so many were started and the last one answers."""
+        deadline = time.monotonic() + 60
+        while len(found := self.started()) < count or not (answers or self.answers)():
+            assert time.monotonic() < deadline, found
+            time.sleep(0.1)
+        return found
+
+    def answers(self, key: str = "secret") -> bool:
+        question = urllib.request.Request(f"http://127.0.0.1:{self.port}/", headers={"Authorization": f"Bearer {key}"})
+        try:
+            return bool(urllib.request.urlopen(question, timeout=5).status == 200)
+        except OSError:
+            return False
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    found = Site(tmp_path)
+    yield found
+    assert not any(session_pids(pid) for pid in found.started())
+
+
+def test_a_server_that_dies_is_started_again(site: Site) -> None:
+    """With the arguments of the trainers' own servers, and a key that stands nowhere to be read."""
+    serving = site.serve("rollout.sglang.arguments={chunked-prefill-size: 64}", **{KEY_VARIABLE: "secret"})
+    (first,) = site.await_servers(1)
+    assert not site.answers("wrong")
+    arguments = json.loads((site.folder / "starts" / f"{first}.json").read_text())
+    assert arguments["load-format"] == "dummy" and arguments["skip-tokenizer-init"]
+    assert arguments["disable-shared-experts-fusion"]
+    assert arguments["max-total-tokens"] == 16384 and arguments["chunked-prefill-size"] == 64
+    assert (arguments["host"], arguments["port"], arguments["api-key"]) == ("127.0.0.1", site.port, "secret")
+    os.kill(first, signal.SIGKILL)
+    _, second = site.await_servers(2)
+    serving.send_signal(signal.SIGUSR1)  # for the trainers of the job
+    time.sleep(0.5)
+    assert serving.poll() is None and session_pids(second)
+    deadline = time.monotonic() + 30
+    asked = site.folder / "starts" / "asked"
+    while not (asked.exists() and asked.read_text().endswith("/freeze_gc")):  # before it is used
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    serving.send_signal(signal.SIGTERM)
+    _, said = serving.communicate(timeout=30)
+    assert serving.returncode == 0
+    assert "it is started again" in said and "secret" not in said
+    assert not session_pids(second)
+    assert (site.folder / "run" / "engines" / "engine-0.log").exists()
+
+
+def test_parts_of_a_server_start_and_end_together(site: Site) -> None:
+    """On two machines: whichever part dies, both are started again, once; a part whose first one is given up ends."""
+    parts = site.serve_parts()
+    for victim in (1, 0):
+        started = site.await_servers(4 if victim == 0 else 2)[-2:]
+        nodes = {site.given(pid)["node-rank"]: pid for pid in started}
+        assert sorted(nodes) == [0, 1] and {site.given(pid)["nnodes"] for pid in started} == {2}
+        os.kill(nodes[victim], signal.SIGKILL)
+    started = site.await_servers(6)[-2:]
+    environments = [psutil.Process(pid).environ() for pid in started]
+    for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        assert len({environment[name] for environment in environments}) == 1
+    parts[0].kill()  # with its machine, say
+    _, said = parts[1].communicate(timeout=30)
+    assert parts[1].returncode == 1
+    words = said.replace("\n", " ")
+    assert words.count("it is started again") == 3 and "part 0 of server 0, on" in words
+    assert "whoever started the first part of the server is gone" in words
+    parts[0].communicate(timeout=30)
+    deadline = time.monotonic() + 30
+    while any(session_pids(pid) for pid in started):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_server_ends_with_a_killed_supervisor(site: Site) -> None:
+    serving = site.serve("--linger", "30", **{KEY_VARIABLE: "secret"})
+    (server,) = site.await_servers(1)
+    serving.send_signal(signal.SIGTERM)
+    time.sleep(1)
+    assert site.answers()  # the trainers may need it
+    serving.kill()
+    serving.communicate(timeout=30)
+    deadline = time.monotonic() + 30
+    while session_pids(server):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_server_that_never_gets_ready_is_given_up(site: Site) -> None:
+    serving = site.serve(FAKE_FAILS="yes")
+    _, said = serving.communicate(timeout=60)
+    assert serving.returncode == 1
+    assert "out of memory; it was started 2 times" in said.replace("\n", " ")
+    assert len(site.started()) == 2
+
+
+def test_servers_without_a_key_share_one_that_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Several may start at the same moment; nobody else may read it."""
+    folder = tmp_path / "run" / "engines"
+    with ThreadPoolExecutor(8) as pool:
+        keys = set(pool.map(kept_key, [folder] * 8))
+    (key,) = keys
+    assert len(key) == 32 and key == kept_key(folder) != kept_key(tmp_path / "other")
+    assert [path.name for path in folder.iterdir()] == ["key"]
+    assert (folder / "key").stat().st_mode & 0o777 == 0o600
+    said = capsys.readouterr().err
+    assert f"the key is the one in {folder / 'key'}; export {KEY_VARIABLE}=$(cat {folder / 'key'})" in said
+    assert key not in said
+    (folder / "key").chmod(0o640)
+    with pytest.raises(ConfigError, match="others can read .*, which holds the servers' key; remove it"):
+        kept_key(folder)
+
+
+def test_a_server_without_a_key_makes_one(site: Site) -> None:
+    serving = site.serve(**{KEY_VARIABLE: ""})
+    site.await_servers(1, lambda: site.answers((site.folder / "run" / "engines" / "key").read_text()))
+    assert not site.answers("")
+    serving.send_signal(signal.SIGINT)
+    _, said = serving.communicate(timeout=30)
+    assert serving.returncode == 0 and f"{KEY_VARIABLE} is empty" in said
+
+
+def test_stopping() -> None:
+    stop = StopRequest(30)
+    assert not stop.due
+    stop.receive(signal.SIGTERM)
+    stop.receive(signal.SIGTERM)
+    start = time.monotonic()
+    stop.wait(0.1)
+    assert not stop.due and time.monotonic() - start < 5
+    stop.receive(signal.SIGINT)
+    assert stop.due
+    stop.wait(60)
+    assert time.monotonic() - start < 5
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["serve", *words]) == 2
+    return capsys.readouterr().err
+
+
+def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    worlds.fake_package(tmp_path, "sglang", "0.5.23")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(worlds.ROOT)
+    assert "serve needs sglang; set rollout.engine=sglang" in refused(capsys, worlds.QUICKSTART)
+    assert "tensor_parallel 3 does not divide" in refused(capsys, CONFIG, "rollout.sglang.tensor_parallel=3")
+    for option, text, rule in (
+        ("--port", "70000", "a whole number from 0 to 65535"),
+        ("--port", "-1", "a whole number from 0 to 65535"),
+        ("--port", "http", "a whole number from 0 to 65535"),
+        ("--index", "-1", "a whole number from 0 to 2147483647"),
+        ("--linger", "-0.5", "a number of seconds from 0 to 1e+06"),
+        ("--linger", "nan", "a number of seconds from 0 to 1e+06"),
+        ("--linger", "inf", "a number of seconds from 0 to 1e+06"),
+        ("--linger", "soon", "a number of seconds from 0 to 1e+06"),
+        ("--part", "1", "a whole number from 0 to 0"),
+    ):
+        assert f"{option} is '{text}', must be {rule}" in refused(capsys, CONFIG, f"{option}={text}")
+    with worlds.listening() as taken:
+        port = str(taken.getsockname()[1])
+        assert f"nothing can listen on --host 127.0.0.1 --port {port}" in refused(capsys, CONFIG, "--port", port)
+
+    two = "rollout.sglang={placement: disaggregated, tensor_parallel: 2, nodes: 2}"
+    assert "rollout.sglang.nodes is 1, --meet is for more" in refused(capsys, CONFIG, "--meet", "a:1")
+    assert "nodes is 2, their parts need --part N and --meet HOST:PORT" in refused(capsys, CONFIG, two)
+    assert "--meet is 'node7', must be HOST:PORT" in refused(capsys, CONFIG, two, "--meet", "node7")
+
+
+def test_how_wide_a_server_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """Machines, and devices on each."""
+    for nodes in (1, 2):
+        words = ["rollout.sglang.tensor_parallel=4", f"rollout.sglang.nodes={nodes}"]
+        assert main(["serve", str(worlds.ROOT / CONFIG), "--ranks", *words]) == 0
+        assert capsys.readouterr().out == f"{nodes} {4 // nodes}\n"

@@ -1,0 +1,460 @@
+"""Model shapes, the rules between sections, the derived numbers and their table."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from megappo.config import (
+    Config,
+    ConfigError,
+    ModelShape,
+    derive,
+    derive_run,
+    describe,
+    load_config,
+)
+from megappo.config import print_table as print_config_table
+from megappo.config.grid import Grid
+from megappo.config.model_files import read_architecture
+from megappo.errors import either
+from megappo.families import FAMILIES
+from tests.support.config import SHAPE
+from tests.support.places import BASE
+
+HF_CONFIG: dict[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 97,
+    "max_position_embeddings": 256,
+}
+
+
+def config_with(*overrides: str) -> Config:
+    return load_config(BASE, overrides)
+
+
+def model_folder(folder: Path, **changes: Any) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**HF_CONFIG, **changes}))
+    return str(folder)
+
+
+EXPERTS = dataclasses.replace(SHAPE, family="qwen3_moe", experts=8)
+TP2 = "layout.tensor_parallel=2"
+# The same of a model with experts.
+BROKEN_EXPERTS: list[tuple[int, tuple[str, ...], list[str]]] = [
+    (3, ("actor.layout.expert_parallel=3",), ["expert_parallel 3 does not divide the 8 experts", "nearest is 2 or 4"]),
+    (2, ("actor.layout.expert_parallel=4",), ["expert_parallel 4 does not divide the 2 ranks of", "nearest is 2"]),
+    (2, (f"actor.{TP2}",), ["tensor_parallel 2 of the actor model with experts needs sequence_parallel"]),
+]
+NO_CRITIC = ("critic=null", "algorithm.estimator=grpo")
+
+# world size, overrides, words of the only sentence
+BROKEN: list[tuple[int, tuple[str, ...], list[str]]] = [
+    (1, ("critic=null",), ["algorithm.estimator 'gae' needs a critic", "add the section", "grpo, reinforce_plus"]),
+    (1, ("algorithm.estimator=grpo",), ["critic is given but", "'grpo'", "critic=null"]),
+    (1, ("algorithm.estimator=reinforce_plus_plus",), ["critic is given but", "set algorithm.estimator to gae"]),
+    (1, (*NO_CRITIC, "rollout.samples_per_prompt=1"), ["samples_per_prompt is 1", "'grpo'", "set at least 2"]),
+    (
+        1,
+        (*NO_CRITIC, "algorithm.lam={actor: 0.9}"),
+        ["algorithm.lam is not one number", "'grpo' does not tell the actor's from the critic's", "give one, or set"],
+    ),
+    (
+        1,
+        (
+            *("rollout.dynamic_sampling={}", "rollout.samples_per_prompt=1"),
+            *("actor.minibatch_sequences=8", "critic.minibatch_sequences=8"),
+        ),
+        ["dynamic_sampling compares", "at least 2"],
+    ),
+    (
+        1,
+        ("reward.overlong={buffer_tokens: 70}", "rollout.max_response_tokens=64"),
+        ["reward.overlong.buffer_tokens 70 is above rollout.max_response_tokens 64", "at most that"],
+    ),
+    (
+        1,
+        ("rollout.engine=sglang", "rollout.ahead=1", "algorithm.old_logprob=corrected", "rollout.generation=a:b"),
+        ["rollout.generation is given, but rollout.ahead is 1", "set rollout.ahead to 0"],
+    ),
+    (
+        1,
+        ("rollout.engine=sglang", "rollout.ahead=2", "algorithm.old_logprob=corrected"),
+        ["rollout.ahead 2 is above rollout.max_lag 1, its default with", "set max_lag to at least 2, or ahead to 1"],
+    ),
+    (1, ("algorithm.router_replay=true",), ["router_replay is true, but the actor model has no experts; remove it"]),
+    (1, ("critic.router_aux_loss_coef=0.1",), ["critic.router_aux_loss_coef 0.1, but the critic", "set it to 0"]),
+    (1, ("reference=null",), ["algorithm.kl_in_reward needs a reference", "add `reference: {}`"]),
+    (1, ("reference=null", "algorithm.kl_in_reward=null", "algorithm.kl_in_loss.coef=1"), ["kl_in_loss needs a ref"]),
+    (1, ("algorithm.kl_in_reward=null",), ["reference is given but no KL term", "reference=null"]),
+    (1, ("data.validation=null",), ["nothing to evaluate on", "add data.validation"]),
+    (1, ("critic.warmup_steps=10",), ["critic.warmup_steps 10", "below run.steps 10", "set at most 9"]),
+    (1, ("reward={function: model, model_path: nowhere}",), ["reward.model_path 'nowhere' is not a folder"]),
+    (2, ("actor.layout.first_rank=2",), ["first_rank 2 is outside the world of 2 ranks", "set at most 1"]),
+    (2, ("actor.layout.ranks=3",), ["first_rank 0 + ranks 3 = 3", "actor.layout.ranks to 2", "start 3 processes"]),
+    (3, ("actor.layout.tensor_parallel=2",), ["tensor_parallel 2 x pipeline_parallel 1 = 2", "3 ranks", "are 1 x 1"]),
+    (4, ("actor.layout.context_parallel=3",), ["context_parallel 3 does not divide its 4 ranks", "nearest is 2 or 4"]),
+    (
+        6,
+        ("actor.layout.context_parallel=2", "actor.layout.tensor_parallel=2"),
+        ["context_parallel 2 x tensor_parallel 2 x pipeline_parallel 1 = 4", "6 ranks", "layouts are 1 x 1"],
+    ),
+    (
+        4,
+        ("actor.layout.context_parallel=2", "actor.microbatch_budget_tokens=129", "rollout.max_response_tokens=66"),
+        ["actor.microbatch_budget_tokens 129", "set at least 132"],
+    ),
+    (4, ("critic.layout.pipeline_parallel=3",), ["critic.layout", "does not divide its 4 ranks", "nearest layouts"]),
+    (4, ("actor.layout.ranks=2", "critic.layout.ranks=2"), ["ranks 2-3 of the world", "idle", "start 2 processes"]),
+    (3, ("actor.layout.first_rank=1", "critic.layout.first_rank=2"), ["rank 0 of the world", "lower its first_rank"]),
+    (4, ("actor.layout.tensor_parallel=4",), ["tensor_parallel 4", "2 (KV heads)", "the nearest is 2"]),
+    (3, ("actor.layout.tensor_parallel=3",), ["4 (heads) or 2 (KV heads) of the actor", "the nearest is 2"]),
+    (4, ("critic.layout.tensor_parallel=4",), ["critic.layout.tensor_parallel 4", "critic model"]),
+    (1, ("actor.layout.sequence_parallel=true",), ["sequence_parallel needs tensor_parallel above 1", "to 2"]),
+    (
+        1,
+        ("actor.recompute=selective", "actor.recompute_modules=[moe]"),
+        ["actor.recompute_modules has moe", "layers of the actor model", "write mlp"],
+    ),
+    (1, ("critic.recompute=selective", "critic.recompute_modules=[]"), ["critic.recompute is selective", "to none"]),
+    (1, ("actor.layout.virtual_pipeline_chunks=2",), ["virtual_pipeline_chunks 2 needs pipeline_parallel above 1"]),
+    (8, ("actor.layout.pipeline_parallel=8",), ["8 chunks are more than the 4 layers", "are 4 x 1 or 3 x 1"]),
+    (
+        2,
+        ("actor.layout.pipeline_parallel=2", "actor.layout.virtual_pipeline_chunks=3"),
+        ["x virtual_pipeline_chunks 3 = 6 chunks", "4 layers", "2 x 2"],
+    ),
+    (
+        2,
+        ("actor.layout={pipeline_parallel: 2, pipeline_layers: [2, 1, 1]}",),
+        ["actor.layout.pipeline_layers [2, 1, 1] has 3 entries", "x virtual_pipeline_chunks 1 = 2 chunks; give 2"],
+    ),
+    (
+        2,
+        ("critic.layout={pipeline_parallel: 2, virtual_pipeline_chunks: 2, pipeline_layers: [3, 1]}",),
+        ["critic.layout.pipeline_layers [3, 1] has 2 entries", "= 4 chunks; give 4, or set it to auto"],
+    ),
+    (
+        2,
+        ("actor.layout={pipeline_parallel: 2, pipeline_layers: [3, 2]}",),
+        ["actor.layout.pipeline_layers [3, 2] has 5 layers, must have the 4 of the actor model"],
+    ),
+    (
+        2,
+        ("actor.layout.tensor_parallel=2", "model.pad_vocab_to_multiple_of=3"),
+        ["pad_vocab_to_multiple_of 3 pads the vocabulary to 99", "nearest is 2 or 4"],
+    ),
+    (1, ("actor.minibatch_sequences=5",), ["5 does not divide the step's 16 samples", "prompts_per_step 8", "4 or 8"]),
+    (1, ("critic.minibatch_sequences=32",), ["critic.minibatch_sequences 32 does not divide", "the nearest is 16"]),
+    (8, ("actor.minibatch_sequences=4",), ["4 is below the 8 data parallel replicas", "the nearest is 8"]),
+    (1, ("actor.microbatch_budget_tokens=127",), ["actor.microbatch_budget_tokens 127", "set at least 128"]),
+    (1, ("critic.microbatch_budget_tokens=127",), ["critic.microbatch_budget_tokens 127", "set at least 128"]),
+    (1, ("evaluation.max_response_tokens=200",), ["64 + evaluation.max_response_tokens 200 = 264", "to at most 192"]),
+    (1, ("actor.optimizer.warmup_updates=20",), ["warmup_updates 20", "20 updates of the actor", "set at most 19"]),
+    (1, ("critic.optimizer.warmup_updates=20",), ["20 updates of the critic", "set at most 19"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("world", "overrides", "words"), BROKEN, ids=lambda v: v[-1] if isinstance(v, tuple) else "")
+def test_broken_rules(world: int, overrides: tuple[str, ...], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        derive(config_with(*overrides), world, SHAPE)
+    about = [problem for problem in caught.value.problems if all(word in problem for word in words)]
+    assert len(about) == 1, caught.value.problems
+    others = set(caught.value.problems) - set(about)
+    assert not others or world in (3, 4, 8), others
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides", "words"), BROKEN_EXPERTS, ids=lambda v: v[-1] if isinstance(v, tuple) else ""
+)
+def test_broken_rules_of_experts(world: int, overrides: tuple[str, ...], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        derive(config_with(*overrides), world, EXPERTS)
+    assert [problem for problem in caught.value.problems if all(word in problem for word in words)]
+
+
+def test_layouts_of_experts() -> None:
+    """An expert's matrices are whole on its ranks, so tensor parallelism need not divide them."""
+    odd = dataclasses.replace(EXPERTS, ffn_hidden_size=95)
+    wide = ("actor.layout={tensor_parallel: 2, sequence_parallel: true, expert_parallel: 4}", f"critic.{TP2}")
+    derived = derive(config_with(*wide), 4, odd, SHAPE)
+    assert (derived.actor.grid.ep, derived.actor.grid.dp) == (4, 2)
+    rows = dict(describe(config_with(*wide), derived))
+    assert rows["actor"].startswith("ranks 0-3: TP 2 x PP 1 x DP 2, EP 4, sequence parallel")
+    with pytest.raises(ConfigError, match="expert_parallel 4, but the reference model has no experts; set it to 1"):
+        derive(config_with(*wide), 4, odd, SHAPE, SHAPE)
+
+
+def test_longer_than_the_model() -> None:
+    overrides = ("actor.microbatch_budget_tokens=512", "critic.microbatch_budget_tokens=512")
+    config = config_with("rollout.max_response_tokens=200", *overrides)
+    with pytest.raises(ConfigError) as caught:
+        derive(config, 1, SHAPE)
+    assert caught.value.problems == (
+        "data.max_prompt_tokens 64 + rollout.max_response_tokens 200 = 264 is above max_position_embeddings 256 of the "
+        "actor model; set rollout.max_response_tokens to at most 192",
+    )
+    with pytest.raises(ConfigError, match="128 of the critic model"):
+        derive(
+            config,
+            1,
+            dataclasses.replace(SHAPE, max_position_embeddings=512),
+            dataclasses.replace(SHAPE, max_position_embeddings=128),
+        )
+    with pytest.raises(ConfigError, match="32 of the reference model; shorten both"):
+        derive(config_with(), 1, SHAPE, None, dataclasses.replace(SHAPE, max_position_embeddings=32))
+
+
+def test_reference_stands_on_the_actors_layout() -> None:
+    reference = dataclasses.replace(SHAPE, layers=5)
+    config = config_with("actor.layout.pipeline_parallel=5")
+    derive(config, 5, dataclasses.replace(SHAPE, layers=6), None, reference)
+    with pytest.raises(ConfigError, match=r"5 chunks are more than the 4 layers of the reference model; .* 4 x 1 or 3"):
+        derive(config, 5, reference, None, SHAPE)
+    config = config_with("actor.layout={pipeline_parallel: 2, pipeline_layers: [3, 1]}")
+    with pytest.raises(ConfigError, match=r"\[3, 1\] has 4 layers, must have the 5 of the reference model"):
+        derive(config, 2, SHAPE, None, reference)
+
+
+@pytest.mark.parametrize("layers", ["[4, 0]", "[]", "'even'", "[3.5, 1]", "4"])
+def test_layers_of_a_stage_are_numbers_above_zero(layers: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_with(f"actor.layout={{pipeline_parallel: 2, pipeline_layers: {layers}}}")
+    rule = "must be auto, balanced or a list of whole numbers above 0 such as [3, 1]"
+    assert caught.value.problems == (f"actor.layout.pipeline_layers: {layers} {rule}",)
+
+
+def test_all_problems_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        derive(config_with("reference=null", "data.validation=null", "actor.minibatch_sequences=5"), 1, SHAPE)
+    assert len(caught.value.problems) == 3
+
+
+def test_numbers_on_one_rank() -> None:
+    derived = derive(config_with("critic.warmup_steps=4"), 1, SHAPE)
+    assert (derived.batch_sequences, derived.max_sequence_tokens) == (16, 128)
+    actor, critic = derived.actor, derived.critic
+    assert critic is not None
+    assert (actor.minibatches_per_step, actor.updates_per_step, actor.total_updates) == (2, 2, 12)
+    assert (critic.minibatches_per_step, critic.updates_per_step, critic.total_updates) == (1, 2, 20)
+    assert (actor.grid, actor.vpp, actor.padded_vocab_size) == (Grid(range(1), 1, 1), 1, 97)
+
+
+def test_epochs_are_steps_where_the_prompts_are_counted() -> None:
+    """8 prompts a step: every prompt is taken so often, the last step is filled up from the next pass."""
+    config = config_with("run.epochs=2.5", "critic.warmup_steps=4")
+    derived = derive(config, 1, SHAPE, prompts=20)
+    assert derived.steps == 7  # 50 prompts
+    assert derived.critic is not None
+    assert (derived.actor.total_updates, derived.critic.total_updates) == (6, 14)
+    assert dict(describe(config, derived))["run"].startswith("base: 2.5 epochs of 20 prompts = 7 steps, seed 3")
+    assert derive(config_with("run.epochs=0.1"), 1, SHAPE, prompts=1600).steps == 20  # not a step for 0.1's rounding
+    with pytest.raises(ConfigError, match=r"warmup_steps 4 must be below the 3 steps of run\.epochs"):
+        derive(config_with("run.epochs=1", "critic.warmup_steps=4"), 1, SHAPE, prompts=20)
+
+
+def test_a_plan_of_epochs_needs_no_data() -> None:
+    config = config_with("run.epochs=1", "critic.warmup_steps=4")
+    derived = derive(config, 1, SHAPE)
+    assert (derived.known_steps, derived.actor.updates_per_step) == (None, 2)
+    assert "base: 1 epoch of the data, seed 3" in dict(describe(config, derived))["run"]
+    with pytest.raises(ConfigError, match=r"run\.epochs 1 is no number of steps before data are read"):
+        derive_run(config, 1)
+
+
+def test_numbers_of_disjoint_roles() -> None:
+    config = config_with(
+        "actor.layout={tensor_parallel: 2, sequence_parallel: true, ranks: 4}",
+        "critic.layout={pipeline_parallel: 2, virtual_pipeline_chunks: 2, first_rank: 4}",
+    )
+    derived = derive(config, 6, SHAPE)
+    assert derived.actor.grid.ranks == range(4)
+    assert (derived.actor.grid.dp, derived.actor.padded_vocab_size) == (2, 98)
+    assert derived.critic is not None
+    assert derived.critic.grid == Grid(range(4, 6), tp=1, pp=2)
+    assert (derived.critic.vpp, derived.critic.grid.dp) == (2, 1)
+    assert derived.critic.padded_vocab_size == 97
+    assert derived.notes == (
+        "critic: the interleaved schedule (virtual_pipeline_chunks 2) runs microbatches in multiples of "
+        "pipeline_parallel 2",
+    )
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        derived.world_size = 2  # type: ignore[misc]
+
+
+def test_numbers_of_ranks_that_share_out_samples() -> None:
+    config = config_with("actor.layout={context_parallel: 2, tensor_parallel: 2}", "critic.layout.context_parallel=4")
+    derived = derive(config, 8, SHAPE)
+    assert derived.critic is not None and (derived.actor.grid.dp, derived.critic.grid.dp) == (2, 2)
+    rows = dict(describe(config, derived))
+    assert rows["actor"].startswith("ranks 0-7: TP 2 x PP 1 x DP 2, CP 2, vocabulary")
+
+
+def test_ranks_that_have_nothing_to_generate_are_named() -> None:
+    few = config_with("rollout.prompts_per_step=3", "actor.minibatch_sequences=6", "critic.minibatch_sequences=6")
+    for engine, notes in {
+        "transformers": ("1 of 4 ranks have nothing to generate: every rank has an engine, and "
+                         "rollout.prompts_per_step is 3",),
+        "sglang": (),
+    }.items():  # fmt: skip
+        config = few.model_copy(update={"rollout": few.rollout.model_copy(update={"engine": engine})})
+        assert derive(config, 4, SHAPE).notes == notes
+
+
+def test_one_override_turns_evaluation_off() -> None:
+    config = config_with("evaluation=null")
+    assert config.data.validation is not None
+    notes = derive(config, 1, SHAPE).notes
+    assert notes == ("data.validation is for `megappo eval` only, since there is no section evaluation",)
+
+
+def test_padded_vocabulary() -> None:
+    config = config_with("actor.layout.tensor_parallel=2", "model.pad_vocab_to_multiple_of=64")
+    assert derive(config, 2, SHAPE).actor.padded_vocab_size == 128
+
+
+def test_without_critic() -> None:
+    derived = derive(config_with(*NO_CRITIC), 8, SHAPE)
+    assert derived.critic is None
+    assert derived.actor.grid.dp == 8
+
+
+def sizes(shape: ModelShape) -> ModelShape:
+    """What layouts and batches depend on, without the rest of an architecture."""
+    return ModelShape(**{field.name: getattr(shape, field.name) for field in dataclasses.fields(ModelShape)})
+
+
+def test_model_shape(tmp_path: Path) -> None:
+    assert sizes(read_architecture(model_folder(tmp_path / "a"))) == SHAPE
+    own = read_architecture(model_folder(tmp_path / "b", model_type="qwen3", head_dim=32, tie_word_embeddings=True))
+    assert sizes(own) == dataclasses.replace(SHAPE, family="qwen3", head_dim=32, tied_embeddings=True)
+    for family in ("llama", "mistral"):
+        assert read_architecture(model_folder(tmp_path / family, model_type=family)).family == family
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "gpt2"}, ["model_type 'gpt2' is not supported", f"use a model of {either(FAMILIES)}"]),
+        ({"model_type": None}, ["has no model_type", "use a model of llama"]),
+        ({"hidden_size": "wide"}, ["its config.json is refused", "hidden_size"]),
+        ({"num_key_value_heads": 3}, ["num_attention_heads 4 is not a multiple of num_key_value_heads 3"]),
+        ({"hidden_act": "gelu"}, ["hidden_act 'gelu' is not supported"]),
+    ],
+)
+def test_refused_models(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_architecture(model_folder(tmp_path / "m", **changes), key="critic.path")
+    assert len(caught.value.problems) == 1
+    for word in ("critic.path", *words):
+        assert word in caught.value.problems[0]
+
+
+def test_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    (tmp_path / "file").write_text("")
+    expected = {
+        "empty": "has no config.json",
+        "broken": "is not valid JSON",
+        "file": "is a file; give the folder",
+        "nowhere": "there is no such folder",
+        "./a/b": "there is no such folder",
+        "empty/model": "there is no such folder",
+        "~/model": "there is no such folder",
+    }
+    for path, words in expected.items():
+        with pytest.raises(ConfigError, match=words):
+            read_architecture(path)
+
+
+def test_derive_run_reads_every_model(tmp_path: Path) -> None:
+    actor = model_folder(tmp_path / "actor")
+    critic = model_folder(tmp_path / "critic", vocab_size=101)
+    derived = derive_run(config_with(f"model.path={actor}", f"critic.path={critic}"), 1)
+    assert derived.critic is not None
+    assert (derived.actor.padded_vocab_size, derived.critic.padded_vocab_size) == (97, 101)
+    with pytest.raises(ConfigError, match=r"reference\.path 'nowhere'"):
+        derive_run(config_with(f"model.path={actor}", "reference.path=nowhere"), 1)
+
+
+def test_table() -> None:
+    config = config_with("critic.layout.pipeline_parallel=2", "run.name=my[bold]run", "algorithm.kl_in_loss.coef=0.1")
+    derived = derive(config, 2, SHAPE)
+    rows = dict(describe(config, derived))
+    assert rows["actor"] == "ranks 0-1: TP 1 x PP 1 x DP 2, vocabulary padded to 97"
+    assert rows["critic"].startswith("ranks 0-1: TP 1 x PP 2 x DP 1")
+    assert rows["step"] == "8 prompts x 2 samples = 16 sequences of at most 128 tokens"
+    assert "2 minibatches of 8 = 2 per step, 20 in all; learning rate 1e-05 cosine" in rows["actor updates"]
+    assert "KL in reward 0.01" in rows["algorithm"]
+    text = io.StringIO()
+    print_config_table(config, derived, Console(file=text, width=80))
+    assert "my[bold]run" in text.getvalue()
+    assert "critic updates" in text.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["kl_in_reward=null", "clip_low=0.1", "clip_high=0.3"], "clip 0.1 low, 0.3 high, old logprobs decoupled"),
+        (
+            ["kl_in_reward=null", "policy_loss=penalty", "penalty.target=0.02"],
+            "adaptive penalty towards 0.02 nats per token, old logprobs decoupled",
+        ),
+        (
+            ["kl_in_reward={coef: 0.5, kind: mse}", "kl_in_loss={coef: 0.1}", "old_logprob=bypass"],
+            "clip 0.2 low, 0.2 high, KL in reward 0.5 (mse, fixed), KL in loss 0.1 (low_var_kl), old logprobs bypass",
+        ),
+    ],
+)
+def test_the_row_of_the_algorithm(overrides: list[str], words: str) -> None:
+    reference = ["reference=null"] if "kl_in_reward=null" in overrides else []
+    config = config_with(*(f"algorithm.{word}" for word in ["gamma=0.9", "lam=0.8", *overrides]), *reference)
+    assert dict(describe(config, derive(config, 1, SHAPE)))["algorithm"] == f"gae (gamma 0.9, lambda 0.8), {words}"
+    lam = config_with("algorithm.lam={actor: {length_adaptive: 0.05}}").algorithm.lam
+    assert lam.words == "1 - 1 / (0.05 x tokens), of the critic 1"
+
+
+def test_offload_is_all_or_nothing_or_parts() -> None:
+    found = config_with("actor.offload=true", "critic.offload={optimizer: true}", "reference.offload=true")
+    assert found.critic is not None and found.reference is not None
+    assert found.actor.offload.parts == ("weights", "gradients", "optimizer")
+    assert found.critic.offload.parts == ("optimizer",) and found.reference.offload.parts == ("weights",)
+    assert found.offloads and not config_with().offloads
+    assert not config_with("actor.offload=false", "reference.offload={weights: false}").offloads
+    assert config_with("actor.offload.weights=true").actor.offload.parts == ("weights",)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("reference.offload={optimizer: true}", "offload.optimizer is true, but the reference is not trained"),
+        ("actor.offload=most", "actor.offload is 'most', must be a section"),
+        ("actor.offload={moments: true}", "actor.offload.moments is not a setting"),
+        ("actor.optimizer.on_host=2", "actor.optimizer.on_host is 2, must be at most 1"),
+    ],
+)
+def test_offload_that_means_nothing(override: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        config_with(override)
+
+
+def test_a_folder_for_what_rests_must_be_there() -> None:
+    config = config_with("runtime.offload_directory=nowhere/at/all")
+    with pytest.raises(ConfigError, match="runtime.offload_directory 'nowhere/at/all' is not a folder"):
+        derive(config, 1, SHAPE, SHAPE, SHAPE)

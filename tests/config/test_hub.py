@@ -1,0 +1,173 @@
+"""Hub names on machines without network: a sentence at once, or the cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+from httpx import TimeoutException
+from huggingface_hub import constants
+from huggingface_hub.utils import filter_repo_objects
+
+from megappo.config import ConfigError, hub
+from tests.support.harness import start
+from tests.support.places import TINY
+
+MODEL = TINY
+
+EVERY_COMMAND = """
+import contextlib, io, json, sys, time
+import megappo.doctor, megappo.commands.dry_run, megappo.commands.plan, megappo.commands.serve
+from transformers import AutoConfig, AutoTokenizer
+from megappo.cli import main
+
+pytestmark = pytest.mark.waits
+answers = []
+for words in json.loads(sys.argv[1]):
+    said = io.StringIO()
+    before = time.monotonic()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        code = main(words)
+    answers.append((code, said.getvalue(), time.monotonic() - before))
+print("answers", json.dumps(answers))
+"""
+
+
+def answers(tmp_path: Path, commands: list[list[str]], **environment: str) -> list[tuple[int, str]]:
+    """Exit code and stderr of each command, run one after the other without a hub."""
+    variables = {"HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": "http://127.0.0.1:9", "OMP_NUM_THREADS": "1"}
+    for name in ("HF_HUB_CACHE", "HF_HUB_OFFLINE", "http_proxy", "HTTP_PROXY", "ALL_PROXY", "RANK", "WORLD_SIZE"):
+        variables[name] = ""
+    variables = {**os.environ, **variables, **environment}
+    variables = {name: value for name, value in variables.items() if value}
+    program = tmp_path / "every_command.py"
+    program.write_text(EVERY_COMMAND)
+    done = start(program, json.dumps(commands), environment=variables)
+    assert done.returncode == 0, done.stderr
+    assert not re.search("retry|huggingface", done.stderr, re.IGNORECASE), "no raw lines of the hub's client"
+    found = json.loads(done.stdout.rpartition("answers")[2])
+    assert all(
+        seconds < 60 for _, _, seconds in found
+    )  # busy machines import slowly; the client tries each file for longer
+    return [(code, said) for code, said, _ in found]
+
+
+def put_in_cache(tmp_path: Path, name: str) -> None:
+    """What `hf download` leaves."""
+    folder = tmp_path / "hf" / "hub" / f"models--{name.replace('/', '--')}"
+    shutil.copytree(MODEL, folder / "snapshots" / "0123abcd")
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("0123abcd")
+
+
+def test_a_hub_name_without_network_is_a_sentence_at_once(tmp_path: Path) -> None:
+    config, elsewhere = "configs/quickstart.yaml", "model.path=Nobody/Nothing"
+    commands = [
+        ["plan", config, elsewhere],
+        ["train", config, "critic.path=Nobody/Nothing"],
+        ["train", config, "actor.layout={}", "critic.layout={}", "reference={path: Nobody/Nothing}"],
+        ["train", config, "--dry-run", "model.tokenizer=Nobody/Nothing", f"run.directory={tmp_path / 'run'}"],
+        ["eval", config, "--weights", "Nobody/Nothing"],
+        ["doctor", config, elsewhere],
+        ["serve", config, "rollout.engine=sglang", elsewhere],
+    ]
+    keys = ["model.path", "critic.path", "reference.path", "model.tokenizer", "model.path", "model.path", "model.path"]
+    found = answers(tmp_path, commands)
+    for (code, said), key, words in zip(found, keys, commands, strict=True):
+        assert (code, said.count("\n")) == (2, 1), (words, said)
+        assert said.startswith(f"megappo: error: {key} 'Nobody/Nothing' is no folder"), (words, said)
+        assert "http://127.0.0.1:9 cannot be reached" in said
+        assert "run `hf download Nobody/Nothing` with the same HF_HOME and set HF_HUB_OFFLINE=1 here, or give" in said
+
+
+def test_a_hub_name_in_the_cache_needs_no_network(tmp_path: Path) -> None:
+    put_in_cache(tmp_path, "Some/Model")
+    commands = [
+        ["plan", "configs/quickstart.yaml", "model.path=Some/Model", "--gpus", "2"],
+        ["train", "configs/quickstart.yaml", "--dry-run", "model.path=Some/Model", f"run.directory={tmp_path / 'run'}"],
+        ["plan", "configs/quickstart.yaml", "model.path=Nobody/Nothing"],
+    ]
+    found = answers(tmp_path, commands, HF_HUB_OFFLINE="1")
+    assert found[:2] == [(0, ""), (0, "")]
+    assert (found[2][0], "HF_HUB_OFFLINE is set" in found[2][1]) == (2, True)
+
+
+def test_a_hub_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.3)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        endpoint = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        with pytest.raises(ConfigError, match=f"and {endpoint} does not answer in 0.3 seconds .HF_HUB_ETAG_TIMEOUT"):
+            hub.hub_folder("Some/Model")
+
+
+class StandIn:
+    """The client of a hub that answers as told; notes how long it would be waited for."""
+
+    def __init__(self, answer: Exception | None = None) -> None:
+        self.answer, self.patience_seconds = answer, list[float]()
+
+    def head(self, _endpoint: str, *, timeout: float) -> None:
+        self.patience_seconds.append(timeout)
+        if self.answer is not None:
+            raise self.answer
+
+
+def test_what_the_cache_lacks_is_worth_the_patience_that_the_hub_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    silent = StandIn(TimeoutException("no answer"))
+    monkeypatch.setattr("huggingface_hub.utils.get_session", lambda: silent)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://silent")  # each is asked once in a process
+    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 77)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda name, **_: str(MODEL if name == "S/M" else missing())
+    )
+    assert hub.hub_folder("S/M") == MODEL
+    with pytest.raises(ConfigError, match="does not hold its weights, and http://silent does not answer in 77 s"):
+        hub.hub_folder("S/M", weights=True)
+    with pytest.raises(ConfigError, match="does not hold it, and http://silent does not answer in 77 s"):
+        hub.hub_folder("S/N")
+    assert silent.patience_seconds == [3.0, 77.0]  # once each
+
+
+def missing() -> Path:
+    raise FileNotFoundError
+
+
+def test_a_snapshot_is_asked_for_once_and_without_copies_in_subfolders(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, list[str]]] = []
+
+    def download(name: str, *, local_files_only: bool = False, **patterns: list[str]) -> str:
+        if not local_files_only:
+            asked.append(patterns)
+        return str(MODEL)
+
+    monkeypatch.setattr("huggingface_hub.utils.get_session", StandIn)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://answers")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    for key in ("model.path", "critic.path", "the model"):
+        assert hub.hub_folder("Asked/Once", key=key, weights=True) == MODEL
+    [patterns] = asked
+    there = [
+        "config.json",
+        "a.safetensors",
+        "consolidated.safetensors",
+        "consolidated-00001-of-00002.safetensors",
+        "original/a.safetensors",
+        "metal/b/c.safetensors",
+        "original/tokenizer.model",
+    ]
+    assert list(filter_repo_objects(there, **patterns)) == ["config.json", "a.safetensors", "original/tokenizer.model"]

@@ -1,0 +1,486 @@
+"""From texts to tokens and back, and tokens that models have no row for, wherever they come from."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AddedToken, PreTrainedTokenizerFast
+
+from megappo.config import check_run, load_config
+from megappo.config.data import DataSettings, DataSourceSettings
+from megappo.config.environment import EnvironmentSettings
+from megappo.config.model_files import load_tokenizer, read_architecture, resolve_stop_token_ids, token_rows
+from megappo.config.tokens import TokenRows, decoded, whole_ids
+from megappo.data import PromptDataset, read_prompts
+from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
+from megappo.environments.chat import ChatTokens
+from megappo.environments.gateway.server import Gateway
+from megappo.environments.protocol import Environment
+from megappo.environments.registry import Stage, set_stage
+from megappo.environments.runner import EpisodeRunner, TooManyFailuresError
+from megappo.environments.session import Session, Surroundings
+from megappo.environments.tool_pool import ToolPool
+from megappo.errors import ConfigError, RunError
+from megappo.families.parameters import tensor_shapes
+from megappo.ppo.answering import generated
+from megappo.ppo.sampling import SampleRequests, finish_rollout
+from megappo.reshard.writer import write_policy
+from megappo.runtime.interrupts import NeverStop
+from megappo.types import Prompt
+from tests.support.data import character_tokenizer
+from tests.support.episodes import PARAMS, TOKENIZER, SayingEngine, asked, tokenizer
+from tests.support.places import ROOT, TINY
+from tests.support.worlds import QUICKSTART, megappo
+
+ADDED = "<tool>"
+"""A token that tokenizers of these tests have, and their models have no row for."""
+ROLES = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}"
+
+
+def with_added_token(**parts: Any) -> PreTrainedTokenizerFast:
+    """The 40 characters and a token with the id 40."""
+    made = character_tokenizer(**parts)
+    made.add_tokens([AddedToken(ADDED, special=True)])
+    return made
+
+
+def tiny_model(folder: Path, edit: Callable[[dict[str, Any]], object] = lambda _: None, **config: Any) -> Path:
+    """The quickstart's model, without weights, with another tokenizer.json and config.json."""
+    shutil.copytree(TINY, folder)
+    for name, change in (("tokenizer.json", edit), ("config.json", lambda content: content.update(config))):
+        content = json.loads((folder / name).read_text())
+        change(content)
+        (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+def add_token(tokenizer: dict[str, Any]) -> None:
+    """A 16th and a 17th token, as adding some to a tokenizer without resizing its model does."""
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    tokenizer["added_tokens"] += [{"id": 15, "content": "<x>", **plain}, {"id": 16, "content": ADDED, **plain}]
+
+
+def records(folder: Path, *prompts: Any) -> DataSourceSettings:
+    path = folder / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": prompt, "answer": "1"}) for prompt in prompts))
+    return DataSourceSettings(source=str(path))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "template", "tools", "settings"),
+    [
+        (f"ab{ADDED}", None, [], {}),
+        ("ab", ROLES + ADDED, [], {}),
+        ("ab", "{% if tools %}{{ tools[0].name }}{% endif %}" + ROLES, [{"name": ADDED}], {}),
+        ("ab", ROLES, [], {"system_prompt": ADDED}),
+        ([{"role": "user", "content": ADDED}], ROLES, [], {}),
+        ("a" * 30 + ADDED, None, [], {"overlong_prompts": "truncate"}),
+    ],
+    ids=["text", "template", "tools", "system prompt", "message", "cut"],
+)
+def test_prompts_of_tokens_without_a_row_are_refused(
+    tmp_path: Path, prompt: Any, template: str | None, tools: list[Any], settings: dict[str, Any]
+) -> None:
+    source = records(tmp_path, "ab", prompt)
+    data = DataSettings(
+        train=source, **{"max_prompt_tokens": 20, "apply_chat_template": template is not None} | settings
+    )
+    tokenizer = with_added_token(template=template)
+    sentence = r"prompt \d of '.*prompts.jsonl' has token 40, .* 'models/m' has no row \(its vocab_size is 40\); use"
+    with pytest.raises(ValueError, match=sentence):
+        PromptDataset(source, data, tokenizer, tools, rows=TokenRows(40, "models/m"))
+    assert len(PromptDataset(source, data, tokenizer, tools, rows=TokenRows(41, "models/m"))) == 2
+    mixed = data.model_copy(update={"train": None, "mixture": {"a": source.model_copy(update={"weight": 1.0})}})
+    with pytest.raises(ValueError, match="has token 40"):
+        read_prompts(mixed, tokenizer, tools, TokenRows(40, "models/m"))
+
+
+def test_prompts_that_are_dropped_reach_no_model(tmp_path: Path) -> None:
+    source = records(tmp_path, "ab", "a" * 30 + ADDED)
+    data = DataSettings(train=source, max_prompt_tokens=20, apply_chat_template=False)
+    found = PromptDataset(source, data, with_added_token(), rows=TokenRows(40, "m"))
+    assert (len(found), found.dropped) == (1, 1)
+
+
+@pytest.mark.waits
+@pytest.mark.parametrize("key", ["train", "validation"])
+def test_a_dry_run_refuses_tokens_without_a_row(tmp_path: Path, key: str) -> None:
+    """A padded row is none: with steps of 64 the embedding has 64 rows, of which the model knows 16."""
+    model = tiny_model(tmp_path / "model", add_token)
+    source = records(tmp_path, "1+1=", f"1+{ADDED}=").source
+    words = [f"data.{key}={{source: {source}}}", f"model.path={model}", "model.pad_vocab_to_multiple_of=64"]
+    done = megappo("train", "--dry-run", QUICKSTART, *words, f"run.directory={tmp_path}")
+    assert done.returncode == 2 and "would run" not in done.stdout
+    assert f"prompt 1 of '{source}' has token 16, for which the model '{model}' has no row" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["rollout.stop_token_ids=[99999]"], "rollout.stop_token_ids has 99999, for which the actor model has no row"),
+        (["rollout.stop_token_ids=[3, 16]"], r"has 16, .* \(its vocab_size is 16\); set ids of at most 15"),
+        (["rollout.stop_token_ids=[63]", "model.pad_vocab_to_multiple_of=64"], "has 63, for which"),
+    ],
+)
+def test_stop_tokens_that_no_model_has_are_refused(overrides: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        check_run(load_config(ROOT / QUICKSTART, overrides), 2)
+    check_run(load_config(ROOT / QUICKSTART, ["rollout.stop_token_ids=[15]"]), 2)
+
+
+def test_stop_tokens_of_tokenizer_and_generation_config_have_rows(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model", add_token)
+    config = load_config(ROOT / QUICKSTART, [f"model.path={model}"])
+    tokenizer = load_tokenizer(config.model)
+    rows = token_rows(config, tokenizer)
+    assert (rows.count, resolve_stop_token_ids(model, tokenizer, (3,), rows)) == (16, (1, 3))
+    (model / "generation_config.json").write_text('{"eos_token_id": [1, 16]}')
+    with pytest.raises(ConfigError, match=r"eos_token_id in .*generation_config.json has token 16, for which"):
+        resolve_stop_token_ids(model, tokenizer, (), rows)
+    tokenizer.eos_token = ADDED
+    with pytest.raises(ConfigError, match="the tokenizer's eos_token is token 16, .* never ends a response"):
+        resolve_stop_token_ids(model, tokenizer, (), rows)
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "stops"),
+    [
+        ({"eos_token_id": [1, 14]}, None, (1, 14)),
+        ({"eos_token_id": 14}, None, (1, 14)),
+        ({"eos_token_id": [14, 15]}, {"eos_token_id": 13}, (1, 13, 14, 15)),
+        ({"eos_token_id": None}, {"eos_token_id": [13]}, (1, 13)),
+        ({"eos_token_id": 14}, {"temperature": 0.7}, (1, 14)),
+        ({"eos_token_id": None, "text_config": {"eos_token_id": [12, 1]}}, None, (1, 12)),
+        ({"eos_token_id": 14, "text_config": {"eos_token_id": 12}}, None, (1, 14)),
+        ({}, None, (1,)),
+    ],
+)
+def test_responses_end_where_the_models_files_say(
+    tmp_path: Path, config: dict[str, Any], generation: dict[str, Any] | None, stops: tuple[int, ...]
+) -> None:
+    """In config.json, in generation_config.json, or in both; an export says all of them."""
+    model = tiny_model(tmp_path / "model", **config)
+    if generation is not None:
+        (model / "generation_config.json").write_text(json.dumps(generation))
+    words = load_tokenizer(load_config(ROOT / QUICKSTART, [f"model.path={model}"]).model)
+    assert resolve_stop_token_ids(model, words, ()) == stops
+    assert resolve_stop_token_ids(model, words, (3,), TokenRows(16, "it")) == (stops[0], 3, *stops[1:])
+    if 12 in stops or 14 in stops:
+        with pytest.raises(ConfigError, match=r"eos_token_id in .*/config.json has token 1\d, for which"):
+            resolve_stop_token_ids(model, words, (), TokenRows(12, "it"))
+    arch = read_architecture(TINY)
+    tensors = ((name, torch.zeros(shape)) for name, shape in tensor_shapes(arch).items())
+    write_policy(tmp_path / "out", arch, tensors, words, started_from=model, stop_token_ids=stops)
+    assert resolve_stop_token_ids(tmp_path / "out", words, ()) == stops
+
+
+def test_roles_have_rows_for_what_the_actor_samples(tmp_path: Path) -> None:
+    """Padding of the vocabulary, which differs among models of a family, is never sampled."""
+    small = tiny_model(tmp_path / "small", vocab_size=12)
+    wide = tiny_model(tmp_path / "wide", vocab_size=64)
+    for role in ("critic", "reference"):
+        config = load_config(ROOT / QUICKSTART, [f"{role}.path={small}"])
+        with pytest.raises(ConfigError, match=rf"{role}.path '.*small' has rows for 12 tokens .* samples from 15; use"):
+            token_rows(config, load_tokenizer(config.model))
+        assert token_rows(config, load_tokenizer(config.model), training=False).count == 16
+    config = load_config(ROOT / QUICKSTART, [f"model.path={wide}", f"critic.path={TINY}"])
+    assert token_rows(config, load_tokenizer(config.model)) == TokenRows(16, str(TINY))
+
+
+END = len(TOKENIZER)
+"""The id of `ADDED` among the tokens of episodes, for which their model has no row."""
+HEARD = "{% for m in messages %}{{ m.content }}<|im_end|>{% if m.role == 'tool' %}" + ADDED + "{% endif %}{% endfor %}"
+
+
+def narrow_runner(environment: Environment, engine: SayingEngine, template: str | None) -> EpisodeRunner:
+    """Half of the episodes of a step may fail."""
+    settings, words = EnvironmentSettings(max_failure_fraction=0.5), tokenizer(template)
+    words.add_tokens([AddedToken(ADDED, special=True)])
+    chat = None if template is None else ChatTokens(words, PARAMS.stop_token_ids)
+    pool, gateway = ToolPool({}, settings.tools), Gateway(settings.gateway_host)
+    shared = Surroundings(settings, words, END, chat, "user", pool, gateway, 1000)
+    return EpisodeRunner(Stage(environment, shared), engine, NeverStop())
+
+
+class Reading(SayingEngine):
+    """Its model has a row for every token that it reads."""
+
+    def answer(self, request: GenerateRequest, params: SamplingParams) -> Completion:
+        assert max(request.token_ids) < END
+        return super().answer(request, params)
+
+
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize(
+    ("act", "template"),
+    [
+        (lambda s: s.observe(ADDED), None),
+        (lambda s: s.observe(f"what? {ADDED}"), HEARD),
+        (lambda s: s.observe("plain words", role="tool"), HEARD),
+        (lambda s: s.observe_token_ids([1, END]), None),
+    ],
+    ids=["text", "message", "template", "ids"],
+)
+def test_an_episode_that_hears_a_token_without_a_row_fails_alone(act: Any, template: str | None) -> None:
+    class Speaks:
+        async def run(self, session: Session) -> float:
+            await session.generate()
+            if session.seed == 1001:
+                act(session)
+                await session.generate()
+            return 1.0
+
+    playing = narrow_runner(Speaks(), Reading(lambda _: "yes"), template)
+    try:
+        done = playing.generate(*asked(2), PARAMS)
+    finally:
+        playing.close()
+    good, bad = (completion.episode for completion in done)
+    assert good is not None and bad is not None
+    assert (good.failure, bad.failure, bad.turns) == ("", "nonsense", ())
+    assert str(END) in bad.reason
+    assert all(max(completion.token_ids) < END for completion in done)
+
+
+@pytest.mark.waits
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize("later", [False, True], ids=["first request", "second request"])
+def test_an_agent_is_refused_words_that_the_model_has_no_row_for(later: bool) -> None:
+    answers: list[tuple[int, str]] = []
+
+    class Served:
+        serves = True
+
+        async def run(self, session: Session) -> float:
+            async with session.serve() as endpoint, aiohttp.ClientSession() as client:
+                messages = [{"role": "user", "content": "go" if later else ADDED}]
+                for _ in range(2 if later else 1):
+                    body = {"model": "m", "messages": messages}
+                    headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+                    async with client.post(f"{endpoint.base_url}/chat/completions", json=body, headers=headers) as got:
+                        answers.append((got.status, await got.text()))
+                    messages = [*messages, {"role": "assistant", "content": "yes"}, {"role": "user", "content": ADDED}]
+            raise ValueError("the agent gives up")
+
+    playing = narrow_runner(Served(), Reading(lambda _: "yes"), HEARD)
+    with pytest.raises(TooManyFailuresError, match="the agent gives up"):
+        try:
+            playing.generate(*asked(1), PARAMS)
+        finally:
+            playing.close()
+    status, text = answers[-1]
+    assert [s for s, _ in answers] == ([200, 400] if later else [400])
+    assert status == 400 and f"would see token {END}, for which it has no row" in text
+
+
+@pytest.mark.parametrize(
+    ("ask", "answer", "sentence"),
+    [
+        ((3, 16), (1,), "rollout.generation wants an answer to token 16, for which the model has no row"),
+        ((3,), (4, 16), "rollout.generation answered with token 16"),
+        ((3,), (4, -1), "rollout.generation answered with token -1"),
+    ],
+)
+def test_a_generation_of_ones_own_has_rows_for_its_tokens(
+    ask: tuple[int, ...], answer: tuple[int, ...], sentence: str
+) -> None:
+    class Engine:
+        def generate(self, requests: Any, params: Any) -> list[Completion]:
+            return [Completion((1,), (0.0,), False, 0)]
+
+    def own(*, requests: Any, params: Any, generate: Any, **_: Any) -> list[Completion]:
+        generate([replace(requests[0], token_ids=ask)], params)
+        return [Completion(answer, (0.0,) * len(answer), True, 0)]
+
+    engine: Any = Engine()
+    params = SamplingParams(1.0, 9, (1,))
+    request = GenerateRequest((3,), seed=1, prompt_id=0)
+    with pytest.raises(RunError, match=sentence):
+        generated(own, engine, (), [request], params, 16)
+
+
+def test_answers_of_tokens_without_a_row_are_not_trained_on() -> None:
+    prompts, requests = asked(1)
+    wanted = SampleRequests(tuple(prompts), (0,), 1, tuple(requests))
+    answer = [Completion((1, END), (0.0, 0.0), False, 0)]
+    with pytest.raises(RunError, match=f"the engine answered with token {END}, for which the model has no row"):
+        finish_rollout(wanted, answer, TOKENIZER, END)
+    assert finish_rollout(wanted, answer, TOKENIZER, END + 1).response_lengths_B.tolist() == [2]
+
+
+def with_ends(single: str, *, template: str | None = None) -> PreTrainedTokenizerFast:
+    """The 40 characters and <b> and </e>, which it puts around texts as `single` says."""
+    made = character_tokenizer(template)
+    made.backend_tokenizer.decoder = decoders.Fuse()
+    made.add_special_tokens({"bos_token": "<b>", "eos_token": "</e>"})
+    ends = [("<b>", made.bos_token_id), ("</e>", made.eos_token_id)]
+    made.backend_tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=ends)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("single", "prompt", "seen"),
+    [
+        ("$A </e>", "a+b=", "a+b="),
+        ("<b> $A </e>", "a+b=", "<b>a+b="),
+        ("<b> $A </e> </e>", "a+b=", "<b>a+b="),
+        ("<b> $A", "a+b=", "<b>a+b="),
+        ("<b> $A", "<b>a+b=", "<b>a+b="),
+        ("<b> $A </e>", "<b>a</e>b=", "<b>a</e>b="),
+        ("<b> $A </e>", "</e>a", "<b></e>a"),
+        ("$A", "<b>a", "<b>a"),
+        ("<b> $A </e>", "a" * 30, "a" * 20),
+    ],
+)
+def test_prompts_begin_once_and_do_not_end(tmp_path: Path, single: str, prompt: str, seen: str) -> None:
+    source = records(tmp_path, prompt)
+    data = DataSettings(train=source, max_prompt_tokens=20, apply_chat_template=False, overlong_prompts="truncate")
+    words = with_ends(single)
+    found = PromptDataset(source, data, words)[0]
+    assert decoded(words, found.token_ids) == seen
+    assert found.token_ids[-1] != words.eos_token_id
+
+
+def test_a_rendered_chat_keeps_what_its_template_says(tmp_path: Path) -> None:
+    source = records(tmp_path, "ab")
+    words = with_ends("<b> $A </e>", template="{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}=")
+    found = PromptDataset(source, DataSettings(train=source, max_prompt_tokens=20), words)[0]
+    assert decoded(words, found.token_ids) == "<b>ab="
+
+
+@pytest.mark.parametrize(
+    ("single", "text", "read"),
+    [
+        ("<b> $A", "<b>a=7", "<b>a=7"),
+        ("<b> $A", "a=7", "<b>a=7"),
+        ("<b> $A </e>", "<b>a=7", "<b>a=7</e>"),
+        ("$A </e>", "a=7</e>", "a=7</e>"),
+        ("$A", "<b>a=7</e>", "<b>a=7</e>"),
+    ],
+)
+def test_whole_texts_begin_and_end_once(single: str, text: str, read: str) -> None:
+    words = with_ends(single)
+    assert decoded(words, whole_ids(words, text)) == read
+
+
+SPACED = ["a", "!=", "b", ",", "5", ".", "do", "n't", "we", "'re", "?"]
+
+
+@pytest.mark.parametrize(
+    ("said", "exact"),
+    [
+        (["a", "!=", "b", ",", "5", ".", "5"], "a != b , 5 . 5"),
+        (["do", "n't", "?"], "do n't ?"),
+        (["we", "'re", "."], "we 're ."),
+    ],
+)
+def test_texts_are_exactly_what_was_sampled(said: list[str], exact: str) -> None:
+    """Of a tokenizer that would take blanks out, as Llama 3's folders say: in rewards, logs, and for environments."""
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*SPACED, "<unk>", "</e>"])}, "<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words = PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", eos_token="</e>", clean_up_tokenization_spaces=True
+    )
+    ids = words.convert_tokens_to_ids([*said, "</e>"])
+    assert words.decode(ids) != f"{exact} </e>"  # what transformers does by itself
+    answer = Completion(tuple(ids), (0.0,) * len(ids), False, 0)
+    prompt = Prompt(0, (0,), "a", None, {})
+    rollouts = finish_rollout(SampleRequests((prompt,), (0,), 1, ()), [answer], words)
+    assert (rollouts.responses, rollouts.raw_responses) == ((exact,), (f"{exact} </e>",))
+    settings = EnvironmentSettings()
+    pool, gateway = ToolPool({}, settings.tools), Gateway(settings.gateway_host)
+    shared = Surroundings(settings, words, len(words), None, "user", pool, gateway, 100)
+
+    async def engine(_: GenerateRequest) -> Completion:
+        return answer
+
+    session = Session(prompt, GenerateRequest((0,), 1, 0), shared, PARAMS, engine)
+    reply = asyncio.run(session.generate())
+    assert (reply.text, reply.raw_text) == (exact, f"{exact} </e>")
+    sample = session.completion(failure="", reason="", limit="", version=0)
+    rollouts = finish_rollout(SampleRequests((prompt,), (0,), 1, ()), [sample], words)
+    assert rollouts.episodes is not None and rollouts.episodes.conversations[0][0]["text"] == f"{exact} </e>"
+
+
+def test_prompts_that_are_cut_are_shown_as_they_are(tmp_path: Path) -> None:
+    source = records(tmp_path, "b != a , do n't")
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*SPACED, "<unk>"])}, "<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", clean_up_tokenization_spaces=True)
+    data = DataSettings(train=source, max_prompt_tokens=4, apply_chat_template=False, overlong_prompts="truncate")
+    assert PromptDataset(source, data, words)[0].text == "a , do n't"
+
+
+MOMENT = "2024-07-26 09:30:15"
+CLOCK = "{{ strftime_now('%d %m %Y %H %M %S') }}" + ROLES
+"""As Llama 3.2's, with more of the time."""
+
+
+@pytest.mark.parametrize(
+    ("form", "told"),
+    [
+        ("%d %b %Y", "26 Jul 2024"),
+        ("%Y-%m-%d", "2024-07-26"),
+        ("%H:%M:%S", "09:30:15"),
+        ("%A, week %W", "Friday, week 30"),
+    ],
+)
+def test_templates_are_told_one_time(tmp_path: Path, form: str, told: str) -> None:
+    source = records(tmp_path, "ab")
+    words = tokenizer("{{ strftime_now('" + form + "') }}" + ROLES)
+    data = DataSettings(train=source, max_prompt_tokens=50, template_time=MOMENT)
+    found = PromptDataset(source, data, words)
+    assert (found.reads_clock, found[0].text) == (True, f"{told}uab")
+    chat = ChatTokens(words, (END,), (), MOMENT)
+    assert decoded(words, chat.opening([{"role": "user", "content": "ab"}])) == f"{told}uab"
+
+
+def test_templates_without_a_clock_and_plain_prompts_are_the_same_at_any_time(tmp_path: Path) -> None:
+    source = records(tmp_path, "ab")
+    made = []
+    for time in (MOMENT, "2031-01-01"):
+        data = DataSettings(train=source, max_prompt_tokens=50, template_time=time)
+        plain = data.model_copy(update={"apply_chat_template": False})
+        made += [PromptDataset(source, data, tokenizer(ROLES)), PromptDataset(source, plain, tokenizer(CLOCK))]
+    assert not any(found.reads_clock for found in made)
+    assert [found.fingerprint for found in made[:2]] == [found.fingerprint for found in made[2:]]
+
+
+def test_a_time_is_written_as_a_date_or_a_date_and_a_time(tmp_path: Path) -> None:
+    def given(time: str) -> str | None:
+        return load_config(ROOT / QUICKSTART, [f"data.template_time={time}"]).data.template_time
+
+    assert (given("2024-07-26"), given(f"'{MOMENT}'")) == ("2024-07-26 00:00:00", MOMENT)
+    for wrong in ("yesterday", "'2024-13-01'", "'26 Jul 2024'"):
+        with pytest.raises(ConfigError, match=r"data\.template_time.* is no time; write it as 2025-11-25"):
+            given(wrong)
+
+
+def test_the_gateway_tells_agents_the_time_of_the_run() -> None:
+    words, settings = tokenizer(CLOCK), EnvironmentSettings()
+    pool, gateway = ToolPool({}, settings.tools), Gateway(settings.gateway_host)
+    shared = Surroundings(settings, words, len(words), None, "user", pool, gateway, 100, MOMENT)
+
+    async def silent(_: GenerateRequest) -> Completion:
+        raise AssertionError
+
+    session = Session(Prompt(0, (1,), "a", None, {}), GenerateRequest((1,), 1, 0), shared, PARAMS, silent)
+    opening = session.chat_tokens([]).opening([{"role": "user", "content": "ab"}])
+    assert decoded(words, opening) == "26 07 2024 09 30 15uab"
+
+
+def test_the_stage_of_episodes_has_the_time_of_the_run() -> None:
+    words = ["rollout.environment={name: guess}", f"data.template_time='{MOMENT}'"]
+    config = load_config(ROOT / QUICKSTART, words)
+    stage = set_stage(config, tokenizer(CLOCK), (END,), TokenRows(16, "m"))
+    assert stage is not None and stage.shared.template_time == MOMENT

@@ -1,0 +1,119 @@
+"""The configurations people start from: what stands in their heads holds."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from megappo.cli import main
+from megappo.config import Config, load_config
+from megappo.families.served import Served
+from megappo.plan.engines import other_engine
+from megappo.plan.machine_file import find_machine
+from megappo.plan.planner import Plan, fewest_ranks, make_plan, read_models
+from tests.support.configurations import CONFIGURATIONS, head_command, trainer_ranks
+from tests.support.places import ROOT
+
+
+@pytest.fixture(autouse=True)
+def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda p: p.stem)
+def test_a_configuration_fits_the_machine_it_is_for(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start = time.perf_counter()
+    assert main(head_command(path, "megappo")[1:]) == 0
+    assert time.perf_counter() - start < 10
+    assert re.search(r"^fits: rank", capsys.readouterr().out, re.MULTILINE)
+
+
+def components(words: list[str]) -> list[list[str]]:
+    """The parts of a heterogeneous job's sbatch line, between colons."""
+    parts: list[list[str]] = [[]]
+    for word in words:
+        if word == ":":
+            parts.append([])
+        else:
+            parts[-1].append(word)
+    return parts
+
+
+def size_of(component: list[str]) -> int:
+    """GPUs that a part asks for."""
+    return int(component[component.index("--nodes") + 1]) * int(component[component.index("--gpus-per-node") + 1])
+
+
+@pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda p: p.stem)
+def test_a_configuration_is_started_on_the_ranks_it_was_planned_for(path: Path) -> None:
+    plan, gpus = head_command(path, "megappo"), trainer_ranks(path)
+    start = head_command(path, "sbatch", "launch/torchrun.sh")
+    config = load_config(path)
+    if start[0] == "sbatch":
+        ranks, *of_servers = (size_of(component) for component in components(start))
+        servers = config.rollout.servers
+        elsewhere = config.rollout.engine == "sglang" and servers.placement == "disaggregated"
+        script = "launch/slurm/ppo_disaggregated.sbatch" if elsewhere else "launch/slurm/ppo.sbatch"
+        assert start[start.index(script) + 1] == f"configs/{path.name}"
+        assert of_servers == ([(servers.engines or 1) * servers.tensor_parallel] if elsewhere else [])
+    else:
+        ranks = int(start[1])
+        assert start[2] == "train"
+    assert ranks == gpus
+    assert gpus % fewest_ranks(config) == 0
+    assert f"configs/{path.name}" in plan
+    assert f"configs/{path.name}" in start
+
+
+def test_sizes_that_people_start_from_are_there() -> None:
+    ranks = {int(head_command(p, "megappo")[-1]) for p in CONFIGURATIONS}
+    assert ranks >= {1, 8, 16, 128, 320}
+    names = " ".join(path.stem for path in CONFIGURATIONS)
+    assert all(word in names for word in ("0.6b", "8b", "32b", "gsm8k", "math", "dapo"))
+
+
+GPU_CONFIGURATIONS = [path for path in CONFIGURATIONS if head_command(path, "megappo")[-3] != "cpu"]
+
+
+def planned(path: Path) -> tuple[Config, Plan]:
+    words = head_command(path, "megappo")
+    config = load_config(path)
+    models = read_models(config, ROOT / "configs" / "models").models
+    return config, make_plan(config, models, find_machine(words[-3]), int(words[-1]))
+
+
+@pytest.mark.parametrize("path", GPU_CONFIGURATIONS, ids=lambda p: p.stem)
+def test_on_gpus_sglang_generates_and_is_the_faster_engine(path: Path) -> None:
+    """Of the models that it serves."""
+    config, plan = planned(path)
+    assert plan.fits
+    words = head_command(path, "megappo")
+    models = read_models(config, ROOT / "configs" / "models").models
+    other = other_engine(config, models, find_machine(words[-3]), int(words[-1]))
+    if models.actor.declaration.unserved(models.actor, Served(on_cuda=True, tokens=1)):
+        assert config.rollout.engine == "transformers" and other.engine == "sglang"
+        assert "SGLang would not do: " in other.sentence
+        return
+    assert config.rollout.engine == "sglang" and other.engine == "transformers"
+    assert other.rollout_seconds is None or other.rollout_seconds > 2 * plan.stages[0].seconds
+
+
+@pytest.mark.parametrize("path", GPU_CONFIGURATIONS, ids=lambda p: p.stem)
+def test_checkpoints_are_as_frequent_as_the_plan_recommends(path: Path) -> None:
+    config, plan = planned(path)
+    assert config.checkpoint is not None
+    assert config.checkpoint.every_steps == plan.stopping.every_steps
+    assert plan.stopping.checkpoint_seconds < plan.stopping.every_steps * plan.step_seconds <= 3600
+
+
+@pytest.mark.parametrize("script", ["ppo.sbatch", "ppo_disaggregated.sbatch"])
+def test_the_lead_time_of_a_batch_script_is_the_longest_of_its_configurations(script: str) -> None:
+    leads = []
+    for path in GPU_CONFIGURATIONS:
+        if f"launch/slurm/{script}" in head_command(path, "sbatch", "launch/torchrun.sh"):
+            leads.append(planned(path)[1].stopping.lead_seconds)
+    text = (ROOT / "launch" / "slurm" / script).read_text()
+    assert re.findall(r"^#SBATCH --signal=USR1@(\d+)$", text, re.MULTILINE) == [str(max(leads))]

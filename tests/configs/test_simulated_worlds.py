@@ -1,0 +1,155 @@
+"""Ranks of the shipped configurations' own worlds, and of one of 1,024: what they build is what `megappo plan` says."""
+
+from __future__ import annotations
+
+import random
+import time
+from functools import cache
+from pathlib import Path
+
+import pytest
+from megatron.core.optimizer import MegatronOptimizer
+
+from megappo.config import Config, load_config
+from megappo.config.derive import derive_run
+from megappo.families.flops import sample_cost
+from megappo.megatron.optimization import RoleOptimizer
+from megappo.megatron.packing import plan_microbatches
+from megappo.megatron.roles import LocalRole, Role, TrainedRole
+from megappo.plan.inputs import RoleSetup, Setup, make_setup
+from megappo.plan.memory import role_memory
+from megappo.plan.planner import read_models
+from megappo.ppo.models import ModelBuilder
+from tests.support.configurations import CONFIGURATIONS, trainer_ranks
+from tests.support.fake_world import without_memory
+from tests.support.places import ROOT
+
+LARGE, LARGE_WORLD = ROOT / "configs" / "qwen3_235b_a22b_16node_dapo_math.yaml", 1024
+WORLDS = {path.stem: (path, trainer_ranks(path)) for path in CONFIGURATIONS} | {"1024": (LARGE, LARGE_WORLD)}
+SAMPLES, PLAN_SECONDS = 8192, 2.0
+STAYS = ("actor.offload=false",)
+
+
+@cache
+def settings(path: Path, *more: str) -> Config:
+    """With random weights and, of models that are fetched from a hub, the config.json that the plan reads. Shapes have
+    no bytes that could leave the device."""
+    raw = load_config(path)
+    named = {"model": raw.model, "critic": raw.critic, "reference": raw.reference}
+    overrides = [
+        f"{section}.path={local}"
+        for section, part in named.items()
+        if part is not None and part.path is not None
+        if (local := ROOT / "configs" / "models" / Path(part.path).name).is_dir()
+    ]
+    return load_config(path, [*overrides, "model.init=random", "run.epochs=null", "run.steps=100", *STAYS, *more])
+
+
+def planned(config: Config, world: int) -> Setup:
+    return make_setup(config, read_models(config, None).models, world, on_cuda=True)
+
+
+def on_rank(config: Config, rank: int, world: int) -> dict[str, Role]:
+    """The roles that a run builds on this rank, as shapes."""
+    with without_memory(rank, world) as runtime:
+        builder = ModelBuilder(config, derive_run(config, world), runtime)
+        actor = builder.actor()
+        roles = {"actor": actor, "reference": builder.reference(actor), "critic": builder.critic()}
+        return {name: role for name, role in roles.items() if role is not None}
+
+
+def gradient_bytes(optimizer: RoleOptimizer) -> int:
+    buffers = [b for chunk in optimizer.chunks for b in [*chunk.buffers, *chunk.expert_parallel_buffers]]
+    return sum(buffer.grad_data.numel() * buffer.grad_data.element_size() for buffer in buffers)
+
+
+def optimizer_bytes(megatron: MegatronOptimizer, dtype_bytes: int) -> int:
+    """AdamW's two moments of what this rank updates, and main weights where they are not the weights themselves."""
+    parts = getattr(megatron, "chained_optimizers", [megatron])
+    updated = sum(p.numel() for part in parts for group in part.param_groups for p in group["params"])
+    return (12 if dtype_bytes == 2 else 8) * updated
+
+
+def check(role: Role, setup: RoleSetup, work: Setup) -> None:
+    if not isinstance(role, LocalRole):
+        return
+    memory = role_memory(setup, role.layout.stage, work.work)
+    held = [p for chunk in role.model.chunks for p in chunk.parameters()]
+    assert sum(p.numel() for p in held) == memory.parameters
+    assert sum(p.numel() * p.element_size() for p in held) == memory.weights
+    assert isinstance(role, TrainedRole) == setup.trained
+    if isinstance(role, TrainedRole):
+        # Megatron pads each buffer so that ranks share it in equal parts that begin at multiples of 256 bytes.
+        assert memory.gradients == pytest.approx(gradient_bytes(role.optimizer), rel=1e-4)
+        assert memory.optimizer == pytest.approx(optimizer_bytes(role.optimizer.megatron, setup.dtype_bytes), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_ranks_build_what_is_planned(name: str) -> None:
+    """The first rank, one in the middle and the last."""
+    path, world = WORLDS[name]
+    config = settings(path)
+    setup = planned(config, world)
+    for rank in sorted({0, world // 2, world - 1}):
+        roles = on_rank(config, rank, world)
+        assert roles.keys() == {role.name for role in setup.roles}
+        for role in setup.roles:
+            check(roles[role.name], role, setup)
+
+
+LORA = "lora={rank: 16, alpha: 32}"
+
+
+@pytest.mark.parametrize("name", ["qwen3_8b_8gpu_math", "qwen3_30b_a3b_4node_math"])
+def test_adapters_are_built_as_planned_and_take_little(name: str) -> None:
+    """Gradients and the optimizer's state are below 5% of what they are where all weights are trained."""
+    path, world = WORLDS[name]
+    plain = settings(path)
+    adapted = settings(path, *(f"{role}.{LORA}" for role in plain.trained))
+    bytes_of = []
+    for config in (plain, adapted):
+        setup, roles = planned(config, world), on_rank(config, 0, world)
+        for role in setup.roles:
+            check(roles[role.name], role, setup)
+        actor = roles["actor"]
+        assert isinstance(actor, TrainedRole)
+        width = setup.actor.dtype_bytes
+        bytes_of.append((gradient_bytes(actor.optimizer), optimizer_bytes(actor.optimizer.megatron, width)))
+    assert all(few < 0.05 * many for many, few in zip(*bytes_of, strict=True)), bytes_of
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_microbatches_are_the_planned_ones(name: str) -> None:
+    """Of a minibatch in which every sample has its full length."""
+    path, world = WORLDS[name]
+    setup = planned(settings(path), world)
+    for role in setup.trained:
+        tokens = setup.work.sequence_tokens
+        plan = plan_microbatches(
+            dict.fromkeys(range(role.minibatch_sequences), role.grid.padded(tokens)),
+            cost=sample_cost(role.arch, is_critic=role.is_critic),
+            replicas=role.grid.dp,
+            budget_tokens=role.microbatch_budget_tokens,
+            multiple_of=role.grid.pp if role.vpp > 1 else 1,
+            in_step=role.grid.replicas_in_step,
+        )
+        assert {len(microbatches) for microbatches in plan.replicas} == {role.microbatches(tokens)}
+        largest = max(len(microbatch.sample_ids) for microbatches in plan.replicas for microbatch in microbatches)
+        assert largest * role.grid.padded(tokens) <= role.microbatch_tokens(tokens)
+
+
+def test_thousands_of_samples_are_planned_at_once() -> None:
+    config = settings(LARGE)
+    start = time.process_time()
+    role = planned(config, LARGE_WORLD).actor
+    draw = random.Random(1)
+    plan = plan_microbatches(
+        {i: draw.randint(200, role.microbatch_budget_tokens) for i in range(SAMPLES)},
+        cost=sample_cost(role.arch, is_critic=False),
+        replicas=role.grid.dp,
+        budget_tokens=role.microbatch_budget_tokens,
+        multiple_of=role.grid.pp,
+        in_step=role.grid.replicas_in_step,
+    )
+    assert len(plan.replica_of()) == SAMPLES
+    assert time.process_time() - start < PLAN_SECONDS

@@ -1,0 +1,199 @@
+"""Prompts become tokens: templates, limits, fingerprints."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from megappo.config.data import DataSettings, DataSourceSettings
+from megappo.data import PromptDataset, prompts
+from megappo.data.unknown import unknown_words
+from megappo.types import CHAT_MESSAGES
+from tests.support import data as helpers_data
+from tests.support.data import ALPHABET, character_tokenizer
+
+Overlong = Literal["drop", "truncate", "error"]
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "<{{ m['role'][0] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+def dataset(
+    folder: Path, records: list[dict[str, Any]], *, template: str | None = TEMPLATE, **settings: Any
+) -> PromptDataset:
+    path = folder / "data.jsonl"
+    path.write_text("\n".join(map(json.dumps, records)))
+    source = DataSourceSettings(source=str(path))
+    return PromptDataset(
+        source, DataSettings(train=source, **{"max_prompt_tokens": 20} | settings), character_tokenizer(template)
+    )
+
+
+def test_a_text_becomes_a_user_message(tmp_path: Path) -> None:
+    found = dataset(tmp_path, [{"prompt": "1+1", "answer": "2", "level": 1}])
+    prompt = found[0]
+    assert (len(found), prompt.text, prompt.answer, prompt.index) == (1, "<u>1+1<a>", "2", 0)
+    assert "".join(ALPHABET[i] for i in prompt.token_ids) == prompt.text
+    assert prompt.metadata == {"level": 1, CHAT_MESSAGES: [{"role": "user", "content": "1+1"}]}
+
+
+def test_system_prompt_goes_where_there_is_none(tmp_path: Path) -> None:
+    own = [{"role": "system", "content": "own"}, {"role": "user", "content": "x"}]
+    found = dataset(tmp_path, [{"prompt": "x"}, {"prompt": own}], system_prompt="new")
+    assert [found[i].text for i in range(2)] == ["<s>new<u>x<a>", "<s>own<u>x<a>"]
+
+
+def test_plain_text_stays_as_it_is(tmp_path: Path) -> None:
+    found = dataset(tmp_path, [{"prompt": "1+1="}], template=None, apply_chat_template=False)
+    assert (found[0].text, found[0].metadata, len(found[0].token_ids)) == ("1+1=", {}, 4)
+
+
+def test_overlong_prompts(tmp_path: Path) -> None:
+    records = [{"prompt": "abcdef"}, {"prompt": "ab"}]
+    plain: dict[str, Any] = {"apply_chat_template": False, "max_prompt_tokens": 3}
+    dropped = dataset(tmp_path, records, **plain)
+    assert (len(dropped), dropped.dropped, dropped.truncated, dropped[0].index) == (1, 1, 0, 1)
+    cut = dataset(tmp_path, records, overlong_prompts="truncate", **plain)
+    assert (len(cut), cut.dropped, cut.truncated) == (2, 0, 1)
+    assert "".join(ALPHABET[i] for i in cut[0].token_ids) == "def"
+    with pytest.raises(ValueError, match=r"prompt 0 of .* has 6 tokens, more than data\.max_prompt_tokens 3"):
+        dataset(tmp_path, records, overlong_prompts="error", **plain)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE as most models have, with tokens of several characters, a beginning and an end."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    words = ["the sum of twelve and thirty", "the difference of seven and eleven", "of the thirteen"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trained = trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, special_tokens=["<b>", "<e>"])
+    tokenizer.train_from_iterator(words, trained)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<b> $A <e>",
+        special_tokens=[("<b>", tokenizer.token_to_id("<b>")), ("<e>", tokenizer.token_to_id("<e>"))],
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def test_a_hundred_megabytes_meet_the_limit_before_the_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = byte_tokenizer()
+    seen: list[int] = []
+    tokenise = PreTrainedTokenizerFast.__call__
+
+    def counting(self: PreTrainedTokenizerFast, text: str | list[str], **options: Any) -> Any:
+        seen.extend(len(t) for t in ([text] if isinstance(text, str) else text))
+        return tokenise(self, text, **options)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", counting)
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"prompt": "the sum of " * 9_500_000 + "seven"}) + '\n{"prompt": "twelve"}\n')
+    source = DataSourceSettings(source=str(path))
+
+    def made(overlong: Overlong) -> PromptDataset:
+        settings = DataSettings(
+            train=source, max_prompt_tokens=20, apply_chat_template=False, overlong_prompts=overlong
+        )
+        return PromptDataset(source, settings, tokenizer)
+
+    dropped, cut = made("drop"), made("truncate")
+    with pytest.raises(ValueError, match=r"prompt 0 .* has at least \d+ tokens, more than data.max_prompt_tokens 20"):
+        made("error")
+    path.unlink()
+    assert (len(dropped), dropped.dropped, dropped[0].text) == (1, 1, "twelve")
+    assert (len(cut), cut.truncated, len(cut[0].token_ids)) == (2, 1, 20)
+    assert cut[0].text.endswith(" sum of the sum of seven")
+    assert sum(seen) < 10_000_000
+
+
+@pytest.mark.parametrize("overlong", ["drop", "truncate"])
+def test_the_end_of_a_long_prompt_gives_what_the_whole_gives(
+    overlong: Overlong, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the text: also where the end alone is within the limit at first, and where all of it is."""
+    draw = random.Random(5)
+    words = ["the", "sum", "of", "twelve", " ", "\n", "ß", "数", "7", "aaaaaaaaaaaaaaaaaaaaaaaaaa", ", "]
+    texts = [" ".join(draw.choices(words, k=draw.randint(1, 120))) for _ in range(60)]
+    monkeypatch.setattr(helpers_data, "TEXTS", texts, raising=False)
+    source = DataSourceSettings(source="tests.support.data:texts")
+    settings = DataSettings(train=source, max_prompt_tokens=60, apply_chat_template=False, overlong_prompts=overlong)
+    whole = PromptDataset(source, settings, byte_tokenizer())
+    monkeypatch.setattr(prompts, "WHOLE_CHARACTERS", 40)
+    monkeypatch.setattr(prompts, "END_CHARACTERS", 50)
+    monkeypatch.setattr(prompts, "END_CHARACTERS_PER_TOKEN", 1)
+    by_end = PromptDataset(source, settings, byte_tokenizer())
+    assert len([t for t in texts if len(t) > 40]) > 5 and whole.dropped + whole.truncated > 5
+    assert (by_end.dropped, by_end.truncated, by_end.fingerprint) == (whole.dropped, whole.truncated, whole.fingerprint)
+
+
+def test_fingerprint_knows_prompts_and_answers(tmp_path: Path) -> None:
+    def fingerprint(prompt: str, answer: str) -> str:
+        return dataset(tmp_path, [{"prompt": prompt, "answer": answer}]).fingerprint
+
+    prints = [fingerprint("a", "b"), fingerprint("a", "c"), fingerprint("b", "b")]
+    assert len(set(prints)) == 3
+    assert fingerprint("a", "b") == prints[0] and len(prints[0]) == 64
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings", "sentence"),
+    [
+        ("abc", {"template": None}, "has no chat template; set data.apply_chat_template: false"),
+        ("abc", {"max_prompt_tokens": 2}, "all 1 prompts of .* are longer"),
+        ([{"role": "user", "content": "a"}], {"apply_chat_template": False}, "prompt 0 of .* is a list of chat"),
+        ("a", {"apply_chat_template": False, "system_prompt": "s"}, "data.system_prompt is set, but"),
+        ([{"role": "tool", "content": "a"}], {}, "the chat template refuses prompt 0 .*no tools here"),
+        ("a", {"template": "{{ 1 + 'a' }}"}, r"the chat template refuses prompt 0 .*\(TypeError: unsupported operand"),
+        ("a", {"template": "{{ messages[0]['content'].index('b') }}"}, r"refuses prompt 0 .*\(ValueError: substring"),
+        ("a", {"template": "{{ 1 // 0 }}"}, r"refuses prompt 0 .*\(ZeroDivisionError: "),
+        (
+            "a",
+            {"template": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"},
+            r"refuses prompt 0 .*\(RecursionError: ",
+        ),
+        ("a", {"template": "{{ '\\ud800' }}"}, "prompt 0 of .*: the rendered chat holds half a surrogate pair"),
+        ("ÄÖÜ", {"apply_chat_template": False}, "prompt 0 of .* becomes no token at all"),
+    ],
+)
+def test_unusable_prompts(tmp_path: Path, prompt: Any, settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        dataset(tmp_path, [{"prompt": prompt}], **settings)
+
+
+def knowing(alphabet: str, **named: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of characters and `?` for all others."""
+    vocabulary = {character: i for i, character in enumerate(["?", *alphabet])}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=made, **named)
+
+
+@pytest.mark.parametrize(
+    ("alphabet", "named", "words"),
+    [
+        ("abc", {"unk_token": "?"}, ""),
+        ("ab", {"unk_token": "?"}, "1 of 2 prompts of DATA have tokens that .* not know, 2 of 7 tokens are \\?"),
+        ("x", {"unk_token": "?"}, "2 of 2 prompts of DATA .*, 7 of 7 tokens are"),
+        ("c", {}, "2 of 2 prompts of DATA .*, 5 of 7 tokens are"),  # which its settings do not name
+        ("a", {"unk_token": "?", "pad_token": "?"}, "2 of 2 prompts of DATA .*, 4 of 7 tokens are"),
+        ("a", {"unk_token": "?", "eos_token": "?"}, ""),  # which a template may write
+    ],
+)
+def test_unknown_tokens_are_counted(tmp_path: Path, alphabet: str, named: dict[str, str], words: str) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "aab"}\n{"prompt": "acbc"}')
+    source, tokenizer = DataSourceSettings(source=str(path)), knowing(alphabet, **named)
+    settings = DataSettings(train=source, apply_chat_template=False, max_prompt_tokens=20)
+    found = PromptDataset(source, settings, tokenizer)
+    said = unknown_words(found, tokenizer)
+    assert re.search(words.replace("DATA", re.escape(str(path))), said) if words else said == ""

@@ -1,9 +1,0 @@
-"""What a pipeline stage sends while it computes arrives as it was, however late it is received."""
-
-from __future__ import annotations
-
-from distributed.harness import launch
-
-
-def test_outputs_that_are_freed_arrive() -> None:
-    launch("sends_worker.py", 2, 64, 4096, 100000, timeout_seconds=60)

@@ -1,9 +1,0 @@
-"""A step's samples travel once to each role, stand where its minibatches need them, and are gone after the step."""
-
-from pathlib import Path
-
-from distributed.harness import launch
-
-
-def test_samples_travel_once_per_role_and_step(tmp_path: Path) -> None:
-    launch("placed_worker.py", 4, tmp_path / "run")

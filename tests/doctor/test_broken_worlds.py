@@ -1,0 +1,530 @@
+"""What is wrong is found before the queue, with the remedy: by doctor, plan or dry run."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megappo.cli import main
+from megappo.doctor.engines import differing_settings, nccl_finding
+from megappo.doctor.findings import merge
+from megappo.runtime.nccl import own_stack
+from tests.support import worlds
+
+DRY = ("train", worlds.QUICKSTART, "--dry-run")
+TINY = str(worlds.TINY)
+
+
+@pytest.fixture(autouse=True)
+def nothing_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the repository, outside of any launcher."""
+    monkeypatch.chdir(worlds.ROOT)
+    for name in set(os.environ) - set(worlds.environment()):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
+    """Exit code and everything said, on one line per problem or finding."""
+    code = main([str(word) for word in words])
+    said = capsys.readouterr()
+    return code, said.out + said.err
+
+
+def findings(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, dict[str, dict[str, str]]]:
+    """Exit code of `megappo doctor --json`, and the last finding of every check."""
+    code = main(["doctor", *map(str, words), "--json"])
+    found = json.loads(capsys.readouterr().out)["findings"]
+    assert code == int(any(f["state"] == "broken" for f in found))
+    return code, {f["check"]: f for f in found}
+
+
+def expect(found: dict[str, str], state: str, words: str, remedy: str) -> None:
+    assert (found["state"], words in found["words"], remedy in found["remedy"]) == (state, True, True), found
+
+
+# The software
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "check", "words", "remedy"),
+    [
+        ("sglang", "0.4.1", "generation", "SGLang 0.4.1, needed is 0.5.23", "pip install 'sglang==0.5.23'"),
+        ("transformers", "4.51.0", "transformers", "version 4.51.0, needed is >=5", "pip install 'transformers>=5"),
+        ("megatron-core", "0.12.0", "megatron-core", "version 0.12.0", "pip install 'megatron-core>=0.1"),
+    ],
+)
+def test_a_package_of_another_version(
+    name: str, version: str, check: str, words: str, remedy: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    worlds.fake_package(tmp_path, name.replace("-", "_"), version)
+    monkeypatch.syspath_prepend(tmp_path)
+    code, found = findings(capsys)
+    assert code == 1
+    expect(found[check], "broken", words, remedy)
+
+
+@pytest.mark.waits
+def test_the_other_apex(tmp_path: Path) -> None:
+    path = worlds.fake_package(tmp_path, "apex", "0.9.10")
+    done = worlds.megappo("doctor", PYTHONPATH=path)
+    assert (
+        "slow    apex             version 0.9.10 is another project of that name; pip uninstall apex" in done.stdout
+    ), done.stderr
+
+
+def test_a_reward_package_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from megappo.doctor import software
+
+    real = software.installed_version
+    monkeypatch.setattr(software, "installed_version", lambda name: None if name == "math-verify" else real(name))
+    code, said = run(capsys, *DRY, "reward.function=math_verify")
+    assert (code, "math-verify is not installed; pip install 'megappo[tasks]'" in said) == (2, True), said
+
+
+# SGLang and its servers
+
+DISAGGREGATED = "configs/sglang_disaggregated.yaml"
+COLOCATED = "configs/sglang_quickstart.yaml"
+
+
+@pytest.fixture
+def sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The right version is installed."""
+    worlds.fake_package(tmp_path / "packages", "sglang", "0.5.23")
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+
+
+def test_sglang_is_wanted_and_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from megappo.doctor import software
+
+    real = software.installed_version
+    monkeypatch.setattr(software, "installed_version", lambda name: None if name == "sglang" else real(name))
+    code, found = findings(capsys, DISAGGREGATED)
+    assert code == 1
+    expect(found["generation"], "broken", "rollout.engine is sglang, which is not installed", "megappo[sglang]")
+
+
+def test_sglang_of_another_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worlds.fake_package(tmp_path, "sglang", "0.5.11")
+    monkeypatch.syspath_prepend(tmp_path)
+    code, found = findings(capsys, DISAGGREGATED)
+    assert code == 1
+    expect(found["generation"], "broken", "SGLang 0.5.11, needed is 0.5.23", "pip install 'sglang==0.5.23'")
+
+
+@pytest.mark.usefixtures("sglang")
+def test_no_room_for_buckets(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Handles of them travel; what is broadcast lies in a rank's own memory."""
+    code, found = findings(capsys, COLOCATED)
+    assert code == 0
+    expect(found["buckets"], "fine", "for buckets of weights", "")
+    monkeypatch.setattr("megappo.doctor.engines.bucket_bytes", lambda setup: 1e15)
+    code, found = findings(capsys, COLOCATED)
+    assert code == 1
+    expect(found["buckets"], "broken", "2e+06 GB of /dev/shm for buckets", "lower rollout.sync_bucket_bytes")
+    code, found = findings(capsys, DISAGGREGATED)
+    assert code == 0 and "buckets" not in found
+
+
+def elsewhere(port: int) -> tuple[str, ...]:
+    """Settings of a run whose server is at this port."""
+    return (DISAGGREGATED, "rollout.sglang.engines=null", f"rollout.sglang.urls=['http://127.0.0.1:{port}']")
+
+
+@pytest.mark.waits
+@pytest.mark.usefixtures("sglang")
+def test_a_server_that_cannot_be_reached(capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = findings(capsys, *elsewhere(worlds.closed_port()))
+    assert code == 1
+    expect(found["engines"], "broken", "of rollout.sglang.urls cannot be reached (Connection refused)", "megappo serve")
+
+
+@pytest.mark.waits
+@pytest.mark.usefixtures("sglang")
+@pytest.mark.parametrize(
+    ("status", "state", "words", "remedy"),
+    [
+        (404, "broken", "is a port of another program", "megappo serve --port"),
+        (401, "broken", "refuses the key in MEGAPPO_SGLANG_API_KEY", "the key that it was started with"),
+        (200, "fine", "serves /models/a", ""),
+    ],
+)
+def test_what_listens_where_a_server_should(
+    status: int, state: str, words: str, remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with worlds.answering(status, {"model_path": "/models/a"} if status == 200 else {}) as port:
+        code, found = findings(capsys, *elsewhere(port))
+    assert code == (state == "broken")
+    expect(found["engines"], state, words, remedy)
+
+
+@pytest.mark.waits
+@pytest.mark.usefixtures("sglang")
+@pytest.mark.parametrize(
+    ("on_cuda", "changes", "words", "remedy"),
+    [
+        (False, {}, "serves /models/a", ""),
+        (True, {}, "serves /models/a", ""),
+        (False, {"torch": "1.2.3"}, "has torch 1.2.3 and ", "install the same versions"),
+        (False, {"nccl": "2.1"}, "serves /models/a", ""),  # nothing goes over it
+        (True, {"nccl": "2.1"}, " and NCCL 2.1, the trainers have torch ", "install the same versions"),
+        (
+            True,
+            {"nvls": "1"},
+            "NCCL_NVLS_ENABLE=1, the trainers with NCCL_CUMEM_ENABLE=0 and NCCL_NVLS_ENABLE=0",
+            "export",
+        ),
+    ],
+)
+def test_a_server_with_which_no_group_can_be_formed(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    on_cuda: bool,
+    changes: dict[str, str],
+    words: str,
+    remedy: str,
+) -> None:
+    stack = replace(own_stack(os.environ), **changes)
+    monkeypatch.setattr("megappo.doctor.engines.by_nccl", lambda: on_cuda)
+    with worlds.answering(200, {"model_path": "/models/a", "extra_metric_labels": stack.labels()}) as port:
+        code, found = findings(capsys, *elsewhere(port))
+    assert code == bool(remedy)
+    expect(found["engines"], "broken" if remedy else "fine", words, remedy)
+
+
+def test_machines_with_other_settings_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = nccl_finding()
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    theirs = nccl_finding()
+    assert list(differing_settings(merge([("a", [ours]), ("b", [ours])]))) == []
+    (found,) = differing_settings(merge([("a", [ours]), ("b", [theirs]), ("c", [ours])]))
+    assert found.state == "broken" and found.remedy == "export the same values on all of them"
+    assert "a, c: NCCL_CUMEM_ENABLE=0 and NCCL_NVLS_ENABLE=0; b: NCCL_CUMEM_ENABLE=0 and NCCL_NVLS_EN" in found.words
+
+
+@pytest.mark.waits
+@pytest.mark.usefixtures("sglang")
+@pytest.mark.parametrize("name", ["host", "sync_address"])
+def test_an_address_of_another_machine(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = findings(capsys, DISAGGREGATED, f"rollout.sglang.{name}=192.0.2.1")
+    assert code == 1
+    expect(found["engines"], "broken", f"rollout.sglang.{name} is 192.0.2.1, which is no address of", "remove it")
+
+
+@pytest.mark.usefixtures("sglang")
+def test_no_room_in_a_server(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("plan", "configs/qwen3_8b_8gpu_math.yaml", "--gpus", "8")
+    code, said = run(capsys, *words, "rollout.sglang={memory_fraction: 0.2}")
+    assert (code, "memory_fraction 0.2 gives a server 16.0 GB of each device" in said) == (2, True), said
+    code, said = run(capsys, *words, "rollout.sglang={max_total_tokens: 100}")
+    assert (code, "max_total_tokens 100 is below the longest prompt and response" in said) == (2, True), said
+
+
+# The machine
+
+
+def test_no_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("megappo.doctor.machine.SHARED_MEMORY", tmp_path / "none")
+    code, found = findings(capsys)
+    assert code == 1
+    expect(found["shared memory"], "broken", "is not a folder that can be written to", "--ipc=host or --shm-size=16g")
+
+
+def mounted(folder: Path, size: str) -> tuple[str, ...]:
+    """Before a command: it sees a tiny disk at `folder`. Skips where that is not allowed."""
+    script = 'mount -t tmpfs -o size="$1" tmpfs "$2" && shift 2 && exec "$@"'
+    prefix = ("unshare", "--mount", "sh", "-c", script, "sh", size, str(folder))
+    probe = subprocess.run([*prefix, "true"], capture_output=True, text=True, check=False)
+    if probe.returncode:
+        pytest.skip(f"no mounts here: {probe.stderr.strip()}")
+    return prefix
+
+
+@pytest.mark.waits
+def test_a_container_with_little_shared_memory() -> None:
+    done = worlds.megappo("doctor", prefix=mounted(Path("/dev/shm"), "64m"))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "broken  shared memory    /dev/shm has 0.0671 of 0.0671 GB free; start the container" in done.stdout
+
+
+@pytest.mark.waits
+def test_a_full_disk(tmp_path: Path) -> None:
+    prefix = mounted(tmp_path, "1m")
+    done = worlds.megappo("doctor", worlds.QUICKSTART, f"run.directory={tmp_path}/run", prefix=prefix)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert f"broken  disk             {tmp_path} cannot be written: No space left on device; free some" in done.stdout
+
+
+@pytest.mark.waits
+def test_a_run_directory_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = findings(capsys, worlds.QUICKSTART, "run.directory=/proc/runs/a")
+    assert code == 1
+    expect(found["disk"], "broken", "/proc cannot be written", "choose another run.directory")
+    code, said = run(capsys, *DRY, "run.directory=/proc/runs/a")
+    assert (code, "/proc cannot be written" in said) == (2, True)
+
+
+def test_a_file_in_the_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "runs").write_text("")
+    code, found = findings(capsys, worlds.QUICKSTART, f"run.directory={tmp_path}/runs/a")
+    assert code == 1
+    expect(found["disk"], "broken", "runs is a file where run.directory", "choose another run.directory")
+
+
+def test_few_open_files(capsys: pytest.CaptureFixture[str]) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        _, found = findings(capsys)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    expect(found["limits"], "slow", "256 open files, fewer than 4096", "ulimit -n 4096")
+
+
+def test_cuda_is_wanted_and_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has CUDA")
+    code, found = findings(capsys, worlds.QUICKSTART, "runtime.device=cuda")
+    assert code == 1
+    expect(found["gpu"], "broken", "runtime.device is cuda, but there is no CUDA device", "use runtime.device: cpu")
+
+
+@contextmanager
+def gpus(monkeypatch: pytest.MonkeyPatch, free: list[float]) -> Iterator[None]:
+    """A machine with GPUs of which so much is free."""
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "device_count", lambda: len(free))
+        patch.setattr(torch.cuda, "get_device_name", lambda _index: "NVIDIA H100 80GB HBM3")
+        patch.setattr(torch.cuda, "mem_get_info", lambda index: (free[index] * 80e9, 80e9))
+        patch.setattr(torch.cuda, "can_device_access_peer", lambda _a, _b: True)
+        yield
+
+
+def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megappo.doctor.devices import device_findings
+    from megappo.runtime.launchers import Ranks
+
+    with gpus(monkeypatch, [1.0] * 4):
+        found = {f.check: f for f in device_findings(None, Ranks(0, 8, 0, 8))}
+    assert found["gpu"].state == "broken"
+    assert found["gpu"].words == "8 ranks stand on this machine, which shows 4 CUDA devices"
+    assert found["gpu"].remedy == "start at most 4 per machine"
+
+
+def test_a_gpu_that_others_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megappo.doctor.devices import device_findings
+    from megappo.runtime.launchers import Ranks
+
+    with gpus(monkeypatch, [1.0, 0.25]):
+        found = {f.check: f for f in device_findings(None, Ranks(0, 2, 0, 2))}
+    assert (found["gpu"].state, found["links"].state) == ("slow", "fine")
+    assert found["gpu"].words == "2 x NVIDIA H100 80GB HBM3, of which others use 1 (20 of 80 GB free)"
+    assert found["gpu"].remedy == "end what nvidia-smi lists there"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "state", "words", "remedy"),
+    [
+        ("NCCL_SOCKET_IFNAME", "ib99", "broken", "there is no interface 'ib99'", "set it to one of"),
+        ("CUDA_LAUNCH_BLOCKING", "1", "slow", "CUDA_LAUNCH_BLOCKING=1", "unset CUDA_LAUNCH_BLOCKING"),
+    ],
+)
+def test_variables(
+    name: str, value: str, state: str, words: str, remedy: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setenv(name, value)
+    _, found = findings(capsys)
+    expect(found["variables"], state, words, remedy)
+
+
+# The other ranks
+
+
+def rendezvous(monkeypatch: pytest.MonkeyPatch, rank: int, address: str, port: int) -> None:
+    monkeypatch.setattr("megappo.doctor.network.MEET_SECONDS", 2)
+    values = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "MASTER_ADDR": address, "MASTER_PORT": port}
+    for name, value in values.items():
+        monkeypatch.setenv(name, str(value))
+
+
+@pytest.mark.waits
+def test_a_busy_port(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with worlds.listening() as taken:
+        port = taken.getsockname()[1]
+        rendezvous(monkeypatch, 0, "127.0.0.1", port)
+        code, found = findings(capsys)
+    assert code == 1
+    expect(found["rendezvous"], "broken", f"port {port} cannot be opened: Address already in use", "set MASTER_PORT")
+
+
+@pytest.mark.waits
+def test_nobody_at_the_rendezvous(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    port = worlds.closed_port()
+    rendezvous(monkeypatch, 1, "127.0.0.1", port)
+    code, found = findings(capsys)
+    assert code == 1
+    expect(found["rendezvous"], "broken", f"127.0.0.1:{port} does not answer within 2 seconds", "and start rank 0")
+
+
+def test_a_rendezvous_without_an_address(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    rendezvous(monkeypatch, 1, "no-such-host.invalid", 29500)
+    code, found = findings(capsys)
+    assert code == 1
+    expect(
+        found["rendezvous"], "broken", "'no-such-host.invalid' has no address", "set MASTER_ADDR to rank 0's machine"
+    )
+
+
+def test_ranks_that_cannot_be(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    code, said = run(capsys, "doctor")
+    assert (code, "WORLD_SIZE is 4, but RANK is not set; start with torchrun, srun" in said) == (2, True)
+
+
+@pytest.mark.waits
+def test_a_wrong_number_of_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    rendezvous(monkeypatch, 0, "127.0.0.1", worlds.closed_port())
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    code, said = run(capsys, "doctor", worlds.QUICKSTART)
+    assert code == 2
+    assert "actor.layout.tensor_parallel 2 x pipeline_parallel 1 = 2 does not divide its 3 ranks" in said
+    code, said = run(capsys, *DRY, "--gpus", "3")
+    assert (code, "does not divide its 3 ranks; the nearest layouts are" in said) == (2, True)
+
+
+# The plan
+
+
+def test_it_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    big = "configs/qwen3_8b_8gpu_math.yaml"
+    small = [
+        f"{role}.layout.{key}"
+        for role in ("actor", "critic")
+        for key in ("tensor_parallel=4", "sequence_parallel=false")
+    ]
+    code, said = run(capsys, "plan", big, "--machine", "h100", "--gpus", "8", *small)
+    assert code == 1
+    assert "does not fit: ranks 0-7 need" in said
+    assert "the nearest layout that fits: " in said
+
+
+def test_it_does_not_fit_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The doctor plans with this machine's memory."""
+    from megappo.doctor import settings
+    from megappo.plan.machines import MACHINES
+
+    monkeypatch.setattr(settings, "this_machine", lambda: MACHINES["h100"])
+    code, found = findings(capsys, "configs/qwen3_8b_8gpu_math.yaml", "actor.microbatch_budget_tokens=65536")
+    assert code == 1
+    expect(found["room"], "broken", "does not fit: ranks 0-7 need", "the nearest layout that fits")
+
+
+def test_a_machine_that_is_not_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = run(capsys, "plan", worlds.QUICKSTART, "--machine", "h201")
+    assert (code, "the nearest is 'h20'" in said) == (2, True), said
+
+
+# Model, data, rewards: the dry run
+
+CHAT = '{"prompt": "1+2=", "answer": "3"}\n'
+
+
+@pytest.mark.waits
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["actor.epoch=2"], "actor.epoch is not a setting; did you mean actor.epochs?"),
+        (["model.path=./nowhere"], "model.path './nowhere': there is no such folder"),
+        (["model.tokenizer=./nowhere"], "model.tokenizer './nowhere': there is no such folder"),
+        (["data.train={source: gone.jsonl}"], "data file 'gone.jsonl' does not exist"),
+        (["data.apply_chat_template=true"], "the tokenizer has no chat template; set data.apply_chat_template: false"),
+        (["data.max_prompt_tokens=3"], "prompts of 'megappo.data.arithmetic:sums' are longer than"),
+        (["reward.function=exakt"], "did you mean 'exact'?"),
+        (
+            ["reward.function=tests.support.worlds:crashing"],
+            "of 8 rewards failed, more than reward.max_failure_fraction",
+        ),
+        (["rollout.prompts_per_step=51"], "does not divide the step's 408 samples"),
+    ],
+    ids=lambda value: value[0].split("=")[0] if isinstance(value, list) else "",
+)
+def test_settings_data_and_rewards(overrides: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = run(capsys, *DRY, *overrides)
+    assert (code, words in said) == (2, True), said
+    assert "would run" not in said
+
+
+@pytest.mark.waits
+def test_a_reward_that_never_rewards(capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = run(capsys, *DRY, "reward.function=tests.support.worlds:zero")
+    assert code == 0
+    assert "no written form of the answers scores above an empty response: look at one by hand" in said
+
+
+@pytest.mark.waits
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (worlds.cut_short, "it may be cut short: fetch or save it again"),
+        (worlds.lose_a_tensor, "has no tensor 'model.layers.1.mlp.down_proj.weight'; the weights do not fit"),
+        (worlds.other_sizes, "its config.json says (512, 64); the weights do not fit the configuration"),
+        (lambda model: (model / "model.safetensors").unlink(), "holds no model.safetensors; save the model as"),
+        (lambda model: (model / "tokenizer.json").unlink(), "holds no tokenizer that can be loaded"),
+        (lambda model: (model / "config.json").unlink(), "has no config.json; give a Hugging Face model folder"),
+    ],
+    ids=["cut short", "lost tensor", "other sizes", "no weights", "no tokenizer", "no config"],
+)
+def test_a_damaged_model(damage, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
+    model = worlds.pretrained(tmp_path / "model")
+    damage(model)
+    code, said = run(capsys, *DRY, f"model.path={model}", "model.init=pretrained")
+    assert (code, words in said) == (2, True), said
+
+
+def test_a_used_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One that holds a run and nothing to continue it from."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    code, said = run(capsys, *DRY, f"run.directory={tmp_path}")
+    assert (code, "without any checkpoint to continue from; choose another run.directory" in said) == (2, True), said
+
+
+def test_every_problem_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = worlds.pretrained(tmp_path / "model")
+    worlds.cut_short(model)
+    settings = [f"model.path={model}", "model.init=pretrained", "reward.function=exakt", "run.directory=/proc/a"]
+    code, said = run(capsys, *DRY, *settings)
+    assert code == 2
+    assert said.count("megappo: error: ") == 3
+
+
+@pytest.mark.waits
+def test_a_run_on_a_busy_port_says_so(tmp_path: Path) -> None:
+    with worlds.listening() as taken:
+        port = str(taken.getsockname()[1])
+        ranks: dict[str, Any] = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+        ranks |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        done = worlds.megappo("train", worlds.QUICKSTART, f"run.directory={tmp_path}/run", **ranks)
+    assert done.returncode == 1
+    said = [line for line in done.stderr.splitlines() if line.startswith("megappo: error: ")]
+    assert len(said) == 1, done.stderr
+    assert f"rank 0 of 2 could not meet the others at 127.0.0.1:{port}" in said[0]
+    assert (
+        "set MASTER_ADDR and MASTER_PORT to rank 0's machine and a free port of it, and ask `megappo doctor`" in said[0]
+    )
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,96 @@
+"""The parts of the doctor that need no broken world."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+
+import pytest
+
+from megappo.config import Derived, RoleNumbers
+from megappo.config.grid import Grid
+from megappo.doctor.findings import any_broken, as_text, broken, fine, merge, slow
+from megappo.doctor.network import GroupKind, Measured, group_kinds, judge
+from megappo.doctor.software import REQUIRED, SGLANG, holds
+from tests.support.places import ROOT
+
+
+def setup_arguments() -> dict[str, ast.expr]:
+    tree = ast.parse((ROOT / "setup.py").read_text())
+    call = next(n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "setup")
+    return {word.arg: word.value for word in call.keywords if word.arg}
+
+
+def test_requirements_are_those_of_setup() -> None:
+    arguments = setup_arguments()
+    assert "REQUIREMENTS.read_text()" in ast.unparse(arguments["install_requires"])
+    assert REQUIRED[0].startswith("torch>=")
+    assert ast.literal_eval(arguments["extras_require"])["sglang"] == [SGLANG]
+    assert SGLANG in (ROOT / "launch/requirements-sglang.txt").read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("version", "bounds", "kept"),
+    [
+        ("2.13.0+cpu", ">=2.11", True),
+        ("2.9.1", ">=2.11", False),
+        ("0.20", ">=0.16,<0.20", False),
+        ("0.19.2rc1", ">=0.16,<0.20", True),
+        ("0.5.23", "==0.5.23", True),
+        ("0.5.23.1", "==0.5.23", False),
+        ("5", ">=5,<6", True),
+        ("anything", "", True),
+    ],
+)
+def test_versions(version: str, bounds: str, kept: bool) -> None:
+    assert holds(version, bounds) is kept
+
+
+def test_lines_name_the_machines() -> None:
+    sick = broken("disk", "full", "free some")
+    found = merge([("a", [fine("gpu", "8")]), ("b", [fine("gpu", "8"), sick]), ("a", []), ("b", [fine("gpu", "8")])])
+    assert [f.machines for f in found] == [("a", "b"), ("b",)]
+    assert any_broken(found)
+    assert as_text(found, 2).splitlines() == [
+        "fine    gpu              8 (all 2 machines)",
+        "broken  disk             full (b); free some",
+        "1 fine, 0 slow, 1 broken",
+    ]
+    assert not any_broken([slow("a", "b", "c")])
+
+
+def role(tp: int, pp: int, ranks: range) -> RoleNumbers:
+    return RoleNumbers(Grid(ranks, tp, pp), 1, 16, 1, 1, 1)
+
+
+def test_groups_of_roles_that_stand_apart() -> None:
+    derived = Derived(8, role(2, 2, range(4)), role(1, 2, range(4, 8)), 8, 8, ())
+    found = {f.name: f for f in group_kinds(derived, 8)}
+    assert list(found) == ["world", "actor TP 2", "actor PP 2", "critic PP 2", "critic DP 2"]
+    assert found["actor TP 2"].groups == ((0, 1), (2, 3))
+    assert found["actor PP 2"].groups == ((0, 2), (1, 3))
+    assert found["actor PP 2"].point_to_point
+    assert found["critic DP 2"].groups == ((4, 6), (5, 7))
+    same = dataclasses.replace(derived, critic=derived.actor)
+    assert [f.name for f in group_kinds(same, 8)] == ["world", "actor TP 2, critic TP 2", "actor PP 2, critic PP 2"]
+    assert group_kinds(None, 1) == []
+
+
+def test_groups_of_ranks_that_share_out_samples() -> None:
+    numbers = RoleNumbers(Grid(range(8), 2, 1, cp=2), 1, 16, 1, 1, 1)
+    found = {f.name: f for f in group_kinds(Derived(8, numbers, None, 8, 8, ()), 8)}
+    assert list(found) == ["world", "actor TP 2", "actor CP 2", "actor DP x CP 4"]
+    assert found["actor CP 2"].groups == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert found["actor DP x CP 4"].groups == ((0, 2, 4, 6), (1, 3, 5, 7))
+
+
+def test_a_slow_group_is_named() -> None:
+    kind = GroupKind("actor TP 8", tuple(tuple(range(8 * n, 8 * n + 8)) for n in range(3)))
+    measured = {ranks: Measured(3e-5, 300e9) for ranks in kind.groups}
+    assert judge(kind, measured, "cuda").words == "actor TP 8 (3 groups): 300.00 GB/s, 30 us"
+    measured[kind.groups[1]] = Measured(9e-5, 20e9)
+    found = judge(kind, measured, "cuda")
+    assert found.state == "slow"
+    assert found.words.endswith("20.00 GB/s, 90 us in the slowest (ranks 8-15), 300.00 GB/s in the middle one")
+    everywhere = dict.fromkeys(kind.groups, Measured(1e-3, 1e9))
+    assert "below 10 GB/s" in judge(kind, everywhere, "cuda").words

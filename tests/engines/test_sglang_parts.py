@@ -1,0 +1,609 @@
+"""What can be said of the SGLang engine without a server: fingerprints, noise, the guard, settings."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from megappo.config.engine import SGLangSettings
+from megappo.config.load import load_config
+from megappo.config.rules import engine_rules, server_rules
+from megappo.engines.registry import find_engine
+from megappo.engines.sglang import fleet
+from megappo.engines.sglang.client import Endpoint
+from megappo.engines.sglang.inspection import check_routing
+from megappo.engines.sglang.server import EngineError, ServerSpec
+from megappo.engines.sglang.sync import ServerSync, SyncRun
+from megappo.engines.sglang.transport import Loaded
+from megappo.errors import RunError
+from megappo.families.architecture import ArchitectureConfig, ModelShape
+from megappo.families.blocks import Attention, Experts, GatedMlp, QueryKeyNorms, QueryKeyValueBiases
+from megappo.families.declaration import Block, Family
+from megappo.families.parameters import model_parameters, tensor_shapes
+from megappo.plan.cache import PlannedCache
+from megappo.reshard.fingerprint import Fingerprints, differing
+from megappo.reshard.slices import EngineShape, Receiver
+from megappo.reshard.stream import Parcel
+from megappo.runtime import nccl, sglang_cpu
+from megappo.runtime.process import Runtime
+from megappo.runtime.sglang_slices import LOADER, SlicePlace, describe, load_slices
+from tests.support.places import ROOT, TINY
+
+CACHE = PlannedCache(9000, 100)
+
+
+def arch(*blocks: Block, **changes: Any) -> ArchitectureConfig:
+    sizes: dict[str, Any] = {
+        "layers": 2, "hidden_size": 16, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_hidden_size": 24,
+        "vocab_size": 131, "max_position_embeddings": 64, "tied_embeddings": False, "norm_eps": 1e-6,
+        "initializer_range": 0.02, "hf_config": PretrainedConfig(),
+    }  # fmt: skip
+    return ArchitectureConfig(family="toy", declaration=Family("toy", (), blocks), **(sizes | changes))
+
+
+def checksum(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().numpy().tobytes()).digest()[:8].hex()
+
+
+@pytest.mark.parametrize(("tp", "groups"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2)])
+def test_fingerprints_are_those_of_the_engines_own_parameters(tp: int, groups: int) -> None:
+    """Built here the long way: fused, sharded, key/value heads repeated, vocabulary padded to a multiple of 64; heads
+    and embedding sharded in each of the groups that attend apart."""
+    a = arch(Attention(), GatedMlp(), QueryKeyValueBiases(), QueryKeyNorms())
+    parameters = list(model_parameters(a))
+    whole = {name: torch.randn(shape) for name, shape in tensor_shapes(a).items()}
+    found = Fingerprints(EngineShape(a, tp, attention=groups)).of_bucket(parameters, whole)
+    ranks = tp // groups
+    assert {rank for rank, _ in found} == set(range(tp))
+    layer = "model.layers.1."
+    for rank in range(tp):
+        place = rank % ranks
+        q = whole[layer + "self_attn.q_proj.weight"].chunk(ranks)[place]
+        head = place * 2 // ranks
+        heads = slice(head * 8, (head + max(1, 2 // ranks)) * 8)
+        k, v = (whole[layer + f"self_attn.{n}_proj.weight"][heads] for n in "kv")
+        assert found[rank, layer + "self_attn.qkv_proj.weight"] == checksum(torch.cat([q, k, v]))
+        out = whole[layer + "self_attn.o_proj.weight"].chunk(ranks, dim=1)[place]
+        assert found[rank, layer + "self_attn.o_proj.weight"] == checksum(out)
+        gate, up = (whole[layer + f"mlp.{n}_proj.weight"].chunk(tp)[rank] for n in ("gate", "up"))
+        assert found[rank, layer + "mlp.gate_up_proj.weight"] == checksum(torch.cat([gate, up]))
+        down = whole[layer + "mlp.down_proj.weight"].chunk(tp, dim=1)[rank]
+        assert found[rank, layer + "mlp.down_proj.weight"] == checksum(down)
+        padded = torch.zeros(192, 16)
+        padded[:131] = whole["lm_head.weight"]
+        assert found[rank, "lm_head.weight"] == checksum(padded.chunk(tp)[rank])
+        padded[:131] = whole["model.embed_tokens.weight"]
+        assert found[rank, "model.embed_tokens.weight"] == checksum(padded.chunk(ranks)[place])
+        assert found[rank, layer + "self_attn.k_norm.weight"] == checksum(whole[layer + "self_attn.k_norm.weight"])
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (2, 2), (4, 2)])
+def test_experts_of_several_buckets_make_one_fingerprint(tp: int, ep: int) -> None:
+    """An engine's two parameters of a layer's experts, each with its rank's part of those that its group holds."""
+    a = arch(Attention(), Experts(), experts=4)
+    experts = [p for p in model_parameters(a) if p.layer == 1 and p.expert is not None]
+    whole = {name: torch.randn(shape) for name, shape in tensor_shapes(a).items()}
+    fingerprints = Fingerprints(EngineShape(a, tp, ep))
+    assert fingerprints.of_bucket(experts[:2], whole) == {}
+    found = fingerprints.of_bucket(experts[2:5], whole) | fingerprints.of_bucket(experts[5:], whole)
+    prefix = "model.layers.1.mlp.experts"
+    assert found.keys() == {(rank, f"{prefix}.{name}_weight") for rank in range(tp) for name in ("w13", "w2")}
+    for rank in range(tp):
+        share, place = rank * ep // tp, rank % (tp // ep)
+        held = range(4 * share // ep, 4 * (share + 1) // ep)
+        gate, up = (
+            torch.stack([whole[f"{prefix}.{e}.{n}_proj.weight"].chunk(tp // ep)[place] for e in held])
+            for n in ("gate", "up")
+        )
+        down = torch.stack([whole[f"{prefix}.{e}.down_proj.weight"].chunk(tp // ep, dim=1)[place] for e in held])
+        assert found[rank, f"{prefix}.w13_weight"] == checksum(torch.cat([gate, up], dim=1))
+        assert found[rank, f"{prefix}.w2_weight"] == checksum(down)
+
+
+def test_threads_of_a_sync_work_on_the_device_of_their_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fingerprints on a GPU move tensors to the thread's current device, which would be device 0 of every rank."""
+    devices: dict[int, int] = {}
+    worked: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: devices.update({threading.get_ident(): device}))
+
+    both = threading.Barrier(2, timeout=60)  # the load and the fingerprints wait for each other, so these are two
+
+    def work() -> None:
+        worked.append(threading.get_ident())
+        both.wait()
+
+    class Watched:
+        def prepare(self, parcels: Loaded, others: Sequence[int]) -> Callable[[], None]:
+            return work
+
+        def close(self) -> None: ...
+
+    receiver = Receiver(0)
+    monkeypatch.setattr(Fingerprints, "of_bucket", lambda *_: work())
+    server = ServerSync(Endpoint(0, "", "", 0), Watched(), [receiver], 0)
+    run = SyncRun([server], EngineShape(arch(), 1), 60.0, verify=True)
+    run.load([(Parcel(receiver, (), ()), torch.empty(0))])
+    run.settle()
+    assert len(set(worked)) == 2 and threading.get_ident() not in worked
+    assert [devices[thread] for thread in worked] == [3, 3]
+
+
+def test_differences_are_named() -> None:
+    sent = {(0, "a"): "1", (1, "a"): "2", (0, "b"): "3"}
+    assert differing(sent, sent) == []
+    assert differing(sent, sent | {(1, "a"): "x"}) == ["a"]
+    assert differing(sent, {(0, "a"): "1", (1, "a"): "2"}) == ["b"]
+    assert differing(sent, sent | {(0, "c"): "9"}) == ["c"]
+
+
+def murmur(data: bytes) -> int:
+    """MurmurHash3 (x86, 32 bit) with seed 0 over whole blocks, as its author wrote it."""
+    mask, h = 0xFFFFFFFF, 0
+    for i in range(0, len(data), 4):
+        k = int.from_bytes(data[i : i + 4], "little") * 0xCC9E2D51 & mask
+        k = (k << 15 | k >> 17) & mask
+        h ^= k * 0x1B873593 & mask
+        h = (h << 13 | h >> 19) & mask
+        h = (h * 5 + 0xE6546B64) & mask
+    h ^= len(data)
+    h = (h ^ h >> 16) * 0x85EBCA6B & mask
+    h = (h ^ h >> 13) * 0xC2B2AE35 & mask
+    return h ^ h >> 16
+
+
+def test_the_noise_of_seeded_sampling_is_that_of_the_gpu() -> None:
+    """Blocks of the hash: seed low, seed high, position, column."""
+    seeds = torch.tensor([1, 2**62 + 12345, 2**63 - 1], dtype=torch.int64)
+    positions, columns = torch.tensor([0, 7, 100_000]), torch.arange(5)
+    found = sglang_cpu.murmur_hash32(seeds.to(torch.uint64), positions, columns)
+    assert found.dtype == torch.uint32
+    for n, (seed, position) in enumerate(zip(seeds.tolist(), positions.tolist(), strict=True)):
+        blocks = [seed & 0xFFFFFFFF, seed >> 32, position]
+        expected = [murmur(b"".join(x.to_bytes(4, "little") for x in [*blocks, c])) for c in range(5)]
+        assert found[n].tolist() == expected
+
+
+def test_the_platform_is_for_machines_without_cuda_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert sglang_cpu.activate() == "megappo.runtime.sglang_cpu.CpuPlatform"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert sglang_cpu.activate() is None
+    setup = (ROOT / "setup.py").read_text()
+    assert all(f'"{group}": ["{point}"]' in setup for group, point in sglang_cpu.ENTRY_POINTS.items())
+
+
+@pytest.mark.waits
+def test_only_servers_of_megappo_without_cuda_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = pytest.importorskip("sglang.srt.plugins.hook_registry").HookRegistry
+    targets: list[str] = []
+    monkeypatch.setattr(registry, "register", lambda target, *_: targets.append(target))
+    for platform, cuda in (("", False), (sglang_cpu.PLATFORM_NAME, True)):
+        monkeypatch.setenv("SGLANG_PLATFORM", platform)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
+        sglang_cpu.register_hooks()
+    assert targets == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    sglang_cpu.register_hooks()
+    assert len(targets) == 1
+
+
+def test_a_further_part_does_not_look_for_the_first_ones_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one machine the first may have bound them by then; SGLang then gave up after 30 seconds."""
+    registry = pytest.importorskip("sglang.srt.plugins.hook_registry").HookRegistry
+    hooks: list[Callable[..., None]] = []
+    settings = SimpleNamespace(wait_port_available=lambda *_port: False)
+    monkeypatch.setitem(sys.modules, "sglang.srt.server_args", settings)
+    monkeypatch.setattr(registry, "register", lambda _target, hook, _kind: hooks.append(hook))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("SGLANG_PLATFORM", sglang_cpu.PLATFORM_NAME)
+    monkeypatch.setattr(multiprocessing, "set_start_method", lambda *_name, **_force: None)
+    sglang_cpu.register_hooks()
+    for number, sees_them_free in ((0, False), (1, True)):
+        hooks[0](None, SimpleNamespace(node_rank=number))
+        assert settings.wait_port_available(11461, "port_base") is sees_them_free
+
+
+def test_without_sglang_a_run_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(_name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(RunError, match="rollout.engine is sglang, which is not installed; pip install"):
+        sglang_cpu.require_sglang()
+    monkeypatch.setattr(importlib.metadata, "version", lambda _name: "0.6.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RunError, match="SGLang 0.6.0 is installed, on a CPU only 0.5.23 runs"):
+        sglang_cpu.require_sglang()
+
+
+def test_a_server_gets_no_variables_of_torchrun_and_no_key_on_its_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "SGLANG_USE_CPU_ENGINE"):
+        monkeypatch.setenv(name, "1")
+    settings = SGLangSettings(tensor_parallel=2, arguments={"chunked-prefill-size": 64})
+    spec = ServerSpec(tmp_path, "float32", settings, (1, 5), False, tmp_path, CACHE, cores=(0, 1, 2, 3))
+    environment = spec.environment(tmp_path)
+    assert not {"RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "SGLANG_USE_CPU_ENGINE"} & environment.keys()
+    assert environment["SGLANG_CPU_OMP_THREADS_BIND"] == "0,1|2,3"
+    arguments = spec.arguments(1234, "secret")
+    assert arguments["api-key"] == "secret" and arguments["chunked-prefill-size"] == 64
+    assert arguments["json-model-override-args"] == '{"eos_token_id": [1, 5], "quantization_config": null}'
+    on_gpu = replace(spec, devices=(2, 3), memory_saver=True)
+    assert on_gpu.environment(tmp_path)["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert on_gpu.arguments(1, "k")["enable-memory-saver"] is True
+    assert "device" not in on_gpu.arguments(1, "k")
+    # Ranks of a server that draw for themselves must be told what was drawn; seeds make that needless.
+    assert on_gpu.environment(tmp_path)["SYNC_TOKEN_IDS_ACROSS_TP"] == "1"
+    for same in (replace(on_gpu, deterministic=True), replace(on_gpu, settings=SGLangSettings())):
+        assert "SYNC_TOKEN_IDS_ACROSS_TP" not in same.environment(tmp_path)
+
+
+@pytest.fixture
+def one_gpu_per_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of four GPUs, of which `srun --gpus-per-task=1` shows each task one; this is the last one."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runtime: Runtime, **settings: Any) -> list[dict[str, str]]:
+    """The variables of the servers that this rank of a run starts."""
+    found: list[dict[str, str]] = []
+    monkeypatch.setattr(fleet, "of_all_ranks", lambda value: [value] * runtime.world_size)
+    monkeypatch.setattr(Runtime, "release_cached_memory", lambda self: None)
+    monkeypatch.setattr(fleet, "agreed", lambda work, _caught: work())
+    monkeypatch.setattr(fleet, "start_server", lambda spec, *_, **__: found.append(spec.environment(tmp_path)))
+    fleet.Fleet(ServerSpec(tmp_path, "bfloat16", SGLangSettings(**settings), (1,), False, tmp_path, CACHE), runtime)
+    return found
+
+
+@pytest.mark.usefixtures("one_gpu_per_task")
+def test_a_server_gets_the_one_gpu_that_its_rank_sees(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whatever number the GPU has on the machine: for this rank it is number 0 of those in its own variable."""
+    last = Runtime(rank=3, world_size=4, local_rank=3, device=torch.device("cuda", 0))
+    assert [found["CUDA_VISIBLE_DEVICES"] for found in started(monkeypatch, tmp_path, last)] == ["3"]
+    config = load_config(ROOT / "configs/sglang_quickstart.yaml")
+    find_engine(config.rollout)
+    for given, words in (
+        (
+            "{tensor_parallel: 2}",
+            "tensor_parallel is 2, but each rank sees one GPU alone, .*; set it to 1, or let each",
+        ),
+        ("{placement: disaggregated}", "is disaggregated, but each rank sees one GPU alone, .*; set it to colocated"),
+    ):
+        rollout = load_config(ROOT / "configs/sglang_quickstart.yaml", [f"rollout.sglang={given}"]).rollout
+        with pytest.raises(RunError, match=words):
+            find_engine(rollout)
+
+
+def test_servers_stand_on_gpus_that_there_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where a rank sees all of the machine's GPUs, or some of them by names."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    third = Runtime(rank=2, world_size=4, local_rank=2, device=torch.device("cuda", 2))
+    found = started(monkeypatch, tmp_path, third, tensor_parallel=2)
+    assert [variables["CUDA_VISIBLE_DEVICES"] for variables in found] == ["2,3"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c,GPU-d")
+    assert started(monkeypatch, tmp_path, third)[0]["CUDA_VISIBLE_DEVICES"] == "GPU-c"
+    first = Runtime(rank=0, world_size=2, local_rank=0, device=torch.device("cuda", 0))
+    apart: dict[str, Any] = {"placement": "disaggregated", "engines": 2}
+    assert [f["CUDA_VISIBLE_DEVICES"] for f in started(monkeypatch, tmp_path, first, **apart)] == ["GPU-c"]
+    with pytest.raises(RunError, match="server 0 would stand on the GPUs 2 to 5, but a rank sees 4 here"):
+        started(monkeypatch, tmp_path, first, tensor_parallel=4, **apart)
+
+
+def started_on_machines(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hosts: Sequence[int], rank: int, **settings: Any
+) -> list[ServerSpec]:
+    """The specifications with which a rank of a world on such machines starts servers."""
+    found: list[ServerSpec] = []
+    address = [f"10.0.0.{host}" for host in hosts]
+
+    def of_all(value: Any) -> list[Any]:
+        return address if isinstance(value, str) else list(hosts)
+
+    def towards(to: str, _port: int) -> str:
+        return "10.0.0.0" if to == "10.0.0.1" else "10.0.0.1" if hosts[rank] else "127.0.1.1"
+
+    monkeypatch.setenv("MASTER_ADDR", "node0")
+    monkeypatch.setattr(fleet, "of_all_ranks", of_all)
+    monkeypatch.setattr(fleet, "address_towards", towards)
+    monkeypatch.setattr(fleet, "listening_problem", lambda *_: None)
+    monkeypatch.setattr(fleet, "agreed", lambda work, *_caught: work())
+    monkeypatch.setattr(Runtime, "release_cached_memory", lambda self: None)
+    monkeypatch.setattr(fleet, "start_server", lambda spec, *_, **__: found.append(spec))
+    runtime = Runtime(rank=rank, world_size=len(hosts), local_rank=0, device=torch.device("cpu"))
+    fleet.Fleet(ServerSpec(tmp_path, "float32", SGLangSettings(**settings), (1,), False, tmp_path, CACHE), runtime)
+    return found
+
+
+def test_servers_of_several_machines_are_found_by_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They listen where the way to the other machines begins, though the first one's name means loopback there; a
+    machine that is alone listens on loopback."""
+    for rank, expected in ((0, ("10.0.0.0", "10.0.0.0")), (1, None)):
+        found = started_on_machines(monkeypatch, tmp_path, [0, 1], rank)
+        assert [(spec.host, spec.address) for spec in found] == ([expected] if expected else [])
+    (alone,) = started_on_machines(monkeypatch, tmp_path, [0, 0], 0)
+    assert (alone.host, alone.address) == ("127.0.0.1", "")
+    (everywhere,) = started_on_machines(monkeypatch, tmp_path, [0, 1], 0, host="0.0.0.0")
+    assert (everywhere.host, everywhere.address) == ("0.0.0.0", "10.0.0.0")
+    with pytest.raises(
+        RunError, match=r"host is 127.0.0.1 \(which only the machine itself reaches\), and the trainers"
+    ):
+        started_on_machines(monkeypatch, tmp_path, [0, 1], 0, host="127.0.0.1")
+    with pytest.raises(
+        RunError, match="rollout.sglang.nodes is 2, but the trainers have 1 machine; start the trainers on"
+    ):
+        started_on_machines(monkeypatch, tmp_path, [0, 0], 0, tensor_parallel=2, nodes=2)
+
+
+@pytest.mark.parametrize("given", [{}, {"NCCL_NVLS_ENABLE": "1"}])
+def test_trainers_and_servers_get_the_same_settings_of_nccl(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: dict[str, str]
+) -> None:
+    """Where the user says nothing, what SGLang would set; what the user says holds for both."""
+    for name in nccl.SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    spec = ServerSpec(tmp_path, "float32", SGLangSettings(), (1,), False, tmp_path, CACHE)
+    server = spec.environment(tmp_path)
+    assert {name: server[name] for name in nccl.SETTINGS} == nccl.SETTINGS | given
+    trainer = dict(os.environ)
+    nccl.share_settings(trainer)
+    assert {name: trainer[name] for name in nccl.SETTINGS} == nccl.SETTINGS | given
+    told = json.loads(spec.arguments(1, "k")["extra-metric-labels"])
+    assert nccl.read_labels(told) == nccl.own_stack(trainer)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "on_cpu", "on_gpu"),
+    [
+        ([], True, False),
+        (["rollout.when_stopped=keep"], True, True),
+        (["rollout.sglang.deterministic=true"], True, True),
+        (["rollout.sglang.deterministic=false"], False, False),
+    ],
+)
+def test_seeds_count_where_they_cost_little_or_are_needed(overrides: list[str], on_cpu: bool, on_gpu: bool) -> None:
+    """SGLang makes a tensor of seeds with deterministic inference only, which samples in torch; else it has its own
+    way to sample."""
+    config = load_config(ROOT / "configs/sglang_quickstart.yaml", overrides)
+    for on_cuda, expected in ((False, on_cpu), (True, on_gpu)):
+        spec = ServerSpec.of(config, TINY, (1,), on_cuda=on_cuda, device_bytes=80e9 * on_cuda)
+        arguments = replace(spec, devices=(0,) if on_cuda else ()).arguments(1, "k")
+        assert arguments.get("enable-deterministic-inference", False) is expected
+        assert arguments.get("sampling-backend") == ("pytorch" if expected else None)
+
+
+def test_a_server_that_sleeps_gets_no_expandable_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch_memory_saver refuses them; the trainer's variables stay as they are."""
+    ours = "max_split_size_mb:128, expandable_segments:True,roundup_power2_divisions:[256:1,>:4]"
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    for name in names:
+        monkeypatch.setenv(name, ours)
+    awake = ServerSpec(tmp_path, "bfloat16", SGLangSettings(), (1,), False, tmp_path, CACHE, devices=(0,))
+    asleep = replace(awake, memory_saver=True)
+    for name in names:
+        assert awake.environment(tmp_path)[name] == os.environ[name] == ours
+        assert asleep.environment(tmp_path)[name] == "max_split_size_mb:128,roundup_power2_divisions:[256:1,>:4]"
+
+
+def test_servers_elsewhere_have_as_many_tokens_as_they_have() -> None:
+    words = ["rollout.sglang={placement: disaggregated, urls: ['http://a:1'], memory_fraction: 0.1}"]
+    config = load_config(ROOT / "configs/sglang_quickstart.yaml", words)
+    spec = ServerSpec.of(config, TINY, (1,), on_cuda=True, device_bytes=1e6)
+    assert spec.cache == PlannedCache(None, config.max_sequence_tokens)
+
+
+SHAPE = ModelShape("llama", 64, 2, 4, 2, 16, 256, 16, 32, False)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["rollout.engine=transformers"], "rollout.sglang is given but rollout.engine is 'transformers'"),
+        (["rollout.engine=transformers", "rollout.sglang=null", "rollout.ahead=1"], "has no processes of its own"),
+        (["rollout.dtype=bfloat16"], "rollout.dtype is bfloat16"),
+        (["rollout.ahead=1"], "set it to corrected or bypass"),
+        (["rollout.when_stopped=keep", "rollout.sglang.deterministic=false"], "samples the long ones anew"),
+        (["rollout.sglang.tensor_parallel=3"], "rollout.sglang.tensor_parallel 3 does not divide"),
+        (
+            ["rollout.sglang={tensor_parallel: 4, nodes: 3}"],
+            "rollout.sglang.nodes 3 does not divide tensor_parallel 4; the nearest is 2 or 4",
+        ),
+        (
+            ["rollout.sglang={tensor_parallel: 4, data_parallel_attention: 3}"],
+            "rollout.sglang.data_parallel_attention 3 does not divide tensor_parallel 4; the nearest is 2 or 4",
+        ),
+        (
+            ["rollout.sglang={tensor_parallel: 2, data_parallel_attention: 4}"],
+            "rollout.sglang.data_parallel_attention 4 does not divide tensor_parallel 2; the nearest is 2",
+        ),
+        (
+            ["rollout.sglang={tensor_parallel: 2, data_parallel_attention: 2}"],
+            "is 2, which SGLang has for qwen3 or qwen3_moe, not for llama; set it to 1",
+        ),
+        (["rollout.sglang.arguments={attn-dp-size: 2}"], "has attn-dp-size, by which weights would stand elsewhere"),
+        (
+            ["rollout.sglang.arguments={speculative-algorithm: NEXTN}"],
+            "has speculative-algorithm NEXTN, but a run sends its servers the actor's weights, and none of layers that",
+        ),
+        (["rollout.sglang.arguments={nnodes: 2}"], "has nnodes, which follows from rollout.sglang.nodes; remove it"),
+    ],
+)
+def test_settings_that_do_not_go_together(overrides: list[str], words: str) -> None:
+    config = load_config(ROOT / "configs/sglang_quickstart.yaml", overrides)
+    assert any(words in problem for problem in (*engine_rules(config), *server_rules(config, SHAPE)))
+
+
+def test_tokens_may_be_drafted_without_weights() -> None:
+    drafts = "rollout.sglang.arguments={speculative-algorithm: NGRAM}"
+    assert not list(server_rules(load_config(ROOT / "configs/sglang_quickstart.yaml", [drafts]), SHAPE))
+
+
+def test_heads_are_shared_out_by_the_ranks_that_attend_together() -> None:
+    words = ["rollout.sglang={tensor_parallel: 8, data_parallel_attention: 4}"]
+    config, shape = load_config(ROOT / "configs/sglang_quickstart.yaml", words), replace(SHAPE, family="qwen3")
+    assert not list(server_rules(config, shape))
+    (problem,) = server_rules(config, replace(shape, tied_embeddings=True))
+    assert "data_parallel_attention is 4, but the model's embedding is its output layer" in problem
+    arguments = ServerSpec.of(config, TINY, (1,), on_cuda=False).arguments(1, "")
+    assert (arguments["tensor-parallel-size"], arguments["attn-dp-size"]) == (8, 4)
+    assert not config.rollout.servers.takes_slices
+
+
+def test_a_server_elsewhere_has_to_say_which_experts_computed_a_token() -> None:
+    check_routing("server 0", {"enable_return_routed_experts": True}, wanted=True)
+    check_routing("server 0", {}, wanted=False)
+    for said in ({}, {"enable_return_routed_experts": False}):
+        with pytest.raises(EngineError, match="server 0 does not say .* or set algorithm.router_replay to false"):
+            check_routing("server 0", said, wanted=True)
+
+
+def test_where_experts_stand_is_no_argument_of_ones_own() -> None:
+    config = load_config(ROOT / "configs/sglang_quickstart.yaml", ["rollout.sglang.arguments={ep-size: 2}"])
+    experts = replace(SHAPE, experts=8)
+    assert any("rollout.sglang.arguments has ep-size" in problem for problem in server_rules(config, experts))
+    assert not list(server_rules(config, SHAPE))
+
+
+@pytest.mark.parametrize(
+    ("tp", "ep", "experts", "words"),
+    [
+        (2, 2, 0, "expert_parallel 2, but the actor model has no experts; set it to 1"),
+        (4, 3, 9, "expert_parallel 3 does not divide rollout.sglang.tensor_parallel 4; the nearest is 1"),
+        (4, 4, 6, "tensor_parallel 4 and 6 (experts); the nearest is 2"),
+        (16, 1, 8, "leaves 16 ranks of a server to share out each expert, whose 24 (FFN hidden size)"),
+        (4, 2, 8, ""),
+    ],
+)
+def test_ranks_of_a_server_share_out_experts(tp: int, ep: int, experts: int, words: str) -> None:
+    sizes = [f"rollout.sglang.tensor_parallel={tp}", f"rollout.sglang.expert_parallel={ep}"]
+    config = load_config(ROOT / "configs/sglang_quickstart.yaml", sizes)
+    shape = replace(SHAPE, experts=experts, heads=16, kv_heads=16, ffn_hidden_size=24 if experts else 32)
+    problems = list(server_rules(config, shape))
+    assert len(problems) == bool(words) and words in "".join(problems)
+    assert ServerSpec.of(config, TINY, (1,), on_cuda=False).arguments(1, "").get("ep-size", 1) == ep
+
+
+def test_the_readmes_example_is_valid() -> None:
+    text = (ROOT / "megappo" / "engines" / "README.md").read_text()
+    settings = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])["rollout"]
+    overrides = [f"rollout.{name}={json.dumps(value)}" for name, value in settings.items()]
+    config = load_config(ROOT / "configs/sglang_quickstart.yaml", overrides)
+    assert config.rollout.servers.engines == 2
+    assert not list(server_rules(config, SHAPE))
+
+
+def test_shipped_settings_go_together() -> None:
+    for name in ("sglang_quickstart", "sglang_disaggregated", "quickstart"):
+        assert not list(server_rules(load_config(ROOT / f"configs/{name}.yaml"), SHAPE))
+
+
+@pytest.mark.parametrize(
+    ("sglang", "words"),
+    [
+        ("{urls: ['http://a:1']}", "set placement: disaggregated"),
+        ("{urls: ['http://a:1'], placement: disaggregated, engines: 2}", "set one of them"),
+        ("{urls: ['a:1'], placement: disaggregated}", "must look like http://HOST:PORT"),
+        (
+            "{urls: ['http://a:1'], placement: disaggregated, nodes: 2}",
+            "nodes 2 is for own servers, and urls name others",
+        ),
+    ],
+)
+def test_wrong_servers(sglang: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        load_config(ROOT / "configs/sglang_quickstart.yaml", [f"rollout.sglang={sglang}"])
+
+
+class Held(torch.nn.Module):
+    """An engine's parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = torch.nn.Parameter(torch.full((3, 2, 4), 7.0))
+        self.rows = torch.nn.Parameter(torch.full((4, 2), 7.0))
+
+
+def test_slices_are_put_in_their_places_with_the_padding_behind_them() -> None:
+    """An expert's part of a parameter of three, and a vocabulary of three rows in four."""
+    engine, flat = Held(), torch.arange(14.0)
+    places = [SlicePlace("experts", 2, 3, 0, "float32", 0, 32), SlicePlace("rows", 0, 1, 2, "float32", 32, 56)]
+    load_slices(engine, [(describe(places), flat.view(torch.uint8))])
+    assert torch.equal(engine.experts[2], flat[:8].view(2, 4)) and (engine.experts[:2] == 7).all()
+    assert engine.rows.tolist() == [[8, 9], [10, 11], [12, 13], [0, 0]]
+
+
+class Derived(Held):
+    """An engine that keeps besides what it makes of its parameters, as latent attention does."""
+
+    made = 0.0
+
+    def post_load_weights(self, is_nextn: bool = False, weight_names: Any = None) -> None:
+        assert weight_names == {"rows"} and not is_nextn
+        self.made = float(self.rows.detach().sum())
+
+
+def test_what_an_engine_makes_of_its_parameters_is_made_of_the_new_ones() -> None:
+    engine, flat = Derived(), torch.arange(8.0)
+    load_slices(engine, [(describe([SlicePlace("rows", 0, 1, 0, "float32", 0, 32)]), flat.view(torch.uint8))])
+    assert engine.made == 28
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        (SlicePlace("columns", 0, 1, 0, "float32", 0, 32), "the engine has no parameter columns"),
+        (SlicePlace("rows", 0, 1, 0, "float32", 0, 28), "holds rows as .4, 2. of torch.float32, not as 7 elements"),
+        (SlicePlace("rows", 0, 1, 0, "bfloat16", 0, 16), "not as 8 elements of torch.bfloat16; remove what changes"),
+        (SlicePlace("experts", 1, 4, 0, "float32", 0, 32), "not as 32 elements of torch.float32"),
+    ],
+)
+def test_slices_of_another_layout_are_refused(place: SlicePlace, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        load_slices(Held(), [(describe([place]), torch.arange(14.0).view(torch.uint8))])
+
+
+@pytest.mark.parametrize(
+    ("version", "settings", "sliced"),
+    [
+        ("0.5.23", {"tensor_parallel": 2}, True),
+        ("0.5.24", {"tensor_parallel": 2}, False),
+        ("0.5.23", {"tensor_parallel": 2, "verify": False}, False),
+        ("0.5.23", {}, False),
+        ("0.5.23", {"tensor_parallel": 2, "placement": "disaggregated"}, False),
+    ],
+)
+def test_a_server_has_the_loader_of_slices_where_it_is_given_some(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str, settings: dict[str, Any], sliced: bool
+) -> None:
+    """A server that may be laid out in another way takes whole tensors."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda _name: version)
+    given = SGLangSettings(**settings)
+    spec = ServerSpec(tmp_path, "float32", given, (1,), False, tmp_path, CACHE)
+    monkeypatch.setattr("megappo.engines.sglang.server.own_stack", lambda _environment: SimpleNamespace(labels=dict))
+    assert spec.arguments(1, "k").get("custom-weight-loader") == ([LOADER] if sliced else None)

@@ -1,0 +1,310 @@
+"""The embedded engine: what it samples, what it reports, and what it refuses."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megappo.config import ConfigError, load_config
+from megappo.config.model_files import read_architecture
+from megappo.config.schema import RolloutSettings
+from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams, ServedEngine, SleepingEngine
+from megappo.engines.transformers_engine import TransformersEngine
+from megappo.errors import Interrupted, RunError
+from megappo.families.architecture import ArchitectureConfig
+from megappo.observe.progress import PROGRESS
+from megappo.ppo.answering import find_generation, generated
+from megappo.ppo.parts import Parts
+from megappo.ppo.sampling import finish_rollout, request_samples, sample_seed
+from megappo.runtime.interrupts import Stop
+from megappo.types import Prompt, Prompts, RoutingShape
+from tests.support.models import VOCAB, stored_parameters, write_model
+from tests.support.places import QUICKSTART, TINY
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("m") / "model", "llama", 5, initializer_range=0.08)
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path):  # type: ignore[no-untyped-def]
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def make_engine(folder: Path, batch: int = 8, stop: Stop | None = None, *, sleeps: bool = False) -> TransformersEngine:
+    return TransformersEngine(
+        read_architecture(folder),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        generate_batch_sequences=batch,
+        sleeps=sleeps,
+        stop=stop,
+    )
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path, model) -> TransformersEngine:  # type: ignore[no-untyped-def]
+    made = make_engine(folder)
+    made.update_weights(model.named_parameters(), 3)
+    return made
+
+
+def requests(n: int = 12) -> list[GenerateRequest]:
+    g = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(2, VOCAB, (1 + i % 5,), generator=g).tolist() for i in range(n)]
+    return [GenerateRequest(tuple(p), seed=i, prompt_id=i) for i, p in enumerate(prompts)]
+
+
+def test_special_tokens_are_shown_and_counted() -> None:
+    """The clean text is the same for all of them; the stop token that ended a response is not counted."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    pad, eos, three = tokenizer.convert_tokens_to_ids(["<pad>", "<eos>", "3"])
+    answers = [(three, eos), (pad, three), (pad, pad, three, eos), (three, eos, pad)]
+    completions = [Completion(ids, (-1.0,) * len(ids), ids[-1] != eos, 0) for ids in answers]
+    prompts = Prompts(tuple(Prompt(i, (three,), "3", None, {}) for i in range(len(answers))), 0)
+    wanted = request_samples(prompts, samples_per_prompt=1, seed_of=lambda sample_id: sample_id)
+    rollouts = finish_rollout(wanted, completions, tokenizer)
+    assert rollouts.responses == ("3",) * 4
+    assert rollouts.raw_responses == ("3<eos>", "<pad>3", "<pad><pad>3<eos>", "3<eos><pad>")
+    assert rollouts.special_tokens_B.tolist() == [0, 1, 2, 2]
+
+
+def test_samples_and_tokens_are_counted(folder: Path, model) -> None:  # type: ignore[no-untyped-def]
+    engine = make_engine(folder, batch=2)
+    engine.update_weights(model.named_parameters(), 1)
+    seen: list[str] = []
+    engine.on_tokens = lambda: seen.append(PROGRESS.text())
+    PROGRESS.enter("rollout")
+    engine.generate(requests(3), SamplingParams(temperature=1.0, max_new_tokens=1, stop_token_ids=()))
+    seen.append(PROGRESS.text())
+    PROGRESS.leave()
+    assert [text.split(": ")[1].split(" samples")[0] for text in seen] == ["0 of 3", "2 of 3", "3 of 3"]
+    assert "tokens/s" in seen[2]
+
+
+PARAMS = SamplingParams(temperature=0.7, max_new_tokens=9, stop_token_ids=(1, 17))
+
+
+def test_logprobs_are_those_of_a_plain_forward_pass(engine: TransformersEngine, model) -> None:  # type: ignore[no-untyped-def]
+    for request, done in zip(requests(), engine.generate(requests(), PARAMS), strict=True):
+        tokens = torch.tensor([request.token_ids + done.token_ids])
+        logp = (model(tokens).logits[0] / PARAMS.temperature).log_softmax(-1)[len(request.token_ids) - 1 : -1]
+        truth = logp.gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(done.logprobs), truth, rtol=0, atol=1e-5)
+        assert done.weight_version == 3
+
+
+def test_tokens_without_a_row_are_named(engine: TransformersEngine) -> None:
+    """A model of rows for so many tokens, whichever of a batch has another one."""
+    for strange in (VOCAB, -1, 10**6):
+        asked = [*requests(2), GenerateRequest((3, strange, 4), seed=9, prompt_id=9)]
+        with pytest.raises(RunError, match=f"wants an answer to token {strange}, for which the model has no row"):
+            engine.generate(asked, PARAMS)
+
+
+def ones_own(path: str, **options: Any) -> RolloutSettings:
+    words = {"prompts_per_step": 1, "max_response_tokens": 9, "generation": path, "generation_options": options}
+    return RolloutSettings.model_validate(words)
+
+
+def test_a_way_of_ones_own_to_make_responses(engine: TransformersEngine) -> None:
+    """The example: greedy answers in segments are those in one piece, and so are their log-probabilities."""
+    asked, greedy = requests(), replace(PARAMS, greedy=True)
+    ends = engine.generate(asked, greedy)[0].token_ids[1]  # some end at once, some never
+    greedy = replace(greedy, stop_token_ids=(ends,))
+    function = find_generation(ones_own("configs.examples.segments:segments", tokens=4))
+    assert function is not None
+    found, whole = generated(function, engine, (), asked, greedy), engine.generate(asked, greedy)
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in whole]
+    assert [answer.truncated for answer in found] == [answer.truncated for answer in whole]
+    assert any(len(answer.token_ids) == 9 for answer in found) and any(len(a.token_ids) < 5 for a in found)
+    for mine, truth in zip(found, whole, strict=True):
+        assert mine.logprobs == pytest.approx(truth.logprobs, abs=1e-5)
+    assert generated(function, engine, (), [], greedy) == []
+    assert generated(function, engine, (), asked, PARAMS) == generated(function, engine, (), asked, PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("returned", "sentence"),
+    [
+        (None, "returned a NoneType, must be a list of 1 completions"),
+        ([], "returned 0 of them, must be a list of 1"),
+        ([Completion((), (), True, 0)], "a log-probability for each of their tokens, at least one"),
+        ([Completion((1, 2), (0.0,), True, 0)], "a log-probability for each of their tokens"),
+        ([Completion((1,) * 10, (0.0,) * 10, True, 0)], "returned 10 tokens, above the limit of 9"),
+    ],
+)
+def test_what_is_no_response_is_refused(engine: TransformersEngine, returned: Any, sentence: str) -> None:
+    with pytest.raises(RunError, match=sentence):
+        generated(lambda **_: returned, engine, (), requests(1), PARAMS)
+
+
+def test_ways_that_there_are_not() -> None:
+    assert find_generation(RolloutSettings(prompts_per_step=1, max_response_tokens=9)) is None
+    with pytest.raises(ValueError, match="did you mean 'configs.examples.segments:segments'"):
+        find_generation(ones_own("configs.examples.segments:segment"))
+    with pytest.raises(ValueError, match="unexpected keyword argument 'token'; change its parameters"):
+        find_generation(ones_own("configs.examples.segments:segments", token=4))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_the_engine_says_which_experts_computed_each_token(tmp_path: Path, family: str) -> None:
+    """Those that transformers' routers choose for the whole sequence at once, whatever was beside it in the batch."""
+    folder = write_model(tmp_path / "model", family, 5)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    engine, shape = make_engine(folder, batch=5), RoutingShape.of(read_architecture(folder))
+    assert engine.returns_routing and shape is not None and shape.dtype == torch.uint8
+    with torch.no_grad():
+        engine.update_weights(stored_parameters(model), 1)
+    asked, plain = (engine.generate(requests(), p) for p in (replace(PARAMS, routing=shape), PARAMS))
+    assert asked == plain and all(answer.routing is None for answer in plain)
+    for request, answer in zip(requests(), asked, strict=True):
+        tokens = torch.tensor([request.token_ids + answer.token_ids])
+        scores = model(tokens, output_router_logits=True).router_logits
+        chosen = torch.stack([of_layer.topk(2).indices[:-1] for of_layer in scores], dim=1)
+        assert answer.routing is not None and answer.routing.dtype == torch.uint8
+        assert torch.equal(answer.routing.long().sort(-1).values, chosen.sort(-1).values)
+
+
+def test_an_engine_that_does_not_say_is_refused_where_it_must(tmp_path: Path) -> None:
+    """By default routers then choose; a dense model asks nobody."""
+    experts, dense = (read_architecture(write_model(tmp_path / name, name, 5)) for name in ("qwen3_moe", "llama"))
+
+    def asked(arch: ArchitectureConfig, engine: object, *words: str) -> RoutingShape | None:
+        config = load_config(QUICKSTART, list(words))
+        parts: Any = SimpleNamespace(config=config, actor=SimpleNamespace(arch=arch), engine=engine)
+        getter: Any = Parts.replayed_routing
+        found: RoutingShape | None = getter.fget(parts)
+        return found
+
+    says, silent, other = (SimpleNamespace(returns_routing=True), SimpleNamespace(returns_routing=False), object())
+    assert asked(experts, says) == RoutingShape(4, 2, 8)
+    assert asked(experts, says, "algorithm.router_replay=false") is None
+    assert [asked(experts, engine) for engine in (silent, other)] == [None, None]
+    assert asked(dense, says) is None
+    for engine in (silent, other):
+        with pytest.raises(ConfigError, match="algorithm.router_replay is true, but the engine .* does not say which"):
+            asked(experts, engine, "algorithm.router_replay=true")
+
+
+def test_an_engine_that_slept_answers_again(folder: Path, engine: TransformersEngine, model) -> None:  # type: ignore[no-untyped-def]
+    """Once it was given weights; one that is not to sleep answers on."""
+    sleeper = make_engine(folder, sleeps=True)
+    assert isinstance(sleeper, SleepingEngine) and not isinstance(sleeper, ServedEngine)
+    for _ in range(2):
+        sleeper.update_weights(model.named_parameters(), 3)
+        assert sleeper.generate(requests(), PARAMS) == engine.generate(requests(), PARAMS)
+        sleeper.sleep()
+        with pytest.raises(RuntimeError, match="without a whole set of weights"):
+            sleeper.generate(requests(), PARAMS)
+    engine.sleep()
+    assert engine.generate(requests(1), PARAMS)
+
+
+def test_responses_end_at_the_first_stop_token(engine: TransformersEngine) -> None:
+    done = engine.generate(requests(40), PARAMS)
+    ended = [d for d in done if not d.truncated]
+    assert ended
+    assert all(d.token_ids[-1] in PARAMS.stop_token_ids for d in ended)
+    assert all(len(d.token_ids) == PARAMS.max_new_tokens for d in done if d.truncated)
+    assert all(t not in PARAMS.stop_token_ids for d in done for t in d.token_ids[:-1])
+
+
+def test_a_response_depends_on_its_own_seed_only(folder: Path, model) -> None:  # type: ignore[no-untyped-def]
+    together, alone = make_engine(folder, 64), make_engine(folder, 1)
+    for e in (together, alone):
+        e.update_weights(model.named_parameters(), 1)
+    first = together.generate(requests(), PARAMS)
+    assert [d.token_ids for d in alone.generate(requests(), PARAMS)] == [d.token_ids for d in first]
+    backwards = together.generate(requests()[::-1], PARAMS)[::-1]
+    assert [d.token_ids for d in backwards] == [d.token_ids for d in first]
+    other = together.generate([GenerateRequest(r.token_ids, r.seed + 99, r.prompt_id) for r in requests()], PARAMS)
+    assert [d.token_ids for d in other] != [d.token_ids for d in first]
+
+
+class StopAfter:
+    """Asked to stop after so many looks at it."""
+
+    def __init__(self, looks: int) -> None:
+        self.left = looks
+
+    @property
+    def asked(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+    def check(self) -> None:
+        if self.left < 0:
+            raise Interrupted(signal.SIGUSR1)
+
+
+@pytest.mark.parametrize("looks", [0, 9, 10, 19])
+def test_generation_is_given_up_between_tokens(folder: Path, model, looks: int) -> None:  # type: ignore[no-untyped-def]
+    """Whole batches are handed over, what a batch has by then is not."""
+    wanted, done = make_engine(folder, 1), dict[int, Completion]()
+    stopped = make_engine(folder, 1, StopAfter(looks))
+    for engine in (wanted, stopped):
+        engine.update_weights(model.named_parameters(), 1)
+    answers = wanted.generate(requests(), PARAMS)
+    with pytest.raises(Interrupted):
+        stopped.generate(requests(), PARAMS, done)
+    order = sorted(range(len(answers)), key=lambda i: len(requests()[i].token_ids))
+    lengths = [len(answers[i].token_ids) for i in order]
+    whole = max(n for n in range(len(order)) if sum(lengths[:n]) <= looks)
+    assert [i for i in order if i in done] == order[:whole]
+    assert all(done[i] == answers[i] for i in done)
+
+
+def test_tokens_come_with_their_probability(folder: Path, model) -> None:  # type: ignore[no-untyped-def]
+    n, prompt = 4000, (5, 6, 7)
+    params = SamplingParams(temperature=1.3, max_new_tokens=1, stop_token_ids=())
+    big = make_engine(folder, batch=2000)
+    big.update_weights(model.named_parameters(), 1)
+    done = big.generate([GenerateRequest(prompt, seed, prompt_id=0) for seed in range(n)], params)
+    counts = torch.bincount(torch.tensor([d.token_ids[0] for d in done]), minlength=VOCAB).double()
+    p = (model(torch.tensor([prompt])).logits[0, -1] / 1.3).softmax(-1).double()
+    chi2 = float(((counts - n * p) ** 2 / (n * p)).sum())
+    # 130 degrees of freedom: mean 130, standard deviation 16.
+    assert 130 - 5 * 16 < chi2 < 130 + 5 * 16
+
+
+def test_greedy_takes_the_most_likely(engine: TransformersEngine, model) -> None:  # type: ignore[no-untyped-def]
+    params = SamplingParams(temperature=0.7, max_new_tokens=4, stop_token_ids=(), greedy=True)
+    for request, done in zip(requests(), engine.generate(requests(), params), strict=True):
+        tokens = torch.tensor([request.token_ids + done.token_ids])
+        assert tuple(model(tokens).logits[0, len(request.token_ids) - 1 : -1].argmax(-1).tolist()) == done.token_ids
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda named: named[1:], "'model.embed_tokens.weight' did not come"),
+        (lambda named: [*named, ("model.layers.9.x", torch.zeros(1))], "'model.layers.9.x' is unknown"),
+        (lambda named: [named[0], *named], "'model.embed_tokens.weight' came twice"),
+        (lambda named: [(named[0][0], torch.zeros(2, 2)), *named[1:]], r"has shape \(2, 2\), not \(131, 32\)"),
+    ],
+)
+def test_a_partial_update_is_refused_by_name(folder: Path, model, change, words: str) -> None:  # type: ignore[no-untyped-def]
+    engine = make_engine(folder)
+    engine.update_weights(model.named_parameters(), 1)
+    with pytest.raises(ValueError, match=words):
+        engine.update_weights(change(list(model.named_parameters())), 2)
+    assert engine.version == 1
+    with pytest.raises(RuntimeError, match="without a whole set of weights"):
+        engine.generate(requests(1), PARAMS)
+    engine.update_weights(model.named_parameters(), 2)
+    assert engine.generate(requests(1), PARAMS)[0].weight_version == 2
+
+
+def test_seeds_are_distinct_and_stable() -> None:
+    seeds = {sample_seed(s, t, i) for s in range(3) for t in range(5) for i in range(50)}
+    assert len(seeds) == 750
+    assert sample_seed(1, 2, 3) == sample_seed(1, 2, 3) < 2**63

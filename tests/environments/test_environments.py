@@ -1,0 +1,702 @@
+"""Episodes: what counts of them, what limits and failures cost, and that nothing of a tool outlives its call."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from megappo.config import ConfigError, derive, load_config
+from megappo.config.algorithm import AlgorithmSettings
+from megappo.config.data import DataSourceSettings
+from megappo.config.environment import EnvironmentSettings, ToolSettings
+from megappo.config.schema import RewardSettings
+from megappo.data.sources import read_records
+from megappo.environments.chat import ChatTokens
+from megappo.environments.guess import GuessNumber, numbers
+from megappo.environments.mathematics import calculate, python
+from megappo.environments.metrics import episode_metrics
+from megappo.environments.registry import make_environment
+from megappo.environments.runner import TooManyFailuresError
+from megappo.environments.session import Session
+from megappo.environments.tool_calling import ToolCalling
+from megappo.environments.tool_calls import FORMATS, llama3_calls, qwen_calls
+from megappo.environments.tool_pool import ToolPool, ToolResult
+from megappo.ppo.episodes import keep_episodes, kept_episodes
+from megappo.ppo.experience import ExperienceMaker
+from megappo.ppo.sampling import SampleRequests, finish_rollout
+from megappo.rewards.scorer import RewardScorer
+from megappo.runtime.waiting import wait_until
+from megappo.types import Episode, Rollouts, Scored, Turn
+from tests.house.commands import blocks
+from tests.support.config import SHAPE
+from tests.support.episodes import (
+    END,
+    PARAMS,
+    TOKENIZER,
+    PromptEngine,
+    SayingEngine,
+    asked,
+    runner,
+    text_of,
+    tokenizer,
+)
+from tests.support.places import BASE, ROOT
+
+CPU = torch.device("cpu")
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+FORGETFUL = (  # as Qwen 3's: thoughts of earlier turns are left out once a user speaks
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if loop.index0 < ns.last %}{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+pytestmark = pytest.mark.usefixtures("world_of_one")
+
+
+def test_the_environment_that_the_readme_shows() -> None:
+    readme = ROOT / "megappo" / "environments" / "README.md"
+    names: dict[str, Any] = {}
+    (shown,) = blocks(readme.read_text(), "python")
+    exec(compile(shown, readme, "exec"), names)
+    episode, text, _ = played(names["Countdown"](rounds=2), "1 or so")
+    assert text == "1 or so<|im_end|>1 left.1 or so<|im_end|>"
+    assert [turn.reward for turn in episode.turns] == [1.0, 1.0]
+
+
+def rollouts_of(completions: Any, prompts: Any) -> Rollouts:
+    wanted = SampleRequests(tuple(prompts), tuple(range(len(prompts))), 1, ())
+    return finish_rollout(wanted, completions, TOKENIZER)
+
+
+class Echo:
+    """Says after each turn what the model said, so often; a reward for each turn, and one at the end."""
+
+    def __init__(self, turns: int = 3) -> None:
+        self._turns = turns
+
+    async def run(self, session: Session) -> float:
+        for number in range(self._turns):
+            reply = await session.generate()
+            session.reward(number + 1)
+            session.observe(f"you said {reply.text}.")
+        return 10.0
+
+
+def test_the_model_sees_what_was_said_and_only_its_own_tokens_count() -> None:
+    engine = SayingEngine(lambda request: f"t{len(text_of(request.token_ids))}")
+    made = runner(Echo(), engine)
+    prompts, requests = asked(2)
+    completions = made.generate(prompts, requests, PARAMS)
+    made.close()
+    text = text_of(completions[0].token_ids)
+    assert text == "t3<|im_end|>you said t3.t27<|im_end|>you said t27.t53<|im_end|>"
+    assert [len(asked_for) for asked_for in engine.rounds] == [2, 2, 2]
+    for number, asked_for in enumerate(engine.rounds):  # what was sampled comes back as it was
+        assert text_of(asked_for[0].token_ids) == ("go " + text)[: len(text_of(asked_for[0].token_ids))]
+        assert (asked_for[0].seed == requests[0].seed) == (number == 0)
+    rollouts = rollouts_of(completions, prompts)
+    assert rollouts.episodes is not None
+    own = rollouts.response_mask_BR[0]
+    assert text_of(rollouts.sequences[0][3:][own].tolist()) == "t3<|im_end|>t27<|im_end|>t53<|im_end|>"
+    logprobs = rollouts.engine_logprob_BR[0]
+    assert torch.equal(logprobs[own], -rollouts.sequences[0][3:][own].float()) and not logprobs[~own].any()
+    ends = rollouts.episodes.turn_rewards_BR[0].nonzero()[:, 0].tolist()
+    assert [text_of(rollouts.sequences[0][3:][: end + 1].tolist())[-12:] for end in ends] == [
+        "t3<|im_end|>", "27<|im_end|>", "53<|im_end|>",
+    ]  # fmt: skip
+    assert rollouts.episodes.turn_rewards_BR[0, ends].tolist() == [1.0, 2.0, 13.0]
+    assert rollouts.totals_B(torch.tensor([0.5, 0.0])).tolist() == [16.5, 16.0]
+    assert rollouts.responses == ("t53", "t53")
+    assert [said["by"] for said in rollouts.episodes.conversations[0]] == ["model", "environment"] * 2 + ["model"]
+    assert rollouts.weight_versions_B.tolist() == [7, 7]
+
+
+def test_one_turn_is_what_a_response_is() -> None:
+    """The same request under the same seed, and the same samples."""
+
+    class Once:
+        async def run(self, session: Session) -> None:
+            await session.generate()
+
+    engine = SayingEngine(lambda request: f"seed {request.seed}")
+    made = runner(Once(), engine)
+    prompts, requests = asked(5)
+    episodes = rollouts_of(made.generate(prompts, requests, PARAMS), prompts)
+    made.close()
+    plain = rollouts_of([engine.answer(request, PARAMS) for request in requests], prompts)
+    assert [replace(r, max_new_tokens=None) for r in engine.rounds[0]] == requests
+    assert all(map(torch.equal, episodes.sequences, plain.sequences))
+    for name in ("engine_logprob_BR", "response_mask_BR", "truncated_B", "group_ids_B", "special_tokens_B"):
+        assert torch.equal(getattr(episodes, name), getattr(plain, name)), name
+    assert (episodes.responses, episodes.raw_responses) == (plain.responses, plain.raw_responses)
+
+
+def test_advantages_of_three_turns_are_those_worked_out_by_hand() -> None:
+    """Tokens 2 and 5 are the environment's; values and log-probabilities there are rubbish."""
+    nan, gamma, lam = float("nan"), 0.5, 0.5
+    mask = torch.tensor([[True, True, False, True, True, False, True]])
+    values = torch.tensor([[1.0, 2.0, nan, 0.5, 1.5, nan, 3.0]])
+    logprob = torch.tensor([[-1.0, -1.0, nan, -1.0, -1.0, nan, -1.0]])
+    episode = Episode((Turn(0, 2, 1.0), Turn(3, 5, 2.0), Turn(6, 7, 4.0)))
+    prompts, _ = asked(1)
+    plain = rollouts_of([], [])
+    ids = torch.zeros(1, dtype=torch.int64)
+    one = replace(
+        plain,
+        prompts=tuple(prompts),
+        sample_ids_B=ids,
+        group_ids_B=ids,
+        sequences=(torch.zeros(10, dtype=torch.int64),),
+        response_lengths_B=torch.tensor([7]),
+        engine_logprob_BR=logprob,
+        response_mask_BR=mask,
+        episodes=episodes_of_one(episode, 7),
+    )
+    scored = Scored(one, torch.tensor([8.0]), logprob, None, values)
+    settings = AlgorithmSettings.model_validate({"gamma": gamma, "lam": lam, "whiten_advantages": False})
+    experience, metrics = ExperienceMaker(settings, CPU).make(scored, 1)
+    # From the last token on: delta = reward + gamma * next value - value, advantage = delta + gamma * lam * next one.
+    a6 = 4.0 + 8.0 - 3.0
+    a4 = 2.0 + 0.5 * 3.0 - 1.5 + 0.25 * a6
+    a3 = 0.0 + 0.5 * 1.5 - 0.5 + 0.25 * a4
+    a1 = 1.0 + 0.5 * 0.5 - 2.0 + 0.25 * a3
+    a0 = 0.0 + 0.5 * 2.0 - 1.0 + 0.25 * a1
+    assert (a6, a4, a3, a1, a0) == (9.0, 4.25, 1.3125, -0.421875, -0.10546875)
+    assert experience.advantages_BR[0].tolist() == [a0, a1, 0.0, a3, a4, 0.0, a6]
+    assert experience.returns_BR[0, mask[0]].tolist() == [a0 + 1.0, a1 + 2.0, a3 + 0.5, a4 + 1.5, a6 + 3.0]
+    assert metrics["reward/mean"] == 15.0
+
+
+def episodes_of_one(episode: Episode, tokens: int) -> Any:
+    """`Episodes` of one sample of so many tokens after its prompt."""
+    from megappo.engines.protocol import Completion
+    from megappo.ppo.episodes import episodes_of
+
+    completion = Completion((5,) * tokens, (0.0,) * tokens, False, 1, episode=episode)
+    return episodes_of([completion], torch.ones(1, tokens, dtype=torch.bool), TOKENIZER)
+
+
+class Mixed:
+    """Of twenty samples one raises, one hangs and one gives nonsense. A few hang without letting others go on."""
+
+    async def run(self, session: Session) -> Any:
+        number = session.seed - 1000
+        await session.generate()
+        match number % 20:
+            case 0:
+                raise KeyError("no such key")
+            case 1:
+                await self._hang(number)
+            case 2:
+                if number % 3 == 0:
+                    session.reward(float("inf"))
+                return ["soon", float("nan")][number % 2]
+        session.observe("on")
+        await session.generate()
+        return 1.0
+
+    async def _hang(self, number: int) -> None:
+        if number == 21:
+            time.sleep(3600)
+        if number == 41:
+            while True:
+                pass
+        if number == 61:
+            while True:
+                try:
+                    await asyncio.sleep(3600)
+                except asyncio.CancelledError:  # it refuses to end
+                    continue
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("kind", [SayingEngine, PromptEngine])
+def test_a_thousand_episodes_of_which_every_seventh_fails(kind: type[SayingEngine]) -> None:
+    processes = {process.pid for process in psutil.Process().children(recursive=True)}
+    made = runner(Mixed(), kind(lambda request: "ok"), max_seconds=1.5)
+    prompts, requests = asked(1000)
+    start = time.monotonic()
+    completions = made.generate(prompts, requests, PARAMS)
+    assert time.monotonic() - start < 60
+    found = Counter(c.episode.failure for c in completions if c.episode is not None)
+    assert found == {"": 850, "raised": 50, "hung": 50, "nonsense": 50}
+    metrics = episode_metrics([c.episode for c in completions if c.episode], [len(c.token_ids) for c in completions])
+    assert [metrics[f"episode/{name}"] for name in ("raised", "hung", "nonsense", "failures")] == [0.05] * 3 + [0.15]
+    assert metrics["episode/turns"] == 2 and metrics["turn/reward"] == 0.5
+    rollouts = rollouts_of(completions, prompts)  # nothing of those that failed counts, and they compare with nobody
+    failed = torch.tensor([i % 20 < 3 for i in range(1000)])
+    assert torch.equal(~rollouts.response_mask_BR.any(-1), failed) and torch.equal(rollouts.group_ids_B < 0, failed)
+    assert len(rollouts.group_ids_B.unique()) == 1000
+    made.close()
+    assert {process.pid for process in psutil.Process().children(recursive=True)} <= processes
+
+
+def test_too_many_failures_end_the_run() -> None:
+    made = runner(Mixed(), SayingEngine(lambda request: "ok"), max_seconds=1.0, max_failure_fraction=0.1)
+    with pytest.raises(TooManyFailuresError, match=r"3 of 20 episodes failed, .* the first: raised: KeyError"):
+        made.generate(*asked(20), PARAMS)
+    made.close()
+
+
+def test_no_episode_waits_for_the_slowest_turn_of_another() -> None:
+    """One answer is given when 99 others have had all their turns."""
+    ended, met = list[int](), list[int]()
+
+    class Noted(Echo):
+        async def run(self, session: Session) -> float:
+            value = await super().run(session)
+            ended.append(session.prompt.index)
+            return value
+
+    def say(request: Any) -> str:
+        met.extend([len(ended)] if request.prompt_id == 3 else [])
+        return "ok"
+
+    until = time.monotonic() + 60
+    engine = PromptEngine(say)
+    engine.holds = lambda request: request.prompt_id == 3 and len(ended) < 99 and time.monotonic() < until
+    made = runner(Noted(), engine)
+    made.generate(*asked(100), PARAMS)
+    made.close()
+    assert met == [99, 99, 99] and len(ended) == 100
+
+
+def played(environment: Any, say: str = "ok", **limits: Any) -> Any:
+    """The episode of one sample, and its tokens as text."""
+    params = replace(PARAMS, max_new_tokens=limits.pop("max_new_tokens", 200))
+    made = runner(environment, SayingEngine(lambda request: say), **limits)
+    try:
+        [completion] = made.generate(*asked(1), params)
+    finally:
+        made.close()
+    return completion.episode, text_of(completion.token_ids), completion
+
+
+@pytest.mark.parametrize(
+    ("limits", "limit", "turns"),
+    [
+        ({"max_turns": 2}, "turns", 2),
+        ({"max_new_tokens": 15}, "tokens", 1),
+        ({"max_new_tokens": 2, "max_turns": 1}, "turns", 1),
+        ({"max_turns": 3}, "", 3),
+    ],
+)
+def test_a_limit_ends_an_episode_and_its_rewards_count(limits: dict[str, Any], limit: str, turns: int) -> None:
+    episode, text, completion = played(Echo(3), **limits)
+    assert (episode.limit, len(episode.turns), episode.failure) == (limit, turns, "")
+    assert [turn.reward for turn in episode.turns][:2] == [1.0, 2.0][:turns]
+    assert completion.truncated == bool(limit)
+    assert len(completion.token_ids) <= limits.get("max_new_tokens", 200)
+    assert text.endswith("<|im_end|>") or limits["max_new_tokens"] == 2  # nothing that is said last is kept
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (lambda s: json.loads("{"), "JSONDecodeError: Expecting property name"),
+        (lambda s: [][1], "IndexError: list index out of range"),
+        (lambda s: s.reward(float("nan")), "gave the reward nan, must be finite"),
+        (lambda s: s.reward("good"), "gave the reward 'good', must be a number"),
+    ],
+)
+def test_an_episode_that_fails_names_the_line(act: Any, words: str) -> None:
+    """Of the user's code, for a user who did not write the library in which it was raised."""
+
+    class Acting:
+        async def run(self, session: Session) -> None:
+            await session.generate()
+            act(session)
+
+    episode, _, _ = played(Acting(), max_failure_fraction=1.0)
+    assert episode.reason.startswith(words) and f"({__file__}:{act.__code__.co_firstlineno})" in episode.reason
+
+
+TAGS_IN_TEXTS = [
+    "print('</tool_call>')",
+    'x = "<tool_call>{}</tool_call>"\nprint(x)',
+    "a</tool_call></tool_call>b<tool_call>",
+    '\\"</tool_call>\\\\',
+    '</tool_call>\n<tool_call>\n{"name": "other", "arguments": {}}',
+]
+
+
+@pytest.mark.parametrize("code", TAGS_IN_TEXTS)
+def test_tags_in_the_texts_of_a_call_are_its_own(code: str) -> None:
+    """Nothing of it is said beside the calls, and what stands between them is."""
+    first = json.dumps({"name": "python", "arguments": {"code": code}})
+    second = json.dumps({"name": "f", "arguments": {"x": [code, {"y": code}]}})
+    text = f"First.\n<tool_call>\n{first}\n</tool_call>\nThen <tool_call>{second}</tool_call> that."
+    found = FORMATS["qwen"].calls(text)
+    assert [(call.tool, call.arguments, call.problem) for call in found] == [
+        ("python", {"code": code}, ""), ("f", {"x": [code, {"y": code}]}, ""),
+    ]  # fmt: skip
+    assert FORMATS["qwen"].words(text) == "First.\n\nThen  that."
+    cut = f"<tool_call>{first}"
+    assert [call.arguments for call in qwen_calls(cut)] == [{"code": code}] and FORMATS["qwen"].words(cut) == ""
+    llama = [{**json.loads(call), "parameters": json.loads(call)["arguments"]} for call in (first, second)]
+    found = llama3_calls(f" <|python_tag|>{json.dumps(llama[0])}; <|python_tag|>{json.dumps(llama[1])}")
+    assert [call.arguments for call in found] == [{"code": code}, {"x": [code, {"y": code}]}]
+
+
+def test_quotes_without_an_end_take_no_time() -> None:
+    """Looking for the end from each of them would take a minute."""
+    started = time.monotonic()
+    assert len(qwen_calls('<tool_call>"' + '\\"' * 70_000 + "</tool_call>")) == 1
+    assert time.monotonic() - started < 15
+
+
+def test_a_call_that_is_no_json_ends_with_its_own_tag() -> None:
+    """Also where its code has a tag: a comma too many, or a line break in a text."""
+    for broken in ('{"name": "f", "arguments": {"x": "a</tool_call>b"},}', '{"name": "f", "x": "a\n</tool_call>b"}'):
+        text = f'<tool_call>{broken}</tool_call>So<tool_call>{{"name": "g"}}</tool_call>'
+        first, second = qwen_calls(text)
+        assert "no JSON" in first.problem and (second.tool, second.problem) == ("g", "")
+        assert FORMATS["qwen"].words(text) == "So"
+    assert [call.problem[:11] for call in llama3_calls('{"a": ' + "[" * 100000)] == ["the call is"]
+
+
+def test_calls_have_a_limit_and_are_counted() -> None:
+    class Calls:
+        async def run(self, session: Session) -> float:
+            await session.generate()
+            for number in range(5):
+                try:
+                    async with session.using("own"):
+                        assert number != 1, "no"
+                except AssertionError:
+                    continue
+            return 1.0
+
+    episode, _, _ = played(Calls(), max_calls=3)
+    assert episode.limit == "calls" and not episode.failure
+    assert (episode.tools["own"].calls, episode.tools["own"].failures) == (3, 1)
+    metrics = episode_metrics([episode], [3])
+    assert metrics["tool/own/calls"] == 3 and metrics["tool/own/failures"] == pytest.approx(1 / 3)
+    assert metrics["episode/limit_calls"] == 1
+
+
+@pytest.mark.parametrize(
+    ("act", "reason"),
+    [
+        (lambda s: s.observe_token_ids([1, len(TOKENIZER)]), "is none of"),
+        (lambda s: s.observe_token_ids([True, "a"]), "'a', which is none of"),
+        (lambda s: s.observe(3), "observed 3, must be a text"),
+        (lambda s: s.reward("1"), "gave the reward '1', must be a number"),
+        (lambda s: s.reward(None), "gave the reward null, must be a number"),
+        (lambda s: s.reward(1e10), "must be finite and at most"),
+    ],
+)
+def test_nonsense_is_named(act: Any, reason: str) -> None:
+    class Acting:
+        async def run(self, session: Session) -> None:
+            await session.generate()
+            act(session)
+
+    with pytest.raises(TooManyFailuresError, match=reason):
+        played(Acting())
+
+
+def test_an_episode_without_a_turn_or_with_two_at_a_time_is_nonsense() -> None:
+    class Silent:
+        async def run(self, session: Session) -> float:
+            return 1.0
+
+    class Twice:
+        async def run(self, session: Session) -> None:
+            await asyncio.gather(session.generate(), session.generate())
+
+    for environment, words in ((Silent(), "ended without a turn"), (Twice(), "two turns of the model at the same")):
+        with pytest.raises(TooManyFailuresError, match=words):
+            played(environment)
+        episode, _, completion = played(environment, max_failure_fraction=1.0)
+        assert (episode.failure, episode.turns) == ("nonsense", ()) and completion.token_ids
+
+
+@pytest.mark.waits
+def test_a_failed_episode_has_the_score_of_a_failure() -> None:
+    """And the others what the environment gave, with the reward function's on the last token."""
+    made = runner(Mixed(), SayingEngine(lambda request: "ok"), max_seconds=1.0)
+    prompts, requests = asked(20, answer="ok")
+    rollouts = rollouts_of(made.generate(prompts, requests, PARAMS), prompts)
+    made.close()
+    for function, own in (("environment", 0.0), ("exact", 1.0)):
+        scorer = RewardScorer(RewardSettings(function=function, failure_score=-2.0), CPU)
+        try:
+            scores, metrics = scorer.score(rollouts)
+        finally:
+            scorer.close()
+        assert scores.tolist() == [-2.0] * 3 + [own] * 17
+        assert rollouts.totals_B(scores).tolist() == [-2.0] * 3 + [own + 1.0] * 17
+        assert metrics["reward/failures"] == 0
+
+
+def test_episodes_survive_a_checkpoint() -> None:
+    _, _, first = played(Echo())
+    _, _, failed = played(Mixed(), max_failure_fraction=1.0)
+    kept = keep_episodes([first, failed])
+    assert kept_episodes(kept, 2) == [first.episode, failed.episode]
+    assert keep_episodes([replace(first, episode=None)]) == {} and kept_episodes({}, 2) == [None, None]
+
+
+# Chat templates
+
+
+class Chatty:
+    """Answers as a user or a tool, with several messages at once."""
+
+    def __init__(self, role: str = "user") -> None:
+        self.role = role
+
+    async def run(self, session: Session) -> None:
+        await session.generate()
+        session.observe("one")
+        session.observe("two")
+        await session.generate()
+
+
+def test_a_chat_goes_on_as_its_template_says() -> None:
+    """Also after a turn that was cut, which the template's own end closes."""
+    for most, end in ((None, "Yes.<|im_end|>"), (2, "Ye<|im_end|>")):
+        made = runner(Chatty(), SayingEngine(lambda request: "Yes."), template=CHATML, max_turn_tokens=most)
+        [completion] = made.generate(*asked(1, "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"), PARAMS)
+        made.close()
+        said = [{"role": "user", "content": text} for text in ("one", "two")]
+        words = tokenizer(CHATML).apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+        assert text_of(completion.token_ids) == f"{end}\n{words}" + end.removesuffix("<|im_end|>" if most else "")
+        assert completion.episode is not None
+        assert [t.stop - t.start for t in completion.episode.turns] == [2 if most else 5] * 2
+
+
+@pytest.mark.parametrize(
+    ("template", "role", "sentence"),
+    [
+        (CHATML, "user", None),
+        (FORGETFUL, "tool", None),
+        (FORGETFUL, "user", "changes what was said in earlier turns once a message of the role 'user' follows"),
+        (CHATML.replace("<|im_end|>", "."), "user", "ends what the model says with none of the stop tokens"),
+        ("{{ raise_exception('no tools') if messages|length > 2 }}" + CHATML, "tool", "refuses a conversation"),
+    ],
+)
+def test_a_template_that_rewrites_earlier_turns_is_refused(template: str, role: str, sentence: str | None) -> None:
+    chat = ChatTokens(tokenizer(template), (END,))
+    if sentence is None:
+        chat.check(role)
+    else:
+        with pytest.raises(ValueError, match=sentence):
+            chat.check(role)
+
+
+# Tools
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('So.<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>', [("f", {"x": 1}, "")]),
+        ('<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g"}', [("f", {}, ""), ("g", {}, "")]),
+        ("<tool_call>{oops}</tool_call>", [("", {}, "no JSON")]),
+        ("<tool_call>[1]</tool_call>", [("", {}, "no name")]),
+        ('<tool_call>{"name": "f", "arguments": "x"}</tool_call>', [("f", {}, "no object")]),
+        (f"<tool_call>{'[' * 100000}</tool_call>", [("", {}, "no JSON")]),
+        ('<tool_call>{"name": "f", "arguments": {"x": 1}}<tool_call>{"name": "g"}</tool_call>',
+         [("f", {"x": 1}, ""), ("g", {}, "")]),
+        ('<tool_call><tool_call>\n{"name": "f"}</tool_call></tool_call>', [("f", {}, "")]),
+        ('<tool_call>{"name": "f"} or so</tool_call><tool_call>{"name": "g"}</tool_call>',
+         [("", {}, "no JSON"), ("g", {}, "")]),
+        ('<tool_call>{"name": "f", "arguments": {"x": "oops}</tool_call><tool_call>{"name": "g"}</tool_call>',
+         [("", {}, "no JSON"), ("g", {}, "")]),
+        ("<tool_call></tool_call>", [("", {}, "no JSON")]),
+        ("The answer is 4.", []),
+    ],
+)  # fmt: skip
+def test_calls_as_qwen_writes_them(text: str, expected: list[Any]) -> None:
+    found = qwen_calls(text)
+    assert [(call.tool, call.arguments) for call in found] == [e[:2] for e in expected]
+    assert all(
+        e[2] in call.problem and bool(e[2]) == bool(call.problem) for call, e in zip(found, expected, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"name": "f", "parameters": {"x": 1}}', [("f", {"x": 1})]),
+        ('<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', [("f", {}), ("g", {})]),
+        ('{"name": "f", "parameters": {}} oops', [("f", {}), ("", {})]),
+        ('It is {"name": "f"}.', []),
+    ],
+)
+def test_calls_as_llama_writes_them(text: str, expected: list[Any]) -> None:
+    assert [(call.tool, call.arguments) for call in llama3_calls(text)] == expected
+
+
+def test_the_tools_of_mathematics() -> None:
+    assert calculate("(3 + 4) * 2 ^ 5") == "224" and calculate("sqrt(16) + factorial(3)") == "10.0"
+    for text in ("__import__('os')", "True", "(1).real", "open('x')", "max(1, key=2)"):
+        with pytest.raises(ValueError, match="is no arithmetic"):
+            calculate(text)
+    assert python("x = 3\nprint(x)\nx + 1") == "3\n4\n"
+    assert "ZeroDivisionError" in python("1 / 0") and "SyntaxError" in python("1 +") and python("") == ""
+
+
+FORKS = "import os, time\nfor _ in range(1000):\n    if os.fork() == 0:\n        time.sleep(1000)\ntime.sleep(1000)"
+SHELL = "import os\nos.system('for i in $(seq 1000); do sleep 1000 & done; wait')"
+HOSTILE = {
+    "forks": (FORKS, "processes"),
+    "forks of forks": ("import os\nwhile True: os.fork()", "processes"),
+    "a shell's": (SHELL, "processes"),
+    "memory": ("x = bytearray(8 * 10**9)", "memory"),
+    "never": ("while True: pass", "time"),
+    "sleeps": ("import time; time.sleep(1000)", "time"),
+    "deaf": ("import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(1000)", "time"),
+    "dies": ("import os; os.kill(os.getpid(), 9)", "died"),
+    "writes": ("import os\nfor fd in range(3, 50):\n  try: os.write(fd, b'[' * 9)\n  except OSError: pass", ""),
+    "leaves": ("import subprocess; subprocess.Popen(['sleep', '1000'], start_new_session=True); print('left')", ""),
+}
+
+
+def descendants(but: Sequence[psutil.Process] = ()) -> list[psutil.Process]:
+    """Processes that this one has made, without some that were there before."""
+    return [process for process in psutil.Process().children(recursive=True) if process not in but]
+
+
+@pytest.mark.waits
+def test_what_a_tool_does_ends_with_its_call() -> None:
+    """1,000 processes, 8 GB, no end: the call fails, what it started is gone, and the next call is answered."""
+    settings = ToolSettings(workers=2, timeout_seconds=3.0, memory_gigabytes=0.5, processes=8)
+    of_others = descendants()
+    pool = ToolPool({"python": "megappo.environments.mathematics:python"}, settings)
+
+    async def call(code: str) -> ToolResult:
+        return await pool.call("python", {"code": code})
+
+    async def all_of_them() -> dict[str, ToolResult]:
+        found = await asyncio.gather(*(call(code) for code, _ in HOSTILE.values()))
+        assert (await call("6 * 7")).text == "42\n"
+        return dict(zip(HOSTILE, found, strict=True))
+
+    with asyncio.Runner() as loop:
+        found = loop.run(all_of_them())
+        assert {name: result.failure for name, result in found.items() if name != "writes"} == {
+            name: failure for name, (_, failure) in HOSTILE.items() if name != "writes"
+        }
+        assert found["leaves"].text == "left\n" and "more processes" in found["forks"].text
+        assert found["writes"].failure in ("", "died")
+        # The workers and their supervisors are left, and nothing that a call started.
+        assert wait_until(lambda: len(descendants(of_others)) <= 4, 5.0, every_seconds=0.05), descendants()
+        pool.close()
+    assert wait_until(lambda: not descendants(of_others), 10.0, every_seconds=0.05), descendants()
+
+
+def test_a_tool_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match="tool 'x' 'nowhere:f': module 'nowhere' cannot be imported"):
+        ToolPool({"x": "nowhere:f"}, ToolSettings())
+    pool = ToolPool({}, ToolSettings())
+    with asyncio.Runner() as loop, pytest.raises(ValueError, match="there is no tool 'y'; the environment's tools are"):
+        loop.run(pool.call("y", {}))
+
+
+@pytest.mark.waits
+def test_a_model_calls_tools_and_answers() -> None:
+    """In the format of its family; what is wrong with a call is told to it; the last reply is scored."""
+    replies = [
+        '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
+        '<tool_call>{"name": "python", "arguments": {"code": "print(1/0)"}}</tool_call>',
+        '<tool_call>{"name": "rocket", "arguments": {}}</tool_call>'
+        '<tool_call>{"name": "python", "arguments": {"script": "1"}}</tool_call>',
+        "It is 42.",
+    ]
+    said = iter(replies)
+    made = runner(ToolCalling(), SayingEngine(lambda request: next(said)), template=CHATML)
+    prompts, requests = asked(1, "<|im_start|>user\n6*7?<|im_end|>\n<|im_start|>assistant\n")
+    [completion] = made.generate(prompts, requests, replace(PARAMS, max_new_tokens=2000))
+    made.close()
+    text = text_of(completion.token_ids)
+    assert "<|im_start|>tool\n42<|im_end|>" in text and "ZeroDivisionError" in text
+    assert "there is no tool 'rocket'; there are calculator, python" in text and "python takes one text, code" in text
+    assert completion.episode is not None
+    assert {name: use.calls for name, use in completion.episode.tools.items()} == {"calculator": 1, "python": 1}
+    assert rollouts_of([completion], prompts).responses == ("It is 42.",)
+
+
+def test_a_number_is_guessed_with_hints() -> None:
+    said = iter(["50", "well", "no 25?", "37"])
+    engine = SayingEngine(lambda request: next(said))
+    made = runner(GuessNumber(cost_per_turn=0.125), engine)
+    [completion] = made.generate(*asked(1, answer="37"), PARAMS)
+    made.close()
+    assert "Lower.well<|im_end|>Say a number.no 25?<|im_end|>Higher.37" in text_of(completion.token_ids)
+    assert completion.episode is not None and completion.episode.turns[-1].reward == 1 - 3 * 0.125
+    assert len({record["answer"] for record in numbers(highest=20, count=200)}) == 20
+
+
+@pytest.mark.waits
+def test_a_task_of_reasoning_gym_is_tried_again() -> None:
+    """The generator's own score, which a worker finds; a turn is rewarded with what it adds."""
+    pytest.importorskip("reasoning_gym")
+    settings = DataSourceSettings(source="reasoning_gym:mini_sudoku", options={"size": 1, "seed": 3})
+    [record] = read_records(settings)
+    solution = str(record.answer)
+    wrong = solution.translate(str.maketrans("1234", "2143"))
+    said = iter(["no idea", wrong, solution, solution])
+    arguments = {"tries": 4, "cost_per_turn": 0.125, "feedback": "{score:.1f}?"}
+    environment = make_environment(EnvironmentSettings(name="reasoning_gym", arguments=arguments))
+    made = runner(environment, SayingEngine(lambda request: next(said)))
+    [prompt], requests = asked(1)
+    [completion] = made.generate([replace(prompt, metadata=record.metadata)], requests, PARAMS)
+    made.close()
+    episode = completion.episode
+    assert episode is not None and not episode.failure, episode
+    first, second, third = (turn.reward for turn in episode.turns)
+    assert first == 0.0 and second >= -0.125 and third > 0.5
+    assert first + second + third == pytest.approx(1.0 - 2 * 0.125) and next(said) == solution
+    assert episode.tools["score"].calls == 3 and "0.0?" in text_of(completion.token_ids)
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"name": "gess"}, "did you mean 'guess'"),
+        ({"name": "nowhere:Class"}, "module 'nowhere' cannot be imported"),
+        ({"name": "tests.environments.test_environments:played"}, "has no class 'played'"),
+        ({"name": "pathlib:Path"}, "has no `async def run"),
+        ({"name": "guess", "arguments": {"heigher": "x"}}, "cannot be called with"),
+        ({"name": "reasoning_gym", "arguments": {"tries": 0}}, "tries is 0, must be a whole number above 0"),
+        ({"name": "reasoning_gym", "arguments": {"feedback": "{points}"}}, "write {score} where"),
+        ({"name": "tools", "arguments": {"format": "qwin"}}, "'qwin', must be qwen or llama3"),
+        ({"name": "tools", "arguments": {"tools": ["rocket"]}}, "must be a list of calculator or python"),
+    ],
+)
+def test_an_environment_that_cannot_be_used_is_refused(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        make_environment(EnvironmentSettings(**settings))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["reward.function=environment"], "rollout.environment names none that rewards"),
+        (["reward.function=environment", "rollout.environment={name: single_turn}"], "names none that rewards"),
+        (["rollout.environment={name: guess, max_turn_tokens: 99999}"], "holds for all turns together"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(overrides: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        derive(load_config(BASE, overrides), 1, SHAPE)

@@ -1,0 +1,297 @@
+"""Episodes that are played while the trainer computes, and what becomes of them where one lets no other go on."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megappo.config import load_config
+from megappo.data.cursor import Cursor
+from megappo.environments.loop import WatchedLoop
+from megappo.environments.runner import EpisodeRunner
+from megappo.environments.session import Session
+from megappo.errors import Interrupted
+from megappo.ppo.in_flight import InFlight
+from megappo.runtime.waiting import wait_until
+from megappo.types import Rollouts
+from tests.support.episodes import PARAMS, TOKENIZER, FlyingEngine, PromptEngine, SayingEngine, asked, runner, text_of
+from tests.support.places import BASE, TINY
+
+pytestmark = pytest.mark.usefixtures("world_of_one")
+
+
+class Turns:
+    """So many turns, each rewarded with its number."""
+
+    def __init__(self, turns: int = 3) -> None:
+        self._turns = turns
+        self.threads: set[str] = set()
+
+    async def run(self, session: Session) -> float:
+        self.threads.add(threading.current_thread().name)
+        for number in range(self._turns):
+            reply = await session.generate()
+            session.reward(number)
+            session.observe(f"you said {reply.text}.")
+        return 1.0
+
+
+def say(request: Any) -> str:
+    return f"t{len(request.token_ids)} {request.seed % 7}"
+
+
+def test_episodes_go_on_while_the_trainer_computes_and_are_what_they_would_be() -> None:
+    """Nobody waits for them until they are over; they are those of every other way to play them."""
+    environment = Turns()
+    made = runner(environment, PromptEngine(say, lambda request: 0.001))
+    prompts, requests = asked(20)
+    pending = made.submit(prompts, requests, PARAMS)
+    assert len(pending.completions) < 20
+    assert wait_until(lambda: len(pending.completions) == 20, 60, every_seconds=0.01)
+    ahead = made.collect(pending)
+    again = made.generate(prompts, requests, PARAMS)
+    made.close()
+    in_rounds = runner(Turns(), SayingEngine(say))
+    expected = in_rounds.generate(prompts, requests, PARAMS)
+    in_rounds.close()
+    assert ahead == again == expected
+    for found in (ahead, again, expected):
+        assert [c.episode and c.episode.turns for c in found] == [c.episode and c.episode.turns for c in expected]
+    assert environment.threads == {"megappo-episodes"}
+
+
+class Blocking:
+    """Of ten samples one sleeps in C, one never ends and one blocks in a task of its own, each in its second turn."""
+
+    def __init__(self) -> None:
+        self.awake = threading.Event()
+        self.spins = 0
+
+    async def run(self, session: Session) -> float:
+        number = session.seed - 1000
+        await session.generate()
+        session.observe("on")
+        await session.generate()
+        match number % 10:
+            case 3:
+                self.awake.wait(3600)
+            case 5:
+                while True:
+                    self.spins += 1
+            case 7:
+                await asyncio.gather(self._sleep(), asyncio.sleep(0))
+        session.observe("on")
+        await session.generate()
+        return 1.0
+
+    async def _sleep(self) -> None:
+        time.sleep(3600)
+
+
+def test_an_episode_that_blocks_the_others_costs_its_own_sample() -> None:
+    """While nobody waits for any. The others begin anew in another thread, with the turns that they had; what is left
+    in the old one ends once it can."""
+    environment, answered, of_others = Blocking(), Counter[tuple[int, int]](), set(threading.enumerate())
+
+    def counted(request: Any) -> str:
+        answered[request.prompt_id, len(request.token_ids)] += 1
+        return "ok"
+
+    made = runner(environment, PromptEngine(counted), max_seconds=0.5)
+    prompts, requests = asked(20)
+    pending = made.submit(prompts, requests, PARAMS)
+    assert wait_until(lambda: len(pending.completions) == 20, 100, every_seconds=0.01)
+    completions = made.collect(pending)
+    failures = [c.episode.failure for c in completions if c.episode is not None]
+    assert failures == ["hung" if number % 10 in (3, 5, 7) else "" for number in range(20)]
+    texts = {text_of(c.token_ids) for c, failure in zip(completions, failures, strict=True) if not failure}
+    assert texts == {"ok<|im_end|>onok<|im_end|>onok<|im_end|>"}
+    assert set(answered.values()) == {1}  # nothing is generated twice
+    spins = environment.spins  # the thread of the endless loop has ended; those in C are told when they awake
+    environment.awake.set()
+    made.close()
+    assert spins == environment.spins
+    threads = [t for t in threading.enumerate() if t.name == "megappo-episodes" and t not in of_others]
+    assert wait_until(lambda: sum(t.is_alive() for t in threads) <= 2, 60, every_seconds=0.01)
+
+
+class AskedLater:
+    """A run that is asked to stop once it is told to."""
+
+    asked = False
+
+    def check(self) -> None:
+        if self.asked:
+            raise Interrupted(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("kind", [PromptEngine, SayingEngine])
+def test_a_run_that_is_stopped_waits_for_no_episode(kind: type[SayingEngine]) -> None:
+    """One waits for what never comes and one lets no other go on; those that are over are kept."""
+
+    class Endless:
+        async def run(self, session: Session) -> float:
+            await session.generate()
+            if session.seed == 1001:
+                await asyncio.Event().wait()
+            if session.seed == 1002:
+                stop.asked = True
+                threading.Event().wait(3600)
+            return 1.0
+
+    stop, done = AskedLater(), dict[int, Any]()
+    made = runner(Endless(), engine := kind(say), stop=stop, max_seconds=3600.0)
+    prompts, requests = asked(3)
+    if isinstance(engine, PromptEngine):
+        pending = made.submit(prompts, requests, PARAMS)
+        engine.finish_line(pending.table, pending.line, PARAMS)
+        assert engine.left == 2
+        done = pending.completions
+    else:
+        with pytest.raises(Interrupted):
+            made.generate(prompts, requests, PARAMS, done)
+    made.close()
+    assert list(done) == [0] and done[0].episode.turns[-1].reward == 1.0
+
+
+class Impatient:
+    """Gives up waiting for a turn, and asks for it again or for another; one exits in a task of its own."""
+
+    async def run(self, session: Session) -> float:
+        number = session.seed - 1000
+        with suppress(TimeoutError):
+            await asyncio.wait_for(session.generate(), 0.05)
+        if number == 1:
+            session.observe("well")
+        if number == 2:
+            await asyncio.gather(self._exit())
+        await session.generate()
+        return 1.0
+
+    async def _exit(self) -> None:
+        sys.exit(3)
+
+
+def test_a_turn_that_nobody_waits_for() -> None:
+    made = runner(Impatient(), PromptEngine(say, lambda request: 0.3))
+    completions = made.collect(made.submit(*asked(3), PARAMS))
+    made.close()
+    assert [c.episode and c.episode.failure for c in completions] == ["", "", "raised"]
+    assert [text_of(c.token_ids) for c in completions[:2]] == ["t3 6<|im_end|>", "wellt7 0<|im_end|>"]
+
+
+def test_a_busy_process_blames_nobody() -> None:
+    """Tasks that run one after the other for longer than one may at a stretch."""
+    blamed = list[object]()
+    loop = WatchedLoop(0.3, lambda seconds: None, blamed.append)
+
+    async def work() -> None:
+        for _ in range(8):
+            time.sleep(0.1)
+            await asyncio.sleep(0)
+
+    asyncio.run_coroutine_threadsafe(work(), loop.loop).result(60)
+
+    async def nothing() -> None:
+        return
+
+    loop.close(nothing)
+    assert not blamed
+
+
+def in_flight(engine: FlyingEngine, state: Mapping[str, Any] | None = None) -> tuple[InFlight, EpisodeRunner]:
+    """Two prompts of two samples in a step, of two steps ahead."""
+    words = ("rollout.ahead=2", "rollout.max_lag=2", "rollout.prompts_per_step=2", f"model.path={TINY}")
+    config = load_config(str(BASE), [*words, "rollout.samples_per_prompt=2"])
+    prompts, _ = asked(20)
+    parts: Any = SimpleNamespace(
+        config=config,
+        engine=engine,
+        episodes=(made := runner(Turns(2), engine)),
+        cursor=Cursor(len(prompts), 3, False, fingerprint="data"),
+        train_prompts=prompts,
+        runtime=SimpleNamespace(rank=0, world_size=1),
+        tokenizer=TOKENIZER,
+        vocabulary=len(TOKENIZER),
+        derived=SimpleNamespace(steps=9),
+        curriculum=None,
+        sampling=lambda most, trained_on: PARAMS,
+    )
+    if state is not None:
+        parts.cursor.load_state_dict(state)
+    return InFlight(parts), made
+
+
+def sync(responses: InFlight, engine: FlyingEngine) -> None:
+    responses.pause()
+    engine.version += 1
+    responses.go_on()
+
+
+def check(rollouts: Rollouts) -> None:
+    """Turns are whole, whatever weights made which of their tokens, and each token says whose it is."""
+    assert {text_of(s[3:].tolist()) for s in rollouts.sequences} == {"okay<|im_end|>you said okay.okay<|im_end|>"}
+    own_BR, versions_BR = rollouts.response_mask_BR, rollouts.token_versions_BR
+    assert versions_BR is not None and torch.equal(versions_BR[own_BR], -rollouts.engine_logprob_BR[own_BR].long())
+    assert rollouts.weight_versions_B.tolist() == versions_BR.masked_fill(~own_BR, 99).amin(-1).tolist()
+    assert rollouts.episodes is not None and not rollouts.episodes.failed_B.any()
+
+
+def test_turns_go_on_under_other_weights() -> None:
+    """What a sync breaks off goes on from its tokens, under another seed; its environment only waits longer."""
+    responses, made = in_flight(engine := FlyingEngine(lambda request: "okay"))
+    several = 0
+    for step in range(1, 6):
+        rollouts = responses.of_step(step, weights_changed=False)
+        check(rollouts)
+        versions_BR = rollouts.token_versions_BR
+        assert versions_BR is not None and engine.version - versions_BR[rollouts.response_mask_BR].min() <= 2
+        several += sum(len(set(v[m].tolist())) > 1 for v, m in zip(versions_BR, rollouts.response_mask_BR, strict=True))
+        responses.forget(step)
+        assert wait_until(lambda: engine.is_asked, 60, every_seconds=0.001)  # by the thread of the episodes
+        sync(responses, engine)
+        numbers = responses.metrics()
+        assert numbers["rollout/dropped"] == numbers["episode/begun_anew"] == 0 and numbers["rollout/partial"] > 0
+    made.close()
+    assert several
+    seeds = [(number, request.seed) for number, request in engine.sent]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_a_run_goes_on_with_the_episodes_that_were_over() -> None:
+    """Those are the same to the last bit, in the order in which their prompts were sent; others begin anew."""
+    responses, made = in_flight(engine := FlyingEngine(lambda request: "okay", stuck=(4, 5, 9)))
+    responses.of_step(1, weights_changed=False)
+    responses.forget(1)
+    sync(responses, engine)
+    before = responses.of_step(2, weights_changed=False)
+    responses.pause()
+    kept, cursor = responses.state_dict(2), responses.cursor_state()
+    under_way = {number for number, _ in engine.sent} & {4, 5, 9}
+    made.close()
+    responses, made = in_flight(engine := FlyingEngine(lambda request: "okay"), cursor)
+    engine.version = 8
+    responses.load_state_dict([kept])
+    after = responses.of_step(2, weights_changed=False)
+    assert torch.equal(before.engine_logprob_BR, after.engine_logprob_BR)
+    assert all(map(torch.equal, before.sequences, after.sequences))
+    assert before.episodes is not None and after.episodes is not None
+    assert before.episodes.of_samples == after.episodes.of_samples
+    numbers = responses.metrics()
+    assert numbers["episode/begun_anew"] >= len(under_way) > 0
+    assert {number for number, _ in engine.sent} >= under_way
+    responses.forget(2)
+    sync(responses, engine)
+    check(responses.of_step(3, weights_changed=False))
+    made.close()

@@ -1,0 +1,162 @@
+"""Programs that a service over HTTP runs: what it is asked, and what it costs where it is slow, fails or lies."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from megappo.config.environment import SandboxSettings, ToolSettings
+from megappo.environments.protocol import ToolResult
+from megappo.environments.sandbox import SandboxError
+from megappo.environments.tool_calling import ToolCalling
+from megappo.environments.tool_pool import ToolPool
+
+pytestmark = pytest.mark.waits
+
+Answer = Callable[[dict[str, Any]], Awaitable[web.Response]]
+
+
+def ran(stdout: str = "", stderr: str = "", status: str = "Finished", of: str = "Success") -> web.Response:
+    """As SandboxFusion answers."""
+    run = {"status": status, "execution_time": 0.01, "return_code": 0, "stdout": stdout, "stderr": stderr}
+    return web.json_response({"status": of, "message": "", "compile_result": None, "run_result": run, "files": {}})
+
+
+@asynccontextmanager
+async def service(answer: Answer) -> AsyncIterator[tuple[str, list[dict[str, Any]]]]:
+    """A stand-in: its address, and what it was asked."""
+    asked: list[dict[str, Any]] = []
+
+    async def run_code(request: web.Request) -> web.Response:
+        asked.append(await request.json())
+        return await answer(asked[-1])
+
+    app = web.Application()
+    app.router.add_post("/run_code", run_code)
+    async with TestServer(app) as server:
+        yield str(server.make_url("/")), asked
+
+
+def called(answer: Answer, *codes: str, path: str = "", **given: Any) -> tuple[list[Any], list[dict[str, Any]]]:
+    """What programs give that are run at the same time, errors among it, and what the service was asked."""
+    limits = {"timeout_seconds": 1.0, "memory_gigabytes": 0.5, "output_characters": 100}
+
+    async def call() -> tuple[list[Any], list[dict[str, Any]]]:
+        async with service(answer) as (url, asked):
+            sandbox = {"url": url + path, "deadline_seconds": 3.0} | given
+            pool = ToolPool(
+                ToolCalling().tools, ToolSettings.model_validate(limits | {"sandbox": sandbox}), ToolCalling().programs
+            )
+            calls = [pool.call("python", {"code": code}) for code in codes]
+            return await asyncio.gather(*calls, return_exceptions=True), asked
+
+    return asyncio.run(call())
+
+
+def test_the_service_runs_what_the_python_tool_is_given() -> None:
+    async def answer(asked: dict[str, Any]) -> web.Response:
+        return ran(f"ran {asked['code']}\n", "and a warning")
+
+    [result], [asked] = called(answer, "print(1)")
+    assert (result.text, result.failure) == ("ran print(1)\nand a warning", "") and result.seconds > 0
+    assert asked == {
+        "code": "print(1)", "language": "python", "compile_timeout": 1.0, "run_timeout": 1.0, "memory_limit_MB": 500,
+        "stdin": "", "files": {}, "fetch_files": [],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("response", "text", "failure"),
+    [
+        (lambda: ran(stderr="ZeroDivisionError", status="Error", of="Failed"), "ZeroDivisionError", ""),
+        (lambda: ran(status="TimeLimitExceeded", of="Failed"), "Error: it ran out of time", "time"),
+        (lambda: ran("x" * 10**6), f"{'x' * 50}\n... 999900 characters left out ...\n{'x' * 50}", ""),
+        (lambda: ran(), "", ""),
+    ],
+)
+def test_what_becomes_of_a_program_is_what_the_model_is_told(response: Any, text: str, failure: str) -> None:
+    async def answer(asked: dict[str, Any]) -> web.Response:
+        made: web.Response = response()
+        return made
+
+    [result], _ = called(answer, "x")
+    assert isinstance(result, ToolResult) and (result.text, result.failure) == (text, failure)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        lambda: web.Response(status=503),
+        lambda: web.Response(status=429),
+        lambda: web.Response(text="<html>"),
+        lambda: web.json_response({"status": "SandboxError", "message": "no place"}),
+        lambda: web.json_response({"status": "Success", "run_result": {"status": "Splendid"}}),
+        lambda: web.json_response({"status": "Success", "run_result": {"status": "Finished", "stdout": 7}}),
+        lambda: web.json_response({"status": "Success"}),
+        lambda: web.Response(text="[" * 100000),
+        lambda: web.Response(body=b" " * (17 * 10**6)),
+    ],
+)
+def test_what_the_service_fails_at_or_lies_about_is_asked_again(first: Any) -> None:
+    answers = iter([first])
+
+    async def answer(asked: dict[str, Any]) -> web.Response:
+        made: web.Response = next(answers, lambda: ran("42"))()
+        return made
+
+    [result], asked = called(answer, "x")
+    assert isinstance(result, ToolResult) and result.text == "42" and len(asked) == 2
+
+
+def test_a_service_that_keeps_failing_fails_the_sample() -> None:
+    """The model is not told of it, from which it would learn. A status that is an answer is not asked for again."""
+
+    async def fails(asked: dict[str, Any]) -> web.Response:
+        return web.Response(status=500)
+
+    [error], asked = called(fails, "x", retries=2)
+    assert isinstance(error, SandboxError) and "has run no program in 3 attempts: status 500" in str(error)
+    assert len(asked) == 3
+    [error], asked = called(fails, "x", path="elsewhere")
+    assert isinstance(error, SandboxError) and "answers with status 404" in str(error) and not asked
+
+
+def test_a_service_that_hangs_is_left_at_the_deadline() -> None:
+    async def hangs(asked: dict[str, Any]) -> web.Response:
+        await asyncio.sleep(3600)
+        return ran()
+
+    start = time.monotonic()
+    [error], _ = called(hangs, "x", deadline_seconds=0.5)
+    assert isinstance(error, SandboxError) and "does not answer" in str(error)
+    assert 0.5 <= time.monotonic() - start < 10
+
+
+def test_no_more_programs_run_at_a_time_than_may() -> None:
+    runs: list[int] = [0, 0]
+
+    async def counts(asked: dict[str, Any]) -> web.Response:
+        runs[0] += 1
+        runs[1] = max(runs)
+        await asyncio.sleep(0.05)
+        runs[0] -= 1
+        return ran(asked["code"])
+
+    results, asked = called(counts, *map(str, range(12)), concurrent=3, deadline_seconds=10.0)
+    assert [result.text for result in results] == [str(i) for i in range(12)] and len(asked) == 12
+    assert runs == [0, 3]
+
+
+def test_settings_of_a_sandbox_that_cannot_be_used() -> None:
+    settings = ToolSettings(sandbox=SandboxSettings(url="http://127.0.0.1:1"))
+    with pytest.raises(ValueError, match="no tool of the environment runs programs"):
+        ToolPool({}, settings, ToolCalling(tools=["calculator"]).programs)
+    with pytest.raises(ValueError, match="'127.0.0.1:8080' is no address of a service"):
+        SandboxSettings(url="127.0.0.1:8080")

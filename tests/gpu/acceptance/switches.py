@@ -1,0 +1,179 @@
+"""Settings that change how fast an update is and must not change what it does: each on and off.
+
+A new one is a line of SWITCHES.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megappo.config import load_config
+from megappo.errors import ConfigError
+from megappo.megatron.build import DTYPES
+from megappo.plan.here import resolve_here
+from megappo.ppo.trainer import Trainer
+from megappo.runtime.accelerations import find_accelerations
+from tests.gpu.acceptance.ppo_step import Speed, update_speed
+from tests.gpu.acceptance.registry import Place
+from tests.gpu.acceptance.table import Row, measured, skipped, within
+from tests.gpu.acceptance.workload import (
+    ACTOR_ONLY,
+    Size,
+    empty_cache,
+    model_folder,
+    rollouts,
+    samples,
+    settings,
+    trainer,
+    write_settings,
+)
+from tests.support.places import ROOT
+
+NATS = {"float32": 1e-5, "bfloat16": 0.05}
+"""Bound of the mean gap of log-probabilities before the update."""
+CHANGES = {"float32": 1e-3, "bfloat16": 0.1}
+"""Bound of the relative difference of all changes of weights."""
+_SIDE_SECONDS = 100.0
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A setting, and what it is compared with."""
+
+    name: str
+    on: tuple[str, ...]
+    off: tuple[str, ...] = ()
+    model: str = "0.6B"
+    own_process: bool = False
+    """What it changes is settled where a process imports Megatron-Core."""
+
+
+_OPTIMIZER = "actor.optimizer"
+_SHARDED = (f"{_OPTIMIZER}.distributed=true", f"{_OPTIMIZER}.overlap_grad_reduce=true")
+SWITCHES = (
+    Switch("recompute: full", ("actor.recompute=full",), ("actor.recompute=none",)),
+    Switch("recompute: selective", ("actor.recompute=selective",), ("actor.recompute=none",)),
+    Switch(
+        "recompute: MLPs", ("actor.recompute=selective", "actor.recompute_modules=[mlp]"), ("actor.recompute=none",)
+    ),
+    Switch(
+        "overlap_grad_reduce", (f"{_OPTIMIZER}.overlap_grad_reduce=true",), (f"{_OPTIMIZER}.overlap_grad_reduce=false",)
+    ),
+    Switch(
+        "overlap_param_gather",
+        (*_SHARDED, f"{_OPTIMIZER}.overlap_param_gather=true"),
+        (*_SHARDED, f"{_OPTIMIZER}.overlap_param_gather=false"),
+    ),
+    Switch("optimizer.distributed", ("actor.optimizer.distributed=true",), ("actor.optimizer.distributed=false",)),
+    Switch("offload", ("actor.offload=true",)),
+    Switch("optimizer.on_host", (f"{_OPTIMIZER}.on_host=0.5",)),
+    Switch("accelerations", ("model.accelerations=auto",), ("model.accelerations=torch",), own_process=True),
+    Switch("one pack, not four", ("actor.microbatch_budget_tokens={all}",), ("actor.microbatch_budget_tokens={part}",)),
+)
+
+
+@dataclass(frozen=True)
+class Side:
+    """What an update did with a switch on or off; tensors in the host's memory."""
+
+    logprob: Tensor
+    changes: list[Tensor]
+    speed: Speed
+    layers: str
+    """Whose layers, gradients and Adam they were."""
+
+
+def on_and_off(place: Place) -> Iterator[Row]:
+    """Every switch: the numbers of an update and its seconds."""
+    dtype = "float32" if place.device == "cpu" else "bfloat16"
+    cache: dict[tuple[str, ...], Side] = {}
+    for switch in SWITCHES:
+        try:
+            on, off = _side(place, switch, switch.on, dtype, cache), _side(place, switch, switch.off, dtype, cache)
+        except ConfigError as error:
+            yield skipped(switch.name, "; ".join(error.problems))
+            continue
+        if switch.own_process:
+            yield measured(f"{switch.name}: what does what", f"on: {on.layers}; off: {off.layers}")
+        gap = float((on.logprob - off.logprob).abs().mean())
+        yield within(f"{switch.name}: log-probabilities, {dtype}", {"mean gap, nats": gap}, NATS[dtype])
+        squares = sum(float((a - b).square().sum()) for a, b in zip(on.changes, off.changes, strict=True))
+        sizes = sum(float(b.square().sum()) for b in off.changes)
+        yield within(
+            f"{switch.name}: changes of weights, {dtype}", {"changes": (squares / sizes) ** 0.5}, CHANGES[dtype]
+        )
+        yield measured(
+            f"{switch.name}: time", f"on: {on.speed.words(place)}, peak {on.speed.peak_bytes / 1e9:.1f} GB; off: "
+            f"{off.speed.words(place)}, peak {off.speed.peak_bytes / 1e9:.1f} GB; on takes "
+            f"{on.speed.seconds / off.speed.seconds:.2f} of off",
+            on_seconds=on.speed.seconds, off_seconds=off.speed.seconds,
+            on_peak_bytes=on.speed.peak_bytes, off_peak_bytes=off.speed.peak_bytes,
+        )  # fmt: skip
+
+
+def _side(
+    place: Place, switch: Switch, overrides: tuple[str, ...], dtype: str, cache: dict[tuple[str, ...], Side]
+) -> Side:
+    """Settings that many compare with are run once."""
+    size = Size(8, 8, 24) if place.tiny else Size(32, 256, 768)
+    whole = size.samples * (size.prompt + size.response)
+    names = {"all": whole, "part": whole // 4}
+    # As large as a gradient, so that Adam's step is not the sign of rounding noise.
+    given = [
+        "actor.optimizer.learning_rate=0.001",
+        "actor.optimizer.eps=1.0e-5",
+        f"actor.microbatch_budget_tokens={names['part']}",
+    ]
+    words = [word.replace("{all}", str(names["all"])).replace("{part}", str(names["part"])) for word in overrides]
+    key = (switch.model, *words)
+    if key not in cache:
+        folder = model_folder(place, switch.model)
+        path = write_settings(place, settings(place, folder, size, dtype))
+        update = _in_own_process if switch.own_process else updated
+        cache[key] = update(place, size, folder, path, [*ACTOR_ONLY, *given, *words])
+    return cache[key]
+
+
+def updated(place: Place, size: Size, folder: Path, path: Path, overrides: list[str]) -> Side:
+    """Update the model once for its numbers, then for the clock."""
+    config = resolve_here(load_config(path, overrides))
+    with trainer(config) as t:
+        logprob, changes = numbers(t, size, folder)
+        speed = update_speed(place, t, size, folder, 1 if place.tiny else 3)
+    found = find_accelerations(config.model.accelerations)
+    empty_cache()
+    return Side(logprob, changes, speed, found.sentence(DTYPES[config.model.dtype]))
+
+
+def _in_own_process(place: Place, size: Size, folder: Path, path: Path, overrides: list[str]) -> Side:
+    """The same. Raises RuntimeError with its last words where it fails."""
+    given, out = Path(place.scratch) / "side.json", Path(place.scratch) / "side.pt"
+    out.unlink(missing_ok=True)
+    words = {"place": asdict(place), "size": asdict(size), "folder": str(folder), "path": str(path)}
+    given.write_text(json.dumps({**words, "overrides": overrides}))
+    program = [sys.executable, "-m", "tests.gpu.acceptance.switch_side", str(given), str(out)]
+    done = subprocess.run(program, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=_SIDE_SECONDS, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip()[-300:])
+    found = torch.load(out, weights_only=True)
+    return Side(**{**found, "speed": Speed(**found["speed"])})
+
+
+def numbers(t: Trainer, size: Size, folder: Path) -> tuple[Tensor, list[Tensor]]:
+    """Log-probabilities before an update, and what it changed in each parameter."""
+    rollout, scores_B = rollouts(samples(size, folder, ragged=True))
+    before = t.parts.actor.copy_weights()
+    t.step = 1
+    placed, scored = t.forward(rollout, scores_B)
+    t.update_actor(placed, t.estimate_advantages(scored))
+    after = t.parts.actor.copy_weights()
+    changes = [(a.float() - b.float()) for a, b in zip(after, before, strict=True)]
+    return scored.old_logprob_BR[rollout.response_mask_BR], changes

@@ -1,0 +1,202 @@
+"""Models with random weights, samples, and a trainer that works on them: what the steps on models share.
+
+Nothing is downloaded: shapes come from configs/models, weights from a seed.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors.torch import save_file
+
+from megappo.config import Config, derive_run, load_config
+from megappo.config.model_files import read_architecture
+from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
+from megappo.plan.here import resolve_here
+from megappo.ppo.parts import Parts, assemble
+from megappo.ppo.reporting import Reporter
+from megappo.ppo.trainer import Trainer
+from megappo.runtime.process import start_runtime
+from megappo.types import Prompt, Rollouts
+from tests.gpu.acceptance.registry import Place
+from tests.support.models import write_model
+from tests.support.places import ROOT
+
+MODELS = {"0.6B": "Qwen3-0.6B", "1.5B": "Qwen2.5-1.5B"}
+"""Names in the table, and folders of configs/models."""
+_TINY = {"0.6B": "qwen3", "1.5B": "qwen2"}
+TINY_LAYERS = 2
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a step's samples."""
+
+    samples: int
+    prompt: int
+    """Tokens."""
+    response: int
+    """Tokens, of the longest."""
+
+
+class NoEngine:
+    """Stands where an engine would: the samples are given, so that none needs memory."""
+
+    def __init__(self, **_given: Any) -> None:
+        self.version = 0
+        self.on_tokens = lambda: None
+
+    def update_weights(self, named_tensors: Any, version: int) -> None:
+        """Let them go."""
+        self.version = version
+
+    def generate(
+        self, requests: Sequence[GenerateRequest], params: SamplingParams, done: Any = None
+    ) -> list[Completion]:
+        """Nobody asks for it."""
+        raise RuntimeError("the samples of this step are given; nothing is generated")
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def model_folder(place: Place, name: str, *, layers: int | None = None, noise: float = 0.0) -> Path:
+    """A model's folder with random bfloat16 weights, written once; `noise` makes a neighbour of it."""
+    folder = Path(place.scratch) / "models" / f"{name}-{layers or 'all'}-{noise:g}"
+    if (folder / "model.safetensors").exists():
+        return folder
+    if place.tiny:
+        changes = {"max_position_embeddings": 1024, "tie_word_embeddings": True}
+        return write_model(folder, _TINY[name], 11, noise=noise, num_hidden_layers=layers or TINY_LAYERS, **changes)
+    content = json.loads((ROOT / "configs/models" / MODELS[name] / "config.json").read_text())
+    content["num_hidden_layers"] = layers or content["num_hidden_layers"]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(content))
+    g = torch.Generator(device=place.device).manual_seed(11)
+    tensors = {}
+    for tensor_name, shape in stored_shapes(folder).items():
+        drawn = torch.randn(shape, generator=g, device=place.device)
+        spread = 0.06 if "embed" in tensor_name else 0.02  # logits of a spread that is not that of the uniform
+        tensor = 0.1 * drawn if len(shape) == 1 else spread * drawn
+        tensor += 1.0 if tensor_name.endswith("norm.weight") else 0.0
+        if noise:
+            tensor += noise * tensor.std() * torch.randn(shape, generator=g, device=place.device)
+        tensors[tensor_name] = tensor.bfloat16().cpu()
+    partial = folder / "partial"
+    save_file(tensors, partial, metadata={"format": "pt"})
+    partial.rename(folder / "model.safetensors")
+    return folder
+
+
+def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of a model's tensors by their names in files."""
+    from megappo.families.parameters import tensor_shapes
+
+    return {name: tuple(shape) for name, shape in tensor_shapes(read_architecture(folder)).items()}
+
+
+def settings(place: Place, folder: Path, size: Size, dtype: str) -> dict[str, Any]:
+    """A run of given samples: one update of actor and critic from all of them."""
+    role = {
+        "minibatch_sequences": size.samples,
+        "microbatch_budget_tokens": size.samples * (size.prompt + size.response),
+    }
+    return {
+        "run": {"name": "acceptance", "steps": 1000, "seed": 5, "directory": f"{place.scratch}/run"},
+        "runtime": {"device": place.device, "threads_per_rank": 1 if place.tiny else None},
+        "model": {"path": str(folder), "dtype": dtype, "tokenizer": str(ROOT / "configs/models/tiny_arithmetic")},
+        "actor": {**role, "optimizer": {"learning_rate": 1e-6}},
+        "critic": {**role, "optimizer": {"learning_rate": 1e-6}},
+        "data": {
+            "train": {"source": "megappo.data.arithmetic:sums", "options": {"max_operand": 3}},
+            "apply_chat_template": False, "max_prompt_tokens": max(size.prompt, 8),
+        },
+        "rollout": {
+            "engine": "tests.gpu.acceptance.workload:NoEngine", "prompts_per_step": size.samples,
+            "max_response_tokens": size.response,
+        },
+        "reward": {"function": "exact"},
+        "algorithm": {"mismatch_stop_nats": 1e6},
+        "logging": {"console": "quiet", "tensorboard": False},
+    }  # fmt: skip
+
+
+ACTOR_ONLY = ("critic=null", "algorithm.estimator=reinforce_plus_plus")
+
+
+def make_config(place: Place, content: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """From settings and overrides, as a run's."""
+    return resolve_here(load_config(write_settings(place, content), list(overrides)))
+
+
+def write_settings(place: Place, content: dict[str, Any]) -> Path:
+    """As a file."""
+    path = Path(place.scratch) / "settings.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+@contextmanager
+def trainer(config: Config, kind: type[Reporter] = Reporter) -> Iterator[Trainer]:
+    """The trainer of a run of one process, and the memory back afterwards."""
+    with start_runtime(config.runtime) as runtime:
+        parts: Parts = assemble(config, derive_run(config, runtime.world_size), runtime)
+        made = Trainer(parts, kind(config, parts.derived, runtime))
+        try:
+            yield made
+        finally:
+            parts.close()
+            vars(made).clear()  # its name lives on where the block stands, and would hold the models
+    del parts
+    empty_cache()
+
+
+def empty_cache() -> None:
+    """What is not referred to any more is free on the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def samples(size: Size, folder: Path, *, ragged: bool) -> list[dict[str, Any]]:
+    """Random tokens; ragged ones have between a quarter and all of the length."""
+    g = torch.Generator().manual_seed(4)
+    vocab = read_architecture(folder).vocab_size
+    found = []
+    for _ in range(size.samples):
+        share = 0.25 + 0.75 * float(torch.rand((), generator=g)) if ragged else 1.0
+        prompt, response = (max(1, round(share * n)) for n in (size.prompt, size.response))
+        tokens = torch.randint(2, vocab, (prompt + response,), generator=g).tolist()
+        found.append({"tokens": tokens, "response": response, "score": float(torch.randn((), generator=g))})
+    return found
+
+
+def rollouts(given: Sequence[dict[str, Any]]) -> tuple[Rollouts, torch.Tensor]:
+    """The same as an engine would hand them over, and their scores; NaN wherever there is no token."""
+    lengths = torch.tensor([s["response"] for s in given])
+    mask = torch.arange(int(lengths.max()))[None] < lengths[:, None]
+    logprob = torch.full(mask.shape, float("nan")).masked_fill(mask, -1.0)
+    count, ids = len(given), torch.arange(len(given))
+    rollout = Rollouts(
+        prompts=tuple(Prompt(i, tuple(s["tokens"][: -s["response"]]), "", None, {}) for i, s in enumerate(given)),
+        sample_ids_B=ids,
+        group_ids_B=ids,
+        sequences=tuple(torch.tensor(s["tokens"]) for s in given),
+        response_lengths_B=lengths,
+        engine_logprob_BR=logprob,
+        response_mask_BR=mask,
+        truncated_B=torch.zeros(count, dtype=torch.bool),
+        weight_versions_B=torch.ones(count, dtype=torch.int64),
+        responses=("",) * count,
+        raw_responses=("",) * count,
+        special_tokens_B=torch.zeros(count, dtype=torch.int64),
+    )
+    return rollout, torch.tensor([s["score"] for s in given])

@@ -1,0 +1,247 @@
+"""The tables of the README.md files that are made from the code, between `<!-- NAME -->` and `<!-- /NAME -->`.
+
+Usage: python -m tests.house.documents      writes them anew; tests/house/test_readme.py says when that is due
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+import itertools
+import json
+import re
+import shlex
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megappo.commands import COMMANDS, module_of
+from megappo.config.schema import Config
+from megappo.observe.metric_docs import METRICS
+from tests.house.rooms import rooms_of
+from tests.support.features import FACTORS
+from tests.support.places import ROOT
+
+_BLOCK = re.compile(r"<!-- (\w+) -->\n(.*?)<!-- /\1 -->\n", re.DOTALL)
+_GUARDS = 10**6
+"""Upper bounds from here on only keep nonsense out; the reference does not repeat them."""
+
+
+def documents() -> list[Path]:
+    """Every Markdown file of the repository."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    return [ROOT / name for name in sorted(names) if (ROOT / name).exists()]
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *([cell.replace("|", r"\|") for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def features_table() -> str:
+    """What steps are made of whose features meet in pairs, the plain ones first."""
+    rows = [[factor, "; ".join(level.words for level in levels)] for factor, levels in FACTORS.items()]
+    return table(["", "features"], rows)
+
+
+def commands_table() -> str:
+    """How each subcommand is called, and what it does."""
+    rows = []
+    for name, command in COMMANDS.items():
+        wide = functools.partial(argparse.HelpFormatter, width=1000)
+        parser = argparse.ArgumentParser(prog=f"megappo {name}", add_help=False, formatter_class=wide)
+        module_of(name).add_arguments(parser)
+        rows.append([f"`{parser.format_usage().removeprefix('usage: ').strip()}`", command.help])
+    return table(["command", "what it does"], rows)
+
+
+def metrics_table() -> str:
+    """Every metric that a run writes."""
+    return table(["metric", "unit", "meaning", "healthy"], [[f"`{name}`", *doc] for name, doc in METRICS.items()])
+
+
+def head_of(path: Path) -> tuple[str, list[list[str]]]:
+    """The comment at the head of a configuration: its sentences, and the words of the commands in it."""
+    head = [line for line in path.read_text().split("\nrun:")[0].splitlines() if line.startswith("#")]
+    words = " ".join(line.removeprefix("# ") for line in head if not line.startswith("#   "))
+    return words, [shlex.split(line.removeprefix("#")) for line in head if line.startswith("#   ")]
+
+
+def configurations_table() -> str:
+    """The shipped configurations, smallest first."""
+    rows = []
+    for path in sorted((ROOT / "configs").glob("*.yaml")):
+        words, commands = head_of(path)
+        plan = next(command for command in commands if command[:2] == ["megappo", "plan"])
+        machine, gpus = plan[plan.index("--machine") + 1], int(plan[plan.index("--gpus") + 1])
+        sentences = words.split(" Run it with")[0]
+        rows.append(
+            (gpus if machine != "cpu" else 0, [f"[{path.stem}]({path.name})", f"{gpus} x {machine}", sentences])
+        )
+    return table(["configuration", "devices that train", "what"], [row for _, row in sorted(rows)])
+
+
+def _referred(schema: Mapping[str, Any]) -> str | None:
+    """The class that a setting is a section of."""
+    for candidate in (schema, *schema.get("anyOf", ())):
+        if "$ref" in candidate:
+            return str(candidate["$ref"]).split("/")[-1]
+    return None
+
+
+def _value_words(schema: Mapping[str, Any]) -> str:
+    if "anyOf" in schema:
+        return " or ".join(_value_words(choice) for choice in schema["anyOf"])
+    if "enum" in schema or "const" in schema:
+        return ", ".join(f"`{_yaml(value)}`" for value in schema.get("enum", [schema.get("const")]))
+    kind = schema.get("type", "anything")
+    if "prefixItems" in schema:
+        return f"list of {len(schema['prefixItems'])}: {', '.join(map(_value_words, schema['prefixItems']))}"
+    if kind == "array":
+        return f"list of {_value_words(schema['items'])}"
+    if kind == "object":
+        return "mapping"
+    words = {"integer": "integer", "number": "number", "boolean": "true or false", "string": "text", "null": "null"}
+    bounds = [f"{sign} {schema[key]:g}" for key, sign in _BOUNDS if key in schema and abs(schema[key]) < _GUARDS]
+    return " ".join([words.get(kind, kind), ", ".join(bounds)]).strip()
+
+
+_BOUNDS = (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="), ("exclusiveMaximum", "<"))
+
+
+def _yaml(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _sections(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(dotted path, class name) of every section, a section before those in it."""
+
+    def walk(path: str, properties: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        for name, field in properties.items():
+            found = _referred(field)
+            if found is not None:
+                yield f"{path}{name}", found
+                yield from walk(f"{path}{name}.", schema["$defs"][found]["properties"])
+
+    yield from walk("", schema["properties"])
+
+
+def settings_reference() -> str:
+    """Every field of the settings, one table per section."""
+    schema = Config.model_json_schema()
+    places: dict[str, list[str]] = {}
+    for path, name in _sections(schema):
+        places.setdefault(name, []).append(path)
+    parts = []
+    for name, paths in places.items():
+        section = schema["$defs"][name]
+        required = section.get("required", ())
+        rows = [_setting(key, field, key in required, places) for key, field in section["properties"].items()]
+        about = schema["properties"].get(paths[0], {}).get("description")
+        parts.append("### " + _heading(paths))
+        parts += [about] if about else []
+        parts.append(table(["setting", "value", "default", "meaning"], rows))
+    return "\n\n".join(parts)
+
+
+def _setting(key: str, field: Mapping[str, Any], is_required: bool, places: Mapping[str, Sequence[str]]) -> list[str]:
+    inner = _referred(field)
+    value = f"[section](#{anchor(_heading(places[inner]))})" if inner else _value_words(field)
+    default = "`" + _yaml(field.get("default", {})) + "`"
+    if is_required:
+        default = "required"
+    elif inner and field.get("default"):
+        default = "its defaults"
+    return [f"`{key}`", value, default, " ".join(field["description"].split())]
+
+
+def _heading(paths: Sequence[str]) -> str:
+    return ", ".join(f"`{path}`" for path in paths)
+
+
+def anchor(heading: str) -> str:
+    """What GitHub makes of a heading for links to it."""
+    kept = re.sub(r"[^\w\- ]", "", heading.lower())
+    return kept.replace(" ", "-")
+
+
+def floors() -> list[list[str]]:
+    """The rooms of megappo from the bottom up: those of a floor import rooms of the floors below it alone."""
+    imported_by = rooms_of("megappo")
+    rooms = [path.parent.name for path in sorted((ROOT / "megappo").glob("*/__init__.py"))]
+    unread = {room: imported_by.get(room, set()) & set(rooms) for room in rooms}
+    found = []
+    while unread:
+        found.append([room for room, imported in unread.items() if not imported & unread.keys()])
+        assert found[-1], f"rooms import in circles: {unread}"
+        for room in found[-1]:
+            del unread[room]
+    return found
+
+
+def rooms_picture() -> str:
+    """The floors, the topmost first."""
+    lines = ["   ".join(floor) for floor in reversed(floors())]
+    return "\n".join(["```", *(line.center(max(map(len, lines))).rstrip() for line in lines), "```"])
+
+
+def rooms_table() -> str:
+    """The rooms of megappo, each below those that it imports."""
+    imported_by = rooms_of("megappo")
+    rows = []
+    for name in itertools.chain(*floors()):
+        docstring = ast.get_docstring(ast.parse((ROOT / "megappo" / name / "__init__.py").read_text())) or ""
+        sentence = " ".join(docstring.split("\n\n")[0].split())
+        imported = [room for room in sorted(imported_by.get(name, ())) if (ROOT / "megappo" / room).is_dir()]
+        rows.append([f"[{name}]({name})", sentence, ", ".join(imported) or "no other room"])
+    return table(["room", "what is in it", "imports"], rows)
+
+
+def tests_table() -> str:
+    """What each file of tests proves, in its own words, by room."""
+    parts = []
+    for folder in sorted({path.parent for path in (ROOT / "tests").rglob("test_*.py")}):
+        rows = []
+        for path in sorted(folder.glob("test_*.py")):
+            docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+            name = str(path.relative_to(ROOT / "tests"))
+            rows.append([f"[{path.name}](./{name})", " ".join(docstring.split("\n\n")[0].split())])
+        parts += [f"### {folder.name}", table(["file", "what it proves"], rows)]
+    return "\n\n".join(parts)
+
+
+def exhaustive_table() -> str:
+    """What `tests/run.sh --all` has more than `tests/run.sh`, and when it was green last."""
+    found = json.loads((ROOT / "tests" / "house" / "exhaustive.json").read_text())  # which suite.py writes
+    rows = [[f"`{file}`", str(of["tests"]), f"{of['cpu_seconds']:.0f}"] for file, of in found["files"].items()]
+    head = f"Green last at {found['commit']} on {found['date']}."
+    return f"{head}\n\n{table(['file', 'more tests', 'CPU seconds'], rows)}"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "commands": commands_table,
+    "configurations": configurations_table,
+    "exhaustive": exhaustive_table,
+    "features": features_table,
+    "metrics": metrics_table,
+    "picture": rooms_picture,
+    "rooms": rooms_table,
+    "settings": settings_reference,
+    "tests": tests_table,
+}
+
+
+def written_anew(text: str) -> str:
+    """A document with its tables as the code has them now."""
+    return _BLOCK.sub(lambda found: f"<!-- {found[1]} -->\n{TABLES[found[1]]()}\n<!-- /{found[1]} -->\n", text)
+
+
+if __name__ == "__main__":
+    for document in documents():
+        document.write_text(written_anew(document.read_text()))

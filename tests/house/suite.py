@@ -1,0 +1,311 @@
+"""Runs files of tests on a few sides at a time, shows what they have done, and judges what is unsteady.
+
+Usage: python -m tests.house.suite [--quick | --all] [--sides N] [--measure] [--no-types] [FILE...]
+
+`bash tests/run.sh` is this in an environment that it builds.
+
+Each file has a process of its own, forked off this one when it has imported what most of them import; the dearest
+begin, by the CPU seconds in seconds.json, which `--measure` writes anew. mypy has a side until it is through. Tests
+that are marked `waits` and fail are run once more, each by itself, when all others are through: those that pass then
+are listed as unsteady. Exit code 1 where any other test fails, where more than three are unsteady, or where mypy does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.house.telling import Outcome, Telling, cpu_seconds
+from tests.support import nursery  # which has imported what most files import before anything is forked
+from tests.support.harness import GIVEN, environment
+from tests.support.places import ROOT
+
+SECONDS = ROOT / "tests" / "house" / "seconds.json"
+"""CPU seconds and number of tests of each file, as they were measured."""
+EXHAUSTIVE = ROOT / "tests" / "house" / "exhaustive.json"
+"""What `--all` ran more when it was green last."""
+MOST_UNSTEADY = 3
+_SHOWN_EVERY_SECONDS = 20.0
+_SHOWN_LINES = 12
+_TOGETHER = ("tests/slurm",)
+"""Folders whose files share a fixture that takes long."""
+_UNKNOWN = {"cpu_seconds": 5.0, "tests": 1}
+_FAILED, _BROKEN, _NO_TESTS = (1, 2), 3, 5
+_ENDINGS = (0, *_FAILED, _NO_TESTS)
+"""Exit codes of pytest where it has not broken off: 2 where a file cannot be read, 5 where nothing was chosen."""
+_SET_CHILD_SUBREAPER = 36
+"""An option of prctl(2)."""
+
+
+@dataclass
+class Part:
+    """Files that one process runs."""
+
+    files: list[str]
+    cpu_seconds: float
+    """By the last measurement."""
+    tests: int
+    """Of them that were there then; as soon as it is known, those that there are."""
+    log: Path
+    process: int = 0
+    told: Iterator[str] | None = None
+    running: str = ""
+    """The test that has begun last."""
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return os.path.commonpath(self.files)
+
+
+def parts_of(files: Sequence[str], folder: Path) -> list[Part]:
+    """The dearest first."""
+    measured: dict[str, Any] = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
+    groups: dict[str, list[str]] = {}
+    for file in files:
+        together = next((place for place in _TOGETHER if file.startswith(f"{place}/")), file)
+        groups.setdefault(together, []).append(file)
+    parts = []
+    for number, group in enumerate(groups.values()):
+        known = [measured.get(file, _UNKNOWN) for file in group]
+        seconds, tests = (sum(of_file[key] for of_file in known) for key in ("cpu_seconds", "tests"))
+        parts.append(Part(group, seconds, tests, folder / str(number)))
+    return sorted(parts, key=lambda part: -part.cpu_seconds)
+
+
+def start(part: Part, options: Sequence[str]) -> None:
+    """Fork a process that keeps the part."""
+    told = part.log.with_suffix(".told")
+    told.touch()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    part.process = os.fork()
+    if part.process == 0:
+        code = _BROKEN
+        try:
+            code = keep(part, options, told)
+        finally:
+            os._exit(code)
+    part.told = _lines(told)
+
+
+def keep(part: Part, options: Sequence[str], told: Path) -> int:
+    """pytest's exit code. It has a nursery beside it, and whose parents have ended are this process's children, so that
+    nothing is left uncounted."""
+    os.setsid()
+    ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    said = os.open(part.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    ours, its = Pipe()
+    if os.fork() == 0:
+        ours.close()
+        os.environ.update(environment())
+        warnings.simplefilter("ignore")
+        nursery.serve(its)
+        os._exit(0)
+    its.close()
+    tests = os.fork()
+    if tests == 0:
+        os.environ[GIVEN] = str(ours.fileno())
+        code = _BROKEN
+        try:
+            code = int(pytest.main([*options, *part.files], plugins=[Telling(told, os.getppid())]))
+        finally:
+            os._exit(code)
+    ours.close()
+    while True:
+        ended, status = os.wait()
+        if ended == tests:
+            return status >> 8 if os.WIFEXITED(status) else _BROKEN
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """Whole lines of a file that grows; an empty one where there is no further line yet."""
+    with path.open() as file:
+        held = ""
+        while True:
+            held += file.readline()
+            if held.endswith("\n"):
+                yield held
+                held = ""
+            else:
+                yield ""
+
+
+class Suite:
+    """What has been found so far."""
+
+    def __init__(self, parts: list[Part], sides: int, options: Sequence[str]) -> None:
+        self._todo, self._sides, self._options = list(parts), sides, options
+        self._parts = parts
+        self._started = self._shown = time.monotonic()
+        self.failed: list[Outcome] = []
+        self.counts: Counter[str] = Counter()
+
+    def run(self, beside: subprocess.Popen[str] | None) -> None:
+        """All parts, on one side less for as long as another process runs beside them."""
+        running: list[Part] = []
+        try:
+            while self._todo or running:
+                busy = beside is not None and beside.poll() is None
+                while self._todo and len(running) < max(1, self._sides - busy):
+                    start(self._todo[0], self._options)
+                    running.append(self._todo.pop(0))
+                running = [part for part in running if self._goes_on(part)]
+                self._show(running)
+                time.sleep(0.1)
+        finally:
+            for part in running:
+                os.killpg(part.process, signal.SIGKILL)
+
+    def _goes_on(self, part: Part) -> bool:
+        """Note what the part has told; whether it has more to say."""
+        done, status = os.waitpid(part.process, os.WNOHANG)
+        assert part.told is not None
+        while line := next(part.told):
+            note = json.loads(line)
+            if "collected" in note:
+                part.tests = note["collected"]
+            elif "begins" in note:
+                part.running = note["begins"]
+            else:
+                self._note(part, Outcome(**note))
+        if not done:
+            return True
+        code = os.waitstatus_to_exitcode(status)
+        part.tests = len(part.outcomes)
+        told = any(outcome.ending == "failed" for outcome in part.outcomes)
+        if code not in _ENDINGS or (code in _FAILED and not told):
+            said = f"pytest ended with {code}: {part.log.read_text(errors='replace')[-3000:]}"
+            self._note(part, Outcome(part.running or part.name, "failed", False, False, said, 0.0))
+        return False
+
+    def _note(self, part: Part, outcome: Outcome) -> None:
+        part.outcomes.append(outcome)
+        part.running = ""
+        self.counts[outcome.ending] += 1
+        if outcome.ending == "failed":
+            self.failed.append(outcome)
+            last = outcome.said.splitlines()[-_SHOWN_LINES:]
+            print("\n".join([f"FAILED {outcome.test}", *(f"    {line}" for line in last)]), flush=True)
+
+    def _show(self, running: Sequence[Part]) -> None:
+        if time.monotonic() < self._shown + _SHOWN_EVERY_SECONDS:
+            return
+        self._shown = time.monotonic()
+        minutes, seconds = divmod(round(self._shown - self._started), 60)
+        sides = [f"{part.name.removeprefix('tests/')} {len(part.outcomes)}/{part.tests}" for part in running]
+        of_all = f"{sum(self.counts.values())} of {sum(part.tests for part in self._parts)}"
+        failed = f", {self.counts['failed']} failed" if self.counts["failed"] else ""
+        print(f"[{minutes:2}:{seconds:02}] {of_all}{failed}; now {', '.join(sides)}", flush=True)
+
+    def again(self, folder: Path) -> list[Outcome]:
+        """Run what waits and failed once more, each test by itself; those that passed."""
+        unsteady: list[Outcome] = []
+        for outcome in [outcome for outcome in self.failed if outcome.waits]:
+            print(f"once more, by itself: {outcome.test}", flush=True)
+            (file,) = {f for part in self._parts if outcome in part.outcomes for f in part.files if is_of(outcome, f)}
+            test = f"{file}::{outcome.test.partition('::')[2]}"
+            alone = Part([test], 0.0, 1, folder / f"again-{len(unsteady)}-{self.counts['failed']}")
+            trial = Suite([alone], 1, self._options)
+            trial.run(None)
+            if trial.counts["passed"] and not trial.counts["failed"]:
+                unsteady.append(outcome)
+                self.failed.remove(outcome)
+                self.counts["failed"] -= 1
+                self.counts["passed"] += 1
+        return unsteady
+
+
+def is_of(outcome: Outcome, file: str) -> bool:
+    """Whether a test is one of a file's; pytest names files beginning at a folder of its choice."""
+    return Path(file).as_posix().endswith(outcome.test.partition("::")[0])
+
+
+def judged(suite: Suite, unsteady: Sequence[Outcome], parts: Sequence[Part]) -> int:
+    """Print what was found; the exit code."""
+    outcomes = [outcome for part in parts for outcome in part.outcomes]
+    for reason, count in Counter(o.said.splitlines()[0] for o in outcomes if o.ending == "skipped").items():
+        print(f"skipped {count}: {reason}")
+    for outcome in suite.failed:
+        print(f"\n{'=' * 20} {outcome.test}\n{outcome.said}")
+    if unsteady:
+        print(f"\nunsteady: {len(unsteady)}, at most {MOST_UNSTEADY}")
+    for outcome in unsteady:
+        print(f"{'-' * 20} {outcome.test}\n{outcome.said}")
+    code = int(bool(suite.failed) or len(unsteady) > MOST_UNSTEADY)
+    counts = suite.counts
+    print(f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped", flush=True)
+    return code
+
+
+def by_file(parts: Sequence[Part], *, exhaustive: bool) -> dict[str, dict[str, float]]:
+    """CPU seconds and number of the tests that are marked so or are not."""
+    found: dict[str, dict[str, float]] = {}
+    for part in parts:
+        for outcome in part.outcomes:
+            if outcome.exhaustive == exhaustive:
+                of_file = found.setdefault(outcome.test.partition("::")[0], {"cpu_seconds": 0.0, "tests": 0})
+                of_file["cpu_seconds"] = round(of_file["cpu_seconds"] + outcome.cpu_seconds, 1)
+                of_file["tests"] += 1
+    return dict(sorted(found.items()))
+
+
+def note_exhaustive(parts: Sequence[Part]) -> None:
+    """Keep what tests are exhaustive, and that all of them held at this commit today."""
+    command = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    found = {"commit": commit, "date": str(datetime.now(UTC).date()), "files": by_file(parts, exhaustive=True)}
+    EXHAUSTIVE.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", metavar="FILE")
+    parser.add_argument("--quick", action="store_true", help="only what is quick; see tests/README.md")
+    parser.add_argument("--all", action="store_true", help="also what is exhaustive; see tests/README.md")
+    parser.add_argument("--sides", type=int, default=(os.cpu_count() or 1) + 1, help="files at a time")
+    parser.add_argument("--types", action=argparse.BooleanOptionalAction, default=True, help="mypy beside the tests")
+    parser.add_argument("--measure", action="store_true", help="write seconds.json anew")
+    given = parser.parse_args()
+    files = given.files or [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests").rglob("test_*.py"))]
+    options = [f"--{name}" for name in ("quick", "all") if getattr(given, name)]
+    command = [sys.executable, "-m", "mypy"] if given.types else ["true"]
+    types = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    with tempfile.TemporaryDirectory(prefix="megappo-tests-") as scratch:
+        parts = parts_of(files, Path(scratch))
+        suite = Suite(parts, given.sides, options)
+        suite.run(types)
+        unsteady = suite.again(Path(scratch))
+        said, _ = types.communicate()
+        print(said, end="")
+        code = judged(suite, unsteady, parts)
+    if given.measure:
+        SECONDS.write_text(json.dumps(by_file(parts, exhaustive=False), indent=1) + "\n")
+    if given.all and not given.files and not code:
+        note_exhaustive(parts)
+    print(f"{cpu_seconds(os.getpid()) / 60:.1f} core-minutes")
+    return code or types.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

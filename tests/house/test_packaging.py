@@ -1,0 +1,173 @@
+"""megappo installs beside Hugging Face's package `kernels`, and hides it nowhere."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from collections.abc import Iterable, Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.support.places import ROOT
+
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+NO_DEPENDENCIES = ["--no-deps", "--no-build-isolation"]
+
+
+def clean() -> None:
+    """Remove what building leaves in the repository."""
+    for leftover in ("build", "megappo.egg-info"):
+        shutil.rmtree(ROOT / leftover, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    subprocess.run([*PIP, "wheel", *NO_DEPENDENCIES, "-w", str(out), str(ROOT)], check=True, cwd=out)
+    clean()
+    return next(out.glob("megappo-*.whl"))
+
+
+def test_the_wheel_holds_both_packages_and_no_kernels(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names}
+    assert {"megappo", "megappo_kernels"} <= tops
+    assert "kernels" not in tops
+    sources = {str(p.relative_to(ROOT / "kernels")) for p in (ROOT / "kernels").rglob("*.py")}
+    assert sources <= set(names), "every module of the kernels is packaged"
+    assert {"megappo/py.typed", "megappo_kernels/py.typed"} <= set(names), "type checkers read our annotations"
+    assert "megappo/requirements.txt" in names, "the doctor reads it"
+    entry = next(n for n in names if n.endswith("entry_points.txt"))
+    assert "megappo = megappo.cli:main" in zipfile.ZipFile(wheel).read(entry).decode()
+
+
+def required(names: Iterable[str]) -> dict[str, metadata.Distribution]:
+    """Distributions that pip would install for these requirements, from those of this environment."""
+    found: dict[str, metadata.Distribution] = {}
+    asked, todo = set(), [(Requirement(name), "") for name in names]
+    while todo:
+        requirement, extra = todo.pop()
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        name = canonicalize_name(requirement.name)
+        found[name] = metadata.distribution(name)
+        for wanted in ("", *requirement.extras):
+            if (name, wanted) not in asked:
+                asked.add((name, wanted))
+                todo += [(Requirement(inner), wanted) for inner in found[name].requires or ()]
+    return found
+
+
+def link_distributions(distributions: dict[str, metadata.Distribution], site: Path) -> None:
+    """Put links to what the distributions installed into another site-packages, and to nothing else."""
+
+    def entries(distribution: metadata.Distribution) -> set[str]:
+        return {line.split(",")[0] for line in (distribution.read_text("RECORD") or "").splitlines() if line[0] != "."}
+
+    others: set[str] = set()
+    for distribution in metadata.distributions():
+        if canonicalize_name(distribution.name) not in distributions:
+            others |= {entry.split("/")[0] for entry in entries(distribution)}
+    for distribution in distributions.values():
+        tops = {tuple(entry.split("/")[: 2 if entry.split("/")[0] in others else 1]) for entry in entries(distribution)}
+        for parts in tops:
+            link, target = site.joinpath(*parts), Path(str(distribution.locate_file("/".join(parts))))
+            link.parent.mkdir(exist_ok=True)
+            if "__pycache__" not in parts and not link.exists():
+                link.symlink_to(target)
+
+
+@pytest.fixture(scope="module")
+def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Python of an environment with what `pip install .` puts there, and nothing else."""
+    folder = tmp_path_factory.mktemp("bare")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    site = next(folder.glob("lib/python*/site-packages"))
+    zipfile.ZipFile(wheel).extractall(site)
+    (installed,) = metadata.distributions(name="megappo", path=[str(site)])
+    link_distributions(required(r for r in installed.requires or () if "extra ==" not in r), site)
+    return folder / "bin" / "python"
+
+
+EVERY_COMMAND = """
+import contextlib, importlib, importlib.util, pkgutil, sys
+for extra in ("sglang", "wandb", "hypothesis", "math_verify"):
+    assert importlib.util.find_spec(extra) is None, extra
+from megappo.cli import main
+
+pytestmark = pytest.mark.waits
+config = sys.argv[1]
+for command in ("train", "plan", "doctor", "serve", "eval", "export", "report"):
+    with contextlib.suppress(SystemExit):
+        main([command, "--help"])
+codes = {
+    "plan": main(["plan", config, "--gpus", "2"]),
+    "dry run": main(["train", config, "--dry-run", "run.directory=" + sys.argv[2]]),
+    "doctor": main(["doctor", config, "run.directory=" + sys.argv[2]]),
+    "report": main(["report", sys.argv[2]]),
+    "export": main(["export", sys.argv[2], sys.argv[2] + "-out"]),
+}
+for package in ("megappo", "megappo_kernels"):
+    for module in pkgutil.walk_packages(importlib.import_module(package).__path__, package + "."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+print(codes)
+"""
+
+
+def test_every_command_runs_with_what_pip_installs(bare: Path, tmp_path: Path) -> None:
+    """The extras add engines, tasks and loggers; no subcommand needs them to start."""
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    for name in ("models", "quickstart.yaml"):
+        (tmp_path / "configs").mkdir(exist_ok=True)
+        (tmp_path / "configs" / name).symlink_to(ROOT / "configs" / name)
+    arguments = [str(bare), "-c", EVERY_COMMAND, "configs/quickstart.yaml", str(tmp_path / "run")]
+    done = subprocess.run(
+        arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    codes = ast.literal_eval(done.stdout.splitlines()[-1])
+    assert (codes["plan"], codes["dry run"]) == (0, 0), done.stdout + done.stderr
+    assert codes["doctor"] in (0, 1)  # what is broken on this machine is no business of this test
+    assert (codes["report"], codes["export"]) == (2, 2)  # there is no such run
+    assert done.stdout.count("usage: megappo") == 7
+
+
+@pytest.fixture(scope="module", params=["editable", "wheel"])
+def interpreter(
+    request: pytest.FixtureRequest, wheel: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
+    """Python of an environment with Hugging Face's kernels and megappo; the rest comes from this environment."""
+    folder = tmp_path_factory.mktemp(request.param)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    python = folder / "bin" / "python"
+    site = next(folder.glob("lib/python*/site-packages"))
+    (site / "parent.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    what = ["-e", str(ROOT)] if request.param == "editable" else [str(wheel)]
+    install = [*PIP, "--python", str(python), "install", *NO_DEPENDENCIES]
+    subprocess.run([*install, "kernels==0.17.2", *what], check=True, cwd=folder)
+    yield python
+    clean()
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_both_import_side_by_side(interpreter: Path, tmp_path: Path, inside: bool) -> None:
+    code = (
+        "import kernels, megappo\n"
+        "from megappo_kernels.lm_head import linear_logprob\n"
+        "print(kernels.__version__, megappo.__version__, linear_logprob.__name__)\n"
+    )
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    where = ROOT if inside else tmp_path
+    done = subprocess.run(
+        [str(interpreter), "-c", code], cwd=where, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split() == ["0.17.2", "0.1.0", "linear_logprob"], done.stderr

@@ -1,0 +1,193 @@
+"""What the documents show is what there is: links, commands, settings, examples, and the tables made from the code."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import json
+import re
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from megappo import errors
+from megappo.config.load import load_config
+from megappo.config.schema import CheckpointSettings, Config
+from megappo.observe.metric_docs import METRICS
+from tests.house.commands import assert_is_read, blocks, check_command, commands, inline_code
+from tests.house.documents import anchor, documents, written_anew
+from tests.support.places import ROOT
+
+DOCUMENTS = documents()
+CURRENT = [path for path in DOCUMENTS if path.parent.name != "results"]
+"""Without those of what was measured once, which say how it was then."""
+LONGEST_README_LINES = 160
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def every(paths: list[Path]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("path", paths, ids=name_of)
+
+
+@pytest.fixture(autouse=True)
+def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> Path:
+    """The configuration that the README shows."""
+    path = tmp_path / "my-run.yaml"
+    path.write_text(blocks((ROOT / "README.md").read_text(), "yaml")[0])
+    return path
+
+
+def test_the_readme_is_short_and_leads_to_every_other() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert text.count("\n") <= LONGEST_README_LINES
+    others = {name_of(path) for path in CURRENT} - {"README.md"}
+    assert others == {target for target in re.findall(r"\]\(([^)]+\.md)\)", text) if target in others}
+
+
+@every(DOCUMENTS)
+def test_tables_are_those_of_the_code(path: Path) -> None:
+    text = path.read_text()
+    assert text == written_anew(text), "run: python -m tests.house.documents"
+
+
+@cache
+def anchors(path: Path) -> set[str]:
+    return {anchor(heading) for heading in re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)}
+
+
+@every(DOCUMENTS)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+        if not target.startswith("http"):
+            file, _, heading = target.partition("#")
+            place = (path.parent / file).resolve() if file else path
+            assert place.exists(), target
+            assert not heading or heading in anchors(place), target
+
+
+@every(CURRENT)
+def test_files_and_variables_that_are_named_are_there(path: Path) -> None:
+    text = path.read_text()
+    for name in re.findall(r"(?<![\w./])(?:launch|tests|benchmarks|configs|megappo|kernels)/[\w./-]+\.\w+\b", text):
+        assert (ROOT / name).exists(), name
+    for variable in re.findall(r"MEGAPPO_[A-Z_]+", text):
+        assert_is_read(variable)
+
+
+@every(CURRENT)
+def test_commands_are_taken(path: Path, example: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Parsed by what they call, down to each setting; plans are made."""
+    for words in commands(path.read_text()):
+        check_command(words, example)
+    capsys.readouterr()
+
+
+def settings_below(model: Any) -> Any:
+    """The fields of a section, through unions with None."""
+    for candidate in (model, *getattr(model, "__args__", ())):
+        if hasattr(candidate, "model_fields"):
+            return candidate.model_fields
+    return None
+
+
+@every([path for path in CURRENT if path.name != "CHANGELOG.md"])  # which names what was
+def test_settings_and_metrics_that_are_named_exist(path: Path) -> None:
+    sections, kinds = "|".join(Config.model_fields), {name.split("/")[0] for name in METRICS}
+    for code in inline_code(path.read_text()):
+        found = re.match(rf"((?:{sections})(?:\.[a-z_0-9]+)+)(?:[:=, ]|$)", code)
+        if found and not code.endswith((".json", ".sh", ".yaml")):
+            fields: Any = Config.model_fields
+            for key in found[1].split("."):
+                assert fields is None or key in fields, code
+                fields = settings_below(fields[key].annotation) if fields is not None else None
+        kind, _, metric = code.partition("/")
+        if kind in kinds and re.fullmatch(r"[a-z_0-9]+", metric) and not (path.parent / code).exists():
+            assert code in METRICS, code
+
+
+def merged(base: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """The settings of `base` with those of `more` in their places."""
+    result = copy.deepcopy(base)
+    for key, value in more.items():
+        inner = result.get(key)
+        result[key] = merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return result
+
+
+@every(CURRENT)
+def test_examples_of_settings_and_data_are_valid(path: Path, tmp_path: Path) -> None:
+    """An example that is no whole run is a part of the quickstart."""
+    quickstart = yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text())
+    for block in blocks(path.read_text(), "yaml"):
+        shown = yaml.safe_load(block)
+        whole = tmp_path / "example.yaml"
+        whole.write_text(block if "run" in shown else yaml.safe_dump(merged(quickstart, shown)))
+        load_config(whole, [])
+    for block in blocks(path.read_text(), "json"):
+        assert all(isinstance(json.loads(line), dict) for line in block.splitlines())
+
+
+@every([path for path in CURRENT if blocks(path.read_text(), "python")])
+def test_examples_in_python_run(path: Path) -> None:
+    for block in blocks(path.read_text(), "python"):
+        names: dict[str, Any] = {}
+        exec(compile(block, path, "exec"), names)
+        if "my_reward" in names:
+            assert names["my_reward"](prompt="1+1?", response="2", answer="2", metadata={}) == 1.0
+        if "hidden" in names:
+            assert isinstance(names["hidden"].grad, torch.Tensor) and names["hidden"].grad.isfinite().all()
+
+
+def test_the_kernel_table_is_complete() -> None:
+    """Whatever the trainer uses of the kernels, anybody can."""
+    named = set(inline_code((ROOT / "kernels" / "README.md").read_text()))
+    imported = {
+        (node.module, alias.name)
+        for path in (ROOT / "megappo").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("megappo_kernels.")
+        for alias in node.names
+    }
+    functions = {name for module, name in imported if inspect.isfunction(getattr(import_module(module), name))}
+    assert "ppo_head_loss" in functions and functions <= named
+
+
+def test_the_checkpoint_settings_are_all_there_with_their_defaults() -> None:
+    (example,) = blocks((ROOT / "megappo" / "checkpoint" / "README.md").read_text(), "yaml")
+    section = yaml.safe_load(example)["checkpoint"]
+    assert {**CheckpointSettings().model_dump(), "keep_best": "reward/mean"} == section
+
+
+def test_exit_codes_are_those_of_the_program() -> None:
+    codes = {errors.RUN_ERROR, errors.USER_ERROR, errors.REQUEUE, errors.HANG, errors.STOPPED_BY_USER}
+    text = (ROOT / "megappo" / "checkpoint" / "README.md").read_text()
+    table = text.split("| exit code | meaning |")[1].split("\n\n")[0]
+    assert {int(number) for number in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)} == {0} | codes
+
+
+def test_the_workflow_runs_what_is_there() -> None:
+    (path,) = (ROOT / ".github" / "workflows").glob("*.yml")
+    jobs = yaml.safe_load(path.read_text())["jobs"]
+    ran = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    assert ran and all((ROOT / command.split()[0]).exists() for command in ran)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
+def test_shipped_configurations_are_valid(path: Path) -> None:
+    config = load_config(path, [])
+    assert config.run.name == path.stem
+    assert yaml.safe_load(path.read_text())["run"]["name"] == path.stem

@@ -1,0 +1,285 @@
+"""The house rules that a machine can check."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.house.formulas import repeated
+from tests.house.rooms import imports, rooms_of
+from tests.support.harness import start
+from tests.support.places import ROOT
+
+SOURCES = sorted([*(ROOT / "megappo").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")])
+LARGEST_TOP_LEVEL = 6
+
+
+@pytest.mark.parametrize("package", ["megappo", "kernels/megappo_kernels"])
+def test_rooms_do_not_import_in_circles(package: str) -> None:
+    """Everything can be read from the bottom up: once the rooms that import nothing are read, others import only what
+    has been read, and so on."""
+    unread = rooms_of(package)
+    while readable := [room for room, imported in unread.items() if not imported & unread.keys()]:
+        for room in readable:
+            del unread[room]
+    assert not unread, {room: sorted(imported & unread.keys()) for room, imported in unread.items()}
+
+
+def test_a_name_means_one_thing() -> None:
+    """No two classes of a package share a name, underscores aside; the architecture's glossary has the words."""
+    for package in ("megappo", "kernels"):
+        homes: dict[str, Path] = {}
+        for path in (p for p in SOURCES if p.is_relative_to(ROOT / package)):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    assert homes.setdefault(node.name.lstrip("_"), path) == path, (node.name, path)
+
+
+def test_the_top_of_the_package_is_small() -> None:
+    modules = {path.name for path in (ROOT / "megappo").glob("*.py")}
+    assert len(modules) <= LARGEST_TOP_LEVEL, modules
+
+
+def test_the_mathematics_depends_on_torch_and_the_kernels_only() -> None:
+    own = {"torch", "megappo", "megappo_kernels"}
+    for path in (ROOT / "megappo" / "algo").rglob("*.py"):
+        outside = {n.split(".")[0] for n in imports(path)} - own - set(sys.stdlib_module_names)
+        assert not outside, path
+        assert all(n.startswith("megappo.algo") for n in imports(path) if n.split(".")[0] == "megappo")
+
+
+def test_kernels_know_nothing_of_megappo() -> None:
+    for path in (ROOT / "kernels").rglob("*.py"):
+        assert not [n for n in imports(path) if n.split(".")[0] == "megappo"], path
+
+
+def test_ranks_tell_each_other_objects_in_one_way() -> None:
+    """Gathering and broadcasting pickles stands in `runtime/objects.py`; fixes of upstream may replace it."""
+    collectives = re.compile(r"\b(broadcast_object_list|(all_)?gather_object|scatter_object_list)\b")
+    homes = {path.name for path in (ROOT / "megappo").rglob("*.py") if collectives.search(path.read_text())}
+    assert homes <= {"objects.py", "megatron_cpu.py"}
+
+
+def test_no_formula_stands_twice() -> None:
+    assert not repeated(SOURCES)
+
+
+def test_a_formula_is_known_under_other_names(tmp_path: Path) -> None:
+    once = "def kl(gap):\n    near = gap.clamp(-20, 20)\n    shrunk = (-near).exp()\n    return shrunk - 1 + near\n"
+    again = "def estimate(d):\n    x = torch.clamp(d, -20.0, 20.0)\n    return x + (tl.exp(-x) - 1)\n"
+    other = "def estimate(policy, other):\n    return policy - other + torch.exp(other - policy) - 1\n"
+    for name, text in (("once", once), ("again", again), ("other", other)):
+        (tmp_path / f"{name}.py").write_text(text)
+    (where,) = repeated([tmp_path / "once.py", tmp_path / "again.py"]).values()
+    assert where == {f"{tmp_path / 'once.py'}:kl", f"{tmp_path / 'again.py'}:estimate"}
+    assert not repeated([tmp_path / "once.py", tmp_path / "other.py"])
+
+
+def test_a_clock_that_jumps_decides_nothing() -> None:
+    """Deadlines and durations are of the monotonic clock; only the doctor, which compares clocks, reads the other."""
+    for path in (ROOT / "megappo").rglob("*.py"):
+        if path.parent.name != "doctor":
+            assert not re.search(r"\btime\.time\(|datetime\.(now|utcnow)\(", path.read_text()), path
+
+
+def test_what_many_use_has_one_home() -> None:
+    """The nearest word, the wait with a deadline, the way to a person at the terminal, and process groups, which all
+    need a timeout; `guard` runs alone."""
+    homes = {
+        r"^import difflib|^from difflib": {"errors.py"},
+        r"\btime\.sleep\(": {"runtime/waiting.py", "engines/sglang/guard.py"},
+        r"\bprint\(.*sys\.stderr": {"cli.py", "runtime/torchrun.py", "observe/messages.py"},
+        r"\b(new_group|init_process_group)\(": {"runtime/groups.py"},
+        r"\.all_gather_object\(|\.broadcast_object_list\(": {"runtime/objects.py"},
+    }
+    for pattern, files in homes.items():
+        found = {p for p in (ROOT / "megappo").rglob("*.py") if re.search(pattern, p.read_text(), re.MULTILINE)}
+        assert {str(p.relative_to(ROOT / "megappo")) for p in found} == files, pattern
+
+
+@pytest.mark.waits
+def test_megatron_is_prepared_before_it_is_imported() -> None:
+    """Whatever of megappo is imported first: otherwise it says at every start what it lacks."""
+    for name in ("megappo.checkpoint", "megappo.ppo.run"):
+        done = subprocess.run([sys.executable, "-c", f"import {name}"], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0 and "Transformer Engine" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_and_functions_fit_a_screen(path: Path) -> None:
+    assert path.read_text().count("\n") <= 450
+    for name, lines in function_lines(path):
+        assert lines <= 60, f"{path} {name}"
+
+
+def function_lines(path: Path) -> Iterator[tuple[str, int]]:
+    """Functions and how long they are, but for kernels in Triton's language, which cannot call what is not inlined."""
+    nodes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    for node in nodes:
+        if not any(ast.unparse(decorator).startswith("triton.jit") for decorator in node.decorator_list):
+            yield node.name, (node.end_lineno or 0) - node.lineno + 1
+
+
+def test_nine_functions_of_ten_are_short() -> None:
+    lines = sorted(length for path in SOURCES for _, length in function_lines(path))
+    assert lines[len(lines) * 9 // 10] <= 22
+
+
+def test_the_step_fits_a_screen() -> None:
+    tree = ast.parse((ROOT / "megappo" / "ppo" / "trainer.py").read_text())
+    step = next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "ppo_step")
+    assert (step.end_lineno or 0) - step.lineno < 60
+
+
+def kept_private() -> set[str]:
+    """Names that our code gives to what it keeps to itself: functions, classes, attributes and constants."""
+    nodes = [node for path in SOURCES for node in ast.walk(ast.parse(path.read_text()))]
+    names = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    names |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    names |= {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
+    of_named_tuples = {"_replace", "_asdict", "_make", "_fields"}  # which Python documents
+    return {name for name in names if re.match(r"_[^_]", name)} - of_named_tuples
+
+
+PRIVATE = kept_private()
+
+
+def private_members(source: str) -> set[str]:
+    """What a file uses of it, by attribute, import, name in a string, or patch."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls", "super()"):
+            found.add(node.attr)
+        elif isinstance(node, ast.ImportFrom):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Call) and re.search(r"(attr|item|patch\.object)$", ast.unparse(node.func)):
+            found |= {str(given.value) for given in node.args[1:2] if isinstance(given, ast.Constant)}
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"megappo(_kernels)?(\.\w+)+", str(node.value)):
+            found |= {*str(node.value).split(".")}
+    return found & PRIVATE
+
+
+def test_tests_observe_what_everybody_can() -> None:
+    """They and the benchmarks reach into nothing private of ours, so that they hold on to what users have."""
+    for path in [*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
+        assert not private_members(path.read_text()), path
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "engine._complete = True",
+        "from megappo.rewards.workers import _Job",
+        "monkeypatch.setattr(engine, '_generate_batch', batch)",
+        "patch.object(engine, '_generate_batch', batch)",
+        "monkeypatch.setattr('megappo.rewards.workers._DIED', '')",
+    ],
+)
+def test_a_private_member_is_seen(line: str) -> None:
+    assert private_members(line)
+    assert not private_members("self._complete = cls._complete = other.__class__; os._exit(1); super()._complete()")
+
+
+def test_upstream_is_reached_through_megatron_core_only() -> None:
+    for path in SOURCES:
+        assert not [n for n in imports(path) if n.startswith("megatron.") and not n.startswith("megatron.core")], path
+
+
+def test_the_top_level_is_fixed() -> None:
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    top = {name.split("/")[0] for name in tracked}
+    fixed = {"setup.py", "megappo", "launch", "configs", "kernels", "tests", "benchmarks", "README.md"}
+    documents = {"LICENSE", "CONTRIBUTING.md", "CHANGELOG.md"}
+    assert {t for t in top if not t.startswith(".")} == fixed | documents
+    assert "kernels/__init__.py" not in tracked
+
+
+@pytest.mark.waits
+def test_command_line_starts_without_torch() -> None:
+    code = "import sys, megappo.cli; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_every_area_of_mutation_testing_names_files_that_are_there() -> None:
+    areas = sorted((ROOT / ".cosmic-ray").glob("*.toml"))
+    assert {path.stem for path in areas} == {
+        "algo", "checkpoint", "config", "engines", "environments", "kernels", "map", "packing", "plan", "ppo",
+    }  # fmt: skip
+    for path in areas:
+        settings = tomllib.loads(path.read_text())["cosmic-ray"]
+        tests = [word for word in settings["test-command"].split() if word.startswith("tests/")]
+        assert tests and all((ROOT / name).exists() for name in [*settings["module-path"], *tests]), path
+
+
+def test_a_room_has_its_tests_under_its_name() -> None:
+    """And what else stands in `tests` is named in its README.md."""
+    tests = {path.parent.name for path in (ROOT / "tests").glob("*/__init__.py")}
+    rooms = {path.parent.name for path in (ROOT / "megappo").glob("*/__init__.py")}
+    others = {
+        "kernels",
+        "launch",
+        "configs",
+        "benchmarks",
+        "runs",
+        "sglang",
+        "slurm",
+        "gpu",
+        "support",
+        "house",
+        "examples",
+    }
+    assert tests == rooms | others
+    readme = (ROOT / "tests" / "README.md").read_text()
+    assert all(f"[{name}]({name})" in readme for name in others)
+    assert all(list((ROOT / "tests" / room).glob("test_*.py")) for room in rooms)
+
+
+def test_tests_are_one_package() -> None:
+    """Files of two folders may have one name, and no folder of tests hides a package of another's name."""
+    folders = {path.parent for path in (ROOT / "tests").rglob("*.py")}
+    assert not [folder for folder in folders if not (folder / "__init__.py").exists()]
+    for path in [*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
+        assert "noqa: E" + "402" not in path.read_text(), path
+
+
+def test_imports_between_tests_and_benchmarks_go_one_way() -> None:
+    """What tests share knows no benchmark, and benchmarks know nothing of tests but that."""
+    for path in (ROOT / "tests" / "support").rglob("*.py"):
+        assert not [name for name in imports(path) if name.split(".")[0] == "benchmarks"], path
+    for path in (ROOT / "benchmarks").rglob("*.py"):
+        of_tests = {name for name in imports(path) if name.split(".")[0] == "tests"}
+        assert all(name.startswith("tests.support") for name in of_tests), path
+
+
+@pytest.mark.waits
+@pytest.mark.parametrize(
+    ("line", "fails"),
+    [
+        ("subprocess.run([sys.executable, '-c', ''])", True),
+        ("os.waitpid(os.fork() or os._exit(0), 0)", True),
+        ("time.sleep(0.05)", True),
+        ("socket.socket().bind(('127.0.0.1', 0))", True),
+        ("subprocess.run(['git', '--version'])", False),
+        ("time.monotonic()", False),
+    ],
+)
+def test_a_test_that_waits_is_marked_so(tmp_path: Path, line: str, fails: bool) -> None:
+    """Otherwise it fails, so that whoever waits longer on busy cores is known."""
+    (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_runtest_call, pytest_runtest_setup\n")
+    marks = {"bare": "", "marked": "@pytest.mark.waits\n"}
+    for name, mark in marks.items():
+        text = f"import os, socket, subprocess, sys, time, pytest\n\n{mark}def test_it(): {line}\n"
+        (tmp_path / f"test_{name}.py").write_text(text)
+    done = start("pytest", "-q", "-p", "no:cacheprovider", tmp_path)
+    assert ("1 failed, 1 passed" in done.stdout, "2 passed" in done.stdout) == (fails, not fails), done.stdout
+    assert ("without the marker: add @pytest.mark.waits" in done.stdout) == fails

@@ -1,0 +1,91 @@
+"""The suite runs what it is given once, tells all that becomes of it, and lets few unsteady tests pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.house.suite import parts_of
+from tests.support.harness import start
+
+pytestmark = [pytest.mark.slow, pytest.mark.waits]
+
+STEADY = """
+import pytest
+
+def test_holds(): pass
+
+@pytest.mark.skip(reason="no such device")
+def test_elsewhere(): pass
+"""
+UNSTEADY = """
+import pathlib, pytest
+
+@pytest.mark.waits
+@pytest.mark.parametrize("number", range({count}))
+def test_at_second_sight(number):
+    seen = pathlib.Path(__file__).with_name(f"seen-{{number}}")
+    known = seen.exists()
+    seen.touch()
+    assert known, "not yet"
+"""
+WRONG = """
+import pytest
+
+def test_is_wrong(): assert 1 + 1 == 3, "the sum"
+
+@pytest.mark.waits
+def test_stays_wrong(): raise OSError("still nobody there")
+"""
+DIES = "import os\n\ndef test_takes_its_process_down(): os._exit(7)\n"
+BROKEN = "import no_such_module\n"
+
+
+def suite(folder: Path, *words: str, **files: str) -> tuple[int, str]:
+    """The exit code and what is printed."""
+    paths = []
+    for name, text in files.items():
+        paths.append(folder / f"test_{name}.py")
+        paths[-1].write_text(text)
+    done = start("tests.house.suite", "--no-types", "--sides", "2", *words, *paths)
+    return done.returncode, done.stdout
+
+
+def test_all_that_was_found_is_told_in_one_line(tmp_path: Path) -> None:
+    code, said = suite(tmp_path, steady=STEADY, wrong=WRONG)
+    assert code == 1
+    assert "\n1 passed, 2 failed, 1 skipped\n" in said
+    assert "skipped 1: no such device" in said
+    assert said.index("FAILED") < said.index("once more, by itself") < said.index("=" * 20), "told as they come"
+    assert "AssertionError: the sum" in said and "OSError: still nobody there" in said
+    assert "unsteady" not in said
+
+
+@pytest.mark.parametrize(("count", "code"), [(3, 0), (4, 1)])
+def test_what_passes_at_the_second_time_is_unsteady(tmp_path: Path, count: int, code: int) -> None:
+    found, said = suite(tmp_path, steady=STEADY, unsteady=UNSTEADY.format(count=count))
+    assert found == code
+    assert f"{1 + count} passed, 0 failed, 1 skipped" in said
+    assert f"unsteady: {count}, at most 3" in said and "AssertionError: not yet" in said.split("unsteady:")[1]
+
+
+def test_what_does_not_wait_has_one_chance(tmp_path: Path) -> None:
+    code, said = suite(tmp_path, unsteady=UNSTEADY.format(count=1).replace("@pytest.mark.waits\n", ""))
+    assert (code, "0 passed, 1 failed, 0 skipped" in said, "once more" in said) == (1, True, False)
+
+
+def test_a_process_that_dies_and_a_file_that_cannot_be_read_fail(tmp_path: Path) -> None:
+    code, said = suite(tmp_path, steady=STEADY, dies=DIES, broken=BROKEN)
+    assert code == 1 and "1 passed, 2 failed, 1 skipped" in said
+    assert "test_takes_its_process_down" in said and "pytest ended with 7" in said
+    assert "No module named 'no_such_module'" in said
+
+
+def test_the_dearest_come_first(tmp_path: Path) -> None:
+    """And files that share what takes long are run together."""
+    files = ["tests/algo/test_golden.py", "tests/slurm/test_slurm.py", "tests/slurm/test_acceptance.py", "tests/new.py"]
+    parts = parts_of(files, tmp_path)
+    assert sorted(file for part in parts for file in part.files) == sorted(files)
+    assert parts[0].files == files[1:3] and parts[0].name == "tests/slurm"
+    assert [part.cpu_seconds for part in parts] == sorted((part.cpu_seconds for part in parts), reverse=True)

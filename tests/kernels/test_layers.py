@@ -1,0 +1,177 @@
+"""SwiGLU, rotary positions and RMSNorm against float64, with Triton and with torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megappo_kernels.backend import use_backend
+from megappo_kernels.layers import rms_norm, rotate_pairs, swiglu
+from tests.support.kernels import relative
+
+BACKENDS = ("torch", "triton")
+# Triton's interpreter cuts float32 to bfloat16 where hardware rounds, which doubles the error.
+GATE = {torch.float32: 5e-7, torch.bfloat16: 2.0**-7}
+
+
+def drawn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def exact_swiglu(gate_up: Tensor, weights: Tensor | None) -> Tensor:
+    """By the exponential."""
+    half = gate_up.shape[-1] // 2
+    product = gate_up[..., :half] / (1 + torch.exp(-gate_up[..., :half])) * gate_up[..., half:]
+    return product if weights is None else product * weights[..., None]
+
+
+def exact_rotation(x: Tensor, angles_TP: Tensor) -> Tensor:
+    """As a product of complex numbers."""
+    half = x.shape[-1] // 2
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles_TP), angles_TP)[:, None]
+    return torch.cat([turned.real, turned.imag], -1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("shape", [(5, 1, 48), (3, 2 * 1100), (2, 2 * 2048)])
+def test_swiglu(backend: str, dtype: torch.dtype, weighted: bool, shape: tuple[int, ...]) -> None:
+    """Parts of a block of columns, whole ones and several; small and large gates."""
+    gate_up = (drawn(1, *shape) * drawn(2, *shape).exp()).to(dtype).requires_grad_()
+    weights = drawn(3, *shape[:-1]).sigmoid().requires_grad_() if weighted else None
+    up = drawn(4, *shape[:-1], shape[-1] // 2).to(dtype)
+    with use_backend(backend):  # type: ignore[arg-type]
+        out = swiglu(gate_up, weights)
+    out.backward(up)
+    given = [gate_up] if weights is None else [gate_up, weights]
+    leaves = [x.detach().double().requires_grad_() for x in given]
+    true = exact_swiglu(leaves[0], leaves[1] if weighted else None)
+    true.backward(up.double())
+    assert out.dtype == dtype and out.shape == true.shape
+    assert relative(out.detach(), true.detach()) <= GATE[dtype]
+    for mine, leaf in zip(given, leaves, strict=True):
+        assert mine.grad is not None and leaf.grad is not None and mine.grad.dtype == mine.dtype
+        assert relative(mine.grad, leaf.grad) <= GATE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_swiglu_of_torch_is_the_same_to_the_last_bit(dtype: torch.dtype) -> None:
+    """As its operations under autograd."""
+    gate_up = (drawn(1, 37, 1, 96) * drawn(2, 37, 1, 96).exp()).to(dtype).requires_grad_()
+    grad = drawn(4, 37, 1, 48).to(dtype)
+    with use_backend("torch"):
+        out = swiglu(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    plain = torch.nn.functional.silu(gate) * up
+    assert torch.equal(out, plain)
+    assert torch.equal(*(torch.autograd.grad(x, gate_up, grad)[0] for x in (out, plain)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(37, 1, 576), (5, 9, 64), (2, 1, 7)])
+def test_rms_norm(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Rows that are a view of wider ones, as queries are; small and large rows, and one of zeros."""
+    wide = drawn(1, *shape[:-1], 3, shape[-1]) * drawn(2, *shape[:-1], 1, 1).mul(3).exp()
+    wide[0] = 0
+    wide = wide.to(dtype).requires_grad_()
+    weight = drawn(3, shape[-1]).to(dtype).requires_grad_()
+    grad, eps = drawn(4, *shape).to(dtype), 1e-5
+    out = rms_norm(wide[..., 1, :], weight, eps)
+    out.backward(grad)
+    leaves = [x.detach().double().requires_grad_() for x in (wide, weight)]
+    rows = leaves[0][..., 1, :]
+    true = rows / (rows.square().mean(-1, keepdim=True) + eps).sqrt() * leaves[1]
+    true.backward(grad.double())
+    assert out.dtype == dtype and out.shape == true.shape
+    gate = {torch.float32: 5e-7, torch.bfloat16: 2.0**-8}[dtype]
+    assert relative(out.detach(), true.detach()) <= gate
+    for mine, leaf in zip((wide, weight), leaves, strict=True):
+        assert mine.grad is not None and leaf.grad is not None and mine.grad.dtype == mine.dtype
+        assert relative(mine.grad, leaf.grad) <= gate
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "width"), [(2, 16), (11, 24)])
+def test_rotation(backend: str, dtype: torch.dtype, heads: int, width: int) -> None:
+    """Of heads that are a view of wider rows, as keys are; widths that are no power of two."""
+    tokens = 7
+    wide = drawn(5, tokens, heads, 3, width).to(dtype).requires_grad_()
+    angles_TP = drawn(6, tokens, width // 2).double() * 10
+    full = torch.cat([angles_TP, angles_TP], -1)[:, None]
+    cosine, sine = full.cos().to(dtype), full.sin().to(dtype)
+    up = drawn(7, heads, tokens, width).to(dtype).transpose(0, 1)
+    with use_backend(backend):  # type: ignore[arg-type]
+        out = rotate_pairs(wide[:, :, 1], cosine, sine)
+    out.backward(up)
+    leaf = wide.detach().double().requires_grad_()
+    true = exact_rotation(leaf[:, :, 1], angles_TP)
+    true.backward(up.double())
+    assert wide.grad is not None and leaf.grad is not None and out.dtype == dtype
+    assert relative(out.detach(), true.detach()) <= GATE[dtype]
+    assert relative(wide.grad, leaf.grad) <= GATE[dtype]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_rows(backend: str) -> None:
+    """Of an expert that nobody chose."""
+    rows, weights, heads = torch.empty(0, 8).requires_grad_(), torch.empty(0).requires_grad_(), torch.empty(0, 2, 8)
+    with use_backend(backend):  # type: ignore[arg-type]
+        out = swiglu(rows, weights)
+        turned = rotate_pairs(heads, torch.empty(0, 1, 8), torch.empty(0, 1, 8))
+    out.sum().backward()
+    assert out.shape == (0, 4) and turned.shape == heads.shape
+    assert rows.grad is not None and rows.grad.shape == rows.shape
+
+
+def test_kernels_keep_nothing_but_their_operands() -> None:
+    """Torch's operations keep silu(gate) besides."""
+    kept: set[int] = set()
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    gate_up, x, angles = drawn(8, 3, 32).requires_grad_(), drawn(9, 3, 2, 8).requires_grad_(), drawn(10, 2, 3, 1, 8)
+    with use_backend("triton"), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        swiglu(gate_up)
+        rotate_pairs(x, *angles)
+    assert kept == {t.untyped_storage().data_ptr() for t in (gate_up, angles)}
+
+
+def test_float64_takes_torch() -> None:
+    gate_up = drawn(11, 2, 8).double()
+    with use_backend("triton"):
+        assert relative(swiglu(gate_up), exact_swiglu(gate_up, None)) < 1e-15
+
+
+def test_bad_shapes_are_refused() -> None:
+    with pytest.raises(ValueError, match="7 columns are no gate and up"):
+        swiglu(torch.zeros(2, 7))
+    with pytest.raises(ValueError, match=r"weights are \(3,\), must be one for each row, \(2,\)"):
+        swiglu(torch.zeros(2, 8), torch.zeros(3))
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="torch was built without CUDA")
+def test_torchs_norm_is_one_kernel_on_cuda() -> None:
+    """Of queries in bfloat16, as a layer has them; so there is none of ours. By torch's own table of kernels."""
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_rms_norm_backward", "CUDA")
+    with FakeTensorMode(), _Operators() as operators:
+        x, weight = torch.empty(6, 2, 8, device="cuda:0", dtype=torch.bfloat16), torch.ones(8, device="cuda:0")
+        operators.names.clear()
+        torch.nn.functional.rms_norm(x, (8,), weight.to(torch.bfloat16), 1e-6)
+    assert [n for n in operators.names if n not in ("device", "detach", "_to_copy")] == ["_fused_rms_norm"]

@@ -1,0 +1,19 @@
+"""A vocabulary split over 2 and 4 ranks gives what the whole one gives, for one collective."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.harness import ask
+from tests.support.quick import cases
+
+pytestmark = [pytest.mark.slow, pytest.mark.waits]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kind", cases(["random", "peaky", "offset+150"], quick=("peaky",)))
+def test_split_vocabulary(ranks: int, kind: str) -> None:
+    found: dict[str, dict[str, float]] = ask("kernels_worker.py", ranks, {"kind": kind})
+    assert len(found) == 3 * (2 * 4 + 2)
+    for case, errors in found.items():
+        assert all(error <= 1.0 for error in errors.values()), (case, errors)

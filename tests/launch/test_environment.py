@@ -1,0 +1,209 @@
+"""launch/environment.sh, with a Python whose pip only takes time."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.support.places import QUICKSTART, ROOT
+
+# `-m venv FOLDER` puts itself there; `-m pip install -r ...` waits for the file that PIP_WAITS_FOR names, if it does.
+PYTHON = """#!/usr/bin/env bash
+case "$*" in
+    --version) echo "Python $VERSION" ;;
+    -c*) exit 0 ;;
+    "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+    *"--upgrade pip") ;;
+    "-m pip install"*)
+        echo "$0 $*" >>"$BUILDS"
+        until [ -z "${PIP_WAITS_FOR:-}" ] || [ -e "$PIP_WAITS_FOR" ]; do sleep 0.05; done ;;
+esac
+"""
+USE = 'set -euo pipefail; source launch/environment.sh; ensure_environment "$1"; echo "uses $VIRTUAL_ENV"; '
+
+
+class Machine:
+    """A home with clones of the repository's launch folder, and a Python 3.11 that stands first on PATH."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.builds = folder, folder / "builds"
+        self.builds.touch()
+        (folder / "bin").mkdir()
+        python = folder / "bin" / "python3.11"
+        python.write_text(PYTHON)
+        python.chmod(0o755)
+        self.started: list[subprocess.Popen[str]] = []
+
+    def clone(self, name: str, requirement: str = "") -> Path:
+        root = self.folder / name
+        shutil.copytree(ROOT / "launch", root / "launch")
+        with (root / "launch" / "requirements-common.txt").open("a") as file:
+            file.write(requirement)
+        return root
+
+    def start(
+        self, clone: Path, kind: str = "light", then: str = "", version: str = "3.11.4", waits_for: Path | None = None
+    ) -> subprocess.Popen[str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("MEGAPPO_")}
+        settings = {"PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "MEGAPPO_CACHE": str(self.folder / "cache")}
+        settings |= {"VERSION": version, "BUILDS": str(self.builds), "PIP_WAITS_FOR": str(waits_for or "")}
+        process = subprocess.Popen(
+            ["bash", "-c", USE + then, "bash", kind], cwd=clone, env=kept | settings, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        self.started.append(process)
+        return process
+
+    def use(self, clone: Path, kind: str = "light", version: str = "3.11.4") -> Path:
+        """The environment that a script of this clone gets."""
+        process = self.start(clone, kind, version=version)
+        said, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, said
+        return Path(said.splitlines()[-1].removeprefix("uses "))
+
+    def prune(self, clone: Path, *words: str) -> str:
+        environment = os.environ | {"MEGAPPO_CACHE": str(self.folder / "cache"), "VERSION": "3.11.4"}
+        environment["PATH"] = f"{self.folder / 'bin'}:{os.environ['PATH']}"
+        done = subprocess.run(
+            ["bash", "launch/environment.sh", "prune", *words], cwd=clone, env=environment, capture_output=True,
+            text=True, timeout=60, check=False,
+        )  # fmt: skip
+        return done.stdout + done.stderr
+
+    def wait_for_builds(self, count: int) -> None:
+        deadline = time.monotonic() + 60
+        while len(self.builds.read_text().splitlines()) < count:
+            assert time.monotonic() < deadline, f"{self.builds.read_text()!r} has not {count} builds"
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    made = Machine(tmp_path)
+    yield made
+    for process in made.started:
+        with suppress(ProcessLookupError):  # what outlived its script is in the script's process group too
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_clones_kinds_and_python_versions_live_side_by_side(machine: Machine) -> None:
+    one, two = machine.clone("one"), machine.clone("two", "another-requirement\n")
+    used = [machine.use(one), machine.use(two), machine.use(one, "full"), machine.use(two, version="3.12.1")]
+    assert len(set(used)) == 4 and all((folder / "complete").exists() for folder in used)
+    assert machine.use(one) == used[2], "the full environment serves for the light one"
+    assert len(machine.builds.read_text().splitlines()) == 4
+
+
+def test_two_builds_of_one_environment_are_one(machine: Machine) -> None:
+    clone, go = machine.clone("one"), machine.folder / "go"
+    scripts = [machine.start(clone, waits_for=go) for _ in range(3)]
+    machine.wait_for_builds(1)
+    go.touch()
+    said = [script.communicate(timeout=60)[0].splitlines()[-1] for script in scripts]
+    assert len(set(said)) == 1 and said[0].startswith("uses "), said
+    assert len(machine.builds.read_text().splitlines()) == 1
+
+
+def test_the_quickstart_needs_no_sglang_where_there_are_gpus(machine: Machine) -> None:
+    """Its settings name the other engine."""
+    clone = machine.clone("one")
+    (clone / "configs").mkdir()
+    shutil.copy(QUICKSTART, clone / "configs")
+    smi = machine.folder / "bin" / "nvidia-smi"
+    smi.write_text("#!/bin/sh\nexit 0\n")
+    smi.chmod(0o755)
+    said, _ = machine.start(clone, then="exec bash launch/quickstart.sh", kind="light").communicate(timeout=60)
+    (built,) = machine.builds.read_text().splitlines()
+    assert built.endswith("/launch/requirements.txt"), said
+
+
+@pytest.mark.waits
+def test_a_build_waits_for_no_other_environments_build(machine: Machine) -> None:
+    go = machine.folder / "go"
+    scripts = [machine.start(machine.clone(name, name), waits_for=go) for name in ("one", "two")]
+    machine.wait_for_builds(2)  # both, before either ends
+    go.touch()
+    assert [script.wait(timeout=60) for script in scripts] == [0, 0]
+
+
+def test_a_build_that_was_killed_is_made_again(machine: Machine) -> None:
+    clone, never = machine.clone("one"), machine.folder / "never"
+    killed = machine.start(clone, waits_for=never)
+    machine.wait_for_builds(1)
+    os.killpg(killed.pid, signal.SIGKILL)
+    assert (machine.use(clone) / "complete").exists()
+    assert len(machine.builds.read_text().splitlines()) == 2
+
+
+@pytest.mark.waits
+def test_prune_keeps_what_is_used(machine: Machine) -> None:
+    """By this clone, by a script that runs, by its children after it, by a program with files mapped, or lately."""
+    clones = {name: machine.clone(name, name) for name in ("own", "running", "mapped", "recent", "left")}
+    folders = {name: machine.use(clone) for name, clone in clones.items()}
+    for name in ("own", "running", "mapped", "left"):
+        os.utime(folders[name] / "complete", (0, 0))
+    go = machine.folder / "go"
+    ends = 'echo ready; sh -c \'until [ -e "$0" ]; do sleep 0.05; done\' "$PIP_WAITS_FOR" & disown'
+    script = machine.start(clones["running"], then=ends, waits_for=go)
+    assert script.stdout is not None and "ready\n" in iter(script.stdout.readline, "")
+    os.utime(folders["running"] / "complete", (0, 0))
+    shutil.copy(shutil.which("sleep") or "", folders["mapped"] / "sleep")
+    mapped = subprocess.Popen([str(folders["mapped"] / "sleep"), "60"])
+    try:
+        said = machine.prune(clones["own"])
+    finally:
+        mapped.kill()
+        mapped.wait()
+    assert {name for name, folder in folders.items() if folder.exists()} == {"own", "running", "mapped", "recent"}
+    assert f"kept     {folders['own']}: this clone uses it" in said
+    assert f"kept     {folders['running']}: it is in use" in said
+    assert f"kept     {folders['mapped']}: it is in use" in said
+    assert f"kept     {folders['recent']}: it was used in the last 7 days" in said
+    assert f"removed  {folders['left']}:" in said
+    go.touch()
+    script.wait(timeout=60)
+    assert f"removed  {folders['recent']}:" in machine.prune(clones["own"], "0")
+
+
+def test_prune_wants_a_number_of_days(machine: Machine) -> None:
+    assert "'all' is no number of days; usage:" in machine.prune(machine.clone("one"), "all")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "words", "kind"),
+    [
+        (True, ("train", "{}/said.yaml"), "light"),
+        (True, ("train", "{}/unsaid.yaml"), "full"),
+        (True, ("train", "{}/unsaid.yaml", "rollout.engine=transformers"), "light"),
+        (False, ("train", "{}/unsaid.yaml"), "light"),
+        (False, ("train", "{}/unsaid.yaml", "rollout.engine=sglang"), "full"),
+    ],
+)
+def test_sglang_is_there_where_it_generates_by_default(
+    gpus: bool, words: tuple[str, ...], kind: str, tmp_path: Path
+) -> None:
+    (tmp_path / "said.yaml").write_text("rollout: {engine: transformers}\n")
+    (tmp_path / "unsaid.yaml").write_text("rollout: {prompts_per_step: 8}\n")
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\nexit {0 if gpus else 9}\n")
+    program.chmod(0o755)
+    script = 'source launch/environment.sh; environment_for "$@"'
+    found = subprocess.run(
+        ["bash", "-c", script, "bash", *(word.format(tmp_path) for word in words)],
+        cwd=ROOT,
+        env={**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.strip() == kind

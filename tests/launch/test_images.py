@@ -1,0 +1,73 @@
+"""The images say what the repository pins: both the same, for the CUDA that torch is built for."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+
+import torch
+from packaging.requirements import Requirement
+
+from megappo.runtime.accelerations import ENGINES
+from tests.support.places import ROOT
+
+LAUNCH = ROOT / "launch"
+
+
+def pins(name: str) -> dict[str, Requirement]:
+    lines = [line for line in (LAUNCH / name).read_text().splitlines() if line and not line.startswith(("#", "-r"))]
+    return {(r := Requirement(line)).name: r for line in lines if "python_version" not in line or ">=" in line}
+
+
+def version(requirement: Requirement) -> str:
+    (specifier,) = requirement.specifier
+    assert specifier.operator == "=="
+    return specifier.version
+
+
+def test_both_images_are_the_same() -> None:
+    docker, apptainer = (LAUNCH / "Dockerfile").read_text(), (LAUNCH / "megappo.def").read_text()
+    image = re.findall(r"^FROM (\S+)$", docker, re.MULTILINE)
+    assert image == re.findall(r"^From: (\S+)$", apptainer, re.MULTILINE) and len(image) == 1
+    copied: set[tuple[str, str]] = set()
+    for words in re.findall(r"^COPY (.+)$", docker, re.MULTILINE):
+        *sources, target = words.split()
+        copied |= {(source, target.rstrip("/") + ("/" + source if target.endswith("/") else "")) for source in sources}
+    files = apptainer.split("%files")[1].split("%post")[0]
+    assert copied == set(re.findall(r"^    (\S+) (/opt/\S+)$", files, re.MULTILINE))
+    assert all((ROOT / source).exists() for source, _ in copied)
+    run = re.findall(r"^RUN (.+)$", docker, re.MULTILINE)
+    assert run == re.findall(r"^    (bash .+)$", apptainer, re.MULTILINE) == ["bash /opt/megappo/launch/image.sh"]
+    variables = set(re.findall(r"^ENV (.+)$", docker, re.MULTILINE))
+    assert variables == set(re.findall(r"^    export (.+)$", apptainer, re.MULTILINE))
+
+
+def test_their_script_installs_what_is_pinned() -> None:
+    script = LAUNCH / "image.sh"
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    installed = re.findall(r"^pip install (.+)$", script.read_text(), re.MULTILINE)
+    assert "-r launch/requirements-sglang.txt" in installed
+    assert "--no-build-isolation -r launch/requirements-cuda.txt" in installed
+    files = {name for line in installed for name in re.findall(r"-r (launch/\S+)", line)}
+    assert all((ROOT / name).is_file() for name in files)
+
+
+def test_pins_fit_together() -> None:
+    """SGLang as in setup.py; Transformer Engine for the CUDA of image and torch, and for the Megatron-Core of the
+    image's Python 3.12; NVIDIA's Apex by a tag of its repository."""
+    accelerators, common = pins("requirements-cuda.txt"), pins("requirements-common.txt")
+    setup = (ROOT / "setup.py").read_text()
+    sglang = version(pins("requirements-sglang.txt")["sglang"])
+    assert f'"sglang=={sglang}"' in setup
+    engine = accelerators["transformer-engine"]
+    (image,) = re.findall(r"nvidia/cuda:(\d+)\.", (LAUNCH / "Dockerfile").read_text())
+    assert engine.extras == {f"core_cu{image}", "pytorch"}
+    if torch.version.cuda is not None:
+        assert torch.version.cuda.split(".")[0] == image
+    megatron = version(common["megatron-core"])
+    assert ".".join(megatron.split(".")[:2]) not in ENGINES, "its metadata names versions of Transformer Engine"
+    (extra,) = re.findall(r'"te": (\[.*\])', setup)
+    (allowed,) = (Requirement(r) for r in ast.literal_eval(extra))
+    assert allowed.name == engine.name and allowed.specifier.contains(version(engine))
+    assert re.fullmatch(r"git\+https://github\.com/NVIDIA/apex@\d+\.\d+", str(accelerators["apex"].url))

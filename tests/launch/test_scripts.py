@@ -1,0 +1,339 @@
+"""The scripts in launch/, with stand-ins for what a cluster has and this machine does not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.places import ROOT
+
+SCONTROL = """
+case "$*" in
+    "show hostnames"*) echo localhost ;;
+    *) echo "JobId=7 JobState=RUNNING NodeName=localhost" ;;
+esac
+"""
+WRITE_WORDS = 'for word in "$@"; do echo "$word"; done >>"$WORDS"'
+ALL_WELL = 'for rank in $(seq 0 15); do echo 0 >"$MEGAPPO_RANK_LOGS/exit-$rank"; done'
+
+
+class Site:
+    """A folder with programs that stand before all others on PATH, and a job on two nodes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.words = folder, folder / "words"
+        (folder / "bin").mkdir()
+        self.program("scontrol", SCONTROL)
+
+    def program(self, name: str, script: str) -> None:
+        path = self.folder / "bin" / name
+        path.write_text(f"#!/usr/bin/env bash\n{script}\n")
+        path.chmod(0o755)
+
+    def sbatch(self, *words: str, script: str = "ppo.sbatch", **settings: str) -> subprocess.CompletedProcess[str]:
+        """Run the batch script as SLURM does on the first node."""
+        job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
+        job |= {"SLURM_SUBMIT_DIR": str(ROOT), "MEGAPPO_LOGS": str(self.folder / "logs"), "WORDS": str(self.words)}
+        job |= {"PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "MEGAPPO_DOCTOR": "no"}
+        job |= {"MEGAPPO_CACHE": str(self.folder / "cache")}  # whatever goes wrong here, environments of others stay
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "MEGAPPO_"))}
+        command = ["bash", str(ROOT / "launch" / "slurm" / script), *words]
+        return subprocess.run(
+            command, env=kept | job | settings, capture_output=True, text=True, timeout=60, check=False
+        )
+
+    def log(self, name: str) -> str:
+        return (self.folder / "logs" / "7" / "attempt-0" / name).read_text()
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+def test_pyxis(site: Site) -> None:
+    site.program("srun", f"{WRITE_WORDS}; {ALL_WELL}")
+    gpus = {"SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_ON_NODE": "96"}
+    done = site.sbatch(
+        "a.yaml", "run.name=two words", MEGAPPO_CONTAINER="nvcr#img:1", MEGAPPO_CONTAINER_MOUNTS="/data:/data", **gpus
+    )
+    assert done.returncode == 0, done.stderr
+    words = site.words.read_text().splitlines()
+    logs = site.folder / "logs" / "7" / "attempt-0"
+    assert words[:11] == [
+        "--job-name", "train", "--nodes", "2", "--ntasks", "16", "--ntasks-per-node", "8", "--kill-on-bad-exit=1",
+        "--cpus-per-task", "12",
+    ]  # fmt: skip
+    assert words[11:] == [
+        "--gpu-bind=none", "--container-image=nvcr#img:1",
+        f"--container-mounts={ROOT}:{ROOT},{logs}:{logs},/data:/data", f"--container-workdir={ROOT}",
+        "bash", f"{ROOT}/launch/slurm/rank.sh", "train", "a.yaml", "run.name=two words",
+    ]  # fmt: skip
+
+
+def test_apptainer(site: Site) -> None:
+    """The ranks run in the image, and write logs and exit codes outside of it."""
+    site.program("srun", 'while [ "$1" != apptainer ]; do shift; done; SLURM_PROCID=0 exec "$@"')
+    site.program("apptainer", f'{WRITE_WORDS}\nwhile [ "$1" != /images/a.sif ]; do shift; done; shift; exec "$@"')
+    site.program("python", 'echo "python $*"')
+    settings = {"MEGAPPO_CONTAINER": "/images/a.sif", "MEGAPPO_CONTAINER_RUNTIME": "apptainer"}
+    done = site.sbatch("a.yaml", SLURM_GPUS_ON_NODE="1", SLURM_JOB_NUM_NODES="1", **settings)
+    assert done.returncode == 0, done.stderr
+    words = site.words.read_text().splitlines()
+    assert words[:2] == ["exec", "--bind"]
+    assert words[3:7] == ["--pwd", str(ROOT), "--nv", "/images/a.sif"]
+    assert site.log("train/rank-0.log") == "python -m megappo train a.yaml\n"
+    assert site.log("train/exit-0") == "0\n"
+
+
+def test_modules_and_a_venv(site: Site) -> None:
+    site.program("srun", 'SLURM_PROCID=0 exec bash "${@: -3:1}" "${@: -2}"')
+    venv = site.folder / "venv"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "activate").write_text(f'PATH="{venv}/bin:$PATH"\necho "${{UNSET}}entered"\n')
+    python = venv / "bin" / "python"
+    python.write_text('#!/usr/bin/env bash\necho "venv $LOADED $SITE"\n')
+    python.chmod(0o755)
+    (site.folder / "site.sh").write_text("export SITE=here\n")
+    module = '() { shift; export LOADED="$*"; }'  # as clusters define it: an exported shell function
+    done = site.sbatch(
+        "a.yaml", MEGAPPO_VENV=str(venv), MEGAPPO_MODULES="cuda/12 gcc", MEGAPPO_SITE=str(site.folder / "site.sh"),
+        SLURM_JOB_NUM_NODES="1", **{"BASH_FUNC_module%%": module},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert site.log("train/rank-0.log") == "venv cuda/12 gcc here\n"
+
+
+def test_conda(site: Site) -> None:
+    site.program("srun", 'SLURM_PROCID=0 exec bash "${@: -3:1}" "${@: -2}"')
+    site.program("conda", 'echo "conda() { export ENTERED=\\"\\$*\\"; }"')
+    site.program("python", 'echo "$ENTERED"')
+    done = site.sbatch("a.yaml", MEGAPPO_CONDA="ppo", SLURM_JOB_NUM_NODES="1")
+    assert done.returncode == 0, done.stderr
+    assert site.log("train/rank-0.log") == "activate ppo\n"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"MEGAPPO_LAUNCHER": "ray"}, "MEGAPPO_LAUNCHER is 'ray', must be srun or torchrun"),
+        ({"MEGAPPO_RANKS_PER_NODE": "all"}, "MEGAPPO_RANKS_PER_NODE is 'all', must be a whole number"),
+        ({"MEGAPPO_VENV": "/nowhere"}, "MEGAPPO_VENV '/nowhere' has no bin/activate; name its folder"),
+        ({"MEGAPPO_MODULES": "cuda"}, "there is no command 'module'"),
+        ({"MEGAPPO_CONTAINER": "x", "MEGAPPO_CONTAINER_RUNTIME": "docker"}, "is 'docker', must be pyxis or apptainer"),
+        ({"SLURM_SUBMIT_DIR": "/tmp"}, "/tmp is not the repository; submit from there, or set MEGAPPO_ROOT to it"),
+    ],
+)
+def test_wrong_settings(site: Site, settings: dict[str, str], words: str) -> None:
+    site.program("srun", f"{WRITE_WORDS}; {ALL_WELL}")
+    done = site.sbatch("a.yaml", **settings)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert not site.words.exists()
+
+
+def test_a_broken_machine_ends_the_job_before_training(site: Site) -> None:
+    site.program("srun", f"{WRITE_WORDS}\nexit 1")
+    done = site.sbatch("a.yaml", MEGAPPO_DOCTOR="yes", MEGAPPO_PYTHON=sys.executable)
+    assert done.returncode == 2
+    assert "megappo doctor found something broken; see" in done.stderr
+    assert site.words.read_text().splitlines()[-2:] == ["doctor", "a.yaml"]
+
+
+DISAGGREGATED = "ppo_disaggregated.sbatch"
+ENGINES = """
+case "$*" in
+    *"engine.sh describe"*) echo "$DESCRIBED" ;;
+    *"engine.sh serve"*)
+        echo "ports $MEGAPPO_ENGINE_PORTS key ${#MEGAPPO_SGLANG_API_KEY}" >>"$WORDS"
+        if [ -n "${DEAD:-}" ]; then echo "out of memory" >"$MEGAPPO_RANK_LOGS/engine-0.log"; exit 1; fi
+        while [ ! -e "$MEGAPPO_RANK_LOGS/stopping" ]; do sleep 0.1; done
+        ;;
+    *)
+        if [ -n "${DEAD:-}" ]; then while [ ! -e "$WORDS.told" ]; do sleep 0.1; done; exit 1; fi
+        for rank in $(seq 0 15); do echo 0 >"$MEGAPPO_RANK_LOGS/exit-$rank"; done
+        ;;
+esac
+"""
+GPUS = {"SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_ON_NODE": "96", "SLURM_JOB_NUM_NODES": "3", "MEGAPPO_ENGINE_NODES": "1"}
+GPUS |= {"MEGAPPO_PYTHON": sys.executable}
+
+
+def engine_site(site: Site) -> None:
+    site.program("srun", f"{WRITE_WORDS}\n{ENGINES}")
+    site.program("squeue", 'echo "7.2 train"')
+    site.program("scancel", 'echo "scancel $*" >>"$WORDS"; touch "$WORDS.told"')
+
+
+def test_engines_share_a_node_by_their_gpus(site: Site) -> None:
+    """TP2 on nodes of eight GPUs: four engines, each with a port; the key stands in the environment only."""
+    engine_site(site)
+    done = site.sbatch("a.yaml", script=DISAGGREGATED, DESCRIBED="1 2 8 96", **GPUS)
+    assert done.returncode == 0, done.stderr
+    words = site.words.read_text().splitlines()
+    urls = next(word for word in words if word.startswith("rollout.sglang.urls=['http"))
+    ports = next(line for line in words if line.startswith("ports ")).split()
+    assert ports[-2:] == ["key", "64"] and len(set(ports[1:-2])) == 4
+    listed = "".join(f"'http://localhost:{port}'," for port in ports[1:-2])
+    assert urls == f"rollout.sglang.urls=[{listed}]"
+    start = words.index("engines")
+    assert words[start - 3 : start + 11] == [
+        "--relative", "2", "--job-name", "engines", "--nodes", "1", "--ntasks", "4", "--ntasks-per-node", "4",
+        "--distribution=block", "--kill-on-bad-exit=1", "--cpus-per-task", "24",
+    ]  # fmt: skip
+    assert words[words.index("train") - 3 : words.index("train")] == ["--relative", "0", "--job-name"]
+    assert "16 ranks on 2 of the nodes, 4 engines on localhost" in done.stdout
+
+
+def test_engines_stand_on_several_nodes(site: Site) -> None:
+    """TP16 on two nodes of eight GPUs: one address for both, and a place where its parts meet."""
+    engine_site(site)
+    site.program("scontrol", SCONTROL.replace("echo localhost", "echo localhost; echo localhost"))
+    settings = GPUS | {"MEGAPPO_ENGINE_NODES": "2", "SLURM_JOB_NUM_NODES": "4", "DESCRIBED": "2 8 8 96"}
+    done = site.sbatch("a.yaml", script=DISAGGREGATED, **settings)
+    assert done.returncode == 0, done.stderr
+    words = site.words.read_text().splitlines()
+    ports = next(line for line in words if line.startswith("ports ")).split()
+    assert f"rollout.sglang.urls=['http://localhost:{ports[1]}',]" in words and "rollout.sglang.nodes=1" in words
+    assert len(ports) == 4
+    start = words.index("engines")
+    assert words[start + 1 : start + 7] == ["--nodes", "2", "--ntasks", "2", "--ntasks-per-node", "1"]
+
+
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [
+        (("0", "1"), "--port 12 --index 1 --linger 5 --part 0 --meet n0:22"),
+        (("1", "1"), "--port 0 --index 1 --linger 5 --part 1 --meet n0:22"),
+        (("3", "0"), "--port 0 --index 2 --linger 5 --part 1 --meet n2:23"),
+    ],
+)
+def test_a_task_runs_its_part_of_an_engine(site: Site, place: tuple[str, str], expected: str) -> None:
+    """Two engines of four GPUs of each of two nodes."""
+    site.program("python", 'echo "$*"')
+    environment = os.environ | {
+        "SLURM_NODEID": place[0], "SLURM_LOCALID": place[1], "MEGAPPO_ENGINE_WIDTH": "2", "MEGAPPO_ENGINE_RANKS": "4",
+        "MEGAPPO_ENGINES_OF_NODE": "2", "MEGAPPO_ENGINE_PORTS": "11 12 13 14", "MEGAPPO_ENGINE_HOST": "0.0.0.0",
+        "MEGAPPO_ENGINE_MEETINGS": "n0:21 n0:22 n2:23 n2:24", "MEGAPPO_ENGINE_LINGER": "5",
+        "MEGAPPO_RANK_LOGS": str(site.folder), "PATH": f"{site.folder / 'bin'}:{os.environ['PATH']}",
+    }  # fmt: skip
+    subprocess.run(["bash", "launch/slurm/engine.sh", "serve", "a.yaml"], cwd=ROOT, env=environment, check=True)
+    (log,) = site.folder.glob("engine-*.log")
+    first = 4 * int(place[1])
+    assert log.read_text() == f"-m megappo serve a.yaml rollout.sglang.first_device={first} --host 0.0.0.0 {expected}\n"
+    assert log.name == f"engine-{expected.split()[3]}{'-part-1' if 'part 1' in expected else ''}.log"
+
+
+def test_a_heterogeneous_job_places_its_steps(site: Site) -> None:
+    engine_site(site)
+    het = {"SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_1": "n3", "SLURM_JOB_NUM_NODES_HET_GROUP_1": "1"}
+    settings = GPUS | het | {"MEGAPPO_ENGINE_NODES": "", "SLURM_JOB_NUM_NODES": "2", "DESCRIBED": "1 8 8 96"}
+    done = site.sbatch("a.yaml", script=DISAGGREGATED, **settings)
+    assert done.returncode == 0, done.stderr
+    words = site.words.read_text().splitlines()
+    assert words[words.index("engines") - 2] == "--het-group=1" and words[words.index("train") - 2] == "--het-group=0"
+
+
+def test_engines_that_end_take_the_trainers_with_them(site: Site) -> None:
+    engine_site(site)
+    done = site.sbatch("a.yaml", script=DISAGGREGATED, DESCRIBED="1 2 8 96", DEAD="yes", **GPUS)
+    assert done.returncode == 1
+    assert "the engines' step ended (exit code 1), so the trainers are told to stop" in done.stderr
+    assert "out of memory" in done.stderr
+    assert "scancel --signal=TERM 7.2" in site.words.read_text()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"MEGAPPO_ENGINE_NODES": ""}, "MEGAPPO_ENGINE_NODES is '', must be a whole number from 1 to 2 of the job's 3"),
+        ({"MEGAPPO_ENGINE_NODES": "3"}, "MEGAPPO_ENGINE_NODES is '3', must be"),
+        (
+            {"DESCRIBED": "1 16 8 96"},
+            "0 engines of rollout.sglang.tensor_parallel 16 do not stand on 1 nodes of 8 GPUs",
+        ),
+        ({"DESCRIBED": "2 8 8 96"}, "engines of rollout.sglang.nodes 2 do not stand on 1 nodes; make those a multiple"),
+        (
+            {"MEGAPPO_ENGINES_PER_NODE": "5"},
+            "5 engines of rollout.sglang.tensor_parallel 2 do not stand on 1 nodes of 8",
+        ),
+        (
+            {"SLURM_JOB_NODELIST_HET_GROUP_1": "n3", "SLURM_HET_SIZE": "3"},
+            "the job has 3 components, must have two: trainers : engines",
+        ),
+    ],
+)
+def test_wrong_settings_of_engines(site: Site, settings: dict[str, str], words: str) -> None:
+    engine_site(site)
+    done = site.sbatch("a.yaml", script=DISAGGREGATED, **({"DESCRIBED": "1 2 8 96"} | GPUS | settings))
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "train" not in (site.words.read_text().splitlines() if site.words.exists() else [])
+
+
+def torchrun(*words: str) -> subprocess.Popen[str]:
+    environment = os.environ | {"MEGAPPO_PYTHON": sys.executable, "PYTHONWARNINGS": "ignore"}
+    return subprocess.Popen(
+        ["bash", "launch/torchrun.sh", *words],
+        cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.waits
+def test_torchrun_on_two_machines() -> None:
+    """The same line on both, which here are one."""
+    from tests.support.worlds import closed_port
+
+    line = ("--nodes", "2", "--head", f"localhost:{closed_port()}", "1", "doctor")
+    both = [torchrun(*line), torchrun(*line)]
+    outputs = [process.communicate(timeout=240) for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    assert "2 ranks met on" in "".join(out for out, _ in outputs)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "the processes per machine are ''"),
+        (("--nodes", "2", "8", "train"), "--head is '', must be HOST:PORT"),
+        (("--nodes", "two"), "--nodes is 'two', must be a whole number"),
+        (("train", "a.yaml"), "the processes per machine are 'train'"),
+    ],
+)
+def test_torchrun_usage(words: tuple[str, ...], said: str) -> None:
+    process = torchrun(*words)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert said in errors
+
+
+def test_the_record_of_a_job_holds_no_secret(site: Site) -> None:
+    """Names that may stand for one are not written at all, credentials in addresses are masked, others cannot read."""
+    site.program("scontrol", f'{SCONTROL}echo "Command=train data=https://me:c0mmand@host/x"')
+    site.program("srun", ALL_WELL)
+    secret = {
+        "DATABASE_URL": "postgres://me:s3cret@db/x", "GH_PAT": "s3cret", "ORACLE_PWD": "s3cret", "SLURM_JWT": "s3cret",
+        "MEGAPPO_SGLANG_API_KEY": "s3cret", "WANDB_API_KEY": "s3cret", "MY_NOTES": "line\nPATH=s3cret",
+        "http_proxy": "http://me:s3@cret@proxy:3128", "HTTPS_PROXY": "me:s3cret@proxy:3128",
+        "NCCL_TEST_URL": "'http://me:s3cret@host', x", "CONDA_PASSWORD": "s3cret",
+    }  # fmt: skip
+    plain = {
+        "SLURM_GPUS_ON_NODE": "8",
+        "NCCL_SOCKET_IFNAME": "ib0",
+        "SLURM_JOB_PARTITION": "gpu",
+        "OMP_NUM_THREADS": "3",
+    }
+    done = site.sbatch("a.yaml", MEGAPPO_PYTHON=sys.executable, **secret, **plain)
+    assert done.returncode == 0, done.stderr
+    record = site.log("job.txt")
+    assert not [word for word in ("s3cret", "cret@", "c0mmand", "me:") if word in record], record
+    for line in (
+        "NCCL_SOCKET_IFNAME=ib0", "SLURM_JOB_PARTITION=gpu", "OMP_NUM_THREADS=3", "HTTPS_PROXY=***@proxy:3128",
+        "http_proxy=***@proxy:3128", "NCCL_TEST_URL='http://***@host', x", "Command=train data=https://***@host/x",
+    ):  # fmt: skip
+        assert line in record.splitlines(), record
+    assert (site.folder / "logs" / "7" / "attempt-0" / "job.txt").stat().st_mode & 0o777 == 0o600

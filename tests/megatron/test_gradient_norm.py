@@ -1,0 +1,37 @@
+"""The norm of all gradients is what Megatron makes of it, and read by the host once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megappo.megatron  # noqa: F401 - before megatron.core
+from megappo.runtime.megatron_cpu import cuda_means_cpu, fix_gradient_norm
+from tests.support.workers.reads_worker import Copies, Reads
+
+
+@pytest.mark.parametrize("count", [1, 40])
+def test_the_norm_of_many_gradients_is_one_read(count: int, world_of_one: None) -> None:
+    from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
+    from megatron.core.utils import local_multi_tensor_l2_norm
+
+    fix_gradient_norm()
+    g = torch.Generator().manual_seed(count)
+    gradients = [torch.randn(1 + 37 * i % 11, 5, generator=g) for i in range(count)]
+    with cuda_means_cpu(), Reads() as scalars, Copies() as tensors:
+        found = get_grad_norm_fp32(gradients, grad_stats_parallel_group=dist.group.WORLD)
+    assert scalars.count + tensors.count == 1, "what was summed over all ranks"
+    exact = float(torch.cat([x.flatten() for x in gradients]).double().norm())
+    assert abs(found - exact) <= 1e-6 * exact
+    with cuda_means_cpu():
+        (theirs,), _ = local_multi_tensor_l2_norm(0, None, [gradients], False)
+    assert found == pytest.approx(float(theirs), rel=1e-6)
+
+
+def test_no_gradients_have_no_norm(world_of_one: None) -> None:
+    from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
+
+    fix_gradient_norm()
+    with cuda_means_cpu():
+        assert get_grad_norm_fp32([], grad_stats_parallel_group=dist.group.WORLD) == 0

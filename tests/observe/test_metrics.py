@@ -1,0 +1,211 @@
+"""The files a run writes."""
+
+import json
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
+
+from megappo.megatron.roles import Update
+from megappo.observe.metric_docs import METRICS
+from megappo.observe.metrics import MetricsLog, read_metrics
+from megappo.ppo.updates import step_metrics
+from megappo_kernels.losses import ppo_value_loss
+from tests.support.kernels import token_loss
+from tests.support.places import ROOT
+
+FILES_ONLY: dict[str, Any] = {"tensorboard": False}
+
+
+def test_a_line_has_the_step_first_and_sorted_names(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "run", "r", {}, **FILES_ONLY)
+    log.log(3, {"b": 2.0, "a": 1.0})
+    # Flushed: readable before the end of the run.
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 3, "a": 1.0, "b": 2.0}\n'
+    log.close()
+    log.close()
+
+
+def test_nonfinite_values_stay_valid_json_and_come_back(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, "r", {}, **FILES_ONLY)
+    log.log(1, {"x": math.nan, "y": math.inf, "z": -math.inf})
+    log.log_samples(1, [{"score": math.nan, "response": "\ud800 \u2028 é"}])
+    log.close()
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert line == {"step": 1, "x": "nan", "y": "inf", "z": "-inf"}
+    record = read_metrics(tmp_path / "metrics.jsonl")[0]
+    assert math.isnan(record["x"]) and record["y"] == math.inf and record["z"] == -math.inf
+    sample = json.loads((tmp_path / "samples.jsonl").read_bytes(), parse_constant=refuse)
+    assert sample == {"step": 1, "score": "nan", "response": "\ud800 \u2028 é"}
+
+
+@st.composite
+def metrics(draw: DrawFn) -> dict[str, float]:
+    return draw(st.dictionaries(st.sampled_from(sorted(METRICS)), st.floats(allow_nan=False)))
+
+
+@given(st.lists(metrics(), max_size=5))
+def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, steps: list[dict[str, float]]) -> None:
+    directory = tmp_path_factory.mktemp("run")
+    log = MetricsLog(directory, "r", {}, **FILES_ONLY)
+    for step, numbers in enumerate(steps, start=1):
+        log.log(step, numbers)
+    log.close()
+    expected = [{"step": step, **numbers} for step, numbers in enumerate(steps, start=1)]
+    assert read_metrics(directory / "metrics.jsonl") == expected
+
+
+def test_a_killed_run_is_readable_and_can_be_continued(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "a": 1.0}\n{"step": 2, "a')
+    assert read_metrics(path) == [{"step": 1, "a": 1.0}]
+    log = MetricsLog(tmp_path, "r", {}, **FILES_ONLY)
+    log.log(2, {"a": 2.0})
+    log.close()
+    assert read_metrics(path) == [{"step": 1, "a": 1.0}, {"step": 2, "a": 2.0}]
+
+
+def test_a_resumed_run_forgets_later_steps(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, "r", {}, **FILES_ONLY)
+    for step in range(5):
+        log.log(step, {"a": math.nan})
+        log.log_samples(step, [{"response": f"\ud800 \u2028 \r\n {step}"}] * 2)
+        log.log_jump(step, {"reasons": ("a", "b")})
+    lines = {path.name: path.read_bytes().splitlines(keepends=True) for path in tmp_path.iterdir()}
+    log.close()
+    with (tmp_path / "samples.jsonl").open("a") as file:
+        file.write('{"step": 5, "respo')  # killed while writing
+    log = MetricsLog(tmp_path, "r", {}, **FILES_ONLY)
+    log.truncate_after(2)
+    # At once, to the byte, with nothing left beside it.
+    kept = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert kept == {
+        "metrics.jsonl": b"".join(lines["metrics.jsonl"][:3]),
+        "samples.jsonl": b"".join(lines["samples.jsonl"][:6]),
+        "jumps.jsonl": b"".join(lines["jumps.jsonl"][:3]),
+    }
+    log.log(3, {"a": 3.0})
+    log.log_samples(3, [{"response": "again"}])
+    log.truncate_after(3)  # nothing to drop
+    log.close()
+    assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
+    assert (tmp_path / "samples.jsonl").read_text().endswith('{"step": 3, "response": "again"}\n')
+
+
+def test_a_truncation_that_fails_leaves_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = MetricsLog(tmp_path, "r", {}, **FILES_ONLY)
+    log.log(1, {"a": 1.0})
+    log.log(2, {"a": 2.0})
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        log.truncate_after(1)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_broken_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
+    with pytest.raises(ValueError, match="line 2 is not JSON"):
+        read_metrics(path)
+
+
+def test_tensorboard_holds_the_numbers(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+
+    log = MetricsLog(tmp_path, "r", {})
+    log.log(1, {"reward/mean": 0.25})
+    log.log(2, {"reward/mean": 0.5})
+    log.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
+
+
+def test_tensorboard_forgets_later_steps_of_a_resumed_run(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = MetricsLog(tmp_path, "r", {})
+    for step in range(1, 5):
+        log.log(step, {"reward/mean": 0.25})
+    log.close()
+    log = MetricsLog(tmp_path, "r", {})
+    log.truncate_after(2)
+    log.log(3, {"reward/mean": 0.5})
+    log.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.25), (3, 0.5)]
+
+
+def test_missing_wandb_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match=r"logging\.wandb_project is 'p', but wandb .* 'megappo\[wandb\]'"):
+        MetricsLog(tmp_path, "r", {}, tensorboard=False, wandb_project="p")
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_wandb_gets_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, object]] = []
+
+    class FakeWandb:
+        def init(self, **options: object) -> "FakeWandb":
+            calls.append(("init", options["project"]))
+            return self
+
+        def log(self, metrics: dict[str, float], step: int) -> None:
+            calls.append(("log", (step, metrics)))
+
+        def finish(self) -> None:
+            calls.append(("finish", None))
+
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb())
+    log = MetricsLog(tmp_path, "r", {}, tensorboard=False, wandb_project="p")
+    log.log(1, {"a": 1.0})
+    log.close()
+    assert calls == [("init", "p"), ("log", (1, {"a": 1.0})), ("finish", None)]
+
+
+def test_every_metric_named_in_the_source_is_documented() -> None:
+    prefixes = {name.split("/")[0] for name in METRICS if "/" in name}
+    literal = re.compile(r'"-?(' + "|".join(sorted(prefixes)) + r')/([a-z0-9_]+)"')
+    written = {
+        "/".join(found)
+        for path in (ROOT / "megappo").rglob("*.py")
+        for found in literal.findall(path.read_text(encoding="utf-8"))
+    }
+    assert "mismatch/k3" in written
+    assert written <= set(METRICS)
+
+
+def test_every_timed_stage_is_documented() -> None:
+    source = (ROOT / "megappo" / "ppo" / "trainer.py").read_text()
+    stages = re.findall(r'\.stage\("([a-z_]+)"', source)
+    assert stages and {f"time/{name}" for name in stages} <= set(METRICS)
+
+
+def test_every_update_metric_is_documented() -> None:
+    ones, mask = torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool)
+    policy = token_loss(
+        logprob=-ones, old_logprob=-ones, advantages=ones, weights=ones, mask=mask, clip_low=0.2, clip_high=0.2
+    )
+    value = ppo_value_loss(values=ones, old_values=ones, returns=ones, weights=ones, mask=mask, value_clip=0.2)
+    for role, sums in (("actor", policy.metrics), ("critic", value.metrics)):
+        numbers = {name: float(value) for name, value in sums.items()}
+        update = Update(applied=True, finite=True, sums=numbers, grad_norm=1.0, learning_rate=1e-6)
+        assert {f"{role}/{name}" for name in step_metrics([update])} <= set(METRICS)

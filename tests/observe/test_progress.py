@@ -1,0 +1,145 @@
+"""A stage that takes minutes says what it has done, and what it waits for."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megappo.config import load_config
+from megappo.megatron.roles import Update
+from megappo.observe.console import LiveView, PlainView
+from megappo.observe.progress import PROGRESS, SAMPLES, StageProgress
+from megappo.ppo import updates
+from megappo.types import Samples
+from tests.support.places import BASE
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """The process's own counts do not outlive a test."""
+    yield
+    PROGRESS.expect(SAMPLES, 0)
+    PROGRESS.enter("")
+
+
+class Clock:
+    """Seconds that the test passes."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_line_says_what_is_done_how_fast_and_what_is_awaited() -> None:
+    clock = Clock()
+    progress = StageProgress(clock)
+    assert progress.text() == "" and progress.seconds == 0
+    progress.enter("rollout", "the 64 responses of all ranks")
+    progress.add(SAMPLES, 3)  # none are expected
+    progress.expect(SAMPLES, 32)
+    clock.now += 125
+    progress.add(SAMPLES, 8, tokens=150_000)
+    progress.add(SAMPLES, 4, tokens=100_000)
+    assert progress.text() == (
+        "rollout for 2 min 5 s: 12 of 32 samples of this rank, 2,000 tokens/s; waits for the 64 responses of all ranks"
+    )
+    progress.enter("update_actor")  # the samples are generated ahead
+    progress.expect("minibatches", 4)
+    progress.add("minibatches", 1)
+    assert progress.text().startswith(
+        "update_actor for 0 s: 12 of 32 samples of this rank, 2,000 tokens/s, 1 of 4 mini"
+    )
+    progress.add("minibatches", 2)  # the last update was refused
+    progress.add(SAMPLES, 20)
+    progress.enter("sync")
+    assert progress.text() == "sync for 0 s"
+    progress.expect(SAMPLES, 32)
+    progress.forget()  # they were given up
+    progress.enter("checkpoint")
+    assert progress.text() == "checkpoint for 0 s"
+    progress.leave()
+    assert progress.text() == "" and progress.seconds == 0
+
+
+@pytest.mark.waits
+def test_plain_logs_get_a_line_in_every_interval_of_a_long_stage() -> None:
+    clock, stream = Clock(), io.StringIO()
+    progress = StageProgress(clock)
+    view = PlainView(stream, 9, progress, every_seconds=0.02)
+
+    def lines_after(seconds: float, expected: int) -> list[str]:
+        clock.now += seconds
+        deadline = time.monotonic() + 20
+        while len(stream.getvalue().splitlines()) < expected and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.05)  # no more than those
+        return stream.getvalue().splitlines()
+
+    progress.enter("rollout", "the others")
+    view.begin_step(3)
+    view.stage("rollout")
+    assert lines_after(0.01, 0) == []
+    assert lines_after(0.02, 1) == ["step 3: rollout for 0 s; waits for the others"]
+    assert len(lines_after(0.02, 2)) == 2
+    progress.enter("sync")
+    view.stage("sync")
+    assert len(lines_after(0.01, 2)) == 2
+    assert lines_after(60, 3)[2] == "step 3: sync for 1 min 0 s"
+    view.close()
+    assert len(lines_after(60, 3)) == 3
+
+
+def test_the_default_interval_is_a_minute() -> None:
+    assert PlainView.__init__.__kwdefaults__ == {"every_seconds": 60.0}
+
+
+@pytest.mark.waits
+def test_the_live_view_shows_the_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    progress, stream = StageProgress(Clock()), io.StringIO()
+    view = LiveView(stream, 3, progress)
+    progress.enter("rollout", "the others")
+    progress.expect(SAMPLES, 32)
+    view.begin_step(1)
+    progress.add(SAMPLES, 5)  # nobody tells the view
+    deadline = time.monotonic() + 20
+    while "5 of 32 samples of this rank; waits for the others" not in stream.getvalue():
+        assert time.monotonic() < deadline, stream.getvalue()[-2000:]
+        time.sleep(0.05)
+    view.close()
+
+
+def test_updates_count_minibatches(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(BASE, ["actor.minibatch_sequences=4", "actor.epochs=2"])
+    minibatches = updates.draw_minibatches(config.actor, 10, seed=1)
+    assert [len(ids) for ids in minibatches] == [4, 4, 2] * 2
+    assert frozenset.union(*minibatches[:3]) == frozenset.union(*minibatches[3:]) == set(range(10))
+    seen: list[str] = []
+
+    def update(number: int, task: object, **more: object) -> Update:
+        seen.append(PROGRESS.text().split(": ")[1])
+        return Update(True, True, {}, 1.0, 1e-3)
+
+    samples = Samples(torch.arange(10), (torch.ones(5, dtype=torch.int64),) * 10, torch.full((10,), 3))
+    batch: Any = SimpleNamespace(minibatches=minibatches, samples=samples, update=update)
+    batch.with_fields, batch.role = (
+        lambda fields: batch,
+        SimpleNamespace(runtime=SimpleNamespace(device="cpu"), rest=lambda: None),
+    )
+    monkeypatch.setattr(updates, "all_gather_varying", lambda local: [local])
+    fields = {"mask": torch.ones(10, 3, dtype=torch.bool)}
+    PROGRESS.enter("update_actor")
+    found = list(updates.RoleUpdates(batch, config, fields, partial(updates.ValueTask, None)).run())
+    PROGRESS.leave()
+    assert [len(done.chosen) for done in found] == [4, 4, 2] * 2
+    assert [done.weights.tokens for done in found] == [12, 12, 6] * 2
+    assert seen == [f"{n} of 6 minibatches" for n in range(6)]

@@ -1,0 +1,298 @@
+"""Bytes of activations, counted a second time: one entry per tensor that a layer makes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+
+from megappo.families import gemma2, gemma3_text
+from megappo.families.architecture import ArchitectureConfig, Beyond
+from megappo.families.blocks import QueryKeyNorms
+from megappo.plan.activations import (
+    head_bytes,
+    kept_bytes,
+    layer_bytes_per_token,
+    layers_in_flight,
+    products_bytes,
+    shares_bytes,
+    transient_bytes,
+)
+from tests.support import plan as odd
+from tests.support.plan import FFN as F
+from tests.support.plan import HEAD_DIM as D
+from tests.support.plan import HEADS, KV_HEADS, PROMPT, arch, role, with_experts, work
+from tests.support.plan import HIDDEN as H
+
+TP = 4
+"""Divides nothing, so that no share is whole."""
+Q, K = HEADS * D, KV_HEADS * D
+FLOAT = 4
+
+
+def norm(e: int, fused: bool) -> list[int]:
+    """Bytes that a norm over the hidden size keeps of a token: input and scale, also of ours for bfloat16 on a CPU; in
+    torch's operations, which compute in float32, a copy of the input and the normalised input."""
+    return [H * e, FLOAT] if fused or e == 2 else [H * FLOAT, FLOAT, H * FLOAT]
+
+
+def attention(e: int, fused: bool, qk_norm: bool, kernel: bool) -> list[int]:
+    """Bytes of each tensor of attention: query heads of width D, key and value heads of the same."""
+    queries, keys = [D * e] * HEADS, [D * e] * KV_HEADS
+    tensors = [*queries, *keys, *keys]  # from the QKV matrix
+    tensors += [*queries, *keys]  # rotated
+    tensors += queries  # into the output matrix
+    if qk_norm:
+        tensors += [FLOAT] * (HEADS + KV_HEADS)  # a scale for each head
+        if fused or e == 2:
+            tensors += queries  # contiguous
+        else:
+            tensors += [D * FLOAT] * (HEADS + HEADS + KV_HEADS)  # copies of queries; normalised queries and keys
+    if kernel:
+        tensors += [*queries, *keys, *keys, *queries] + [FLOAT] * HEADS  # query, key, value, output; log-sum-exp
+    return tensors
+
+
+def mlp(model: ArchitectureConfig, e: int, fused: bool) -> list[int]:
+    """Gate and up as one, product; of experts their input, and the product is weighted. In torch's operations
+    silu(gate) besides, and of experts the product without weight."""
+    wide = [2 * F * e, F * e, *([] if fused else [F * e])]
+    if not model.experts:
+        return wide
+    wide += [] if fused else [F * e]
+    router = [FLOAT] * model.experts + [FLOAT, 8] * model.experts_per_token
+    places = [FLOAT, 8, 8, 8, 8, 8]  # weight and its cell; where the row goes and came from, twice
+    return router + [*places, H * e, *wide] * model.experts_per_token
+
+
+@pytest.mark.parametrize(
+    ("model", "e", "qk_norm", "sequence_parallel", "fused"),
+    itertools.product((arch, with_experts), (2, 4), (True, False), (True, False), (True, False)),
+)
+def test_what_a_layer_keeps_of_a_token(model: Any, e: int, qk_norm: bool, sequence_parallel: bool, fused: bool) -> None:
+    model = model(qk_norm=qk_norm)
+    setup = role(model, tp=TP, dtype_bytes=e, sequence_parallel=sequence_parallel)
+    share = TP if sequence_parallel else 1
+    norms = 2 * sum([*norm(e, fused), H * e])  # and their outputs
+    for recompute, kernel in (("none", True), ("selective", False)):
+        divided = sum(attention(e, fused, qk_norm, kernel) + mlp(model, e, fused))
+        found = layer_bytes_per_token(setup, recompute=recompute, fused=fused)
+        assert found == pytest.approx(norms / share + divided / TP, rel=1e-12)
+    parts = dataclasses.replace(setup, recompute_modules=("moe",) if model.experts else ("mlp",))
+    found = layer_bytes_per_token(parts, recompute="selective", fused=fused)
+    assert found == pytest.approx(norms / share + sum(attention(e, fused, qk_norm, True)) / TP, rel=1e-12)
+    found = layer_bytes_per_token(setup, recompute="full", fused=fused)
+    assert found == pytest.approx(H * e / share, rel=1e-12)
+
+
+@pytest.mark.parametrize(("e", "fused"), itertools.product((2, 4), (True, False)))
+def test_what_layers_with_norms_behind_them_keep(e: int, fused: bool) -> None:
+    """Four norms in float32, of which two give what is added up; gelu of the gate is a tensor on every device."""
+    model = dataclasses.replace(arch(), declaration=gemma2.FAMILY, beyond=Beyond(norms_after=True))
+    norms = 4 * sum(norm(FLOAT, fused)) + 2 * H * e
+    divided = sum(attention(e, fused, qk_norm=False, kernel=True)) + (2 * F + F + F) * e
+    found = layer_bytes_per_token(role(model, tp=TP, dtype_bytes=e), recompute="none", fused=fused)
+    assert found == pytest.approx(norms + divided / TP, rel=1e-12)
+
+
+def test_norms_of_keys_around_zero_work_on_copies_in_float32() -> None:
+    """Of Gemma 3 on a CPU: keys too in bfloat16, in float32 they are views of the matrix's output."""
+    model = dataclasses.replace(arch(), declaration=gemma3_text.FAMILY)
+    scales, copies = FLOAT * (HEADS + KV_HEADS), FLOAT * (2 * Q + K)
+    found = {e: QueryKeyNorms().per_token(model, e, fused=False).kept_bytes for e in (2, 4)}
+    assert found == {2: scales + copies + FLOAT * K, 4: scales + copies}
+
+
+def capped() -> ArchitectureConfig:
+    return dataclasses.replace(arch(), declaration=gemma2.FAMILY, beyond=Beyond(scores_cap=5.0))
+
+
+def test_what_capped_scores_need_for_a_block_of_queries() -> None:
+    """30 queries, as long as a sequence is, of 77 tokens that are padded to twice as many."""
+    model = capped()
+    setup, plain = role(model, tp=TP), role(dataclasses.replace(model, beyond=Beyond()), tp=TP)
+    scores, vectors = 4 * 30 * 154 * HEADS * FLOAT, 154 * (Q + 2 * K) * FLOAT
+    assert products_bytes(setup, work()) == pytest.approx((scores + vectors) / TP, rel=1e-12)
+    assert products_bytes(plain, work()) == 0
+    found, usual = (transient_bytes(x, 0, work(), train=False) for x in (setup, plain))
+    assert found >= products_bytes(setup, work()) and found > usual
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("e", [2, 4])
+def test_what_a_layer_moves_for_a_token(e: int, fused: bool) -> None:
+    """Norms move nothing that counts beside the rest. A routed row is there before and after each of two orders."""
+    dense, sparse = (model.declaration.per_token(model, e, fused=fused) for model in (arch(), with_experts()))
+    assert dense.live_elements == dense.moved_elements == (3 if fused else 4) * F
+    rows = with_experts().experts_per_token
+    assert sparse.moved_elements == rows * ((3 if fused else 5) * F + 4 * H)
+    widened = 0 if fused or e == 4 else 2 * F  # the weighted product in float32, of rows in bfloat16
+    assert sparse.live_elements == sparse.moved_elements + rows * widened
+
+
+@pytest.mark.parametrize(
+    ("pp", "vpp", "stage", "microbatches", "layers"),
+    [
+        (2, 1, 0, 4, 6),  # two microbatches of three layers
+        (2, 1, 1, 4, 3),
+        (3, 1, 0, 2, 4),  # no more than there are
+        (2, 3, 0, 4, 7),  # 2 x 1 + 2 x 2 + 1 chunks of one layer
+        (2, 3, 1, 4, 5),
+        (3, 2, 0, 6, 8),  # 2 x 2 + 3 + 1
+        (3, 2, 2, 6, 4),
+        (2, 3, 0, 2, 6),  # no more than there are
+    ],
+)
+def test_layers_in_flight_by_hand(pp: int, vpp: int, stage: int, microbatches: int, layers: int) -> None:
+    assert layers_in_flight(role(pp=pp, vpp=vpp), stage, microbatches) == layers
+
+
+@pytest.mark.parametrize(("tokens", "seen"), [(30, 30), (256, 256), (300, 256), (1000, 256)])
+@pytest.mark.parametrize("qk_norm", [True, False])
+def test_what_attention_of_short_samples_keeps(tokens: int, seen: int, qk_norm: bool) -> None:
+    """On a CPU in bfloat16: copies of queries, keys and values, and a share of each key that a query sees, in the place
+    of what the rotation and the kernel gave, and the matrix where no norm of keys holds it. Above 256 tokens that is no
+    less than the kernel's."""
+    short = work(on_cuda=False, prompt_tokens=PROMPT, response_tokens=tokens - PROMPT)
+    model = arch(qk_norm=qk_norm)
+    made = sum(attention(2, fused=False, qk_norm=False, kernel=True)) - Q * 2  # but for the output matrix's input
+    if qk_norm:
+        made -= (Q + 2 * K) * 2
+    products = (Q + 2 * K) * 2 + HEADS * seen * 2
+    found = shares_bytes(role(model, tp=TP), short)
+    expected = (products - made) / TP
+    assert found == pytest.approx(expected, rel=1e-12)
+    for other in (role(model, tp=TP, dtype_bytes=4), role(model, tp=TP, cp=2), role(capped())):
+        assert shares_bytes(other, short) == 0
+    assert shares_bytes(role(model, tp=TP), dataclasses.replace(short, on_cuda=True)) == 0
+    own = 77 * (2 * 3 * found) if tokens == 30 else None  # of two microbatches of three layers on the first stage
+    setups = [role(model, tp=TP, recompute="selective", recompute_modules=parts) for parts in ((), ("core_attn",))]
+    if own is not None:
+        kernel = sum(attention(2, False, False, True)) - sum(attention(2, False, False, False))
+        with_shares, without = (kept_bytes(setup, 0, short) for setup in setups)
+        assert with_shares - without == pytest.approx(own + 77 * 6 * kernel / TP, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "cuda", "sharing"), [("none", True, TP), ("selective", False, 1), ("full", True, 1)]
+)
+def test_what_a_stage_keeps(recompute: str, cuda: bool, sharing: int) -> None:
+    """77 tokens of two microbatches on the first stage, of one on the last, which has the final norm as well; each
+    microbatch brings the cosine and sine of its positions."""
+    setup = role(tp=TP, recompute=recompute, sequence_parallel=sharing > 1)
+    of = {name: layer_bytes_per_token(setup, recompute=name, fused=cuda) for name in (recompute, "none")}
+    whole = of["none"] if recompute == "full" else 0.0  # one layer, while its backward runs
+    rotary = sum([D * 2] * 2)
+    assert kept_bytes(setup, 0, work(on_cuda=cuda)) == pytest.approx(
+        77 * (2 * (3 * of[recompute] + rotary) + whole), rel=1e-12
+    )
+    last = 77 * (3 * of[recompute] + rotary + whole + sum(norm(2, cuda)) / sharing)
+    assert kept_bytes(setup, 1, work(on_cuda=cuda)) == pytest.approx(last, rel=1e-12)
+
+
+def test_a_recomputed_mlp_is_whole_for_one_layer() -> None:
+    setup = role(recompute="selective", recompute_modules=("mlp",))
+    dropped, whole = (layer_bytes_per_token(setup, recompute=name, fused=True) for name in ("selective", "none"))
+    expected = 77 * (2 * (3 * dropped + 4 * D) + whole - dropped)
+    assert kept_bytes(setup, 0, work()) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(("recompute", "again"), [("none", False), ("selective", True)])
+def test_ranks_that_share_out_samples_keep_the_keys_of_others(recompute: str, again: bool) -> None:
+    """77 tokens are 26 on each of three ranks. Attention has keys and values of all three times as many, and once more
+    those of every rank's chunk that the other of its two sees too; where it is computed again, for one layer."""
+    setup = role(cp=3, recompute=recompute)
+    assert setup.rank_tokens(30) == 26
+    alone = layer_bytes_per_token(role(recompute="none"), recompute="none", fused=True)
+    whole = alone + 2.5 * 2 * K * 2 / 3
+    kept = layer_bytes_per_token(role(recompute="selective"), recompute="selective", fused=True)
+    expected = 2 * (3 * (kept if again else whole) + 4 * D) + (whole - kept if again else 0)
+    assert kept_bytes(setup, 0, work()) == pytest.approx(26 * expected, rel=1e-12)
+    handed_over = 26 * (1 + 3) * 2 * K * 2 / 3  # what this rank gives, and what all do
+    passing = 26 * (sum(mlp(arch(), 2, fused=True)) / 3 + 2 * H * 2)
+    assert transient_bytes(setup, 0, work(), train=False) == pytest.approx(passing + handed_over, rel=1e-12)
+    assert head_bytes(setup, 1, work(), train=False) == 26 * H * 2 + 26 * 34 * FLOAT
+
+
+def test_what_a_small_minibatch_keeps() -> None:
+    """Two sequences of 30 tokens are fewer than the budget of 77."""
+    setup = role(minibatch_sequences=5)
+    assert setup.microbatch_tokens(30) == 60 and role().microbatch_tokens(30) == 77
+    assert role(cp=2, minibatch_sequences=5).microbatch_tokens(30) == 64  # padded to fours
+    per_token = layer_bytes_per_token(setup, recompute="none", fused=True)
+    assert kept_bytes(setup, 0, work()) == pytest.approx(60 * (3 * per_token + 4 * D), rel=1e-12)
+
+
+@pytest.mark.parametrize("e", [2, 4])
+@pytest.mark.parametrize("cuda", [True, False])
+def test_what_the_output_layer_needs(e: int, cuda: bool) -> None:
+    """102 rows of the vocabulary on three ranks are 34."""
+    setup, critic = role(dtype_bytes=e), role(dtype_bytes=e, name="critic")
+    for train in (True, False):
+        assert head_bytes(setup, 0, work(on_cuda=cuda), train=train) == 0
+        rows = [77 * H * e, 77 * H * FLOAT]
+        assert head_bytes(critic, 1, work(on_cuda=cuda), train=train) == sum(rows) * (2 if train else 1)
+    selected, gradients = [77 * H * e] * 2, [77 * H * FLOAT, 77 * H * e]
+    logits = 77 * 34 * (FLOAT + (2 if e == 2 else 0))
+    training = sum([*selected, *gradients, logits, 34 * H * e])
+    assert head_bytes(setup, 1, work(on_cuda=cuda), train=True) == training
+    assert head_bytes(setup, 1, work(on_cuda=cuda), train=False) == 77 * H * e + 77 * 34 * FLOAT
+
+
+@pytest.mark.parametrize(("cuda", "chunk", "rows", "columns"), [(True, 2**31, 8192, 8192), (False, 2**28, 512, 896)])
+def test_a_large_output_layer_is_cut_into_pieces(cuda: bool, chunk: int, rows: int, columns: int) -> None:
+    setup = role(
+        arch(vocab_size=300_000), padded_vocab=300_000, minibatch_sequences=10**4, microbatch_budget_tokens=9999
+    )
+    training = 9999 * H * (2 * 2 + FLOAT + 2) + chunk + 100_000 * H * 2
+    assert head_bytes(setup, 1, work(on_cuda=cuda), train=True) == training
+    assert head_bytes(setup, 1, work(on_cuda=cuda), train=False) == 9999 * H * 2 + rows * columns * FLOAT
+
+
+@pytest.mark.parametrize("e", [2, 4])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("cuda", [True, False])
+def test_what_a_layer_needs_while_it_runs(e: int, sequence_parallel: bool, cuda: bool) -> None:
+    """SwiGLU's tensors between two residual streams; of experts also what is sent, received and sorted, and in torch's
+    operations products with and without weight, one of them in float32."""
+    dense = mlp(arch(), e, fused=cuda)
+    apart = [] if cuda else [F * e, *([F * FLOAT] if e == 2 else [])]
+    routed = odd.PER_TOKEN * sum([*dense, *apart, *[H * e] * 4])
+    of_experts = odd.EXPERTS * 2 * F
+    for model, inner, widest in ((arch(), sum(dense), 2 * F // 3), (with_experts(), routed, of_experts)):
+        given: dict[str, Any] = {"dtype_bytes": e, "sequence_parallel": sequence_parallel}
+        setup = role(model, **given)
+        passing = 77 * (inner / 3 + 2 * H * e) + (77 * H * e if sequence_parallel else 0)
+        assert transient_bytes(setup, 0, work(on_cuda=cuda), train=False) == pytest.approx(passing, rel=1e-12)
+        assert transient_bytes(setup, 0, work(on_cuda=cuda), train=True) == pytest.approx(
+            passing + widest * H * e, rel=1e-12
+        )
+        shared = transient_bytes(role(model, tp=TP, **given), 0, work(on_cuda=cuda), train=False)
+        assert passing - shared == pytest.approx(77 * (inner / 3 - inner / TP), rel=1e-9)
+
+
+def test_the_largest_weight() -> None:
+    """The vocabulary on the first stage and an actor's last one, gate and up elsewhere."""
+    small = role(arch(vocab_size=300), pp=3, padded_vocab=300)
+    assert [small.largest_weight(stage) for stage in range(3)] == [100 * H, 2 * F // 3 * H, 100 * H]
+    critic = role(arch(vocab_size=300), pp=3, padded_vocab=300, name="critic")
+    assert [critic.largest_weight(stage) for stage in range(3)] == [100 * H, 2 * F // 3 * H, 2 * F // 3 * H]
+    for ep in (1, 6):  # each whole, all of a rank in one
+        experts = role(with_experts(), pp=3, ep=ep)
+        assert [experts.largest_weight(stage) for stage in range(3)] == [odd.EXPERTS // ep * 2 * F * H] * 3
+
+
+@pytest.mark.parametrize(("vpp", "sending"), [(1, (3, 0)), (3, (8, 4))])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_outputs_of_stages_are_kept_where_they_are_not_freed(
+    vpp: int, sending: tuple[float, float], sequence_parallel: bool
+) -> None:
+    """Those of two microbatches in flight and the one before; of three chunks, eight, and two thirds of six."""
+    setup = role(vpp=vpp, sequence_parallel=sequence_parallel, frees_outputs=False)
+    for stage in (0, 1):
+        more = kept_bytes(setup, stage, work()) - kept_bytes(
+            dataclasses.replace(setup, frees_outputs=True), stage, work()
+        )
+        assert more == pytest.approx(sending[stage] * 77 * H * 2 / (3 if sequence_parallel else 1))

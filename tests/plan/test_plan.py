@@ -1,0 +1,533 @@
+"""The planner: sizes that are known, memory and time that move the right way, proposals that hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import re
+import shlex
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megappo.cli import main
+from megappo.config import Config, ConfigError, load_config
+from megappo.config.pipeline import balanced_layers, even_layers
+from megappo.families import FAMILIES
+from megappo.observe.throughput import peak_flops, training_flops_per_token
+from megappo.plan.activations import layers_in_flight
+from megappo.plan.inputs import Models, RoleSetup, make_setup, stage_parameters, workload
+from megappo.plan.machine_file import find_machine
+from megappo.plan.machines import MACHINES
+from megappo.plan.memory import bucket_bytes, engine_memory, sync_bytes
+from megappo.plan.planner import Plan, fewest_ranks, make_plan, read_models
+from megappo.plan.search import Proposal, best_layouts, nearest_fit, remedy
+from megappo.plan.sizes import model_sizes
+from tests.support.harness import start
+from tests.support.places import ROOT
+
+MODELS = ROOT / "configs" / "models"
+SMALL, MIDDLE, LARGE = (
+    ROOT / "configs" / f"{name}.yaml"
+    for name in ("qwen3_0.6b_1gpu_gsm8k", "qwen3_8b_8gpu_math", "qwen3_32b_2node_math")
+)
+ON = {SMALL: ("h100", 1), MIDDLE: ("h100", 8), LARGE: ("h200", 16)}
+EMBEDDED = {
+    path: ["rollout.engine=transformers", "rollout.sglang=null", f"rollout.generate_batch_sequences={batch}"]
+    for path, batch in {SMALL: 128, MIDDLE: 16, LARGE: 8}.items()
+}
+"""They are planned with the engine inside the trainer here; test_plan_servers.py has SGLang's servers."""
+# The weights of the published safetensors files.
+PUBLISHED = {"Qwen3-0.6B": 596_049_920, "Qwen3-8B": 8_190_735_360, "Qwen3-32B": 32_762_123_264}
+EXPERTS = {"Qwen3-30B-A3B": (30_532_122_624, 3e9), "Qwen3-235B-A22B": (235_093_634_560, 22e9)}
+"""The same with experts, and what they are said to use of it for a token."""
+
+
+@pytest.fixture(autouse=True)
+def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+@cache
+def models_of(path: Path) -> Models:
+    return read_models(load_config(path), MODELS).models
+
+
+def load(path: Path, *overrides: str) -> Config:
+    return load_config(path, [*EMBEDDED[path], *overrides])
+
+
+def plan(path: Path, *overrides: str, machine: str | None = None, gpus: int | None = None) -> Plan:
+    name, count = ON[path]
+    return make_plan(load(path, *overrides), models_of(path), find_machine(machine or name), gpus or count)
+
+
+def resident(found: Plan, role: str) -> float:
+    return max(r.resident for ranks in found.ranks for r in ranks.roles if r.role == role)
+
+
+def update(found: Plan, role: str) -> float:
+    return max(r.update for ranks in found.ranks for r in ranks.roles if r.role == role)
+
+
+def seconds(found: Plan, stage: str) -> float:
+    return next(s.seconds for s in found.stages if s.name == stage)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_of_public_models(name: str) -> None:
+    arch = read_models(load_config(SMALL, [f"model.path={MODELS / name}"]), MODELS).models.actor
+    assert model_sizes(arch)[0] == PUBLISHED[name]
+    for tp, pp in ((1, 1), (1, 4), (8, 1), (4, 2)):
+        layers = even_layers(arch.layers, pp)
+        stages = stage_parameters(arch, tp, layers, arch.vocab_size, False)
+        copy = arch.vocab_size * arch.hidden_size if arch.tied_embeddings and pp > 1 else 0
+        norms = (2 * arch.hidden_size + 2 * arch.head_dim) * arch.layers + arch.hidden_size
+        assert tp * sum(stages) == PUBLISHED[name] + copy + (tp - 1) * norms
+        critic = stage_parameters(arch, tp, layers, arch.vocab_size, True)
+        head = arch.vocab_size * arch.hidden_size * (pp > 1 if arch.tied_embeddings else 1)
+        assert sum(stages) - sum(critic) == head / tp - arch.hidden_size - 1
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_parameters_of_public_models_with_experts(name: str) -> None:
+    """Shares of the experts and tensor parallel shares add up, whichever ranks hold them."""
+    total, active = EXPERTS[name]
+    overrides = [f"model.path={MODELS / name}", "critic=null", "algorithm.estimator=reinforce_plus_plus"]
+    models = read_models(load_config(LARGE, overrides), MODELS).models
+    arch = models.actor
+    assert model_sizes(arch)[0] == total
+    assert sum(model_sizes(arch)[1:]) == pytest.approx(active, rel=0.1)
+    settings = [*overrides, "actor.layout={pipeline_parallel: 2, tensor_parallel: 4, expert_parallel: 8}"]
+    role = make_setup(load_config(LARGE, settings), models, 16, on_cuda=True).actor
+    shared = sum(role.parameters(stage) - role.expert_parameters(stage) for stage in range(2))
+    norms = (
+        2 * arch.hidden_size + 2 * arch.head_dim + arch.experts * arch.hidden_size
+    ) * arch.layers + arch.hidden_size
+    assert 4 * shared - 3 * norms + 8 * 2 * role.expert_parameters(0) == total
+    assert role.grid.expert_replicas == 1
+    assert [(group[0], group[-1]) for group in role.grid.expert_groups] == [(0, 11), (4, 15)]
+    assert [role.grid.expert_owner(stage, 7) for stage in range(2)] == [11, 15]
+
+
+@pytest.mark.parametrize("layers", ["auto", "[1, 20, 15, 10]"])
+def test_dense_layers_are_counted_where_they_stand(layers: str) -> None:
+    """Of GLM-4.5-Air, as transformers builds it, the first layer has no experts; three of its layers with some stand on
+    the same ranks where each stage has two chunks of one or more layers."""
+    path = MODELS / "GLM-4.5-Air"
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+    per_layer = [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
+    biases = sum(b.numel() for name, b in model.named_buffers() if name.endswith("correction_bias"))
+    total = sum(p.numel() for p in model.parameters()) + biases
+    layout = f"pipeline_parallel: 2, virtual_pipeline_chunks: 2, expert_parallel: 8, pipeline_layers: {layers}"
+    overrides = [f"model.path={path}", "critic=null", "algorithm.estimator=reinforce_plus_plus"]
+    config = load_config(LARGE, [*overrides, f"actor.layout={{{layout}}}"])
+    models = read_models(config, MODELS).models
+    assert model_sizes(models.actor)[0] == total
+    assert sum(model_sizes(models.actor)[1:]) == pytest.approx(12e9, rel=0.1)  # as it is said to use for a token
+    role = make_setup(config, models, 16, on_cuda=True).actor
+    counts = role.chunk_layers or even_layers(46, 4)
+    starts = [0, *itertools.accumulate(counts)]
+    for stage in range(2):
+        here = [n for chunk in (stage, stage + 2) for n in range(starts[chunk], starts[chunk + 1])]
+        dense = sum(n == 0 for n in here)
+        outside = (151552 * 4096) + (4096 if stage == 1 else 0)
+        held = sum(per_layer[n] for n in here) + 128 * (len(here) - dense) + outside
+        shared = role.parameters(stage) - role.expert_parameters(stage)
+        assert role.expert_parameters(stage) == (len(here) - dense) * 16 * 3 * 4096 * 1408
+        assert shared + 8 * role.expert_parameters(stage) == held
+
+
+def test_experts_on_more_ranks_take_less_memory_and_more_links() -> None:
+    overrides = [f"model.path={MODELS / 'Qwen3-30B-A3B'}", "critic=null", "algorithm.estimator=reinforce_plus_plus"]
+    models = read_models(load_config(LARGE, overrides), MODELS).models
+    found = []
+    for ep in (1, 2, 8, 16):
+        layout = f"actor.layout={{tensor_parallel: 4, sequence_parallel: true, expert_parallel: {ep}}}"
+        config = load_config(LARGE, [*overrides, layout, "actor.optimizer.distributed=true"])
+        found.append(make_plan(config, models, find_machine("h200"), 16))
+    stays = [resident(f, "actor") for f in found]
+    links = [next(s.link_bytes for s in f.stages if s.name == "forward") for f in found]
+    assert stays == sorted(set(stays), reverse=True)
+    assert links == sorted(set(links))
+    # Gradients and weights are shared out, the optimizer's state is spread as far in any case.
+    assert len({round(max(r.optimizer for ranks in f.ranks for r in ranks.roles) / 1e6) for f in found}) == 1
+
+
+@pytest.mark.parametrize("path", ON, ids=lambda p: p.stem)
+def test_shipped_configurations_fit_their_machine(path: Path) -> None:
+    start = time.perf_counter()
+    name, gpus = ON[path]
+    found = make_plan(load_config(path), models_of(path), find_machine(name), gpus)
+    assert found.fits, found.verdict
+    assert found.verdict.startswith("fits: rank")
+    assert found.gpus == fewest_ranks(load_config(path))
+    assert found.step_seconds == pytest.approx(sum(s.seconds for s in found.stages))
+    assert [s.name for s in found.stages] == ["rollout", "forward", "update_critic", "update_actor", "sync"]
+    for ranks in found.ranks:
+        assert set(ranks.stages) == {s.name for s in found.stages}
+        assert found.fullest.peak >= ranks.peak > sum(r.resident for r in ranks.roles)
+    assert sorted(rank for ranks in found.ranks for rank in ranks.ranks) == list(range(found.gpus))
+    assert time.perf_counter() - start < 10
+
+
+def test_more_tensor_parallelism_means_less_memory_per_rank() -> None:
+    plans = [
+        plan(MIDDLE, f"actor.layout.tensor_parallel={tp}", "actor.layout.sequence_parallel=false") for tp in (2, 4, 8)
+    ]
+    for wide, narrow in itertools.pairwise(plans):
+        assert resident(narrow, "actor") < resident(wide, "actor")
+        assert update(narrow, "actor") < update(wide, "actor")
+        assert seconds(narrow, "rollout") == seconds(wide, "rollout")
+
+
+@pytest.mark.parametrize(
+    ("less", "more", "role"),
+    [
+        ("actor.layout.sequence_parallel=true", "actor.layout.sequence_parallel=false", "actor"),
+        ("actor.recompute=full", "actor.recompute=selective", "actor"),
+        ("actor.recompute=selective", "actor.recompute=none", "actor"),
+        ("critic.microbatch_budget_tokens=4096", "critic.microbatch_budget_tokens=8192", "critic"),
+    ],
+)
+def test_less_memory_in_an_update(less: str, more: str, role: str) -> None:
+    assert update(plan(MIDDLE, less), role) < update(plan(MIDDLE, more), role)
+
+
+def test_less_memory_that_stays() -> None:
+    pipelines = [
+        plan(LARGE, "actor.layout.tensor_parallel=4", f"actor.layout.pipeline_parallel={p}") for p in (1, 2, 4)
+    ]
+    assert resident(pipelines[0], "actor") > resident(pipelines[1], "actor") > resident(pipelines[2], "actor")
+    replicas = ["actor.layout.tensor_parallel=2", "actor.optimizer.distributed="]
+    sharded, whole = (plan(MIDDLE, replicas[0], replicas[1] + on) for on in ("true", "false"))
+    difference = resident(whole, "actor") - resident(sharded, "actor")
+    assert difference == pytest.approx(0.75 * 12 * PUBLISHED["Qwen3-8B"] / 2, rel=0.01)
+    assert plan(MIDDLE, "reference=null", "algorithm.kl_in_reward=null").fullest.peak < plan(MIDDLE).fullest.peak
+
+
+def test_engine_memory_follows_batch_and_length() -> None:
+    base = plan(MIDDLE).fullest.engine
+    assert base.weights == 2 * PUBLISHED["Qwen3-8B"]
+    # 2 (keys, values) x 36 layers x 8 heads x 128 channels x 2 bytes x 16 sequences x 4096 tokens
+    assert base.kv_cache == 2 * 36 * 8 * 128 * 2 * 16 * 4096
+    assert plan(MIDDLE, "rollout.generate_batch_sequences=8").fullest.engine.kv_cache == base.kv_cache / 2
+    assert plan(MIDDLE, "rollout.dtype=float32").fullest.engine.weights == 2 * base.weights
+
+
+def test_engine_memory_by_hand() -> None:
+    """Qwen3-8B in bfloat16, 16 sequences of 4,096 tokens, 1,024 of them prompt; no role but its weights and buckets."""
+    found = plan(MIDDLE, "rollout.engine=transformers", "rollout.generate_batch_sequences=16").fullest.engine
+    one_layer = 2 * 2 * 16 * 4096 * 8 * 128
+    repeated = 2 * 2 * 16 * 4096 * 32 * 128  # for every query head
+    widest = 2 * 16 * 1024 * (3 * 12288 + 2 * 4096)
+    logits = 16 * 151936 * (2 + 3 * 4)
+    assert widest > logits
+    assert found.workspace == one_layer + repeated + widest
+    assert found.total == found.weights + found.kv_cache + found.workspace
+    assert found.idle == found.syncing == found.weights
+    short = plan(
+        MIDDLE, "rollout.engine=transformers", "rollout.generate_batch_sequences=16", "data.max_prompt_tokens=16"
+    ).fullest.engine
+    assert short.workspace == (one_layer + repeated) * (16 + 3072) / 4096 + logits
+    heads = dataclasses.replace(models_of(MIDDLE).actor, kv_heads=32)  # nothing to repeat
+    work = workload(load_config(MIDDLE, ["rollout.generate_batch_sequences=16"]), 8, on_cuda=True)
+    assert engine_memory(heads, work).workspace == 2 * 2 * 16 * 4096 * 32 * 128 + widest
+
+
+def test_buckets_by_hand() -> None:
+    """Of the embedded engine a bucket twice; into SGLang three times, and a layer's experts for comparison."""
+    embedding = 2 * 151936 * 4096
+    embedded = ["rollout.engine=transformers"]
+    assert plan(MIDDLE, *embedded).fullest.sync == 2 * embedding
+    assert plan(MIDDLE, *embedded, f"rollout.sync_bucket_bytes={10**10}").fullest.sync == 2 * 10**10
+    assert plan(MIDDLE, *embedded, f"rollout.sync_bucket_bytes={10**12}").fullest.sync == 2 * 2 * PUBLISHED["Qwen3-8B"]
+    base = plan(MIDDLE, "rollout.engine=sglang", "actor.layout.tensor_parallel=4").fullest.sync
+    assert base == 3 * embedding
+    config = load_config(MIDDLE, ["rollout.engine=sglang", "rollout.sglang={tensor_parallel: 1}"])
+    setup = make_setup(config, models_of(MIDDLE), 8, on_cuda=True, device_bytes=80e9)
+    arch = dataclasses.replace(setup.actor.arch, experts=4, declaration=FAMILIES["qwen3_moe"])
+    waiting = 2 * 4 * 3 * 12288 * 4096
+    with_experts = dataclasses.replace(setup, actor=dataclasses.replace(setup.actor, arch=arch))
+    assert sync_bytes(with_experts) == 3 * bucket_bytes(with_experts) + waiting
+
+
+def test_evaluation_and_reward_model_take_memory(tmp_path: Path) -> None:
+    base = plan(MIDDLE).fullest
+    longer = plan(MIDDLE, "evaluation.max_response_tokens=7168").fullest
+    assert longer.engine.kv_cache == 2 * base.engine.kv_cache
+    save_file({"score": torch.zeros(3, 5), "trunk": torch.zeros(7)}, tmp_path / "model.safetensors")
+    with_model = plan(MIDDLE, "reward.function=model", f"reward.model_path={tmp_path}").fullest
+    assert with_model.reward == 2 * 22
+    assert with_model.peak == base.peak + with_model.reward
+
+
+def test_stages_of_ranks_without_a_role() -> None:
+    found = plan(MIDDLE, "actor.layout.ranks=8", "critic.layout.first_rank=8", gpus=16)
+    assert [[r.role for r in ranks.roles] for ranks in found.ranks] == [["actor", "reference"], ["critic"]]
+    assert "update_critic" not in found.ranks[0].stages and "update_actor" not in found.ranks[1].stages
+    assert found.fullest.peak < plan(MIDDLE).fullest.peak
+
+
+@given(pp=st.sampled_from([1, 2, 3, 4]), vpp=st.sampled_from([1, 2]), microbatches=st.integers(1, 16), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_in_flight_layers_are_bounded(pp: int, vpp: int, microbatches: int, data: st.DataObject) -> None:
+    actor, vpp = _actor(), vpp if pp > 1 else 1
+    layers_of_chunks = balanced_layers(actor.arch.layers, pp, vpp, head_in_layers=0.0)
+    grid = dataclasses.replace(actor.grid, pp=pp)
+    role = dataclasses.replace(actor, grid=grid, vpp=vpp, chunk_layers=layers_of_chunks)
+    count = microbatches * (pp if role.vpp > 1 else 1)
+    stage = data.draw(st.integers(0, pp - 1))
+    layers = layers_in_flight(role, stage, count)
+    assert max(role.chunks(stage)) <= layers <= role.stage_layers[stage] * count
+    if stage and actor.arch.layers % (pp * vpp) == 0:
+        assert layers <= layers_in_flight(role, stage - 1, count)
+
+
+def _actor() -> RoleSetup:
+    return make_setup(load_config(SMALL), models_of(SMALL), 1, on_cuda=True).actor
+
+
+def test_flops_are_those_of_the_utilisation_metric() -> None:
+    """Forward and backward of every token; the head runs on responses only and computes its logits twice."""
+    found = plan(SMALL, "algorithm.kl_in_reward=null", "reference=null")
+    arch = models_of(SMALL).actor
+    _, layers, head = model_sizes(arch)
+    sizes = {"layers": arch.layers, "heads": arch.heads, "head_dim": arch.head_dim}
+    per_token = training_flops_per_token(layers, **sizes, sequence_tokens=1536)
+    samples = 512
+    update_actor = next(s for s in found.stages if s.name == "update_actor")
+    assert update_actor.flops == pytest.approx(samples * (1536 * per_token + 1024 * 8 * head))
+    forward = next(s for s in found.stages if s.name == "forward")
+    assert forward.flops == pytest.approx(samples * (2 * 1536 * per_token / 3 + 1024 * 2 * (head + arch.hidden_size)))
+
+
+def test_time_moves_the_right_way() -> None:
+    base = plan(MIDDLE)
+    assert plan(MIDDLE, machine="b200").step_seconds < base.step_seconds
+    assert plan(MIDDLE, machine="h200").step_seconds < base.step_seconds
+    assert plan(MIDDLE, gpus=32).step_seconds < plan(MIDDLE, gpus=16).step_seconds < base.step_seconds
+    assert seconds(plan(MIDDLE, "actor.epochs=2"), "update_actor") == pytest.approx(2 * seconds(base, "update_actor"))
+    assert seconds(plan(MIDDLE, "actor.recompute=full"), "update_actor") > seconds(base, "update_actor")
+    longer = plan(MIDDLE, "rollout.max_response_tokens=6144", "rollout.generate_batch_sequences=16")
+    assert seconds(longer, "rollout") > 2 * seconds(base, "rollout")
+    # A pipeline's bubble shrinks with the number of microbatches.
+    bubbles = [seconds(plan(LARGE, f"actor.minibatch_sequences={n}"), "update_actor") for n in (16, 64, 256)]
+    assert bubbles[0] > bubbles[1] > bubbles[2]
+    assert "rollout takes" in base.bottleneck and "memory bandwidth" in base.bottleneck
+
+
+def test_machines() -> None:
+    for name, machine in MACHINES.items():
+        assert machine.name == name
+        if machine.is_cuda:
+            assert machine.bfloat16_flops == peak_flops(name.upper())
+        assert machine.float32_flops < machine.bfloat16_flops
+        assert 0 < machine.usable_bytes < machine.memory_bytes
+    cpu = MACHINES["cpu"]
+    assert cpu.per_rank(4).memory_bytes == cpu.memory_bytes / 4
+    assert MACHINES["h100"].per_rank(4) is MACHINES["h100"]
+    assert MACHINES["h100"].same_node(8, 15) and not MACHINES["h100"].same_node(7, 8)
+    with pytest.raises(ConfigError, match="or a YAML file .* the nearest is 'h100'"):
+        find_machine("H-100")
+
+
+def apply(path: Path, proposal: Proposal, *overrides: str) -> Plan:
+    config = load(path, *overrides, *proposal.overrides)
+    return make_plan(config, models_of(path), find_machine(proposal.machine), proposal.gpus)
+
+
+@pytest.mark.parametrize(
+    ("path", "overrides"),
+    [
+        (MIDDLE, ["actor.layout.tensor_parallel=2", "actor.layout.sequence_parallel=false"]),
+        (MIDDLE, ["critic.recompute=none", "critic.microbatch_budget_tokens=65536"]),
+        (MIDDLE, ["rollout.generate_batch_sequences=64"]),
+        (MIDDLE, ["actor.optimizer.distributed=false", "actor.layout.tensor_parallel=4"]),
+        (SMALL, ["actor.microbatch_budget_tokens=65536"]),
+        (LARGE, ["actor.recompute=none", "rollout.generate_batch_sequences=32"]),
+    ],
+)
+def test_what_does_not_fit_gets_a_layout_that_does(path: Path, overrides: list[str]) -> None:
+    machine, gpus = find_machine(ON[path][0]), ON[path][1]
+    config = load(path, *overrides)
+    given_plan = make_plan(config, models_of(path), machine, gpus)
+    assert not given_plan.fits and given_plan.verdict.startswith("does not fit: rank")
+    words, proposal = remedy(config, models_of(path), machine, gpus)
+    assert proposal is not None and proposal == nearest_fit(config, models_of(path), machine, gpus)
+    assert words == f"the nearest layout that fits: {' '.join(proposal.overrides)}"
+    found = apply(path, proposal, *overrides)
+    assert found.fits
+    assert (found.fullest.peak, found.step_seconds) == (proposal.peak_bytes, proposal.step_seconds)
+
+
+def test_what_fits_is_its_own_nearest() -> None:
+    proposal = nearest_fit(load(MIDDLE), models_of(MIDDLE), MACHINES["h100"], 8)
+    assert proposal is not None and proposal.overrides == ()
+
+
+def test_where_no_layout_fits_a_larger_machine_is_named() -> None:
+    config, models = load(LARGE), models_of(LARGE)
+    words, proposal = remedy(config, models, MACHINES["h100"], 16)
+    assert words == "no layout on 16 x h100 fits; 16 x h200 would do"
+    assert proposal is not None and apply(LARGE, proposal).fits
+    words, proposal = remedy(load(LARGE, "critic.path=null"), models_of_own_critic(), MACHINES["b200"], 8)
+    assert proposal is not None and proposal.gpus > 8 and words.startswith("no layout on 8 x b200 fits; ")
+    tiny = dataclasses.replace(MACHINES["h100"], memory_bytes=5e9, is_cuda=False, shared_by_ranks=False)
+    words, proposal = remedy(config, models, tiny, 16)
+    assert proposal is None and "nor on four times as many" in words
+
+
+def models_of_own_critic() -> Models:
+    return read_models(load_config(LARGE, ["critic.path=null"]), MODELS).models
+
+
+@pytest.mark.parametrize(("path", "machine", "gpus"), [(MIDDLE, "h100", 8), (LARGE, "b200", 32), (SMALL, "cpu", 4)])
+def test_search_proposes_layouts_that_fit_the_fastest_first(path: Path, machine: str, gpus: int) -> None:
+    config = load(path, "rollout.max_response_tokens=4096")
+    proposals = best_layouts(config, models_of(path), find_machine(machine), gpus)
+    assert 1 <= len(proposals) <= 5
+    times = [p.step_seconds for p in proposals]
+    assert times == sorted(times)
+    for proposal in proposals:
+        found = apply(path, proposal, "rollout.max_response_tokens=4096")
+        assert found.fits and found.step_seconds == proposal.step_seconds
+    given_layout = load(path, *proposals[0].overrides, "rollout.max_response_tokens=4096")
+    assert make_plan(given_layout, models_of(path), find_machine(machine), gpus).step_seconds == times[0]
+
+
+def test_search_makes_room_for_a_longer_context() -> None:
+    long = ["rollout.max_response_tokens=32000"]
+    assert load(MIDDLE, *long).actor.microbatch_budget_tokens < 33024
+    best = best_layouts(load(MIDDLE, *long), models_of(MIDDLE), MACHINES["h200"], 8)[0]
+    assert apply(MIDDLE, best, *long).fits
+    assert load(MIDDLE, *long, *best.overrides).actor.microbatch_budget_tokens >= 33024
+
+
+def test_search_beats_the_shipped_layouts() -> None:
+    for path, (machine, gpus) in ON.items():
+        best = best_layouts(load(path), models_of(path), find_machine(machine), gpus)[0]
+        assert best.step_seconds <= plan(path).step_seconds
+
+
+def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(["plan", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_json_round_trip(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = command(capsys, str(MIDDLE), "--machine", "h100", "--json", "--gpus", "8", *EMBEDDED[MIDDLE])
+    assert (code, err) == (0, "")
+    content = json.loads(out)
+    assert TypeAdapter(Plan).validate_python(content["plan"]) == plan(MIDDLE)
+    assert content["layouts"] == []
+    assert content["notes"] == [f"Qwen/Qwen3-8B is planned from {MODELS / 'Qwen3-8B' / 'config.json'}"]
+    ranks = content["plan"]["ranks"][0]
+    assert ranks["peak_bytes"] == max(ranks["stages"].values()) == ranks["stages"][ranks["peak_stage"]]
+    code, out, _ = command(capsys, str(LARGE), "--machine", "h100", "--json", *EMBEDDED[LARGE])
+    assert code == 1
+    content = json.loads(out)
+    assert not content["plan"]["fits"] and content["layouts"][0]["machine"] == "h200"
+    code, out, _ = command(capsys, str(MIDDLE), "--gpus", "8", "--search", "--json", *EMBEDDED[MIDDLE])
+    content = json.loads(out)
+    proposals = [TypeAdapter(Proposal).validate_python(p) for p in content["layouts"]]
+    assert content["plan"] is None
+    assert proposals == best_layouts(load(MIDDLE), models_of(MIDDLE), MACHINES["h100"], 8)
+
+
+def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = command(capsys, "configs/quickstart.yaml", "runtime.device=cpu")
+    assert code == 0
+    assert "quickstart on 2 x cpu: MB on" in out
+    for word in ("actor", "critic", "engine", "update_critic", "update_actor", "sync", "fits: ", "assumed: 40%"):
+        assert word in out
+    code, out, _ = command(capsys, str(MIDDLE), "--search", "--machine", "b200")
+    assert code == 0 and "layouts on 8 x b200, the fastest first" in out and "actor: TP " in out
+
+
+def test_models_of_other_machines(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, _ = command(capsys, str(MIDDLE), "model.path=/data/models/Qwen3-8B", "critic.path=Qwen3-0.6B")
+    assert code == 0
+    assert "/data/models/Qwen3-8B is planned from" in out and "Qwen3-0.6B is planned from" in out
+    elsewhere = tmp_path / "run.yaml"
+    elsewhere.write_text(MIDDLE.read_text())
+    assert command(capsys, str(elsewhere), f"model.path={MODELS / 'Qwen3-8B'}")[0] == 0
+    code, _, err = command(capsys, str(elsewhere), "model.path=/data/models/Qwen3-8B")
+    assert code == 2 and "there is no such folder" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--machine", "v100"], "--machine is 'v100', must be a100-40, a100-80, h100, h800,"),
+        (["--gpus", "0"], "--gpus is '0', must be a whole number from 1 to"),
+        (["--gpus", "many"], "--gpus is 'many', must be a whole number from 1 to"),
+        (["--gpus", "12"], "does not divide its 12 ranks"),
+        (["actor.minibatch_sequences=7", "--search"], "actor.minibatch_sequences 7 does not divide"),
+        (["actor.epoch=2"], "did you mean actor.epochs?"),
+        (["--gpus", "1", "--search"], "no layout on 1 x h100 fits; "),
+    ],
+)
+def test_bad_input_is_a_sentence(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+    code, out, err = command(capsys, str(MIDDLE), *arguments)
+    assert (code, out) == (2, "")
+    assert words in err
+    assert all(line.startswith("megappo: error: ") for line in err.splitlines())
+    if words.startswith(("--", "no layout")):
+        assert err.count("\n") == 1
+
+
+def test_fewest_ranks() -> None:
+    def ranks(*overrides: str) -> int:
+        return fewest_ranks(load_config(MIDDLE, overrides))
+
+    assert ranks() == 8
+    assert ranks("critic.layout.tensor_parallel=2", "actor.layout.tensor_parallel=4") == 4
+    assert ranks("critic.layout.pipeline_parallel=3") == 24
+    sixes = "critic.layout={tensor_parallel: 2, pipeline_parallel: 3}"
+    assert ranks("actor.layout.tensor_parallel=4", sixes) == 12  # a multiple of both
+    assert ranks("actor.layout={tensor_parallel: 4, ranks: 4}", sixes) == 6  # the actor has its four
+    assert ranks("critic.layout.first_rank=8", "actor.layout.ranks=8") == 16
+    assert ranks("critic.layout.first_rank=4", "actor.layout.ranks=8", "critic.layout.tensor_parallel=2") == 8
+
+
+@pytest.mark.waits
+def test_a_plan_needs_no_device_and_starts_in_a_process() -> None:
+    variables = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = start("megappo", "plan", "configs/qwen3_0.6b_1gpu_gsm8k.yaml", environment=variables)
+    assert done.returncode == 0, done.stderr
+    assert "fits: rank 0 needs" in done.stdout
+
+
+def test_the_readme_is_what_happens(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "megappo" / "plan" / "README.md").read_text()
+    blocks: list[Any] = re.findall(r"```(\w*)\n(.*?)```", text, re.DOTALL)
+    commands = [line for kind, text in blocks if kind == "bash" for line in text.splitlines()]
+    shown = [line for kind, text in blocks if kind == "" for line in text.splitlines()]
+    assert len(commands) == 5 and len(shown) == 3
+    for line in commands:
+        words = shlex.split(line, comments=True)
+        assert words[:2] == ["megappo", "plan"]
+        code, out, _ = command(capsys, *words[2:])
+        assert code == int("does not fit" in out)
+    assert all(line in out.splitlines() for line in shown)
+
+
+def test_configuration_is_left_alone() -> None:
+    config = load_config(MIDDLE, ["actor.layout.tensor_parallel=2"])
+    before = config.model_dump()
+    remedy(config, models_of(MIDDLE), MACHINES["h100"], 8)
+    assert isinstance(config, Config) and config.model_dump() == before

@@ -1,0 +1,23 @@
+"""The planned side of the comparison with published runs is what the planner says today."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import published_runs
+from tests.support.places import ROOT
+
+RESULT = ROOT / "benchmarks" / "results" / "2026-11-21-plan-published.md"
+
+
+def test_the_table_is_current() -> None:
+    shown = [line for line in RESULT.read_text().splitlines() if line.startswith("|")]
+    assert shown == list(published_runs.table())
+
+
+@pytest.mark.parametrize("run", published_runs.RUNS, ids=lambda r: r.name)
+def test_predictions_are_within_a_factor_of_two(run: published_runs.Published) -> None:
+    plan = published_runs.plan_of(run)
+    assert 0.5 < plan.step_seconds / run.step_seconds < 2
+    assert (plan.gpus, plan.gpus + plan.server_gpus) == (run.trainers, run.gpus)
+    assert 90 < run.prompt_tokens < 150  # of the same data set

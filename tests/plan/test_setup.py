@@ -1,0 +1,132 @@
+"""What the planner takes from the settings."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from megappo.config import load_config
+from megappo.config.grid import Grid
+from megappo.plan.inputs import Models, RoleSetup, Setup, Workload, make_setup, workload
+from megappo.plan.servers import Servers, find_servers
+from tests.support.places import ROOT
+from tests.support.plan import arch, with_experts
+
+MIDDLE = ROOT / "configs" / "qwen3_8b_8gpu_math.yaml"
+EMBEDDED = ("rollout.engine=transformers", "rollout.sglang=null")
+MODELS = Models(arch(), arch(layers=12), arch(hidden_size=41))
+
+
+def test_the_work_of_a_step() -> None:
+    """50 prompts on seven ranks are eight on the fullest, each with three samples."""
+    rollout = ["rollout.prompts_per_step=50", "rollout.samples_per_prompt=3", "rollout.max_response_tokens=300"]
+    words = [*EMBEDDED, *rollout, "rollout.generate_batch_sequences=77", "rollout.sync_bucket_bytes=12345"]
+    found = workload(load_config(MIDDLE, words), 7, on_cuda=True)
+    expected = Workload(
+        world_size=7, batch_sequences=150, prompt_tokens=1024, response_tokens=300, sequences_per_rank=24,
+        generate_batch_sequences=77, sync_bucket_bytes=12345, engine_dtype_bytes=2, on_cuda=True, cache_sequences=77,
+        cache_tokens=1324, reward_bytes=0.0,
+    )  # fmt: skip
+    assert found == expected and found.sequence_tokens == 1324
+    changes: list[tuple[str, int, dict[str, Any]]] = [
+        ("evaluation=null", 7, {"cache_sequences": 24}),  # no more than there are
+        ("evaluation.max_response_tokens=299", 7, {}),
+        ("evaluation.max_response_tokens=301", 7, {"cache_tokens": 1325}),
+        ("rollout.dtype=float32", 7, {"engine_dtype_bytes": 4}),
+        ("model.dtype=float32", 7, {"engine_dtype_bytes": 4}),
+        ("run.steps=7", 10, {"world_size": 10, "sequences_per_rank": 15}),
+    ]
+    for change, ranks, fields in changes:
+        found = workload(load_config(MIDDLE, [*words, change]), ranks, on_cuda=True)
+        assert found == dataclasses.replace(expected, **fields), change
+
+
+def test_weights_of_a_reward_model(tmp_path: Path) -> None:
+    """In bfloat16 on a GPU, in float32 on a CPU."""
+    save_file({"score": torch.zeros(3, 5)}, tmp_path / "a.safetensors")
+    save_file({"trunk": torch.zeros(7)}, tmp_path / "b.safetensors")
+    config = load_config(MIDDLE, [*EMBEDDED, "reward.function=model", f"reward.model_path={tmp_path}"])
+    assert [workload(config, 8, on_cuda=cuda).reward_bytes for cuda in (True, False)] == [44, 88]
+
+
+def test_roles() -> None:
+    """A reference stands where the actor does; a step updates the critic first and runs it forward last."""
+    words = [*EMBEDDED, "actor.layout={tensor_parallel: 3, pipeline_parallel: 2, virtual_pipeline_chunks: 3}"]
+    words += ["critic.layout={first_rank: 2, ranks: 4}", "critic.optimizer.distributed=false", "model.dtype=float32"]
+    words += ["critic.minibatch_sequences=64", "critic.epochs=2", "critic.recompute=full", "actor.recompute=none"]
+    words += ["critic.microbatch_budget_tokens=5000", "model.pad_vocab_to_multiple_of=1"]
+    found = make_setup(load_config(MIDDLE, words), MODELS, 12, on_cuda=True)
+    actor = RoleSetup(
+        name="actor", arch=MODELS.actor, grid=Grid(range(12), tp=3, pp=2), vpp=3, sequence_parallel=False,
+        recompute="none", distributed_optimizer=True, microbatch_budget_tokens=16384, minibatch_sequences=128,
+        updates_per_step=4, padded_vocab=102, dtype_bytes=4, reduces_in_backward=True, gathers_in_forward=True,
+    )  # fmt: skip
+    critic = RoleSetup(
+        name="critic", arch=MODELS.critic, grid=Grid(range(2, 6), tp=1, pp=1), vpp=1, sequence_parallel=False,
+        recompute="full", distributed_optimizer=False, microbatch_budget_tokens=5000, minibatch_sequences=64,
+        updates_per_step=16, padded_vocab=101, dtype_bytes=4, reduces_in_backward=True,
+    )  # fmt: skip
+    reference = dataclasses.replace(
+        actor, name="reference", arch=MODELS.reference, trained=False, updates_per_step=0, recompute="none"
+    )
+    assert found == Setup(actor, critic, reference, found.work)
+    assert found.trained == (critic, actor) and found.roles == (actor, reference, critic)
+    assert critic.is_critic and not actor.is_critic and not reference.is_critic
+    plain = ["critic=null", "algorithm.estimator=reinforce_plus_plus", "reference=null", "algorithm.kl_in_reward=null"]
+    config = load_config(MIDDLE, [*EMBEDDED, *plain, "actor.layout={tensor_parallel: 3}"])
+    alone = make_setup(config, MODELS, 6, on_cuda=True)
+    assert (alone.critic, alone.reference, alone.trained, alone.roles) == (None, None, (alone.actor,), (alone.actor,))
+
+
+def test_servers_of_settings() -> None:
+    """Four servers of two ranks on eight GPUs."""
+    words = ["rollout.sglang={tensor_parallel: 2, memory_fraction: 0.25, max_inflight_sequences: 10}"]
+    expected = Servers(
+        count=4, tensor_parallel=2, colocated=True, shares_machine=False, sleeps=True, ahead=False, static_bytes=25e9,
+        max_total_tokens=None, deterministic=False, most_sequences=80, notes_experts=True, sliced=True,
+    )  # fmt: skip
+
+    def find(*more: str, on_cuda: bool = True) -> Servers | None:
+        return find_servers(load_config(MIDDLE, [*words, *more]), 8, on_cuda=on_cuda, device_bytes=100e9)
+
+    assert find() == expected
+    assert (expected.ranks, expected.beside) == (8, False)
+    on_cpu = find(on_cuda=False)
+    assert on_cpu is not None
+    assert on_cpu == dataclasses.replace(
+        expected, count=on_cpu.count, shares_machine=True, sleeps=False, static_bytes=0.0, max_total_tokens=65536,
+        deterministic=True,
+    )  # fmt: skip
+    assert find("rollout.sglang.sleep=false") == dataclasses.replace(expected, sleeps=False)
+    assert find("rollout.sglang.max_total_tokens=5000") == dataclasses.replace(expected, max_total_tokens=5000)
+    elsewhere = find("rollout.sglang.placement=disaggregated", "rollout.sglang.engines=3")
+    apart = dataclasses.replace(expected, count=3, colocated=False, sleeps=False, sliced=False)
+    assert elsewhere == apart and elsewhere.beside
+    urls = ("rollout.sglang.placement=disaggregated", "rollout.sglang.urls=[http://a:1, http://b:1]")
+    assert find("rollout.when_stopped=keep") == dataclasses.replace(expected, deterministic=True)
+    running = find(*urls, on_cuda=False)
+    assert running is not None and not running.shares_machine and running.beside and running.count == 2
+    assert running.reached_from_everywhere and not elsewhere.reached_from_everywhere
+    assert find("rollout.sglang.verify=false") == dataclasses.replace(expected, sliced=False)
+    ahead = find("rollout.ahead=1", "algorithm.old_logprob=corrected")
+    assert ahead == dataclasses.replace(expected, ahead=True, sleeps=False)
+    assert find_servers(load_config(MIDDLE, EMBEDDED), 8, on_cuda=True, device_bytes=1e9) is None
+
+
+def test_what_experts_add_to_a_role() -> None:
+    """A byte for each of a token's experts, of the actor alone; more where numbers are larger than a byte."""
+    models = dataclasses.replace(MODELS, actor=with_experts(), reference=with_experts())
+
+    def found(*words: str, models: Models = models) -> list[tuple[int, bool]]:
+        config = load_config(MIDDLE, [*words, "reference={}", "algorithm.kl_in_loss={coef: 0.1}"])
+        setup = make_setup(config, models, 8, on_cuda=True)
+        return [(role.routing_bytes, role.balances_experts) for role in setup.roles]
+
+    assert found("actor.router_aux_loss_coef=0.01") == [(3, True), (0, False), (0, False)]
+    assert found("algorithm.router_replay=false")[0] == (0, False)
+    many = dataclasses.replace(models, actor=with_experts(experts=300))
+    assert found(models=many)[0] == (6, False) and found(models=MODELS)[0] == (0, False)

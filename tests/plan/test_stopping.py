@@ -1,0 +1,141 @@
+"""How long a run takes to stop, and how often it writes checkpoints, by the plan."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megappo.cli import main
+from megappo.config import load_config
+from megappo.plan.costs import StageCost
+from megappo.plan.inputs import Setup
+from megappo.plan.machines import ASSUMED, MACHINES
+from megappo.plan.planner import Plan, make_plan, read_models
+from megappo.plan.stopping import Stopping, stopping
+from tests.support.places import ROOT
+from tests.support.plan import HIDDEN, arch, machine, role, work
+
+MIDDLE = ROOT / "configs" / "qwen3_8b_8gpu_math.yaml"
+WEIGHTS = 8_190_735_360
+"""Of Qwen3-8B."""
+
+
+@pytest.fixture(autouse=True)
+def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def plan(*overrides: str, gpus: int = 8) -> Plan:
+    config = load_config(MIDDLE, overrides)
+    return make_plan(config, read_models(config, ROOT / "configs" / "models").models, MACHINES["h100"], gpus)
+
+
+def seconds(found: Plan, *stages: str) -> float:
+    return sum(stage.seconds for stage in found.stages if stage.name in stages)
+
+
+def test_the_lead_covers_what_is_not_interrupted_and_two_checkpoints() -> None:
+    found = plan()
+    stopping = found.stopping
+    assert stopping.uninterruptible_seconds == pytest.approx(seconds(found, "update_critic", "update_actor", "sync"))
+    assert stopping.checkpoint_bytes == 2 * 14 * WEIGHTS  # actor and critic: bfloat16 weights, 12 bytes of optimizer
+    assert stopping.checkpoint_seconds == stopping.checkpoint_bytes / ASSUMED.checkpoint_bytes_per_second
+    assert stopping.lead_seconds >= 60 + stopping.uninterruptible_seconds + 2 * stopping.checkpoint_seconds
+    assert stopping.lead_seconds % 60 == 0
+
+
+def test_more_to_finish_takes_longer_to_stop() -> None:
+    base = plan().stopping.lead_seconds
+    assert plan("actor.epochs=4", "critic.epochs=4").stopping.lead_seconds > base
+    assert plan(gpus=32).stopping.lead_seconds < base  # more nodes write, and updates are shorter
+    longer = plan("rollout.prompts_per_step=512", "rollout.sglang.max_inflight_sequences=8")
+    assert longer.stopping.lead_seconds == base  # generation is interrupted
+
+
+def test_checkpoints_follow_the_time_of_a_step() -> None:
+    for overrides in ((), ("rollout.sglang.max_inflight_sequences=1",), ("rollout.prompts_per_step=128",)):
+        found = plan(*overrides)
+        lost = found.stopping.every_steps * found.step_seconds
+        assert lost <= 1800 or found.stopping.every_steps == 1
+        assert lost >= found.stopping.checkpoint_seconds
+
+
+def test_what_a_plan_says_of_stopping(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", str(MIDDLE), "--machine", "h100", "--gpus", "8"]
+    assert main([*words, "--json"]) == 0
+    stopping = json.loads(capsys.readouterr().out)["plan"]["stopping"]
+    lead, every, lost = stopping["lead_seconds"], stopping["every_steps"], stopping["lost_seconds"]
+    assert 0 < lost <= 1800
+    for override, said in (
+        ([], f"every {every} steps loses at most {lost / 60:.2g} minutes"),
+        (
+            ["checkpoint.every_steps=200"],
+            f"every 200 steps: checkpoint.every_steps={every} would suit the time of a step",
+        ),
+        (["checkpoint=null"], "checkpoint is null, and a run that ends early is lost"),
+    ):
+        assert main([*words, *override]) == 0
+        out = capsys.readouterr().out
+        assert f"stopping takes up to {lead} seconds: sbatch --signal=USR1@{lead}; " in out and said in out
+
+
+def test_a_step_that_is_longer_than_half_an_hour_is_lost_whole() -> None:
+    overrides = ("rollout.sglang.max_inflight_sequences=1", "rollout.prompts_per_step=4096", "checkpoint.every_steps=1")
+    found = plan(*overrides)
+    minutes = found.step_seconds / 60
+    assert minutes > 30
+    said = found.stopping.sentence(load_config(MIDDLE, overrides))
+    assert said.endswith(f" every step loses at most {minutes:.2g} minutes")
+
+
+def by_hand(gigabytes: float, step_seconds: float, cuda: bool = True, forward: float = 0.0) -> Stopping:
+    """Of a step whose updates and sync take 6, 5 and 4 of its seconds, on 29 ranks in five nodes. Nearly all weights
+    are those of two matrices of the vocabulary, with 14 bytes each."""
+    model = arch(vocab_size=round(gigabytes * 1e9 / 14 / 2 / HIDDEN))
+    seconds = {"rollout": 99.0, "forward": forward, "update_critic": 6.0, "update_actor": 5.0, "sync": 4.0}
+    stages = [StageCost(name, 0.0, 0.0, 0.0, s, "compute") for name, s in seconds.items()]
+    return stopping(Setup(role(model), None, None, work()), stages, machine(shared_by_ranks=not cuda), step_seconds)
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "write_seconds", "every"),
+    [
+        (36.0, 10.0, 50),  # half an hour
+        (36.1, 10.0, 20),
+        (1800.0, 10.0, 1),
+        (2000.0, 10.0, 1),  # a step is lost in any case
+        (100.0, 150.0, 10),
+        (1000.0, 3000.0, 5),  # longer than half an hour, so that one is written before the next is due
+        (1000.0, 1900.0, 2),
+        (1.0, 100.0, 50),  # the longest interval
+        (3000.0, 200_000.0, 50),
+    ],
+)
+def test_how_often_a_checkpoint_is_written(step_seconds: float, write_seconds: float, every: int) -> None:
+    found = by_hand(write_seconds * 5 * 2, step_seconds)
+    assert found.checkpoint_seconds == pytest.approx(write_seconds, rel=1e-4)
+    assert (found.every_steps, found.lost_seconds) == (every, every * step_seconds)
+
+
+def test_time_to_stop_by_hand() -> None:
+    """Updates and sync, or forward passes, and two checkpoints, half as long again; in whole minutes, and one more."""
+    for gigabytes, forward, lead in ((100, 0, 60 * 2), (124, 0, 60 * 2), (126, 0, 60 * 3), (124, 16, 60 * 3)):
+        found = by_hand(gigabytes, 100.0, forward=forward)
+        assert found.uninterruptible_seconds == max(6 + 5 + 4, forward)
+        assert found.checkpoint_seconds == pytest.approx(gigabytes / 10, rel=1e-3)
+        assert found.lead_seconds == lead, (gigabytes, forward)
+    assert by_hand(100, 100.0, cuda=False).checkpoint_seconds == pytest.approx(50, rel=1e-3)  # one disk, one writer
+
+
+def test_bytes_of_a_checkpoint() -> None:
+    """Weights, and main weights and moments in float32; a float32 weight is its own main weight."""
+    weights = by_hand(14, 100.0).checkpoint_bytes / 14
+    stages = [StageCost(name, 0.0, 0.0, 0.0, 1.0, "compute") for name in ("forward", "sync")]
+    model = arch(vocab_size=round(1e9 / 2 / HIDDEN))
+    roles = [role(model, dtype_bytes=4), role(model, name="critic")]
+    found = stopping(Setup(roles[0], roles[1], None, work()), stages, machine(), 1.0)
+    assert found.checkpoint_bytes == (4 + 8 + 2 + 12) * weights
+    config = load_config(MIDDLE)
+    for gigabytes, told in ((1.5, "1.5 GB"), (1.001, "1 GB"), (0.4991, "500 MB")):
+        assert f"a checkpoint of {told} every" in by_hand(gigabytes, 300.0).sentence(config)

@@ -1,0 +1,363 @@
+"""From scores to experience and its metrics, in a world of one process."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from megappo.checkpoint.files import Marker
+from megappo.checkpoint.versions import software_versions
+from megappo.config import Config, ConfigError, derive, load_config
+from megappo.config.algorithm import AlgorithmSettings, KLInRewardSettings
+from megappo.config.derive import describe
+from megappo.config.rules import algorithm_rules
+from megappo.megatron.roles import Update
+from megappo.ppo import start
+from megappo.ppo.advice import Advisor
+from megappo.ppo.experience import ExperienceMaker, groups_differ_G
+from megappo.ppo.measures import MismatchError, check_mismatch
+from megappo.ppo.updates import step_metrics
+from megappo.runtime.tally import Tally
+from megappo.types import Rollouts, Scored
+from megappo_kernels.backend import use_backend
+from megappo_kernels.losses import ppo_value_loss
+from megappo_kernels.metrics import combine, stacked
+from megappo_kernels.objectives import kl_estimate
+from tests.support.config import SHAPE
+from tests.support.places import BASE
+
+CPU = torch.device("cpu")
+
+
+pytestmark = pytest.mark.usefixtures("world_of_one")
+
+
+def rollouts(engine_logprob_BR: Tensor, mask_BR: Tensor) -> Rollouts:
+    """Samples of one prompt with prompts of one token."""
+    B = len(mask_BR)
+    lengths = mask_BR.sum(-1)
+    return Rollouts(
+        prompts=(),
+        sample_ids_B=torch.arange(B),
+        group_ids_B=torch.zeros(B, dtype=torch.int64),
+        sequences=tuple(torch.zeros(int(n) + 1, dtype=torch.int64) for n in lengths),
+        response_lengths_B=lengths,
+        engine_logprob_BR=engine_logprob_BR,
+        response_mask_BR=mask_BR,
+        truncated_B=torch.zeros(B, dtype=torch.bool),
+        weight_versions_B=torch.zeros(B, dtype=torch.int64),
+        responses=("",) * B,
+        raw_responses=("",) * B,
+        special_tokens_B=torch.zeros(B, dtype=torch.int64),
+    )
+
+
+MASK = torch.tensor([[True, True, False, False], [True, True, True, True]])
+
+
+def kl_step(maker: ExperienceMaker, nats_per_token: float) -> dict[str, float]:
+    """A step of 100 samples whose policy is so far from the reference at every token."""
+    logprob = torch.full(MASK.shape, -1.0)
+    scored = Scored(rollouts(logprob, MASK), torch.ones(2), logprob, logprob - nats_per_token, None)
+    return maker.make(scored, 100)[1]
+
+
+def maker(**kl: Any) -> ExperienceMaker:
+    settings = KLInRewardSettings(**{"coef": 0.1, "controller": "adaptive", "horizon": 1000, **kl})
+    return ExperienceMaker(AlgorithmSettings(estimator="grpo", kl_in_reward=settings), CPU)
+
+
+@pytest.mark.parametrize(
+    ("kl", "nats_per_token", "factor"),
+    [
+        ({}, 0.011, 1 + 0.1 * 0.1),  # 0.01 per token
+        ({}, 0.009, 1 - 0.1 * 0.1),
+        ({"target": 0.02}, 0.02, 1.0),
+        ({"per": "response"}, 2.2, 1 + 0.1 * 0.1),  # 6 per response; responses have 3 tokens on average
+        ({"per": "response", "target": 0.03}, 0.01, 1.0),
+    ],
+)
+def test_the_adaptive_kl_aims_at_nats_of_its_unit(kl: dict[str, Any], nats_per_token: float, factor: float) -> None:
+    made = maker(**kl)
+    numbers = kl_step(made, nats_per_token)
+    assert numbers["kl/mean"] == pytest.approx(nats_per_token, rel=1e-4)
+    assert numbers["kl/per_response"] == pytest.approx(3 * nats_per_token, rel=1e-4)
+    assert numbers["kl/coef"] == 0.1, "the weight that was used, not the next one"
+    assert made.kl_controller.value == pytest.approx(0.1 * factor, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "values", [[1e6 + 0.25, 1e6 + 0.5], [3e7, 3e7 + 2], [-1e9, -1e9 + 64], [2.0**24 - 1, 2.0**24], [0.1, 0.1]]
+)
+def test_the_deviation_of_large_numbers(values: list[float]) -> None:
+    """Half of the difference of two numbers, however large they are beside it."""
+    tally, numbers = Tally(), torch.tensor([*values, float("nan")])
+    tally.mean_and_std("x", numbers, torch.tensor([True, True, False]))
+    tally.mean_and_std("none", numbers, torch.zeros(3, dtype=torch.bool))
+    found = tally.reduce(None, CPU)
+    first, second = numbers[:2].tolist()
+    assert found["x/mean"] == (first + second) / 2
+    assert found["x/std"] == abs(second - first) / 2
+    assert math.isnan(found["none/std"])
+
+
+def test_the_adaptive_kl_at_conventional_settings_stays_where_it_is_on_target() -> None:
+    """Coefficient 0.001, target 0.01, horizon 10,000: what others mean by it is 0.01 nats per token."""
+    made = maker(coef=0.001, target=0.01, horizon=10_000)
+    for _ in range(100):
+        kl_step(made, 0.01)
+    assert made.kl_controller.value == pytest.approx(0.001, rel=1e-2)
+
+
+def test_advice_compares_the_kl_with_the_target_of_its_unit() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [({}, "kl/mean"), ({"per": "response", "target": 0.2}, "kl/per_response")]
+    for kl, name in cases:
+        settings = KLInRewardSettings(coef=0.1, controller="adaptive", **kl)
+        for metrics, says in (({name: settings.target_nats * 1.1}, True), ({name: settings.target_nats * 0.9}, False)):
+            advisor = Advisor(AlgorithmSettings(kl_in_reward=settings))
+            assert any("above its target" in s for k in range(12) for s in advisor.observe(k, metrics)) == says
+
+
+ADAPTIVE = "{coef: 0.1, controller: adaptive%s}"
+
+
+def with_kl(more: str = "") -> Config:
+    return load_config(BASE, [f"algorithm.kl_in_reward={ADAPTIVE % more}"])
+
+
+@pytest.mark.parametrize(
+    ("more", "words", "warned"),
+    [
+        ("", "towards 0.01 nats per token", ""),
+        (", per: response", "towards 6 nats per response", ""),
+        (", target: 6.0", "towards 6 nats per token", "set algorithm.kl_in_reward.per: response"),
+        (", target: 0.01, per: response", "0.01 nats per response", "set algorithm.kl_in_reward.per: token"),
+        (", target: 0.2", "towards 0.2 nats per token", ""),
+    ],
+)
+def test_a_target_that_is_meant_for_the_other_unit_is_warned_about(more: str, words: str, warned: str) -> None:
+    config = with_kl(more)
+    rows = describe(config, derive(config, 1, SHAPE))
+    assert words in dict(rows)["algorithm"]
+    notes = [note for name, note in rows if name == "note"]
+    assert [warned in note for note in notes] == ([True] if warned else [])
+
+
+@pytest.mark.parametrize(
+    ("more", "samples", "refused"),
+    [
+        (", horizon: 31", 32, True),
+        (", horizon: 32", 32, False),
+        ("", 10_016, True),
+        ("", 9_984, False),
+        (", controller: fixed", 10_016, False),
+    ],
+)
+def test_a_horizon_of_less_than_a_step_is_refused(more: str, samples: int, refused: bool) -> None:
+    overrides = [
+        f"algorithm.kl_in_reward={{coef: 0.1, controller: adaptive{more}}}".replace("adaptive, controller: ", ""),
+        "rollout.samples_per_prompt=8",
+        f"rollout.prompts_per_step={samples // 8}",
+        *(f"{role}.minibatch_sequences={samples}" for role in ("actor", "critic")),
+    ]
+    config = load_config(BASE, overrides)
+    found = [problem for problem in algorithm_rules(config) if "horizon" in problem]
+    assert bool(found) == refused
+    assert not found or f"must be at least the {samples} samples of a step" in found[0]
+
+
+def resumed(before: Config, now: Config, monkeypatch: pytest.MonkeyPatch, *, drop: bool = False) -> start.Start:
+    """Where a run goes on whose checkpoint was written with `before`; `drop`: by a version without the unit."""
+    settings = json.loads(json.dumps(before.model_dump(mode="json")))
+    if drop:
+        del settings["algorithm"]["kl_in_reward"]["per"]
+        settings["algorithm"]["kl_in_reward"]["target"] = settings["algorithm"]["kl_in_reward"]["target"] or 6.0
+    content = {"settings": settings, "steps": 10, "versions": software_versions()}
+    chosen = Path("step"), Marker(3, {}, content), list[str]()
+    monkeypatch.setattr(start, "select_checkpoint", lambda *_: chosen)
+    return start.choose_start(now, derive(now, 1, SHAPE), SimpleNamespace(is_main=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "kept", "said"),
+    [
+        ("", "", ("response", 6.0), True),
+        (", target: 3.0", ", target: 3.0", ("response", 3.0), True),
+        (", target: 3.0", ", target: 4.0", ("response", 4.0), True),
+        ("", ", per: token", ("token", 0.01), False),
+        ("", ", per: response", ("response", 6.0), False),
+    ],
+)
+def test_a_checkpoint_without_the_unit_keeps_nats_per_response(
+    before: str, now: str, kept: tuple[str, float], said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = resumed(with_kl(before), with_kl(now), monkeypatch, drop=True)
+    kl = start.config.algorithm.kl_in_reward
+    assert kl is not None and (kl.per, kl.target_nats) == kept
+    assert any(f"towards {kept[1]:g} nats per response, as it began" in s for s in start.sentences) == said
+    again = resumed(start.config, with_kl(now), monkeypatch)  # from a checkpoint of the run that went on
+    kl = again.config.algorithm.kl_in_reward
+    assert kl is not None and (kl.per, kl.target_nats) == kept
+    assert not [s for s in again.sentences if "changed since then: algorithm.kl" in s]
+
+
+def test_a_fixed_kl_goes_on_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = load_config(BASE)
+    start = resumed(plain, plain, monkeypatch, drop=True)
+    assert not [s for s in start.sentences if "kl" in s.lower()]
+
+
+def test_mismatch_k3_is_the_k3_of_everything_else() -> None:
+    """A token that the trainer finds e^12 times as probable counts 10, as everywhere."""
+    engine = torch.tensor([[-12.5, -1.0, math.nan, math.nan], [-1.0, -2.0, -3.0, -1.5]])
+    trainer = torch.tensor([[-0.5, -1.2, 0.0, math.inf], [-1.0, -2.0, -3.0, -1.0]])
+    algorithm = AlgorithmSettings(mismatch_stop_nats=100.0)
+    runtime: Any = SimpleNamespace(device=CPU)
+    numbers = check_mismatch(trainer, rollouts(engine, MASK), algorithm, runtime, 0)
+    gaps = torch.tensor([12.0, -0.2, 0.0, 0.0, 0.0, 0.5])
+    k3 = kl_estimate(-gaps, "k3")
+    assert k3[0] == 10 and numbers["mismatch/k3"] == pytest.approx(float(k3.mean()), rel=1e-6)
+    assert numbers["mismatch/mean"] == pytest.approx(12.7 / 6, rel=1e-6)
+    assert numbers["mismatch/max"] == pytest.approx(12.0)
+    assert numbers["mismatch/truncated"] == pytest.approx(1 / 6)  # only e^12 is above the cap of 2
+
+
+def test_tokens_of_older_weights_prove_nothing_of_the_engine() -> None:
+    """Only those of the actor's own stop a run, and are told by themselves; what is no number always stops it."""
+    trainer = torch.tensor([[-0.5, -1.2, 0.0, 0.0], [-1.0, -2.0, -3.0, -1.0]])
+    engine = trainer - torch.tensor([[9.0, 0.25, 0.0, 0.0], [0.0, 0.5, 0.0, 0.0]])
+    versions_BR = torch.tensor([[3, 7, 0, 0], [6, 7, 7, 7]])
+    given = replace(rollouts(engine, MASK), token_versions_BR=versions_BR)
+    algorithm, runtime = AlgorithmSettings(mismatch_stop_nats=0.2), cast(Any, SimpleNamespace(device=CPU))
+    numbers = check_mismatch(trainer, given, algorithm, runtime, 7)
+    assert numbers["mismatch/own_weights"] == pytest.approx(0.75 / 4)
+    assert numbers["mismatch/mean"] == pytest.approx(9.75 / 6)
+    old = check_mismatch(trainer, replace(given, weight_versions_B=torch.tensor([6, 6])), algorithm, runtime, 8)
+    assert "mismatch/own_weights" not in old
+    with pytest.raises(MismatchError, match=r"differ by 0.188 nats per token"):
+        check_mismatch(trainer, given, AlgorithmSettings(mismatch_stop_nats=0.15), runtime, 7)
+    engine[0, 0] = math.nan  # of weights that are older
+    for newest in (7, 8):
+        with pytest.raises(MismatchError, match="differ by nan nats per token"):
+            check_mismatch(trainer, replace(given, engine_logprob_BR=engine), algorithm, runtime, newest)
+
+
+def test_groups_without_a_spread_are_counted() -> None:
+    """Failed episodes are in no group, and equal rewards of different prompts are no spread."""
+    totals_B = torch.tensor([0.0, 0.0, 1.0, 1.0, 5.0, 0.0, 0.5, 7.0])
+    group_ids_B = torch.tensor([0, 0, 1, 1, -5, 2, 2, 1])
+    assert groups_differ_G(totals_B, group_ids_B).tolist() == [False, True, True]
+    assert groups_differ_G(totals_B[:4], group_ids_B[:4]).tolist() == [False, False]
+    assert groups_differ_G(totals_B, torch.arange(-8, 0)).tolist() == []
+    numbers = kl_step(maker(), 0.1)
+    assert numbers["reward/group_spread"] == 0.0 and numbers["reward/std"] == 0.0
+
+
+@pytest.mark.parametrize("version", [6, 7])
+def test_a_step_without_a_token_says_nothing_of_the_engine(version: int) -> None:
+    """As where all episodes have failed, whatever stands in the places that do not count."""
+    nothing = torch.full(MASK.shape, math.nan)
+    given = replace(
+        rollouts(nothing, MASK & False),
+        response_lengths_B=torch.tensor([1, 4]),
+        weight_versions_B=torch.tensor([version, version]),
+    )
+    runtime: Any = SimpleNamespace(device=CPU)
+    assert check_mismatch(nothing, given, AlgorithmSettings(), runtime, 7) == {}
+
+
+@pytest.mark.parametrize("old_logprob", ["decoupled", "corrected"])
+@pytest.mark.parametrize("controller", ["adaptive", "fixed"])
+def test_a_step_without_a_token_moves_nothing(old_logprob: Any, controller: str) -> None:
+    """Its means over tokens are no numbers, and the KL controller waits for the next step."""
+    settings = KLInRewardSettings.model_validate({"coef": 0.1, "controller": controller, "horizon": 1000})
+    made = ExperienceMaker(AlgorithmSettings(estimator="grpo", kl_in_reward=settings, old_logprob=old_logprob), CPU)
+    nothing = torch.full(MASK.shape, math.nan)
+    scored = Scored(rollouts(nothing, MASK & False), torch.tensor([-1.0, 3.0]), nothing, nothing, None)
+    experience, numbers = made.make(scored, 100)
+    assert made.kl_controller.value == 0.1
+    assert all(math.isfinite(value) for value in numbers.values())
+    assert numbers["reward/mean"] == 1.0 and "advantage/mean" not in numbers
+    assert not experience.loss_mask_BR.any() and (experience.advantages_BR == 0).all()
+    kl_step(made, 0.1)
+    assert made.kl_controller.value == pytest.approx(0.1 * (1.02 if controller == "adaptive" else 1))
+
+
+def explained_variance(returns: Tensor, values: Tensor, backend: str) -> float:
+    """As a step reports it: three minibatches of two microbatches, some tokens of which do not count."""
+    pieces = []
+    for r, v in zip(returns.chunk(6), values.chunk(6), strict=True):
+        mask = torch.arange(len(r)) % 7 != 0
+        r, v = r.masked_fill(~mask, math.nan), v.masked_fill(~mask, math.inf)
+        with use_backend(backend):  # type: ignore[arg-type]
+            loss = ppo_value_loss(values=v, old_values=v, returns=r, weights=torch.ones_like(v), mask=mask)
+        pieces.append(loss.metrics)
+    updates = []
+    for first in range(0, 6, 2):
+        sums = combine(stacked(pieces[first : first + 2]))
+        updates.append(Update(True, True, {n: float(x) for n, x in sums.items()}, 1.0, 1e-5))
+    return step_metrics(updates)["explained_variance"]
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize(("mean", "std"), [(0.0, 1.0), (1000.0, 0.5), (-3e4, 1.0)])
+def test_explained_variance_of_returns_far_from_zero(backend: str, mean: float, std: float) -> None:
+    g = torch.Generator().manual_seed(0)
+    returns = mean + std * torch.randn(5400, generator=g)
+    values = returns + std * torch.randn(5400, generator=g) / 2
+    counted = torch.cat([torch.arange(900) % 7 != 0] * 6)
+    r, v = returns.double()[counted], values.double()[counted]
+    truth = float(1 - (r - v).var() / r.var())
+    assert 0.7 < truth < 0.8
+    assert explained_variance(returns, values, backend) == pytest.approx(truth, abs=2e-3)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_explained_variance_of_equal_returns_is_unknown(backend: str) -> None:
+    values = torch.randn(540, generator=torch.Generator().manual_seed(0))
+    for value in (0.0, 3.3, 1000.1):
+        assert math.isnan(explained_variance(torch.full((540,), value), values, backend))
+
+
+def timed(time: str | None) -> Config:
+    return load_config(BASE, [] if time is None else [f"data.template_time='{time}'"])
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "kept"),
+    [
+        ("2024-07-26 23:59:59", None, "2024-07-26 23:59:59"),
+        ("2024-07-26 23:59:59", "2024-07-26 23:59:59", "2024-07-26 23:59:59"),
+        (None, "2024-07-25 00:00:00", "2024-07-25 00:00:00"),
+    ],
+)
+def test_a_run_that_goes_on_keeps_the_time_of_its_templates(
+    before: str | None, now: str | None, kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = resumed(timed(before), timed(now), monkeypatch)
+    assert found.config.data.template_time == kept
+    assert not any("template_time" in sentence for sentence in found.sentences)
+
+
+def test_another_time_of_templates_is_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="data.template_time: '?2024-07-26 00:00:00'? -> "):
+        resumed(timed("2024-07-26"), timed("2024-07-27"), monkeypatch)
+
+
+def test_a_run_keeps_the_time_that_it_began_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a rank's own clock says: the main rank's counts, here the only one."""
+    monkeypatch.setattr(start, "template_now", lambda: "2024-07-26 09:30:15")
+    fresh = load_config(BASE, [f"run.directory={tmp_path}"])
+    began = start.choose_start(fresh, derive(fresh, 1, SHAPE), SimpleNamespace(is_main=True))  # type: ignore[arg-type]
+    assert began.config.data.template_time == start.with_template_time(fresh).data.template_time
+    assert began.config.data.template_time == "2024-07-26 09:30:15"
+    given = load_config(BASE, ["data.template_time=2020-02-02"])
+    assert start.at_one_time(given).data.template_time == "2020-02-02 00:00:00"

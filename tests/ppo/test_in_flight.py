@@ -1,0 +1,613 @@
+"""Prompts in flight: which a step takes, what becomes of broken answers, and what a killed run goes on with."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from megappo.config import load_config
+from megappo.config.in_flight_rules import in_flight_rules, longest_lag
+from megappo.config.model_files import load_architecture
+from megappo.data.curriculum import Curriculum
+from megappo.data.cursor import Cursor
+from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
+from megappo.engines.stretches import continued, ended, joined, token_versions
+from megappo.ppo.arrivals import ReplayedArrivals
+from megappo.ppo.generation import Kept
+from megappo.ppo.in_flight import InFlight, responses_of
+from megappo.ppo.in_flight_state import KEY, State, read_state, written_state
+from megappo.ppo.measures import rollout_metrics
+from megappo.ppo.tickets import Group, choose
+from megappo.runtime.interrupts import NeverStop
+from megappo.types import Prompt, Rollouts
+from tests.support.places import BASE, TINY
+
+PROMPTS = [Prompt(i, (2, 3 + i % 10), f"{i}", None, {}) for i in range(30)]
+STOP = 1
+GUESSING = "rollout.environment={name: guess}"
+TWO = ("rollout.ahead=2", "rollout.max_lag=2")
+ELSEWHERE = "placement: disaggregated, urls: ['http://127.0.0.1:1']"
+REPLAY = "rollout.replay_arrivals=RECORD"
+
+pytestmark = pytest.mark.usefixtures("world_of_one")
+
+
+def servers(settings: str) -> tuple[str, ...]:
+    return "rollout.engine=sglang", f"rollout.sglang={{{settings}}}"
+
+
+def groups(*versions: int, finished: Sequence[int]) -> list[Group]:
+    return [Group(i, i, version, i in finished) for i, version in enumerate(versions)]
+
+
+def tickets(chosen: list[Group] | None) -> list[int] | None:
+    return None if chosen is None else [group.ticket for group in chosen]
+
+
+def test_a_step_takes_what_was_sent_first() -> None:
+    some = groups(4, 4, 4, 5, 5, 5, finished=(1, 3, 4, 5))
+    assert tickets(choose(some, wanted=2, newest=5, max_lag=3)) == [1, 3]
+    assert choose(some, wanted=5, newest=5, max_lag=3) is None
+
+
+def test_a_step_waits_for_what_would_be_too_old() -> None:
+    """Prompts 0 to 2 can be trained on in this step or the next, which have room for two each; so one at least has to
+    be taken now, and of five of them three, for which there is no room."""
+    some = groups(4, 4, 4, 5, 5, 5, finished=(3, 4, 5))
+    assert choose(some, wanted=2, newest=5, max_lag=2) is None
+    some[1].finished = True
+    assert tickets(choose(some, wanted=2, newest=5, max_lag=2)) == [1, 3]
+    # A further round of a step is no later step's: there is room for the two old ones, as later steps take two each.
+    assert tickets(choose([some[0], *some[2:]], wanted=1, newest=5, max_lag=2, of_step=2)) == [3]
+    assert choose([some[0], *some[2:]], wanted=1, newest=5, max_lag=2) is None
+    # In the last step that may have them, all of them.
+    assert choose(some, wanted=3, newest=6, max_lag=2) is None
+
+
+@given(
+    ahead=st.integers(2, 5), more=st.integers(0, 2), wanted=st.integers(1, 4), seed=st.integers(0, 999),
+    oldest_last=st.booleans(),
+)  # fmt: skip
+def test_nothing_gets_too_old_whatever_finishes_when(
+    ahead: int, more: int, wanted: int, seed: int, oldest_last: bool
+) -> None:
+    """Also where what was sent first is finished last, which without waiting would be too old after some steps."""
+    drawn, some, sent = random.Random(seed), list[Group](), 0
+    for newest in range(1, 12):
+        while True:
+            while len(some) < ahead * wanted:
+                some.append(Group(sent, sent, newest))
+                sent += 1
+            chosen = choose(some, wanted=wanted, newest=newest, max_lag=ahead + more)
+            if chosen is not None:
+                break
+            unfinished = [group for group in some if not group.finished]
+            (unfinished[-1] if oldest_last else drawn.choice(unfinished)).finished = True
+        assert len(chosen) == wanted and all(group.finished for group in chosen)
+        some = [group for group in some if group not in chosen]
+        assert all(newest - group.version <= ahead + more for group in chosen)
+        assert all(newest + 1 - group.version <= ahead + more for group in some)  # none is lost in the next step
+
+
+def test_an_answer_goes_on_from_its_tokens() -> None:
+    request = GenerateRequest((7, 8), seed=5, prompt_id=0)
+    begun = Completion((3, 4), (-0.1, -0.2), False, 2, broken_off=True)
+    rest = continued(request, begun, 5)
+    assert (rest.token_ids, rest.max_new_tokens) == ((7, 8, 3, 4), 3)
+    assert len({5, rest.seed, continued(request, replace(begun, token_ids=(3,)), 5).seed}) == 3
+    assert continued(request, None, 5) is request
+    more = joined(begun, Completion((5,), (-0.3,), False, 3, broken_off=True))
+    assert more.broken_off and more.weight_version == 2 and more.stretches == ((2, 2), (3, 1))
+    again = joined(more, Completion((6,), (-0.4,), False, 3, broken_off=True))  # a server was started again meanwhile
+    whole = joined(again, Completion((9, STOP), (-0.5, -0.6), False, 4))
+    assert whole.token_ids == (3, 4, 5, 6, 9, STOP) and whole.logprobs == (-0.1, -0.2, -0.3, -0.4, -0.5, -0.6)
+    assert not whole.broken_off and whole.weight_version == 2
+    assert token_versions(whole) == [2, 2, 3, 3, 4, 4]
+    assert joined(begun, Completion((), (), False, 9, broken_off=True)) is begun
+    assert joined(None, rest_of := Completion((1,), (-1.0,), False, 9)) is rest_of
+
+
+def test_an_answer_that_was_broken_off_at_its_end_is_whole() -> None:
+    stopped = Completion((3, STOP), (-1.0, -1.0), False, 2, broken_off=True)
+    assert not ended(stopped, (STOP,), 9).broken_off and not ended(stopped, (STOP,), 9).truncated
+    full = Completion((3, 4), (-1.0, -1.0), False, 2, broken_off=True)
+    assert ended(full, (STOP,), 2).truncated and not ended(full, (STOP,), 2).broken_off
+    assert ended(full, (STOP,), 3) is full
+
+
+def test_a_checkpoint_holds_it_to_the_last_bit() -> None:
+    answers = {
+        4: Completion((3, 4, 1), (-0.1, -1 / 3, -2.0), False, 2, stretches=((2, 1), (3, 2))),
+        9: Completion((3,), (-0.7,), False, 3, broken_off=True),
+    }
+    state = State([(Group(2, 17, 2, True), 5, 1), (Group(4, 3, 3), 0, 0)], [8, 8], 5, 1, answers)
+    assert read_state(written_state(state, (4, 2))) == (state, (4, 2))
+    nothing = State([], [], 0, 0, {})
+    assert read_state(written_state(nothing, (4, 2))) == (nothing, (4, 2))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("rollout.ahead=4", "rollout.max_lag=2"), "above rollout.max_lag 2 so that responses would be too old"),
+        (("rollout.ahead=1", "rollout.max_lag=2"), "no response is older than 1; remove it, or set ahead to 2 or more"),
+        ((*TWO, "rollout.when_stopped=keep"), "all that is finished is kept; remove it"),
+        ((*TWO, *servers("pause: retract")), "set probe to false and verify to true, so that checksums alone prove a"),
+        ((*TWO, *servers("pause: in_place, probe: false, verify: false")), "set probe to false and verify to true"),
+        (
+            servers("pause: in_place, probe: false"),
+            "ahead 0 nothing is under way when weights change; set pause to abort",
+        ),
+        ((*TWO, *servers("pause: retract, probe: false, " + ELSEWHERE)), "would stay paused if the run ended during a"),
+        (("rollout.record_arrivals=true",), "rollout.record_arrivals is set, but with rollout.ahead 0 a step waits"),
+        (("rollout.replay_arrivals=RECORD", "rollout.ahead=1"), "remove replay_arrivals, or set ahead to 2 or more"),
+        ((*TWO, "rollout.replay_arrivals=."), "steps.jsonl cannot be read"),
+        ((*TWO, REPLAY, "run.steps=2", "rollout.record_arrivals=true"), "remove one of them"),
+        ((*TWO, REPLAY, "run.steps=2", "rollout.samples_per_prompt=3"), "has steps of [8, 2] prompts and samples of"),
+        ((*TWO, REPLAY), "ends with step 2, before run.steps 10; set run.steps to at most that"),
+        ((*TWO, REPLAY, "run.steps=1"), "has no files of step 2; bring the whole folder"),
+        ((*TWO, GUESSING, "rollout.record_arrivals=true"), "but episodes are not recorded; remove record_arrivals"),
+        ((*TWO, GUESSING, *servers("pause: retract, probe: false")), "turns of episodes are broken off when weights"),
+        (TWO, "has no routing to replay; set algorithm.router_replay to false"),
+    ],
+)
+def test_what_does_not_go_together(overrides: tuple[str, ...], words: str, tmp_path: Path) -> None:
+    """The last of a model with experts; without them, or where their routing is not replayed, it does."""
+    (tmp_path / "step-000001").mkdir()
+    lines = [json.dumps({"step": step, "sizes": [8, 2]}) for step in (1, 2, 3, 2)]  # it was killed in the third
+    (tmp_path / "steps.jsonl").write_text("\n".join([*lines, '{"step": 3,']))
+    if "steps=1" not in str(overrides):
+        (tmp_path / "step-000002").mkdir()
+    overrides = tuple(word.replace("RECORD", str(tmp_path)) for word in overrides)
+    config = load_config(str(BASE), [f"model.path={TINY}", *overrides])
+    shape = load_architecture(TINY, config.model)
+    (problem,) = in_flight_rules(config, replace(shape, experts=8 * (overrides == TWO)))
+    assert words in problem
+    alone = load_config(str(BASE), [f"model.path={TINY}", *TWO, "algorithm.router_replay=false"])
+    assert not list(in_flight_rules(alone, replace(shape, experts=8)))
+    assert longest_lag(load_config(str(BASE), [f"model.path={TINY}", "rollout.ahead=1"])) == 1
+    both = [f"model.path={TINY}", *TWO, "rollout.dynamic_sampling={}", "data.curriculum={right_above: 0.9}"]
+    assert not list(in_flight_rules(load_config(str(BASE), both), replace(shape, experts=0)))
+    grpo = load_config(str(BASE), [f"model.path={TINY}", "critic=null", "algorithm.estimator=grpo", "rollout.ahead=3"])
+    assert longest_lag(grpo) == 3 and not list(in_flight_rules(grpo, shape))
+
+
+@dataclass
+class StandIn:
+    """Its tokens come when it is told. Sample n has 1 + n % 3 tokens that say which sample it is of, and the stop
+    token; their log-probabilities are minus the weight version that made them."""
+
+    version: int = 1
+    under_way: dict[int, tuple[GenerateRequest, list[int], list[int]]] = field(default_factory=dict)
+    """With its tokens and the version of each."""
+    done: dict[int, Completion] = field(default_factory=dict)
+    finishes: list[int] = field(default_factory=list)
+    """Numbers whose answers were given, in order."""
+    prefixes: dict[int, list[int]] = field(default_factory=dict)
+    """Tokens that each request already had."""
+    ticks: int = 1
+    """Tokens of every request whenever somebody waits."""
+    stuck: frozenset[int] = frozenset()
+
+    def send(self, requests: Mapping[int, GenerateRequest], params: SamplingParams) -> None:
+        assert not requests.keys() & (self.under_way.keys() | self.done.keys())
+        for number, request in requests.items():
+            self.under_way[number] = request, [], []
+            self.prefixes.setdefault(number, []).append(len(request.token_ids) - 2)
+
+    def tick(self) -> None:
+        for number, (request, tokens, versions) in list(self.under_way.items()):
+            if number not in self.stuck:
+                had = len(request.token_ids) - 2
+                tokens.append(3 + number % 10 if had + len(tokens) < 1 + number % 3 else STOP)
+                versions.append(self.version)
+                if tokens[-1] == STOP:
+                    self.done[number] = self._answer(number, broken_off=False)
+                    del self.under_way[number]
+
+    def _answer(self, number: int, *, broken_off: bool) -> Completion:
+        _, tokens, versions = self.under_way[number]
+        logprobs = tuple(-float(version) for version in versions)
+        several = tuple((version, versions.count(version)) for version in sorted(set(versions)))
+        return Completion(
+            tuple(tokens),
+            logprobs,
+            False,
+            min(versions, default=self.version),
+            broken_off=broken_off,
+            stretches=several if len(several) > 1 else (),
+        )
+
+    def finished(self, wait_seconds: float) -> dict[int, Completion]:
+        if not self.done:
+            for _ in range(self.ticks):
+                self.tick()
+        found, self.done = self.done, {}
+        self.finishes += found
+        return found
+
+    def abort(self) -> dict[int, Completion]:
+        found, self.done = self.done, {}
+        self.finishes += found
+        found |= {number: self._answer(number, broken_off=True) for number in self.under_way}
+        self.under_way = {}
+        return found
+
+
+@dataclass
+class Holding(StandIn):
+    """Keeps what is under way while weights change."""
+
+    holds: bool = True
+    held: int = 0
+
+    def hold(self) -> None:
+        self.tick()  # steps take their time
+        self.held += 1
+
+
+def parts(engine: Any, *overrides: str, steps: int = 8) -> Any:
+    """Two prompts of two samples in a step, of three steps ahead."""
+    words = ("rollout.ahead=3", "rollout.max_lag=3", "rollout.prompts_per_step=2", *overrides)
+    config = load_config(str(BASE), [f"model.path={TINY}", *words])
+    cursor = Cursor(len(PROMPTS), 3, False, fingerprint="data", most_resting=0.9)
+    settings = config.data.curriculum
+    return SimpleNamespace(
+        config=config,
+        engine=engine,
+        episodes=None,
+        cursor=cursor,
+        curriculum=None if settings is None else Curriculum(settings, cursor, 0),
+        train_prompts=PROMPTS,
+        runtime=SimpleNamespace(rank=0, world_size=1, is_main=True, device=torch.device("cpu")),
+        stop=NeverStop(),
+        tokenizer=AutoTokenizer.from_pretrained(TINY),
+        vocabulary=16,
+        derived=SimpleNamespace(steps=steps),
+        sampling=lambda most, trained_on: SamplingParams(1.0, most, (STOP,)),
+    )
+
+
+def in_flight(engine: Any, *overrides: str, steps: int = 8) -> InFlight:
+    return InFlight(parts(engine, *overrides, steps=steps))
+
+
+def sync(responses: InFlight, engine: StandIn) -> None:
+    responses.pause()
+    engine.version += 1
+    responses.go_on()
+
+
+def trained(rollouts: Rollouts) -> list[int]:
+    """The prompt of each sample."""
+    return [prompt.index for prompt in rollouts.prompts]
+
+
+def test_steps_take_groups_and_weights_change_meanwhile() -> None:
+    engine = StandIn(ticks=2)
+    responses, seen = in_flight(engine), list[int]()
+    for step in range(1, 9):
+        rollouts = responses.of_step(step, weights_changed=False)
+        assert trained(rollouts)[::2] == trained(rollouts)[1::2]  # groups are whole
+        assert rollouts.sample_ids_B.tolist() == [0, 1, 2, 3] and rollouts.group_ids_B.tolist() == [0, 0, 1, 1]
+        seen += trained(rollouts)[::2]
+        # Each token says its version, which the engine told by its log-probability.
+        mask_BR, versions_BR = rollouts.response_mask_BR, rollouts.token_versions_BR
+        assert versions_BR is not None
+        assert torch.equal(versions_BR[mask_BR], -rollouts.engine_logprob_BR[mask_BR].long())
+        assert rollouts.weight_versions_B.tolist() == versions_BR.masked_fill(~mask_BR, 99).amin(-1).tolist()
+        for sequence, prompt in zip(rollouts.sequences, rollouts.prompts, strict=True):
+            assert tuple(sequence[:2].tolist()) == prompt.token_ids and sequence[-1] == STOP
+            assert len(set(sequence[2:-1].tolist())) == 1
+        numbers = rollout_metrics(rollouts, cast(Any, SimpleNamespace(device=torch.device("cpu"))), engine.version)
+        lags = engine.version - versions_BR[mask_BR]
+        assert numbers["rollout/lag"] == pytest.approx(float(lags.double().mean()))
+        assert numbers["rollout/lag_max"] == lags.max() <= 3
+        mixed = [len(set(v[m].tolist())) > 1 for v, m in zip(versions_BR, mask_BR, strict=True)]
+        assert numbers["rollout/several_versions"] == sum(mixed) / 4
+        assert len(engine.under_way) <= 12
+        responses.forget(step)
+        sync(responses, engine)
+    assert sorted(seen) == list(range(16)) and sorted(engine.finishes) == list(range(32))  # all once, and no more
+    assert max(len(prefixes) for prefixes in engine.prefixes.values()) > 1  # some went on
+
+
+def test_an_engine_may_keep_what_is_under_way() -> None:
+    """While weights change nothing is broken off or sent again; where the run is stopped, it is."""
+    engine = Holding(ticks=2)
+    responses, mixed = in_flight(engine), 0
+    for step in range(1, 9):
+        rollouts = responses.of_step(step, weights_changed=False)
+        mask_BR, versions_BR = rollouts.response_mask_BR, rollouts.token_versions_BR
+        assert versions_BR is not None
+        assert torch.equal(versions_BR[mask_BR], -rollouts.engine_logprob_BR[mask_BR].long())
+        mixed += sum(len(set(v[m].tolist())) > 1 for v, m in zip(versions_BR, mask_BR, strict=True))
+        if step == 4:
+            responses.pause(stops=True)
+            responses.go_on()
+        assert responses.metrics()["rollout/partial"] == 0 or step >= 4
+        responses.forget(step)
+        if step < 8:
+            sync(responses, engine)
+    assert engine.held == 7 and mixed > 0
+    again = [prefixes for prefixes in engine.prefixes.values() if len(prefixes) > 1]
+    assert again and all(len(prefixes) == 2 for prefixes in again)  # by the stop alone
+    assert sorted(engine.finishes) == list(range(32))
+
+
+def test_what_is_too_old_is_dropped_and_its_prompt_is_sent_again() -> None:
+    """The settings of a run that goes on may allow less than it had."""
+    engine = StandIn()
+    first = in_flight(engine)
+    before = trained(first.of_step(1, weights_changed=False))
+    engine.stuck = frozenset(range(100))
+    first.forget(1)
+    sync(first, engine)
+    sync(first, engine)  # the next version is the third after that of what is in flight
+    kept = first.state_dict(2)
+    engine = StandIn(version=4)
+    second = in_flight(engine, "rollout.ahead=2", "rollout.max_lag=2")
+    second.load_state_dict([kept])
+    metrics = second.metrics()
+    assert metrics["rollout/dropped"] == 6 and second.metrics()["rollout/dropped"] == 0
+    seen = (
+        trained(second.of_step(2, weights_changed=False))[::2] + trained(second.of_step(3, weights_changed=False))[::2]
+    )
+    assert sorted(seen) == sorted(set(range(8)) - set(before))[:4]
+
+
+def killed_and_continued(stopped: bool) -> tuple[list[int], list[StandIn]]:
+    """Prompts of all steps in order, over a run that ends in step 4 and goes on; where it was `stopped` with what the
+    fourth step had taken, otherwise from the end of step 3."""
+    engine, seen = StandIn(), list[int]()
+    responses, kept, cursor = in_flight(engine), cast(Kept, {}), dict[str, Any]()
+    for step in (1, 2, 3, 4):
+        rollouts = responses.of_step(step, weights_changed=False)
+        if step == 4:
+            break
+        seen += trained(rollouts)[::2]
+        sync(responses, engine)
+        responses.forget(step)
+        kept, cursor = responses.state_dict(step + 1), responses.cursor_state()
+    if stopped:
+        responses.pause()
+        kept, cursor = responses.state_dict(4), responses.cursor_state()
+    then = StandIn(version=4)
+    its = parts(then)
+    its.cursor.load_state_dict(cursor)
+    responses = InFlight(its)
+    responses.load_state_dict([kept])
+    for step in range(4, 9):
+        again = responses.of_step(step, weights_changed=False)
+        if stopped and step == 4:
+            assert trained(again) == trained(rollouts) and torch.equal(
+                again.engine_logprob_BR, rollouts.engine_logprob_BR
+            )
+        seen += trained(again)[::2]
+        sync(responses, then)
+        responses.forget(step)
+    return seen, [engine, then]
+
+
+def test_a_run_that_is_killed_trains_on_each_prompt_once() -> None:
+    seen, _ = killed_and_continued(stopped=False)
+    assert sorted(seen) == list(range(16))
+
+
+def test_a_run_that_is_stopped_loses_no_finished_sample() -> None:
+    """What was finished is not generated again, and what was begun goes on."""
+    seen, engines = killed_and_continued(stopped=True)
+    assert sorted(seen) == list(range(16))
+    assert sorted([*engines[0].finishes, *engines[1].finishes]) == list(range(32))
+    assert any(prefixes[0] for prefixes in engines[1].prefixes.values())
+
+
+def test_a_run_goes_on_with_other_sizes() -> None:
+    """With more prompts a step chooses again; with more samples of each prompt all are sent anew."""
+    engine = StandIn()
+    first = in_flight(engine)
+    before = trained(first.of_step(1, weights_changed=False))
+    sync(first, engine)
+    first.forget(1)
+    first.of_step(2, weights_changed=False)
+    first.pause()
+    kept = first.state_dict(2)
+    more_prompts = in_flight(StandIn(version=2), "rollout.prompts_per_step=3")
+    more_prompts.load_state_dict([kept])
+    again = trained(more_prompts.of_step(2, weights_changed=False))
+    assert len(again) == 6 and not set(again) & set(before)
+    more_samples = in_flight(anew := StandIn(version=2), "rollout.samples_per_prompt=3")
+    more_samples.load_state_dict([kept])
+    again = trained(more_samples.of_step(2, weights_changed=False))
+    assert len(again) == 6 and not set(again) & set(before) and not any(p for of in anew.prefixes.values() for p in of)
+
+
+def test_a_step_takes_further_rounds() -> None:
+    """They are the next groups that are finished. Where a run is stopped, its rounds are those that it had; the last
+    step has prompts sent for it alone."""
+    engine = StandIn()
+    responses, seen, rounds = in_flight(engine, steps=3), list[list[int]](), list[Rollouts]()
+    for step in (1, 2):
+        rounds = [responses.of_step(step, weights_changed=False), *(responses.more(step, n, 1) for n in (1, 2))]
+        assert [one.sample_ids_B.tolist() for one in rounds] == [[0, 1, 2, 3], [0, 1], [0, 1]]
+        assert responses.metrics()["rollout/in_flight"] + responses.metrics()["rollout/waiting"] == 2 * (3 - step)
+        seen += [trained(one)[::2] for one in rounds]
+        if step == 1:
+            responses.forget(1)
+            sync(responses, engine)
+    responses.pause()
+    kept = responses.state_dict(2)
+    its = parts(then := StandIn(version=2), steps=3)
+    its.cursor.load_state_dict(responses.cursor_state())
+    responses = InFlight(its)
+    responses.load_state_dict([kept])
+    again = [responses.of_step(2, weights_changed=False), *(responses.more(2, n, 1) for n in (1, 2))]
+    assert list(map(trained, again)) == list(map(trained, rounds))
+    responses.forget(2)
+    sync(responses, then)
+    seen.append(trained(responses.of_step(3, weights_changed=False))[::2])
+    assert responses.metrics()["rollout/in_flight"] == 0  # nothing is sent for no step
+    seen.append(trained(responses.more(3, 1, 2))[::2])
+    assert [len(one) for one in seen] == [2, 1, 1, 2, 1, 1, 2, 2]
+    assert sorted(prompt for one in seen for prompt in one) == list(range(12))  # all of them, each once
+
+
+def test_a_record_gives_each_step_what_it_had(tmp_path: Path) -> None:
+    """All that is said of its samples, of every round, the metrics and the place of the cursor; and a run that goes on
+    without it trains on the prompts that were in flight."""
+    engine = StandIn(ticks=2)
+    its = parts(engine, "rollout.record_arrivals=true", f"run.directory={tmp_path}", steps=5)
+    responses, steps = InFlight(its), list[tuple[list[Rollouts], dict[str, float], dict[str, Any]]]()
+    for step in range(1, 6):
+        rounds = [responses.of_step(step, weights_changed=False), responses.more(step, 1, 1)]
+        steps.append((rounds, responses.metrics(), responses.cursor_state()))
+        responses.forget(step)
+        sync(responses, engine)
+    folder = tmp_path / "arrivals"
+    replay = parts(None, f"rollout.replay_arrivals={folder}")
+    again = responses_of(replay)
+    assert isinstance(again, ReplayedArrivals)
+    for step, (rounds, metrics, cursor) in enumerate(steps[:3], 1):
+        found = [again.of_step(step, weights_changed=False), again.more(step, 1, 1)]
+        assert any(one.token_versions_BR is not None and one.token_versions_BR.unique().numel() > 1 for one in found)
+        for name in (each.name for each in fields(Rollouts)):
+            for one, other in zip(rounds, found, strict=True):
+                assert_equal(getattr(one, name), getattr(other, name))
+        assert (again.metrics(), again.cursor_state()) == (metrics, cursor)
+        again.forget(step)
+    halves = list[int]()
+    for rank in (0, 1):  # of a replay on two ranks
+        replay.runtime = SimpleNamespace(rank=rank, world_size=2, is_main=not rank)
+        of_rank = ReplayedArrivals(replay, folder).of_step(2, weights_changed=False)
+        assert of_rank.sequences
+        for n, sequence in zip(of_rank.sample_ids_B.tolist(), of_rank.sequences, strict=True):
+            assert torch.equal(sequence, steps[1][0][0].sequences[n])
+            halves.append(n)
+    assert sorted(halves) == [0, 1, 2, 3]
+    replay.runtime = its.runtime
+    again.of_step(3, weights_changed=False)
+    with pytest.raises(ValueError, match=r"round 3 of step 3 is not in .*: rewards or rollout.dynamic_sampling are"):
+        again.more(3, 2, 1)
+    with pytest.raises(ValueError, match="has no step 6; end the replay before it, by run.steps"):
+        again.of_step(6, weights_changed=False)
+    its = parts(StandIn(version=4))
+    its.cursor.load_state_dict(again.cursor_state())
+    live, kept = InFlight(its), again.state_dict(4)
+    live.load_state_dict([kept])
+    before = [prompt for rounds, _, _ in steps[:3] for one in rounds for prompt in trained(one)[::2]]
+    then = [prompt for step in (4, 5, 6) for prompt in trained(live.of_step(step, weights_changed=False))[::2]]
+    assert sorted(before + then) == list(range(15))
+    again.load_state_dict([live.state_dict(7)])  # of a run without a record, too
+    left = read_state(live.state_dict(7)[KEY])[0]
+    in_flight_there = [group.prompt for group, step, _ in left.groups]
+    assert read_state(again.state_dict(7)[KEY])[0].returned == [*in_flight_there, *left.returned]
+    (folder / "step-000002" / "rank-00000.safetensors").write_bytes(b"12345678")
+    with pytest.raises(ValueError, match="rank-00000.safetensors is not whole"):
+        again.of_step(2, weights_changed=False)
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    """Of tensors, or tuples of them or of other things."""
+    if isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype and torch.equal(one, other)
+    elif isinstance(one, tuple):
+        assert len(one) == len(other)
+        for x, y in zip(one, other, strict=True):
+            assert_equal(x, y)
+    else:
+        assert one == other
+
+
+def prompts_with_a_curriculum(stop: bool) -> tuple[list[int], list[int]]:
+    """Trains on what is answered well always, over more than two passes; where it stops, in step 12, the curriculum is
+    kept as of the step before. Returns the prompts in the order of their training, and how many rested in each step."""
+    its, seen, resting = parts(StandIn(), "data.curriculum={right_above: 0.5}", steps=40), list[int](), list[int]()
+    responses = InFlight(its)
+    for step in range(1, 41):
+        found = trained(responses.of_step(step, weights_changed=False))[::2]
+        if stop and step == 12:
+            its.curriculum.note(step, found)
+            responses.pause()
+            kept, cursor, curriculum = responses.state_dict(12), responses.cursor_state(), its.curriculum.state_dict(11)
+            assert not curriculum  # the cursor has been told
+            its = parts(StandIn(version=12), "data.curriculum={right_above: 0.5}", steps=40)
+            its.cursor.load_state_dict(cursor)
+            its.curriculum.load_state_dict(curriculum)
+            responses = InFlight(its)
+            responses.load_state_dict([kept])
+            assert trained(responses.of_step(step, weights_changed=False))[::2] == found
+        its.curriculum.note(step, [prompt for prompt in found if prompt % 3 == 0])
+        seen += found
+        resting.append(its.cursor.resting)
+        responses.forget(step)
+        sync(responses, its.engine)
+    return seen, resting
+
+
+def test_prompts_rest_that_were_answered_well() -> None:
+    """Those of a step are known to the draws of the next, and a run that goes on draws the same prompts."""
+    seen, resting = prompts_with_a_curriculum(stop=False)
+    assert resting[0] == 0 and max(resting) >= 8
+    # The second pass has been drawn to its end once every prompt that does not rest has been taken a second time.
+    second = seen[len(PROMPTS) : len(PROMPTS) + 16]
+    assert sum(prompt % 3 == 0 for prompt in second) <= 2 < sum(prompt % 3 == 0 for prompt in seen[:16])
+    again, resting_again = prompts_with_a_curriculum(stop=True)
+    assert sorted(again) == sorted(seen) and resting_again == resting
+
+
+class Timed:
+    """Answers that take their time on a clock of its own, as many at a time as are asked for: of 16 prompts one takes
+    five times as long."""
+
+    version = 1
+
+    def __init__(self, seconds: float) -> None:
+        self.now, self._seconds, self._due = 0.0, seconds, dict[int, float]()
+
+    def send(self, requests: Mapping[int, GenerateRequest], params: SamplingParams) -> None:
+        for number, request in requests.items():
+            self._due[number] = self.now + self._seconds * (5 if request.prompt_id % 16 == 7 else 1)
+
+    def finished(self, wait_seconds: float) -> dict[int, Completion]:
+        self.now = max(self.now, min([*self._due.values(), self.now + wait_seconds]))
+        done = [number for number, due in self._due.items() if due <= self.now]
+        for number in done:
+            del self._due[number]
+        return {number: Completion((3, STOP), (-1.0, -1.0), False, self.version) for number in done}
+
+    def abort(self) -> dict[int, Completion]:
+        raise AssertionError("weights stay")
+
+
+def test_a_slow_answer_holds_up_no_step() -> None:
+    """A third of the time of the slowest answer in a step is training. One step after the other they add up; in flight
+    the slowest is begun steps before it is due, and only the first steps wait for any."""
+    seconds, training, steps, wanted = 0.06, 0.09, 6, 16
+    settings = ("rollout.prompts_per_step=16", "rollout.samples_per_prompt=1", "rollout.ahead=4", "rollout.max_lag=4")
+    ahead = Timed(seconds)
+    responses = in_flight(ahead, *settings, steps=steps)
+    for step in range(1, steps + 1):
+        assert len(responses.of_step(step, weights_changed=False).responses) == wanted
+        ahead.now += training
+        responses.forget(step)
+    engine = Timed(seconds)
+    for step in range(steps):
+        requests = {i: GenerateRequest((2,), 0, i) for i in range(step * wanted, (step + 1) * wanted)}
+        engine.send(requests, SamplingParams(1.0, 9, (STOP,)))
+        found = dict[int, Completion]()
+        while len(found) < wanted:
+            found |= engine.finished(0.1)
+        engine.now += training
+    assert engine.now == pytest.approx(steps * (5 * seconds + training))
+    assert engine.now / ahead.now > 3

@@ -1,0 +1,118 @@
+"""Folders that transformers loads."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForTokenClassification, AutoTokenizer, GenerationConfig
+
+from megappo.config.model_files import read_architecture
+from megappo.families import FAMILIES
+from megappo.reshard.sources import SafetensorsSource
+from megappo.reshard.value_heads import EXPORTED
+from megappo.reshard.writer import write_critic, write_policy
+from tests.support.models import write_model, write_value_model
+from tests.support.places import TINY
+
+
+def write(out: Path, folder: Path, *, without: str = "") -> None:
+    """Export what a folder holds."""
+    tensors = load_file(folder / "model.safetensors")
+    write_policy(
+        out,
+        read_architecture(folder),
+        ((name, tensor) for name, tensor in tensors.items() if name != without),
+        AutoTokenizer.from_pretrained(TINY),
+        started_from=folder,
+        stop_token_ids=(1, 3),
+    )
+
+
+def test_exports_say_how_to_generate(tmp_path: Path) -> None:
+    """The model's own settings, and every token that ended a response in the run."""
+    folder = write_model(tmp_path / "model", "llama", 3)
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_p": 0.95, "eos_token_id": 1}))
+    write(tmp_path / "out", folder)
+    settings = GenerationConfig.from_pretrained(tmp_path / "out")
+    assert (settings.temperature, settings.top_p, settings.eos_token_id) == (0.6, 0.95, [1, 3])
+    (folder / "generation_config.json").unlink()
+    write(tmp_path / "other", folder)
+    settings = GenerationConfig.from_pretrained(tmp_path / "other")
+    assert (settings.pad_token_id, settings.eos_token_id) == (0, [1, 3])
+
+
+def test_files_follow_the_umask(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "llama", 3)
+    before = os.umask(0o027)
+    try:
+        write(tmp_path / "out", folder)
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    assert {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json"} <= modes.keys()
+    assert set(modes.values()) == {0o640}, modes
+
+
+def test_an_export_is_whole_or_none(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "llama", 3)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "model.safetensors.index.json").write_text("{}")  # of an earlier export in several files
+    with pytest.raises(ValueError, match=r"not make a whole model: model\.norm\.weight; the export was not"):
+        write(tmp_path / "out", folder, without="model.norm.weight")
+    assert not list((tmp_path / "out").iterdir())
+    write(tmp_path / "out", folder)
+    assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
+
+
+UNCLASSIFIED = ("gemma3_text", "gemma4_text", "glm4_moe", "qwen3_5_text", "qwen3_5_moe_text")
+"""Of which transformers has no classifier of tokens."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_exported_critic_is_a_token_classifier(tmp_path: Path, family: str) -> None:
+    folder = write_value_model(tmp_path / "model", family, 3, tie_word_embeddings=True)
+    tensors = load_file(folder / "model.safetensors")
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    write_critic(tmp_path / "out", read_architecture(folder), tensors.items(), tokenizer)
+    if family in UNCLASSIFIED:
+        source = SafetensorsSource(tmp_path / "out", read_architecture(tmp_path / "out"))
+        head = source.value_head()
+        assert head is not None and source.check(with_output_layer=False) == len(tensors) - 2
+        assert torch.equal(head.weight, tensors["score.weight"]) and torch.equal(head.bias, tensors["score.bias"])
+        return
+    model, info = AutoModelForTokenClassification.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
+    assert model.dropout.p == 0
+    tokens = torch.arange(7)[None]
+    with torch.no_grad():
+        values = model.eval()(tokens).logits[0, :, 0]
+        hidden = model.model(tokens).last_hidden_state[0]
+    expected = hidden @ tensors["score.weight"][0] + tensors["score.bias"]
+    torch.testing.assert_close(values, expected)
+
+
+def test_a_normalised_head_is_exported_as_it_was_read(tmp_path: Path) -> None:
+    """The scale is in the weights by then, and what config.json said of it and of a missing bias is gone."""
+    folder = write_value_model(tmp_path / "model", "llama", 3, "value_head", 0.25)
+    said = {"normalize_reward": True, "mean": 2.0, "std": 0.5, "value_head_prefix": "value_head"}
+    content = json.loads((folder / "config.json").read_text()) | said | {"token_classification_bias": False}
+    (folder / "config.json").write_text(json.dumps(content))
+    arch = read_architecture(folder)
+    head = SafetensorsSource(folder, arch).value_head()
+    assert head is not None and head.bias.tolist() == [-3.5]
+    trunk = {n: t for n, t in load_file(folder / "model.safetensors").items() if n.startswith("model.")}
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    out = tmp_path / "out"
+    write_critic(out, arch, (trunk | dict(zip(EXPORTED, head, strict=True))).items(), tokenizer)
+    again = SafetensorsSource(out, read_architecture(out)).value_head()
+    assert again is not None
+    assert torch.equal(again.weight, head.weight) and torch.equal(again.bias, head.bias)
+    assert not said.keys() & json.loads((out / "config.json").read_text()).keys()
+    model, info = AutoModelForTokenClassification.from_pretrained(out, output_loading_info=True)
+    assert not any(info.values()), info
+    assert torch.equal(model.score.bias, head.bias)

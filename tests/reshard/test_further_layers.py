@@ -1,0 +1,169 @@
+"""Layers that predict further tokens (MTP): what a folder has of them, an export has again, and engines can draft."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_layers import MtpModel
+
+from megappo.checkpoint.identity import tensor_digest, whole_digest
+from megappo.commands.dry_run import dry_run
+from megappo.config.load import load_config
+from megappo.config.model_files import read_architecture
+from megappo.families.packed import stored_shapes
+from megappo.families.parameters import wide_tensors
+from megappo.plan.sizes import model_sizes
+from megappo.reshard.further import FurtherLayers, further_layers_in
+from megappo.reshard.sources import SafetensorsSource
+from megappo.reshard.writer import write_critic, write_policy
+from tests.support.models import add_further_layers, quantise, write_model
+from tests.support.places import QUICKSTART, ROOT, TINY
+
+COUNTS = {
+    "glm4_moe": "num_nextn_predict_layers",
+    "deepseek_v3": "num_nextn_predict_layers",
+    "qwen3_next": "mtp_num_hidden_layers",
+    "qwen3_5_text": "mtp_num_hidden_layers",
+    "qwen3_5_moe_text": "mtp_num_hidden_layers",
+}
+"""Where config.json says how many there are."""
+
+
+def written(folder: Path, family: str) -> tuple[Path, dict[str, Tensor]]:
+    """A model of two layers with one more that predicts further tokens."""
+    write_model(folder, family, 1, num_hidden_layers=2, **{COUNTS[family]: 1})
+    return folder, add_further_layers(folder)
+
+
+def export(out: Path, further: FurtherLayers, dtype: torch.dtype = torch.float32) -> tuple[dict[str, Tensor], int]:
+    """Write the model of zeros with these layers; returns the tensors in its file, and how many layers it says."""
+    arch = further.arch
+    wide = wide_tensors(arch)
+    whole = [(n, torch.zeros(shape, dtype=None if n in wide else dtype)) for n, shape in stored_shapes(arch).items()]
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    tensors = [*whole, *further.exported(dtype)]
+    tensors.sort(key=lambda entry: entry[1].dtype == torch.float32)  # as a run streams them
+    write_policy(out, arch, tensors, tokenizer, started_from=out, stop_token_ids=(1,))
+    return load_file(out / "model.safetensors"), json.loads((out / "config.json").read_text())[COUNTS[arch.family]]
+
+
+@pytest.mark.parametrize("family", COUNTS)
+def test_an_export_has_them_again(tmp_path: Path, family: str) -> None:
+    """To the last bit; none where there are none; and nothing else changes."""
+    folder, given = written(tmp_path / "m", family)
+    further = further_layers_in(folder, read_architecture(folder))
+    assert {*further.names} == given.keys()
+    left, count = export(tmp_path / "out", further)
+    assert count == 1 and all(torch.equal(left[name], tensor) for name, tensor in given.items())
+    assert left.keys() == stored_shapes(further.arch).keys() | given.keys()
+    again = further_layers_in(tmp_path / "out", read_architecture(tmp_path / "out"))  # a next run begins with it
+    assert all(torch.equal(given[name], tensor) for name, tensor in again.tensors())
+    without, count = export(tmp_path / "none", FurtherLayers(further.arch))
+    assert count == 0 and without.keys() == left.keys() - given.keys()
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    shapes = stored_shapes(further.arch, output_layer=False) | {"score.weight": (1, 32), "score.bias": (1,)}
+    write_critic(tmp_path / "critic", further.arch, ((n, torch.zeros(s)) for n, s in shapes.items()), tokenizer)
+    assert json.loads((tmp_path / "critic" / "config.json").read_text())[COUNTS[family]] == 0
+
+
+def test_they_are_in_the_type_of_the_run(tmp_path: Path) -> None:
+    """But for correction biases, which are in float32 in every layer; config.json says the type of all others."""
+    folder, given = written(tmp_path / "m", "deepseek_v3")
+    left, _ = export(tmp_path / "out", further_layers_in(folder, read_architecture(folder)), torch.bfloat16)
+    bias = "model.layers.2.mlp.gate.e_score_correction_bias"
+    assert torch.equal(left[bias], given[bias])
+    assert all(torch.equal(left[name], given[name].bfloat16()) for name in given if name != bias)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_tokens_are_drafted_from_an_export(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By transformers, which refuses a layer that is not whole, and is told here which layer it is."""
+    folder, given = written(tmp_path / "m", family)
+    export(tmp_path / "out", further_layers_in(folder, read_architecture(folder)))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    monkeypatch.setattr(model, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2.*"])
+    drafts = MtpModel.from_pretrained(model)
+    (layer,) = drafts.layers
+    for name, parameter in {"enorm": layer.enorm, "hnorm": layer.hnorm, "eh_proj": layer.eh_proj}.items():
+        assert torch.equal(parameter.weight, given[f"model.layers.2.{name}.weight"])
+    assert torch.equal(layer.mtp_block.self_attn.o_proj.weight, given["model.layers.2.self_attn.o_proj.weight"])
+    tokens = torch.arange(2, 8)[None]
+    answers = [model.generate(tokens, max_new_tokens=6, do_sample=False, use_mtp=use) for use in (True, False)]
+    assert torch.equal(*answers)
+
+
+def test_float8_ones_become_plain(tmp_path: Path) -> None:
+    folder, given = written(tmp_path / "m", "deepseek_v3")
+    plain = quantise(folder, tmp_path / "float8", (16, 16))
+    further = further_layers_in(tmp_path / "float8", read_architecture(tmp_path / "float8"))
+    left, count = export(tmp_path / "out", further)
+    assert count == 1 and left.keys() == stored_shapes(further.arch).keys() | given.keys()
+    assert all(torch.equal(left[name], plain[name].float()) for name in given)
+    assert not torch.equal(left["model.layers.2.eh_proj.weight"], given["model.layers.2.eh_proj.weight"])
+
+
+@pytest.mark.waits
+def test_a_dry_run_counts_them_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_model(tmp_path / "m", "glm4_moe", 1, num_hidden_layers=2, max_position_embeddings=512)
+    further, quickstart = add_further_layers(folder), QUICKSTART
+    own = len(load_file(folder / "model.safetensors")) - len(further)
+    tokenizer = f"model.tokenizer={ROOT / 'configs/models/tiny_arithmetic'}"
+    settings = [
+        f"model.path={folder}",
+        "model.init=pretrained",
+        tokenizer,
+        f"run.directory={tmp_path}/runs",
+        "actor.layout={}",
+    ]
+    dry_run(load_config(quickstart, settings), str(quickstart), [])
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"actor: all {own} tensors are in" in said
+    assert f"{len(further)} of layers that predict further tokens are kept for exports" in said
+
+
+def test_ranks_share_out_their_checksum(tmp_path: Path) -> None:
+    folder, given = written(tmp_path / "m", "glm4_moe")
+    further = further_layers_in(folder, read_architecture(folder))
+    shares = [dict(further.tensors(share=(rank, 3))) for rank in range(3)]
+    assert sum(map(len, shares)) == len(given) and all(len(share) <= len(given) // 3 + 1 for share in shares)
+    found = {name: tensor_digest(tensor) for share in shares for name, tensor in share.items()}
+    assert whole_digest(found) == whole_digest({name: tensor_digest(tensor) for name, tensor in given.items()})
+
+
+def test_they_are_read_when_their_folder_is_gone(tmp_path: Path) -> None:
+    """Between a run's beginning and its end."""
+    folder, given = written(tmp_path / "m", "glm4_moe")
+    arch = read_architecture(folder)
+    further = FurtherLayers(arch, SafetensorsSource(folder, arch).of_further_layers())
+    (folder / "model.safetensors").unlink()
+    assert {*further.names} == given.keys()
+    assert all(torch.equal(given[name], tensor) for name, tensor in further.tensors())
+
+
+def test_a_type_that_cannot_be_exported_is_named(tmp_path: Path) -> None:
+    """Before anything is built: the headers of all files are looked through."""
+    folder, _ = written(tmp_path / "m", "glm4_moe")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.2.eh_proj.weight"] = torch.ones(32, 64, dtype=torch.int8)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"'model\.layers\.2\.eh_proj\.weight' .* is of type I8 .*, which cannot be read"
+    ):
+        SafetensorsSource(folder, read_architecture(folder)).check(with_output_layer=True)
+
+
+def test_they_are_no_part_of_the_model(tmp_path: Path) -> None:
+    """Neither in the plan nor in what a run's servers are told."""
+    folder = write_model(tmp_path / "m", "deepseek_v3", 1, num_hidden_layers=2)
+    before = model_sizes(read_architecture(folder))
+    add_further_layers(folder)
+    arch = read_architecture(folder)
+    assert model_sizes(arch) == before
+    assert arch.declaration.further(arch.hf_config)["num_mtp_layers"] == 0

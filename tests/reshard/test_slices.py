@@ -1,0 +1,308 @@
+"""Slices of weights for whoever needs them: every rank of small worlds is played here, without processes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megappo.config.grid import Grid
+from megappo.families.architecture import ArchitectureConfig, padded_vocab_size
+from megappo.families.blocks import Attention, Experts, GatedMlp, QueryKeyNorms, QueryKeyValueBiases
+from megappo.families.parameters import Parameter, model_parameters, pieces, tensor_shapes
+from megappo.reshard.feeding import Feeding
+from megappo.reshard.slices import Holdings, Receiver
+from megappo.reshard.stream import Delivery
+from tests.engines.test_sglang_parts import arch
+
+DENSE = (Attention(), GatedMlp(), QueryKeyValueBiases(), QueryKeyNorms())
+SPARSE = (Attention(), Experts())
+
+
+class World:
+    """All ranks of a role and beyond, each with its shards, and who has received how much from others."""
+
+    def __init__(self, model: ArchitectureConfig, grid: Grid, world: int) -> None:
+        stage = {None: grid.pp - 1} | {layer: layer * grid.pp // model.layers for layer in range(model.layers)}
+        stage_of = {p.megatron: stage[p.layer] for p in model_parameters(model)} | {EMBEDDING: 0}
+        vocab = padded_vocab_size(model.vocab_size, grid.tp, 8)
+        self.holdings, self.grid, self.world = Holdings(model, grid, vocab, stage_of), grid, world
+        names = tensor_shapes(model)
+        self.whole = {name: torch.randn(shape) for name, shape in names.items()}
+        self.received = dict.fromkeys(range(world), 0)
+
+    def shard(self, rank: int, parameter: Parameter) -> Tensor:
+        """What the rank has of it; KeyError where it has nothing."""
+        place = self.grid.place(rank)
+        if place is None or place[1] != self.holdings.stage_of[parameter.megatron]:
+            raise KeyError(rank)
+        if parameter.expert is not None:
+            _, expert_rank = self.grid.expert_place(place[0], *place[2:])
+            if parameter.expert * self.grid.ep // self.holdings.arch.experts != expert_rank:
+                raise KeyError(rank)
+        slices = pieces(self.holdings.arch, parameter, place[3], self.grid.tp, self.holdings.padded_vocab)
+        parts = [self.whole[s.name].narrow(s.dim, s.start, s.size) for s in slices]
+        found = torch.cat(parts, slices[0].dim)
+        if parameter.kind == "vocab":  # padding that must never arrive
+            rows = self.holdings.padded_vocab // self.grid.tp - len(found)
+            found = torch.cat([found, torch.full((rows, found.shape[1]), float("nan"))])
+        return found
+
+    def deliver(self, receivers: Sequence[Receiver], bucket_bytes: int) -> dict[Receiver, dict[str, Tensor]]:
+        """What every receiver has in the end."""
+        ways = {
+            rank: Delivery(self.holdings, receivers, bucket_bytes, torch.float32, rank) for rank in range(self.world)
+        }
+        letters: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
+        for rank, way in ways.items():
+            for bucket in way.buckets:
+                for number, message in bucket.sends:
+                    flat = torch.cat([self.shard(rank, c.parameter)[c.source].flatten() for c in message.copies])
+                    letters[rank, receivers[number].rank].append(flat)
+        found: dict[Receiver, dict[str, Tensor]] = {receiver: {} for receiver in receivers}
+        for rank, way in ways.items():
+            for bucket in way.buckets:
+                flats = {p.receiver: torch.full((p.n_bytes,), 255, dtype=torch.uint8) for p in bucket.parcels}
+                tensors = {p.receiver: p.tensors(flats[p.receiver]) for p in bucket.parcels}
+                for message in bucket.incoming:
+                    into = tensors[receivers[message.receivers[0]]]
+                    if message.rank != rank:
+                        flat = letters[message.rank, rank].pop(0)
+                        self.received[rank] += flat.nbytes
+                        assert len(flat) == message.elements
+                        parts = list(flat.split([c.elements for c in message.copies]))
+                    else:
+                        parts = [self.shard(rank, c.parameter)[c.source].flatten() for c in message.copies]
+                    for copy, part in zip(message.copies, parts, strict=True):
+                        into[copy.name][copy.target] = part.view(copy.shape)
+                for parcel in bucket.parcels:
+                    self.check_bound(parcel.parameters, parcel.n_bytes, bucket_bytes)
+                    assert not found[parcel.receiver].keys() & tensors[parcel.receiver].keys()
+                    found[parcel.receiver] |= tensors[parcel.receiver]
+        assert not any(letters.values()), "messages that nobody takes"
+        return found
+
+    @staticmethod
+    def check_bound(parameters: Sequence[Parameter], n_bytes: int, bucket_bytes: int) -> None:
+        assert n_bytes <= bucket_bytes or len(parameters) == 1
+
+
+EMBEDDING = "embedding.word_embeddings.weight"
+
+
+def engine_part(model: ArchitectureConfig, name: str, whole: Tensor, tp: int, rank: int) -> Tensor:
+    """What a rank of an engine has of a tensor, the long way."""
+    last = name.split(".")[-2]
+    if last in ("o_proj", "down_proj"):
+        return whole.chunk(tp, dim=1)[rank]
+    if last in ("embed_tokens", "lm_head"):
+        padded = torch.zeros(192, whole.shape[1])
+        padded[:131] = whole
+        rows = len(padded) // tp
+        return padded[rank * rows : (rank + 1) * rows][: max(0, 131 - rank * rows)]
+    if last in ("k_proj", "v_proj"):
+        heads = whole.view(2, 8, *whole.shape[1:])
+        chosen = heads.repeat_interleave(max(1, tp // 2), 0).chunk(tp)[rank]
+        return chosen.reshape(-1, *whole.shape[1:])
+    if last in ("q_proj", "gate_proj", "up_proj"):
+        return whole.chunk(tp)[rank]
+    return whole
+
+
+LAYOUTS: list[tuple[str, Grid, int]] = [
+    ("one", Grid((0,), 1, 1), 1),
+    ("tp2", Grid(range(2), 2, 1), 2),
+    ("pp2", Grid(range(2), 1, 2), 2),
+    ("dp2", Grid(range(2), 1, 1), 2),
+    ("tp2-pp2", Grid(range(4), 2, 2), 4),
+    ("tp2-pp2-dp2", Grid(range(8), 2, 2), 8),
+    ("cp2-dp2", Grid(range(4), 1, 1, 1, 2), 4),
+    ("ep2", Grid(range(2), 1, 1, 2), 2),
+    ("ep4-tp2-dp2", Grid(range(4), 2, 1, 4), 4),
+    ("ep2-pp2-dp4", Grid(range(8), 1, 2, 2), 8),
+    ("ep4-cp2-pp2-dp2", Grid(range(8), 1, 2, 4, 2), 8),
+    ("apart", Grid((1, 2, 4, 5), 2, 2), 7),
+]
+
+
+@pytest.mark.parametrize(("grid", "world"), [layout[1:] for layout in LAYOUTS], ids=[layout[0] for layout in LAYOUTS])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_every_receiver_gets_what_it_wants_and_nobody_else_anything(grid: Grid, world: int, tp: int) -> None:
+    """Whole tensors, or what engines of two and four ranks hold, key and value heads repeated; on all ranks, on one of
+    them, and on none that holds any."""
+    for blocks in (SPARSE,) if grid.ep > 1 else (DENSE, SPARSE):
+        model = arch(*blocks, experts=4 if blocks == SPARSE else 0, layers=4)
+        everywhere = [Receiver(rank, tp, rank % tp) for rank in range(world)]
+        for receivers in (everywhere, everywhere[-1:]):
+            played = World(model, grid, world)
+            found = played.deliver(receivers, 4000)
+            for receiver, tensors in found.items():
+                assert tensors.keys() == played.whole.keys()
+                for name, tensor in tensors.items():
+                    expected = engine_part(model, name, played.whole[name], tp, receiver.tensor_rank)
+                    assert torch.equal(tensor, expected), (receiver, name)
+            for rank in range(world):
+                planned = sum(played.holdings.received_bytes(r, 4) for r in receivers if r.rank == rank)
+                assert played.received[rank] == planned
+                assert played.received[rank] == 0 or any(r.rank == rank for r in receivers)
+
+
+def test_who_has_everything_itself_receives_nothing() -> None:
+    played = World(arch(*DENSE), Grid(range(4), 1, 1), 5)
+    played.deliver([Receiver(rank) for rank in range(5)], 10_000)
+    assert played.received == {0: 0, 1: 0, 2: 0, 3: 0, 4: sum(tensor.nbytes for tensor in played.whole.values())}
+
+
+def test_ranks_of_one_stage_are_fed_by_it_alone() -> None:
+    played = World(arch(*DENSE, layers=4), Grid(range(8), 2, 2), 8)
+    found = played.deliver([Receiver(1, stage=0), Receiver(6, stage=1)], 4000)
+    first, second = found.values()
+    assert first.keys() | second.keys() == played.whole.keys() and not first.keys() & second.keys()
+    assert "model.embed_tokens.weight" in first and "lm_head.weight" in second
+    assert {rank for rank, received in played.received.items() if received} == {1, 6}
+    bystander = Delivery(played.holdings, [Receiver(1, stage=0)], 4000, torch.float32, 2)
+    assert bystander.buckets == ()  # of the other stage
+    assert Delivery(played.holdings, [Receiver(1, stage=0)], 4000, torch.float32, 4).buckets == ()  # another replica
+
+
+def test_shares_are_of_all_parameters_together() -> None:
+    played = World(arch(*DENSE, layers=4), Grid(range(4), 2, 2), 4)
+    shares = played.deliver([Receiver(rank, share=(rank, 4)) for rank in range(4)], 4000).values()
+    assert sum(map(len, shares)) == len(played.whole) == len({name for share in shares for name in share})
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_memory_that_all_share_is_filled_by_those_that_hold_one_copy(tp: int) -> None:
+    played = World(arch(*SPARSE, experts=4, layers=4), Grid(range(8), 2, 2, 2), 8)
+    receivers = [Receiver(0, tp, r) for r in range(tp)]
+    ways = [Delivery(played.holdings, receivers, 4000, torch.float32, rank, shared=True) for rank in range(8)]
+    assert len({len(way.buckets) for way in ways}) == 1
+    for buckets in zip(*(way.buckets for way in ways), strict=True):
+        flats = {p.receiver: torch.full((p.n_bytes,), 255, dtype=torch.uint8) for p in buckets[0].parcels}
+        assert sum(map(len, flats.values())) <= 4000 or len(buckets[0].parcels[0].parameters) == 1
+        for rank, bucket in enumerate(buckets):
+            assert not bucket.outgoing and (rank < 4 or not bucket.incoming)
+            for message in bucket.incoming:
+                (parcel,) = (p for p in bucket.parcels if p.receiver == receivers[message.receivers[0]])
+                for copy in message.copies:
+                    part = played.shard(rank, copy.parameter)[copy.source]
+                    parcel.tensors(flats[parcel.receiver])[copy.name][copy.target] = part
+        for parcel in buckets[0].parcels:
+            for name, tensor in parcel.tensors(flats[parcel.receiver]).items():
+                expected = engine_part(played.holdings.arch, name, played.whole[name], tp, parcel.receiver.tensor_rank)
+                assert torch.equal(tensor, expected)
+
+
+@st.composite
+def grids(draw: st.DrawFn) -> Grid:
+    tp, pp, cp, dp = (draw(st.sampled_from([1, 2])) for _ in range(4))
+    ep = draw(st.sampled_from([n for n in (1, 2, 4) if tp * cp * dp % n == 0]))
+    ranks = sorted(draw(st.permutations(range(18)))[: tp * pp * cp * dp])
+    return Grid(ranks, tp, pp, ep, cp)
+
+
+@settings(max_examples=25, deadline=None)
+@given(grids(), st.sampled_from([1, 2, 4]), st.integers(1, 20_000))
+def test_any_layout_in_any_world(grid: Grid, tp: int, bucket_bytes: int) -> None:
+    played = World(arch(*SPARSE, experts=4, layers=2), grid, 18)
+    receivers = [Receiver(rank, tp, rank % tp) for rank in range(0, 18, 5)]
+    for receiver, tensors in played.deliver(receivers, bucket_bytes).items():
+        for name, tensor in tensors.items():
+            expected = engine_part(played.holdings.arch, name, played.whole[name], tp, receiver.tensor_rank)
+            assert torch.equal(tensor, expected)
+
+
+def test_every_rank_of_a_copy_sends_at_any_time() -> None:
+    """Stages and the owners of experts in turns: in no bucket does one rank send much more than its part."""
+    played = World(arch(*SPARSE, experts=16, layers=4), Grid(range(8), 1, 2, 4), 8)
+    receivers = [Receiver(rank, 2, rank % 2) for rank in range(8)]
+    ways = [Delivery(played.holdings, receivers, 20_000, torch.float32, rank) for rank in range(8)]
+    assert len({len(way.buckets) for way in ways}) == 1 and len(ways[0].buckets) > 3
+    for number in range(1, len(ways[0].buckets) - 1):  # the vocabulary's are first and last
+        sent = [sum(message.elements for _, message in way.buckets[number].sends) for way in ways]
+        assert min(sent) > 0 and max(sent) < 2.5 * sum(sent) / 8
+
+
+def test_one_layer_of_each_stage_stands_for_all() -> None:
+    model = arch(*SPARSE, experts=4, layers=6)
+    grid, vocab = Grid(range(4), 2, 2, 2), padded_vocab_size(131, 2, 8)
+    stage_of = {p.megatron: 1 if p.layer is None else int(p.layer >= 4) for p in model_parameters(model)}
+    real = Holdings(model, grid, vocab, {**stage_of, EMBEDDING: 0})
+    planned = Holdings.planned(model, grid, vocab, (4, 2))
+    for rank in range(6):
+        for receiver in (Receiver(rank), Receiver(rank, 4, rank % 4), Receiver(rank, stage=1)):
+            assert planned.received_bytes(receiver, 2) == real.received_bytes(receiver, 2)
+    assert [planned.stage_bytes(s, 2) for s in (0, 1)] == [real.stage_bytes(s, 2) for s in (0, 1)]
+
+
+def feeding(hosts: Sequence[int], tp: int, **changes: Any) -> Feeding:
+    return Feeding(tuple(hosts), tp, **({"colocated": True, "on_cuda": True, "sliced": tp > 1} | changes))
+
+
+def test_who_feeds_servers_on_the_trainers_gpus() -> None:
+    """The ranks on whose devices the ranks of a server stand."""
+    two_nodes = [0] * 8 + [1] * 8
+    grid = Grid(range(16), 4, 2)
+    assert feeding(two_nodes, 4).sender(3) == 12
+    assert feeding(two_nodes, 4).feeders(3, grid) == tuple(Receiver(12 + r, 4, r) for r in range(4))
+    assert feeding(two_nodes, 1).feeders(5, grid) == (Receiver(5),)
+    assert feeding(two_nodes, 4, sliced=False).feeders(3, grid) == (Receiver(12),)
+    beyond = feeding([0] * 2, 4).feeders(0, Grid(range(2), 2, 1))  # a server larger than what trains there
+    assert beyond == (Receiver(0, 4, 0), Receiver(1, 4, 1), Receiver(0, 4, 2), Receiver(0, 4, 3))
+
+
+def test_servers_larger_than_a_machine() -> None:
+    """On the trainers' GPUs each rank feeds the one beside it, or the first of each machine those on it; others stand
+    on the first machines."""
+    hosts, grid = [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4, Grid(range(16), 4, 2)
+    large = feeding(hosts, 8, nodes=2)
+    assert large.starters(1) == (8, 12) and large.sender(1) == 8 and large.problem(1) is None
+    assert large.feeders(1, grid) == tuple(Receiver(8 + r, 8, r) for r in range(8))
+    assert [large.opening(1, rank) for rank in (8, 12, 9)] == [range(4), range(4, 8), range(8, 8)]
+    assert feeding(hosts, 8, nodes=2, sliced=False).feeders(1, grid) == (Receiver(8), Receiver(12))
+    apart = feeding(hosts, 8, nodes=2, colocated=False)
+    assert apart.starters(1) == (1, 5) and apart.feeders(1, grid) == (Receiver(1, stage=0), Receiver(1, stage=1))
+    without_gpus = feeding([0, 1], 4, nodes=2, on_cuda=False)
+    assert without_gpus.feeders(0, Grid(range(2), 2, 1)) == tuple(
+        Receiver(rank, 4, r) for r, rank in enumerate((0, 0, 1, 1))
+    )
+
+
+def test_servers_that_do_not_stand_on_the_trainers_machines() -> None:
+    hosts = [0] * 4 + [1] * 4
+    assert feeding(hosts, 8, nodes=2).problem(0) is None
+    words = feeding(hosts, 4, nodes=2).problem(1)
+    assert words == "the ranks 4 to 7 beside it are not 2 on each of 2 machines"
+    assert "the ranks 0 to 15 beside" in (feeding(hosts, 16, nodes=2).problem(0) or "")
+    assert feeding(hosts, 4, nodes=4, colocated=False).problem(0) == "the trainers have 2 machines"
+    assert feeding([0], 2, nodes=2, on_cuda=False).problem(0) == "the trainers have 1 machine"
+    assert feeding(hosts, 16, nodes=4, colocated=False, anywhere=True).problem(0) is None
+
+
+def test_who_feeds_servers_elsewhere() -> None:
+    """A rank of every stage: of the first machine where only it reaches them; others for other servers."""
+    hosts, grid = [0] * 4 + [1] * 4, Grid(range(8), 2, 2)
+    everywhere = feeding(hosts, 2, colocated=False, anywhere=True)
+    assert [everywhere.feeders(i, grid) for i in (0, 1, 5)] == [
+        (Receiver(0, stage=0), Receiver(2, stage=1)),
+        (Receiver(1, stage=0), Receiver(3, stage=1)),
+        (Receiver(1, stage=0), Receiver(3, stage=1)),
+    ]
+    assert everywhere.feeders(2, grid) == (Receiver(4, stage=0), Receiver(6, stage=1))
+    own = feeding(hosts, 2, colocated=False)
+    assert own.feeders(2, grid) == own.feeders(0, grid) == (Receiver(0, stage=0), Receiver(2, stage=1))
+    second = own.feeders(1, Grid(range(4, 8), 1, 2))  # the actor is on the other machine alone
+    assert second == (Receiver(1, stage=0), Receiver(1, stage=1))
+
+
+def test_ranks_of_one_machine_without_gpus_share_memory() -> None:
+    shared = feeding([0, 0], 2, on_cuda=False)
+    assert shared.shares_memory and shared.feeders(1, Grid(range(2), 2, 1)) == (Receiver(1, 2, 0), Receiver(1, 2, 1))
+    assert not feeding([0, 1], 2, on_cuda=False).shares_memory
+    assert not feeding([0, 0], 2, on_cuda=False, colocated=False).shares_memory

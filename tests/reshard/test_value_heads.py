@@ -1,0 +1,80 @@
+"""The scalar heads of other programs' value models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from megappo.families import architecture
+from megappo.families.weights import ValueHeadWeights
+from megappo.reshard.sources import SafetensorsSource
+from megappo.reshard.value_heads import ValueHeadNames, find_value_head
+from tests.support.models import write_value_model
+
+TRUNK = ("model.norm.weight", "lm_head.weight")
+
+
+def test_names_of_heads() -> None:
+    assert find_value_head(TRUNK) is None
+    for stem in ("score", "v_head.summary", "v_head", "value_head"):
+        head = find_value_head([*TRUNK, f"{stem}.weight", f"{stem}.bias"])
+        assert head == ValueHeadNames(f"{stem}.weight", f"{stem}.bias")
+        assert find_value_head([*TRUNK, f"{stem}.weight"]) == ValueHeadNames(f"{stem}.weight", None)
+    assert find_value_head([*TRUNK, "rm.weight"]) is None
+    assert find_value_head([*TRUNK, "rm.weight"], "rm") == ValueHeadNames("rm.weight", None)
+
+
+@pytest.mark.parametrize("names", [("v_head.0.weight", "v_head.2.weight"), ("score.weight", "v_head.weight"),
+                                   ("score.bias",), ("score.weight", "score.norm.weight")])  # fmt: skip
+def test_what_is_no_linear_layer_is_refused(names: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=r"a critic's head is one linear layer: a weight and perhaps a bias"):
+        find_value_head([*TRUNK, *names])
+
+
+def head_of(folder: Path, **settings: Any) -> ValueHeadWeights | None:
+    """The head in a folder whose config.json has more settings."""
+    config = AutoConfig.from_pretrained(folder)
+    for name, value in settings.items():
+        setattr(config, name, value)
+    return SafetensorsSource(folder, architecture(config)).value_head()
+
+
+def test_a_trained_head_is_read(tmp_path: Path) -> None:
+    folder = write_value_model(tmp_path / "m", "llama", 3, "value_head", 0.25)
+    stored = load_file(folder / "model.safetensors")
+    head = head_of(folder)
+    assert head is not None
+    assert torch.equal(head.weight, stored["value_head.weight"])
+    assert head.bias.tolist() == [0.25]
+    # Values that another trainer normalised stay what they were.
+    scaled = head_of(folder, normalize_reward=True, mean=2.0, std=0.5)
+    assert scaled is not None
+    hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(1))
+    values = (hidden @ head.weight.T + head.bias - 2.0) / 0.5
+    torch.testing.assert_close(hidden @ scaled.weight.T + scaled.bias, values)
+
+
+def test_a_head_in_a_file_of_its_own_is_read(tmp_path: Path) -> None:
+    folder = write_value_model(tmp_path / "m", "llama", 3, "v_head.summary", 0.25)
+    tensors = load_file(folder / "model.safetensors")
+    head = {name: tensors.pop(name) for name in list(tensors) if name.startswith("v_head")}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert head_of(folder) is None
+    save_file(head, folder / "value_head.safetensors")
+    found = head_of(folder)
+    assert found is not None
+    assert torch.equal(found.weight, head["v_head.summary.weight"])
+
+
+def test_a_head_of_two_labels_is_refused(tmp_path: Path) -> None:
+    folder = write_value_model(tmp_path / "m", "llama", 3)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["score.weight"] = torch.zeros(2, 32)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"'score\.weight' has shape \(2, 32\) and type F32, a critic gives one value"):
+        head_of(folder)

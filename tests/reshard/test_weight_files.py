@@ -1,0 +1,382 @@
+"""The files of a model folder: float8 weights become plain ones, and what the model does not have is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megappo.commands.dry_run import dry_run
+from megappo.config import ConfigError, load_config
+from megappo.config.model_files import read_architecture
+from megappo.families import FAMILIES, architecture
+from megappo.families.architecture import ArchitectureConfig
+from megappo.families.parameters import Piece, model_parameters, pieces, shard_shape
+from megappo.families.weights import read_shard, scatter_shard
+from megappo.plan.rewards import reward_parameters
+from megappo.plan.sizes import model_sizes
+from megappo.ppo.models import ROLES, weight_sources
+from megappo.reshard.sources import SafetensorsSource
+from megappo.reshard.writer import write_policy
+from tests.support.data import character_tokenizer
+from tests.support.models import VOCAB, quantise, write_model
+from tests.support.places import BASE, QUICKSTART, TINY
+
+SIZES = {"hidden_size": 40, "head_dim": 12, "intermediate_size": 56}
+"""No multiples of blocks of 16, and tensor parallel shares that end within blocks."""
+
+
+def read(folder: Path) -> ArchitectureConfig:
+    return architecture(AutoConfig.from_pretrained(folder))
+
+
+def whole_tensors(folder: Path, dtype: torch.dtype, tp: int) -> dict[str, Tensor]:
+    """Everything in a folder, read shard by shard as the ranks of a layout do."""
+    arch = read(folder)
+    source = SafetensorsSource(folder, arch)
+    source.check(with_output_layer=True)
+    joined: dict[str, Tensor] = {}
+    for entry in model_parameters(arch):
+        whole = {n: torch.full(s, float("nan"), dtype=dtype) for n, s in entry.tensors.items()}
+        for rank in range(tp):
+            like = torch.empty(shard_shape(arch, entry, tp, VOCAB + 1), dtype=dtype)
+            shard = read_shard(source, arch, entry, like, rank, tp, VOCAB + 1)
+            scatter_shard(shard, pieces(arch, entry, rank, tp, VOCAB + 1), whole)
+        joined |= whole
+    return joined
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("family", "blocks", "tp"), [("qwen3", (16, 16), 1), ("qwen2", (16, 9), 2), ("qwen3_moe", (7, 16), 2)]
+)
+def test_float8_weights_are_dequantised_exactly(
+    tmp_path: Path, family: str, blocks: tuple[int, int], tp: int, dtype: torch.dtype
+) -> None:
+    plain = quantise(write_model(tmp_path / "m", family, 1, **SIZES), tmp_path / "float8", blocks)
+    joined = whole_tensors(tmp_path / "float8", dtype, tp)
+    assert joined.keys() == plain.keys()
+    for name, tensor in plain.items():
+        # A product of 4 and 24 significant bits is exact in float64.
+        assert torch.equal(joined[name], tensor.float().to(dtype)), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_float8_weights_are_those_of_transformers(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Where blocks divide the matrices: transformers takes the size of blocks from the number of scales."""
+    quantise(write_model(tmp_path / "m", "qwen3", 1), tmp_path / "float8", (16, 8))
+    theirs = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "float8", dtype=dtype).named_parameters())
+    ours = whole_tensors(tmp_path / "float8", dtype, 2)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float8_e8m0fnu])
+def test_scales_may_be_of_other_types(tmp_path: Path, kind: torch.dtype) -> None:
+    quantise(write_model(tmp_path / "m", "llama", 1), tmp_path / "float8", (16, 16), scale_fmt="ue8m0")
+    file = tmp_path / "float8" / "model-00002-of-00002.safetensors"
+    scales = {name: tensor.to(kind) for name, tensor in load_file(file).items()}
+    save_file(scales, file, metadata={"format": "pt"})
+    name = "model.layers.1.mlp.up_proj.weight"
+    weight = load_file(file.with_name("model-00001-of-00002.safetensors"))[name].double()
+    spread = scales[f"{name}_scale_inv"].double().repeat_interleave(16, 0).repeat_interleave(16, 1)
+    assert torch.equal(whole_tensors(tmp_path / "float8", torch.float32, 1)[name].double(), weight * spread)
+
+
+@pytest.mark.waits
+def test_a_float8_folder_is_planned_and_exported_as_a_plain_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_model(tmp_path / "m", "qwen3", 1, max_position_embeddings=512)
+    quantise(tmp_path / "m", tmp_path / "float8", (16, 16))
+    arch, plain = read(tmp_path / "float8"), read(tmp_path / "m")
+    assert (arch, model_sizes(arch)) == (plain, model_sizes(plain))
+    write_policy(
+        tmp_path / "out",
+        arch,
+        whole_tensors(tmp_path / "float8", torch.float32, 1).items(),
+        character_tokenizer(),
+        started_from=tmp_path / "float8",
+        stop_token_ids=(1,),
+    )
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    left = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "float8", dtype=torch.float32).state_dict()
+    assert all(torch.equal(left[name], tensor) for name, tensor in theirs.items())
+    settings = [f"model.path={tmp_path / 'float8'}", "model.init=pretrained", f"run.directory={tmp_path}/runs"]
+    tokens = f"model.tokenizer={TINY}"
+    dry_run(load_config(QUICKSTART, [*settings, tokens]), str(QUICKSTART), [])
+    count = len(whole_tensors(tmp_path / "m", torch.float32, 1))
+    assert f"actor: all {count} tensors are in" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "quant_method gptq"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method bitsandbytes"),
+        ({"quant_method": "compressed-tensors"}, "quant_method compressed-tensors"),
+        ({"quant_method": "fp8"}, "weight_block_size None"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size [128]"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size [0, 128]"),
+        (
+            {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "static"},
+            "activation_scheme static",
+        ),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e5m2"}, "fmt e5m2"),
+        ({"weight_block_size": [128, 128]}, "quant_method None"),
+    ],
+)
+def test_other_quantisations_are_refused(tmp_path: Path, said: dict[str, Any], words: str) -> None:
+    folder = write_model(tmp_path / "m", "llama", 1)
+    content = json.loads((folder / "config.json").read_text()) | {"quantization_config": said}
+    (folder / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError) as caught:
+        read_architecture(str(folder), key="reference.path")
+    assert len(caught.value.problems) == 1
+    for part in ("reference.path", "quantization_config", words, "use the model's plain weights, or float8 weights"):
+        assert part in caught.value.problems[0]
+
+
+def changed(folder: Path, file: str, **tensors: Tensor | None) -> None:
+    """Put tensors into a file, or take them out; `__` stands for a dot."""
+    held = load_file(folder / file)
+    for key, tensor in tensors.items():
+        name = key.replace("__", ".")
+        held.pop(name, None)
+        if tensor is not None:
+            held[name] = tensor
+    save_file(held, folder / file, metadata={"format": "pt"})
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        content = json.loads(index.read_text())
+        content["weight_map"] |= {key.replace("__", "."): file for key in tensors}
+        index.write_text(json.dumps(content))
+
+
+UP = "model__layers__0__mlp__up_proj__weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({UP: torch.zeros(48, 32, dtype=torch.int8)}, "is of type I8, which cannot be read"),
+        ({UP: torch.zeros(48, 32, dtype=torch.float8_e5m2)}, "is of type F8_E5M2, which cannot be read"),
+        ({UP: torch.zeros(48, 32)}, "has scales, but is of type F32"),
+        ({"model__norm__weight": torch.zeros(32).to(torch.float8_e4m3fn)}, "is of type F8_E4M3 without scales"),
+        ({f"{UP}_scale_inv": torch.ones(4, 2)}, "has shape (4, 2), its config.json says (3, 2)"),
+        ({f"{UP}_scale_inv": torch.ones(3, 2, dtype=torch.int32)}, "are of type I32, must be of F32"),
+        ({f"{UP}_scale": torch.ones(1)}, f"holds {UP.replace('__', '.')}_scale, which a llama"),
+    ],
+)
+def test_other_types_of_tensors_are_refused(tmp_path: Path, change: dict[str, Tensor], words: str) -> None:
+    quantise(write_model(tmp_path / "m", "llama", 1), tmp_path / "float8", (16, 16))
+    file = "model-00002-of-00002.safetensors" if "_scale" in next(iter(change)) else "model-00001-of-00002.safetensors"
+    changed(tmp_path / "float8", file, **change)
+    with pytest.raises(ValueError) as caught:
+        SafetensorsSource(tmp_path / "float8", read(tmp_path / "float8")).check(with_output_layer=True)
+    assert words in str(caught.value)
+
+
+def test_float8_weights_need_their_configuration(tmp_path: Path) -> None:
+    quantise(write_model(tmp_path / "m", "llama", 1), tmp_path / "float8", (16, 16))
+    content = json.loads((tmp_path / "float8" / "config.json").read_text())
+    del content["quantization_config"]
+    (tmp_path / "float8" / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"_scale_inv, .* and others, which a llama .* quantization_config"):
+        SafetensorsSource(tmp_path / "float8", read(tmp_path / "float8"))
+
+
+@pytest.mark.parametrize(
+    ("written", "changes", "words"),
+    [
+        ("qwen3", {"model_type": "llama"}, r"self_attn.k_norm.weight, .* which a llama of its config.json does not"),
+        ("qwen2", {"model_type": "llama"}, r"self_attn.k_proj.bias, .* which a llama of its config.json does not"),
+        ("llama", {"num_hidden_layers": 3}, r"holds model.layers.3.* the weights do not fit .*num_hidden_layers"),
+    ],
+)
+def test_tensors_that_the_model_does_not_have_are_refused(
+    tmp_path: Path, written: str, changes: dict[str, Any], words: str
+) -> None:
+    folder = write_model(tmp_path / "m", written, 1)
+    content = json.loads((folder / "config.json").read_text()) | changes
+    content.pop("layer_types", None)
+    (folder / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=words):
+        SafetensorsSource(folder, read(folder))
+
+
+def test_names_that_carry_no_weights_are_ignored(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m", "llama", 1)
+    others = {"model__layers__0__self_attn__rotary_emb__inv_freq": torch.ones(4), "score__weight": torch.ones(1, 32)}
+    changed(folder, "model.safetensors", **others)
+    assert SafetensorsSource(folder, read(folder)).check(with_output_layer=True) == 39
+
+
+def test_layers_that_predict_further_tokens_are_passed_over(tmp_path: Path) -> None:
+    """Those behind the model's own, as many as its config.json says."""
+    folder = write_model(tmp_path / "m", "glm4_moe", 1)
+    whole = SafetensorsSource(folder, read(folder)).check(with_output_layer=True)
+    changed(folder, "model.safetensors", model__layers__4__eh_proj__weight=torch.ones(2, 2))
+    assert SafetensorsSource(folder, read(folder)).check(with_output_layer=True) == whole
+    changed(folder, "model.safetensors", model__layers__5__eh_proj__weight=torch.ones(2, 2))
+    with pytest.raises(ValueError, match=r"holds model\.layers\.5\.eh_proj\.weight, which a glm4_moe"):
+        SafetensorsSource(folder, read(folder))
+
+
+@pytest.mark.parametrize(
+    ("family", "beside", "name"),
+    [
+        ("qwen3_5_text", ("mtp.fc", "model.visual.pos_embed"), "model.layers.0.linear_attn.A_log"),
+        ("gemma4_text", ("model.vision_tower.std", "model.embed_vision.x"), "model.layers.0.input_layernorm.weight"),
+    ],
+)
+def test_a_language_model_may_have_the_names_it_had_beside_images(
+    tmp_path: Path, family: str, beside: tuple[str, ...], name: str
+) -> None:
+    """As transformers saves it, and as published, with layers that predict further tokens; in the larger model's
+    configuration where the family reads that."""
+    folder = write_model(tmp_path / "m", family, 1, tie_word_embeddings=False)
+    plain = SafetensorsSource(folder, read(folder))
+    whole = plain.check(with_output_layer=True)
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {name.replace("model.", "model.language_model."): tensor for name, tensor in tensors.items()}
+    renamed |= {f"{stem}.weight": torch.ones(2, 2) for stem in beside}
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    if within := FAMILIES[family].within:
+        text = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({"model_type": within, "text_config": text}))
+    source = SafetensorsSource(folder, read_architecture(folder))
+    assert source.check(with_output_layer=True) == whole
+    piece = Piece(name, 0, 1, 3)
+    assert torch.equal(source.read(piece), tensors[piece.name][1:3])
+
+
+@pytest.mark.parametrize("role", ["actor", "critic", "reference"])
+def test_the_files_of_every_role_are_looked_through(tmp_path: Path, role: str) -> None:
+    folders = {name: write_model(tmp_path / name, "llama", 1) for name in ("actor", "critic", "reference")}
+    paths = [f"model.path={folders['actor']}", *(f"{r}.path={folders[r]}" for r in ("critic", "reference"))]
+    config = load_config(BASE, [*paths, "model.init=pretrained"])
+    assert set(weight_sources(config, ROLES)) == set(folders.values())
+    changed(folders[role], "model.safetensors", model__extra=torch.ones(1))
+    with pytest.raises(ValueError, match=f"{folders[role]} holds model.extra, which"):
+        weight_sources(config, ROLES)
+
+
+def test_a_tied_model_with_another_head_is_refused(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m", "llama", 1, tie_word_embeddings=True)
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    changed(folder, "model.safetensors", lm_head__weight=embedding.clone())
+    source = SafetensorsSource(folder, read(folder))
+    assert source.check(with_output_layer=True) == 38
+    other = embedding.clone()
+    other[VOCAB - 1, 3] += 1e-3
+    changed(folder, "model.safetensors", lm_head__weight=other)
+    with pytest.raises(ValueError, match=r"an lm_head.weight that is not its embedding, .* tie_word_embeddings: true"):
+        SafetensorsSource(folder, read(folder)).check(with_output_layer=True)
+    content = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(content))
+    assert torch.equal(whole_tensors(folder, torch.float32, 1)["lm_head.weight"], other)
+
+
+def test_a_critic_has_no_head_to_tie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with another head is refused for whoever uses the head, and read once for all of them."""
+    folder = write_model(tmp_path / "m", "llama", 1, tie_word_embeddings=True)
+    changed(folder, "model.safetensors", lm_head__weight=torch.zeros(VOCAB, 32))
+    assert SafetensorsSource(folder, read(folder)).check(with_output_layer=False) == 38
+    config = load_config(BASE, [f"model.path={folder}", f"critic.path={folder}", "model.init=pretrained"])
+    assert set(weight_sources(config, ("critic",))) == {folder}
+    with pytest.raises(ValueError, match=r"an lm_head.weight that is not its embedding"):
+        weight_sources(config, ROLES)
+    asked: list[bool] = []
+    monkeypatch.setattr(SafetensorsSource, "check", lambda _, with_output_layer: asked.append(with_output_layer))
+    weight_sources(config, ROLES)
+    assert asked == [True]
+
+
+def test_a_broken_index_is_named(tmp_path: Path) -> None:
+    quantise(write_model(tmp_path / "m", "llama", 1), tmp_path / "float8", (16, 16))
+    (tmp_path / "float8" / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"is no index of safetensors .* fetch or save it again"):
+        SafetensorsSource(tmp_path / "float8", read(tmp_path / "float8"))
+
+
+def disk_bytes() -> int:
+    """That this process has had read from a disk."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("read_bytes")))
+
+
+def test_ranks_of_a_node_read_a_file_from_the_disk_once(tmp_path: Path) -> None:
+    """Each maps the file, so that what one has read is there for the others."""
+    folder = write_model(tmp_path / "model", "qwen3", 1, hidden_size=512, intermediate_size=4096)
+    path = folder / "model.safetensors"
+    whole_tensors(folder, torch.float32, 2)  # what is read once in a process comes before
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    before, size = disk_bytes(), path.stat().st_size
+    for _ in range(2):  # two layouts of two ranks each
+        whole_tensors(folder, torch.float32, 2)
+    read_once = disk_bytes() - before
+    if not read_once:
+        pytest.skip(f"{tmp_path} is on no disk")
+    assert 0.9 * size < read_once < 1.1 * size
+
+
+def with_index(folder: Path, shards: dict[str, Tensor] | None, files: int = 2) -> None:
+    """Beside the single file an index of so many others, which hold these tensors; None: they are gone."""
+    named: dict[str, str] = {}
+    for number, name in enumerate(sorted(load_file(folder / "model.safetensors"))):
+        named[name] = f"model-{number % files + 1:05d}-of-{files:05d}.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": named}))
+    for file in sorted(set(named.values())) if shards is not None else ():
+        assert shards is not None
+        own = {name: shards[name] for name, at in named.items() if at == file}
+        save_file(own, folder / file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma2"])
+@pytest.mark.parametrize("shards", ["older", "gone", "cut short"])
+def test_a_single_file_is_the_model_whatever_an_index_says(tmp_path: Path, family: str, shards: str) -> None:
+    """As transformers takes it: an index may be left of an older save."""
+    folder = write_model(tmp_path / "m", family, 1)
+    older = {name: tensor + 1 for name, tensor in load_file(folder / "model.safetensors").items()}
+    truth = whole_tensors(folder, torch.float32, 2)
+    with_index(folder, None if shards == "gone" else older)
+    if shards == "cut short":
+        (folder / "model-00001-of-00002.safetensors").write_bytes(b"xx")
+    found = whole_tensors(folder, torch.float32, 2)
+    assert found.keys() == truth.keys() and all(torch.equal(found[name], truth[name]) for name in truth)
+    theirs = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
+    assert all(torch.equal(found[name], theirs[name].data) for name in found.keys() & theirs.keys())
+
+
+def test_an_index_alone_is_read_and_one_that_is_none_is_refused(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m", "llama", 1)
+    truth = load_file(folder / "model.safetensors")
+    with_index(folder, truth)
+    (folder / "model.safetensors").unlink()
+    found = whole_tensors(folder, torch.float32, 1)
+    assert all(torch.equal(found[name], truth[name].float()) for name in found)
+    (folder / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match="is no index of safetensors"):
+        whole_tensors(folder, torch.float32, 1)
+
+
+def test_files_beside_the_single_one_are_not_counted(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m", "llama", 1)
+    truth = load_file(folder / "model.safetensors")
+    with_index(folder, truth)
+    reward_parameters.cache_clear()
+    assert reward_parameters(str(folder)) == sum(tensor.numel() for tensor in truth.values())
+    (folder / "model.safetensors").unlink()
+    reward_parameters.cache_clear()
+    assert reward_parameters(str(folder)) == sum(tensor.numel() for tensor in truth.values())

@@ -1,0 +1,314 @@
+"""A judge: what it is asked, how what it says is read, and what a server that fails costs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from megappo.checkpoint.changes import compare_settings
+from megappo.cli import main
+from megappo.config import ConfigError, load_config
+from megappo.config.judge import JudgeSettings
+from megappo.config.schema import RewardSettings
+from megappo.doctor.judges import judge_findings
+from megappo.rewards.judge import Noted, Reading
+from megappo.rewards.scorer import RewardScorer
+from tests.support.places import BASE, ROOT
+from tests.support.rewards import rollouts, serving
+
+pytestmark = pytest.mark.waits
+
+CPU = torch.device("cpu")
+PROMPT = 'Q: {question}\nA: {answer}\nR: {reference}\n{"json": {{answer}}}'
+KEY = "MEGAPPO_TEST_JUDGE_KEY"
+
+
+@pytest.fixture(autouse=True)
+def world(tmp_path: Path) -> Iterator[None]:
+    """Of one process."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+class Judge(BaseHTTPRequestHandler):
+    """Says what the answer that it is shown asks for."""
+
+    asked: ClassVar[list[dict[str, Any]]] = []
+    keys: ClassVar[list[str | None]] = []
+    together, most_together, wanted_together = 0, 0, 0
+    gate = threading.Event()
+    lock = threading.Lock()
+    ended = threading.Event()
+
+    def do_GET(self) -> None:
+        Judge.keys.append(self.headers["Authorization"])
+        self.send_response({"/v1/models": 200, "/key/models": 401}.get(self.path, 404))
+        self.end_headers()
+        self.wfile.write(b'{"data": [{"id": "m"}, {"id": "n"}]}')
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        prompt = asked["messages"][0]["content"] if "messages" in asked else asked["prompt"]
+        wanted = re.findall(r"A: (.*)", prompt)[0]
+        with self.lock:
+            again = sum(a == asked for a in self.asked)
+            self.asked.append(asked)
+            self.keys.append(self.headers["Authorization"])
+            Judge.together += 1
+            Judge.most_together = max(self.together, self.most_together)
+            if self.together >= self.wanted_together:
+                self.gate.set()
+        try:
+            self.say(wanted, again)
+        finally:
+            with self.lock:
+                Judge.together -= 1
+
+    def say(self, wanted: str, again: int) -> None:
+        code, said = 200, f"I thought of Score: 1, and then Score: {wanted}"
+        if wanted == "slow":
+            self.ended.wait(20)
+        elif wanted.startswith("wait"):
+            self.gate.wait(20)
+        if wanted == "refused" or (wanted == "busy" and again < 2) or wanted == "always busy":
+            code = 400 if wanted == "refused" else 429
+        if wanted == "closed" or (wanted == "closed once" and not again):
+            self.connection.shutdown(socket.SHUT_RDWR)
+            return
+        answers: dict[str, Any] = {"no json": "<html>", "no choices": {"choices": []}, "empty": None}
+        spoken = {
+            "busy": "Score: 3",
+            "closed once": "Score: 2",
+            "wait": "Score: 5",
+            "cut": "Score: 4",
+            "silent once": "Score: 0",
+        }
+        content = spoken.get(wanted.split(" of ")[0], said)
+        if wanted == "empty":
+            content = answers.pop("empty")
+        chat = self.path == "/v1/chat/completions"
+        answer = answers.get(wanted, {"choices": [{"message": {"content": content}} if chat else {"text": content}]})
+        body = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
+        self.send_response(code)
+        if wanted == "cut" and not again:  # more is promised than comes
+            self.send_header("Content-Length", str(len(body) + 100))
+        self.end_headers()
+        self.wfile.write(b"" if wanted == "silent once" and not again else body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    Judge.asked, Judge.keys, Judge.ended = [], [], threading.Event()
+    Judge.together = Judge.most_together = 0
+    with serving(Judge) as url:
+        yield f"{url}/v1"
+        Judge.ended.set()
+
+
+def judge(url: str, **changes: Any) -> dict[str, Any]:
+    given = {"url": url, "model": "m", "prompt": PROMPT, "pattern": r"Score: (\S+)", "scale": [0, 5]}
+    return given | {"unreadable": -0.5, "timeout_seconds": 4.0, "retries": 4} | changes
+
+
+def scored(settings: dict[str, Any], *responses: str) -> tuple[list[float], dict[str, float]]:
+    scorer = RewardScorer(RewardSettings.model_validate({"failure_score": -9.0, **settings}), CPU)
+    try:
+        scores_B, metrics = scorer.score(rollouts(*responses))
+    finally:
+        scorer.close()
+    return scores_B.tolist(), metrics
+
+
+def test_what_a_judge_is_asked(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fields of the prompt are put in once: what an answer has in braces stays what it is."""
+    monkeypatch.setenv(KEY, "a secret")
+    settings = {"judge": judge(server, key=KEY, temperature=0.5, max_tokens=7)}
+    assert scored(settings, "2.5", "{reference}")[0] == [0.5, -0.5]
+    prompts = {answer: f'Q: 1+1=\nA: {answer}\nR: 2\n{{"json": {{answer}}}}' for answer in ("2.5", "{reference}")}
+    given = {"model": "m", "temperature": 0.5, "max_tokens": 7}
+    asked = sorted(Judge.asked, key=lambda a: str(a["messages"]))
+    assert asked == [{**given, "messages": [{"role": "user", "content": prompts[a]}]} for a in ("2.5", "{reference}")]
+    assert set(Judge.keys) == {"Bearer a secret"}
+    Judge.asked.clear()
+    assert scored({"judge": judge(server, chat=False)}, "5")[0] == [1.0]
+    assert [a["prompt"] for a in Judge.asked] == ['Q: 1+1=\nA: 5\nR: 2\n{"json": {answer}}']
+    assert Judge.keys[-1] is None
+
+
+def test_what_fails_costs_its_own_sample(server: str) -> None:
+    """What may pass is asked again, what the server refuses is not; what cannot be read is no failure."""
+    said = ["2.5", "busy", "closed once", "cut", "slow", "refused", "always busy", "closed", "no json", "no choices"]
+    said += ["empty", "six", "6", "nan", "-1", "silent once"]
+    scores, metrics = scored({"judge": judge(server), "max_failure_fraction": 1.0}, *said)
+    assert scores == pytest.approx([0.5, 0.6, 0.4, 0.8, *[-9.0] * 6, *[-0.5] * 5, 0.0])
+    seconds = metrics.pop("reward/judge/seconds")
+    assert 4 <= seconds < 9  # those of the slow one
+    assert metrics == {"reward/failures": 6 / 16, "reward/timeouts": 0.0, "reward/judge/unreadable": 5 / 16}
+    tries = {answer: sum(f"A: {answer}\n" in str(a["messages"][0]["content"]) for a in Judge.asked) for answer in said}
+    many = {"busy": 3, "closed once": 2, "cut": 2, "silent once": 2, "always busy": 5, "closed": 5}
+    assert tries == dict.fromkeys(said, 1) | many
+
+
+@pytest.mark.parametrize(("concurrency", "together"), [(256, 200), (3, 3)])
+def test_many_requests_are_on_their_way_at_once(server: str, concurrency: int, together: int) -> None:
+    """None is answered before so many are there."""
+    Judge.wanted_together, Judge.gate = together, threading.Event()
+    settings = judge(server, timeout_seconds=30.0, concurrency=concurrency)
+    scores, _ = scored({"judge": settings}, *[f"wait of {n}" for n in range(300)])
+    assert scores == [1.0] * 300
+    assert together <= Judge.most_together <= concurrency
+
+
+def test_a_judge_among_other_functions(server: str) -> None:
+    told = judge(server, pattern=None, scale=None, choices={"5": 1.0, "1": 0.0, "Score": -1.0})
+    settings = {"functions": {"right": {"function": "exact"}, "taste": {"judge": told, "weight": 0.5}}}
+    scores, metrics = scored(settings, "2", "5", "1")
+    assert scores == [1.0 - 0.5, 0.5, 0.0]
+    assert metrics.pop("reward/taste/seconds") < 5
+    assert metrics == pytest.approx({"reward/failures": 0.0, "reward/timeouts": 0.0, "reward/right": 1 / 3,
+                                     "reward/taste": 0.0, "reward/taste/unreadable": 0.0})  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("reading", "said", "score"),
+    [
+        (Reading(r"(\d+)/10", (0, 10), {}, 0.0), "3/10, no: 7/10", 0.7),
+        (Reading(r"x=(\S+)", None, {}, 0.0), "x=-1e3", -1000.0),
+        (Reading(r"\[\[(\d)?\]\]", None, {}, 0.0), "[[4]] or [[]]", 4.0),
+        (Reading(None, None, {"A": 1.0, "B": 0.0, "A+": 2.0}, 0.5), "B? No, A+.", 2.0),
+        (Reading(None, None, {"yes": 1.0, "no": 0.0}, 0.5), "no, yes and yesterday", 1.0),
+    ],
+)
+def test_the_last_verdict_counts(reading: Reading, said: str, score: float) -> None:
+    assert reading.score(said) == score and not isinstance(reading.score(said), Noted)
+
+
+@pytest.mark.parametrize("said", ["", "yesterday", "Yes"])
+def test_what_says_nothing_is_unreadable(said: str) -> None:
+    score = Reading(None, None, {"yes": 1.0, "no": 0.0}, 0.5).score(said)
+    assert score == 0.5 and isinstance(score, Noted) and score.note
+
+
+def test_a_pattern_that_takes_for_ever_ends(server: str) -> None:
+    """It costs the samples of its call, as every function does that hangs."""
+    hanging = judge(server, pattern=r"((?:a+)+)$", scale=None, timeout_seconds=0.5)
+    scorer = RewardScorer(RewardSettings.model_validate({"judge": hanging, "max_failure_fraction": 1.0}), CPU)
+    try:
+        _, metrics = scorer.score(rollouts(f"{'a' * 60}!"))
+        assert metrics["reward/timeouts"] == 1.0
+    finally:
+        scorer.close()
+
+
+GOOD = {"url": "http://judge:1/v1", "model": "m", "prompt": "{answer}", "pattern": "(.)"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"url": None}, "neither of url and server are given; give url, or server: {}"),
+        ({"server": {}}, "both of url and server are given"),
+        ({"url": None, "server": {}, "key": "KEY"}, "key is for a server that runs already"),
+        ({"url": "judge:8000"}, "url is 'judge:8000', must look like http://HOST:PORT/v1"),
+        ({"model": None}, "model"),
+        ({"key": "sk-123"}, "key is no name of an environment variable; give the name of one"),
+        ({"prompt": None}, "neither of prompt and prompt_file are given"),
+        ({"prompt_file": "x"}, "both of prompt and prompt_file are given"),
+        ({"prompt": "{answer} {referense}"}, r"has \{referense\}, which is none of \{question\}, \{answer\}"),
+        ({"prompt": "{question} {{answer}}"}, r"prompt has no \{answer\}, so that the judge would not see"),
+        ({"pattern": None}, "neither of pattern and choices are given"),
+        ({"choices": {"a": 1.0, "b": 2.0}}, "both of pattern and choices are given"),
+        ({"pattern": None, "choices": {"a": 1.0}}, "must be two or more words"),
+        ({"pattern": None, "choices": {"a": 1.0, " ": 1.0}}, "must be two or more words"),
+        ({"pattern": None, "choices": {"a": 1.0, "b": 0.0}, "scale": [0, 1]}, "scale is for the numbers of pattern"),
+        ({"pattern": "(a"}, "is no regular expression"),
+        ({"pattern": "(a)(b)"}, "has 2 groups, must have one"),
+        ({"scale": [5, 1]}, r"scale is \[5.0, 1.0\], must rise"),
+        ({"temperature": -1}, "temperature"),
+        ({"concurrency": 0}, "concurrency"),
+    ],
+)
+def test_judges_that_cannot_be_meant(changes: dict[str, Any], sentence: str) -> None:
+    JudgeSettings.model_validate(GOOD)
+    with pytest.raises(ValueError, match=sentence):
+        JudgeSettings.model_validate(GOOD | changes)
+
+
+def test_a_judge_stands_where_a_function_does(tmp_path: Path) -> None:
+    for reward, sentence in [
+        ({"judge": GOOD, "function": "exact"}, "function and judge are all given; give one of them"),
+        ({"judge": GOOD, "batch": True}, "a judge has settings of its own"),
+        ({"functions": {"a": {}}}, "none of function, judge is given; give one of them"),
+        ({"functions": {"a": {"judge": GOOD, "function": "exact"}}}, "function and judge are all given"),
+    ]:
+        with pytest.raises(ConfigError, match=sentence):
+            load_config(BASE, [f"reward={json.dumps(reward)}"])
+
+
+def test_a_prompt_in_a_file(tmp_path: Path, server: str) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_text("A: {answer}")
+    of_file = judge(server, prompt=None, prompt_file=str(path))
+    assert scored({"judge": of_file}, "5")[0] == [1.0]
+    assert JudgeSettings.model_validate(of_file).template == (("A: ", "answer"), ("", ""))
+    for content, sentence in [("no field", "has no {answer}"), (None, "cannot be read (No such file")]:
+        path.unlink() if content is None else path.write_text(content)
+        with pytest.raises(ValueError, match=re.escape(f"prompt_file '{path}' {sentence}")):
+            _ = JudgeSettings.model_validate(of_file).template
+
+
+def test_a_key_that_nobody_exported(server: str) -> None:
+    assert KEY not in os.environ
+    with pytest.raises(ValueError, match=f"the environment variable {KEY}, .* is empty; export it"):
+        RewardScorer(RewardSettings.model_validate({"judge": judge(server, key=KEY)}), CPU)
+
+
+def test_a_judge_may_move_between_two_parts_of_a_run() -> None:
+    """Its scores do not depend on where it listens; on its prompt they do."""
+    for place in ({"judge": GOOD}, {"functions": {"taste": {"judge": GOOD}}}):
+        before = {"reward": place}
+        moved = {"url": None, "retries": 2, "server": {"machine": 1}}
+        for changes, dangerous in ((moved, 0), ({"prompt": "? {answer}"}, 1)):
+            now = json.loads(json.dumps(before).replace(json.dumps(GOOD), json.dumps(GOOD | changes)))
+            assert len(compare_settings(before, now, (1, 1)).dangerous) == dangerous
+
+
+@pytest.mark.parametrize(
+    ("path", "model", "state", "words"),
+    [
+        ("/v1", "m", "fine", "serves m"),
+        ("/v1/", "q", "broken", "serves m or n, not 'q'"),
+        ("/key", "m", "broken", "refuses its key"),
+        ("/other", "m", "broken", "HTTP 404"),
+        ("", "m", "broken", "cannot be reached (Connection refused)"),
+    ],
+)
+def test_the_doctor_asks_for_the_model(server: str, path: str, model: str, state: str, words: str) -> None:
+    url = server.removesuffix("/v1") + path if path else "http://127.0.0.1:9/v1"
+    (finding,) = judge_findings(load_config(BASE, [f"reward={json.dumps({'judge': judge(url, model=model)})}"]))
+    assert finding.state == state and words in finding.words.replace("[Errno 111] ", "")
+
+
+def test_a_dry_run_asks_the_judge(
+    server: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    words = ["train", "configs/quickstart.yaml", "--dry-run", f"reward={json.dumps({'judge': judge(server)})}"]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    found = re.search(r"a judge gives the answers (\S+) and empty responses (\S+), in the mean", said)
+    assert found and float(found[1]) > 0 and float(found[2]) == -0.5

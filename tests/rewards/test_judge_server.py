@@ -1,0 +1,213 @@
+"""A judge's own server, with a stand-in for SGLang: where it stands, what it is started with, and when it dies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from megappo.cli import main
+from megappo.config import Config, ConfigError, derive, load_config
+from megappo.doctor import software
+from megappo.doctor.software import generation_finding
+from megappo.errors import RunError
+from megappo.plan.machines import MACHINES
+from megappo.plan.planner import make_plan, read_models
+from megappo.rewards.judge_server import start_judges
+from megappo.rewards.own_servers import own_gpus
+from megappo.rewards.scorer import RewardScorer
+from megappo.runtime.process import Runtime
+from tests.support import worlds
+from tests.support.places import ROOT
+from tests.support.rewards import rollouts
+
+HERE = Runtime(0, 1, 0, torch.device("cpu"))
+FAKE = """
+import http.server, json, os, sys
+from pathlib import Path
+arguments = json.loads(Path(sys.argv[sys.argv.index("--config") + 1]).read_text())
+seen = Path(os.environ["FAKE"])
+(seen / f"{os.getpid()}.json").write_text(json.dumps(arguments))
+if (seen / "fails").exists():
+    sys.exit("out of memory")
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self, content=b"{}"):
+        right = self.headers.get("Authorization") == f"Bearer {arguments['api-key']}"
+        self.send_response(200 if right else 401)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path != "/v1/completions":
+            return self.do_GET()
+        if "die" in asked["prompt"] and not (seen / "died").exists():
+            (seen / "died").touch()
+            if "for ever" in asked["prompt"]:
+                (seen / "fails").touch()
+            os._exit(1)
+        self.do_GET(json.dumps({"choices": [{"text": f"Score: {len(asked['prompt'])}"}]}).encode())
+http.server.ThreadingHTTPServer((arguments["host"], arguments["port"]), Handler).serve_forever()
+"""
+
+
+@pytest.fixture(autouse=True)
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of one process, in which SGLang is the stand-in; no server is left."""
+    path = worlds.fake_package(tmp_path / "packages", "sglang", "0.5.23")
+    (tmp_path / "packages" / "sglang" / "launch_server.py").write_text(FAKE)
+    (tmp_path / "seen").mkdir()
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setenv("FAKE", str(tmp_path / "seen"))
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # which nothing of ours may ask
+    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+    monkeypatch.chdir(ROOT)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+    started = [int(path.stem) for path in (tmp_path / "seen").glob("*.json")]
+    assert not any(psutil.pid_exists(pid) for pid in started)
+
+
+def judged(folder: Path, server: dict[str, Any] | None = None, *words: str, **changes: Any) -> Config:
+    """The quickstart with a judge whose server is its own."""
+    judge = {
+        "server": server or {},
+        "model": str(worlds.TINY),
+        "chat": False,
+        "prompt": "{answer}",
+        "timeout_seconds": 10,
+    }
+    judge |= {"pattern": r"Score: (\d+)", **changes}
+    reward: dict[str, Any] = {"functions": {"right": {"function": "exact"}, "taste": {"judge": judge, "weight": 2.0}}}
+    reward["max_failure_fraction"] = 0.0  # whose sentence has the reason
+    return load_config("configs/quickstart.yaml", [f"run.directory={folder}", f"reward={json.dumps(reward)}", *words])
+
+
+def scored(config: Config, *responses: str) -> list[float]:
+    scorer = RewardScorer(config.reward, HERE.device, start_judges(config, HERE))
+    try:
+        scores_B, metrics = scorer.score(rollouts(*responses))
+        assert metrics["reward/failures"] == 0.0
+    finally:
+        scorer.close()
+    found: list[float] = scores_B.tolist()
+    return found
+
+
+@pytest.mark.waits
+def test_a_judge_with_a_server_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It dies while it is asked, and what it owes is asked of the one that follows, at the same place."""
+    answers = [f"answer {n}" for n in range(20)]
+    config = judged(tmp_path / "run", {"threads": 1, "arguments": {"context-length": 64}})
+    assert scored(config, *answers, "die") == [2.0 * len(answer) for answer in [*answers, "die"]]
+    first, second = [json.loads(path.read_text()) for path in (tmp_path / "seen").glob("*.json")]
+    assert first == second
+    assert (first["model-path"], first["dtype"], first["host"]) == (str(worlds.TINY), "float32", "127.0.0.1")
+    assert first["context-length"] == 64 and first["max-total-tokens"] == 65536
+    assert not {"load-format", "skip-tokenizer-init", "json-model-override-args"} & first.keys()
+    said = capsys.readouterr()
+    assert "judge taste (http://127.0.0.1:" in said.err and "it is started again" in said.err
+    assert first["api-key"] not in said.err + said.out
+    assert (tmp_path / "run" / "engines" / "judge-taste.log").exists()
+
+
+@pytest.mark.waits
+def test_a_judge_that_cannot_be_kept_running_ends_the_run(tmp_path: Path) -> None:
+    """Soon, with what the server said, though its answers may be waited for much longer. The first one may
+    have died before it was seen to be ready."""
+    sentence = (
+        r"a judge's server cannot be kept running: judge taste .* ended while it started; .*out of memory; it was "
+        r"started [23] times \(reward.functions.taste.judge.server.max_restarts 5\)"
+    )
+    with pytest.raises(RunError, match=f"(?s){sentence}"):
+        scored(judged(tmp_path / "run", timeout_seconds=300.0), "fine", "die for ever")
+
+
+def test_a_machine_that_there_is_not(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"judge.server.machine is 3, the trainers have 1, from 0 on"):
+        start_judges(judged(tmp_path / "run", {"machine": 3}), HERE)
+
+
+@pytest.mark.parametrize(
+    ("server", "words", "outcome"),
+    [
+        ({}, (), (4,)),
+        ({"first_device": 6, "tensor_parallel": 2}, (), (6, 7)),
+        ({"tensor_parallel": 8}, (), "GPUs 4 to 11, but a rank sees 8 here; start fewer ranks, or set first_device"),
+        ({"first_device": 3}, (), "GPUs 3 to 3, where 4 ranks train; set first_device to 4 or more"),
+        ({}, ("rollout.engine=sglang", "rollout.sglang={placement: disaggregated, engines: 2}"),
+         "where the servers of the rollout stand, on 4 to 5; set first_device to 6"),
+    ],
+)  # fmt: skip
+def test_gpus_of_a_judge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: dict[str, Any], words: tuple[str, ...], outcome: Any
+) -> None:
+    """Of eight, beside four ranks."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    config = judged(tmp_path, server, *words)
+    own = config.reward.judges["taste"].server
+    assert own is not None
+    if isinstance(outcome, tuple):
+        assert own_gpus(config, own, "taste", ranks_here=4) == outcome
+    else:
+        with pytest.raises(RunError, match=outcome):
+            own_gpus(config, own, "taste", ranks_here=4)
+
+
+def test_a_judge_is_in_the_plan(tmp_path: Path) -> None:
+    """On GPUs on its own ones, on a CPU as a part of what every rank has."""
+    folder = worlds.pretrained(tmp_path / "judge")
+    config = judged(tmp_path / "run", {"tensor_parallel": 2, "max_total_tokens": 1000}, model=str(folder))
+    models = read_models(config, None).models
+    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    on_gpus = make_plan(config, models, MACHINES["h100"], 2)
+    (judge,) = on_gpus.reward_servers
+    assert (judge.name, judge.ranks, judge.total) == (
+        "judge taste",
+        2,
+        pytest.approx(0.85 * MACHINES["h100"].memory_bytes),
+    )
+    assert judge.weights == pytest.approx(weights / 4, rel=0.05)  # bfloat16, on two
+    assert on_gpus.fullest.reward == 0
+    on_cpu = make_plan(config, models, MACHINES["cpu"], 2)
+    cache = 2 * 4 * 1000 * 2 * 1 * 16  # keys and values, float32, tokens, layers, one of two heads, its width
+    assert on_cpu.reward_servers == () and on_cpu.fullest.reward == pytest.approx(weights / 2 + cache, rel=0.05)
+    with pytest.raises(ConfigError, match=r"judge.server.memory_fraction 1e-08 gives it .* weights take .* raise it"):
+        make_plan(judged(tmp_path, {"memory_fraction": 1e-8}, model=str(folder)), models, MACHINES["h100"], 2)
+
+
+def test_a_dry_run_and_the_doctor_know_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is started; SGLang is needed though another engine generates."""
+    config = judged(tmp_path / "run")
+    reward = f"reward={json.dumps(config.reward.model_dump(exclude_defaults=True))}"
+    words = ["train", "configs/quickstart.yaml", "--dry-run", reward]
+    assert main(words) == 0
+    assert f"a judge, {worlds.TINY}, whose server the run starts" in capsys.readouterr().out
+    assert generation_finding(config).state == "fine"
+    monkeypatch.setattr(software, "installed_version", lambda _name: None)
+    finding = generation_finding(config)
+    assert (finding.state, finding.words) == ("broken", "a judge's own server is SGLang, which is not installed")
+    assert "give the judge a url" in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"model": "nowhere"}, "reward.functions.taste.judge.model 'nowhere' is not a folder with a model"),
+        ({"chat": True}, "has no chat template; set chat to false"),
+        ({"prompt": None, "prompt_file": "nowhere"}, "judge.prompt_file 'nowhere' cannot be read (No such file"),
+    ],
+)
+def test_judges_whose_files_are_not_there(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
+    config = judged(tmp_path, **changes)
+    with pytest.raises(ConfigError) as refused:
+        derive(config, 2, read_models(config, None).models.actor)
+    assert [sentence in problem for problem in refused.value.problems] == [True]

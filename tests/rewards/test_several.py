@@ -1,0 +1,207 @@
+"""Several rewards with weights, what a function may see of a sample, and rewards of a server over HTTP."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from megappo.config import ConfigError, load_config
+from megappo.config.schema import RewardSettings
+from megappo.rewards.http import post
+from megappo.rewards.scorer import RewardScorer
+from megappo.rewards.workers import RewardError
+from megappo.types import Episode, Episodes, Rollouts
+from tests.support.places import BASE
+from tests.support.rewards import rollouts, serving
+
+pytestmark = pytest.mark.waits
+
+CPU = torch.device("cpu")
+USER_MODULE = '''
+def length(*, prompt, response, answer, metadata, token_ids, prompt_token_ids, truncated):
+    return len(token_ids) + 10 * len(prompt_token_ids) + 100 * truncated
+
+def told(*, prompts, responses, answers, metadata, conversations, truncated):
+    """How many messages there are, and whether the environment's is the one that it is."""
+    said = [[m["content"] for m in messages if m["role"] == "environment"] for messages in conversations]
+    return [len(m) + 10 * (s == ["17"]) + 100 * t for m, s, t in zip(conversations, said, truncated, strict=True)]
+
+def size(*, prompt, response, answer, metadata):
+    return float(response)
+
+def moody(*, prompt, response, answer, metadata):
+    if response == "bad": raise KeyError("bad")
+    return 1.0
+'''
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The functions, in a world of one process."""
+    (tmp_path / "several_rewards.py").write_text(USER_MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "several_rewards", raising=False)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def scored(settings: dict[str, Any], given: Rollouts) -> tuple[list[float], dict[str, float]]:
+    scorer = RewardScorer(RewardSettings.model_validate(settings), CPU)
+    try:
+        scores_B, metrics = scorer.score(given)
+        assert scorer.score_local(given).tolist() == scores_B.tolist()
+    finally:
+        scorer.close()
+    return scores_B.tolist(), metrics
+
+
+SEVERAL = {
+    "right": {"function": "exact"},
+    "mood": {"function": "several_rewards:moody", "weight": 2.0},
+    "short": {"function": "several_rewards:length", "weight": -0.5},
+    "talk": {"function": "several_rewards:told", "batch": True, "weight": 0.25},
+}
+
+
+def test_several_rewards_are_summed_and_shown() -> None:
+    """Where one of them fails, the sample has the score of a failure, once."""
+    scores, metrics = scored({"functions": SEVERAL, "failure_score": -9.0, "workers": 2}, rollouts("2", "3", "bad"))
+    assert scores == [1 + 2 - 10.5 + 0.75, 0 + 2 - 11 + 0.75, -9.0]
+    means = {"right": 1 / 3, "mood": (1 + 1 - 9) / 3, "short": (21 + 22 + 123) / 3, "talk": (3 + 3 + 103) / 3}
+    failures = {"reward/failures": pytest.approx(1 / 3), "reward/timeouts": 0.0}
+    assert metrics == {f"reward/{name}": pytest.approx(mean) for name, mean in means.items()} | failures
+
+
+@pytest.mark.parametrize(
+    ("responses", "weights", "expected"),
+    [
+        (("3e38", "1"), (1.0, 1.0), [-9.0, 2.0]),
+        (("-3e38", "2"), (2.0, 1.0), [-9.0, 6.0]),
+        (("1e30", "1e10"), (1e9, 0.0), [-9.0, pytest.approx(1e19, rel=1e-6)]),
+        (("-1e30", "0"), (1e9, 1e9), [-9.0, 0.0]),
+        (("3e38", "5"), (2.0, -1.0), [pytest.approx(3e38, rel=1e-6), 5.0]),  # a sum within float32, of terms beyond it
+    ],
+)
+def test_a_sum_beyond_float32_costs_its_own_sample(
+    responses: tuple[str, ...], weights: tuple[float, float], expected: list[float]
+) -> None:
+    """Counted as every failure is, and never handed on as inf or NaN."""
+    functions = {
+        name: {"function": "several_rewards:size", "weight": weight}
+        for name, weight in zip(("a", "b"), weights, strict=True)
+    }
+    scores, metrics = scored({"functions": functions, "failure_score": -9.0}, rollouts(*responses))
+    assert scores == expected and metrics["reward/failures"] == expected.count(-9.0) / 2
+
+
+def test_a_sum_beyond_float32_is_told_as_the_rewards_fault() -> None:
+    functions = {name: {"function": "several_rewards:size", "weight": 1e9} for name in ("a", "b")}
+    with pytest.raises(RewardError, match=r"the first: the weighted sum of reward.functions is inf, must be finite"):
+        scored({"functions": functions}, rollouts("1e30", "1e30"))
+
+
+def test_what_the_environment_gave_counts_in_the_sum() -> None:
+    turns = torch.tensor([[3e38, 0.0], [1.0, 0.0]])
+    episodes = Episodes((Episode(()), Episode(())), turns, ((), ()))
+    given = replace(rollouts("3e38", "2"), episodes=episodes, response_mask_BR=torch.ones(2, 2, dtype=torch.bool))
+    scores, metrics = scored({"function": "several_rewards:size", "failure_score": -9.0}, given)
+    assert scores == [-9.0, 2.0] and metrics["reward/failures"] == 0.5
+    assert given.totals_B(torch.tensor(scores)).isfinite().all()
+
+
+@pytest.mark.parametrize("given", ["{'penalty': 1e39}", "{'penalty': .inf}", "{'penalty': 2e9}"])
+def test_a_penalty_keeps_rewards_within_float32(given: str) -> None:
+    with pytest.raises(ConfigError, match="reward.overlong.penalty"):
+        load_config(BASE, [f"reward.overlong={given.replace('}', ', buffer_tokens: 4}')}".replace("'", "")])
+
+
+def test_functions_see_the_whole_conversation() -> None:
+    said = (
+        {"by": "model", "text": "?", "reward": 0.0},
+        {"by": "environment", "text": "17"},
+        {"by": "model", "text": "!"},
+    )
+    episodes = Episodes((Episode(()), Episode((), failure="hung")), torch.zeros(2, 2), (said, ()))
+    given = replace(rollouts("!", ""), episodes=episodes, response_mask_BR=torch.ones(2, 2, dtype=torch.bool))
+    settings = {"functions": {"talk": SEVERAL["talk"]}, "failure_score": -1.0}
+    scores, metrics = scored(settings, given)
+    assert scores == [0.25 * (5 + 10), -1.0] and metrics["reward/talk"] == (15 - 1) / 2
+
+
+@pytest.mark.parametrize(
+    ("word", "sentence"),
+    [
+        ("reward.functions={a: {function: exact}}", "function and functions are all given; give one of them"),
+        ("reward={functions: {mean: {function: exact}}}", "'mean', which is no name of a metric of its own"),
+        ("reward={functions: {a: {function: model}}}", "functions has 'model', which stands alone"),
+        ("reward={functions: {a: {function: exact}}, batch: true}", "options and batch are those of a single function"),
+        ("reward={workers: 1}", "none of function, judge, functions is given"),
+    ],
+)
+def test_rewards_that_cannot_be_meant(word: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        load_config(BASE, [word])
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers by what the response says; each response's first request fails where it begins with `again`."""
+
+    seen: ClassVar[list[str]] = []
+    ended = threading.Event()
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        response, first = asked["response"], asked["response"] not in self.seen
+        self.seen.append(response)
+        if response == "hang":
+            self.ended.wait(20)
+        code = 503 if response.startswith("again") and first else 403 if response == "refuse" else 200
+        content = {"nothing": {}, "text": {"score": "1"}}.get(response, {"score": len(asked["conversation"]) / 2})
+        self.send_response(code)
+        self.end_headers()
+        self.wfile.write(b"<html>" if response == "html" else json.dumps(content).encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    Handler.seen, Handler.ended = [], threading.Event()
+    with serving(Handler) as url:
+        yield f"{url}/score"
+        Handler.ended.set()
+
+
+def test_a_reward_server(server: str) -> None:
+    """What breaks is tried again until the deadline; what is refused is not; each costs its own sample."""
+    options = {"url": server, "deadline_seconds": 4.0, "concurrent": 8}
+    given = rollouts("fine", "again", "hang", "refuse", "nothing", "text", "html", "again too")
+    settings = {"function": "megappo.rewards.http:scores", "batch": True, "options": options, "failure_score": -1.0}
+    scores, metrics = scored({**settings, "max_failure_fraction": 1.0}, given)
+    assert scores == [1.5, 1.5, -1, -1, -1, -1, -1, 1.5]
+    assert metrics == {"reward/failures": 5 / 8, "reward/timeouts": 0.0}
+    # Twice in all, as the scores are asked for twice.
+    assert {name: Handler.seen.count(name) for name in ("fine", "again", "refuse")} == {
+        "fine": 2,
+        "again": 3,
+        "refuse": 2,
+    }
+
+
+def test_what_a_server_says_is_told(server: str) -> None:
+    for response, words in (("refuse", "HTTP 403 Forbidden"), ("hang", "timed out")):
+        with pytest.raises(OSError, match=words):
+            post(server, {"response": response, "conversation": []}, headers={}, deadline_seconds=0.5)
+    with pytest.raises(OSError, match=r"Connection refused, after [234] tries"):
+        post("http://127.0.0.1:9/", {}, headers={}, deadline_seconds=0.8)

@@ -1,0 +1,339 @@
+"""A frozen reward model in one process for all ranks: it scores as a copy on each does, and outlives what kills it."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+from megappo.cli import main
+from megappo.config import Config, ConfigError, load_config
+from megappo.config.reward import RemoteModelSettings
+from megappo.doctor.settings import settings_findings
+from megappo.engines.sglang.client import Endpoint, ServerFailure, call
+from megappo.errors import RunError
+from megappo.plan.machines import MACHINES
+from megappo.plan.planner import make_plan, read_models
+from megappo.plan.rewards import reward_parameters
+from megappo.rewards import model_server
+from megappo.rewards.http import ServerPlace
+from megappo.rewards.model import RewardModel
+from megappo.rewards.own_servers import OwnServers
+from megappo.rewards.remote_model import RemoteRewardModel
+from megappo.rewards.scorer import RewardScorer
+from megappo.rewards.shared_model import MODEL, SharedRewardModel, start_model_server
+from megappo.rewards.workers import RewardError
+from megappo.runtime.process import Runtime
+from tests.support.data import ALPHABET
+from tests.support.places import ROOT
+from tests.support.rewards import LLAMA, rollouts, save, with_code
+
+pytestmark = pytest.mark.waits
+
+HERE = Runtime(0, 1, 0, torch.device("cpu"))
+TEMPLATE = "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}{% endfor %}"
+
+
+@pytest.fixture(autouse=True)
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of one process; no server is left."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # which nothing of ours may ask
+    monkeypatch.chdir(ROOT)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+    assert not servers()
+
+
+def servers() -> list[psutil.Process]:
+    """Processes that hold a reward model for this one."""
+    return [p for p in psutil.Process().children(recursive=True) if "megappo.rewards.model_server" in p.cmdline()[1:3]]
+
+
+def judged(tmp_path: Path, server: dict[str, Any] | None, **changes: Any) -> Config:
+    """The quickstart with a reward model, by default one in a process of its own."""
+    folder = tmp_path / "model"
+    if not folder.exists():
+        torch.manual_seed(0)
+        save(folder, LlamaForSequenceClassification(LlamaConfig(**LLAMA, num_labels=1)), TEMPLATE)
+    reward = {"function": "model", "model_path": str(folder), "model_server": server, **changes}
+    return load_config("configs/quickstart.yaml", [f"run.directory={tmp_path / 'run'}", f"reward={json.dumps(reward)}"])
+
+
+def test_every_way_to_a_reward_model_tells_its_template_one_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy, the run's own process, and one elsewhere, on another day than the run began."""
+    torch.manual_seed(0)
+    model = LlamaForSequenceClassification(LlamaConfig(**LLAMA, num_labels=1))
+    save(tmp_path / "model", model, "{{ strftime_now('%d%m%Y%H') }}" + TEMPLATE)
+    samples, scores = rollouts("a", "bc"), []
+    for time in ("2024-07-26 09:00:00", "2031-01-02 11:00:00"):
+        own = judged(tmp_path, {"threads": 1})
+        config = own.model_copy(update={"data": own.data.model_copy(update={"template_time": time})})
+        assert config.reward.model_server is not None
+        started = start_model_server(config, config.reward.model_server, HERE)
+        scorer = RewardScorer(config.reward, HERE.device, started)
+        try:
+            scores.append(RewardScorer(judged(tmp_path, None).reward, HERE.device, template_time=time))
+            expected = scores[-1].score_local(samples)
+            torch.testing.assert_close(scorer.score_local(samples), expected, atol=1e-5, rtol=1e-5)
+            monkeypatch.delenv("http_proxy", raising=False)
+            monkeypatch.setenv("REWARD_KEY", started.places[MODEL].key)
+            elsewhere = judged(tmp_path, None, model_remote={"url": started.places[MODEL].url, "key": "REWARD_KEY"})
+            remote = RewardScorer(elsewhere.reward, HERE.device, template_time=time)
+            torch.testing.assert_close(remote.score_local(samples), expected, atol=1e-5, rtol=1e-5)
+        finally:
+            scorer.close()
+    first, second = (copy.score_local(samples) for copy in scores)
+    assert (first - second).abs().max() > 1e-3
+
+
+def test_scores_are_those_of_a_copy_also_after_it_has_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of chats and of texts of any length, whatever else it computes at a time, also where a run elsewhere asks by
+    token ids; who has no key is told nothing."""
+    config = judged(tmp_path, {"threads": 1, "batch_tokens": 60})
+    settings, folder = config.reward.model_server, config.reward.model_path
+    assert settings is not None and folder is not None
+    samples = rollouts(*("ab" * (7 * n % 25) + "c" for n in range(130)))
+    copy = RewardScorer(judged(tmp_path, None).reward, HERE.device)
+    started = start_model_server(config, settings, HERE)
+    scorer = RewardScorer(config.reward, HERE.device, started)
+    try:
+        expected = copy.score_local(samples)
+        assert len({round(score, 3) for score in expected.tolist()}) == 25
+        torch.testing.assert_close(scorer.score_local(samples), expected, atol=1e-5, rtol=1e-5)
+        (process,) = servers()
+        shared = SharedRewardModel(started.places[MODEL], settings, started.check)
+        texts, responses = [f"{n}+1=" for n in range(5)], ["a" * n for n in range(5)]
+        own = RewardModel(folder, dtype=torch.float32, device=HERE.device)
+        torch.testing.assert_close(shared.score(texts, responses), own.score(texts, responses), atol=1e-5, rtol=1e-5)
+        assert shared.score([], []).shape == (0,)
+        with pytest.raises(RunError, match="become no token of the reward model"):
+            shared.score([""], [""])
+        monkeypatch.delenv("http_proxy")  # a server elsewhere may be behind one
+        monkeypatch.setenv("REWARD_KEY", started.places[MODEL].key)
+        elsewhere = {"url": started.places[MODEL].url, "key": "REWARD_KEY"}
+        remote = RewardScorer(judged(tmp_path, None, model_remote=elsewhere).reward, HERE.device)
+        torch.testing.assert_close(remote.score_local(samples), expected, atol=1e-5, rtol=1e-5)
+        read = RemoteRewardModel(folder, RemoteModelSettings.model_validate(elsewhere)).try_each(
+            ["", "3+1="], ["", "4"]
+        )
+        assert "become no token of the reward model" in str(read[0])
+        assert read[1] == pytest.approx(float(own.score(["3+1="], ["4"])), abs=1e-5)
+        monkeypatch.setenv("REWARD_KEY", "guessed")
+        with pytest.raises(RewardError, match=r"/classify: HTTP 401"):
+            RewardScorer(judged(tmp_path, None, model_remote=elsewhere).reward, HERE.device).score_local(samples)
+        stranger = Endpoint(0, started.places[MODEL].url, "guessed", 0)
+        with pytest.raises(ServerFailure, match=r"refused /score \(401\)"):
+            call(stranger, "/score", {"prompts": texts, "responses": responses}, timeout_seconds=5)
+        assert servers() == [process] and process.is_running()
+
+        broken = Endpoint(0, started.places[MODEL].url, started.places[MODEL].key, 0)
+        with pytest.raises(ServerFailure, match="cannot be reached for /score"):
+            call(broken, "/score", {"prompts": texts}, timeout_seconds=5)  # which it cannot compute
+        torch.testing.assert_close(scorer.score_local(samples), expected, atol=1e-5, rtol=1e-5)
+        assert servers() != [process]
+    finally:
+        scorer.close()
+        copy.close()
+    log = tmp_path / "run" / "engines" / "reward-model.log"
+    assert "missing 1 required positional argument: 'responses'" in log.read_text()
+    said = capsys.readouterr()
+    assert "reward model (http://127.0.0.1:" in said.err and "it is started again" in said.err
+    assert started.places[MODEL].key not in said.err + said.out + log.read_text()
+
+
+def test_a_shared_model_without_a_score_costs_its_own_sample(tmp_path: Path) -> None:
+    """As a copy on every rank does."""
+    config = judged(tmp_path, {"threads": 1}, failure_score=-7.0)
+    settings, folder = config.reward.model_server, config.reward.model_path
+    assert settings is not None and folder is not None
+    model = LlamaForSequenceClassification.from_pretrained(folder)
+    with torch.no_grad():
+        for letter, worth in (("x", math.nan), ("y", math.inf)):
+            model.model.embed_tokens.weight[ALPHABET.index(letter)] = worth
+    model.save_pretrained(folder)
+    started = start_model_server(config, settings, HERE)
+    scorer, failures = RewardScorer(config.reward, HERE.device, started), dict[int, str]()
+    try:
+        scores_B, metrics = scorer.score(rollouts("a", "x", "c", "cy"), failures)
+    finally:
+        scorer.close()
+    assert scores_B[[1, 3]].tolist() == [-7.0, -7.0] and scores_B[[0, 2]].isfinite().all()
+    assert metrics["reward/failures"] == 0.5
+    assert set(failures) == {1, 3} and all("reward model gave nan, must be finite" in f for f in failures.values())
+
+
+@pytest.mark.parametrize("holder", ["own", "shared", "remote"])
+def test_code_in_a_folder_runs_only_where_it_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holder: str
+) -> None:
+    """In configuration, tokenizer and model, whoever holds it."""
+    for variable in ("HF_MODULES_CACHE", "HF_HOME"):
+        monkeypatch.setenv(variable, str(tmp_path / "cache"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    plain = judged(tmp_path, None)
+    expected = RewardScorer(plain.reward, HERE.device).score_local(samples := rollouts("a", "bc"))
+    with_code(tmp_path / "model")
+    server = {"threads": 1} if holder == "shared" else None
+    remote = {"model_remote": {"url": "http://rewards:80"}} if holder == "remote" else {}
+    config = judged(tmp_path, server, **remote)
+    trusting = config.model_copy(update={"model": config.model.model_copy(update={"trust_remote_code": True})})
+
+    def started(given: Config) -> OwnServers | None:
+        settings = given.reward.model_server
+        return None if settings is None else start_model_server(given, settings, HERE)
+
+    with pytest.raises(ValueError, match=r"cannot be loaded .*trust_remote_code"):
+        RewardScorer(config.reward, HERE.device, started(config))
+    (finding,) = [f for f in settings_findings(config, read_models(config, None).models, 2) if f.check == "reward"]
+    assert finding.state == "broken" and "trust_remote_code" in finding.remedy
+    scorer = RewardScorer(trusting.reward, HERE.device, started(trusting), trust_remote_code=True)
+    try:
+        if holder != "remote":
+            torch.testing.assert_close(scorer.score_local(samples), expected, atol=1e-5, rtol=1e-5)
+    finally:
+        scorer.close()
+    (finding,) = [f for f in settings_findings(trusting, read_models(config, None).models, 2) if f.check == "reward"]
+    assert finding.state == "fine"
+    reward = f"reward={json.dumps(trusting.reward.model_dump(exclude_defaults=True))}"
+    for trust, code in (("true", 0), ("false", 2)):
+        words = ["--dry-run", reward, f"model.trust_remote_code={trust}", f"run.directory={tmp_path / 'run'}"]
+        assert main(["train", "configs/quickstart.yaml", *words]) == code
+
+
+def test_a_server_elsewhere_that_fails_costs_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked again where that may help; what is no score is told, and no number of it is taken."""
+    monkeypatch.delenv("http_proxy")  # a server elsewhere may be behind one
+    said = [(503, b"busy"), (200, b'{"embedding": [0.5], "meta_info": {}}'), (200, b'{"embedding": [0.5, 1.0]}')]
+    numbers = [b"NaN", b"-Infinity", b"1e39", b"1" + b"0" * 400]
+    said += [(200, b'{"embedding": [' + number + b"]}") for number in numbers]
+    said += [(400, b'{"error": "too long"}')]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            assert json.loads(self.rfile.read(int(self.headers["Content-Length"])))["input_ids"]
+            status, body = said.pop(0)
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    config = judged(tmp_path, None, model_remote={"url": f"http://127.0.0.1:{server.server_port}/", "concurrency": 1})
+    settings, folder = config.reward.model_remote, config.reward.model_path
+    assert settings is not None and folder is not None
+    found = RemoteRewardModel(folder, settings).try_each(["1+1="] * 7, ["2"] * 7)
+    server.shutdown()
+    assert found[0] == 0.5 and not said
+    words = [*["must have one number as embedding"] * 5, "HTTP 400"]
+    assert all(word in str(score) for word, score in zip(words, found[1:], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        ({"function": "exact", "model_path": None}, "model_remote is asked with the tokenizer of model_path, which is"),
+        ({"model_server": {}}, "model_server and model_remote are both given"),
+        ({"model_remote": {"url": "rewards:80"}}, "url is 'rewards:80', must look like http://HOST:PORT"),
+        ({"model_remote": {"url": "http://rewards", "key": "my-key"}}, "key is no name of an environment variable"),
+    ],
+)
+def test_what_cannot_be_asked_elsewhere_is_refused(tmp_path: Path, reward: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        judged(tmp_path, None, **{"model_remote": {"url": "http://rewards:80"}, **reward})
+
+
+def test_a_key_elsewhere_is_in_its_variable(tmp_path: Path) -> None:
+    config = judged(tmp_path, None, model_remote={"url": "http://rewards:80", "key": "NO_SUCH_KEY"})
+    with pytest.raises(ValueError, match="reward model's key is to be in the environment variable NO_SUCH_KEY"):
+        RewardScorer(config.reward, HERE.device)
+    (finding,) = [f for f in settings_findings(config, read_models(config, None).models, 2) if f.check == "reward"]
+    assert "which the server at http://rewards:80 has loaded" in finding.words
+
+
+def test_one_that_is_not_there_is_waited_for_and_given_up(tmp_path: Path) -> None:
+    """As long as it may take to start and to answer, or until its keeper has given it up."""
+    config = judged(tmp_path, {"start_timeout_seconds": 0.5, "timeout_seconds": 0.5})
+    settings, reasons = config.reward.model_server, list[str]()
+    assert settings is not None
+
+    def check() -> None:
+        if reasons:
+            raise RunError(reasons[0])
+
+    absent = SharedRewardModel(ServerPlace("http://127.0.0.1:9", "", "key"), settings, check)
+    with pytest.raises(RunError, match=r"cannot be reached .* nor after reward.model_server.start_timeout_seconds"):
+        absent.score(["a"], ["b"])
+    reasons.append("given up")
+    with pytest.raises(RunError, match="given up"):
+        absent.score(["a"], ["b"])
+
+
+def test_what_cannot_be_loaded_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At once where the folder's configuration tells, or else as the end of the process's log."""
+    config = judged(tmp_path, {})
+    assert config.reward.model_server is not None
+    told = json.loads((tmp_path / "model" / "config.json").read_text())
+    labels = {"id2label": {"0": "a", "1": "b", "2": "c"}, "label2id": {"a": 0, "b": 1, "c": 2}}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(told | labels))
+    with pytest.raises(ValueError, match=r"has 3 labels, must have 1"):
+        start_model_server(config, config.reward.model_server, HERE)
+    (finding,) = [f for f in settings_findings(config, read_models(config, None).models, 2) if f.check == "reward"]
+    assert finding.state == "broken" and "has 3 labels, must have 1" in finding.words
+    (tmp_path / "model" / "config.json").write_text(json.dumps(told))
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"garbage")
+    reward_parameters.cache_clear()  # which has read the file as it was
+    with pytest.raises(ConfigError, match=r"model.safetensors of a reward is no whole safetensors file .*; copy it"):
+        make_plan(config, read_models(config, None).models, MACHINES["cpu"], 2)
+    given = {"model-path": str(tmp_path / "model"), "dtype": "float32", "device": "cpu", "batch-tokens": 9}
+    (tmp_path / "given.json").write_text(json.dumps(given))
+    monkeypatch.setattr("sys.argv", ["model_server", "--config", str(tmp_path / "given.json")])
+    assert model_server.main() == 1
+    assert "cannot be loaded" in capsys.readouterr().err
+
+
+def test_the_plan_the_doctor_and_a_dry_run_know_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a GPU of its own one copy, on a CPU a part of what every rank has."""
+    config, models = judged(tmp_path, {}), read_models(judged(tmp_path, {}), None).models
+    weights = sum(path.stat().st_size for path in (tmp_path / "model").glob("*.safetensors"))
+    on_gpus = make_plan(config, models, MACHINES["h100"], 2)
+    (server,) = on_gpus.reward_servers
+    assert (server.name, server.ranks, server.kv_cache) == ("reward model", 1, 0.0)
+    assert server.weights == pytest.approx(weights / 2, rel=0.2)  # bfloat16; files have a header
+    assert on_gpus.fullest.reward == 0
+    on_cpu = make_plan(config, models, MACHINES["cpu"], 2)
+    assert on_cpu.reward_servers == () and on_cpu.fullest.reward == pytest.approx(server.weights)
+    copies = make_plan(judged(tmp_path, None), models, MACHINES["cpu"], 2)
+    assert copies.fullest.reward == pytest.approx(2 * server.weights)
+    elsewhere = judged(tmp_path, None, model_remote={"url": "http://rewards:80"})
+    assert make_plan(elsewhere, models, MACHINES["cpu"], 2).fullest.reward == 0
+    findings = settings_findings(config, models, 2)
+    assert "which one process on machine 0 for all ranks loads" in next(
+        f.words for f in findings if f.check == "reward"
+    )
+    reward = f"reward={json.dumps(config.reward.model_dump(exclude_defaults=True))}"
+    assert main(["train", "configs/quickstart.yaml", "--dry-run", reward]) == 0
+    assert "GB, which one process on machine 0 for all ranks loads" in " ".join(capsys.readouterr().out.split())
+
+
+def test_without_a_model_there_is_no_server_for_it() -> None:
+    with pytest.raises(ConfigError, match="model_server holds the model of model_path, which is null"):
+        load_config("configs/quickstart.yaml", ["reward.model_server={}"])

@@ -1,0 +1,193 @@
+"""Steps in which every two features of a PPO step meet, against the one-process oracle.
+
+Which features there are says `features.py`. `--strength 3` runs the steps in which every three of them meet, and so on.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megappo.config.model_files import read_architecture
+from megappo.families.adapters import target_names
+from tests.runs.test_ppo_step import (
+    CISPO,
+    GSPO,
+    GSPO_CLIP,
+    ORACLE,
+    SAMPLES,
+    VOCAB,
+    World,
+    check_step,
+    oracle_step,
+    with_routing,
+)
+from tests.support.adapters import write_adapters
+from tests.support.features import ADAPTIVE_LAM, FACTORS, NLL_COEF, ROLES, Case, covering, goes_together
+from tests.support.harness import ask
+from tests.support.quick import cases
+
+pytestmark = [pytest.mark.slow, pytest.mark.waits]
+
+BUDGET = 40
+"""Tokens of a microbatch; the longest sample has 32."""
+CAP, REJECT, REJECTED = 2.0, 1e8, -50.0
+BALANCE = 0.05
+ADAPTED = ("gemma2", "gemma3_text", "mixtral", "glm4_moe")
+LOSSES = {"cispo": CISPO, "gspo": GSPO}
+MODELS = {"": "model", "tied": "model-tied", "experts": "model-experts", "experts-replayed": "model-experts"}
+# (prompt, response) of each sample.
+LENGTHS: dict[str, list[tuple[int, int]]] = {
+    "giant": [(12, 20)] + [(2, 1), (1, 2), (3, 1)] * 3 + [(2, 2), (1, 1)],
+    "single": [(12, 1)] + [(12, 17 + i % 3) for i in range(SAMPLES - 1)],
+    # With CP 2 a sample is cut into quarters: 16 tokens at 4, 8 and 12; of 13 and 15 the last one is short.
+    "edges": [(4, 12), (8, 8), (12, 4), (3, 13), (9, 7), (12, 3), (5, 11), (7, 9), (11, 5), (4, 9), (8, 5), (1, 7)],
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" in metafunc.fixturenames:
+        strength = metafunc.config.getoption("--strength")
+        found = covering(strength, most_ranks=4 if strength == 2 else 8)
+        metafunc.parametrize("case", found, ids=lambda case: case.name)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("conformance"))
+
+
+def samples_of(case: Case, plain: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of the case's kind. Whom the correction rejects are all but three, which are seldom in one minibatch."""
+    kind = case["samples"].name
+    if kind == "rejected":
+        return [{**sample, "engine": -4.0 if i in (0, 5, 7) else REJECTED} for i, sample in enumerate(plain)]
+    if kind == "turns":
+        return [in_turns(sample) for sample in plain]
+    if kind not in LENGTHS:
+        return plain
+    g = torch.Generator().manual_seed(8)
+    return [
+        {
+            "tokens": torch.randint(1, VOCAB, (prompt + response,), generator=g).tolist(),
+            "response": response,
+            "score": float(torch.randn((), generator=g)),
+        }
+        for prompt, response in LENGTHS[kind]
+    ]
+
+
+def in_turns(sample: dict[str, Any]) -> dict[str, Any]:
+    """A sample of turns of three tokens, each rewarded on its last one, and two of the environment's after each."""
+    response = sample["response"]
+    rewards = [[0.0, 0.0, 0.1 * (i + 1), None, None][i % 5] for i in range(response)]
+    while rewards[-1] is None:  # a sample ends with what the model said
+        rewards[-1] = 0.0
+        rewards.pop()
+    return {
+        **sample,
+        "tokens": sample["tokens"][: len(sample["tokens"]) - response + len(rewards)],
+        "response": len(rewards),
+        "turn_rewards": rewards,
+    }
+
+
+def test_features_that_meet_are_exact(case: Case, world: World, tmp_path: Path) -> None:
+    folder, samples, loss = world.folder(MODELS[case["model"].name]), samples_of(case, world.samples), case["loss"].name
+    if case["model"].name == "experts-replayed":
+        samples = with_routing(samples)
+    adapters = adapters_for(folder) if case["weights"].name == "lora" else None
+    begins = [] if adapters is None else [f"{role}.start_from={adapters}" for role in ROLES]
+    told = {
+        "config": str(folder.with_suffix(".yaml")),
+        "overrides": [*case.overrides(), *LOSSES.get(loss, ()), *begins, f"run.directory={tmp_path / 'run'}"],
+        "samples": samples,
+        "out": str(tmp_path / "out"),
+    }
+    result = ask("ppo_step_worker.py", case.ranks, told)
+    settings = copy.copy(ORACLE)
+    if loss in ("seq-mean", "gspo"):
+        settings.aggregation = "seq-mean-token-mean"
+    if loss in LOSSES:
+        settings.policy_loss = loss
+    if loss == "gspo":
+        settings.clip_low = settings.clip_high = GSPO_CLIP
+    if case["model"].name == "experts":
+        settings.actor_balance = settings.critic_balance = BALANCE
+    if case["samples"].name == "rejected":
+        settings.importance_cap, settings.reject_above = CAP, REJECT
+    if case["estimates"].name == "vapo":
+        settings.adaptive_lam, settings.critic_lam, settings.nll_coef = ADAPTIVE_LAM, 1.0, NLL_COEF
+    found = oracle_step(folder, samples, settings, result["minibatches"], adapters)
+    check_step(result, tmp_path / "out", samples, *found, base=None if adapters is None else folder)
+
+
+def adapters_for(folder: Path) -> Path:
+    """A PEFT folder beside the model's, on every matrix."""
+    out = folder.with_name(f"{folder.name}-adapters")
+    return out if out.exists() else write_adapters(out, folder, rank=4, alpha=6, seed=13)
+
+
+def test_adapters_on_experts_alone(world: World, tmp_path: Path) -> None:
+    """No dense weight of the actor is trained."""
+    targets = ("gate_proj", "up_proj", "down_proj")
+    step_with_adapters(world, tmp_path, "model-experts", targets, ["layout.expert_parallel=2"])
+
+
+@pytest.mark.parametrize("family", cases(ADAPTED, exhaustive=ADAPTED[1:]))
+def test_adapters_of_families_of_their_own_kind(world: World, tmp_path: Path, family: str) -> None:
+    """Of Gemma before the norms behind attention and MLP; of GLM one name stands for matrices of dense layers, routed
+    and shared experts. The other families' layers are those of the steps above."""
+    folder = world.folder(f"model-{family}")
+    arch = read_architecture(folder)
+    experts = ", expert_parallel: 2" if arch.experts else ""
+    layout = [f"layout={{tensor_parallel: 2, sequence_parallel: true{experts}}}"]
+    step_with_adapters(world, tmp_path, folder.name, target_names(arch), layout)
+
+
+def step_with_adapters(world: World, tmp_path: Path, model: str, targets: tuple[str, ...], of_roles: list[str]) -> None:
+    """A step of two ranks beside the oracle's."""
+    folder = world.folder(model)
+    adapters = write_adapters(tmp_path / "adapters", folder, rank=4, alpha=6, seed=14, targets=targets)
+    lora = f"lora={{rank: 4, alpha: 6, targets: [{', '.join(targets)}]}}"
+    told = {
+        "config": str(folder.with_suffix(".yaml")),
+        "overrides": [
+            *(f"{role}.{x}" for role in ROLES for x in (lora, f"start_from={adapters}", *of_roles)),
+            "actor.optimizer.distributed=true",
+            f"run.directory={tmp_path / 'run'}",
+        ],
+        "samples": world.samples,
+        "out": str(tmp_path / "out"),
+    }
+    result = ask("ppo_step_worker.py", 2, told)
+    found = oracle_step(folder, world.samples, copy.copy(ORACLE), result["minibatches"], adapters)
+    check_step(result, tmp_path / "out", world.samples, *found, base=folder)
+
+
+def test_the_samples_are_what_they_are_called(world: World) -> None:
+    """A microbatch holds the sample of one token and no other; rejected ones leave a minibatch with few or none."""
+    totals = [prompt + response for prompt, response in LENGTHS["single"]]
+    assert totals[0] + min(totals[1:]) > BUDGET and LENGTHS["single"][0][1] == 1
+    assert all(len(lengths) == SAMPLES for lengths in LENGTHS.values())
+    assert max(map(sum, LENGTHS["giant"])) >= 8 * sorted(map(sum, LENGTHS["giant"]))[-2]
+
+
+def test_every_two_features_meet() -> None:
+    """All that go together at all, and few do not."""
+    cases = covering(2, most_ranks=4)
+    assert len(cases) < 40
+    factors = list(FACTORS)
+    apart = []
+    for i, first in enumerate(factors):
+        for second in factors[i + 1 :]:
+            for a in FACTORS[first]:
+                for b in FACTORS[second]:
+                    if not any(case[first] == a and case[second] == b for case in cases):
+                        apart.append({a.name, b.name})
+    assert apart == [{"experts", "tp2"}, {"experts-replayed", "tp2"}]
+    assert not goes_together(covering(2, most_ranks=4)[1], most_ranks=1)

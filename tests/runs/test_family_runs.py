@@ -1,0 +1,119 @@
+"""A model of each family through a whole run: it learns, is killed and goes on, and transformers loads what is left."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from megappo.cli import main
+from megappo.commands.export import export_run
+from tests.runs.test_resume import assert_same_tensors
+from tests.support.attempts import assert_same_run, attempts, killed_at, train
+from tests.support.models import add_further_layers, write_model
+from tests.support.quick import cases
+
+pytestmark = [pytest.mark.slow, pytest.mark.waits]
+
+# Where nothing is said, the actor has TP2 and the critic PP2.
+RUNS: dict[str, tuple[str, ...]] = {
+    "mixtral": (
+        "actor.layout={expert_parallel: 2}",
+        "critic.layout={tensor_parallel: 2, expert_parallel: 2, sequence_parallel: true}",
+    ),
+    "glm4_moe": (
+        "actor.layout={tensor_parallel: 2, expert_parallel: 2, sequence_parallel: true}",
+        "critic.layout={pipeline_parallel: 2}",
+    ),
+    "gpt_oss": (
+        "actor.layout={tensor_parallel: 2, expert_parallel: 2, sequence_parallel: true}",
+        "critic.layout={pipeline_parallel: 2}",
+    ),
+    "deepseek_v3": (
+        "actor.layout={tensor_parallel: 2, expert_parallel: 2, sequence_parallel: true}",
+        "critic.layout={pipeline_parallel: 2}",
+    ),
+    "qwen3_next": (
+        "actor.layout={tensor_parallel: 2, expert_parallel: 2, sequence_parallel: true}",
+        "critic.layout={pipeline_parallel: 2}",
+    ),
+    "qwen3_5_text": (),
+    "gemma2": (),
+    "gemma3_text": ("actor.layout={pipeline_parallel: 2}", "critic.layout={tensor_parallel: 2}"),
+    "gemma4_text": ("actor.layout={pipeline_parallel: 2}", "critic.layout={tensor_parallel: 2}"),
+}
+
+
+FURTHER = ("glm4_moe", "deepseek_v3", "qwen3_next")
+"""Whose models have a layer that predicts further tokens here."""
+
+
+FEW = ("gpt_oss", "qwen3_next")
+"""Between them: experts, routers, sinks, windows, two kinds of layers, two kinds of attention, a further layer."""
+
+
+@pytest.mark.parametrize("family", cases(RUNS, exhaustive=RUNS.keys() - FEW))
+def test_a_run_continues_and_is_exported(tmp_path: Path, family: str) -> None:
+    model = write_model(tmp_path / "model", family, 3, vocab_size=16, num_hidden_layers=2)
+    further = add_further_layers(model) if family in FURTHER else {}
+    settings = (
+        "run.steps=3", "checkpoint.every_steps=1", "evaluation=null", "actor.optimizer.learning_rate=0.003",
+        f"model.path={model}", "model.init=pretrained", "model.tokenizer=configs/models/tiny_arithmetic",
+        "model.dtype=float32", *RUNS[family],
+    )  # fmt: skip
+    whole, killed, out = tmp_path / "whole", tmp_path / "killed", tmp_path / "out"
+    attempts(
+        tmp_path, train(whole, *settings), killed_at(killed, 2, "update_actor", 1, *settings), train(killed, *settings)
+    )
+    assert_same_run(whole, killed, 3)
+    lines = [json.loads(line) for line in (killed / "metrics.jsonl").read_text().splitlines()]
+    # What the trainer computes is what transformers computes, which samples here.
+    assert all(0 < line["mismatch/max"] < 1e-4 and line["actor/updates"] > 0 for line in lines)
+    export_run(str(killed), str(out))
+    assert_same_tensors(load_file(killed / "final/model.safetensors"), load_file(out / "model.safetensors"))
+    logits = [logits_of(folder, further) for folder in (model, killed / "final", out)]
+    assert torch.equal(logits[1], logits[2]) and not torch.allclose(logits[0], logits[1], atol=1e-2)
+    if further:
+        left = load_file(out / "model.safetensors")
+        assert all(torch.equal(left[name], tensor) for name, tensor in further.items())
+        assert_further_layers_are_checked(killed, model, further, settings if family == "glm4_moe" else ())
+
+
+def assert_further_layers_are_checked(
+    run: Path, model: Path, further: Mapping[str, torch.Tensor], goes_on: Sequence[str]
+) -> None:
+    """An export whose layers that predict further tokens would be others is none, and one without them says so. Nor
+    does a run with these settings go on with others."""
+    path, out = model / "model.safetensors", model.parent / "later"
+    tensors, name = load_file(path), max(further)
+    save_file(tensors | {name: -tensors[name]}, path, metadata={"format": "pt"})
+    if goes_on:
+        output = attempts(model.parent, train(run, *goes_on, expect="2"))
+        assert "the weights of the actor's further layers are not those the run began with" in output
+    with pytest.raises(ValueError, match=r"further tokens in .* are not those .* began with .*\(--without-mtp\)"):
+        export_run(str(run), str(out))
+    path.unlink()
+    with pytest.raises(ValueError, match=r"further tokens are in .* alone, .* holds no model\.safetensors; .*--w"):
+        export_run(str(run), str(out))
+    assert main(["export", str(run), str(out), "--without-mtp"]) == 0
+    assert not load_file(out / "model.safetensors").keys() & further.keys()
+    config = json.loads((out / "config.json").read_text())
+    assert {config[count] for count in ("num_nextn_predict_layers", "mtp_num_hidden_layers") if count in config} <= {0}
+
+
+def logits_of(folder: Path, further: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """What transformers makes of a folder, all of which is the model's, but for layers that predict further tokens."""
+    exact: dict[str, Any] = {"attn_implementation": "eager", "output_loading_info": True}
+    model, info = AutoModelForCausalLM.from_pretrained(folder, **exact)
+    behind = tuple(name[: name.rindex(".eh_proj.") + 1] for name in further if name.endswith(".eh_proj.weight"))
+    info["unexpected_keys"] = {name for name in info["unexpected_keys"] if not name.startswith(behind)}
+    assert not any(info.values()), info
+    with torch.no_grad():
+        found: torch.Tensor = model(torch.arange(2, 14)[None]).logits
+    return found

@@ -1,0 +1,132 @@
+"""Runs whose prompts are always in flight: they learn, and go on where they were killed or stopped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megappo.observe.metric_docs import METRICS
+from megappo.observe.metrics import read_metrics
+from tests.support.attempts import assert_same_run, attempts, killed_at, timeless, train
+from tests.support.harness import start
+
+pytestmark = [pytest.mark.slow, pytest.mark.waits]
+
+ENGINE = ("rollout.engine=tests.support.ticking:TickingEngine", "algorithm.old_logprob=corrected")
+TWO = (*ENGINE, "rollout.ahead=2", "rollout.max_lag=3")
+SHORT = ("run.steps=6", "checkpoint.every_steps=1", "checkpoint.keep_last=9")
+SELECTED = ("rollout.dynamic_sampling={max_rounds: 2}", "data.curriculum={right_above: -1}")
+HALF_AS_FAST = ["actor.optimizer.learning_rate=5.0e-4", "critic.optimizer.learning_rate=1.0e-3"]
+FOUR = ("rollout.ahead=4", "rollout.max_lag=4")
+
+
+def replayed(run: Path) -> tuple[str, ...]:
+    """Settings that train on what a run recorded; the engine answers evaluations."""
+    return ("rollout.engine=transformers", *TWO[1:], f"rollout.replay_arrivals={run / 'arrivals'}")
+
+
+def assert_replayed(recorded: Path, again: Path) -> None:
+    """The same metrics, weights and texts to the last bit."""
+    assert timeless(recorded / "metrics.jsonl") == timeless(again / "metrics.jsonl")
+    for name in ("final/model.safetensors", "samples.jsonl"):
+        assert (recorded / name).read_bytes() == (again / name).read_bytes()
+
+
+def test_a_run_repeats_and_goes_on_where_it_was_killed(tmp_path: Path) -> None:
+    """An engine that gives the same answers at the same time: the run that was killed is the one that was not. Kills
+    come when a step has taken its samples, in several rounds, and before answers go on under new weights. What it
+    recorded trains a run without that engine to the same bits, also where that is killed, and on one rank."""
+    killed, again, alone = (tmp_path / name for name in ("killed", "again", "alone"))
+    recorded = (*TWO, *SHORT, *SELECTED, "rollout.record_arrivals=true")
+    one = ("actor.layout={}", "critic.layout={}", "run.steps=3")
+    attempts(
+        tmp_path,
+        train(tmp_path / "whole", *TWO, *SHORT, *SELECTED),
+        killed_at(killed, 4, "update_actor", 1, *recorded),
+        killed_at(killed, 5, "sync", 0, *recorded),
+        train(killed, *recorded),
+        train(alone, *recorded, *one, processes=1),
+        killed_at(again, 3, "update_actor", 1, *SHORT, *SELECTED, *replayed(killed)),
+        train(again, *SHORT, *SELECTED, *replayed(killed)),
+        train(tmp_path / "alone_again", *SHORT, *SELECTED, *replayed(alone), *one, processes=1),
+    )
+    assert_same_run(tmp_path / "whole", killed, 6)
+    assert_replayed(killed, again)
+    assert_replayed(alone, tmp_path / "alone_again")
+    lines = read_metrics(killed / "metrics.jsonl")[1:]
+    assert {name for line in lines for name in line} - {"step"} <= set(METRICS)
+    assert all(line["rollout/lag_max"] <= 3 and line["rollout/dropped"] == 0 for line in lines)
+    assert max(line["rollout/lag_max"] for line in lines) > 1
+    assert any(line["rollout/partial"] > 0 for line in lines)
+    assert any(0 < line["rollout/several_versions"] < 1 for line in lines)
+    assert any(line["group/rounds"] > 1 and line["group/spread"] > 0 for line in lines)
+    assert any(line["curriculum/resting"] > 0 for line in lines)
+
+
+def test_a_run_that_is_stopped_keeps_what_is_finished(tmp_path: Path) -> None:
+    """A run that was one step ahead, and is killed, goes on with prompts in flight, is stopped, and goes on with one
+    rank: from then on every sample is finished once, and no more of them than its steps train on."""
+    run, log = tmp_path / "stopped", tmp_path / "finished"
+    settings = (*TWO, *SHORT, f"rollout.engine_options={{log: {log}}}")
+    stop = {"rank": 1, "step": 3, "at": "rollout", "signal": "SIGUSR1"}
+    output = attempts(
+        tmp_path,
+        killed_at(run, 2, "update_actor", 0, *ENGINE, "rollout.ahead=1", *SHORT),
+        train(run, *settings, expect="85", kill=stop),
+        train(run, *settings, "actor.layout={}", "critic.layout={}", processes=1),
+    )
+    assert "stopped after step 2 with a checkpoint" in " ".join(output.split())
+    logs = [Path(f"{log}-{rank}").read_text().splitlines() for rank in (0, 1)]
+    finished = [json.loads(line)["number"] for of_rank in logs for line in of_rank]
+    assert sorted(finished) == list(range(5 * 10 * 8))  # of the steps after the first
+    lines = read_metrics(run / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(7))
+    assert sum(line["rollout/dropped"] for line in lines[2:]) == 0
+
+
+def test_episodes_in_flight_that_are_killed_and_stopped(tmp_path: Path) -> None:
+    """A run goes on with the episodes that were over and begins others anew; it trains on whole steps of them."""
+    run, turns = tmp_path / "run", "{name: tests.examples.lookup:Lookup, max_turns: 2, max_turn_tokens: 3}"
+    settings = (
+        "rollout.engine=tests.support.talking:TalkingEngine", "algorithm.old_logprob=corrected", "rollout.ahead=2",
+        "rollout.max_lag=2", "run.steps=4", "checkpoint.every_steps=1", f"rollout.environment={turns}",
+        "reward.function=environment", "rollout.max_response_tokens=9", "data.max_prompt_tokens=4",
+        "data.train={source: 'tests.examples.lookup:keys', options: {held_out: false}}", "data.validation=null",
+        "evaluation=null",
+    )  # fmt: skip
+    stop = {"rank": 1, "step": 3, "at": "update_actor", "signal": "SIGTERM"}
+    attempts(
+        tmp_path,
+        killed_at(run, 2, "update_critic", 0, *settings),
+        train(run, *settings, expect="85", kill=stop),
+        train(run, *settings),
+    )
+    lines = read_metrics(run / "metrics.jsonl")[-4:]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    for line in lines:
+        assert line["rollout/lag_max"] <= 2 and line["rollout/dropped"] == 0
+        assert line["episode/turns"] == 2 and line["episode/failures"] == 0
+    assert lines[0]["episode/begun_anew"] == 0 and any(line["rollout/lag"] > 0 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("steps", "reward", "rates"),
+    [
+        (20, 0.1, [*HALF_AS_FAST, "actor.optimizer.schedule=constant"]),
+        pytest.param(40, 0.35, [*HALF_AS_FAST, "actor.optimizer.schedule=constant"], marks=pytest.mark.exhaustive),
+        pytest.param(200, 0.95, HALF_AS_FAST, marks=pytest.mark.learning),
+    ],
+)
+def test_learning_four_steps_behind(tmp_path: Path, steps: int, reward: float, rates: list[str]) -> None:
+    """The quickstart's task with half of its learning rates and answers up to four syncs old, to where a synchronous
+    run comes with them in as many steps, or a good part of the way."""
+    words = ["train", "configs/quickstart.yaml", f"run.directory={tmp_path / 'run'}", *ENGINE, *FOUR]
+    words += [f"run.steps={steps}", *rates]
+    done = start("megappo", *words, processes=2, timeout_seconds=590)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert max(line["rollout/lag_max"] for line in lines[1:]) == 4
+    assert sum(line["rollout/lag"] for line in lines[1:]) / len(lines[1:]) > 1
+    assert sum(line["reward/mean"] for line in lines[-5:]) / 5 > reward

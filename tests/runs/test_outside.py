@@ -1,0 +1,84 @@
+"""Runs with an engine, a reward, a data source and a model family that are no part of megappo, named by their paths."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megappo.observe.metrics import read_metrics
+from tests.support.harness import start
+from tests.support.places import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.waits]
+PROGRAM = """
+import sys
+sys.path.insert(0, {folder!r})
+from megappo.cli import main
+sys.exit(main())
+"""
+
+
+SHORT = (
+    "run.steps=2", "rollout.prompts_per_step=10", "actor.minibatch_sequences=40", "critic.minibatch_sequences=40",
+)  # fmt: skip
+
+
+def megappo_with(folder: Path, part: str, *words: str, processes: int = 0) -> subprocess.CompletedProcess[str]:
+    """The command line where a file of ours stands in a folder of the user's as `of_mine`."""
+    shutil.copy(ROOT / "tests" / "support" / part, folder / "of_mine.py")
+    program = folder / "megappo_with_mine.py"
+    program.write_text(PROGRAM.format(folder=str(folder)))
+    done = start(program, *words, processes=processes)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return done
+
+
+def test_a_run_of_the_users_own_parts(tmp_path: Path) -> None:
+    overrides = [
+        f"run.directory={tmp_path / 'run'}",
+        *SHORT,
+        "rollout.engine=of_mine:PlainEngine",
+        f"rollout.engine_options={{log: {tmp_path / 'asked'}}}",
+        "reward.function=of_mine:digits",
+        "algorithm.estimator=of_mine:rest_of_rewards",
+        "algorithm.estimator_options={scale: 0.5}",
+        "algorithm.policy_loss=of_mine:reinforce",
+        "data.train={source: 'of_mine:questions', options: {size: 25}}",
+        "data.validation={source: 'of_mine:questions', options: {size: 4}}",
+        "evaluation.every_steps=2",
+    ]
+    done = megappo_with(tmp_path, "outside.py", "train", "configs/quickstart.yaml", *overrides, processes=2)
+    said = " ".join(done.stdout.replace("│", "").split())
+    assert "of_mine:PlainEngine on every rank" in said
+    assert "of_mine:PlainEngine' are planned as those of the embedded engine" in said
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert all(line["mismatch/mean"] < 1e-4 and line["actor/updates"] > 0 for line in lines[1:])
+    assert all(0 < line["reward/mean"] < 1 for line in lines[1:])
+    assert "of_mine:rest_of_rewards (gamma" in said and "policy loss of_mine:reinforce" in said
+    assert all(line["actor/surprise"] > 0 and line["actor/clipfrac"] == 0 for line in lines[1:])
+    # Each rank was asked for its share of two steps and of the evaluations before the first and after the second.
+    assert [(tmp_path / f"asked-{rank}").read_text().split() for rank in (0, 1)] == [["2", "40", "40", "2"]] * 2
+
+
+def test_a_run_of_a_family_of_the_users(tmp_path: Path) -> None:
+    """Actor under TP2, critic under PP2: planned, trained, its checkpoint exported, and loaded by transformers."""
+    run, model, out = tmp_path / "run", tmp_path / "model", tmp_path / "out"
+    shutil.copytree(ROOT / "configs/models/tiny_arithmetic", model)
+    content = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(content | {"model_type": "arcee", "hidden_act": "relu2"}))
+    settings = [f"run.directory={run}", f"model.path={model}", "model.family=of_mine:FAMILY", "checkpoint={}", *SHORT]
+    megappo_with(tmp_path, "outside_family.py", "train", "configs/quickstart.yaml", *settings, processes=2)
+    lines = read_metrics(run / "metrics.jsonl")
+    assert all(0 < line["mismatch/max"] < 1e-4 and line["actor/updates"] > 0 for line in lines if line["step"])
+    megappo_with(tmp_path, "outside_family.py", "export", str(run), str(out))
+    final, exported = (AutoModelForCausalLM.from_pretrained(folder) for folder in (run / "final", out))
+    assert final.config.model_type == "arcee"
+    for name, tensor in final.named_parameters():
+        assert torch.equal(tensor, exported.get_parameter(name)), name

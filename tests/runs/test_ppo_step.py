@@ -1,0 +1,566 @@
+"""One PPO step on special layouts against the one-process oracle: every number and every updated weight.
+
+How features meet is in test_conformance.py.
+
+Two epochs, minibatches, microbatches, KL in reward and in loss, dual clip, value clip, entropy, weight decay,
+gradient clipping, temperature; padding is NaN.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.support.adapters import adapters_of, merged_weights, put_adapters
+from tests.support.harness import ask
+from tests.support.models import EXPERTS, VOCAB, stored_parameters, write_model
+from tests.support.oracle import Sample, Settings, ValueModel, changed_routing, ppo_step
+from tests.support.places import ROOT
+from tests.support.quick import cases
+
+pytestmark = [pytest.mark.slow, pytest.mark.waits]
+
+SAMPLES, LAYERS = 12, 4
+NO_EXPERT = 255
+ENGINE = -1.0
+"""Log-probability of every token as the engine has it, where nothing else is said of a sample."""
+TOLERANCE = 1e-4
+LOSS_TOLERANCE = 1e-5
+
+ORACLE = Settings(
+    temperature=0.8,
+    gamma=0.98,
+    lam=0.9,
+    kl_reward_coef=0.05,
+    kl_loss_coef=0.1,
+    clip_low=0.1,
+    clip_high=0.15,
+    dual_clip=1.5,
+    value_clip=0.05,
+    entropy_coef=0.02,
+    aggregation="token-mean",
+    clip_grad_norm=0.5,
+    actor_lr=2e-3,
+    critic_lr=3e-3,
+    weight_decay=0.1,
+    # With the usual 1e-8 Adam's first step is the sign of the gradient, also where that is rounding noise.
+    adam_eps=1e-3,
+)
+
+PARTS = ["recompute=selective", "recompute_modules=[core_attn, mlp]"]
+CP2 = ["actor.layout.context_parallel=2", "critic.layout.context_parallel=2"]
+OFFLOAD = [f"{role}.offload=true" for role in ("actor", "critic", "reference")]
+SHARDED = [f"{role}.optimizer.distributed=true" for role in ("actor", "critic")]
+# A part of the optimizer on the host, all of it, and what Megatron gathers late.
+OFFLOADED = {
+    "tp2-offload": [*(f"{role}.layout.tensor_parallel=2" for role in ("actor", "critic")), *OFFLOAD],
+    "dp2-distributed": SHARDED,
+    "dp2-distributed-offload": [*SHARDED, *OFFLOAD],
+}
+TWO_PROCESSES: dict[str, list[str]] = {
+    "tp2": ["actor.layout.tensor_parallel=2", "critic.layout.tensor_parallel=2"],
+    "pp2": ["actor.layout.pipeline_parallel=2", "critic.layout.pipeline_parallel=2"],
+    "dp2": [],
+    "mixed": ["actor.layout.tensor_parallel=2", "critic.layout.pipeline_parallel=2"],
+    "apart": ["actor.layout.ranks=1", "critic.layout.first_rank=1"],
+    "critic-on-one": ["critic.layout.ranks=1"],
+    "sp2": [
+        "actor.layout.tensor_parallel=2",
+        "actor.layout.sequence_parallel=true",
+        "critic.layout.tensor_parallel=2",
+        "critic.layout.sequence_parallel=true",
+    ],
+    "vpp2": [
+        "actor.layout.pipeline_parallel=2",
+        "actor.layout.virtual_pipeline_chunks=2",
+        "critic.layout.pipeline_parallel=2",
+        "critic.layout.virtual_pipeline_chunks=2",
+    ],
+    "tp2-one-microbatch": [
+        "actor.layout.tensor_parallel=2",
+        "critic.layout.tensor_parallel=2",
+        "actor.microbatch_budget_tokens=4096",
+        "critic.microbatch_budget_tokens=4096",
+    ],
+    "pp2-recompute-parts": [
+        "actor.layout.pipeline_parallel=2",
+        "actor.layout.deallocate_pipeline_outputs=false",
+        "critic.layout.tensor_parallel=2",
+        *(f"{role}.{x}" for role in ("actor", "critic") for x in PARTS),
+    ],
+    "cp2": CP2,
+    **OFFLOADED,
+    "dp2-overlap": [
+        "actor.optimizer.overlap_grad_reduce=true",
+        "actor.optimizer.distributed=true",
+        "critic.optimizer.overlap_grad_reduce=true",
+    ],
+}
+SP2 = [f"{role}.layout.{x}" for role in ("actor", "critic") for x in ("tensor_parallel=2", "sequence_parallel=true")]
+# Four layers on three stages, and five on four chunks.
+THREE_PROCESSES = {"pp3-uneven": [f"{role}.layout.pipeline_parallel=3" for role in ("actor", "critic")]}
+UNEVEN_CHUNKS = {"vpp2-five": [*TWO_PROCESSES["vpp2"], "critic.layout.pipeline_layers=[1, 1, 2, 1]"]}
+FOUR_PROCESSES = {
+    "cp4": ["actor.layout.context_parallel=4", "critic.layout.tensor_parallel=2"],
+    "vpp2-dp2-overlap": [
+        *TWO_PROCESSES["vpp2"],
+        "critic.layout.virtual_pipeline_chunks=1",
+        *(f"{r}.optimizer.{x}=true" for r in ("actor", "critic") for x in ("distributed", "overlap_grad_reduce")),
+    ],
+}
+# Models with experts. Ranks may hold them within a tensor parallel group, across context ranks or data replicas. With
+# "replay" samples say which experts the actor has to take, others than its routers would.
+EP2 = ["actor.layout.expert_parallel=2", "critic.layout.expert_parallel=2"]
+BALANCE = {"actor": 0.05, "critic": 0.02}
+BALANCED = [f"{role}.router_aux_loss_coef={weight}" for role, weight in BALANCE.items()]
+TWO_EXPERTS: dict[str, list[str]] = {
+    "ep2-experts": EP2,
+    "ep2-mixtral": EP2,
+    "sp2-ep2-balanced-glm4_moe": [*SP2, *EP2, *BALANCED],
+    "sp2-ep2-balanced-gpt_oss": [*SP2, *EP2, *BALANCED, "critic.recompute=selective"],
+    "sp2-ep2-balanced-deepseek_v3": [*SP2, *EP2, *BALANCED],
+    "sp2-ep2-balanced-qwen3_next": [*SP2, *EP2, *BALANCED],
+    "sp2-balanced-experts": [
+        *SP2,
+        "critic.layout.expert_parallel=2",
+        "critic.recompute=full",
+        "actor.optimizer.distributed=true",
+        *BALANCED,
+    ],
+}
+FOUR_EXPERTS: dict[str, list[str]] = {
+    "sp2-ep4-experts": [*SP2, "actor.layout.expert_parallel=4", "critic.layout.expert_parallel=2"],
+    "cp2-sp2-ep4-replay-experts": [*CP2, *SP2, "actor.layout.expert_parallel=4", "critic.layout.expert_parallel=2"],
+    "cp2-dp2-ep4-balanced-experts": [
+        *CP2,
+        *EP2,
+        "actor.layout.expert_parallel=4",
+        "actor.optimizer.distributed=true",
+        *BALANCED,
+    ],
+}
+EIGHT_PROCESSES = {
+    "tp2-pp2-cp2": [*CP2, *TWO_PROCESSES["tp2"], *TWO_PROCESSES["pp2"], "actor.optimizer.distributed=true"]
+}
+# Policy losses that are no part of megappo. GSPO clips its near ratios so narrowly that there is something to clip.
+CISPO = [
+    "algorithm.policy_loss=tests.examples.cispo:cispo",
+    f"algorithm.policy_loss_options={{high: {ORACLE.clip_high}}}",
+]
+GSPO_CLIP = 0.01
+GSPO = [
+    "algorithm.policy_loss=tests.examples.gspo:gspo",
+    f"algorithm.policy_loss_options={{low: {GSPO_CLIP}, high: {GSPO_CLIP}}}",
+    "algorithm.loss_aggregation=seq-mean-token-mean",
+]
+# Models with caps, norms behind layers and layers that differ.
+GEMMA = {
+    "sp2-recompute-gemma2": [*SP2, *(f"{r}.recompute=full" for r in ("actor", "critic"))],
+    "pp2-gemma3_text": TWO_PROCESSES["pp2"],
+    "tp2-gemma4_text": TWO_PROCESSES["tp2"],
+}
+OF_USERS = {f"{name}-tp2": [*loss, *TWO_PROCESSES["tp2"]] for name, loss in (("cispo", CISPO), ("gspo", GSPO))}
+ONE_PROCESS: dict[str, list[str]] = {"one": [], "one-tied": [], "one-experts": []}
+# The first update of a step: one epoch, and no learning where there are several updates.
+FIRST_UPDATE = {
+    "same-packs-tp2": [*TWO_PROCESSES["tp2"], "actor.epochs=1", "actor.minibatch_sequences=12"],
+    "same-packs-pp2": [*TWO_PROCESSES["pp2"], "actor.epochs=1", "actor.minibatch_sequences=12"],
+    "other-packs-tp2": [*TWO_PROCESSES["tp2"], "actor.epochs=1", "actor.optimizer.learning_rate=1e-30"],
+    "other-packs-dp2": ["actor.epochs=1", "actor.optimizer.learning_rate=1e-30"],
+}
+# One sample's score is infinite, so every loss is.
+NON_FINITE = {
+    "nonfinite-skip": [*TWO_PROCESSES["mixed"], "algorithm.on_nonfinite=skip"],
+    "nonfinite-stop": TWO_PROCESSES["mixed"],
+}
+# Rounding of bfloat16 is much larger than what a layout changes.
+ON_HOST_ROUNDED = ["model.dtype=bfloat16", *(f"{r}.optimizer.on_host=0.5" for r in ("actor", "critic")), *OFFLOAD]
+ROUNDED = {"one-bfloat16": ["model.dtype=bfloat16"], "cp2-bfloat16": [*CP2, "model.dtype=bfloat16"]}
+WITH_ORACLE = {
+    1: ONE_PROCESS,
+    2: {**TWO_PROCESSES, **UNEVEN_CHUNKS, "pp2-tied": TWO_PROCESSES["pp2"], **TWO_EXPERTS, **GEMMA, **OF_USERS},
+    3: THREE_PROCESSES,
+    4: {**FOUR_PROCESSES, **FOUR_EXPERTS},
+    8: EIGHT_PROCESSES,
+}
+SCENARIOS = {
+    **WITH_ORACLE,
+    2: {**WITH_ORACLE[2], **FIRST_UPDATE, **NON_FINITE, **ROUNDED, "one-bfloat16-on-host": ON_HOST_ROUNDED},
+}
+LARGE = (
+    "cp2-sp2-ep4-replay-experts", "cp2-dp2-ep4-balanced-experts", "sp2-ep2-balanced-qwen3_next",
+    "sp2-ep2-balanced-gpt_oss", "sp2-ep2-balanced-glm4_moe", "cp4", "sp2-balanced-experts",
+)  # fmt: skip
+"""Whose axes and features meet in other steps, here and in test_conformance.py."""
+# Scenarios say by the end of their names which one.
+MODELS = {
+    "model": "qwen3",
+    "model-tied": "qwen3",
+    "model-experts": "qwen3_moe",
+    "model-five": "qwen3",
+    "model-mixtral": "mixtral",
+    "model-glm4_moe": "glm4_moe",
+    "model-gpt_oss": "gpt_oss",
+    "model-deepseek_v3": "deepseek_v3",
+    "model-qwen3_next": "qwen3_next",
+    "model-gemma2": "gemma2",
+    "model-gemma3_text": "gemma3_text",
+    "model-gemma4_text": "gemma4_text",
+}
+
+
+def base_config(folder: Path) -> dict[str, Any]:
+    """The settings that ORACLE spells out."""
+    o = ORACLE
+    role = {"epochs": 2, "minibatch_sequences": 6, "microbatch_budget_tokens": 40}
+    optimizer = {"weight_decay": o.weight_decay, "clip_grad_norm": o.clip_grad_norm, "eps": o.adam_eps}
+    return {
+        "run": {"name": "oracle", "steps": 10, "seed": 5},
+        "model": {"path": str(folder), "dtype": "float32", "tokenizer": "configs/models/tiny_arithmetic"},
+        "actor": {**role, "optimizer": {**optimizer, "learning_rate": o.actor_lr}},
+        "critic": {
+            **role, "optimizer": {**optimizer, "learning_rate": o.critic_lr}, "value_clip": o.value_clip,
+            "value_head_std": 0.3,
+        },
+        "reference": {"path": str(reference_of(folder))},
+        "data": {
+            "train": {"source": "megappo.data.arithmetic:sums", "options": {"max_operand": 3}},
+            "apply_chat_template": False, "max_prompt_tokens": 12,
+        },
+        "rollout": {
+            "engine": "transformers", "prompts_per_step": SAMPLES, "max_response_tokens": 20,
+            "temperature": o.temperature,
+        },
+        "reward": {"function": "exact"},
+        "algorithm": {
+            "gamma": o.gamma, "lam": o.lam, "clip_low": o.clip_low, "clip_high": o.clip_high, "dual_clip": o.dual_clip,
+            "entropy_coef": o.entropy_coef, "kl_in_reward": {"kind": "kl", "coef": o.kl_reward_coef},
+            "kl_in_loss": {"kind": "low_var_kl", "coef": o.kl_loss_coef}, "mismatch_stop_nats": 1e6,
+        },
+        "logging": {"tensorboard": False, "console": "quiet"},
+    }  # fmt: skip
+
+
+def random_samples() -> list[dict[str, Any]]:
+    g = torch.Generator().manual_seed(7)
+    samples = []
+    for _ in range(SAMPLES):
+        prompt, response = (int(torch.randint(low, high, (), generator=g)) for low, high in ((2, 12), (1, 20)))
+        # Not the padding token 0: transformers keeps its embedding at zero and without gradient.
+        tokens = torch.randint(1, VOCAB, (prompt + response,), generator=g).tolist()
+        samples.append({"tokens": tokens, "response": response, "score": float(torch.randn((), generator=g))})
+    return samples
+
+
+def with_routing(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same samples with experts at random for each token in each layer, but for those that nobody says: of every
+    seventh token in one layer, whose experts are no expert's numbers, and of another in all, whose are the same."""
+    g = torch.Generator().manual_seed(9)
+    found = []
+    for sample in samples:
+        tokens = len(sample["tokens"]) - 1
+        routing = torch.rand(tokens, LAYERS, EXPERTS["num_experts"], generator=g).topk(EXPERTS["num_experts_per_tok"])
+        chosen = routing.indices
+        chosen[::7, 1], chosen[3::7] = NO_EXPERT, 5
+        found.append({**sample, "routing": chosen.tolist()})
+    return found
+
+
+def told(sample: dict[str, Any]) -> torch.Tensor | None:
+    """The routing of a sample as the oracle wants it."""
+    if "routing" not in sample:
+        return None
+    routing = torch.tensor(sample["routing"])
+    return torch.where(routing[..., :1] == routing[..., 1:], -1, routing)
+
+
+class World:
+    """Models, configurations, and scenarios that run when the first test asks for them."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.samples = random_samples()
+        self._results: dict[str, dict[str, Any]] = {}
+
+    def folder(self, scenario: str) -> Path:
+        """The model of a scenario; its configuration and its reference stand beside it."""
+        name = next(name for name in reversed(MODELS) if scenario.endswith(name.removeprefix("model")))
+        folder = self.root / name
+        if not folder.exists():
+            family = MODELS[name]
+            changes = {
+                "tie_word_embeddings": name == "model-tied",
+                "num_hidden_layers": 5 if name == "model-five" else 4,
+            }
+            # Near the actor: the estimator of KL is clamped for tokens that differ by more than three nats.
+            write_model(reference_of(folder), family, 11, noise=0.02, **changes)
+            folder.with_suffix(".yaml").write_text(yaml.safe_dump(base_config(folder)))
+            write_model(folder, family, 11, **changes)
+        return folder
+
+    def result(self, scenario: str) -> dict[str, Any]:
+        """Metrics, numbers of samples and minibatches, of the step that `out(scenario)` has the weights of."""
+        if scenario not in self._results:
+            processes, overrides = next((n, found[scenario]) for n, found in SCENARIOS.items() if scenario in found)
+            spoiled = [{**self.samples[0], "score": math.inf}, *self.samples[1:]]
+            case = {
+                "config": str(self.folder(scenario).with_suffix(".yaml")),
+                "overrides": [*overrides, f"run.directory={self.root / scenario / 'run'}"],
+                "samples": spoiled if scenario in NON_FINITE else self.samples_of(scenario),
+                "out": str(self.out(scenario)),
+            }
+            self._results[scenario] = ask("ppo_step_worker.py", processes, case)
+        return self._results[scenario]
+
+    def samples_of(self, scenario: str) -> list[dict[str, Any]]:
+        """What the step is made of."""
+        return with_routing(self.samples) if "replay" in scenario else self.samples
+
+    def ran(self, scenario: str) -> str:
+        """The scenario, which has run."""
+        self.result(scenario)
+        return scenario
+
+    def out(self, scenario: str) -> Path:
+        """The weights after the step: actor.safetensors and critic.safetensors."""
+        return self.root / scenario / "out"
+
+
+def reference_of(folder: Path) -> Path:
+    return folder.with_name(folder.name + "-ref")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("ppo"))
+
+
+def oracle(world: World, name: str) -> tuple[dict[str, Any], Any, ValueModel]:
+    """The same step in one process, with the minibatches the run drew."""
+    settings = copy.copy(ORACLE)
+    if "seq-mean" in name or "gspo" in name:
+        settings.aggregation = "seq-mean-token-mean"
+    if name in OF_USERS:
+        settings.policy_loss = name.split("-")[0]
+    if "gspo" in name:
+        settings.clip_low = settings.clip_high = GSPO_CLIP
+    if "balanced" in name:
+        settings.actor_balance, settings.critic_balance = BALANCE["actor"], BALANCE["critic"]
+    return oracle_step(world.folder(name), world.samples_of(name), settings, world.result(name)["minibatches"])
+
+
+def oracle_step(
+    folder: Path,
+    given: list[dict[str, Any]],
+    settings: Settings,
+    minibatches: dict[str, list[list[int]]],
+    adapters: Path | None = None,
+) -> tuple[dict[str, Any], Any, ValueModel]:
+    """What was measured in the step, and the models behind it. `adapters`: what actor and critic train."""
+    actor, reference, trunk = (
+        AutoModelForCausalLM.from_pretrained(
+            p, dtype=torch.float32, experts_implementation="eager", attn_implementation="eager"
+        )
+        for p in (folder, reference_of(folder), folder)
+    )
+    if adapters is not None:
+        put_adapters(actor, adapters)
+        put_adapters(trunk, adapters)
+    head = torch.nn.Linear(32, 1)
+    drawn = torch.randn(1, 32, generator=torch.Generator().manual_seed(5)) * 0.3
+    head.weight.data.copy_(drawn)
+    head.bias.data.zero_()
+    critic = ValueModel(trunk, head)
+    samples = [
+        Sample(
+            torch.tensor(s["tokens"]),
+            s["response"],
+            s["score"],
+            s.get("engine", ENGINE),
+            told(s),
+            s.get("turn_rewards"),
+        )
+        for s in given
+    ]
+    changed = changed_routing(actor, samples) if any(sample.routing is not None for sample in samples) else None
+    measured = ppo_step(actor, reference, critic, samples, settings, minibatches["actor"], minibatches["critic"])
+    return {**measured, "changed": changed}, actor, critic
+
+
+def close(mine: torch.Tensor, truth: torch.Tensor, what: str, path: float = 0.0) -> None:
+    error = relative_error(mine, truth, path=path)
+    assert error < TOLERANCE, f"{what}: relative error {error:.2e}"
+
+
+def relative_error(mine: torch.Tensor, truth: torch.Tensor, *, path: float = 0.0) -> float:
+    """Of the whole tensor; `path`: what its updates moved it by, each counted, where that is more than it is. A single
+    number, such as a bias that begins at 0, may come back to near where it began: each step is rounded by what it is,
+    not by what is left of it."""
+    return float((mine.double() - truth.double()).norm() / truth.double().norm().clamp(min=max(path, 1e-6)))
+
+
+@pytest.mark.parametrize("name", cases(itertools.chain(*WITH_ORACLE.values()), quick=("tp2", "pp2"), exhaustive=LARGE))
+def test_step_equals_the_oracle(world: World, name: str) -> None:
+    check_step(world.result(name), world.out(name), world.samples_of(name), *oracle(world, name))
+
+
+def stored_weights(model: Any) -> dict[str, torch.Tensor]:
+    """By their names in files; of a value model with its head."""
+    if not isinstance(model, ValueModel):
+        return dict(stored_parameters(model))
+    of_trunk = {f"model.{name}": parameter for name, parameter in stored_parameters(model.trunk)}
+    return {**of_trunk, **dict(model.head.named_parameters(prefix="head"))}
+
+
+def check_step(
+    result: dict[str, Any],
+    out: Path,
+    given: list[dict[str, Any]],
+    measured: dict[str, Any],
+    actor: Any,
+    critic: ValueModel,
+    *,
+    base: Path | None = None,
+) -> None:
+    """Every number and every updated weight of a run's step is the oracle's. `base`: the model under adapters."""
+    for key in ("old_logprob", "values", "advantages", "returns"):
+        mine = torch.cat([torch.tensor(result["samples"][str(i)][key]) for i in range(len(given))])
+        close(mine, torch.cat(measured[key]), key)
+    for role in ("actor", "critic"):
+        updates = measured[role]
+        assert result["metrics"][f"{role}/updates"] == len(updates) > 0
+        counts = [u.pop("count") for u in updates]
+        for metric in updates[0]:
+            truth = sum(u[metric] for u in updates) / len(updates)
+            if metric in ("clipfrac", "ppo_kl", "entropy"):  # means over tokens, not over updates
+                truth = sum(u[metric] * n for u, n in zip(updates, counts, strict=True)) / sum(counts)
+            tolerance, least = (LOSS_TOLERANCE, 0.0) if metric == "loss" else (TOLERANCE, 1e-6)
+            # What each update may be wrong by; losses of several may cancel.
+            within = max(least, tolerance * sum(abs(u[metric]) for u in updates) / len(updates))
+            assert result["metrics"][f"{role}/{metric}"] == pytest.approx(truth, rel=0, abs=within), metric
+    if measured["changed"] is not None:
+        assert measured["changed"] > 0.5
+        assert result["metrics"]["mismatch/router_changed"] == pytest.approx(measured["changed"], rel=1e-9)
+    for role, model in (("actor", actor), ("critic", critic)):
+        trained = load_file(out / f"{role}.safetensors")
+        weights = stored_weights(model) if base is None else merged_weights(base, model)
+        paths = {name: getattr(p, "path", 0.0) for name, p in model.named_parameters()}
+        assert base is None or load_file(out / f"{role}-adapters.safetensors").keys() == adapters_of(model).keys()
+        for name, tensor in weights.items():
+            mapped = name.replace("trunk.", "model.")
+            close(trained[mapped], tensor.detach(), f"{role} {mapped}", paths.get(name, 0.0))
+        for name, tensor in adapters_of(model).items() if base is not None else ():
+            close(load_file(out / f"{role}-adapters.safetensors")[name], tensor, f"{role} {name}")
+
+
+def test_shared_out_samples_in_bfloat16_are_as_near_the_oracle_as_whole_ones(world: World) -> None:
+    """Two ranks round as much as one, replicas and context ranks alike."""
+    errors = {}
+    for name in ROUNDED:
+        result, (measured, actor, _) = world.result(name), oracle(world, name)
+        found = {}
+        for key in ("old_logprob", "values", "advantages"):
+            mine = torch.cat([torch.tensor(result["samples"][str(i)][key]) for i in range(SAMPLES)])
+            found[key] = relative_error(mine, torch.cat(measured[key]))
+        trained, exact = load_file(world.out(name) / "actor.safetensors"), dict(stored_parameters(actor))
+        found["weights"] = relative_error(
+            *(torch.cat([tensors[key].detach().flatten() for key in exact]) for tensors in (trained, exact))
+        )
+        errors[name] = found
+    whole, shared = errors.values()
+    assert all(0 < whole[key] < 0.05 and shared[key] < 1.5 * whole[key] for key in whole), errors
+
+
+@pytest.mark.parametrize("name", ["tp2", "dp2-distributed"])
+def test_what_rests_comes_back_to_the_last_bit(world: World, name: str) -> None:
+    found = [world.result(scenario) for scenario in (name, f"{name}-offload")]
+    metrics = [
+        {key: value for key, value in result["metrics"].items() if not key.startswith(("time/", "memory/"))}
+        for result in found
+    ]
+    assert metrics[0] == metrics[1] and found[0]["samples"] == found[1]["samples"]
+    for role in ("actor", "critic"):
+        files = [world.out(scenario) / f"{role}.safetensors" for scenario in (name, f"{name}-offload")]
+        assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_main_weights_that_live_on_the_host(world: World) -> None:
+    """Of a bfloat16 model: AdamW is fused there and here, and rounds alike."""
+    here, there = (world.out(world.ran(name)) for name in ("one-bfloat16", "one-bfloat16-on-host"))
+    for role in ("actor", "critic"):
+        assert (here / f"{role}.safetensors").read_bytes() == (there / f"{role}.safetensors").read_bytes()
+
+
+def test_the_readme_names_cases_that_there_are() -> None:
+    """Its table says which of them proves what."""
+    text = (ROOT / "megappo/megatron/README.md").read_text()
+    table = text.partition("| layout | cases |")[2].partition("\n\n")[0]
+    named = set(re.findall(r"`([^`]+)`", table))
+    assert len(named) > 15 and named <= {name for of_size in SCENARIOS.values() for name in of_size}
+
+
+def test_the_step_uses_what_it_should(world: World) -> None:
+    """Clips, dual clip and value clip are active in the scenario, so the agreement above covers them."""
+    metrics = world.result("one")["metrics"]
+    assert metrics["actor/clipfrac"] > 0.05
+    assert metrics["actor/clipfrac_lower"] > 0
+    assert metrics["critic/clipfrac"] > 0.05
+    assert metrics["actor/grad_norm"] > ORACLE.clip_grad_norm
+    assert metrics["kl/mean"] != 0
+
+
+def test_the_settings_of_speed_reach_megatron(world: World) -> None:
+    """What is exact in these scenarios is what they are named after."""
+    built = world.result("dp2-overlap")["built"]
+    assert built["actor"] == {"reduces": True, "gathers": True, "modules": ["core_attn"], "frees": True}
+    assert built["critic"] == {"reduces": True, "gathers": False, "modules": ["core_attn"], "frees": True}
+    built = world.result("pp2-recompute-parts")["built"]
+    assert built["actor"] == {"reduces": False, "gathers": False, "modules": ["core_attn", "mlp"], "frees": False}
+
+
+@pytest.mark.parametrize("name", ["cispo-tp2", "gspo-tp2"])
+def test_losses_of_ones_own_are_clipped_too(world: World, name: str) -> None:
+    """In several microbatches of several samples each, as the other scenarios."""
+    metrics = world.result(name)["metrics"]
+    assert 0.05 < metrics["actor/clipfrac"] < 0.95 and metrics["actor/clipfrac_lower"] == 0
+    assert ("actor/sequence_ratio" in metrics) == (name == "gspo-tp2")
+
+
+@pytest.mark.parametrize("name", FIRST_UPDATE)
+def test_the_first_update_starts_at_ratio_one(world: World, name: str) -> None:
+    """To the last bit where the microbatches are those of scoring, to float32's rounding elsewhere."""
+    metrics = world.result(name)["metrics"]
+    if name.startswith("same"):
+        assert metrics["actor/ratio_max"] == metrics["actor/ratio"] == 1
+        assert metrics["actor/ppo_kl"] == metrics["actor/clipfrac"] == 0
+    else:
+        assert metrics["actor/ratio_max"] == pytest.approx(1, abs=1e-5)
+        assert metrics["actor/ratio"] == pytest.approx(1, abs=1e-6)
+        assert abs(metrics["actor/ppo_kl"]) < 1e-6
+
+
+@pytest.mark.parametrize("name", NON_FINITE)
+def test_a_nonfinite_update_never_reaches_the_weights(world: World, name: str) -> None:
+    result = world.result(name)
+    start = dict(AutoModelForCausalLM.from_pretrained(world.folder(name), dtype=torch.float32).named_parameters())
+    trained = load_file(world.out(name) / "actor.safetensors")
+    assert all(torch.equal(trained[n], p) for n, p in start.items())
+    if name == "nonfinite-stop":
+        assert "the critic's loss or gradient is not finite; its weights were left as they were" in result["stopped"]
+        assert "actor/updates" not in result["metrics"]
+    else:
+        assert result["stopped"] == ""
+        # Whitening spreads the infinity over all advantages; the critic's other minibatch of each epoch is sound.
+        for role, refused in (("actor", 4), ("critic", 2)):
+            assert result["metrics"][f"{role}/updates"] == 4 - refused
+            assert result["metrics"][f"{role}/skipped_updates"] == refused

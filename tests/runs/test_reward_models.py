@@ -1,0 +1,122 @@
+"""Whole runs whose reward is a frozen reward model's, in one process that both ranks share."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoTokenizer, LlamaForSequenceClassification
+
+from megappo.observe.metrics import read_metrics
+from megappo.rewards.model import RewardModel
+from megappo.runtime.waiting import wait_until
+from tests.support.harness import start
+from tests.support.places import TINY
+from tests.support.rewards import with_code
+
+pytestmark = [pytest.mark.slow, pytest.mark.waits]
+STEPS = 20
+"""Of a quarter of a second each: more than busy cores take to kill a process."""
+
+
+def reward_model(folder: Path) -> Path:
+    """Of random weights, for the texts of the quickstart."""
+    torch.manual_seed(3)
+    config = AutoConfig.from_pretrained(TINY, num_labels=1, initializer_range=0.5)
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
+    return folder
+
+
+def processes_of(model: Path) -> list[int]:
+    """Those that hold this model, by the file that they are started with."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_text().split("\0")
+                if "megappo.rewards.model_server" in words[1:3] and str(model) in Path(words[4]).read_text():
+                    found.append(int(entry.name))
+            except (OSError, IndexError):
+                continue
+    return found
+
+
+def test_two_ranks_train_with_one_reward_model(tmp_path: Path) -> None:
+    """It is killed meanwhile and started again; each score is that of a copy, and nothing is left behind."""
+    folder, run = reward_model(tmp_path / "model"), tmp_path / "run"
+    reward = {"function": "model", "model_path": str(folder), "model_server": {"threads": 1}}
+    words = (
+        "train", "configs/quickstart.yaml", f"run.directory={run}", f"run.steps={STEPS}", "evaluation=null",
+        "checkpoint=null", "data.validation=null", "rollout.prompts_per_step=8", "rollout.samples_per_prompt=4",
+        "actor.minibatch_sequences=32", "critic.minibatch_sequences=32", "logging.sample_texts=16",
+        f"reward={json.dumps(reward)}",
+    )  # fmt: skip
+    held = list[list[int]]()
+
+    def kill() -> None:
+        """The process, once it has given the first scores; it is looked for before, as steps go by meanwhile."""
+        samples = run / "samples.jsonl"
+        wait_until(lambda: bool(processes_of(folder)), 200.0, every_seconds=0.1)
+        held.append(first := processes_of(folder))
+        if wait_until(lambda: samples.exists() and samples.stat().st_size > 0, 200.0, every_seconds=0.01):
+            os.kill(first[0], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    done = start("megappo", *words, processes=2, timeout_seconds=400)
+    killer.join()
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output[-4000:]
+    assert len(held[0]) == 1, "both ranks have one between them"
+    assert "reward model (http://127.0.0.1:" in output and "died" in output and "it is started again" in output
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    model = RewardModel(str(folder), dtype=torch.float32, device=torch.device("cpu"))
+    expected = model.score([s["prompt"] for s in samples], [s["response"] for s in samples])
+    assert len(samples) == STEPS * 16 and expected.std() > 0.1
+    torch.testing.assert_close(torch.tensor([s["score"] for s in samples]), expected, atol=1e-5, rtol=1e-5)
+    assert [line["reward/failures"] for line in read_metrics(run / "metrics.jsonl")] == [0.0] * STEPS
+    assert not processes_of(folder)
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_each_rank_trains_with_a_copy_of_its_own(tmp_path: Path, trusted: bool) -> None:
+    """Of a model that transformers knows, and of one that brings its code along."""
+    folder, run = reward_model(tmp_path / "model"), tmp_path / "run"
+    model = RewardModel(str(folder), dtype=torch.float32, device=torch.device("cpu"))
+    if trusted:
+        with_code(folder, tokenizer=False)
+    words = (
+        "train", "configs/quickstart.yaml", f"run.directory={run}", "run.steps=2", "evaluation=null",
+        "checkpoint=null", "data.validation=null", "rollout.prompts_per_step=8", "rollout.samples_per_prompt=4",
+        "actor.minibatch_sequences=32", "critic.minibatch_sequences=32", "logging.sample_texts=16",
+        f"reward={json.dumps({'function': 'model', 'model_path': str(folder)})}",
+        f"model.trust_remote_code={str(trusted).lower()}",
+    )  # fmt: skip
+    done = start("megappo", *words, processes=2, timeout_seconds=400)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    expected = model.score([s["prompt"] for s in samples], [s["response"] for s in samples])
+    assert len(samples) == 2 * 16 and expected.std() > 0.1
+    torch.testing.assert_close(torch.tensor([s["score"] for s in samples]), expected, atol=1e-5, rtol=1e-5)
+    assert [line["reward/failures"] for line in read_metrics(run / "metrics.jsonl")] == [0.0] * 2
+
+
+def test_a_model_without_scores_ends_the_run_over_its_reward(tmp_path: Path) -> None:
+    """And not over the critic, whose loss would be no number either."""
+    folder = reward_model(tmp_path / "model")
+    broken = LlamaForSequenceClassification.from_pretrained(folder)
+    with torch.no_grad():
+        broken.score.weight.fill_(float("nan"))
+    broken.save_pretrained(folder)
+    reward = {"function": "model", "model_path": str(folder)}
+    words = (f"run.directory={tmp_path / 'run'}", "run.steps=2", "evaluation=null", f"reward={json.dumps(reward)}")
+    done = start("megappo", "train", "configs/quickstart.yaml", *words, processes=2, timeout_seconds=400)
+    output = done.stdout + done.stderr
+    assert done.returncode == 1 and "learning_rate, or set" not in output
+    assert "400 of 400 rewards failed" in output and "the first: the reward model gave nan, must be finite" in output

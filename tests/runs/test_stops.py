@@ -1,0 +1,301 @@
+"""Runs that are asked to stop, hang, or share a directory."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megappo.checkpoint.files import read_marker, stamp, write_marker
+from megappo.config.schema import PHASES
+from tests.support import troubled
+from tests.support.attempts import assert_same_run, attempts, timeless, train
+from tests.support.models import write_model
+from tests.support.places import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.waits]
+
+
+def asked_to_stop(directory: Path, step: int, at: str, name: str, expect: str, *settings: str) -> dict[str, object]:
+    """An attempt in which rank 1 gets a signal."""
+    kill = {"rank": 1, "step": step, "at": at, "signal": name}
+    return train(directory, *settings, expect=expect, kill=kill)
+
+
+def test_signals_stop_with_a_checkpoint_and_nothing_is_lost(tmp_path: Path) -> None:
+    """Asked before the updates, the step is dropped; asked during them, it is finished; one rank's signal is enough."""
+    settings = ("run.steps=5", "checkpoint.every_steps=100")
+    run = tmp_path / "stopped"
+    output = attempts(
+        tmp_path,
+        train(tmp_path / "whole", *settings),
+        asked_to_stop(run, 1, "rollout", "SIGUSR1", "85", *settings),
+        asked_to_stop(run, 2, "forward", "SIGTERM", "85", *settings),
+        asked_to_stop(run, 2, "update_critic", "SIGINT", "130", *settings),
+        asked_to_stop(run, 3, "sync", "SIGTERM", "85", *settings),
+        train(run, *settings),
+    )
+    assert [f"stopped after step {n} with a checkpoint" in output for n in range(5)] == [True, True, True, True, False]
+    assert "continuing after step 0 from" in output
+    assert "Traceback" not in output
+    assert_same_run(tmp_path / "whole", run, 5)
+
+
+def test_generation_is_given_up_at_once_and_nothing_is_lost(tmp_path: Path) -> None:
+    """One rank gets a signal while all of them generate, or evaluate, which would take two minutes each. Responses are
+    dropped and generated again, or kept; an evaluation that was given up is made up for."""
+    settings = (
+        "run.steps=3", "checkpoint.every_steps=100", "evaluation.every_steps=3", "data.validation.limit=20",
+        "rollout.generate_batch_sequences=2",
+    )  # fmt: skip
+    run = tmp_path / "stopped"
+
+    def stopped(step: int, stage: str, name: str, *more: str) -> dict[str, object]:
+        kill = {"rank": 1, "step": step, "at": "token", "signal": name, "stall": stage}
+        return train(run, *settings, *more, expect="85", kill=kill)
+
+    output = attempts(
+        tmp_path,
+        train(tmp_path / "whole", *settings),
+        stopped(0, "evaluate", "SIGTERM"),
+        stopped(1, "rollout", "SIGUSR1"),
+        stopped(3, "rollout", "SIGUSR1", "rollout.when_stopped=keep"),
+        stopped(3, "evaluate", "SIGTERM"),
+        train(run, *settings),
+    )
+    assert re.findall(r"stopped after step (\d) with a checkpoint", output) == ["0", "0", "2", "3"]
+    tokens = [int(count) for count in re.findall(r"tokens in the stalled stage: (\d+)", output)]
+    assert len(tokens) == 8 and max(tokens) <= 20, tokens  # of at least 20 sequences with up to three tokens
+    kept = [len(torch.load(p)[3]["sample_ids_B"]) for p in sorted(run.glob("checkpoints/step-000002/responses-*.pt"))]
+    assert len(kept) == 2 and all(2 <= count < 40 for count in kept)
+    last = [read_marker(folder / "checkpoints/step-000003").content for folder in (tmp_path / "whole", run)]
+    assert last[1]["metrics"]["eval/reward_mean"] == last[0]["metrics"]["eval/reward_mean"]  # by which the best is kept
+    assert "Traceback" not in output
+    assert_same_run(tmp_path / "whole", run, 3)
+
+
+def test_without_checkpoints_a_signal_still_stops(tmp_path: Path) -> None:
+    output = attempts(
+        tmp_path, asked_to_stop(tmp_path / "run", 2, "reward", "SIGTERM", "1", "run.steps=3", "checkpoint=null")
+    )
+    assert "stopped after step 1 without a checkpoint, as checkpoint is null" in output
+
+
+def test_a_hang_is_reported_by_every_rank(tmp_path: Path) -> None:
+    """Rank 1 sleeps for ever; rank 0 waits for it in a collective."""
+    run = tmp_path / "run"
+    limits = ("runtime.phase_timeouts_seconds={reward: 4}", "run.steps=2")
+    hang = train(run, *limits, expect="79", kill={"rank": 1, "step": 2, "at": "reward", "signal": None})
+    start = time.monotonic()
+    output = attempts(tmp_path, hang, train(run, *limits))
+    assert time.monotonic() - start < 60
+    assert "above the limit of 4; the stacks of all ranks are in" in output
+    (folder,) = run.glob("hang-*")
+    waiting, sleeping = (path.read_text() for path in sorted(folder.iterdir()))
+    for report in (waiting, sleeping):
+        assert "phase reward for" in report
+        assert "waits for: 40 scores of megappo.rewards.arithmetic:answer_then_end" in report
+    assert "in reduce" in waiting
+    assert "killed_runs.py" in sleeping and "in die" in sleeping
+    assert [line["step"] for line in timeless(run / "metrics.jsonl")] == [0, 1, 2]
+
+
+def test_every_stage_is_a_phase() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "megappo").rglob("*.py"))
+    assert set(re.findall(r'\.stage\("(\w+)"', sources)) == set(PHASES) - {"start"}
+
+
+def test_a_second_ctrl_c_ends_a_run_that_hangs(tmp_path: Path) -> None:
+    hang = {"rank": 1, "step": 2, "at": "rollout", "signal": None}
+    output = attempts(tmp_path, train(tmp_path / "run", "run.steps=3", expect="130", kill=hang, ctrl_c=True))
+    assert output.count("SIGINT: stopping with a checkpoint as soon as the step allows") == 1
+    assert "stopped at once" in output
+
+
+def test_two_jobs_in_a_directory(tmp_path: Path) -> None:
+    held = tmp_path / "run"
+    held.mkdir()
+    with (held / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write("process 1234 on elsewhere")
+        file.flush()
+        output = attempts(tmp_path, train(held, "run.steps=1", expect="2"))
+    assert f"run.directory '{held}' is in use by process 1234 on elsewhere; wait for its end" in output
+    assert "Traceback" not in output
+    assert os.listdir(held) == ["lock"]
+
+
+def test_a_run_whose_directory_is_removed_ends_with_a_sentence(tmp_path: Path) -> None:
+    """It would log into files that nobody can open, and end with 0."""
+    run = tmp_path / "run"
+    remove = {"rank": 1, "step": 2, "at": "forward", "remove": True}
+    output = attempts(tmp_path, train(run, "run.steps=3", expect="1", kill=remove))
+    assert f"run.directory '{run}' or the file `lock` in it was removed or replaced while the run was going" in output
+    assert "step 1/3" in output and "step 2/3" not in output
+    assert "Traceback" not in output and not run.exists()
+
+
+NOT_FINITE = ("actor.optimizer.learning_rate=1e9", "run.steps=2")
+
+
+def test_a_refused_update_is_kept_and_repeats(tmp_path: Path) -> None:
+    """Of a model with experts, whose batch has the routing that was replayed."""
+    run, model = tmp_path / "run", write_model(tmp_path / "model", "qwen3_moe", 3, vocab_size=16, num_hidden_layers=2)
+    of_model = (f"model.path={model}", "model.init=pretrained", "model.tokenizer=configs/models/tiny_arithmetic",
+                "actor.layout={pipeline_parallel: 2}", "critic.layout={}", "actor.optimizer.weight_decay=1e9",
+                "model.dtype=float32")  # fmt: skip
+    replay = {"arguments": ["train", "--replay", str(run / "replay/step-000001")], "processes": 2, "expect": "0"}
+    refused = train(run, *NOT_FINITE, *of_model, "actor.offload=true", "critic.offload=true", expect="1")
+    output = attempts(tmp_path, refused, replay, {**replay, "processes": 1, "expect": "2"})
+    kept = torch.load(run / "replay/step-000001/batch-00000.pt")
+    assert [len(routing) + 1 for routing in kept["routing"]] == [len(tokens) for tokens in kept["sequences"]] != []
+    assert "its weights were left as they were" in output
+    assert f"`megappo train --replay {run / 'replay/step-000001'}` repeats the update" in output
+    assert "step 1, actor, minibatch 2: refused again, all numbers as in the run" in output
+    assert "\n  loss nan\n" in output
+    assert "samples with inputs of the loss that are not finite: none" in output
+    assert "parameters with gradients that are not finite: decoder.final_layernorm.weight" in output
+    assert "was written by 2 ranks, there are 1; start as many" in output
+    assert "Traceback" not in output
+
+
+def test_a_crafted_replay_runs_no_code(tmp_path: Path) -> None:
+    """Whoever hands over a folder hands over its settings too, and these name functions."""
+    run, trace = tmp_path / "run", tmp_path / "trace"
+    attempts(tmp_path, train(run, *NOT_FINITE, expect="1"))
+    folder = run / "replay/step-000001"
+    marker = read_marker(folder)
+    call = {"source": "pathlib:Path.touch", "options": {"self": str(trace)}}
+    marker.content["settings"]["data"] |= {"train": call, "validation": call}
+    marker.content["settings"]["reward"] |= {"function": "pathlib:Path.touch"}
+    marker.content["settings"]["model"]["trust_remote_code"] = True
+    replay = {"arguments": ["train", "--replay", str(folder)], "processes": 2}
+    write_marker(folder, marker)
+    output = attempts(tmp_path, {**replay, "expect": "0"})
+    assert "step 1, actor, minibatch 2: refused again, all numbers as in the run" in output
+    settings = marker.content["settings"]["model"]
+    settings["family"] = "antigravity:FAMILY"
+    write_marker(folder, marker)
+    output = attempts(tmp_path, {**replay, "expect": "2"})
+    assert "is of model.family 'antigravity:FAMILY', code that a replay does not import" in output
+    settings["family"] = None
+    (folder / ".metadata").write_bytes(pickle.dumps(Touch(str(trace))))
+    write_marker(folder, replace(marker, files=marker.files | {".metadata": stamp(folder / ".metadata")}))
+    output = attempts(tmp_path, {**replay, "expect": "2"})
+    assert "step-000001 is damaged: .metadata names pathlib.Path.touch, which no checkpoint does" in output
+    assert "Traceback" not in output and not trace.exists()
+
+
+class Touch:
+    """Pickled, it is a call that makes a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path(self.path),)
+
+
+def test_replays_are_few_where_the_run_goes_on(tmp_path: Path) -> None:
+    """The critic alone is broken; its refused updates are counted, and the first of a step is kept."""
+    run = tmp_path / "run"
+    growing = (
+        "critic.optimizer.learning_rate=1e9",
+        "critic.optimizer.weight_decay=1e9",
+    )  # past float32 in three updates
+    settings = (*growing, "algorithm.on_nonfinite=skip", "critic.value_clip=null")
+    output = attempts(tmp_path, train(run, "run.steps=2", "actor.optimizer.learning_rate=1e-9", *settings))
+    assert len(os.listdir(run / "replay")) <= 2
+    lines = timeless(run / "metrics.jsonl")
+    assert max(line.get("critic/skipped_updates", 0) for line in lines) > 0
+    assert "Traceback" not in output
+
+
+OF_GROUPS = ("critic=null", "algorithm.estimator=grpo", "algorithm.lam=1.0")
+PENALTY = ("algorithm.policy_loss=penalty", "reference={}",
+           "algorithm.kl_in_reward={coef: 0.1, controller: adaptive, target: 1.0}")  # fmt: skip
+
+
+def test_a_run_that_tolerates_it_goes_on_where_all_episodes_fail(tmp_path: Path) -> None:
+    """Without an update, and without a word about the engine's weights; by default it ends with the episodes' error."""
+
+    def failing(how: str, most: float, *settings: str, expect: str = "0") -> dict[str, object]:
+        environment = {"name": "tests.support.troubled:Fails", "arguments": {"how": how}, "max_failure_fraction": most}
+        given = (f"rollout.environment={json.dumps(environment)}", "reward.function=environment", "evaluation=null")
+        return train(tmp_path / how, "run.steps=2", "checkpoint=null", *given, *settings, expect=expect)
+
+    output = attempts(
+        tmp_path,
+        failing("raised", 1.0, *PENALTY),
+        failing("nonsense", 1.0, *OF_GROUPS, "algorithm.old_logprob=corrected"),
+        failing("without a turn", 1.0, "algorithm.old_logprob=bypass"),
+        failing("refused", 0.5, "rollout.environment.arguments={how: raised}", expect="1"),
+    )
+    for how in ("raised", "nonsense", "without a turn"):
+        lines = timeless(tmp_path / how / "metrics.jsonl")
+        assert [(line["episode/failures"], line["actor/updates"]) for line in lines] == [(1.0, 0.0)] * 2
+        assert not any(name.startswith("mismatch/") for line in lines for name in line)
+    assert "80 of 80 episodes failed, more than rollout.environment.max_failure_fraction 0.5" in output
+    assert "does not hold the actor's weights" not in output and "Traceback" not in output
+
+
+def test_the_first_reward_that_fails_is_told(tmp_path: Path) -> None:
+    """Once in a run, with the line of the user's code; the reason stands beside each sample, whatever is selected, and
+    the count in each line. So do prompts of unknown tokens."""
+    data = tmp_path / "sums.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{n}*1=", "answer": str(n)}) + "\n" for n in range(8)))
+    given = (
+        "run.steps=2", "checkpoint=null", "evaluation=null", f"data={{train: {{source: {data}}}, "
+        "apply_chat_template: false, max_prompt_tokens: 8}", "logging.sample_texts=40",
+        "reward={function: 'tests.support.troubled:fussy', failure_score: -0.5, max_failure_fraction: 0.9}",
+    )  # fmt: skip
+    first = train(tmp_path / "all", *given)
+    chosen = train(tmp_path / "chosen", *given, "rollout.dynamic_sampling={max_rounds: 2}")
+    broken = train(tmp_path / "broken", *given, "reward.max_failure_fraction=0.1", expect="1")
+    output = attempts(tmp_path, first, chosen, broken)
+    code = Path(troubled.__file__).read_text().splitlines()
+    line = next(n for n, text in enumerate(code, 1) if "cannot read" in text)
+    at = f"({troubled.__file__}:{line})"
+    told = re.findall(r"step 1: the first reward that failed: (ValueError: cannot read .*); each costs", output)
+    assert len(told) == 2 and all(at in words for words in told)
+    assert re.search(rf"max_failure_fraction 0.1; .* the first: ValueError: .* {re.escape(at)}", output)
+    assert len(re.findall(r"step [12]/2 .*  failed rewards [0-9.]+%", output)) == 4
+    assert "8 of 8 prompts of" in output and "8 of 32 tokens are <unk>: use the model's own tokenizer" in output
+    for run in ("all", "chosen"):
+        samples = [json.loads(text) for text in (tmp_path / run / "samples.jsonl").read_text().splitlines()]
+        failed = [sample for sample in samples if int(sample["prompt"][0]) % 2]
+        assert failed and all(at in sample["score_failure"] and sample["score"] == -0.5 for sample in failed)
+        assert not any("score_failure" in sample for sample in samples if sample not in failed)
+
+
+def test_torchrun_passes_a_signal_on(tmp_path: Path) -> None:
+    """SIGTERM to torchrun, as a scheduler sends it; the workers end with a checkpoint before torchrun kills them."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--shutdown-timeout", "250", "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1", "-m", "megappo"]
+    command += train(tmp_path / "run", "run.steps=1000")["arguments"]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as job:
+        assert job.stdout is not None
+        lines: list[str] = []
+        while not lines or not lines[-1].startswith("step 1/"):
+            lines.append(job.stdout.readline())
+            assert lines[-1], lines
+        job.send_signal(signal.SIGUSR1)
+        output, _ = job.communicate(timeout=300)
+    assert "SIGUSR1: stopping with a checkpoint as soon as the step allows" in output
+    assert re.search(r"stopped after step \d+ with a checkpoint; the same command continues the run", output)
+    assert list((tmp_path / "run/checkpoints").glob("step-*/checkpoint.json"))

@@ -1,0 +1,402 @@
+"""Whole runs through the command line, as a user starts them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megappo.observe.metric_docs import METRICS
+from megappo.observe.metrics import read_metrics
+from tests.examples.agent import write_chat
+from tests.support import harness
+from tests.support.harness import start
+from tests.support.places import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.waits]
+
+
+def megappo(*arguments: object, processes: int = 0, timeout: float = 400) -> subprocess.CompletedProcess[str]:
+    """Run the command line, on several processes with torchrun's variables."""
+    return start("megappo", *arguments, processes=processes, timeout_seconds=timeout)
+
+
+def quickstart(directory: Path, *overrides: str, processes: int = 2, timeout: float = 400) -> list[dict[str, Any]]:
+    """A run of the quickstart configuration; returns its metrics."""
+    done = megappo(
+        "train",
+        "configs/quickstart.yaml",
+        f"run.directory={directory}",
+        *overrides,
+        processes=processes,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return read_metrics(directory / "metrics.jsonl")
+
+
+EXACT = "reward.function=exact"  # which the first answers get right now and then, so that returns differ
+SHORT = (
+    "run.steps=2", "rollout.prompts_per_step=10", "actor.minibatch_sequences=40", "critic.minibatch_sequences=40",
+    EXACT,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def short_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("short") / "run"
+    quickstart(directory, *SHORT, "evaluation.every_steps=1", "--profile=2")
+    return directory
+
+
+def test_every_logged_metric_is_documented_and_finite(short_run: Path) -> None:
+    lines = read_metrics(short_run / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    names = {name for line in lines for name in line} - {"step"}
+    assert names <= set(METRICS), names - set(METRICS)
+    assert {"reward/mean", "actor/grad_norm", "critic/explained_variance", "sync/version", "eval/reward_mean"} <= names
+    assert "response/special_tokens" in names
+    assert all(math.isfinite(value) for line in lines for value in line.values())
+
+
+def test_engine_and_trainer_agree(short_run: Path) -> None:
+    """Float32 on both sides, before and after an update: the sync carried the weights over."""
+    for line in read_metrics(short_run / "metrics.jsonl")[1:]:
+        assert 0 < line["mismatch/max"] < 1e-4
+    assert line["sync/version"] == 3
+
+
+def test_the_run_leaves_what_a_user_looks_for(short_run: Path) -> None:
+    assert (short_run / "config.yaml").exists()
+    assert list((short_run / "tensorboard").glob("events*"))
+    samples = [json.loads(line) for line in (short_run / "samples.jsonl").read_text().splitlines()]
+    assert {"step", "prompt", "response", "raw_response", "answer", "score", "tokens"} <= samples[0].keys()
+    for sample in samples:  # the raw text also shows special tokens, the clean one none
+        tokens = re.findall(r"<\w+>|.", sample["raw_response"])
+        assert len(tokens) <= sample["tokens"]  # the model has one more token than its tokenizer can write
+        assert "".join(token for token in tokens if len(token) == 1) == sample["response"]
+    done = megappo("report", short_run)
+    assert done.returncode == 0
+    assert "reward/mean" in done.stdout
+    assert str(short_run / "final") in done.stdout
+
+
+def test_a_step_is_traced_on_every_rank(short_run: Path) -> None:
+    """Each stage of the page is as long as the log has it, and the report ends with the page."""
+    profile = short_run / "profile"
+    traces = [f"step-000002-rank-{rank}.json.gz" for rank in (0, 1)]
+    assert sorted(path.name for path in profile.iterdir()) == sorted([*traces, "step-000002.json", "step-000002.md"])
+    logged = read_metrics(short_run / "metrics.jsonl")[-1]
+    ranks = json.loads((profile / "step-000002.json").read_text())
+    assert len(ranks) == 2
+    stages = {stage["stage"]: stage for stage in ranks[0]["stages"]}
+    timed = ("rollout", "reward", "forward", "advantages", "update_critic", "update_actor", "sync")
+    assert set(stages) == set(timed)
+    for name in timed:
+        assert stages[name]["seconds"] == pytest.approx(logged[f"time/{name}"], rel=0.05, abs=5e-3)
+    update = stages["update_actor"]
+    assert 0 < update["exchanging"] < update["computing"] < update["seconds"]
+    assert (profile / "step-000002.md").read_text().strip() in megappo("report", short_run).stdout
+
+
+def test_the_final_folder_loads_in_transformers(short_run: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(short_run / "final")
+    tokenizer = AutoTokenizer.from_pretrained(short_run / "final")
+    ids = tokenizer("1+2=", return_tensors="pt").input_ids
+    assert torch.isfinite(model(ids).logits).all()
+
+
+def test_export_from_the_run_directory_is_the_same_model(short_run: Path, tmp_path: Path) -> None:
+    done = megappo("export", short_run, tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    final = AutoModelForCausalLM.from_pretrained(short_run / "final").state_dict()
+    assert ours.keys() == final.keys()
+    assert all(torch.equal(ours[name], final[name]) for name in ours)
+
+
+def test_export_names_what_is_missing(short_run: Path, tmp_path: Path) -> None:
+    done = megappo("export", tmp_path, tmp_path / "out")
+    assert done.returncode == 2
+    assert "holds no config.yaml; name the directory of a run" in done.stderr
+
+
+def test_evaluation_of_exported_weights(short_run: Path) -> None:
+    one_process = ("actor.layout.tensor_parallel=1", "critic.layout.pipeline_parallel=1")
+    other = ("evaluation=null", EXACT)  # the first is about training
+    weights = short_run / "final"
+    done = megappo("eval", "configs/quickstart.yaml", "--weights", weights, *one_process, *other)
+    assert done.returncode == 0, done.stderr
+    last = read_metrics(short_run / "metrics.jsonl")[-1]
+    assert f"eval/reward_mean: {last['eval/reward_mean']:.4f}" in done.stdout
+
+
+def test_an_evaluation_tells_what_has_no_grade_and_what_was_dropped(tmp_path: Path) -> None:
+    """In one process, of a configuration for two; the mean is over the answers with a grade."""
+    sums = ["1+1=", "2+1=", "2+2=", "3+1=", "4+1="]
+    for name, prompts in (("sums", sums), ("long", [*sums, "1+1+1+1+1+1="])):
+        lines = [json.dumps({"prompt": prompt, "answer": "2"}) for prompt in prompts]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    long = {"source": str(tmp_path / "long.jsonl"), "samples": 2, "temperature": 1.0, "pass_at": [1, 2]}
+    given = (
+        f"data.validation={{source: {tmp_path / 'sums.jsonl'}}}", f"data.validation_sets={json.dumps({'long': long})}",
+        "reward={function: 'tests.support.troubled:fussy', failure_score: 9}",
+    )  # fmt: skip
+    done = megappo("eval", "configs/quickstart.yaml", *given, "reward.max_failure_fraction=0.4")
+    assert done.returncode == 0, done.stderr
+    numbers = dict(line.split(": ", 1) for line in done.stdout.splitlines() if line.startswith("eval/"))
+    assert {name: float(numbers[name]) for name in ("eval/failures", "eval/long/failures", "eval/dropped")} == {
+        "eval/failures": 0.4, "eval/long/failures": 0.4, "eval/dropped": 0.0,
+    }  # fmt: skip
+    assert float(numbers["eval/long/dropped"]) == 1 and 0 <= float(numbers["eval/reward_mean"]) <= 1
+    assert 0 <= float(numbers["eval/long/pass@2"]) <= 1
+    assert "eval: 2 of 5 answers have no grade; the first: ValueError: cannot read 1+1=" in done.stdout
+    assert "eval/long: 4 of 10 answers have no grade" in done.stdout
+    assert "5 validation prompts of long, 1 dropped and 0 cut as too long" in done.stdout
+    refused = megappo("eval", "configs/quickstart.yaml", *given, "reward.max_failure_fraction=0.3")
+    assert refused.returncode == 1
+    assert "2 of 5 rewards failed, more than reward.max_failure_fraction 0.3" in refused.stderr
+
+
+def test_a_run_tells_what_its_evaluations_leave_out(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"prompt": p}) for p in ("1+1=", "2+1=", "1+1+1+1+1=")))
+    given = (
+        f"data.validation={{source: {tmp_path / 'data.jsonl'}}}", "reward.function=tests.support.troubled:fussy",
+        "evaluation.every_steps=1", "run.steps=1", "actor.layout={}", "critic.layout={}", "reward.failure_score=9",
+        f"run.directory={tmp_path / 'run'}", "reward.max_failure_fraction=0.9",
+    )  # fmt: skip
+    done = megappo("train", "configs/quickstart.yaml", *given)
+    assert done.returncode == 0, done.stderr
+    assert "2 validation prompts, 1 dropped and 0 cut as too long" in done.stdout
+    assert "eval: 1 of 2 answers have no grade; the first: ValueError: cannot read 1+1=" in done.stdout
+    assert re.search(r"step 1: validation reward [01]\.\d+ of the 50.0% with a grade", done.stdout)
+    last = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert (last["eval/failures"], last["eval/dropped"]) == (0.5, 1.0) and last["eval/reward_mean"] <= 1
+
+
+def test_another_run_does_not_continue_this_one(short_run: Path) -> None:
+    one_process = ("actor.layout={}", "critic.layout={}", EXACT)
+    done = megappo("train", "configs/quickstart.yaml", f"run.directory={short_run}", *one_process)
+    assert done.returncode == 2
+    assert "holds a run with other settings (run.steps: 2 -> 120" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus"])
+def test_estimators_without_a_critic(tmp_path: Path, estimator: str) -> None:
+    lines = quickstart(tmp_path / "run", *SHORT, f"algorithm.estimator={estimator}", "critic=null")
+    assert "critic/loss" not in lines[-1]
+    assert lines[-1]["actor/updates"] > 0
+
+
+def test_ranks_without_prompts_change_nothing(tmp_path: Path) -> None:
+    """A step may have fewer prompts than there are ranks."""
+    one_prompt = (*SHORT, "rollout.prompts_per_step=1", "rollout.samples_per_prompt=40")
+    alone = quickstart(tmp_path / "one", *one_prompt, "actor.layout={}", "critic.layout={}", processes=1)
+    found = quickstart(tmp_path / "two", *one_prompt, "actor.layout={}", "critic.layout={}", processes=2)
+    assert len(found) == len(alone) == 3
+    for line, expected in zip(found, alone, strict=True):
+        same = {name: n for name, n in expected.items() if not re.search("^time/|^memory/|second|imbalance", name)}
+        assert {name: line[name] for name in same} == pytest.approx(same, rel=1e-4, abs=1e-6, nan_ok=True)
+
+
+def test_every_option_at_once(tmp_path: Path) -> None:
+    """Adaptive KL in the reward, KL in the loss, PPO-penalty, target KL, correction with rejection, critic warm-up."""
+    lines = quickstart(
+        tmp_path / "run", *SHORT, "run.steps=3", "reference={}",
+        "algorithm.kl_in_reward={kind: kl, coef: 0.1, controller: adaptive, target: 0.5, horizon: 100}",
+        "algorithm.kl_in_loss={coef: 0.01}", "algorithm.policy_loss=penalty", "algorithm.target_kl=1e-9",
+        "algorithm.old_logprob=corrected", "algorithm.correction={level: sequence, cap: 2.0, reject_above: 1.5}",
+        "critic.warmup_steps=1", "actor.layout={pipeline_parallel: 2}", "critic.layout={tensor_parallel: 2}",
+        "algorithm.loss_aggregation=seq-mean-token-sum-norm",
+    )  # fmt: skip
+    steps = {line["step"]: line for line in lines}
+    assert "actor/loss" not in steps[1]  # the critic warms up
+    assert steps[1]["kl/mean"] == pytest.approx(0, abs=1e-6)  # the reference is the starting policy
+    assert steps[2]["actor/updates"] == 1  # the second update passed the target and was not applied
+    assert steps[3]["kl/coef"] != steps[1]["kl/coef"]
+    assert steps[2]["actor/penalty_coef"] == 1
+    kl = steps[2]["actor/final_kl"]  # default target: 0.01
+    assert kl > 1e-9
+    assert steps[3]["actor/penalty_coef"] == (2 if kl > 0.015 else 0.5 if kl < 0.01 / 1.5 else 1)
+    assert steps[3]["correction/weight_mean"] == pytest.approx(1, abs=1e-3)
+
+
+def test_the_penalty_follows_what_the_updates_ended_at(tmp_path: Path) -> None:
+    """With one update a step, before which the KL is 0: the weight rises where the step ended above the target."""
+    lines = quickstart(
+        tmp_path / "run", *SHORT, "run.steps=4", "algorithm.policy_loss=penalty", "algorithm.penalty={target: 1.0e-9}",
+        "actor.epochs=1", "actor.minibatch_sequences=80",
+    )  # fmt: skip
+    steps = [line for line in lines if line["step"]]
+    assert [line["actor/updates"] for line in steps] == [1] * 4
+    assert all(abs(line["actor/ppo_kl_k3"]) < 1e-9 < line["actor/final_kl"] for line in steps)
+    assert [line["actor/penalty_coef"] for line in steps] == [1, 2, 4, 8]
+
+
+def test_bypass_takes_the_engines_logprobs(tmp_path: Path) -> None:
+    """The same weights and arithmetic, so the first update of each step still starts near ratio 1. Every other step
+    does without the actor's scores. A trace that finds a file in its place ends no run."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "profile").touch()
+    bypass = ("algorithm.old_logprob=bypass", "algorithm.mismatch_every_steps=2")
+    words = (*bypass, "actor.epochs=1", "actor.minibatch_sequences=80", "--profile=1")
+    lines = quickstart(tmp_path / "run", *SHORT, *words)
+    steps = [line for line in lines if line["step"] > 0]
+    assert [line["step"] for line in steps if "mismatch/mean" in line] == [line["step"] for line in steps][::2]
+    for line in lines[1:]:
+        assert 0 < abs(line["actor/ratio_max"] - 1) < 1e-3
+
+
+def test_the_same_seed_gives_the_same_run(tmp_path: Path) -> None:
+    first, second = (quickstart(tmp_path / name, *SHORT) for name in "ab")
+    for a, b in zip(first, second, strict=True):
+        for name in a:
+            if not name.startswith(("time/", "memory/", "sync/")) and "per_second" not in name:
+                assert a[name] == b[name], name
+
+
+def test_the_quickstart_begins_to_learn(tmp_path: Path) -> None:
+    """A third of its steps, at the rates that it begins with."""
+    constant = [f"{role}.optimizer.schedule=constant" for role in ("actor", "critic")]
+    rewards = [
+        line["reward/mean"] for line in quickstart(tmp_path / "run", "run.steps=40", "evaluation=null", *constant)
+    ]
+    assert rewards[0] < 0.3
+    assert sum(rewards[-5:]) / 5 > 0.5
+
+
+@pytest.mark.exhaustive
+def test_the_quickstart_learns_to_answer_and_to_stop(tmp_path: Path) -> None:
+    """Judged by transformers, special tokens shown: the sum, then the end token."""
+    lines = quickstart(tmp_path / "run", timeout=590)
+    rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
+    assert rewards[0] < 0.3
+    assert sum(rewards[-5:]) / 5 > 0.8
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "final")
+    right = []
+    for a, b in itertools.product(range(5), repeat=2):
+        ids = tokenizer(f"{a}+{b}=", return_tensors="pt").input_ids
+        answer = model.generate(ids, max_new_tokens=3, do_sample=False)[0, ids.shape[1] :]
+        right.append(tokenizer.decode(answer, skip_special_tokens=False) == f"{a + b}<eos>")
+    assert sum(right) >= 0.95 * len(right)
+
+
+def test_the_step_benchmark(tmp_path: Path) -> None:
+    out = tmp_path / "step.json"
+    words = ("configs/quickstart.yaml", "--warmup", "1", "--repeat", "2", "--json", out)
+    done = start("benchmarks.step", *words, processes=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(out.read_text())
+    stages = {row["stage"]: row for row in report["stages"]}
+    assert list(stages) == [
+        "rollout",
+        "reward",
+        "forward",
+        "advantages",
+        "update_critic",
+        "update_actor",
+        "sync",
+        "step",
+    ]
+    for row in stages.values():
+        assert 0 < row["min_seconds"] <= row["median_seconds"] <= row["max_seconds"]
+        assert row["samples_per_second"] == pytest.approx(400 / row["median_seconds"])
+    assert stages["step"]["median_seconds"] > stages["update_actor"]["median_seconds"]
+    assert "update_actor" in done.stdout and "outside of generation and models" in done.stdout
+    assert 0 < report["outside_share"] < 1
+
+
+LISTENERS = """
+import atexit, os, psutil
+
+def write():
+    parent = psutil.Process(os.getppid())
+    if parent.cmdline()[1:3] == ["-m", "megappo.runtime.torchrun"]:
+        found = [s.laddr.ip for s in parent.net_connections() if s.status == psutil.CONN_LISTEN]
+        open(os.environ["LISTENERS"], "a").write(f"{found}\\n")
+atexit.register(write)
+"""
+
+
+def test_the_launch_script(short_run: Path, tmp_path: Path) -> None:
+    """On one machine nothing of it, torchrun included, listens to other machines."""
+    (tmp_path / "sitecustomize.py").write_text(LISTENERS)
+    environment = os.environ | {"MEGAPPO_PYTHON": sys.executable, "LISTENERS": str(tmp_path / "listeners")}
+    environment["PYTHONPATH"] = str(tmp_path)
+    command = ["bash", "launch/torchrun.sh", "2", "report", str(short_run), "--metric", "actor/entropy"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "actor/entropy over 2 steps" in done.stdout
+    assert (tmp_path / "listeners").read_text() == "[]\n[]\n"
+
+
+def test_a_mismatch_beyond_the_limit_stops_the_run(tmp_path: Path) -> None:
+    """Rounding alone exceeds a limit of 1e-12 nats; the sentence says what to look for."""
+    one_process = ("actor.layout={}", "critic.layout={}", *SHORT)
+    done = megappo(
+        "train", "configs/quickstart.yaml", f"run.directory={tmp_path / 'run'}", *one_process,
+        "algorithm.mismatch_stop_nats=1e-12",
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "megappo: error: engine and trainer log-probabilities differ by" in done.stderr
+    assert "above algorithm.mismatch_stop_nats 1e-12" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_failing_rewards_stop_the_run_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "broken_reward.py").write_text("def score(**sample):\n    raise KeyError('no such column')\n")
+    path = {"PYTHONPATH": f"{tmp_path}:{ROOT}:{ROOT / 'kernels'}"}
+    words = ("train", "configs/quickstart.yaml", f"run.directory={tmp_path / 'run'}", *SHORT, "evaluation=null")
+    given = harness.environment() | path
+    done = start("megappo", *words, "reward.function=broken_reward:score", processes=2, environment=given)
+    assert done.returncode == 1
+    assert "KeyError: 'no such column'" in done.stderr
+    assert "max_failure_fraction" in done.stderr
+    assert "megappo/commands/train.py" not in done.stderr
+
+
+def test_an_agent_of_openais_sdk_is_trained(tmp_path: Path) -> None:
+    """It knows the endpoint and its key alone; the trainer finds the log-probabilities of its turns to be its own."""
+    pytest.importorskip("openai", reason="OpenAI's SDK is not installed; it comes with SGLang")
+    write_chat("configs/models/tiny_arithmetic", str(tmp_path / "chat"))
+    words = (f"run.directory={tmp_path / 'run'}", f"model.tokenizer={tmp_path / 'chat'}")
+    done = megappo("train", "tests/examples/agent.yaml", *words, processes=1)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    first, last = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    for line in (first, last):
+        assert line["episode/turns"] == 2 and line["episode/trajectories"] == 1 and line["episode/failures"] == 0
+        assert 0 < line["mismatch/max"] < 1e-5
+    assert first["reward/mean"] > 0 and first["actor/grad_norm"] > 0 and last["sync/version"] == 3
+    assert set(first) - set(METRICS) == {"step"}
+
+
+@pytest.mark.learning
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("engine", ["transformers", "sglang"])
+def test_a_model_learns_to_use_a_tool(tmp_path: Path, engine: str) -> None:
+    """Two turns, of which the second cannot be known without the tool's answer, one of a hundred. Problems that were
+    held out are solved too, and without the tool none is."""
+    rewards: dict[bool, list[dict[str, Any]]] = {}
+    for answers in (True, False):
+        run = tmp_path / str(answers)
+        arguments = f"rollout.environment.arguments={{strict: true, answers: {str(answers).lower()}}}"
+        words = ["train", "tests/examples/lookup.yaml", f"run.directory={run}", f"rollout.engine={engine}", arguments]
+        words += ["rollout.sglang={max_total_tokens: 16384, threads: 1}"] if engine == "sglang" else []
+        done = megappo(*words, processes=2, timeout=1700)
+        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+        rewards[answers] = read_metrics(run / "metrics.jsonl")
+    with_tool, without = ([line["reward/mean"] for line in rewards[answers][-5:]] for answers in (True, False))
+    assert min(with_tool) > 0.9 and rewards[True][-1]["eval/reward_mean"] > 0.9
+    assert max(without) < 0.3 and rewards[False][-1]["eval/reward_mean"] < 0.3

@@ -1,0 +1,64 @@
+"""Roles of different layouts, on the same ranks and on others, each talk over groups of their own ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+import pytest
+
+from tests.support.harness import ask
+
+pytestmark = [pytest.mark.slow, pytest.mark.waits]
+
+WORLD = 8
+# By role: its ranks, TP, PP, EP, CP.
+CASES: dict[str, dict[str, tuple[list[int], int, int, int, int]]] = {
+    "same ranks": {"actor": (list(range(8)), 2, 2, 2, 1), "critic": (list(range(8)), 1, 4, 1, 1)},
+    "other ranks": {"actor": (list(range(4)), 2, 1, 4, 1), "critic": (list(range(4, 8)), 1, 2, 2, 1)},
+    "some ranks": {"actor": (list(range(6)), 1, 3, 2, 1), "critic": (list(range(4, 8)), 4, 1, 2, 1)},
+    "not all": {"actor": ([1, 2, 3], 3, 1, 3, 1), "critic": ([0, 2, 4, 6], 2, 2, 1, 1)},
+    "shared out": {"actor": (list(range(8)), 2, 1, 4, 2), "critic": (list(range(8)), 1, 2, 2, 2)},
+}
+
+
+def expected(ranks: list[int], tp: int, pp: int, ep: int, cp: int) -> dict[str, list[list[int]]]:
+    """Megatron's groups by their definition: ranks that differ in some coordinates and share the others."""
+    places = {}
+    for index, rank in enumerate(ranks):
+        context, tensor = index // tp % cp, index % tp
+        replica, stage = index // (tp * cp * pp), index // (tp * cp) % pp
+        copy, share = divmod((replica * cp + context) * tp + tensor, ep)
+        places[rank] = {"d": replica, "p": stage, "x": context, "t": tensor, "c": copy, "e": share, "r": rank}
+
+    def sharing(coordinates: str, among: list[int] = ranks) -> list[list[int]]:
+        def key(rank: int) -> list[int]:
+            return [places[rank][c] for c in coordinates]
+
+        return [sorted(group) for _, group in groupby(sorted(among, key=key), key)]
+
+    first, ends = [[r for r in ranks if places[r]["p"] in stages] for stages in ({0}, {0, pp - 1})]
+    found = {"tp": sharing("dpx"), "tp_cp": sharing("dp"), "cp": sharing("dpt")}
+    found |= dict.fromkeys(["dp", "dp_cp", "intra_dp_cp"], sharing("pt"))
+    found |= dict.fromkeys(["ep", "tp_ep"], sharing("pc")) | {"tp_ep_pp": sharing("c")}
+    found |= dict.fromkeys(["expt_dp", "intra_expt_dp"], sharing("pe"))
+    found |= {"expt_tp": sharing("r")} | dict.fromkeys(["role", "intra_dist_opt"], sharing(""))
+    found |= {"pp": sharing("dxt"), "mp": sharing("dx"), "tp_dp_cp": sharing("p")}
+    return found | {"embd": sharing("dxt", ends), "pos_embd": sharing("dxt", first)}
+
+
+@pytest.mark.parametrize("case", [pytest.param(name, marks=pytest.mark.quick) for name in CASES])
+def test_every_group_of_every_role(case: str) -> None:
+    """A sum over each group reaches its ranks and no others; a group that does not form would hang."""
+    found = ask("groups_worker.py", WORLD, CASES[case], timeout_seconds=120)
+    for role, arguments in CASES[case].items():
+        groups = expected(*arguments)
+        for rank in range(WORLD):
+            assert found[rank]["groups"].get(role, {}) == dict(own(groups, rank)), (role, rank)
+
+
+def own(groups: dict[str, list[list[int]]], rank: int) -> Iterator[tuple[str, Any]]:
+    """The rank's group of each kind that it is in."""
+    for name, of_kind in groups.items():
+        yield from ((name, ranks) for ranks in of_kind if rank in ranks)

@@ -1,0 +1,208 @@
+"""Ranks from the variables of torchrun, SLURM and MPI."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from megappo.config import ConfigError
+from megappo.errors import RunError
+from megappo.runtime.device import device_index
+from megappo.runtime.launchers import (
+    Ranks,
+    adopt_launcher,
+    first_host,
+    launcher_of,
+    read_ranks,
+    tasks_per_node,
+)
+from megappo.runtime.store import listening_store
+from tests.support.places import ROOT
+
+SLURM = {
+    "SLURM_PROCID": "9",
+    "SLURM_STEP_NUM_TASKS": "12",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "8,4",
+    "SLURM_STEP_NODELIST": "localhost,gpu[02-03]",
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-1",
+}
+HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+
+
+def adopted(environment: dict[str, str]) -> dict[str, str]:
+    environment = dict(environment)
+    adopt_launcher(environment)
+    return environment
+
+
+def test_slurm() -> None:
+    found = adopted(SLURM)
+    assert launcher_of(SLURM) == "slurm"
+    assert read_ranks(found) == Ranks(9, 12, 1, 4)
+    assert found["MASTER_ADDR"] == "localhost"
+    assert 10000 <= int(found["MASTER_PORT"]) < 30000
+    assert adopted(SLURM | {"SLURM_PROCID": "0"})["MASTER_PORT"] == found["MASTER_PORT"]
+    assert adopted(SLURM | {"SLURM_JOB_ID": "78"})["MASTER_PORT"] != found["MASTER_PORT"]
+    assert adopted(SLURM | {"SLURM_STEP_RESV_PORTS": "12001-12002"})["MASTER_PORT"] == "12001"
+    given = adopted(SLURM | {"MASTER_ADDR": "head", "MASTER_PORT": "1234"})
+    assert (given["MASTER_ADDR"], given["MASTER_PORT"]) == ("head", "1234")
+
+
+def test_a_batch_script_is_no_rank() -> None:
+    batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "7", "SLURM_NODELIST": "n1"}
+    assert launcher_of(batch) == "none"
+    assert adopted(batch) == batch
+
+
+def test_torchrun_inside_srun_wins() -> None:
+    environment = SLURM | {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}
+    assert adopted(environment) == environment
+
+
+@pytest.mark.waits
+def test_an_unknown_first_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    environment = SLURM | {"SLURM_STEP_NODELIST": "no-such-host-[1-2]"}
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="'no-such-host-1', has no address here; set MASTER_ADDR"):
+        adopted(environment)
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\necho NodeName=$4 NodeAddr=127.0.0.9 NodeHostName=x\n")
+    scontrol.chmod(0o755)
+    assert adopted(environment)["MASTER_ADDR"] == "127.0.0.9"
+
+
+def test_mpi() -> None:
+    found = adopted(OPEN_MPI)
+    assert read_ranks(found) == Ranks(1, 2, 1, 2)
+    assert found["MASTER_ADDR"] == "127.0.0.1"
+    assert found["MASTER_PORT"] == adopted(OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0"})["MASTER_PORT"]
+    with pytest.raises(ConfigError, match="set MASTER_ADDR to its name, such as mpirun -x MASTER_ADDR=node1"):
+        adopted(HYDRA)
+    assert read_ranks(adopted(HYDRA | {"MASTER_ADDR": "node1"})) == Ranks(3, 4, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("n[1-2]", "n1"), ("gpu[007,9-12],login", "gpu007"), ("a,b", "a"), ("r[1-2]n[3,5]", "r1n3"), ("", "")],
+)
+def test_first_host(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def test_tasks_per_node() -> None:
+    assert tasks_per_node("8(x2),4") == [8, 8, 4]
+    with pytest.raises(ConfigError, match=r"must look like 8\(x2\),4"):
+        tasks_per_node("many")
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE is 4, but RANK is not set"),
+        ({"WORLD_SIZE": "4", "RANK": "4"}, "RANK is 4, must be below WORLD_SIZE 4"),
+        ({"WORLD_SIZE": "4", "RANK": "one"}, "RANK is 'one', must be a whole number"),
+    ],
+)
+def test_impossible_ranks(environment: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read_ranks(environment)
+
+
+def test_devices_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "OMPI_", "TORCHELASTIC_")):
+            monkeypatch.delenv(name)
+    assert device_index(Ranks(9, 16, 1, 8), visible=8) == 1
+    assert device_index(Ranks(9, 16, 1, None), visible=2) == 1
+    with pytest.raises(RunError, match="8 ranks stand on this machine, which shows 4 CUDA devices; start at most 4"):
+        device_index(Ranks(0, 16, 0, 8), visible=4)
+    with pytest.raises(RunError, match="shows 1 CUDA device;"):
+        device_index(Ranks(1, 2, 1, 2), visible=1)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")  # --gpus-per-task=1: each rank sees its own
+    assert device_index(Ranks(1, 2, 1, 2), visible=1) == 0
+
+
+@pytest.mark.waits
+def test_two_processes_of_mpi_meet() -> None:
+    """As mpirun starts them, through the collectives, without listening to other machines."""
+    code = (
+        "import os, psutil, torch, torch.distributed as dist\n"
+        "from megappo.config.schema import RuntimeSettings\n"
+        "from megappo.runtime.process import start_runtime\n"
+        "with start_runtime(RuntimeSettings(threads_per_rank=1)) as runtime:\n"
+        "    total = torch.tensor(float(runtime.rank + 1)); dist.all_reduce(total)\n"
+        "    sockets = [s for s in psutil.Process().net_connections() if s.status == psutil.CONN_LISTEN]\n"
+        "    print(runtime.rank, runtime.world_size, runtime.local_rank, int(total), *{s.laddr.ip for s in sockets})\n"
+    )
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    kept |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    kept["GLOO_SOCKET_IFNAME"] = "lo"
+    job = {"PMIX_NAMESPACE": f"test-{os.getpid()}"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=kept | OPEN_MPI | job | {"OMPI_COMM_WORLD_RANK": str(r), "OMPI_COMM_WORLD_LOCAL_RANK": str(r)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for r in (0, 1)
+    ]
+    outputs = [process.communicate(timeout=120)[0].strip() for process in processes]
+    assert outputs == ["0 2 0 3 127.0.0.1", "1 2 1 3 127.0.0.1"]
+
+
+@pytest.mark.waits
+@pytest.mark.parametrize(
+    ("address", "on_one_machine", "interface"),
+    [
+        ("127.0.0.1", False, "127.0.0.1"),
+        ("localhost", False, "127.0.0.1"),
+        ("this-machine", True, "127.0.0.1"),
+        ("this-machine", False, "::"),  # other machines know that name by another address
+        ("two-interfaces", False, "::"),  # or by the second of them
+        ("two-interfaces", True, "127.0.0.1"),
+        ("192.0.2.1", False, "::"),  # none of this machine's addresses
+    ],
+)
+def test_where_a_store_listens(
+    monkeypatch: pytest.MonkeyPatch, address: str, on_one_machine: bool, interface: str
+) -> None:
+    known, served = socket.getaddrinfo, dist.TCPStore
+    names = {"this-machine": ["127.0.0.1"], "two-interfaces": ["127.0.0.1", "127.0.0.2"]}
+    reached = dict.fromkeys([*names, "192.0.2.1"], "127.0.0.1")
+    seconds = datetime.timedelta(seconds=5)
+
+    def resolve(host: str, *words: Any, **more: Any) -> list[Any]:
+        return [place for name in names.get(host, [host]) for place in known(name, *words, **more)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+
+    def reach(host: str, *words: Any, **more: Any) -> dist.TCPStore:
+        return served(reached.get(host, host), *words, **more)
+
+    monkeypatch.setattr(dist, "TCPStore", reach)
+    store = listening_store(address, 0, 2, seconds, on_one_machine=on_one_machine, wait_for_workers=False)
+    sockets = [s for s in psutil.Process().net_connections() if s.status == psutil.CONN_LISTEN]
+    assert [s.laddr.ip for s in sockets if s.laddr.port == store.port] == [interface]
+    other = served("127.0.0.1", store.port, 2, False, seconds)
+    other.set("met", "here")
+    assert store.get("met") == b"here"

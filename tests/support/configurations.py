@@ -1,0 +1,39 @@
+"""The shipped configurations and the commands in their heads."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megappo.config import ConfigError, load_config
+from megappo.config.derive import derive
+from megappo.plan.planner import read_models
+from tests.support.places import ROOT
+
+CONFIGURATIONS = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+def head_command(path: Path, *programs: str) -> list[str]:
+    """The words of the command in a file's head that starts with one of the programs."""
+    for line in path.read_text().splitlines():
+        words = shlex.split(line.removeprefix("#")) if line.startswith("#   ") else []
+        if words and words[0] in programs:
+            return words
+    raise AssertionError(f"{path.name} shows no {' or '.join(programs)}")
+
+
+def trainer_ranks(path: Path) -> int:
+    """How many ranks it is planned for, servers of their own aside."""
+    words = head_command(path, "megappo")
+    return int(words[words.index("--gpus") + 1])
+
+
+def assert_refused(path: Path, overrides: Sequence[str], ranks: int, words: str) -> None:
+    """The settings and its model, on so many ranks, break a rule whose sentence has these words."""
+    arch = read_models(load_config(path), ROOT / "configs" / "models").models.actor
+    with pytest.raises(ConfigError) as caught:
+        derive(load_config(path, overrides), ranks, arch)
+    assert [problem for problem in caught.value.problems if words in problem], caught.value.problems

@@ -1,0 +1,194 @@
+"""Stand-ins for tests of episodes: an engine that computes nothing, and what a runner wants besides."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from typing import Any
+
+from tokenizers import decoders
+from transformers import AddedToken, PreTrainedTokenizerFast
+
+from megappo.config.environment import EnvironmentSettings
+from megappo.engines.protocol import Completion, GenerateRequest, Line, Listener, SamplingParams, Talk
+from megappo.environments.chat import ChatTokens
+from megappo.environments.gateway.server import Gateway
+from megappo.environments.protocol import Environment
+from megappo.environments.registry import Stage
+from megappo.environments.runner import EpisodeRunner
+from megappo.environments.session import Surroundings
+from megappo.environments.tool_pool import ToolPool
+from megappo.runtime.interrupts import NeverStop
+from megappo.types import Prompt
+from tests.support.data import character_tokenizer
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:;=+-*/()<>|_{}\"'\n?!"
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+
+Say = Callable[[GenerateRequest], str]
+
+
+def tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
+    """A token for each character, and for what chat templates put around messages."""
+    made = character_tokenizer(template, ALPHABET)
+    made.backend_tokenizer.decoder = decoders.Fuse()
+    made.add_special_tokens({"additional_special_tokens": [AddedToken(text, special=True) for text in SPECIAL]})
+    return made
+
+
+TOKENIZER = tokenizer()
+END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+MOST_PROMPT_TOKENS = 1000
+PARAMS = SamplingParams(temperature=1.0, max_new_tokens=200, stop_token_ids=(END,))
+
+
+class SayingEngine:
+    """Says what a function of the request tells, in rounds; log-probabilities are minus the token ids."""
+
+    version = 7
+
+    def __init__(self, say: Say) -> None:
+        self.say, self.rounds = say, list[list[GenerateRequest]]()
+        self.on_tokens: Callable[[], None] = lambda: None
+
+    def answer(self, request: GenerateRequest, params: SamplingParams) -> Completion:
+        ids = [*TOKENIZER(self.say(request), add_special_tokens=False)["input_ids"], END]
+        kept = ids[: request.most_tokens(params)]
+        return Completion(tuple(kept), tuple(-float(i) for i in kept), len(kept) < len(ids), self.version)
+
+    def generate(
+        self,
+        requests: Sequence[GenerateRequest],
+        params: SamplingParams,
+        done: MutableMapping[int, Completion] | None = None,
+    ) -> list[Completion]:
+        self.rounds.append(list(requests))
+        return [self.answer(request, params) for request in requests]
+
+    def update_weights(self, named_tensors: Any, version: int) -> None:
+        self.version = version
+
+    def close(self) -> None:
+        """It has nothing."""
+
+
+class PromptEngine(SayingEngine):
+    """Answers each request after a delay of its own while others come, as servers do."""
+
+    def __init__(self, say: Say, delay: Callable[[GenerateRequest], float] = lambda _: 0.0) -> None:
+        super().__init__(say)
+        self.delay = delay
+        self.holds: Callable[[GenerateRequest], bool] = lambda _: False
+        """Whether the answer to a request is not to be given yet."""
+        self.left = 0
+        """Episodes that were not over when the last talk was."""
+
+    def converse(self, talk: Talk, params: SamplingParams) -> None:
+        self.finish_line(talk, self.open_line(talk, params), params)
+
+    def open_line(self, talk: Talk, params: SamplingParams) -> Line:
+        return _Delayed(self, talk, params)
+
+    def finish_line(self, talk: Talk, line: Line, params: SamplingParams, *, weights_changed: bool = False) -> None:
+        assert isinstance(line, _Delayed)
+        try:
+            self.left = talk.drive(line)
+        finally:
+            line.close()
+
+
+class FlyingEngine(SayingEngine):
+    """Answers what is asked whenever somebody looks, or, where it is told to give up, a token of each."""
+
+    def __init__(self, say: Say, stuck: Collection[int] = ()) -> None:
+        super().__init__(say)
+        self.sent: list[tuple[int, GenerateRequest]] = []
+        self._stuck, self._rest, self._lock = stuck, dict[int, list[int]](), threading.Lock()
+        self._under_way: dict[int, tuple[GenerateRequest, list[int]]] = {}
+        self._listener: Listener | None = None
+
+    def listen(self, listener: Listener) -> None:
+        self._listener = listener
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a request is under way."""
+        return bool(self._under_way)
+
+    def send(self, requests: Mapping[int, GenerateRequest], params: SamplingParams) -> None:
+        with self._lock:
+            for number, request in requests.items():
+                assert number not in self._under_way
+                self.sent.append((number, request))
+                whole = list(self.answer(request, params).token_ids)
+                self._under_way[number] = request, self._rest.pop(number, whole)
+
+    def _take(self, number: int, tokens: int | None) -> Completion:
+        _, ids = self._under_way.pop(number)
+        kept, rest = ids[:tokens], ids[len(ids[:tokens]) :]
+        if rest:
+            self._rest[number] = rest
+        logprobs = tuple(-float(self.version) for _ in kept)
+        return Completion(tuple(kept), logprobs, False, self.version, broken_off=bool(rest))
+
+    def finished(self, wait_seconds: float) -> dict[int, Completion]:
+        with self._lock:
+            found = {number: self._take(number, None) for number in [*self._under_way] if number not in self._stuck}
+        for number, completion in found.items():
+            assert self._listener is not None
+            self._listener.answered(number, completion)
+        return {}
+
+    def abort(self) -> dict[int, Completion]:
+        with self._lock:
+            return {number: self._take(number, 1) for number in [*self._under_way]}
+
+
+class _Delayed(Line):
+    is_over = False
+
+    def __init__(self, engine: PromptEngine, talk: Talk, params: SamplingParams) -> None:
+        self._engine, self._talk, self._params = engine, talk, params
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+
+    def send(self, number: int, request: GenerateRequest) -> None:
+        def answer() -> None:
+            if self._engine.holds(request):
+                self._loop.call_later(0.01, answer)
+            else:
+                self._talk.answered(number, self._engine.answer(request, self._params))
+
+        self._loop.call_soon_threadsafe(self._loop.call_later, self._engine.delay(request), answer)
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+def runner(
+    environment: Environment, engine: SayingEngine, *, template: str | None = None, stop: Any = None, **limits: Any
+) -> EpisodeRunner:
+    """Plays episodes of an environment with an engine."""
+    settings = EnvironmentSettings(**limits)
+    words = TOKENIZER if template is None else tokenizer(template)
+    role = getattr(environment, "role", "user")
+    chat = None if template is None else ChatTokens(words, (END,))
+    pool = ToolPool(getattr(environment, "tools", {}), settings.tools)
+    gateway = Gateway(settings.gateway_host)
+    shared = Surroundings(settings, words, len(words), chat, role, pool, gateway, MOST_PROMPT_TOKENS)
+    return EpisodeRunner(Stage(environment, shared), engine, stop or NeverStop())
+
+
+def asked(count: int, text: str = "go ", answer: str | None = None) -> tuple[list[Prompt], list[GenerateRequest]]:
+    """So many samples of prompts of a text."""
+    ids = tuple(TOKENIZER(text, add_special_tokens=False)["input_ids"])
+    prompts = [Prompt(i, ids, text, answer, {}) for i in range(count)]
+    return prompts, [GenerateRequest(ids, seed=1000 + i, prompt_id=i) for i in range(count)]
+
+
+def text_of(token_ids: Sequence[int]) -> str:
+    return str(TOKENIZER.decode(list(token_ids), skip_special_tokens=False))

@@ -1,0 +1,243 @@
+"""What a PPO step may be made of, and few steps in which every two of its features meet.
+
+    python -m tests.support.features [--strength 3]
+
+lists the steps of `test_conformance.py`: a covering array, made greedily from a seed. With strength t every t
+features that go together meet in some step; the number of factors gives the whole product.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import math
+import operator
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+ROLES = ("actor", "critic")
+ADAPTIVE_LAM, NLL_COEF = 0.2, 0.3
+_DRAWN, _SEED = 2000, 1
+_SMALLEST_MINIBATCH = 6
+"""Samples, of which every replica needs one."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """A feature: one of the values that a factor has."""
+
+    name: str
+    words: str
+    """For the table of what is supported."""
+    both: tuple[str, ...] = ()
+    """Settings of actor and critic, without the role in front."""
+    settings: tuple[str, ...] = ()
+    ranks: int = 1
+    """By how much it multiplies the ranks that a step needs."""
+
+
+def _off(words: str) -> Level:
+    return Level("", words)
+
+
+FACTORS: dict[str, tuple[Level, ...]] = {
+    "model": (
+        _off("dense"),
+        Level("tied", "tied embeddings"),
+        Level(
+            "experts", "experts, shared out over two ranks where a stage has them, with a load-balancing loss",
+            ("router_aux_loss_coef=0.05",),
+        ),
+        Level("experts-replayed", "experts, with the engine's routing replayed"),
+    ),
+    "tensor": (
+        _off("TP 1"),
+        Level("tp2", "TP 2, with a vocabulary that it does not divide", ("layout.tensor_parallel=2",), ranks=2),
+        Level("sp2", "TP 2 with SP", ("layout.tensor_parallel=2", "layout.sequence_parallel=true"), ranks=2),
+    ),
+    "pipeline": (
+        _off("PP 1"),
+        Level("pp2", "PP 2", ("layout.pipeline_parallel=2",), ranks=2),
+        Level(
+            "vpp2", "PP 2, interleaved",
+            ("layout.pipeline_parallel=2", "layout.virtual_pipeline_chunks=2"), ranks=2,
+        ),
+        Level(
+            "uneven2", "PP 2 of uneven stages", ("layout.pipeline_parallel=2", "layout.pipeline_layers=[3, 1]"), ranks=2
+        ),
+    ),
+    "context": (_off("CP 1"), Level("cp2", "CP 2", ("layout.context_parallel=2",), ranks=2)),
+    "data": (_off("DP 1"), Level("dp2", "DP 2", ranks=2)),
+    "optimizer": (
+        _off("each replica's own optimizer"),
+        Level("distributed", "distributed optimizer", ("optimizer.distributed=true",)),
+        Level(
+            "overlap", "distributed optimizer, gradients reduced in backward",
+            ("optimizer.distributed=true", "optimizer.overlap_grad_reduce=true"),
+        ),
+    ),
+    "weights": (
+        _off("all weights trained"),
+        Level("lora", "adapters on every matrix", ("lora={rank: 4, alpha: 6, targets: all}",)),
+    ),
+    "recompute": (
+        _off("activations kept"),
+        Level("parts", "attention and MLP recomputed", ("recompute=selective",)),
+        Level("full", "layers recomputed", ("recompute=full",)),
+    ),
+    "memory": (
+        _off("everything on the device"),
+        Level("offload", "roles leave the device while they rest", ("offload=true",), ("reference.offload=true",)),
+        Level("on-host", "half of the optimizer on the host", ("optimizer.on_host=0.5",)),
+    ),
+    "critic": (_off("critic as the actor"), Level("other-critic", "critic in another layout")),
+    "loss": (
+        _off("PPO-clip, mean over tokens"),
+        Level("seq-mean", "PPO-clip, mean over samples", settings=("algorithm.loss_aggregation=seq-mean-token-mean",)),
+        Level("cispo", "a policy loss of one's own, of each token"),
+        Level("gspo", "a policy loss of one's own, of whole samples"),
+    ),
+    "estimates": (
+        _off("one lambda"),
+        Level(
+            "vapo",
+            "lambda by length for the actor, 1 for the critic, good samples imitated",
+            settings=(
+                f"algorithm.lam={{actor: {{length_adaptive: {ADAPTIVE_LAM}}}, critic: 1.0}}",
+                f"algorithm.positive_nll_coef={NLL_COEF}",
+            ),
+        ),
+    ),
+    "samples": (
+        _off("samples of any lengths"),
+        Level("giant", "one long sample among short ones"),
+        Level("single", "a microbatch with a single trained token"),
+        Level("edges", "responses that begin and end where context ranks are cut"),
+        Level("turns", "episodes of several turns, with a reward for each and what an environment said between them"),
+        Level(
+            "rejected", "replicas and minibatches whose every sample was rejected",
+            settings=(
+                "algorithm.old_logprob=corrected", "algorithm.correction={level: sequence, cap: 2, reject_above: 1e8}",
+            ),
+        ),
+    ),
+}  # fmt: skip
+"""The first level of each is the plain one."""
+_PLACES = {name: place for place, name in enumerate(FACTORS)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step: a level of every factor."""
+
+    levels: tuple[Level, ...]
+
+    def __getitem__(self, factor: str) -> Level:
+        return self.levels[_PLACES[factor]]
+
+    @property
+    def name(self) -> str:
+        """Its features, the plain ones left out."""
+        return "-".join(level.name for level in self.levels if level.name) or "plain"
+
+    @property
+    def ranks(self) -> int:
+        """Processes that it needs."""
+        return math.prod(level.ranks for level in self.levels)
+
+    def overrides(self) -> Iterator[str]:
+        """All settings but the policy loss."""
+        has_experts, stage = self["model"].name.startswith("experts"), self.ranks // self["pipeline"].ranks
+        apart = self["critic"].name == "other-critic"
+        for role in ROLES:
+            plain = apart and role == "critic"
+            for level in self.levels:
+                layout = (setting for setting in level.both if not (plain and setting.startswith("layout.")))
+                yield from (f"{role}.{setting}" for setting in layout)
+            if plain and self.ranks > _SMALLEST_MINIBATCH:
+                yield f"{role}.layout.pipeline_parallel=2"
+            if self["recompute"].name == "parts":
+                yield f"{role}.recompute_modules=[core_attn, {'moe' if has_experts else 'mlp'}]"
+            if has_experts and (self.ranks if plain else stage) > 1:
+                yield f"{role}.layout.expert_parallel=2"
+        for level in self.levels:
+            yield from level.settings
+
+
+def goes_together(case: Case, most_ranks: int) -> bool:
+    """Whether there is such a step. What is left out is refused by the settings, or is one that is there already."""
+    if case["model"].name.startswith("experts") and case["tensor"].name == "tp2":
+        return False  # experts under TP want SP
+    if case["critic"].name and case.ranks == case["data"].ranks:
+        return False  # the other layout is data parallel
+    return case.ranks <= most_ranks
+
+
+def features_met(strength: int, most_ranks: int) -> Iterator[tuple[Case, int]]:
+    """Every case, with a bit for each combination of `strength` features that meet in it."""
+    factors, bits = tuple(FACTORS.values()), itertools.count()
+    begun: list[tuple[tuple[int, ...], int, int]] = [((), 0, 1)]  # places of levels, bits, ranks
+    for i, factor in enumerate(factors):
+        # Of each level the bits of its combinations with earlier ones, by the places of these.
+        tables = [
+            [
+                (at, {chosen: 1 << next(bits) for chosen in _choices(factors, at)})
+                for at in itertools.combinations(range(i), strength - 1)
+            ]
+            for _ in factor
+        ]
+        begun = [
+            ((*chosen, place), _with_bits(met, chosen, tables[place]), ranks * level.ranks)
+            for chosen, met, ranks in begun
+            for place, level in enumerate(factor)
+            if ranks * level.ranks <= most_ranks
+        ]
+    for chosen, met, _ in begun:
+        case = Case(tuple(factor[place] for factor, place in zip(factors, chosen, strict=True)))
+        if goes_together(case, most_ranks):
+            yield case, met
+
+
+def _with_bits(
+    met: int, chosen: tuple[int, ...], tables: Sequence[tuple[tuple[int, ...], Mapping[tuple[int, ...], int]]]
+) -> int:
+    for at, table in tables:
+        met |= table[tuple([chosen[place] for place in at])]
+    return met
+
+
+def _choices(factors: Sequence[Sequence[Level]], places: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    return itertools.product(*(range(len(factors[place])) for place in places))
+
+
+@functools.cache
+def covering(strength: int, most_ranks: int) -> list[Case]:
+    """Cases of at most so many ranks in which all combinations of `strength` features meet that go together."""
+    draw = random.Random(_SEED)
+    everything, met = map(list, zip(*features_met(min(strength, len(FACTORS)), most_ranks), strict=True))
+    if strength >= len(FACTORS):
+        return everything
+    left, found = functools.reduce(operator.or_, met), list[Case]()
+    while left:
+        drawn = [n for n in draw.sample(range(len(everything)), min(len(everything), _DRAWN)) if met[n] & left]
+        candidates = drawn or [n for n in range(len(everything)) if met[n] & left]
+        best = max(candidates, key=lambda n: ((met[n] & left).bit_count(), -everything[n].ranks))
+        found.append(everything[best])
+        left &= ~met[best]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--strength", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=4, help="of the largest step")
+    arguments = parser.parse_args()
+    found = covering(arguments.strength, arguments.ranks)
+    print("\n".join(f"{case.ranks} {case.name}" for case in found))
+    print(len(found), "steps")
+
+
+if __name__ == "__main__":
+    main()

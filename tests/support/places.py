@@ -1,0 +1,12 @@
+"""Files of the repository that many tests read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+BASE = ROOT / "tests" / "support" / "config_base.yaml"
+"""Settings of a run that tests change."""
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+TINY = ROOT / "configs" / "models" / "tiny_arithmetic"
+"""The folder of the quickstart's model."""

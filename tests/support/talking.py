@@ -1,0 +1,92 @@
+"""An engine that talks while the trainer computes, with one request after the other: runs with it repeat."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from megappo.engines.protocol import Completion, GenerateRequest, Line, Listener, SamplingParams, Talk
+from megappo.engines.transformers_engine import TransformersEngine
+from megappo.runtime.objects import of_all_ranks
+from tests.support.embedded import AroundEmbedded
+
+
+class TalkingEngine(AroundEmbedded):
+    """The embedded engine in a thread of its own, which computes nothing that ranks do together."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self._listener: Listener | None = None
+        self._line: _OneByOne | None = None
+        self._lock = threading.Lock()
+
+    def converse(self, talk: Talk, params: SamplingParams) -> None:
+        self.finish_line(talk, self.open_line(talk, params), params)
+
+    def open_line(self, talk: Talk, params: SamplingParams) -> Line:
+        return _OneByOne(self.inner, talk, params)
+
+    def finish_line(self, talk: Talk, line: Line, params: SamplingParams, *, weights_changed: bool = False) -> None:
+        assert isinstance(line, _OneByOne)
+        try:
+            left = talk.drive(line)
+        finally:
+            line.close()
+        self.stop.check()
+        assert not any(of_all_ranks(left))
+
+    def listen(self, listener: Listener) -> None:
+        self._listener = listener
+
+    def send(self, requests: Mapping[int, GenerateRequest], params: SamplingParams) -> None:
+        with self._lock:
+            if self._line is None:
+                assert self._listener is not None
+                self._line = _OneByOne(self.inner, self._listener, params)
+            for number, request in requests.items():
+                self._line.send(number, request)
+
+    def finished(self, wait_seconds: float) -> dict[int, Completion]:
+        self.stop.check()
+        return {}
+
+    def abort(self) -> dict[int, Completion]:
+        line, self._line = self._line, None
+        if line is not None:
+            line.close()
+        nothing = Completion((), (), truncated=False, weight_version=self.version, broken_off=True)
+        return {} if line is None else dict.fromkeys(line.owed, nothing)
+
+    def close(self) -> None:
+        self.abort()
+        super().close()
+
+
+class _OneByOne(Line):
+    is_over = False
+
+    def __init__(self, inner: TransformersEngine, talk: Listener, params: SamplingParams) -> None:
+        self._inner, self._talk, self._params = inner, talk, params
+        self._asked: queue.SimpleQueue[tuple[int, GenerateRequest] | None] = queue.SimpleQueue()
+        self._closed = False
+        self.owed: set[int] = set()
+        self._thread = threading.Thread(target=self._answer, daemon=True)
+        self._thread.start()
+
+    def send(self, number: int, request: GenerateRequest) -> None:
+        self.owed.add(number)
+        self._asked.put((number, request))
+
+    def _answer(self) -> None:
+        while (asked := self._asked.get()) is not None and not self._closed:
+            number, request = asked
+            [completion] = self._inner.generate([request], self._params)
+            self.owed.discard(number)
+            self._talk.answered(number, completion)
+
+    def close(self) -> None:
+        self._closed = True
+        self._asked.put(None)
+        self._thread.join()

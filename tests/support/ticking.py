@@ -1,0 +1,107 @@
+"""An engine that generates for real while the trainer computes, by a clock of its own: runs with it repeat."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
+from megappo.reshard.stream import WeightStream
+from megappo.runtime.process import Runtime
+from tests.support.embedded import AroundEmbedded
+
+
+@dataclass
+class _UnderWay:
+    request: GenerateRequest
+    began: int
+    answer: Completion | None = None
+
+
+@dataclass
+class _Submitted:
+    requests: Sequence[GenerateRequest]
+    params: SamplingParams
+    completions: dict[int, Completion] = field(default_factory=dict)
+
+
+class TickingEngine(AroundEmbedded):
+    """The embedded engine computes an answer at once, and its tokens come out one by one: a tick for each, of one
+    in `slow_every` requests five. The clock ticks when somebody waits, and `ticks_in_step` times before an abort."""
+
+    def __init__(
+        self, *, runtime: Runtime, ticks_in_step: int = 6, slow_every: int = 24, log: str = "", **given: Any
+    ) -> None:
+        super().__init__(runtime=runtime, **given)
+        self._ticks_in_step, self._slow_every = ticks_in_step, slow_every
+        self._log = Path(f"{log}-{runtime.rank}") if log else None
+        self._now = 0
+        self._under_way: dict[int, _UnderWay] = {}
+        self._params: SamplingParams | None = None
+
+    def update_weights(self, named_tensors: WeightStream, version: int) -> None:
+        assert not self._under_way, "requests are under way while weights change"
+        super().update_weights(named_tensors, version)
+
+    def submit(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> _Submitted:
+        return _Submitted(requests, params)
+
+    def collect(self, pending: _Submitted, *, weights_changed: bool = False) -> list[Completion]:
+        answers = self.inner.generate(pending.requests, pending.params)
+        pending.completions = dict(enumerate(answers))
+        return answers
+
+    def send(self, requests: Mapping[int, GenerateRequest], params: SamplingParams) -> None:
+        assert not requests.keys() & self._under_way.keys()
+        self._params = params
+        self._under_way |= {number: _UnderWay(request, self._now) for number, request in requests.items()}
+
+    def finished(self, wait_seconds: float) -> dict[int, Completion]:
+        self.stop.check()
+        self._now += wait_seconds > 0
+        return self._come_out()
+
+    def _come_out(self) -> dict[int, Completion]:
+        self._compute()
+        found = {n: one.answer for n, one in self._under_way.items() if one.answer and self._tokens(n) is None}
+        for number in found:
+            del self._under_way[number]
+        self._write(found)
+        return found
+
+    def abort(self) -> dict[int, Completion]:
+        self._now += self._ticks_in_step
+        found = self._come_out()
+        for number, one in self._under_way.items():
+            tokens = self._tokens(number)
+            assert one.answer is not None and tokens is not None
+            ids, logprobs = one.answer.token_ids[:tokens], one.answer.logprobs[:tokens]
+            found[number] = replace(one.answer, token_ids=ids, logprobs=logprobs, truncated=False, broken_off=True)
+        self._under_way = {}
+        return found
+
+    def _compute(self) -> None:
+        new = [one for one in self._under_way.values() if one.answer is None]
+        if not new:
+            return
+        params = self._params
+        assert params is not None
+        for one, answer in zip(new, self.inner.generate([one.request for one in new], params), strict=True):
+            one.answer = answer
+
+    def _tokens(self, number: int) -> int | None:
+        """How many have come out; None: all."""
+        one = self._under_way[number]
+        assert one.answer is not None
+        tokens = (self._now - one.began) // (5 if number % self._slow_every == 0 else 1)
+        return None if tokens >= len(one.answer.token_ids) else tokens
+
+    def _write(self, found: Mapping[int, Completion]) -> None:
+        if self._log is not None:
+            with self._log.open("a") as log:
+                for number, answer in found.items():
+                    line: dict[str, Any] = {"number": number, "version": answer.weight_version}
+                    print(json.dumps(line), file=log)

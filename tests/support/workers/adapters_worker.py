@@ -1,0 +1,142 @@
+"""Computes with the adapters of PEFT folders, one after the other, and compares with transformers; see test_lora.py.
+
+Usage (under torchrun): adapters_worker.py CASE.json FOUND.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from megappo.config.grid import Grid
+from megappo.config.model_files import read_architecture
+from megappo.config.schema import RuntimeSettings
+from megappo.families.adapters import LoraShape
+from megappo.families.flops import SampleCost
+from megappo.families.parameters import pieces
+from megappo.families.weights import scatter_shard
+from megappo.megatron.build import BuildOptions, RoleModel, build_model
+from megappo.megatron.layout import Cut, Layout, make_layouts
+from megappo.megatron.roles import LocalRole, Placement
+from megappo.reshard.peft import MergedSource, PeftSource
+from megappo.reshard.sources import SafetensorsSource
+from megappo.reshard.stream import WeightStream
+from megappo.runtime.process import Runtime, start_runtime
+from tests.support.adapters import adapters_of, merged_weights, put_adapters
+from tests.support.workers.model_worker import forward, sequences
+
+RATE = 1e-5
+"""Of the step of gradient descent after which everything is compared again."""
+
+
+class Reference:
+    """The same model by transformers and PEFT in float64."""
+
+    def __init__(self, folder: Path, adapters: Path, tokens: list[Tensor]) -> None:
+        exact: Any = {"dtype": torch.float64, "experts_implementation": "eager", "attn_implementation": "eager"}
+        self._folder, self._tokens = folder, tokens
+        self._model = AutoModelForCausalLM.from_pretrained(folder, **exact).eval()
+        put_adapters(self._model, adapters)
+        self._model.double()
+        self._trained = [p for p in self._model.parameters() if p.requires_grad]
+
+    def logp(self) -> Tensor:
+        """(N, 1) log-probabilities of every token but the first."""
+        rows = []
+        for sequence in self._tokens:
+            logp = self._model(sequence[None]).logits[0, :-1].log_softmax(-1)
+            rows.append(logp.gather(1, sequence[1:, None]))
+        return torch.cat(rows)
+
+    def merged(self) -> dict[str, Tensor]:
+        """Whole weights with the adapters added."""
+        return {name: tensor.double() for name, tensor in merged_weights(self._folder, self._model).items()}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Of the sum of the log-probabilities, by PEFT's names; the adapters then go a step that way."""
+        self.logp().sum().backward()
+        weights = [parameter.data for parameter in self._trained]
+        for parameter in self._trained:
+            assert parameter.grad is not None
+            parameter.data = parameter.grad
+        found = {name: tensor.clone() for name, tensor in adapters_of(self._model).items()}
+        for parameter, weight in zip(self._trained, weights, strict=True):
+            assert parameter.grad is not None
+            parameter.data = weight + RATE * parameter.grad
+        return found
+
+
+def take_step(model: RoleModel) -> dict[str, Tensor]:
+    """The gradients of the adapters, by PEFT's names, along which they then go a step; one rank has them all."""
+    found: dict[str, Tensor] = {}
+    for held in model.adapters_here():
+        gradient = held.parameter.grad
+        assert gradient is not None
+        for name, shape in held.entry.tensors.items():
+            found.setdefault(name, torch.full(shape, float("nan")))
+        place = (0, 1, model.options.padded_vocab)
+        scatter_shard(held.part_of(gradient), pieces(model.arch, held.entry, *place), found)
+        held.shard.add_(held.part_of(gradient), alpha=RATE)
+    return found
+
+
+def furthest(mine: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
+    """The largest relative error of a tensor's norm."""
+    assert mine.keys() == truth.keys(), mine.keys() ^ truth.keys()
+    return max(float((mine[n].double() - t).norm() / t.norm().clamp(min=1e-12)) for n, t in truth.items())
+
+
+def check(folder: Path, adapters: Path, layout: Layout, runtime: Runtime) -> dict[str, float]:
+    """Errors of a model with these adapters."""
+    arch, said = read_architecture(folder), json.loads((adapters / "adapter_config.json").read_text())
+    lora = LoraShape.of(arch, said["r"], said["lora_alpha"], said["target_modules"])
+    base, source = SafetensorsSource(folder, arch), PeftSource(adapters, arch, lora)
+    options = BuildOptions(torch.float32, runtime.device, arch.vocab_size, lora=lora)
+    tokens = sequences(arch.vocab_size)
+    truth = Reference(folder, adapters, tokens)
+    placement = Placement("actor", layout.grid, budget_tokens=1, microbatch_multiple=1, cost=SampleCost(1, 0))
+    with runtime.megatron():
+        model = build_model(arch, layout, options, base, source)
+        stream = WeightStream(LocalRole(placement, model, runtime), 1 << 30)
+        exported = dict(MergedSource(arch, lora, base, source, is_critic=False, dtype=torch.float32).tensors())
+        plain = load_file(folder / "model.safetensors")
+        merged, before = truth.merged(), truth.logp()
+        found = {
+            "moved": furthest(plain, merged),
+            "exported": furthest(exported, merged),
+            "streamed": furthest(dict(stream), merged),
+            "logp": apart(forward(model, layout, tokens, train=True), before),
+            "gradients": furthest(take_step(model), truth.gradients()),
+        }
+        after = truth.logp()
+        found["streamed after a step"] = furthest(dict(stream), truth.merged())
+        found["logp after a step"] = apart(forward(model, layout, tokens, train=False), after)
+        found["stepped"] = apart(after, before)
+    return found
+
+
+def apart(mine: Tensor | None, truth: Tensor) -> float:
+    """The largest difference, in nats."""
+    assert mine is not None
+    return float((mine - truth.detach()).abs().max())
+
+
+def main() -> None:
+    case = json.loads(Path(sys.argv[1]).read_text())
+    with start_runtime(RuntimeSettings(collective_timeout_seconds=120)) as runtime:
+        layout = make_layouts({"actor": Cut(Grid((0,), 1, 1), 1, False)}, "cpu", 120)["actor"]
+        assert isinstance(layout, Layout)
+        folder = Path(case["folder"])
+        found = {name: check(folder, Path(path), layout, runtime) for name, path in case["adapters"].items()}
+        Path(sys.argv[2]).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Writes the roles of a configuration as checkpoints, before and after an update, and once more after it has read
+another; see test_checkpoint_layouts.py.
+
+Usage (under torchrun): checkpoint_worker.py CASE.json FOUND.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megappo.checkpoint.randomness import random_states
+from megappo.checkpoint.shards import load_shards, role_shards, role_updates
+from megappo.checkpoint.writer import CheckpointWriter, Snapshot
+from megappo.config import derive_run, load_config, resolve
+from megappo.config.schema import CheckpointSettings, RuntimeSettings
+from megappo.megatron.placed import announce, place
+from megappo.ppo.parts import Parts, assemble
+from megappo.runtime.process import Runtime, start_runtime
+from megappo.types import Samples
+from tests.support.workers.plan_worker import SumOfOutputs
+
+
+def samples_of_rank(case: dict[str, Any], runtime: Runtime) -> Samples:
+    """This rank's share of samples of equal length, each of which is the same on any layout."""
+    mine = torch.arange(runtime.rank, case["samples"], runtime.world_size)
+    sequences = tuple(
+        torch.randint(2, 16, (case["sequence_tokens"],), generator=torch.Generator().manual_seed(int(number)))
+        for number in mine
+    )
+    return Samples(mine, sequences, torch.full(mine.shape, case["response_tokens"]))
+
+
+def write(parts: Parts, writer: CheckpointWriter, step: int) -> dict[str, int]:
+    """A checkpoint of the roles; the updates that they have applied."""
+    shards = {key: shard for role in parts.trained for key, shard in role_shards(role).items()}
+    content = {"trainer": {"step": step}, "metrics": {}, "versions": {"torch": str(torch.__version__)}}
+    writer.save(Snapshot(step, shards, {"random": random_states()}, content), wait=True)
+    return {role.placement.name: role_updates(role) for role in parts.trained}
+
+
+def main() -> None:
+    case = json.loads(Path(sys.argv[1]).read_text())
+    with start_runtime(RuntimeSettings(collective_timeout_seconds=120)) as runtime:
+        config = resolve(load_config(case["config"], case["overrides"]), on_cuda=False)
+        parts = assemble(config, derive_run(config, runtime.world_size), runtime)
+        writer = CheckpointWriter(Path(case["out"]), CheckpointSettings(keep_last=9), runtime, 60)
+        updates = [write(parts, writer, 1)]
+        announced = announce(samples_of_rank(case, runtime), runtime.device)
+        for role in parts.trained:
+            place(role, announced, [range(case["samples"])]).update(0, SumOfOutputs(None))
+        updates.append(write(parts, writer, 2))
+        for step, (folder, applied) in enumerate(case["read"], 3):
+            load_shards(Path(folder), parts.trained, applied, runtime)
+            updates.append(write(parts, writer, step))
+        found: list[Any] = [None] * runtime.world_size
+        dist.all_gather_object(found, updates)
+        parts.close()
+        if runtime.is_main:
+            Path(sys.argv[2]).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

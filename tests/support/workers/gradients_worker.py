@@ -1,0 +1,77 @@
+"""Adds up gradients of several microbatches in Megatron's buffer and once more in float64; see test_gradients.py.
+
+Usage (under torchrun): gradients_worker.py CASE.json FOUND.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megappo.config.grid import Grid
+from megappo.config.model_files import load_architecture
+from megappo.config.roles import OptimizerSettings
+from megappo.config.schema import ModelSettings, RuntimeSettings
+from megappo.families.architecture import padded_vocab_size
+from megappo.megatron.build import BuildOptions, build_model
+from megappo.megatron.layout import Cut, Layout, make_layouts
+from megappo.megatron.optimization import RoleOptimizer
+from megappo.megatron.schedule import PlacedSample, pack_samples, run_schedule
+from megappo.reshard.sources import SafetensorsSource
+from megappo.runtime.process import Runtime, start_runtime
+from tests.support.workers.model_worker import Outputs, sequences
+
+
+def relative(found: Tensor, truth: Tensor) -> float:
+    return float((found.double() - truth).norm() / truth.norm())
+
+
+def check(case: dict[str, Any], runtime: Runtime) -> dict[str, list[float]]:
+    """Of each parameter: how far its sum is from that in float64, and how far one
+    in bfloat16 would be."""
+    folder = Path(case["folder"])
+    arch = load_architecture(folder, ModelSettings(path=str(folder)))
+    layout = make_layouts({"actor": Cut(Grid(tuple(range(runtime.world_size)), 1, 1), 1, False)}, "cpu", 120)["actor"]
+    assert isinstance(layout, Layout)
+    options = BuildOptions(torch.bfloat16, runtime.device, padded_vocab_size(arch.vocab_size, 1, 8))
+    settings = OptimizerSettings(learning_rate=1e-3, overlap_grad_reduce=case["overlap"])
+    gradients: dict[str, list[Tensor]] = defaultdict(list)
+    with runtime.megatron():
+        optimizer = RoleOptimizer(build_model(arch, layout, options, SafetensorsSource(folder, arch)), settings, 10)
+        parameters = dict(optimizer.chunks[0].module.named_parameters())
+        for name, parameter in parameters.items():
+            parameter.register_hook(partial(lambda name, gradient: gradients[name].append(gradient.clone()), name))
+        tokens = [s for s in sequences(arch.vocab_size) for _ in range(3)][runtime.rank :: runtime.world_size]
+        batches = [pack_samples([PlacedSample(i, s, len(s) - 1)], runtime.device) for i, s in enumerate(tokens)]
+        optimizer.zero_grad()
+        run_schedule(optimizer.chunks, layout, batches, Outputs(), train=True)
+    of_all: list[Any] = [None] * runtime.world_size
+    dist.all_gather_object(of_all, dict(gradients))
+    errors = {}
+    for name in gradients:
+        parts = [part for found in of_all for part in found[name]]
+        truth, narrow = sum(part.double() for part in parts), sum(parts)
+        errors[name] = [relative(parameters[name].main_grad, truth), relative(narrow, truth)]
+        assert {part.dtype for part in parts} == {torch.bfloat16}
+    assert errors.keys() == parameters.keys()
+    return errors
+
+
+def main() -> None:
+    case = json.loads(Path(sys.argv[1]).read_text())
+    with start_runtime(RuntimeSettings(collective_timeout_seconds=120)) as runtime:
+        found = check(case, runtime)
+        if runtime.is_main:
+            Path(sys.argv[2]).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
