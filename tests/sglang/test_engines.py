@@ -204,6 +204,12 @@ def test_trainers_and_servers_have_the_same_settings_of_nccl(scenario: Callable[
 
 
 @pytest.mark.parametrize("name", [TWO, SHARDED, BROADCAST])
+def test_servers_on_a_cpu_leave_it_to_others_while_they_are_idle(scenario: Callable[[str], Found], name: str) -> None:
+    """SGLang's schedulers ask for requests without a pause otherwise."""
+    assert {fact for found in scenario(name) for fact in found["sleeps"]} == {True}
+
+
+@pytest.mark.parametrize("name", [TWO, SHARDED, BROADCAST])
 def test_servers_hold_the_tokens_that_they_were_told_to(scenario: Callable[[str], Found], name: str) -> None:
     """Those that were started again too; and one that has too few is not used."""
     for found in scenario(name):

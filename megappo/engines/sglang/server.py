@@ -148,6 +148,7 @@ class ServerSpec:
                 found["enable-memory-saver"] = True
         else:
             found |= {"device": "cpu", "attention-backend": "torch_native", "disable-overlap-schedule": True}
+            found["sleep-on-idle"] = True  # or it takes a core of the trainer's while it has nothing to do
         return found | self.settings.arguments
 
     def _of_engine(self) -> dict[str, Any]:

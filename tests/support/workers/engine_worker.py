@@ -492,6 +492,7 @@ def leave(bench: Bench) -> dict[str, Any]:
     assert all(Path(folder).is_dir() for folder in folders)
     facts = [call(e, "/server_info", timeout_seconds=60, method="GET") for e in bench.engine.endpoints]
     known: dict[str, Any] = {"deterministic": [fact["enable_deterministic_inference"] for fact in facts]}
+    known["sleeps"] = [fact["sleep_on_idle"] for fact in facts]
     known["tokens"] = [fact["max_total_num_tokens"] for fact in facts]
     known["nccl"] = [sorted(nccl_variables(psutil.Process(session).environ())) for session in sessions]
     known["trainer_nccl"] = sorted(nccl_variables(os.environ))
