@@ -23,6 +23,7 @@ def measured(out: Path, *suites: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.waits
 def test_two_suites_print_and_save_their_tables(tmp_path: Path) -> None:
     text = measured(tmp_path / "kernels.md", "gae", "tokens")
     assert "| megappo gae |" in text and "| megappo linear_logprob |" not in text

@@ -24,12 +24,12 @@ from megappo.engines.sglang.fleet import KEY_VARIABLE
 from megappo.engines.sglang.guard import session_pids
 from tests.support import worlds
 
+pytestmark = pytest.mark.waits
+
 CONFIG = "configs/sglang_disaggregated.yaml"
 FAKE = """
 import http.server, json, os, sys, tempfile
 from pathlib import Path
-
-pytestmark = pytest.mark.waits
 arguments = json.loads(Path(sys.argv[sys.argv.index("--config") + 1]).read_text())
 tempfile.NamedTemporaryFile(delete=False).write(b"left behind")
 Path(os.environ["FAKE"], f"{os.getpid()}.json").write_text(json.dumps(arguments))

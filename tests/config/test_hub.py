@@ -18,6 +18,8 @@ from megappo.config import ConfigError, hub
 from tests.support.harness import start
 from tests.support.places import TINY
 
+pytestmark = pytest.mark.waits
+
 MODEL = TINY
 
 EVERY_COMMAND = """
@@ -25,8 +27,6 @@ import contextlib, io, json, sys, time
 import megappo.doctor, megappo.commands.dry_run, megappo.commands.plan, megappo.commands.serve
 from transformers import AutoConfig, AutoTokenizer
 from megappo.cli import main
-
-pytestmark = pytest.mark.waits
 answers = []
 for words in json.loads(sys.argv[1]):
     said = io.StringIO()

@@ -18,6 +18,8 @@ from packaging.utils import canonicalize_name
 
 from tests.support.places import ROOT
 
+pytestmark = pytest.mark.waits
+
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
 NO_DEPENDENCIES = ["--no-deps", "--no-build-isolation"]
 
@@ -102,8 +104,6 @@ import contextlib, importlib, importlib.util, pkgutil, sys
 for extra in ("sglang", "wandb", "hypothesis", "math_verify"):
     assert importlib.util.find_spec(extra) is None, extra
 from megappo.cli import main
-
-pytestmark = pytest.mark.waits
 config = sys.argv[1]
 for command in ("train", "plan", "doctor", "serve", "eval", "export", "report"):
     with contextlib.suppress(SystemExit):

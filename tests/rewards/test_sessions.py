@@ -16,6 +16,8 @@ import pytest
 from megappo.config.schema import RewardSettings
 from megappo.rewards.workers import RewardPool, RewardRequest
 
+pytestmark = pytest.mark.waits
+
 USER_MODULE = '''
 import os, subprocess, time
 
@@ -118,8 +120,6 @@ TRAINER = """
 import os, sys, time
 from megappo.config.schema import RewardSettings
 from megappo.rewards.workers import RewardPool, RewardRequest
-
-pytestmark = pytest.mark.waits
 pool = RewardPool(RewardSettings(function="leaves:leave", timeout_seconds=1000.0))
 if os.fork() == 0:  # as a checkpoint's writer does: it holds what the trainer holds
     time.sleep(1000)

@@ -22,6 +22,8 @@ from megappo.rewards.scorer import RewardScorer
 from megappo.rewards.workers import RewardError, RewardPool, RewardRequest
 from megappo.types import Prompt, Rollouts
 
+pytestmark = pytest.mark.waits
+
 USER_MODULE = '''
 import json, os, pickle, struct, subprocess, sys, time
 
@@ -331,8 +333,6 @@ PARENT = """
 import sys, time
 from megappo.config.schema import RewardSettings
 from megappo.rewards.workers import RewardPool, RewardRequest
-
-pytestmark = pytest.mark.waits
 pool = RewardPool(RewardSettings(function="user_rewards:obey", timeout_seconds=1000.0, workers=2))
 print(*[pid for worker in pool.workers for pid in (worker.pid, worker.supervisor.pid)], flush=True)
 pool.score([RewardRequest("p", "hang", "hang", None, {})])
