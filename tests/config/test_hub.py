@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,8 +17,7 @@ from huggingface_hub import constants
 from huggingface_hub.utils import filter_repo_objects
 
 from megappo.config import ConfigError, hub
-from tests.support.harness import start
-from tests.support.places import TINY
+from tests.support.places import ROOT, TINY
 
 pytestmark = pytest.mark.waits
 
@@ -45,9 +46,15 @@ def answers(tmp_path: Path, commands: list[list[str]], **environment: str) -> li
         variables[name] = ""
     variables = {**os.environ, **variables, **environment}
     variables = {name: value for name, value in variables.items() if value}
-    program = tmp_path / "every_command.py"
-    program.write_text(EVERY_COMMAND)
-    done = start(program, json.dumps(commands), environment=variables)
+    done = subprocess.run(  # the hub's client reads its variables when it is imported
+        [sys.executable, "-c", EVERY_COMMAND, json.dumps(commands)],
+        cwd=ROOT,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert not re.search("retry|huggingface", done.stderr, re.IGNORECASE), "no raw lines of the hub's client"
     found = json.loads(done.stdout.rpartition("answers")[2])
