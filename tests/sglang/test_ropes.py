@@ -20,7 +20,7 @@ from megappo.families.rope import rotary
 from megappo.families.served import unread_rope
 from tests.support.models import write_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("needs launch/requirements-sglang.txt", allow_module_level=True)
