@@ -23,7 +23,7 @@ def listen() -> None:
     sys.addaudithook(_hear)
     sleep = time.sleep
 
-    def heard_sleep(seconds: float) -> None:
+    def heard_sleep(seconds: Any, /) -> None:
         if seconds > _SHORT_SECONDS and threading.current_thread() is threading.main_thread():
             HEARD.append("time.sleep")
         sleep(seconds)
