@@ -9,7 +9,7 @@ import pytest
 from tests.support.harness import ask
 from tests.support.models import VOCAB, write_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
 # The layout that a plain model is saved and loaded on, how its tensors are named, and the layout that ours starts on.
 CASES: dict[str, dict[str, Any]] = {
@@ -36,7 +36,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return dict(ask("torch_dist_worker.py", 2, told))
 
 
-@pytest.mark.waits
 @pytest.mark.quick
 @pytest.mark.parametrize("name", CASES)
 def test_models_begin_with_what_megatron_saved(found: dict[str, Any], name: str) -> None:

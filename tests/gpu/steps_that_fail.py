@@ -1,4 +1,4 @@
-"""Steps that go wrong in every way, for test_gpu_acceptance.py."""
+"""Steps that go wrong in every way, for test_acceptance_command.py."""
 
 from __future__ import annotations
 

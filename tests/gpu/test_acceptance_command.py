@@ -23,6 +23,7 @@ from tests.gpu.acceptance.table import Report, Skip, judged, measured, within
 from tests.support.harness import start
 from tests.support.places import ROOT
 
+pytestmark = pytest.mark.waits
 ON_A_CPU = [step.name for step in STEPS if step.name != "servers"]
 """tests/sglang runs the other one: its server takes long to start."""
 
@@ -53,7 +54,6 @@ def accepted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.waits
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_every_step_runs_on_a_cpu(accepted: list[dict[str, Any]]) -> None:
@@ -104,7 +104,6 @@ def test_updates_move_weights_by_more_than_their_bound(accepted: list[dict[str, 
     assert len(changed) == 4 and all(numbers["share_of_weights"] > 1e-4 for numbers in changed)
 
 
-@pytest.mark.waits
 @pytest.mark.slow
 def test_a_trainer_leaves_its_memory_to_the_next(tmp_path: Path) -> None:
     report = Report(tmp_path / "table", {})
@@ -124,7 +123,6 @@ def missing(name: str) -> str:
     raise PackageNotFoundError(name)
 
 
-@pytest.mark.waits
 def test_a_step_that_goes_wrong_ends_alone(tmp_path: Path) -> None:
     names = ("sound", "raises", "sound", "dies", "unsound", "cannot", "sound")
     report = run(tmp_path, [step(name) for name in names])
@@ -150,7 +148,6 @@ def test_a_step_that_goes_wrong_ends_alone(tmp_path: Path) -> None:
     assert "Traceback" in (tmp_path / "log").read_text()
 
 
-@pytest.mark.waits
 def test_a_step_has_a_deadline_and_all_have_a_budget(tmp_path: Path) -> None:
     started = time.monotonic()
     steps = [step("hangs", most=2), step("sound"), step("hangs"), step("sound", seconds=30)]
@@ -192,7 +189,6 @@ def write_wheel(folder: Path, name: str, *, tag: str = "py3-none-any") -> None:
         file.writestr(f"{info}/RECORD", "")
 
 
-@pytest.mark.waits
 def test_wheels_are_installed_where_only_the_steps_see_them(tmp_path: Path) -> None:
     folder, site = tmp_path / "wheels", tmp_path / "site"
     folder.mkdir()

@@ -1,6 +1,6 @@
 """What share of small changes to the code its own tests notice: a seeded sample of Cosmic Ray's mutants.
 
-Usage: python -m tests.house.mutants AREA [--sample 40] [--seed 1] [--jobs 1]      (tests/README.md says more)
+Usage: python tests/house/mutants.py AREA [--sample 40] [--seed 1] [--jobs 1]      (tests/README.md says more)
 
 Cosmic Ray knows the changes and makes them; all of them, each in a Python that imports torch again, would take days. So
 this picks places in the code at random, at each of them one change, and runs the area's tests on a copy of the
@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tests.support.places import ROOT
-
+# Nothing of the repository may be imported here, or the tests of a copy would find it instead of the copy's.
+ROOT = Path(__file__).resolve().parents[2]
 AREAS = {path.stem: path for path in sorted((ROOT / ".cosmic-ray").glob("*.toml"))}
 # Operators, comparisons and constants. Other operators of Cosmic Ray ask whether a name is used at all.
 KINDS = ("Replace", "NumberReplacer", "AddNot", "ZeroIterationForLoop")

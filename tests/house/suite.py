@@ -4,8 +4,8 @@ Usage: python -m tests.house.suite [--quick | --all] [--sides N] [--measure] [--
 
 `bash tests/run.sh` is this in an environment that it builds.
 
-Each file has a process of its own, forked off this one when it has imported what most of them import; the dearest
-begin, by the CPU seconds in seconds.json, which `--measure` writes anew. mypy has a side until it is through. Tests
+Each file has a process of its own, forked off this one when it has imported what most of them import. Those that take
+the most CPU seconds begin, by seconds.json, which `--measure` writes anew. mypy has a side until it is through. Tests
 that are marked `waits` and fail are run once more, each by itself, when all others are through: those that pass then
 are listed as unsteady. Exit code 1 where any other test fails, where more than three are unsteady, or where mypy does.
 """
@@ -33,8 +33,10 @@ from typing import Any
 import pytest
 
 from tests.house.telling import Outcome, Telling, cpu_seconds
-from tests.support import nursery  # which has imported what most files import before anything is forked
-from tests.support.harness import GIVEN, environment
+from tests.support import (
+    harness,
+    nursery,  # which has imported what most files import before anything is forked
+)
 from tests.support.places import ROOT
 
 SECONDS = ROOT / "tests" / "house" / "seconds.json"
@@ -76,7 +78,7 @@ class Part:
 
 
 def parts_of(files: Sequence[str], folder: Path) -> list[Part]:
-    """The dearest first."""
+    """Those that take the most CPU seconds first."""
     measured: dict[str, Any] = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
     groups: dict[str, list[str]] = {}
     for file in files:
@@ -91,7 +93,7 @@ def parts_of(files: Sequence[str], folder: Path) -> list[Part]:
 
 
 def start(part: Part, options: Sequence[str]) -> None:
-    """Fork a process that keeps the part."""
+    """Fork a process that runs the part."""
     told = part.log.with_suffix(".told")
     told.touch()
     sys.stdout.flush()
@@ -107,8 +109,8 @@ def start(part: Part, options: Sequence[str]) -> None:
 
 
 def keep(part: Part, options: Sequence[str], told: Path) -> int:
-    """pytest's exit code. It has a nursery beside it, and whose parents have ended are this process's children, so that
-    nothing is left uncounted."""
+    """Run the part beside a nursery; pytest's exit code. This process adopts descendants whose parents have ended, so
+    that the CPU time of all of them is counted."""
     os.setsid()
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     said = os.open(part.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -118,14 +120,14 @@ def keep(part: Part, options: Sequence[str], told: Path) -> int:
     ours, its = Pipe()
     if os.fork() == 0:
         ours.close()
-        os.environ.update(environment())
+        os.environ.update(harness.environment())
         warnings.simplefilter("ignore")
         nursery.serve(its)
         os._exit(0)
     its.close()
     tests = os.fork()
     if tests == 0:
-        os.environ[GIVEN] = str(ours.fileno())
+        harness.use(ours)
         code = _BROKEN
         try:
             code = int(pytest.main([*options, *part.files], plugins=[Telling(told, os.getppid())]))
@@ -135,7 +137,8 @@ def keep(part: Part, options: Sequence[str], told: Path) -> int:
     while True:
         ended, status = os.wait()
         if ended == tests:
-            return status >> 8 if os.WIFEXITED(status) else _BROKEN
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else 128 - code  # of a signal, as shells have it
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -244,7 +247,7 @@ def is_of(outcome: Outcome, file: str) -> bool:
 def judged(suite: Suite, unsteady: Sequence[Outcome], parts: Sequence[Part]) -> int:
     """Print what was found; the exit code."""
     outcomes = [outcome for part in parts for outcome in part.outcomes]
-    for reason, count in Counter(o.said.splitlines()[0] for o in outcomes if o.ending == "skipped").items():
+    for reason, count in Counter(o.said.partition("\n")[0] for o in outcomes if o.ending == "skipped").items():
         print(f"skipped {count}: {reason}")
     for outcome in suite.failed:
         print(f"\n{'=' * 20} {outcome.test}\n{outcome.said}")

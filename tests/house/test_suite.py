@@ -82,7 +82,7 @@ def test_a_process_that_dies_and_a_file_that_cannot_be_read_fail(tmp_path: Path)
     assert "No module named 'no_such_module'" in said
 
 
-def test_the_dearest_come_first(tmp_path: Path) -> None:
+def test_what_takes_longest_begins(tmp_path: Path) -> None:
     """And files that share what takes long are run together."""
     files = ["tests/algo/test_golden.py", "tests/slurm/test_slurm.py", "tests/slurm/test_acceptance.py", "tests/new.py"]
     parts = parts_of(files, tmp_path)

@@ -15,6 +15,8 @@ import pytest
 
 from tests.support.places import QUICKSTART, ROOT
 
+pytestmark = pytest.mark.waits
+
 # `-m venv FOLDER` puts itself there; `-m pip install -r ...` waits for the file that PIP_WAITS_FOR names, if it does.
 PYTHON = """#!/usr/bin/env bash
 case "$*" in
@@ -126,7 +128,6 @@ def test_the_quickstart_needs_no_sglang_where_there_are_gpus(machine: Machine) -
     assert built.endswith("/launch/requirements.txt"), said
 
 
-@pytest.mark.waits
 def test_a_build_waits_for_no_other_environments_build(machine: Machine) -> None:
     go = machine.folder / "go"
     scripts = [machine.start(machine.clone(name, name), waits_for=go) for name in ("one", "two")]
@@ -144,7 +145,6 @@ def test_a_build_that_was_killed_is_made_again(machine: Machine) -> None:
     assert len(machine.builds.read_text().splitlines()) == 2
 
 
-@pytest.mark.waits
 def test_prune_keeps_what_is_used(machine: Machine) -> None:
     """By this clone, by a script that runs, by its children after it, by a program with files mapped, or lately."""
     clones = {name: machine.clone(name, name) for name in ("own", "running", "mapped", "recent", "left")}

@@ -11,6 +11,8 @@ import pytest
 
 from tests.support.places import ROOT
 
+pytestmark = pytest.mark.waits
+
 SCONTROL = """
 case "$*" in
     "show hostnames"*) echo localhost ;;
@@ -283,7 +285,6 @@ def torchrun(*words: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-@pytest.mark.waits
 def test_torchrun_on_two_machines() -> None:
     """The same line on both, which here are one."""
     from tests.support.worlds import closed_port

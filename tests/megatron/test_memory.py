@@ -48,7 +48,6 @@ def measured(config: Path, *, alone: bool, overrides: list[str]) -> dict[str, An
     return found
 
 
-@pytest.mark.slow
 def test_memory_is_that_of_the_largest_stage(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     alone = measured(config, alone=True, overrides=[])

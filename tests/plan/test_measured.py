@@ -19,7 +19,7 @@ from megappo.plan.memory import role_memory
 from megappo.plan.planner import read_models
 from tests.support.harness import ask
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
 PROMPT, RESPONSE, SAMPLES = 12, 20, 8
 TP2, PP2, PP3 = "layout.tensor_parallel=2", "layout.pipeline_parallel=2", "layout.pipeline_parallel=3"
@@ -172,7 +172,6 @@ def kept_in_forward(role: RoleSetup, stage: int, work: Workload) -> float:
     return kept
 
 
-@pytest.mark.waits
 @pytest.mark.parametrize(("name", "role"), PLACES)
 def test_memory_is_what_megatron_holds(root: Path, measured: Measured, name: str, role: str) -> None:
     setup, work = planned(root, name, role)

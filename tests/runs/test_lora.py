@@ -27,7 +27,7 @@ from tests.support.attempts import assert_same_run, attempts, killed_at, timeles
 from tests.support.harness import ask, start
 from tests.support.models import write_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
 ADAPTED = tuple(name for name, family in FAMILIES.items() if family.adapted)
 STILL = ("actor.optimizer.learning_rate=1e-30", "critic.optimizer.learning_rate=1e-30")
@@ -83,7 +83,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.waits
 @pytest.mark.parametrize("family", ADAPTED)
 def test_every_matrix_of_every_family(family: str, tmp_path: Path) -> None:
     """With adapters on one kind of matrix, and on all, whose B are not small: log-probabilities, gradients, and the
@@ -102,7 +101,6 @@ def test_every_matrix_of_every_family(family: str, tmp_path: Path) -> None:
         assert max(errors.values()) < 1e-5, f"{name}: {errors}"
 
 
-@pytest.mark.waits
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
 def test_an_engine_computes_what_adapters_have_learned(family: str, tmp_path: Path) -> None:
     """Gemma's, which begin at B = 0, where a norm before or behind them is the same."""
@@ -117,7 +115,6 @@ def test_an_engine_computes_what_adapters_have_learned(family: str, tmp_path: Pa
     assert len(steps) == 3 and all(line["mismatch/max"] < 1e-4 for line in steps), steps
 
 
-@pytest.mark.waits
 def test_a_killed_run_goes_on_to_the_last_bit(world: Path) -> None:
     assert_same_run(world / "whole", world / "killed", 2)
 

@@ -19,7 +19,7 @@ from tests.runs.test_resume import whole_tensors
 from tests.support.attempts import attempts, train
 from tests.support.models import write_model, write_value_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
 STILL = ("actor.optimizer.learning_rate=1e-30", "critic.optimizer.learning_rate=1e-30")
 """Float32 weights stay what they were to the last bit."""
@@ -85,7 +85,6 @@ def exported(world: Path, tmp_path: Path, run: str, role: str, step: str) -> dic
     return load_file(out / "model.safetensors")
 
 
-@pytest.mark.waits
 def test_epochs_are_steps(world: Path) -> None:
     said = (world / "output").read_text()
     assert "1 epoch of 20 prompts = 2" in said

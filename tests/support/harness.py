@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import signal
@@ -18,12 +17,6 @@ from typing import Any
 from tests.support.places import ROOT
 
 WORKERS = Path(__file__).parent / "workers"
-
-
-GIVEN = "MEGAPPO_TESTS_NURSERY"
-"""Names the descriptor of a pipe to a nursery, where whoever started this process shares one with it."""
-
-
 STARTS = "megappo.tests.start"
 """The audit event of a program that is started here."""
 
@@ -39,15 +32,24 @@ def environment() -> dict[str, str]:
     }
 
 
-@functools.cache
+_nurseries: list[Connection] = []
+"""At most one."""
+
+
+def use(nursery: Connection) -> None:
+    """Have programs of this process forked off a nursery that somebody else keeps."""
+    _nurseries[:] = [nursery]
+
+
 def _nursery() -> Connection:
     """To the process that all others are forked from; see nursery.py."""
-    if GIVEN in os.environ:
-        return Connection(int(os.environ[GIVEN]))
+    if _nurseries:
+        return _nurseries[0]
     ours, its = Pipe()
     command = [sys.executable, "-m", "tests.support.nursery", str(its.fileno())]
     subprocess.Popen(command, cwd=ROOT, env=environment(), pass_fds=[its.fileno()], stdin=subprocess.DEVNULL)
     its.close()
+    use(ours)
     return ours
 
 

@@ -1,0 +1,35 @@
+"""A change that is made in a copy of the repository is judged by the tests of that copy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.places import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.waits]
+
+PROGRAM = """
+import sys
+from pathlib import Path
+
+sys.path[0] = "tests/house"  # as where the program itself is run
+import mutants
+
+copy = mutants.copied_repository(Path(sys.argv[1]))
+mutants.import_what_tests_import()
+arguments = ["-x", "-q", "-o", "addopts=", "tests/algo/test_golden.py"]
+print(mutants.run_tests(copy, arguments, 200))
+with (copy / "megappo/algo/kl.py").open("a") as file:
+    file.write("raise ImportError('changed')")
+print(mutants.run_tests(copy, arguments, 200))
+"""
+
+
+def test_the_copys_code_is_judged(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "copy")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+    assert done.stdout.split() == ["passed", "failed"], done.stderr
