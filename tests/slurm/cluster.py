@@ -98,6 +98,11 @@ class Cluster:
             time.sleep(0.5)
         return found
 
+    def cancel_all(self) -> None:
+        """End what is queued, waits to be put back, or runs."""
+        if self.run("squeue", "--noheader", "--states=PENDING,RUNNING,SUSPENDED,CONFIGURING"):
+            self.run("scancel", f"--user={getpass.getuser()}")
+
     def log(self, state: dict[str, str]) -> str:
         """The end of a job's output."""
         path = Path(state["StdOut"])
@@ -160,7 +165,7 @@ def virtual_nodes(folder: Path) -> Iterator[Cluster]:
             start("slurmd", "-D", "-N", node)
         _await("SLURM", "3 idle", ["sinfo", "--noheader", "--format=%D %t"], cluster)
         yield cluster
-        subprocess.run(["scancel", f"--user={getpass.getuser()}"], env=cluster.environment, timeout=30, check=False)
+        cluster.cancel_all()
         _await("the end of all jobs", "3 idle", ["sinfo", "--noheader", "--format=%D %t"], cluster)
     finally:
         _stop(processes)

@@ -12,8 +12,15 @@ import pytest
 from tests.slurm.cluster import Cluster, virtual_nodes, why_not
 
 
+@pytest.fixture
+def cluster(slurm: Cluster) -> Iterator[Cluster]:
+    """Its nodes are free again for the next test, whatever becomes of this one."""
+    yield slurm
+    slurm.cancel_all()
+
+
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
+def slurm() -> Iterator[Cluster]:
     reason = why_not()
     if reason is not None:
         pytest.skip(f"no SLURM: {reason}")

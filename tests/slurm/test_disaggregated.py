@@ -120,6 +120,15 @@ def test_trainers_and_engines_are_two_steps(cluster: Cluster, tmp_path: Path) ->
     assert "SGLANG_API_KEY" not in words
 
 
+def await_requeued(cluster: Cluster, *components: int) -> None:
+    """Wait until SLURM has put all of it back. A job that is cancelled before would come back: `scontrol requeue` is
+    there for jobs that have ended, too."""
+    deadline = time.monotonic() + 60
+    while any(cluster.state(component)["Restarts"] != "1" for component in components):
+        assert time.monotonic() < deadline, [cluster.state(component) for component in components]
+        time.sleep(0.2)
+
+
 def await_second_attempt(cluster: Cluster, *components: int) -> None:
     """Wait until it runs."""
     deadline = time.monotonic() + 200
@@ -143,6 +152,7 @@ def test_a_heterogeneous_job_requeued_and_cancelled(cluster: Cluster, tmp_path: 
     seen = servers(cluster)
     cluster.run("scancel", "--signal=USR1", str(job), str(job + 1))
     await_text(tmp_path / "job.out", "back into the queue", 60)
+    await_requeued(cluster, job, job + 1)
     assert_nothing_is_left(seen)
     if goes_on:
         done = len(read_metrics(tmp_path / "run" / "metrics.jsonl"))

@@ -60,7 +60,8 @@ def make_end(
         for event in awaited:
             assert event.wait(120), "a rank has no answer"
         if checkpoint is not None:
-            assert wait_until(checkpoint.exists, 120, every_seconds=0.01), f"{checkpoint} is not written"
+            marker = checkpoint / files.MARKER
+            assert wait_until(marker.exists, 120, every_seconds=0.01), f"{checkpoint} is not written"
         if removed is not None:
             shutil.rmtree(removed)
         elif name is None:
