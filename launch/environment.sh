@@ -108,7 +108,7 @@ ensure_environment() {
 }
 
 build_environment() { # folder, interpreter, requirements file
-    echo "megappo: building the environment in $1 (a few minutes, once)"
+    echo "megappo: building the environment in $1 (a few minutes, once)" >&2
     rm -rf "$1" && # what a build that was interrupted left
         "$2" -m venv "$1" &&
         "$1/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade pip &&

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -27,6 +28,7 @@ case "$*" in
     "-m pip install"*)
         echo "$0 $*" >>"$BUILDS"
         until [ -z "${PIP_WAITS_FOR:-}" ] || [ -e "$PIP_WAITS_FOR" ]; do sleep 0.05; done ;;
+    "-m megappo "*) printf '%s\n' "$PWD" "${PYTHONPATH%%:*}" "$@" ;;
 esac
 """
 USE = 'set -euo pipefail; source launch/environment.sh; ensure_environment "$1"; echo "uses $VIRTUAL_ENV"; '
@@ -126,6 +128,19 @@ def test_the_quickstart_needs_no_sglang_where_there_are_gpus(machine: Machine) -
     said, _ = machine.start(clone, then="exec bash launch/quickstart.sh", kind="light").communicate(timeout=60)
     (built,) = machine.builds.read_text().splitlines()
     assert built.endswith("/launch/requirements.txt"), said
+
+
+def test_the_command_finds_its_environment_from_any_folder(machine: Machine, tmp_path: Path) -> None:
+    """Through a link too; files are named from where the caller stands, and what they say decides what is built."""
+    clone, elsewhere = machine.clone("one"), tmp_path / "else where"
+    elsewhere.mkdir()
+    (elsewhere / "run.yaml").write_text("rollout: {engine: sglang}\n")
+    (tmp_path / "bin" / "megappo").symlink_to(clone / "launch" / "megappo")
+    for words in (["plan", "run.yaml", "run.name=a b"], ["train", "run.yaml", "run.name=a b"]):
+        done = machine.start(clone, then=f'cd "{elsewhere}"; exec megappo {shlex.join(words)}').communicate(timeout=60)
+        assert done[0].splitlines()[-7:] == [str(elsewhere), str(clone), "-m", "megappo", *words], done
+    built = [line.rpartition("/")[2] for line in machine.builds.read_text().splitlines()]
+    assert built == ["requirements.txt", "requirements-sglang.txt"], "a plan needs no SGLang"
 
 
 def test_a_build_waits_for_no_other_environments_build(machine: Machine) -> None:
