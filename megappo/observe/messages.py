@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TextIO
 
 _CLOSE_SECONDS = 1.0
@@ -33,6 +34,39 @@ class View:
         """Give the terminal back; may be called twice."""
 
 
+class SteadyView(View):
+    """Another view, whose terminal or log file may fail: a run goes on that cannot be seen, as there is no place left
+    where to say so."""
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+
+    def begin_step(self, step: int) -> None:
+        """As the other view does."""
+        with suppress(OSError):
+            self._view.begin_step(step)
+
+    def stage(self, name: str) -> None:
+        """As the other view does."""
+        with suppress(OSError):
+            self._view.stage(name)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """As the other view does."""
+        with suppress(OSError):
+            self._view.step(step, metrics)
+
+    def message(self, text: str) -> None:
+        """As the other view does."""
+        with suppress(OSError):
+            self._view.message(text)
+
+    def close(self) -> None:
+        """As the other view does."""
+        with suppress(OSError):
+            self._view.close()
+
+
 class Messages:
     """The one way for everything in a process that is not its output; any thread may call anything."""
 
@@ -46,7 +80,7 @@ class Messages:
 
     def tell(self, text: str) -> None:
         """Print a line; above the view while a run is shown."""
-        with self._lock:
+        with self._lock, suppress(OSError):  # nothing is left that could say that nothing can be said
             if self._view is not None:
                 self._view.message(text)
             else:

@@ -6,8 +6,11 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
+
+from megappo.observe.loggers import Contained, Logger, TensorBoardLogger, WandbLogger
 
 _METRICS_FILE = "metrics.jsonl"
 _SAMPLES_FILE = "samples.jsonl"
@@ -16,7 +19,10 @@ _NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class MetricsLog:
-    """`metrics.jsonl`, `samples.jsonl` and `jumps.jsonl` always, TensorBoard and Weights & Biases by configuration."""
+    """`metrics.jsonl`, `samples.jsonl` and `jumps.jsonl` always, TensorBoard and Weights & Biases by configuration.
+
+    What cannot be written later than at the start is a message: the run goes on without it.
+    """
 
     def __init__(
         self,
@@ -34,61 +40,55 @@ class MetricsLog:
             run_name: the name of the run at Weights & Biases, where it has a `wandb_project`.
             config: the whole configuration in JSON's types, for the same.
 
-        Raises ValueError where wandb is asked for and not installed.
+        Raises ConfigError where wandb is asked for and cannot be had, OSError where the directory cannot be written.
         """
-        self._directory = directory
-        self._wandb: Any = None
-        self._tensorboard: Any = None
         directory.mkdir(parents=True, exist_ok=True)
+        self._loggers: list[tuple[Contained, Logger]] = []
         if wandb_project is not None:
-            self._wandb = _start_wandb(wandb_project, run_name, config, directory)
+            logger = WandbLogger(wandb_project, run_name, config, directory)
+            self._loggers.append((Contained("the run at Weights & Biases"), logger))
         if tensorboard:
-            self._tensorboard = _start_tensorboard(directory, first_step=None)
-        self._files = {name: _open(directory / name) for name in (_METRICS_FILE, _SAMPLES_FILE, _JUMPS_FILE)}
+            self._loggers.append((Contained("TensorBoard's file"), TensorBoardLogger(directory / "tensorboard")))
+        self._files = {name: _LinesFile(directory / name) for name in (_METRICS_FILE, _SAMPLES_FILE, _JUMPS_FILE)}
+        self._contained = {name: Contained(str(directory / name)) for name in self._files}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One line of JSON, `step` first; what is not finite is written as text, so that every line is valid JSON."""
-        _write(self._files[_METRICS_FILE], {"step": step, **dict(sorted(metrics.items()))})
-        if self._tensorboard is not None:
-            for name, value in metrics.items():
-                self._tensorboard.add_scalar(name, value, step)
-            self._tensorboard.flush()
-        if self._wandb is not None:
-            self._wandb.log(dict(metrics), step=step)
+        self._write(_METRICS_FILE, {"step": step, **dict(sorted(metrics.items()))})
+        for contained, logger in self._loggers:
+            contained(partial(logger.log, step, metrics))
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """One line of JSON per sample, `step` first."""
         for sample in samples:
-            _write(self._files[_SAMPLES_FILE], {"step": step, **sample})
+            self._write(_SAMPLES_FILE, {"step": step, **sample})
 
     def log_jump(self, step: int, jump: Mapping[str, Any]) -> None:
         """One line of JSON for an update that stands out."""
-        _write(self._files[_JUMPS_FILE], {"step": step, **jump})
+        self._write(_JUMPS_FILE, {"step": step, **jump})
+
+    def _write(self, name: str, record: Mapping[str, Any]) -> None:
+        self._contained[name](partial(self._files[name].write, record))
 
     def truncate_after(self, step: int, *, is_open: bool = False) -> None:
         """Forget what was logged of later steps than `step`, because a resumed run logs them again; where the step
         itself `is_open`, its metrics too, which wait for its evaluation.
 
         Each file is replaced at once: a run killed here leaves the old one or the new one. TensorBoard is told to pass
-        over its old events; what Weights & Biases was sent stays there.
+        over its old events; what Weights & Biases was sent stays there. Raises OSError where a file cannot be written.
         """
         for name, file in self._files.items():
-            file.close()
-            _keep_until(self._directory / name, step - (is_open and name == "metrics.jsonl"))
-        self._files = {name: _open(self._directory / name) for name in self._files}
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-            self._tensorboard = _start_tensorboard(self._directory, first_step=step + (not is_open))
+            file.keep_until(step - (is_open and name == _METRICS_FILE))
+        for contained, logger in self._loggers:
+            contained(partial(logger.forget_after, step - is_open))
 
     def close(self) -> None:
         """Finish all files; may be called twice."""
-        for file in self._files.values():
-            file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-        if self._wandb is not None:
-            self._wandb.finish()
-        self._tensorboard = self._wandb = None
+        for name, file in self._files.items():
+            self._contained[name].finish(file.close)
+        for contained, logger in self._loggers:
+            contained.finish(logger.close)
+        self._loggers = []
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -111,45 +111,52 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 raise ValueError(f"{path}, line {number} is not JSON ({error}); remove the line") from error
 
 
-def _keep_until(path: Path, step: int) -> None:
-    """Drop the lines of later steps."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as kept:
-        kept.writelines(line for line, record in _lines(path) if record["step"] <= step)
-        kept.flush()
-        os.fsync(kept.fileno())
-    partial.replace(path)
+class _LinesFile:
+    """A file of JSON lines, each of which is written whole or not at all."""
+
+    def __init__(self, path: Path) -> None:
+        """Append behind the last complete line. Raises OSError where the file cannot be written."""
+        self._path = path
+        self._open()
+
+    def _open(self) -> None:
+        if self._path.exists():
+            self._end = self._path.read_bytes().rfind(b"\n") + 1
+            os.truncate(self._path, self._end)
+        else:
+            self._end = 0
+        self._file = self._path.open("ab", buffering=0)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append a line, readable at once, in place of what there is of one that failed. Raises OSError."""
+        text = json.dumps(_valid(record), ensure_ascii=False, allow_nan=False) + "\n"
+        line = text.encode(errors="backslashreplace")  # lone surrogates become JSON's own escapes
+        self._file.truncate(self._end)
+        written = 0
+        while written < len(line):
+            written += self._file.write(line[written:])
+        self._end += len(line)
+
+    def keep_until(self, step: int) -> None:
+        """Drop the lines of later steps."""
+        self.close()
+        shorter = self._path.with_name(self._path.name + ".partial")
+        with shorter.open("w", encoding="utf-8") as kept:
+            kept.writelines(line for line, record in _lines(self._path) if record["step"] <= step)
+            kept.flush()
+            os.fsync(kept.fileno())
+        shorter.replace(self._path)
+        self._open()
+
+    def close(self) -> None:
+        """May be called twice."""
+        self._file.close()
 
 
-def _open(path: Path) -> TextIO:
-    """Open for appending behind the last complete line; lone surrogates become JSON's own escapes."""
-    if path.exists():
-        end = path.read_bytes().rfind(b"\n") + 1
-        if end < path.stat().st_size:
-            os.truncate(path, end)
-    return path.open("a", encoding="utf-8", errors="backslashreplace")
-
-
-def _write(file: TextIO, record: Mapping[str, Any]) -> None:
-    valid = {
-        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in record.items()
-    }
-    print(json.dumps(valid, ensure_ascii=False, allow_nan=False), file=file, flush=True)
-
-
-def _start_tensorboard(directory: Path, first_step: int | None) -> Any:
-    """A writer of events; earlier files' events from `first_step` on are passed over."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(directory / "tensorboard"), purge_step=first_step)
-
-
-def _start_wandb(project: str, run_name: str, config: Mapping[str, Any], directory: Path) -> Any:
-    try:
-        import wandb
-    except ImportError as error:
-        raise ValueError(
-            f"logging.wandb_project is '{project}', but wandb is not installed; pip install 'megappo[wandb]'"
-        ) from error
-    return wandb.init(project=project, name=run_name, config=dict(config), dir=str(directory))
+def _valid(value: Any) -> Any:
+    """The value in JSON's types, numbers that are not finite as text."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {name: _valid(held) for name, held in value.items()}
+    return [_valid(held) for held in value] if isinstance(value, list | tuple) else value

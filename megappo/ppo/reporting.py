@@ -12,7 +12,7 @@ from torch import Tensor
 from megappo.config import Config, Derived, save_config
 from megappo.errors import one_line
 from megappo.observe.console import make_view
-from megappo.observe.messages import MESSAGES, tell
+from megappo.observe.messages import MESSAGES, SteadyView, tell
 from megappo.observe.metrics import MetricsLog
 from megappo.observe.profiler import StepProfiler
 from megappo.observe.progress import PROGRESS
@@ -61,7 +61,7 @@ class Reporter:
         """
         self._check_directory = check_directory
         self._config, self._runtime, self._on_stage = config, runtime, on_stage
-        self._view = make_view(config.logging.console if runtime.is_main else "quiet", derived.steps)
+        self._view = SteadyView(make_view(config.logging.console if runtime.is_main else "quiet", derived.steps))
         if runtime.is_main:
             MESSAGES.show_in(self._view)
         self._timer = StageTimer(runtime.synchronize, on_enter=self._view.stage)

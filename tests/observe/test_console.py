@@ -12,6 +12,7 @@ from rich.text import Text
 
 from megappo.observe.charts import curve, sparkline
 from megappo.observe.console import LiveView, PlainView, make_view
+from megappo.observe.messages import MESSAGES, SteadyView
 from megappo.observe.metric_docs import METRICS
 
 Mode = Literal["live", "plain", "quiet"]
@@ -45,6 +46,26 @@ def test_nothing_crashes(mode: Mode, encoding: str, columns: str, monkeypatch: p
     odd = {"reward/mean": math.nan, "time/step": 0.0, "time/rollout": math.inf, "unknown/name": 1.0}
     show(mode, stream, {}, ALL, odd, ALL | {"reward/mean": 0.75})
     assert b"after the end" in raw.getvalue()
+
+
+class FullDisk(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("mode", get_args(Mode))
+def test_a_log_that_cannot_be_written_ends_no_run(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+    view = SteadyView(make_view(mode, 1, FullDisk()))
+    monkeypatch.setattr(sys, "stderr", FullDisk())
+    for told in (view, None):
+        MESSAGES.show_in(told)
+        MESSAGES.tell("a message")
+    view.begin_step(1)
+    view.stage("rollout")
+    view.step(1, ALL)
+    view.close()
+    with pytest.raises(OSError, match="No space left"):
+        make_view("quiet", 1, FullDisk()).message("seen nowhere")
 
 
 def test_live_shows_everything(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import resource
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
+from megappo.errors import ConfigError
 from megappo.megatron.roles import Update
 from megappo.observe.metric_docs import METRICS
 from megappo.observe.metrics import MetricsLog, read_metrics
@@ -126,7 +129,7 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
 
 
 def test_tensorboard_holds_the_numbers(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     log = MetricsLog(tmp_path, "r", {})
     log.log(1, {"reward/mean": 0.25})
@@ -160,25 +163,105 @@ def test_missing_wandb_is_one_sentence(tmp_path: Path, monkeypatch: pytest.Monke
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_wandb_gets_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, object]] = []
+class FakeWandb:
+    """Notes what it is told; `broken` says which of its methods raise."""
 
-    class FakeWandb:
-        def init(self, **options: object) -> "FakeWandb":
-            calls.append(("init", options["project"]))
-            return self
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, object]] = []
+        self.broken: tuple[str, ...] = ()
 
-        def log(self, metrics: dict[str, float], step: int) -> None:
-            calls.append(("log", (step, metrics)))
+    def init(self, **options: object) -> "FakeWandb":
+        self._called("init", options["project"])
+        return self
 
-        def finish(self) -> None:
-            calls.append(("finish", None))
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        self._called("log", (step, metrics))
 
-    monkeypatch.setitem(sys.modules, "wandb", FakeWandb())
+    def finish(self) -> None:
+        self._called("finish", None)
+
+    def _called(self, name: str, told: object) -> None:
+        if name in self.broken:
+            raise KeyError("api_key not configured\n(no-tty)")  # of no type that ours are
+        self.calls.append((name, told))
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
+
+
+def test_wandb_gets_the_run(tmp_path: Path, wandb: FakeWandb) -> None:
     log = MetricsLog(tmp_path, "r", {}, tensorboard=False, wandb_project="p")
     log.log(1, {"a": 1.0})
     log.close()
-    assert calls == [("init", "p"), ("log", (1, {"a": 1.0})), ("finish", None)]
+    log.close()
+    assert wandb.calls == [("init", "p"), ("log", (1, {"a": 1.0})), ("finish", None)]
+
+
+def test_wandb_that_does_not_start_is_one_sentence(tmp_path: Path, wandb: FakeWandb) -> None:
+    wandb.broken = ("init",)
+    with pytest.raises(
+        ConfigError, match=r"wandb_project is 'p'.* not configured\\n.*wandb login.* WANDB_MODE=offline"
+    ):
+        MetricsLog(tmp_path, "r", {}, tensorboard=False, wandb_project="p")
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_run_goes_on_without_wandb(tmp_path: Path, wandb: FakeWandb, capsys: pytest.CaptureFixture[str]) -> None:
+    log = MetricsLog(tmp_path, "r", {}, tensorboard=False, wandb_project="p")
+    for step, wandb.broken in enumerate(((), ("log",), ("log",), (), ("log", "finish")), start=1):
+        log.log(step, {"a": 1.0})
+    log.close()
+    told = capsys.readouterr().err.splitlines()
+    assert [sentence.removeprefix("megappo: the run at Weights & Biases ").partition(":")[0] for sentence in told] == [
+        "cannot be written", "is written again", "cannot be written", "cannot be finished",
+    ]  # fmt: skip
+    assert [told for name, told in wandb.calls if name == "log"] == [(1, {"a": 1.0}), (4, {"a": 1.0})]
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+
+
+def test_a_full_disk_costs_lines_and_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    told: list[str] = []
+    log = MetricsLog(tmp_path, "r", {})
+    log.log(1, {"a": 1.0})
+    with monkeypatch.context() as disk:
+        limit, before = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 10, limit[1]))
+        disk.setattr("megappo.observe.loggers.tell", told.append)
+        try:
+            for step in (2, 3):
+                log.log(step, {"a": float(step)})
+                log.log_samples(step, [{"response": "a" * 100}])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+            signal.signal(signal.SIGXFSZ, before)
+    log.log(4, {"a": 4.0})
+    log.close()
+    assert [sentence.partition(" cannot be written: [Errno 27] File too large; ")[0] for sentence in told] == [
+        str(tmp_path / "metrics.jsonl"), "TensorBoard's file", str(tmp_path / "samples.jsonl"),
+    ]  # fmt: skip
+    assert capsys.readouterr().err.count("is written again") == 2
+    # Whole lines alone, though the disk had room for a part of one.
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 4]
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("a")] == [(1, 1.0), (4, 4.0)]
+
+
+def test_what_an_environment_says_may_hold_any_number(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, "r", {}, **FILES_ONLY)
+    log.log_samples(1, [{"conversation": [{"arguments": {"x": math.nan}}, (math.inf, 1)]}])
+    log.close()
+    assert json.loads((tmp_path / "samples.jsonl").read_text())["conversation"] == [
+        {"arguments": {"x": "nan"}}, ["inf", 1],
+    ]  # fmt: skip
 
 
 def test_every_metric_named_in_the_source_is_documented() -> None:

@@ -1,0 +1,142 @@
+"""What takes a run's metrics besides its own files: TensorBoard and Weights & Biases.
+
+The start of a logger may end the run with a sentence. Later a run is worth more than what is written of it: `Contained`
+turns whatever a logger raises into a message.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from megappo.errors import ConfigError, reason
+from megappo.observe.messages import tell
+
+
+class Logger(Protocol):
+    """Takes the metrics of each step; any method may raise anything."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of a step."""
+
+    def forget_after(self, step: int) -> None:
+        """Forget what was logged of later steps than `step`, where the logger can."""
+
+    def close(self) -> None:
+        """Finish what was logged."""
+
+
+class Contained:
+    """Calls one logger, and tells once that it fails and once that it works again."""
+
+    def __init__(self, name: str) -> None:
+        """`name` is for messages, `metrics.jsonl` for instance."""
+        self._name, self._fails = name, False
+
+    def __call__(self, work: Callable[[], object]) -> None:
+        """Do the work; what it raises is a message, but not a second one while it goes on failing."""
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - a service's client raises what it likes, and the run goes on
+            if not self._fails:
+                tell(f"{self._name} cannot be written: {reason(error)}; the run goes on, and it is tried at every step")
+            self._fails = True
+        else:
+            if self._fails:
+                tell(f"{self._name} is written again")
+            self._fails = False
+
+    def finish(self, work: Callable[[], object]) -> None:
+        """Do the last work; what it raises is a message."""
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - as above
+            tell(f"{self._name} cannot be finished: {reason(error)}")
+
+
+class TensorBoardLogger:
+    """An event file of TensorBoard's, written by the thread that logs, so that what fails is raised there."""
+
+    def __init__(self, directory: Path) -> None:
+        """Begin a file in `directory`. Raises OSError where that cannot be written."""
+        self._directory = directory
+        self._records: Any = None
+        self._begin()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of a step, to another file after one that could not be written. Raises OSError."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        if self._records is None:
+            self._begin()
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._write(step=step, summary=Summary(value=values))
+
+    def forget_after(self, step: int) -> None:
+        """Have TensorBoard pass over earlier files' events of later steps. Raises OSError."""
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+
+        self.close()
+        self._begin()
+        self._write(step=step + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def close(self) -> None:
+        """Close the file; may be called twice. Raises OSError."""
+        records, self._records = self._records, None
+        if records is not None:
+            records.close()
+
+    def _begin(self) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._directory.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._records = RecordWriter((self._directory / name).open("xb"))
+        self._write(file_version="brain.Event:2")
+
+    def _write(self, **content: Any) -> None:
+        """One event. After an OSError the file may end in the middle of it, where readers stop, and is left."""
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        try:
+            self._records.write(Event(wall_time=time.time(), **content).SerializeToString())
+            self._records.flush()
+        except OSError:
+            self._records = None
+            raise
+
+
+class WandbLogger:
+    """A run at Weights & Biases."""
+
+    def __init__(self, project: str, run_name: str, config: Mapping[str, Any], directory: Path) -> None:
+        """Begin the run. Raises ConfigError where wandb is not installed or does not begin one."""
+        wanted = f"logging.wandb_project is '{project}', but"
+        try:
+            import wandb
+        except ModuleNotFoundError as error:
+            if error.name != "wandb":
+                raise
+            raise ConfigError(f"{wanted} wandb is not installed; pip install 'megappo[wandb]'") from error
+        try:
+            self._run = wandb.init(project=project, name=run_name, config=dict(config), dir=str(directory))
+        except Exception as error:  # errors of its own, of its service and of the network
+            raise ConfigError(
+                f"{wanted} Weights & Biases does not begin a run: {reason(error)}; log in (wandb login, or export "
+                "WANDB_API_KEY), export WANDB_MODE=offline to send it later (wandb sync), or set it to null"
+            ) from error
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send the metrics of a step."""
+        self._run.log(dict(metrics), step=step)
+
+    def forget_after(self, step: int) -> None:
+        """What was sent stays there."""
+
+    def close(self) -> None:
+        """Wait until everything is sent."""
+        self._run.finish()
