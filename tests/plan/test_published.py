@@ -15,6 +15,13 @@ def test_the_table_is_current() -> None:
     assert shown == list(published_runs.table())
 
 
+def test_the_documents_say_what_the_table_says() -> None:
+    """Of the least and the greatest ratio of planned and published seconds."""
+    ratios = [float(line.split("|")[-2]) for line in list(published_runs.table())[2:]]
+    for document in (ROOT / "megappo" / "plan" / "README.md", ROOT / "benchmarks" / "README.md"):
+        assert f"{min(ratios)} to {max(ratios)} times" in document.read_text(), document
+
+
 @pytest.mark.parametrize("run", published_runs.RUNS, ids=lambda r: r.name)
 def test_predictions_are_within_a_factor_of_two(run: published_runs.Published) -> None:
     plan = published_runs.plan_of(run)
