@@ -16,7 +16,8 @@ while [ $# -gt 0 ]; do
 done
 [[ $nodes =~ ^[1-9][0-9]*$ ]] || usage "--nodes is '$nodes', must be a whole number from 1"
 [[ ${1:-} =~ ^[1-9][0-9]*$ ]] || usage "the processes per machine are '${1:-}', must be a whole number from 1"
-[ "$nodes" = 1 ] || [[ $head =~ ^[^:]+:[0-9]+$ ]] || usage "--head is '$head', must be HOST:PORT of one of the machines"
+[ "$nodes" = 1 ] || [[ $head =~ ^([^:]+|\[[0-9a-fA-F:.]+\]):[0-9]+$ ]] ||
+    usage "--head is '$head', must be HOST:PORT of one of the machines, or [ADDRESS]:PORT for IPv6"
 processes=$1
 shift
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"

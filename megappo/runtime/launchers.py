@@ -92,8 +92,8 @@ def find_place(environment: Mapping[str, str]) -> Place | None:
 
 
 def is_main(environment: Mapping[str, str]) -> bool:
-    """Whether this process is rank 0, or the only one."""
-    return environment.get("RANK", "0") == "0"
+    """Whether this process is rank 0, the only one, or one that nothing tells its rank."""
+    return environment.get("RANK", "") in ("", "0")
 
 
 def read_world_size(environment: Mapping[str, str]) -> int:

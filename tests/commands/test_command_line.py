@@ -166,6 +166,10 @@ def test_world_size_comes_from_the_environment(
     monkeypatch.setenv("WORLD_SIZE", "many")
     assert main(["train", str(BASE), model]) == 2
     assert "WORLD_SIZE is 'many'" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "")  # of which nobody waits for another's words
+    assert main(["train", str(BASE), model, "run.steps=0"]) == 2
+    assert capsys.readouterr().err.startswith("megappo: error: run.steps is 0, must be above 0; ")
     assert calls == []
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megappo.runtime.store import listening_problem
 from tests.support.places import ROOT
 
 pytestmark = pytest.mark.waits
@@ -285,11 +286,15 @@ def torchrun(*words: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def test_torchrun_on_two_machines() -> None:
+no_ipv6 = pytest.mark.skipif(listening_problem("::1", 0) is not None, reason="needs IPv6")
+
+
+@pytest.mark.parametrize("host", ["localhost", pytest.param("[::1]", marks=no_ipv6)])
+def test_torchrun_on_two_machines(host: str) -> None:
     """The same line on both, which here are one."""
     from tests.support.worlds import closed_port
 
-    line = ("--nodes", "2", "--head", f"localhost:{closed_port()}", "1", "doctor")
+    line = ("--nodes", "2", "--head", f"{host}:{closed_port()}", "1", "doctor")
     both = [torchrun(*line), torchrun(*line)]
     outputs = [process.communicate(timeout=240) for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
@@ -301,6 +306,7 @@ def test_torchrun_on_two_machines() -> None:
     [
         ((), "the processes per machine are ''"),
         (("--nodes", "2", "8", "train"), "--head is '', must be HOST:PORT"),
+        (("--nodes", "2", "--head", "::1:29500", "8"), "--head is '::1:29500', must be HOST:PORT"),
         (("--nodes", "two"), "--nodes is 'two', must be a whole number"),
         (("train", "a.yaml"), "the processes per machine are 'train'"),
     ],
