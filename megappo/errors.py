@@ -49,6 +49,12 @@ class Interrupted(Exception):
         return STOPPED_BY_USER if self.signal == signal.SIGINT else REQUEUE
 
 
+def install(extra: str) -> str:
+    """The remedy where the libraries of one of setup.py's extras are missing. No index has megappo, so it names the
+    folder."""
+    return f"pip install '.[{extra}]' in megappo's folder"
+
+
 def raised_by_megappo(error: ValueError) -> bool:
     """Whether our own code refused a value; a ValueError from a library is a bug and keeps its traceback."""
     traceback = error.__traceback__

@@ -23,6 +23,7 @@ def start(command: Literal["train", "eval"], config: Config) -> None:
     from megappo.engines.registry import find_engine
     from megappo.plan.here import outlook, resolve_here, this_machine
     from megappo.runtime.accelerations import find_accelerations
+    from megappo.runtime.device import check_device
 
     world_size, prompts = read_world_size(os.environ), None
     if command == "eval" and world_size == 1:
@@ -31,6 +32,7 @@ def start(command: Literal["train", "eval"], config: Config) -> None:
     config = resolve_here(config)
     find_accelerations(config.model.accelerations)  # before anything imports Megatron-Core
     _check(command, config, world_size)  # and the rest before the data are tokenised
+    check_device(config.runtime)  # before an engine for it is asked for
     find_engine(config.rollout)
     if config.run.epochs is not None:
         from megappo.ppo.parts import training_prompts

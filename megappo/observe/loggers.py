@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from megappo.errors import ConfigError, reason
+from megappo.errors import ConfigError, install, reason
 from megappo.observe.messages import tell
 
 
@@ -121,7 +121,7 @@ class WandbLogger:
         except ModuleNotFoundError as error:
             if error.name != "wandb":
                 raise
-            raise ConfigError(f"{wanted} wandb is not installed; pip install 'megappo[wandb]'") from error
+            raise ConfigError(f"{wanted} wandb is not installed; {install('wandb')}") from error
         try:
             self._run = wandb.init(project=project, name=run_name, config=dict(config), dir=str(directory))
         except Exception as error:  # errors of its own, of its service and of the network

@@ -58,12 +58,17 @@ def thread_pool(workers: int, name: str) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(workers, thread_name_prefix=name, initializer=torch.cuda.set_device, initargs=(device,))
 
 
-def prepare_device(settings: RuntimeSettings, ranks: Ranks) -> torch.device:
-    """The device of a rank, ready for Megatron-Core. Raises ValueError where the settings want another kind."""
+def check_device(settings: RuntimeSettings) -> None:
+    """Raises ValueError where the settings want another kind of device than this machine has."""
     if runs_on_cuda(settings) != torch.cuda.is_available():
         if settings.device == "cuda":
             raise ValueError("runtime.device is cuda, but this machine shows no CUDA device; use runtime.device: cpu")
         raise ValueError("runtime.device is cpu on a machine with CUDA; set CUDA_VISIBLE_DEVICES= to hide the devices")
+
+
+def prepare_device(settings: RuntimeSettings, ranks: Ranks) -> torch.device:
+    """The device of a rank, ready for Megatron-Core. Raises ValueError where the settings want another kind."""
+    check_device(settings)
     # Megatron's tensor parallel layers want communication and computation in launch order.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     device = own_device(ranks)

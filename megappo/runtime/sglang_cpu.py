@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megappo.errors import RunError
+from megappo.errors import RunError, install
 from megappo.runtime.packages import installed_version
 
 PLATFORM_NAME = "megappo_cpu"
@@ -36,11 +36,9 @@ def require_sglang() -> None:
     """Raises RunError without SGLang, or with one that does not run here."""
     version = installed_version("sglang")
     if version is None:
-        raise RunError("rollout.engine is sglang, which is not installed; pip install 'megappo[sglang]'")
+        raise RunError(f"rollout.engine is sglang, which is not installed; {install('sglang')}")
     if version != TRIED_VERSION and not torch.cuda.is_available():
-        raise RunError(
-            f"SGLang {version} is installed, on a CPU only {TRIED_VERSION} runs; pip install 'megappo[sglang]'"
-        )
+        raise RunError(f"SGLang {version} is installed, on a CPU only {TRIED_VERSION} runs; {install('sglang')}")
 
 
 def activate() -> str | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megappo import __version__
 from megappo.cli import main
@@ -240,6 +241,20 @@ def test_one_process_is_told_how_many_there_should_be(
     assert main([command, str(QUICKSTART), *layouts]) == (0 if command == "eval" else 2)
     if command == "eval":
         assert {role.layout for role in calls[0][1].trained.values()} == {LayoutSettings()}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_missing_gpu_is_told_before_a_missing_engine(
+    calls: list[tuple[Any, ...]], model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is to install SGLang for a device that is not there."""
+    monkeypatch.setattr("megappo.runtime.sglang_cpu.installed_version", lambda name: None)
+    words = ["train", str(BASE), model, "rollout.engine=sglang"]
+    assert main([*words, "runtime.device=cuda"]) == 2
+    assert capsys.readouterr().err.startswith("megappo: error: runtime.device is cuda, but this machine shows no CUDA")
+    assert main([*words, "runtime.device=cpu"]) == 1
+    assert "rollout.engine is sglang, which is not installed" in capsys.readouterr().err
+    assert calls == []
 
 
 def test_export(calls: list[tuple[Any, ...]]) -> None:

@@ -90,7 +90,7 @@ def test_a_reward_package_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: py
     real = software.installed_version
     monkeypatch.setattr(software, "installed_version", lambda name: None if name == "math-verify" else real(name))
     code, said = run(capsys, *DRY, "reward.function=math_verify")
-    assert (code, "math-verify is not installed; pip install 'megappo[tasks]'" in said) == (2, True), said
+    assert (code, "math-verify is not installed; pip install '.[tasks]' in megappo's folder" in said) == (2, True), said
 
 
 # SGLang and its servers
@@ -113,7 +113,12 @@ def test_sglang_is_wanted_and_not_there(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(software, "installed_version", lambda name: None if name == "sglang" else real(name))
     code, found = findings(capsys, DISAGGREGATED)
     assert code == 1
-    expect(found["generation"], "broken", "rollout.engine is sglang, which is not installed", "megappo[sglang]")
+    expect(
+        found["generation"],
+        "broken",
+        "rollout.engine is sglang, which is not installed",
+        "pip install '.[sglang]' in megappo's folder",
+    )
 
 
 def test_sglang_of_another_version(

@@ -80,7 +80,9 @@ def test_neither_is_there(shelf: Shelf) -> None:
     ((check, state, words, remedy),) = said(found)
     assert (check, state) == ("layers", "slow")
     assert words == "torch's layers, as Transformer Engine is not installed; torch's Adam"
-    assert remedy.startswith(f"pip install megappo[te] and build NVIDIA's Apex with {FUSED_GRADIENTS}; launch/README")
+    assert remedy.startswith(
+        f"pip install '.[te]' in megappo's folder and build NVIDIA's Apex with {FUSED_GRADIENTS}; launch/README"
+    )
 
 
 @pytest.mark.parametrize(
