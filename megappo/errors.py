@@ -49,10 +49,10 @@ class Interrupted(Exception):
         return STOPPED_BY_USER if self.signal == signal.SIGINT else REQUEUE
 
 
-def install(extra: str) -> str:
-    """The remedy where the libraries of one of setup.py's extras are missing. No index has megappo, so it names the
-    folder."""
-    return f"pip install '.[{extra}]' in megappo's folder"
+def how_to_install(extra: str) -> str:
+    """The remedy where the libraries of one of setup.py's extras are missing; no index has megappo, whose repository it
+    names."""
+    return f"pip install '.[{extra}]' in megappo's repository"
 
 
 def raised_by_megappo(error: ValueError) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megappo.config.data import HUB_PREFIX
-from megappo.errors import first_of, install
+from megappo.errors import first_of, how_to_install
 from megappo.plugins import users_code
 
 if TYPE_CHECKING:
@@ -45,11 +45,11 @@ def _library(source: str) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise ValueError(f"data source '{source}' needs a library; {install('datasets')}") from error
+        raise ValueError(f"data source '{source}' needs a library; {how_to_install('datasets')}") from error
     if int(datasets.__version__.split(".")[0]) < _FIRST_WITHOUT_CODE:
         raise ValueError(
             f"data source '{source}': datasets {datasets.__version__} may run code that comes with data, version "
-            f"{_FIRST_WITHOUT_CODE} does not; {install('datasets')}"
+            f"{_FIRST_WITHOUT_CODE} does not; {how_to_install('datasets')}"
         )
     datasets.disable_progress_bars()
     return datasets

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megappo.config.data import HUB_PREFIX, DataSourceSettings
 from megappo.data.hub_sets import read_table
-from megappo.errors import install, nearest_word, reason, shortened
+from megappo.errors import how_to_install, nearest_word, reason, shortened
 from megappo.plugins import check_call, is_import_path, load_function, users_code
 
 if TYPE_CHECKING:
@@ -264,7 +264,7 @@ def _reasoning_gym(task: str, options: dict[str, Any]) -> Located:
     try:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise ValueError(f"reasoning-gym tasks need a library; {install('tasks')}") from error
+        raise ValueError(f"reasoning-gym tasks need a library; {how_to_install('tasks')}") from error
     if task not in DATASETS:
         raise ValueError(f"reasoning-gym has no task '{task}'; did you mean '{nearest_word(task, DATASETS)}'?")
     options = {"seed": 0, **options}  # its default is a random seed, so every rank would have other prompts

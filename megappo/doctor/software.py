@@ -15,7 +15,7 @@ import megappo
 from megappo.config import Config
 from megappo.doctor.findings import Finding, broken, fine, slow
 from megappo.engines.registry import find_engine
-from megappo.errors import install, reason
+from megappo.errors import how_to_install, reason
 from megappo.plugins import is_import_path
 from megappo.runtime.accelerations import FUSED_GRADIENTS, Accelerations, find_accelerations
 from megappo.runtime.packages import installed_version
@@ -83,7 +83,7 @@ def reward_findings(config: Config | None) -> Iterator[Finding]:
     for package in sorted({_REWARD_PACKAGES[name] for name in functions if name in _REWARD_PACKAGES}):
         version = installed_version(package)
         if version is None:
-            yield broken("reward", f"{package} is not installed", install("tasks"))
+            yield broken("reward", f"{package} is not installed", how_to_install("tasks"))
         else:
             yield fine("reward", f"{package} {version}")
 
@@ -105,7 +105,7 @@ def generation_finding(config: Config | None) -> Finding:
         if wanted:
             words = "a judge's own server is SGLang" if judged else "rollout.engine is sglang"
             instead = "give the judge a url" if judged else "set rollout.engine to transformers"
-            return broken("generation", f"{words}, which is not installed", f"{install('sglang')}, or {instead}")
+            return broken("generation", f"{words}, which is not installed", f"{how_to_install('sglang')}, or {instead}")
         return fine("generation", "transformers, embedded in every rank; SGLang is not installed")
     if not holds(version, SGLANG.removeprefix("sglang")):
         return broken("generation", f"SGLang {version}, needed is {TRIED_VERSION}", f"pip install '{SGLANG}'")
@@ -168,7 +168,7 @@ def acceleration_findings(found: Accelerations, config: Config | None) -> Iterat
     remedies = []
     if not found.engine.is_used:
         absent = found.engine.version is None
-        remedies.append(install("te") if absent else "reinstall Transformer Engine, or uninstall it")
+        remedies.append(how_to_install("te") if absent else "reinstall Transformer Engine, or uninstall it")
     if found.gradients_problem is not None:
         remedies.append(f"build NVIDIA's Apex with {FUSED_GRADIENTS}")
     remedy = f"{' and '.join(remedies)}; launch/README.md says how"

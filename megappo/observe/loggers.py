@@ -6,6 +6,7 @@ turns whatever a logger raises into a message.
 
 from __future__ import annotations
 
+import io
 import os
 import socket
 import time
@@ -13,7 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from megappo.errors import ConfigError, install, reason
+from megappo.errors import ConfigError, how_to_install, reason
+from megappo.observe.appending import AppendedFile
 from megappo.observe.messages import tell
 
 
@@ -63,51 +65,39 @@ class TensorBoardLogger:
 
     def __init__(self, directory: Path) -> None:
         """Begin a file in `directory`. Raises OSError where that cannot be written."""
-        self._directory = directory
-        self._records: Any = None
-        self._begin()
+        directory.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._file = AppendedFile(directory / name)
+        self._due = _event(file_version="brain.Event:2")
+        """What the file needs before the next step's event."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of a step, to another file after one that could not be written. Raises OSError."""
+        """Write the metrics of a step. Raises OSError."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        if self._records is None:
-            self._begin()
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self._write(step=step, summary=Summary(value=values))
+        self._file.append(self._due + _event(step=step, summary=Summary(value=values)))
+        self._due = b""
 
     def forget_after(self, step: int) -> None:
-        """Have TensorBoard pass over earlier files' events of later steps. Raises OSError."""
+        """Have TensorBoard pass over earlier files' events of later steps, from the next step on."""
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
-        self.close()
-        self._begin()
-        self._write(step=step + 1, session_log=SessionLog(status=SessionLog.START))
+        self._due += _event(step=step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def close(self) -> None:
         """Close the file; may be called twice. Raises OSError."""
-        records, self._records = self._records, None
-        if records is not None:
-            records.close()
+        self._file.close()
 
-    def _begin(self) -> None:
-        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._directory.mkdir(parents=True, exist_ok=True)
-        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-        self._records = RecordWriter((self._directory / name).open("xb"))
-        self._write(file_version="brain.Event:2")
+def _event(**content: Any) -> bytes:
+    """An event as it stands in a file."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.summary.writer.record_writer import RecordWriter
 
-    def _write(self, **content: Any) -> None:
-        """One event. After an OSError the file may end in the middle of it, where readers stop, and is left."""
-        from tensorboard.compat.proto.event_pb2 import Event
-
-        try:
-            self._records.write(Event(wall_time=time.time(), **content).SerializeToString())
-            self._records.flush()
-        except OSError:
-            self._records = None
-            raise
+    record = io.BytesIO()
+    RecordWriter(record).write(Event(wall_time=time.time(), **content).SerializeToString())
+    return record.getvalue()
 
 
 class WandbLogger:
@@ -121,7 +111,7 @@ class WandbLogger:
         except ModuleNotFoundError as error:
             if error.name != "wandb":
                 raise
-            raise ConfigError(f"{wanted} wandb is not installed; {install('wandb')}") from error
+            raise ConfigError(f"{wanted} wandb is not installed; {how_to_install('wandb')}") from error
         try:
             self._run = wandb.init(project=project, name=run_name, config=dict(config), dir=str(directory))
         except Exception as error:  # errors of its own, of its service and of the network

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megappo.observe.appending import AppendedFile
 from megappo.observe.loggers import Contained, Logger, TensorBoardLogger, WandbLogger
 
 _METRICS_FILE = "metrics.jsonl"
@@ -21,7 +22,7 @@ _NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 class MetricsLog:
     """`metrics.jsonl`, `samples.jsonl` and `jumps.jsonl` always, TensorBoard and Weights & Biases by configuration.
 
-    What cannot be written later than at the start is a message: the run goes on without it.
+    What cannot be written after the start is a message, and the run goes on without it.
     """
 
     def __init__(
@@ -121,21 +122,13 @@ class _LinesFile:
 
     def _open(self) -> None:
         if self._path.exists():
-            self._end = self._path.read_bytes().rfind(b"\n") + 1
-            os.truncate(self._path, self._end)
-        else:
-            self._end = 0
-        self._file = self._path.open("ab", buffering=0)
+            os.truncate(self._path, self._path.read_bytes().rfind(b"\n") + 1)
+        self._file = AppendedFile(self._path)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append a line, readable at once, in place of what there is of one that failed. Raises OSError."""
+        """Append a line. Raises OSError."""
         text = json.dumps(_valid(record), ensure_ascii=False, allow_nan=False) + "\n"
-        line = text.encode(errors="backslashreplace")  # lone surrogates become JSON's own escapes
-        self._file.truncate(self._end)
-        written = 0
-        while written < len(line):
-            written += self._file.write(line[written:])
-        self._end += len(line)
+        self._file.append(text.encode(errors="backslashreplace"))  # lone surrogates become JSON's own escapes
 
     def keep_until(self, step: int) -> None:
         """Drop the lines of later steps."""

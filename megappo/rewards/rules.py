@@ -16,7 +16,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any, Literal
 
-from megappo.errors import install, one_line, shortened
+from megappo.errors import how_to_install, one_line, shortened
 
 # A minus is a sign unless it stands behind what could be subtracted from: 10-3 holds 10 and 3.
 _NUMBER = re.compile(
@@ -144,7 +144,7 @@ def _library(name: str) -> Any:
     try:
         return import_module(name)
     except ImportError as error:
-        raise ValueError(f"the reward '{name}' needs a library; {install('tasks')}") from error
+        raise ValueError(f"the reward '{name}' needs a library; {how_to_install('tasks')}") from error
 
 
 def warm_up(rule: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megappo.errors import RunError, install
+from megappo.errors import RunError, how_to_install
 from megappo.runtime.packages import installed_version
 
 PLATFORM_NAME = "megappo_cpu"
@@ -36,9 +36,9 @@ def require_sglang() -> None:
     """Raises RunError without SGLang, or with one that does not run here."""
     version = installed_version("sglang")
     if version is None:
-        raise RunError(f"rollout.engine is sglang, which is not installed; {install('sglang')}")
+        raise RunError(f"rollout.engine is sglang, which is not installed; {how_to_install('sglang')}")
     if version != TRIED_VERSION and not torch.cuda.is_available():
-        raise RunError(f"SGLang {version} is installed, on a CPU only {TRIED_VERSION} runs; {install('sglang')}")
+        raise RunError(f"SGLang {version} is installed, on a CPU only {TRIED_VERSION} runs; {how_to_install('sglang')}")
 
 
 def activate() -> str | None:

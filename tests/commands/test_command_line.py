@@ -168,7 +168,7 @@ def test_world_size_comes_from_the_environment(
     assert main(["train", str(BASE), model]) == 2
     assert "WORLD_SIZE is 'many'" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setenv("RANK", "")  # of which nobody waits for another's words
+    monkeypatch.setenv("RANK", "")  # such a process does not wait for rank 0 to speak first
     assert main(["train", str(BASE), model, "run.steps=0"]) == 2
     assert capsys.readouterr().err.startswith("megappo: error: run.steps is 0, must be above 0; ")
     assert calls == []

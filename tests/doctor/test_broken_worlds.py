@@ -90,7 +90,10 @@ def test_a_reward_package_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: py
     real = software.installed_version
     monkeypatch.setattr(software, "installed_version", lambda name: None if name == "math-verify" else real(name))
     code, said = run(capsys, *DRY, "reward.function=math_verify")
-    assert (code, "math-verify is not installed; pip install '.[tasks]' in megappo's folder" in said) == (2, True), said
+    assert (code, "math-verify is not installed; pip install '.[tasks]' in megappo's repository" in said) == (
+        2,
+        True,
+    ), said
 
 
 # SGLang and its servers
@@ -117,7 +120,7 @@ def test_sglang_is_wanted_and_not_there(monkeypatch: pytest.MonkeyPatch, capsys:
         found["generation"],
         "broken",
         "rollout.engine is sglang, which is not installed",
-        "pip install '.[sglang]' in megappo's folder",
+        "pip install '.[sglang]' in megappo's repository",
     )
 
 

@@ -250,9 +250,19 @@ def test_a_full_disk_costs_lines_and_no_run(
     assert capsys.readouterr().err.count("is written again") == 2
     # Whole lines alone, though the disk had room for a part of one.
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 4]
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    (events_file,) = (tmp_path / "tensorboard").iterdir()
+    events = EventAccumulator(str(events_file))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("a")] == [(1, 1.0), (4, 4.0)]
+
+
+def test_a_file_that_somebody_empties_to_make_room_goes_on(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, "r", {}, **FILES_ONLY)
+    log.log(1, {"a": 1.0})
+    (tmp_path / "metrics.jsonl").write_text("")
+    log.log(2, {"a": 2.0})
+    log.close()
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 2, "a": 2.0}]
 
 
 def test_what_an_environment_says_may_hold_any_number(tmp_path: Path) -> None:

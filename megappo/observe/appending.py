@@ -1,0 +1,34 @@
+"""A file that grows by whole pieces, although its disk may be full for a while."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+class AppendedFile:
+    """Pieces are appended whole: what there is of one that failed is cut off before the next."""
+
+    def __init__(self, path: Path) -> None:
+        """Append to the file, which is made where it is missing. Raises OSError where it cannot be written."""
+        self._file = path.open("ab", buffering=0)
+        self._torn_at: int | None = None
+
+    def append(self, piece: bytes) -> None:
+        """Write all of it, readable at once. Raises OSError."""
+        size = os.fstat(self._file.fileno()).st_size
+        if self._torn_at is not None:
+            size = min(size, self._torn_at)  # somebody may have emptied the file to make room
+            self._file.truncate(size)
+            self._torn_at = None
+        try:
+            written = 0
+            while written < len(piece):
+                written += self._file.write(piece[written:])
+        except OSError:
+            self._torn_at = size
+            raise
+
+    def close(self) -> None:
+        """May be called twice."""
+        self._file.close()
