@@ -38,7 +38,8 @@ from megappo.engines.sglang.bond import Bond, ServerPart
 from megappo.engines.sglang.client import ServerFailure
 from megappo.engines.sglang.fleet import KEY_VARIABLE
 from megappo.engines.sglang.keeper import POLL_SECONDS, keep_running
-from megappo.engines.sglang.server import Server, ServerSpec, start_server
+from megappo.engines.sglang.server import Server, start_server
+from megappo.engines.sglang.spec import ServerSpec
 from megappo.errors import RunError
 from megappo.observe.messages import tell
 from megappo.plan.here import resolve_here
@@ -162,7 +163,8 @@ def make_service(config: Config, *, host: str | None, port: int, index: int, lin
     rows = token_rows(config, tokenizer, training=False)
     stops = resolve_stop_token_ids(folder, tokenizer, config.rollout.stop_token_ids, rows)
     spec = ServerSpec.of(config, folder, stops, on_cuda=runs_on_cuda(config.runtime), device_bytes=device_bytes())
-    spec = replace(spec, host=host, memory_saver=False, seed=index)
+    # Who asks it, and for how much at once, only its clients know.
+    spec = replace(spec, host=host, memory_saver=False, seed=index, cache=replace(spec.cache, sequences=None))
     key = os.environ.get(KEY_VARIABLE, "") or kept_key(spec.log_directory)
     return Service(_placed(spec), port or free_port(host), key, index, linger_seconds)
 

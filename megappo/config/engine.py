@@ -88,6 +88,8 @@ class SGLangSettings(Settings):
     """Longest time for one request of a weight sync."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """More arguments for own servers, by SGLang's names: `{chunked-prefill-size: 4096}`."""
+    environment: dict[str, str] = Field(default_factory=dict)
+    """More variables for own servers' processes, which get none of the run's own that begin with `SGLANG_`."""
 
     def count(self, world_size: int, *, on_cuda: bool) -> int:
         """Number of servers: those of `urls`, or what a run of so many ranks starts."""

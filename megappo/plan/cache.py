@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megappo.config import Config, ConfigError
 from megappo.families.architecture import ArchitectureConfig
 from megappo.plan.inputs import Workload, workload
-from megappo.plan.servers import cache_tokens, server_weights, token_bytes
+from megappo.plan.servers import cache_tokens, running_sequences, server_weights, token_bytes
 from megappo.plan.sizes import size_words
 
 
@@ -20,6 +20,8 @@ class PlannedCache:
     """Most of them at the same time; None: nobody knows here, as for servers that somebody else starts."""
     longest_tokens: int
     """Of the longest sequence that it is asked for; with less it could not serve."""
+    sequences: int | None = None
+    """Most sequences that it decodes at the same time, as they begin; None where nobody knows what it is asked for."""
 
 
 def server_cache(config: Config, arch: ArchitectureConfig, *, on_cuda: bool, device_bytes: float) -> PlannedCache:
@@ -39,7 +41,9 @@ def check_cache(arch: ArchitectureConfig, work: Workload, memory_fraction: float
     e, tp = work.engine_dtype_bytes, servers.tensor_parallel
     tokens = cache_tokens(arch, servers, e)
     if tokens >= work.cache_tokens:
-        return PlannedCache(int(tokens) if math.isfinite(tokens) else None, work.cache_tokens)
+        wanted = -(-work.batch_sequences // servers.count)
+        sequences = running_sequences(arch, servers, e, wanted=wanted, mean_tokens=work.prompt_tokens + 1)
+        return PlannedCache(int(tokens) if math.isfinite(tokens) else None, work.cache_tokens, math.ceil(sequences))
     if servers.max_total_tokens is not None and servers.max_total_tokens < work.cache_tokens:
         raise ConfigError(
             f"rollout.sglang.max_total_tokens {servers.max_total_tokens} is below the longest prompt and response, "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import torch
+from torch import Tensor
 
 from megappo.engines.protocol import GenerateRequest, ServedEngine
 from megappo.engines.rows import check_answers
@@ -37,7 +38,7 @@ def probe_engines(parts: Parts) -> dict[str, float]:
         torch.tensor([len(answer.token_ids) for answer in answers.values()], dtype=torch.int64),
         routing=None if params.routing is None else tuple(routing_of(answer) for answer in answers.values()),
     )
-    outputs_BR = place(parts.actor, announce(samples, parts.runtime.device)).forward()
+    outputs_BR = _as_the_actor_says(parts, samples)
     gaps = {
         index: float((output_R[: len(answer.logprobs)] - torch.tensor(answer.logprobs)).abs().max())
         for output_R, (index, answer) in zip(outputs_BR, answers.items(), strict=True)
@@ -57,5 +58,12 @@ def probe_rollout(parts: Parts) -> None:
     wanted = request_samples(prompts, samples_per_prompt=1, seed_of=lambda sample_id: sample_id)
     completions = parts.engine.generate(wanted.requests, parts.sampling(1, trained_on=True))
     rollouts = finish_rollout(wanted, completions, parts.tokenizer, parts.vocabulary)
-    logprob_BR = place(parts.actor, announce(rollouts, parts.runtime.device)).forward()
+    logprob_BR = _as_the_actor_says(parts, rollouts)
     check_mismatch(logprob_BR, rollouts, parts.config.algorithm, parts.runtime, parts.engine.version)
+
+
+def _as_the_actor_says(parts: Parts, samples: Samples) -> Tensor:
+    """Its log-probabilities, (B, R). What of it is offloaded leaves the device again, to the engine, which is awake."""
+    outputs_BR = place(parts.actor, announce(samples, parts.runtime.device)).forward()
+    parts.actor.rest()
+    return outputs_BR

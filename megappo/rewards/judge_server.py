@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megappo.config import Config
 from megappo.config.judge import JudgeSettings
-from megappo.engines.sglang.server import ServerSpec
+from megappo.engines.sglang.spec import ServerSpec
 from megappo.errors import RunError
 from megappo.plan.cache import PlannedCache
 from megappo.rewards.own_servers import OwnServer, OwnServers, own_cores, own_gpus, start_servers

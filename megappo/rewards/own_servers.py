@@ -14,7 +14,8 @@ from megappo.config import Config
 from megappo.config.own_server import OwnServerSettings
 from megappo.engines.sglang.fleet import EVERYWHERE, address_among, machine_here
 from megappo.engines.sglang.keeper import keep_running
-from megappo.engines.sglang.server import Server, ServerSpec, named_in_url, start_server
+from megappo.engines.sglang.server import Server, named_in_url, start_server
+from megappo.engines.sglang.spec import ServerSpec
 from megappo.errors import RunError
 from megappo.rewards.http import ServerPlace
 from megappo.runtime.objects import agreed, of_all_ranks

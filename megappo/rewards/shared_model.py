@@ -14,7 +14,7 @@ from torch import Tensor
 from megappo.config import Config
 from megappo.config.own_server import RewardModelServerSettings
 from megappo.engines.sglang.client import Endpoint, ServerFailure, call
-from megappo.engines.sglang.server import ServerSpec
+from megappo.engines.sglang.spec import ServerSpec
 from megappo.errors import RunError
 from megappo.plan.cache import PlannedCache
 from megappo.rewards.http import ServerPlace

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import importlib.metadata
 import json
 import multiprocessing
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -28,7 +30,8 @@ from megappo.engines.registry import find_engine
 from megappo.engines.sglang import fleet
 from megappo.engines.sglang.client import Endpoint
 from megappo.engines.sglang.inspection import check_routing
-from megappo.engines.sglang.server import EngineError, ServerSpec
+from megappo.engines.sglang.server import EngineError
+from megappo.engines.sglang.spec import ServerSpec
 from megappo.engines.sglang.sync import ServerSync, SyncRun
 from megappo.engines.sglang.transport import Loaded
 from megappo.errors import RunError
@@ -257,6 +260,60 @@ def test_a_server_gets_no_variables_of_torchrun_and_no_key_on_its_command_line(
         assert "SYNC_TOKEN_IDS_ACROSS_TP" not in same.environment(tmp_path)
 
 
+def on_a_gpu(folder: Path, **changes: Any) -> ServerSpec:
+    """A server that sleeps, on one GPU."""
+    cache = PlannedCache(60000, 1000, 384)
+    spec = ServerSpec(folder, "bfloat16", SGLangSettings(), (1,), False, folder, cache, devices=(0,), memory_saver=True)
+    return replace(spec, **changes)
+
+
+def test_a_server_on_a_gpu_has_the_graphs_that_it_needs_and_none_that_are_wrong(tmp_path: Path) -> None:
+    """As SGLang reads it. Graphs of prefill are its default on CUDA; those of decoding end at 256 sequences there."""
+    parser = argparse.ArgumentParser()
+    server_args = pytest.importorskip("sglang.srt.server_args")
+    server_args.ServerArgs.add_cli_args(parser)
+    for experts in (False, True):
+        arguments = on_a_gpu(tmp_path, has_experts=experts).arguments(1, "k")
+        words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in arguments.items() if value]
+        read = parser.parse_args(words)
+        assert read.cuda_graph_backend_prefill == "disabled" and read.cuda_graph_max_bs_decode == 384
+        assert read.enable_memory_saver and read.sleep_on_idle and read.max_total_tokens == 60000
+        assert read.moe_runner_backend == ("triton" if experts else "auto")
+    unknown = on_a_gpu(tmp_path, cache=CACHE).arguments(1, "k")
+    assert CACHE.sequences is None and "cuda-graph-max-bs-decode" not in unknown
+
+
+def test_graphs_of_a_sleeping_server_give_their_memory_away_where_they_can(tmp_path: Path) -> None:
+    name = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
+    assert on_a_gpu(tmp_path).environment(tmp_path)[name] == "1"
+    assert name not in on_a_gpu(tmp_path, memory_saver=False).environment(tmp_path)
+    # SGLang does not start with both.
+    breakable = SGLangSettings(arguments={"cuda-graph-backend-prefill": "breakable"})
+    assert name not in on_a_gpu(tmp_path, settings=breakable).environment(tmp_path)
+
+
+@pytest.mark.waits
+def test_servers_do_not_find_megatron(tmp_path: Path) -> None:
+    """SGLang imports it for its debugging tools, and it tells torch_memory_saver to hook what cannot hook graphs."""
+    environment = on_a_gpu(tmp_path).environment(tmp_path)
+    command = [sys.executable, "-c", "import megappo.runtime.sglang_slices, megatron.core"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1] == "ImportError: servers have no use for Megatron-Core"
+
+
+def test_decoding_servers_are_told_how_many_sequences_there_will_be() -> None:
+    """All that a step asks one server for, as far as their prompts find room."""
+    words = ["rollout.sglang={engines: 2, placement: disaggregated}"]
+
+    def sequences(*more: str) -> int | None:
+        config = load_config(ROOT / "configs/sglang_quickstart.yaml", [*words, *more])
+        return ServerSpec.of(config, TINY, (1,), on_cuda=False).cache.sequences
+
+    assert sequences() == 50 * 8 / 2
+    tokens = 16 * (8 + 1)
+    assert sequences(f"rollout.sglang.max_total_tokens={tokens}") == 16
+
+
 @pytest.fixture
 def one_gpu_per_task(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine of four GPUs, of which `srun --gpus-per-task=1` shows each task one; this is the last one."""
@@ -415,7 +472,7 @@ def test_servers_elsewhere_have_as_many_tokens_as_they_have() -> None:
     words = ["rollout.sglang={placement: disaggregated, urls: ['http://a:1'], memory_fraction: 0.1}"]
     config = load_config(ROOT / "configs/sglang_quickstart.yaml", words)
     spec = ServerSpec.of(config, TINY, (1,), on_cuda=True, device_bytes=1e6)
-    assert spec.cache == PlannedCache(None, config.max_sequence_tokens)
+    assert (spec.cache.tokens, spec.cache.longest_tokens) == (None, config.max_sequence_tokens)
 
 
 SHAPE = ModelShape("llama", 64, 2, 4, 2, 16, 256, 16, 32, False)
@@ -605,5 +662,5 @@ def test_a_server_has_the_loader_of_slices_where_it_is_given_some(
     monkeypatch.setattr(importlib.metadata, "version", lambda _name: version)
     given = SGLangSettings(**settings)
     spec = ServerSpec(tmp_path, "float32", given, (1,), False, tmp_path, CACHE)
-    monkeypatch.setattr("megappo.engines.sglang.server.own_stack", lambda _environment: SimpleNamespace(labels=dict))
+    monkeypatch.setattr("megappo.engines.sglang.spec.own_stack", lambda _environment: SimpleNamespace(labels=dict))
     assert spec.arguments(1, "k").get("custom-weight-loader") == ([LOADER] if sliced else None)

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Does everything work on this GPU, and how fast is it?
 
-Usage: python -m tests.gpu.gpu_acceptance [--part 1|2] [--wheels DIR] [--out DIR] [--minutes M] [--only STEP ...]
-       python -m tests.gpu.gpu_acceptance --join PART1.json PART2.json --out DIR
+Usage: python -m tests.gpu.gpu_acceptance [--part 1|2|3] [--wheels DIR] [--out DIR] [--minutes M] [--only STEP ...]
+       python -m tests.gpu.gpu_acceptance --join PART1.json PART2.json PART3.json --out DIR
        python -m tests.gpu.gpu_acceptance --list
 
-One GPU, no network, two parts of at most ten minutes each. Prints one line per finding and writes one table,
+One GPU, no network, three parts of at most ten minutes each, the third with SGLang. Prints one line per finding and
+writes one table for each part,
 gpu-acceptance-partN.json and .md, anew with each of them. Every step has a deadline and runs in a process that is
 replaced when the step fails; what cannot run here is skipped with its reason. Exit code 0: nothing failed; 1: something
 did; 2: wrong arguments. `--device cpu --tiny` runs the same steps on a CPU, on sizes that show only that they run.
@@ -28,12 +29,13 @@ from tests.gpu.acceptance.runner import environment, run_steps
 from tests.gpu.acceptance.table import FAILED, Report, join
 
 NAME = "gpu-acceptance"
+PARTS = [1, 2, 3]
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
     """The command line. Exits with 2 where it makes no sense."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", type=int, choices=[1, 2], help="one of the two runs; default: both, one by one")
+    parser.add_argument("--part", type=int, choices=PARTS, help="one of the runs; default: all, one by one")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="sizes that show only that everything runs")
     parser.add_argument("--wheels", type=Path, metavar="DIR", help="wheels of what is missing; nothing is fetched")
@@ -78,7 +80,7 @@ def accept(arguments: argparse.Namespace, scratch: Path) -> int:
         print("gpu_acceptance: error: torch shows no CUDA device here; add --device cpu --tiny", file=sys.stderr)
         return 2
     code = 0
-    for part in [arguments.part] if arguments.part else [1, 2]:
+    for part in [arguments.part] if arguments.part else PARTS:
         head = {
             "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
             "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,14 +17,35 @@ pytestmark = [
 ]
 
 
-def test_three_steps_through_a_server(tmp_path: Path) -> None:
-    words = ["--device", "cpu", "--tiny", "--only", "servers", "--part", "2", "--minutes", "9", "--out", str(tmp_path)]
-    command = ["tests.gpu.gpu_acceptance", *words]
-    done = start(*command, timeout_seconds=570)
-    assert done.returncode == 0, done.stdout + (tmp_path / "gpu-acceptance-part2.log").read_text()[-3000:]
-    rows = json.loads((tmp_path / "gpu-acceptance-part2.json").read_text())["rows"]
-    held = [row["what"] for row in rows if row["verdict"] == "ok"]
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Of the acceptance's third part."""
+    out = tmp_path_factory.mktemp("acceptance")
+    words = ["--device", "cpu", "--tiny", "--part", "3", "--minutes", "19", "--out", str(out)]
+    done = start("tests.gpu.gpu_acceptance", *words, timeout_seconds=1200)
+    assert done.returncode == 0, done.stdout + (out / "gpu-acceptance-part3.log").read_text()[-3000:]
+    found: list[dict[str, Any]] = json.loads((out / "gpu-acceptance-part3.json").read_text())["rows"]
+    return found
+
+
+@pytest.mark.timeout(1300)
+@pytest.mark.parametrize("name", ["servers", "server-experts"])
+def test_three_steps_through_a_server(rows: list[dict[str, Any]], name: str) -> None:
+    found = [row for row in rows if row["step"] == name]
+    held = [row["what"] for row in found if row["verdict"] == "ok"]
     kinds = ("engine beside trainer, nats", "restarts")
     assert held == [*(f"step {n}: {kind}" for n in (1, 2, 3) for kind in kinds), "versions"]
-    rates = [row["numbers"]["gigabytes_per_second"] for row in rows if row["verdict"] == "measured"]
+    rates = [row["numbers"]["gigabytes_per_second"] for row in found if "sync with" in row["what"]]
     assert len(rates) == 3 and min(rates) > 0
+
+
+@pytest.mark.timeout(1300)
+def test_graphs_learning_and_a_killed_server(rows: list[dict[str, Any]]) -> None:
+    held = {(row["step"], row["what"]) for row in rows if row["verdict"] == "ok" and row["step"] != "servers"}
+    assert held >= {
+        ("server-graphs", "graphs of prefill"),
+        ("server-learning", "reward"),
+        ("server-learning", "engine beside trainer, nats"),
+        ("server-killed", "restarts"),
+        ("server-killed", "engine beside trainer after the restart, nats"),
+    }

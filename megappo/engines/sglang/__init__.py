@@ -2,6 +2,7 @@
 
 from megappo.engines.sglang.engine import Pending, SGLangEngine, SyncError
 from megappo.engines.sglang.fleet import Fleet
-from megappo.engines.sglang.server import EngineError, ServerSpec
+from megappo.engines.sglang.server import EngineError
+from megappo.engines.sglang.spec import ServerSpec
 
 __all__ = ["EngineError", "Fleet", "Pending", "SGLangEngine", "ServerSpec", "SyncError"]

@@ -24,7 +24,8 @@ from megappo.engines.sglang.fleet import Fleet, Started
 from megappo.engines.sglang.homes import Homes
 from megappo.engines.sglang.in_flight import Departures, InFlightRound, abort_servers, pause_servers
 from megappo.engines.sglang.line import OpenRound
-from megappo.engines.sglang.server import CACHES, WEIGHTS, EngineError, Server, ServerSpec
+from megappo.engines.sglang.server import CACHES, WEIGHTS, EngineError, Server
+from megappo.engines.sglang.spec import ServerSpec
 from megappo.engines.sglang.sync import ServerSync, SyncRun, SyncSeconds
 from megappo.engines.sglang.transport import BroadcastTransport, SharedTransport, Transport
 from megappo.observe.messages import tell

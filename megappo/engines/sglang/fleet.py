@@ -13,7 +13,8 @@ from megappo.engines.sglang.bond import Bond, ServerPart
 from megappo.engines.sglang.client import Endpoint, ServerFailure, is_alive
 from megappo.engines.sglang.gpus import server_gpus
 from megappo.engines.sglang.inspection import check_room, check_routing, check_stack, what_it_says
-from megappo.engines.sglang.server import EngineError, Server, ServerSpec, start_server
+from megappo.engines.sglang.server import EngineError, Server, start_server
+from megappo.engines.sglang.spec import ServerSpec
 from megappo.errors import RunError
 from megappo.reshard.feeding import Feeding
 from megappo.runtime.objects import agreed, of_all_ranks

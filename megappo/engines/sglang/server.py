@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import math
-import os
 import secrets
 import shutil
 import socket
@@ -14,211 +12,31 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import megappo
-from megappo.config import Config
 from megappo.config.engine import SGLangSettings
-from megappo.config.model_files import load_architecture
 from megappo.engines.sglang.bond import ServerPart
 from megappo.engines.sglang.client import HEALTH, Endpoint, ServerFailure, call
-from megappo.engines.sglang.gpus import visible_devices
 from megappo.engines.sglang.guard import ServerProcesses, clean_up
+from megappo.engines.sglang.spec import ServerSpec
 from megappo.errors import RunError
-from megappo.plan.cache import PlannedCache, server_cache
-from megappo.runtime.nccl import own_stack, share_settings
-from megappo.runtime.sglang_cpu import ENTRY_POINTS, PLATFORM_NAME
-from megappo.runtime.sglang_slices import LOADER, has_loader
 from megappo.runtime.store import free_port
 from megappo.runtime.waiting import wait_until
 
 STOP_SECONDS = 20.0
-_SHARE_OF_FREE_MEMORY = 0.99
-"""SGLang's mem_fraction_static: of what is free when a server starts. It is a second limit on keys and values beside
-their number of tokens, which we choose, and must not be the lower one."""
 _FREEZE_SECONDS = 30.0
 _IDLE_SECONDS = 10
 _PART_SECONDS = 0.5
 WEIGHTS, CACHES = ("weights",), ("kv_cache", "cuda_graph")
 """Parts of a server's memory by SGLang's names; it needs the second ones to generate only."""
-_SCRUBBED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR")
-_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-_SCRUBBED_PREFIXES = ("TORCHELASTIC_", "ROLE_", "GROUP_", "MASTER_", "TORCH_NCCL_", "SGLANG_", "TRITON_INTERPRET")
 
 
 class EngineError(RunError):
     """The engine cannot go on: its servers cannot be started or reached, or refuse what it asks."""
-
-
-@dataclass(frozen=True)
-class ServerSpec:
-    """What a server is started with."""
-
-    model_folder: Path
-    dtype: str
-    settings: SGLangSettings
-    stop_token_ids: tuple[int, ...]
-    trust_remote_code: bool
-    log_directory: Path
-    cache: PlannedCache
-    devices: tuple[int, ...] = ()
-    """GPUs by their number among those that this process sees; none on a CPU."""
-    cores: tuple[int, ...] = ()
-    """CPU cores that it may use, on a machine without CUDA."""
-    memory_saver: bool = False
-    """Whether it can give its memory away."""
-    deterministic: bool = False
-    """Whether a response follows from its prompt and seed."""
-    further: Mapping[str, Any] = field(default_factory=dict)
-    """What it reads of config.json beside what may stand there."""
-    returns_routing: bool = False
-    """Whether it says which experts computed a token, where a request asks for it."""
-    seed: int = 0
-    host: str = "127.0.0.1"
-    """Interface that it listens on."""
-    address: str = ""
-    """Where others find it; by default at `host`."""
-    called: str = ""
-    """What it is called where it is no server of the engine's, and loads weights and tokenizer of its folder."""
-    key: str = "rollout.sglang"
-    """Where its settings stand."""
-    program: ClassVar[str] = "sglang.launch_server"
-    """The module that is run."""
-
-    @classmethod
-    def of(
-        cls, config: Config, folder: Path, stop_token_ids: tuple[int, ...], *, on_cuda: bool, device_bytes: float = 0.0
-    ) -> ServerSpec:
-        """What a configuration asks for, before a server has its place. Raises ConfigError as `server_cache` does.
-
-        `device_bytes`: memory of a GPU; servers that somebody else starts have others.
-        """
-        own_bytes = 0.0 if config.rollout.servers.urls else device_bytes
-        arch = load_architecture(folder, config.model)
-        return cls(
-            model_folder=folder.absolute(),
-            dtype=config.model.dtype,
-            settings=config.rollout.servers,
-            stop_token_ids=stop_token_ids,
-            trust_remote_code=config.model.trust_remote_code,
-            log_directory=config.run.path.absolute() / "engines",
-            further=arch.declaration.further(arch.hf_config),
-            cache=server_cache(config, arch, on_cuda=on_cuda, device_bytes=own_bytes),
-            memory_saver=config.rollout.servers_sleep(on_cuda=on_cuda),
-            deterministic=config.rollout.servers_are_deterministic(on_cuda=on_cuda),
-            returns_routing=config.algorithm.replays_routing(arch.experts),
-        )
-
-    def arguments(self, port: int, key: str) -> dict[str, Any]:
-        """SGLang's arguments as it reads them from a file."""
-        found: dict[str, Any] = {
-            "model-path": str(self.model_folder),
-            "dtype": self.dtype,
-            "host": self.host,
-            "port": port,
-            "api-key": key or None,
-            "tensor-parallel-size": self.settings.tensor_parallel,
-            "random-seed": self.seed,
-            "skip-server-warmup": True,
-            "log-level": "warning",
-        }
-        if not self.called:
-            found |= self._of_engine()
-        if self.deterministic:
-            found |= {"enable-deterministic-inference": True, "sampling-backend": "pytorch"}  # no other takes seeds
-        if self.settings.expert_parallel > 1:
-            found["ep-size"] = self.settings.expert_parallel
-        if self.settings.data_parallel_attention > 1:
-            found["attn-dp-size"] = self.settings.data_parallel_attention
-        if self.trust_remote_code:
-            found["trust-remote-code"] = True
-        if self.returns_routing:
-            found["enable-return-routed-experts"] = True
-        if self.settings.takes_slices and has_loader():
-            found["custom-weight-loader"] = [LOADER]
-        if self.cache.tokens is not None:
-            found["max-total-tokens"] = self.cache.tokens
-        if self.devices:
-            found["mem-fraction-static"] = _SHARE_OF_FREE_MEMORY
-            if self.memory_saver:
-                found["enable-memory-saver"] = True
-        else:
-            found |= {"device": "cpu", "attention-backend": "torch_native", "disable-overlap-schedule": True}
-            found["sleep-on-idle"] = True  # or it takes a core of the trainer's while it has nothing to do
-        return found | self.settings.arguments
-
-    def _of_engine(self) -> dict[str, Any]:
-        """What a server wants whose weights are the actor's."""
-        return {
-            "load-format": "dummy",  # weights come from the actor only
-            "disable-shared-experts-fusion": True,  # each stands where the map says
-            "skip-tokenizer-init": True,  # tokens in, tokens out
-            "extra-metric-labels": json.dumps(own_stack(os.environ).labels()),  # whom it can form a group with
-            # The actor's weights are plain, however those of its folder are stored.
-            "json-model-override-args": json.dumps(
-                {**self.further, "eos_token_id": list(self.stop_token_ids) or None, "quantization_config": None}
-            ),
-        }
-
-    def environment(self, scratch: Path, part: ServerPart | None = None) -> dict[str, str]:
-        """The server's variables, or those of a part of it: ours without what torchrun set."""
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if name not in _SCRUBBED and not name.startswith(_SCRUBBED_PREFIXES)
-        }
-        if self.memory_saver:
-            kept |= {name: _without_expandable_segments(kept[name]) for name in _ALLOCATOR_VARIABLES if name in kept}
-        share_settings(kept)
-        path = [str(Path(megappo.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-        kept["TMPDIR"] = str(scratch)  # SGLang leaves its sockets there
-        if part is not None:
-            kept |= part.bond.environment(part.start)
-        else:  # its ranks, all on this machine, meet at a file: torch's store would listen on every interface
-            kept["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch}/ranks"
-        kept["SGLANG_HEALTH_CHECK_TIMEOUT"] = str(max(1, int(self.settings.health_timeout_seconds)))
-        if self.settings.tensor_parallel > 1 and not self.deterministic:
-            kept["SYNC_TOKEN_IDS_ACROSS_TP"] = "1"  # ranks that drew other tokens would wait for each other for ever
-        if self.devices:
-            # The trainers beside the ranks of a server may leave them unequal room.
-            kept["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
-            kept["CUDA_VISIBLE_DEVICES"] = visible_devices(self.devices, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-        else:
-            path.insert(0, str(_advertise_platform(scratch)))
-            ranks = self.settings.node_ranks
-            share = max(1, len(self.cores) // ranks)
-            threads = self.settings.threads or share
-            kept |= {"SGLANG_PLATFORM": PLATFORM_NAME, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": str(threads)}
-            kept["OMP_WAIT_POLICY"] = "passive"  # the trainer's threads want the same cores
-            if (
-                self.settings.tensor_parallel > 1
-            ):  # on one NUMA node SGLang wants to be told which cores belong to which rank
-                cores = [self.cores[(r * share + i) % len(self.cores)] for r in range(ranks) for i in range(share)]
-                groups = [cores[r * share : (r + 1) * share] for r in range(ranks)]
-                kept["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, group)) for group in groups)
-        kept["PYTHONPATH"] = os.pathsep.join(p for p in path if p)
-        return kept
-
-
-def _without_expandable_segments(options: str) -> str:
-    """torch's allocator options without the one that torch_memory_saver, which gives memory away, refuses."""
-    return ",".join(option for option in options.split(",") if option.split(":")[0].strip() != "expandable_segments")
-
-
-def _advertise_platform(scratch: Path) -> Path:
-    """A folder for the import path in which SGLang finds its CPU plugins, also where megappo is not installed."""
-    site = scratch / "site"
-    if any(PLATFORM_NAME not in importlib.metadata.entry_points(group=group).names for group in ENTRY_POINTS):
-        info = site / f"megappo-{megappo.__version__}.dist-info"
-        info.mkdir(parents=True, exist_ok=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: megappo\nVersion: {megappo.__version__}\n")
-        lines = "\n".join(f"[{group}]\n{point}" for group, point in ENTRY_POINTS.items())
-        (info / "entry_points.txt").write_text(lines)
-    return site
 
 
 @dataclass

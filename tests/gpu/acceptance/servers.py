@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
+from megappo.engines.sglang.guard import session_pids
 from megappo.observe.stopwatch import Lap
 from megappo.ppo.reporting import Reporter
 from megappo.runtime.packages import installed_version
@@ -18,34 +24,79 @@ from tests.gpu.acceptance.workload import ACTOR_ONLY, Size, make_config, model_f
 
 STEPS = 3
 CACHE_TOKENS = 65536
+LEARNING_STEPS = 12
+_TOKENIZER_WORDS = 16
+"""Of configs/models/tiny_arithmetic."""
 
 
 class FreeMemoryReporter(Reporter):
-    """Notes what is free on the device when a stage begins."""
+    """Notes what is free on the device when a stage begins, and what each process holds."""
 
     free: ClassVar[dict[str, int]] = {}
+    others: ClassVar[dict[str, int]] = {}
+    """Bytes of the largest process other than this one, where the driver says so."""
 
     def stage(self, name: str, waits_for: str = "") -> AbstractContextManager[Lap]:
         """The stage; what other processes hold counts too."""
         if torch.cuda.is_available():
             self.free[name] = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+            self.others[name] = _largest_other()
         return super().stage(name, waits_for)
+
+
+def _largest_other() -> int:
+    import pynvml  # type: ignore[import-untyped]
+
+    pynvml.nvmlInit()
+    found = pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByIndex(0))
+    return max((p.usedGpuMemory or 0 for p in found if p.pid != os.getpid()), default=0)
+
+
+def server_settings(place: Place) -> dict[str, Any]:
+    """Settings of a server here, with what takes the place of packages that a folder of wheels has no room for.
+
+    FlashInfer's are 65 MB. sglang-kernel for torch 2.11 is older than SGLang asks for, and does; SGLang's own tree of
+    prefixes in Rust is built for torch 2.14 and ends the server with another, and there is one in Python.
+    """
+    found: dict[str, Any] = {"max_total_tokens": 4096 if place.tiny else CACHE_TOKENS}
+    if place.device == "cpu":
+        return found | {"threads": 1}
+    if installed_version("flashinfer-python") is None:
+        found["arguments"] = {"attention-backend": "triton", "sampling-backend": "pytorch"}
+    if (installed_version("sglang-kernel") or "") < "0.4.9":
+        found["environment"] = {
+            "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
+            "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",
+        }
+    return found
+
+
+def check_sglang() -> None:
+    """Raises Skip where it is not installed."""
+    if installed_version("sglang") is None:
+        raise Skip("sglang is not installed")
 
 
 def sleep_train_wake(place: Place) -> Iterator[Row]:
     """Three steps of a run through one server: rollout, sleep, update, wake, weights by shared memory or IPC."""
-    if installed_version("sglang") is None:
-        raise Skip("sglang is not installed")
-    size = Size(8, 8, 16) if place.tiny else Size(64, 16, 256)
-    dtype = "float32" if place.device == "cpu" else "bfloat16"
-    content: dict[str, Any] = settings(place, model_folder(place, "0.6B"), size, dtype)
-    content["rollout"] |= {"engine": "sglang", "sglang": {"max_total_tokens": 4096 if place.tiny else CACHE_TOKENS}}
-    if place.device == "cpu":
-        content["rollout"]["sglang"]["threads"] = 1
+    yield from _three_steps(place, "0.6B", None)
+
+
+def experts(place: Place) -> Iterator[Row]:
+    """The same with two layers of 128 experts, whose routing in the engine the trainer goes by."""
+    yield from _three_steps(place, "30B-A3B", 2)
+
+
+def _three_steps(place: Place, model: str, layers: int | None) -> Iterator[Row]:
+    check_sglang()
+    size, dtype = Size(8, 8, 16) if place.tiny else Size(64, 16, 256), _dtype(place)
+    content = _settings(place, model_folder(place, model, layers=layers), size)
     words = [*ACTOR_ONLY, f"actor.optimizer.learning_rate={1e-3 if place.tiny else 1e-5}"]
     FreeMemoryReporter.free.clear()
+    started = time.monotonic()
     with trainer(make_config(place, content, words), FreeMemoryReporter) as t:
         t.sync_weights()
+        yield measured("first weights", f"{time.monotonic() - started:.1f} s after the start of trainer and server")
         for step in range(1, STEPS + 1):
             t.step = step
             t.ppo_step()
@@ -56,6 +107,75 @@ def sleep_train_wake(place: Place) -> Iterator[Row]:
         awake, asleep = FreeMemoryReporter.free["rollout"], FreeMemoryReporter.free["update_actor"]
         words_of_memory = f"{awake / 1e9:.1f} GB free for the trainer with the server awake, {asleep / 1e9:.1f} asleep"
         yield judged("memory while asleep", asleep > awake, words_of_memory, awake_bytes=awake, asleep_bytes=asleep)
+        held, kept = FreeMemoryReporter.others["rollout"], FreeMemoryReporter.others["update_actor"]
+        yield measured("memory of the server", f"{held / 1e9:.2f} GB awake, {kept / 1e9:.2f} GB asleep",
+                       awake_bytes=held, asleep_bytes=kept)  # fmt: skip
+
+
+def killed(place: Place) -> Iterator[Row]:
+    """A server that is killed while it generates is started again, and the step is as any other."""
+    check_sglang()
+    size, dtype = Size(8, 8, 16) if place.tiny else Size(64, 16, 256), _dtype(place)
+    content = _settings(place, model_folder(place, "0.6B"), size)
+    with trainer(make_config(place, content, ACTOR_ONLY)) as t:
+        t.sync_weights()
+        engine: Any = t.parts.engine
+        (server,) = engine.fleet.servers.values()
+        timer = threading.Timer(0.0 if place.tiny else 0.5, _kill, [server.session])
+        timer.start()
+        t.step = 1
+        t.ppo_step()
+        timer.join()
+        found = dict(t.metrics)
+    yield judged("restarts", found["engine/restarts"] == 1, f"{found['engine/restarts']:g} servers, 1 was killed")
+    gaps = {"probe": found["sync/probe_gap"], "rollout, mean": found["mismatch/mean"]}
+    yield within("engine beside trainer after the restart, nats", gaps, NATS[dtype])
+
+
+def _kill(session: int) -> None:
+    for pid in session_pids(session):
+        os.kill(pid, signal.SIGKILL)
+
+
+def share_of_sevens(*, response: str, **_unread: Any) -> float:
+    """A reward that anything can learn: sevens among the first characters."""
+    return response.count("7") / 32
+
+
+def learning(place: Place) -> Iterator[Row]:
+    """A reward that rises through rollouts of a server that gets the new weights after every step."""
+    check_sglang()
+    size = Size(16, 8, 32) if place.tiny else Size(128, 8, 32)
+    content = _settings(
+        place, model_folder(place, "0.6B", layers=None if place.tiny else 4, words=_TOKENIZER_WORDS), size
+    )
+    content["reward"] = {"function": f"{__name__}:share_of_sevens"}
+    content["actor"]["minibatch_sequences"] = size.samples // 2
+    words = [*ACTOR_ONLY, f"actor.optimizer.learning_rate={1e-2 if place.tiny else 3e-5}"]
+    rewards, worst = list[float](), 0.0
+    with trainer(make_config(place, content, words)) as t:
+        t.sync_weights()
+        for step in range(1, (6 if place.tiny else LEARNING_STEPS) + 1):
+            t.step = step
+            t.ppo_step()
+            rewards.append(t.metrics["reward/mean"])
+            worst = max(worst, t.metrics["mismatch/mean"])
+    first, last = rewards[0], sum(rewards[-3:]) / 3
+    curve = " ".join(f"{reward:.2f}" for reward in rewards)
+    yield judged("reward", last > first + 0.1, f"{first:.3f} at first, {last:.3f} at last ({curve})", first=first,
+                 last=last)  # fmt: skip
+    yield within("engine beside trainer, nats", {"mean of the worst step": worst}, NATS[_dtype(place)])
+
+
+def _dtype(place: Place) -> str:
+    return "float32" if place.device == "cpu" else "bfloat16"
+
+
+def _settings(place: Place, folder: Path, size: Size) -> dict[str, Any]:
+    """Of a run with a server."""
+    content = settings(place, folder, size, _dtype(place))
+    content["rollout"] |= {"engine": "sglang", "sglang": server_settings(place)}
+    return content
 
 
 def _step(metrics: dict[str, float], step: int, n_bytes: int, nats: float) -> Iterator[Row]:
@@ -71,3 +191,7 @@ def _step(metrics: dict[str, float], step: int, n_bytes: int, nats: float) -> It
     gaps = {"probe": metrics["sync/probe_gap"], "rollout, mean": metrics["mismatch/mean"]}
     yield within(f"{what}: engine beside trainer, nats", gaps, nats, largest=metrics["mismatch/max"])
     yield judged(f"{what}: restarts", not metrics["engine/restarts"], f"{metrics['engine/restarts']:g} servers")
+    stages = {n: s for n, s in metrics.items() if n.startswith("time/")}
+    yield measured(
+        f"{what}: time", ", ".join(f"{n.removeprefix('time/')} {s:.3f} s" for n, s in stages.items()), **stages
+    )

@@ -30,9 +30,9 @@ from tests.gpu.acceptance.registry import Place
 from tests.support.models import write_model
 from tests.support.places import ROOT
 
-MODELS = {"0.6B": "Qwen3-0.6B", "1.5B": "Qwen2.5-1.5B"}
+MODELS = {"0.6B": "Qwen3-0.6B", "1.5B": "Qwen2.5-1.5B", "30B-A3B": "Qwen3-30B-A3B"}
 """Names in the table, and folders of configs/models."""
-_TINY = {"0.6B": "qwen3", "1.5B": "qwen2"}
+_TINY = {"0.6B": "qwen3", "1.5B": "qwen2", "30B-A3B": "qwen3_moe"}
 TINY_LAYERS = 2
 
 
@@ -68,16 +68,22 @@ class NoEngine:
         """Nothing is held."""
 
 
-def model_folder(place: Place, name: str, *, layers: int | None = None, noise: float = 0.0) -> Path:
-    """A model's folder with random bfloat16 weights, written once; `noise` makes a neighbour of it."""
-    folder = Path(place.scratch) / "models" / f"{name}-{layers or 'all'}-{noise:g}"
+def model_folder(
+    place: Place, name: str, *, layers: int | None = None, noise: float = 0.0, words: int | None = None
+) -> Path:
+    """A model's folder with random bfloat16 weights, written once; `noise` makes a neighbour of it, `words` one with
+    another vocabulary."""
+    folder = Path(place.scratch) / "models" / f"{name}-{layers or 'all'}-{noise:g}-{words or 'all'}"
     if (folder / "model.safetensors").exists():
         return folder
     if place.tiny:
-        changes = {"max_position_embeddings": 1024, "tie_word_embeddings": True}
+        changes = {"max_position_embeddings": 1024, "tie_word_embeddings": name != "30B-A3B"}
+        changes |= {"vocab_size": words} if words else {}
         return write_model(folder, _TINY[name], 11, noise=noise, num_hidden_layers=layers or TINY_LAYERS, **changes)
     content = json.loads((ROOT / "configs/models" / MODELS[name] / "config.json").read_text())
     content["num_hidden_layers"] = layers or content["num_hidden_layers"]
+    if words:
+        content |= {"vocab_size": words, "bos_token_id": None, "eos_token_id": None}  # which it has no rows for
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(content))
     g = torch.Generator(device=place.device).manual_seed(11)

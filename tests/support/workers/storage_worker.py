@@ -1,0 +1,96 @@
+"""Where the weights, gradients and optimizer of each role are when the stages of a step begin, as JSON.
+
+Usage: python -m tests.support.workers.storage_worker FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
+from megappo.megatron.offload import RoleStorage
+from megappo.observe.stopwatch import Lap
+from megappo.ppo.parts import Parts
+from megappo.ppo.reporting import Reporter
+from tests.gpu.acceptance.registry import Place
+from tests.gpu.acceptance.workload import NoEngine, Size, make_config, model_folder, settings, trainer
+
+ROLES = ("actor", "critic", "reference")
+PARTS = {"weights": "_weights", "gradients": "_gradients", "optimizer": "_optimizer"}
+
+
+class Probed(NoEngine):
+    """Answers anything with the same tokens, a probe too."""
+
+    restarts = 0
+
+    def generate(
+        self, requests: Sequence[GenerateRequest], params: SamplingParams, done: Any = None
+    ) -> list[Completion]:
+        """Three tokens, then the end."""
+        return [Completion((5, 6, 7), (-1.0, -1.0, -1.0), True, self.version) for _ in requests]
+
+    def probe(self, request: GenerateRequest, params: SamplingParams) -> dict[int, Completion]:
+        """Of one server."""
+        return {0: self.generate([request], params)[0]}
+
+    def judge(self, gaps: Mapping[int, float], tolerance_nats: float) -> float:
+        """Any gap will do."""
+        return max(gaps.values())
+
+    def sync_phases(self) -> dict[str, float]:
+        """None are told."""
+        return {}
+
+    def sleep(self) -> None:
+        """It holds nothing."""
+
+
+class Watching(Reporter):
+    """Notes what is on the device when a stage begins."""
+
+    parts: ClassVar[Parts | None] = None
+    seen: ClassVar[list[tuple[str, list[str]]]] = []
+
+    def stage(self, name: str, waits_for: str = "") -> AbstractContextManager[Lap]:
+        """The stage."""
+        if self.parts is not None:
+            self.seen.append((name, on_device(self.parts)))
+        return super().stage(name, waits_for)
+
+
+def on_device(parts: Parts) -> list[str]:
+    """Parts of roles that have not left."""
+    storages: dict[str, RoleStorage] = {name: getattr(parts, name).storage for name in ROLES}
+    found = []
+    for role, storage in storages.items():
+        for part, attribute in PARTS.items():
+            moved = getattr(storage, attribute)
+            if moved is not None and not moved.is_away:
+                found.append(f"{role}'s {part}")
+    return found
+
+
+def main(folder: str) -> None:
+    """Two steps with everything offloaded."""
+    place = Place("cpu", True, folder)
+    content = settings(place, model_folder(place, "0.6B"), Size(4, 8, 8), "float32")
+    content["rollout"] |= {"engine": f"{Probed.__module__}:Probed"}
+    content["algorithm"] |= {"kl_in_reward": {"coef": 0.01}}
+    words = [f"{role}.offload=true" for role in ROLES]
+    with trainer(make_config(place, content, words), Watching) as t:
+        Watching.parts = t.parts
+        t.sync_weights()
+        for t.step in (1, 2):
+            t.ppo_step()
+        Watching.seen.append(("end", on_device(t.parts)))
+    print(json.dumps(Watching.seen))
+
+
+if __name__ == "__main__":
+    sys.modules["tests.support.workers.storage_worker"] = sys.modules["__main__"]
+    main(sys.argv[1])
