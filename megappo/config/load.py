@@ -90,7 +90,8 @@ def _parse_override(override: str) -> tuple[Key, Any]:
     for depth in range(1, len(key) + 1):
         field = find_field(key[:depth])
         if field is None:
-            raise ConfigError(f"{shown}: {unknown_key(key[: depth - 1], key[depth - 1])}")
+            value = parse_yaml(text, shown) if depth == len(key) else {}
+            raise ConfigError(f"{shown}: {unknown_key(key[: depth - 1], key[depth - 1], value)}")
         if section_of(field) is None:
             if depth < len(key) and "dict" not in str(field.annotation):
                 raise ConfigError(f"{shown}: {dotted(key[:depth])} is a value; set it without more keys")
