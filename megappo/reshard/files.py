@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+
+from megappo.config.folder_texts import read_object
+from megappo.errors import shortened, show
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -20,10 +22,16 @@ def tensor_files(folder: Path) -> dict[str, str]:
         return {}
     if not path.exists():
         raise ValueError(f"{folder} holds no {SINGLE}; save the model as safetensors, or use model.init: random")
-    try:
-        return dict(json.loads(path.read_text())["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no index of safetensors ({error!r}); fetch or save it again") from error
+    found = read_object(path).get("weight_map")
+    if not isinstance(found, dict) or not found:
+        raise ValueError(f"{path} is no index of safetensors, its weight_map is {show(found)}; fetch or save it again")
+    for tensor, file in found.items():
+        if not isinstance(file, str) or not (folder / file).is_file():
+            raise ValueError(
+                f"{path} names {show(file)} as the file of {shortened(tensor)}, and {folder} has no such file; "
+                "fetch or save the model again"
+            )
+    return found
 
 
 def counted_files(folder: Path) -> list[Path]:

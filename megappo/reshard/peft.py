@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megappo.config.folder_texts import read_object
 from megappo.errors import first_of, reason, show
 from megappo.families.adapters import WEIGHT, A, B, LoraShape, adapter_tensors, ambiguous_targets, initial_bound
 from megappo.families.architecture import ArchitectureConfig
@@ -93,19 +94,8 @@ def _opened(path: Path) -> Any:
         raise ValueError(f"{path} cannot be read ({reason(error)}); save the adapters as safetensors") from error
 
 
-def read_peft_config(folder: Path) -> dict[str, Any]:
-    """Raises ValueError where it is no JSON object."""
-    try:
-        content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{folder / CONFIG} cannot be read: {reason(error)}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{folder / CONFIG} is no JSON object; save the adapters again")
-    return content
-
-
 def _check_config(folder: Path, lora: LoraShape) -> None:
-    said = read_peft_config(folder)
+    said = read_object(folder / CONFIG)
     if said.get("peft_type") != "LORA":
         raise ValueError(f"{folder / CONFIG} has peft_type {show(said.get('peft_type'))}, must be LORA")
     for name, plain in _PLAIN.items():

@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 )
 
+from megappo.config.folder_texts import read_object
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.packed import packed_tensors, stored_shapes
 from megappo.reshard.files import INDEX, SINGLE
@@ -101,7 +102,7 @@ def _write_config(
 def _write_generation(out: Path, arch: ArchitectureConfig, folder: Path, stop_token_ids: Sequence[int]) -> None:
     """As JSON: transformers' own class refuses files of some published models."""
     if (folder / _GENERATION).exists():
-        content = json.loads((folder / _GENERATION).read_text(encoding="utf-8"))
+        content = read_object(folder / _GENERATION)
     else:
         special = {name: getattr(arch.hf_config, name, None) for name in ("bos_token_id", "pad_token_id")}
         content = {name: token for name, token in special.items() if token is not None}

@@ -304,7 +304,7 @@ def test_a_critic_has_no_head_to_tie(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_broken_index_is_named(tmp_path: Path) -> None:
     quantise(write_model(tmp_path / "m", "llama", 1), tmp_path / "float8", (16, 16))
     (tmp_path / "float8" / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"is no index of safetensors .* fetch or save it again"):
+    with pytest.raises(ValueError, match=r"is no index of safetensors, .*; fetch or save it again"):
         SafetensorsSource(tmp_path / "float8", read(tmp_path / "float8"))
 
 
