@@ -53,7 +53,7 @@ def rollouts_of(parts: Parts, groups: Sequence[Group], answers: Mapping[int, Com
         requests=(),
     )
     completions = [answer for _, _, answer in found]
-    rollouts = finish_rollout(wanted, completions, parts.tokenizer, parts.vocabulary)
+    rollouts = finish_rollout(wanted, completions, parts.tokenizer, parts.vocabulary, parts.answerer)
     versions_BR = torch.zeros(rollouts.response_mask_BR.shape, dtype=torch.int64)
     for versions_R, answer in zip(versions_BR, completions, strict=True):
         versions_R[: len(answer.token_ids)] = torch.tensor(token_versions(answer))

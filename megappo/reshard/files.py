@@ -1,8 +1,13 @@
-"""Which files of a Hugging Face folder hold its weights: one decision for all who read or count them."""
+"""Which files of a Hugging Face folder hold its weights: one decision for all who read or count them; and what no
+weight may be."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from megappo.config.folder_texts import read_object
 from megappo.errors import shortened, show
@@ -40,3 +45,21 @@ def counted_files(folder: Path) -> list[Path]:
     if not (folder / SINGLE).is_file() and not (folder / INDEX).is_file():
         return sorted(folder.glob("*.safetensors"))
     return [folder / file for file in sorted(set(tensor_files(folder).values())) or [SINGLE]]
+
+
+class NotFiniteError(ValueError):
+    """A file holds a weight that is no finite float32: the rank that reads it finds it, and no other."""
+
+
+def finite(part: Tensor, name: str, path: Path) -> Tensor:
+    """What was read of a tensor of a file. Raises NotFiniteError where it holds what is no finite float32."""
+    if not part.numel():
+        return part
+    ends = [end.float().item() for end in torch.aminmax(part)]  # in one pass and without a copy, and nan passes through
+    strange = next((end for end in ends if not math.isfinite(end)), None)
+    if strange is not None:
+        raise NotFiniteError(
+            f"tensor '{name}' in {path} holds {strange}, must be finite; fetch or save the model again, or use another "
+            "checkpoint of it"
+        )
+    return part

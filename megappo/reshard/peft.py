@@ -19,6 +19,7 @@ from megappo.families.adapters import WEIGHT, A, B, LoraShape, adapter_tensors, 
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.parameters import OUTPUT_LAYER, Piece, model_parameters
 from megappo.families.weights import ValueHeadWeights, WeightSource
+from megappo.reshard.files import finite
 from megappo.reshard.sources import generator_of
 from megappo.reshard.writer import save_tensors
 
@@ -65,6 +66,7 @@ class PeftSource:
 
     def __init__(self, folder: Path, arch: ArchitectureConfig, lora: LoraShape) -> None:
         _check_config(folder, lora)
+        self._path = folder / WEIGHTS
         self._file = _opened(folder / WEIGHTS)
         there, wanted = set(self._file.keys()), adapter_tensors(arch, lora)
         if strange := sorted(there ^ {_PREFIX + name for name in wanted}):
@@ -78,10 +80,10 @@ class PeftSource:
                 )
 
     def read(self, piece: Piece) -> Tensor:
-        """The slice, in the type it is stored in."""
+        """The slice, in the type it is stored in. Raises ValueError for one that is not finite."""
         tensor = self._file.get_slice(_PREFIX + piece.name)
         part: Tensor = tensor[piece.start : piece.stop] if piece.dim == 0 else tensor[:, piece.start : piece.stop]
-        return part
+        return finite(part, _PREFIX + piece.name, self._path)
 
     def value_head(self) -> None:
         """None: PEFT's folders of causal language models have none."""
