@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megappo.config.folder_texts import read_object
-from megappo.errors import first_of, reason, show
+from megappo.errors import first_of, reason, show, writing
 from megappo.families.adapters import WEIGHT, A, B, LoraShape, adapter_tensors, ambiguous_targets, initial_bound
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.parameters import OUTPUT_LAYER, Piece, model_parameters
@@ -139,7 +139,8 @@ def write_peft(
         "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True, "use_rslora": False,
         "use_dora": False, "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
     }  # fmt: skip
-    (out / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    with writing(out):
+        (out / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from megappo.plan.rewards import reward_parameters
 from megappo.plan.sizes import model_sizes
 from megappo.ppo.models import ROLES, weight_sources
 from megappo.reshard.sources import SafetensorsSource
-from megappo.reshard.writer import write_policy
+from megappo.reshard.writer import save_tensors, write_policy
 from tests.support.data import character_tokenizer
 from tests.support.harness import start
 from tests.support.models import VOCAB, quantise, write_model
@@ -436,3 +438,28 @@ def test_files_beside_the_single_one_are_not_counted(tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     reward_parameters.cache_clear()
     assert reward_parameters(str(folder)) == sum(tensor.numel() for tensor in truth.values())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="of Linux")
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_full_disk_is_told_with_its_path(tmp_path: Path, name: str) -> None:
+    """An export, one file of which has no room."""
+    folder, out = write_model(tmp_path / "m", "llama", 1), tmp_path / "out"
+    out.mkdir()
+    (out / name).symlink_to("/dev/full")
+    tensors, arch = whole_tensors(folder, torch.float32, 1), read(folder)
+    with pytest.raises(OSError) as caught:
+        write_policy(out, arch, tensors.items(), character_tokenizer(), started_from=folder, stop_token_ids=(1,))
+    assert (caught.value.errno, str(caught.value.filename).startswith(str(out))) == (errno.ENOSPC, True)
+
+
+def test_tensors_that_find_no_room_name_their_file(tmp_path: Path) -> None:
+    """safetensors has an error of its own, which names nothing."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(OSError) as caught:
+            save_tensors({"a": torch.zeros(1000)}, tmp_path / "a.safetensors")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(tmp_path / "a.safetensors"))
