@@ -92,5 +92,5 @@ def _report(error: ValueError | RunError) -> None:
     sentences = [f"megappo: error{place}: {problem}" for problem in problems]
     if waits:  # a launcher ends this process meanwhile, and takes what rank 0 told it
         wait_until(lambda: False, RANK_0_SPEAKS_WITHIN, every_seconds=0.2)
-    tell_torchrun(os.environ, sentences)
-    print("\n".join(sentences), file=sys.stderr)
+    if not tell_torchrun(os.environ, sentences):
+        print("\n".join(sentences), file=sys.stderr)

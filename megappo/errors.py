@@ -8,7 +8,8 @@ from __future__ import annotations
 import difflib
 import math
 import signal
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 
 RUN_ERROR = 1
 USER_ERROR = 2
@@ -47,6 +48,17 @@ class Interrupted(Exception):
     def exit_code(self) -> int:
         """What the launcher should see."""
         return STOPPED_BY_USER if self.signal == signal.SIGINT else REQUEUE
+
+
+@contextmanager
+def writing(path: object) -> Iterator[None]:
+    """An OSError of the block names `path` where it names no file, as those of a full disk do."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def how_to_install(extra: str) -> str:

@@ -9,6 +9,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 from megappo.errors import either, nearest_word, reason, shortened
@@ -85,10 +86,16 @@ def load(path: str, setting: str, is_one: Callable[[Any], bool], word: str) -> A
         ) from error
     found = getattr(module, name, None)
     if not is_one(found):
-        near = nearest_word(name, [n for n, v in vars(module).items() if is_one(v) and not n.startswith("_")])
+        near = nearest_word(name, [n for n, v in vars(module).items() if is_one(v) and not _is_strange(n, v, module)])
         hint = f"did you mean '{module_name}:{near}'?" if near else "define it there"
         raise ValueError(f"{setting} '{path}': module '{module_name}' has no {word} '{name}'; {hint}")
     return found
+
+
+def _is_strange(name: str, value: object, module: ModuleType) -> bool:
+    """Whether what a module has under a name is none to suggest: private, or imported."""
+    imported = (inspect.isroutine(value) or inspect.isclass(value)) and value.__module__ != module.__name__
+    return imported or name.startswith("_")
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:

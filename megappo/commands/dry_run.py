@@ -31,7 +31,7 @@ from megappo.doctor.software import generation_finding, reward_findings
 from megappo.environments.registry import set_stage, tool_schemas
 from megappo.errors import RunError, one_line, raised_by_megappo, shortened
 from megappo.plan.engines import other_engine
-from megappo.plan.here import resolve_here
+from megappo.plan.here import resolve_here, this_machine
 from megappo.plan.inputs import Models
 from megappo.plan.machine_file import find_machine
 from megappo.plan.machines import Machine
@@ -69,10 +69,8 @@ def dry_run(
 
     Raises ConfigError with every problem, not only the first.
     """
-    machine = default_machine(config) if machine_name is None else find_machine(machine_name)
-    planned = resolve(config, on_cuda=machine.is_cuda)
-    # A machine that nobody named is only planned for: what is checked is the run as it would start here.
-    config = planned if machine_name is not None else resolve_here(config)
+    given, machine = config, this_machine() if machine_name is None else find_machine(machine_name)
+    config = resolve_here(config) if machine_name is None else resolve(config, on_cuda=machine.is_cuda)
     ranks = _ranks(config, gpus_text)
     models = read_models(config, Path(config_path).parent / "models").models
     derived = derive(config, ranks, models.actor, models.critic, models.reference)
@@ -85,7 +83,7 @@ def dry_run(
         _weights(config),
         _origins(config),
         _machine(config),
-        _plan(planned, models, ranks, machine, named=machine_name is not None),
+        _plan(config, models, ranks, machine) if machine_name else _plan_unnamed(given, models, ranks, machine),
     ):
         problems += _print_part(part)
     if problems:
@@ -281,16 +279,42 @@ def _refuse_broken(finding: Finding) -> None:
         raise ConfigError(f"{finding.words}; {finding.remedy}")
 
 
-def _plan(config: Config, models: Models, ranks: int, machine: Machine, *, named: bool) -> Rows:
-    """Memory and time; what does not fit is refused on a machine that was named, and told on the default one."""
+def _plan(config: Config, models: Models, ranks: int, machine: Machine) -> Rows:
+    """Memory and time on a machine that was named, on which the run must fit."""
     plan = make_plan(config, models, machine, ranks)
-    if not plan.fits and named:
+    if not plan.fits:
         raise ConfigError(f"{plan.verdict}; {remedy(config, models, machine, ranks)[0]}")
-    yield "plan", f"{ranks} x {machine.words}: {plan.verdict}"
+    yield from _plan_rows(config, models, ranks, machine, f"{ranks} x {machine.words}")
+
+
+def _plan_unnamed(config: Config, models: Models, ranks: int, here: Machine) -> Rows:
+    """The same on this machine; what does not fit here is planned for GPUs of the table too, and nothing is refused."""
+    needs_gpus = config.runtime.device == "cuda" and not here.is_cuda
+    if not needs_gpus:
+        of_ranks = "1 rank" if ranks == 1 else f"{ranks} ranks"
+        where = f"{ranks} x {here.words}" if here.is_cuda else f"{of_ranks} on {here.words}"
+        try:
+            plan = make_plan(config, models, here, ranks)
+        except ConfigError as error:
+            yield "plan", f"{where}: does not fit: {error}"
+        else:
+            if plan.fits:
+                yield from _plan_rows(config, models, ranks, here, where)
+                return
+            yield "plan", f"{where}: {plan.verdict}"
+    elsewhere = default_machine(config)
+    where = f"{ranks} x {elsewhere.words}{'' if needs_gpus else ' instead'}"
+    yield from _plan_rows(config, models, ranks, elsewhere, where)
+    yield "plan", "another machine is named with --machine"
+
+
+def _plan_rows(config: Config, models: Models, ranks: int, machine: Machine, where: str) -> Rows:
+    plan = make_plan(config, models, machine, ranks)
+    yield "plan", f"{where}: {plan.verdict}"
     yield "plan", plan.bottleneck
     yield "plan", other_engine(config, models, machine, ranks).sentence
     if not plan.fits:
-        yield "plan", f"{remedy(config, models, machine, ranks)[0]}; another machine is named with --machine"
+        yield "plan", remedy(config, models, machine, ranks)[0]
 
 
 def _command(config_path: str, overrides: Sequence[str], derived: Derived) -> str:

@@ -1,11 +1,13 @@
-"""A run's result in a terminal: how a metric went, and where everything lies."""
+"""A run's result in a terminal: how a metric went, and where everything lies; of several runs, how they compare."""
 
 from __future__ import annotations
 
 import argparse
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
+from megappo.errors import nearest_word
 from megappo.observe.charts import curve
 from megappo.observe.metrics import read_metrics
 from megappo.observe.step_profile import newest_page
@@ -15,43 +17,94 @@ _WINDOW_STEPS = 5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What follows `megappo report`."""
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run")
+    parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="directory of a run; several are compared")
     parser.add_argument("--metric", default="reward/mean", help="name in metrics.jsonl (default: %(default)s)")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Print the report."""
-    print(report(arguments.run_dir, arguments.metric))
+    print(report(*arguments.run_dirs, metric=arguments.metric))
 
 
-def report(run_dir: str, metric: str = "reward/mean") -> str:
-    """A chart of `metric` over the steps, its first value and the mean of its last five, and the paths to look at.
+def report(*run_dirs: str, metric: str = "reward/mean") -> str:
+    """A chart of `metric` over its steps, its first value and its last, and the paths to look at. Of several runs the
+    charts, and the metric at the last step that all have.
 
-    Raises ValueError where the directory is not a run's or the metric was never logged.
+    The last value is the mean of the last five of a metric that every step has, and the last one of others, such as
+    those of evaluations. Raises ValueError where a directory is not a run's or the metric was never logged.
     """
-    directory = Path(run_dir)
+    histories = [_read(Path(run_dir), metric) for run_dir in run_dirs]
+    if len(histories) == 1:
+        return "\n".join([*_chart(histories[0], metric), *_paths(histories[0].directory)])
+    charts = ["\n".join([f"{history.directory}:", *_chart(history, metric), ""]) for history in histories]
+    return "\n".join([*charts, _comparison(histories, metric)])
+
+
+@dataclass(frozen=True)
+class _History:
+    """A metric of a run, where it is finite."""
+
+    directory: Path
+    steps: list[int]
+    values: list[float]
+
+    @property
+    def of_every_step(self) -> bool:
+        """Evaluations leave steps out."""
+        return self.steps[-1] - self.steps[0] + 1 == len(self.steps)
+
+
+def _read(directory: Path, metric: str) -> _History:
     path = directory / "metrics.jsonl"
     if not path.exists():
         raise ValueError(f"{directory} holds no metrics.jsonl; name the directory of a run")
     lines = read_metrics(path)
-    values = [float(line[metric]) for line in lines if metric in line]
-    values = [v for v in values if math.isfinite(v)]
+    values = {line["step"]: float(line[metric]) for line in lines if metric in line and metric != "step"}
+    values = {step: value for step, value in values.items() if math.isfinite(value)}
     if not values:
         known = sorted({name for line in lines for name in line} - {"step"})
-        raise ValueError(f"the run in {directory} has no metric '{metric}'; it has {', '.join(known)}")
-    last = values[-_WINDOW_STEPS:]
-    result = sum(last) / len(last)
+        near = nearest_word(metric, known, cutoff=0.6)
+        remedy = f"did you mean {near}?" if near not in (None, metric) else f"it has {', '.join(known) or 'none'}"
+        raise ValueError(f"the run in {directory} has no finite value of the metric '{metric}'; {remedy}")
+    return _History(directory, list(values), list(values.values()))
+
+
+def _chart(history: _History, metric: str) -> list[str]:
+    steps, values = history.steps, history.values
+    if len(values) == 1:
+        return [f"{metric} has one value: {values[0]:.3f} at step {steps[0]}"]
+    first = f"{values[0]:.3f} in the first step" if steps[0] == 1 else f"{values[0]:.3f} at step {steps[0]}"
+    if history.of_every_step:
+        over = f"over {len(values)} steps"
+        told = f"{first}, {_result(history):.3f} in the last {min(_WINDOW_STEPS, len(values))}"
+    else:
+        over = f"at {len(values)} steps from {steps[0]} to {steps[-1]}"
+        told = f"{first}, {values[-1]:.3f} at step {steps[-1]}"
+    verdict = "rose" if _result(history) > values[0] else "did not rise"
+    return [f"{metric} {over}", curve(values, ends=(steps[0], steps[-1])), f"{metric} {verdict}: {told}"]
+
+
+def _result(history: _History) -> float:
+    last = history.values[-_WINDOW_STEPS:] if history.of_every_step else history.values[-1:]
+    return sum(last) / len(last)
+
+
+def _paths(directory: Path) -> list[str]:
     traced = newest_page(directory)
-    verdict = "rose" if result > values[0] else "did not rise"
-    return "\n".join(
-        [
-            f"{metric} over {len(values)} steps",
-            curve(values),
-            f"{metric} {verdict}: {values[0]:.3f} in the first step, {result:.3f} in the last {len(last)}",
-            f"metrics: {path}",
-            f"samples: {directory / 'samples.jsonl'}",
-            f"configuration: {directory / 'config.yaml'}",
-            *([f"trained actor: {directory / 'final'}"] if (directory / "final").is_dir() else []),
-            *(["", traced.read_text().rstrip()] if traced is not None else []),
-        ]
-    )
+    return [
+        f"metrics: {directory / 'metrics.jsonl'}",
+        f"samples: {directory / 'samples.jsonl'}",
+        f"configuration: {directory / 'config.yaml'}",
+        *([f"trained actor: {directory / 'final'}"] if (directory / "final").is_dir() else []),
+        *(["", traced.read_text().rstrip()] if traced is not None else []),
+    ]
+
+
+def _comparison(histories: list[_History], metric: str) -> str:
+    common = set.intersection(*(set(history.steps) for history in histories))
+    if not common:
+        return f"no step has {metric} in all of these runs"
+    step = max(common)
+    values = [(history.values[history.steps.index(step)], history.directory) for history in histories]
+    told = ", ".join(f"{value:.3f} in {directory}" for value, directory in values)
+    return f"{metric} at step {step}, the last of all: {told}"

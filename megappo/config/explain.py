@@ -7,7 +7,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from megappo.config.base import Settings
@@ -49,6 +49,12 @@ _OTHER_NAMES = {
     "test_freq": "every_steps",
 }
 """What other trainers call our settings."""
+_ENTRY = "NAME"
+"""Of an entry of a mapping of the user's names, in keys that are suggested."""
+_OF_EVALUATIONS = ("data", "validation_sets", _ENTRY)
+_AKIN = {("evaluation",): _OF_EVALUATIONS, ("data", "validation"): _OF_EVALUATIONS}
+"""Where settings stand that are looked for in another section, before those of the same name elsewhere."""
+_NAMES_AKIN = {"samples_per_prompt": "samples"}
 
 _OTHER_WORDS = {"gpu": "cuda", "bf16": "bfloat16", "fp32": "float32", "float": "float32", "ppo": "clip"}
 """What others call the words our settings take."""
@@ -131,7 +137,7 @@ def _walk(key: Key) -> tuple[FieldInfo | None, type[Settings] | None]:
 
 @functools.cache
 def all_keys() -> tuple[Key, ...]:
-    """Every key of the configuration, sections included."""
+    """Every key of the configuration, sections included; of mappings of the user's names only their own."""
 
     def walk(section: type[Settings], prefix: Key) -> Iterator[Key]:
         for name, field in section.model_fields.items():
@@ -143,8 +149,19 @@ def all_keys() -> tuple[Key, ...]:
     return tuple(walk(Config, ()))
 
 
-def likely_keys(section: Key, name: str) -> list[Key]:
-    """The keys the user may have meant by an unknown `name` in `section`, best only; empty if nothing is alike."""
+@functools.cache
+def _keys_of_entries() -> tuple[Key, ...]:
+    """Every key of an entry of a mapping, such as `data.mixture.NAME.weight`."""
+    fields = [(key, find_field(key)) for key in all_keys()]
+    entries = [(key, entries_of(field)) for key, field in fields if field is not None]
+    return tuple((*key, _ENTRY, name) for key, entry in entries if entry is not None for name in entry.model_fields)
+
+
+def likely_keys(section: Key, name: str, value: object) -> list[Key]:
+    """The keys the user may have meant by an unknown `name` in `section`, best only; empty if nothing is alike.
+
+    A key of another section, or one that is only a little alike, is none where it takes nothing like the value.
+    """
     siblings = names_in(section)
     known_as = _OTHER_NAMES.get(name.lower(), name)
     close = nearest_word(name, siblings, cutoff=0.6)
@@ -152,23 +169,47 @@ def likely_keys(section: Key, name: str) -> list[Key]:
         return [(*section, known_as)]
     if close is not None and nearest_word(name, [close], cutoff=0.8):
         return [(*section, close)]
-    same_name = [key for key in all_keys() if key[-1] == known_as]
+    akin = (*_AKIN.get(section, ()), _NAMES_AKIN.get(known_as, known_as))
+    if akin in _keys_of_entries() and _takes(akin, value):
+        return [akin]
+    same_name = [key for key in all_keys() if key[-1] == known_as and _takes(key, value)] or [
+        key for key in _keys_of_entries() if key[-1] == known_as and _takes(key, value)
+    ]
     if same_name:
         nearness = {key: (_shared_prefix(key, section), -len(key)) for key in same_name}
         return [key for key in same_name if nearness[key] == max(nearness.values())][:3]
-    if close is not None:
+    if close is not None and _takes((*section, close), value):
         return [(*section, close)]
     elsewhere = nearest_word(name, sorted({key[-1] for key in all_keys()}), cutoff=0.75)
-    return [key for key in all_keys() if key[-1] == elsewhere][:3]
+    return [key for key in all_keys() if key[-1] == elsewhere and _takes(key, value)][:3]
 
 
-def unknown_key(section: Key, name: str) -> str:
-    """The sentence on an unknown key."""
-    likely = likely_keys(section, name)
+def _takes(key: Key, value: object) -> bool:
+    """Whether a setting takes values of this kind; bounds are told later."""
+    field = find_field(key)
+    assert field is not None
+    if section_of(field) is not None or entries_of(field) is not None:
+        return isinstance(value, Mapping)
+    try:
+        _adapter(key).validate_python(value)
+    except ValidationError as error:
+        return all(problem["type"] in _BOUNDS for problem in error.errors())
+    return True
+
+
+@functools.cache
+def _adapter(key: Key) -> TypeAdapter[Any]:
+    field = find_field(key)
+    assert field is not None
+    kind = typing.cast(Any, typing.Annotated)[(field.annotation, *(field.metadata or [None]))]
+    return TypeAdapter(kind, config=ConfigDict(strict=True))
+
+
+def unknown_key(section: Key, name: str, value: object) -> str:
+    """The sentence on an unknown key that was to have `value`."""
+    likely = likely_keys(section, name, value)
     here = f"the section {dotted(section)}" if section else "the top level"
-    if likely and likely[0][:-1] == section:
-        remedy = f"did you mean {dotted(likely[0])}?"
-    elif likely:
+    if likely:
         remedy = f"did you mean {either(dotted(key) for key in likely)}?"
     else:
         remedy = f"{here} has {', '.join(names_in(section))}"
@@ -180,8 +221,8 @@ def explain(error: ValidationError) -> tuple[str, ...]:
     only the first have theirs, those other than unknown keys before them."""
     details: list[Mapping[str, Any]] = list(error.errors(include_url=False))
     details.sort(key=lambda detail: detail["type"] == "extra_forbidden")
-    unknown = [_key(d["loc"]) for d in details if d["type"] == "extra_forbidden"][:_MOST_SENTENCES]
-    misspelt = {key for name in unknown for key in likely_keys(name[:-1], name[-1])}
+    unknown = [(_key(d["loc"]), d["input"]) for d in details if d["type"] == "extra_forbidden"][:_MOST_SENTENCES]
+    misspelt = {key for name, value in unknown for key in likely_keys(name[:-1], name[-1], value)}
     told = [d for d in details if not (d["type"] == "missing" and _key(d["loc"]) in misspelt)]
     sentences = [_sentence(detail) for detail in told[:_MOST_SENTENCES]]
     if len(told) > _MOST_SENTENCES:
@@ -201,9 +242,9 @@ def _sentence(detail: Mapping[str, Any]) -> str:
     key, kind, value = _key(detail["loc"]), detail["type"], detail["input"]
     name = dotted(key) or "the configuration"
     if kind == "extra_forbidden":
-        return unknown_key(key[:-1], key[-1])
+        return unknown_key(key[:-1], key[-1], value)
     if kind == "invalid_key":
-        return f"{name} is a key that is not text; {unknown_key(key[:-1], key[-1])}"
+        return f"{name} is a key that is not text; {unknown_key(key[:-1], key[-1], value)}"
     if kind == "missing":
         return f"{name} is missing; add it{_description(key)}"
     if kind == "literal_error":

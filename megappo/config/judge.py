@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from megappo.config.base import NonNegativeFloat, NonNegativeInt, PathText, PositiveInt, Ranks, Seconds, Settings, Text
 from megappo.config.engine import SGLangSettings
+from megappo.config.folder_texts import OF_TOKENIZERS, check_texts
 from megappo.config.own_server import OwnServerSettings
 from megappo.errors import shortened, show
 
@@ -93,6 +94,10 @@ class JudgeSettings(Settings):
         folder = Path(self.model)
         if not (folder / "config.json").is_file():
             return f"model '{self.model}' is not a folder with a model (from {Path.cwd()}); give one, or a url"
+        try:
+            check_texts(folder, ("config.json", *OF_TOKENIZERS))
+        except ValueError as error:
+            return f"model: {error}"
         named = folder / "tokenizer_config.json"
         has_template = any(folder.glob("*chat_template*")) or (named.is_file() and "chat_template" in named.read_text())
         if self.chat and not has_template:

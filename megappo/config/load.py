@@ -17,7 +17,7 @@ from megappo import __version__
 from megappo.config.explain import Key, dotted, explain, find_field, names_in, section_of, unknown_key
 from megappo.config.schema import Config
 from megappo.config.yaml_core import DEEPEST_NESTING, LONGEST_TEXT_CHARACTERS, dump_yaml, parse_yaml
-from megappo.errors import ConfigError, shortened, show
+from megappo.errors import ConfigError, shortened, show, writing
 
 _LENGTHS = (("run", "steps"), ("run", "epochs"))
 
@@ -51,10 +51,9 @@ def save_config(config: Config, path: str | os.PathLike[str]) -> None:
     settings = config.model_dump()
     if config.run.directory is not None:
         settings["run"]["directory"] = str(config.run.directory)
-    target.write_text(
-        f"# Every setting of this run, defaults included; written by megappo {__version__}.\n{dump_yaml(settings)}",
-        encoding="utf-8",
-    )
+    head = f"# Every setting of this run, defaults included; written by megappo {__version__}.\n"
+    with writing(target):
+        target.write_text(head + dump_yaml(settings), encoding="utf-8")
 
 
 def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -90,7 +89,8 @@ def _parse_override(override: str) -> tuple[Key, Any]:
     for depth in range(1, len(key) + 1):
         field = find_field(key[:depth])
         if field is None:
-            raise ConfigError(f"{shown}: {unknown_key(key[: depth - 1], key[depth - 1])}")
+            value = parse_yaml(text, shown) if depth == len(key) else {}
+            raise ConfigError(f"{shown}: {unknown_key(key[: depth - 1], key[depth - 1], value)}")
         if section_of(field) is None:
             if depth < len(key) and "dict" not in str(field.annotation):
                 raise ConfigError(f"{shown}: {dotted(key[:depth])} is a value; set it without more keys")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megappo.config.folder_texts import OF_TOKENIZERS, check_texts, read_object
 from megappo.config.hub import hub_folder
 from megappo.config.schema import Config, ModelSettings
 from megappo.config.tokens import TokenRows
-from megappo.errors import ConfigError, either, reason
+from megappo.errors import ConfigError, either, reason, show
 from megappo.families import FAMILIES, architecture
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.declaration import Family
@@ -46,7 +46,9 @@ def read_architecture(
         _refuse_no_model(str(path), key)
         folder = hub_folder(str(path), key=key)
     content = read_config_json(folder, key=key)
-    model_type = content.get("model_type") if isinstance(content, dict) else None
+    model_type = content.get("model_type")
+    if not isinstance(model_type, str | None):
+        raise ConfigError(f"{key}: model_type in {folder / 'config.json'} is {show(model_type)}, must be text; fix it")
     is_inner = bool(model_type) and any(family.within == model_type for family in families.values())
     if model_type not in families and not is_inner:  # said before transformers is imported, which has words of its own
         wrong = f"model_type '{model_type}' is not supported" if model_type else "its config.json has no model_type"
@@ -72,26 +74,24 @@ def _refuse_no_model(path: str, key: str) -> None:
         )
 
 
-def read_config_json(folder: Path, *, key: str = "model.path") -> Any:
+def read_config_json(folder: Path, *, key: str = "model.path") -> dict[str, Any]:
     """What stands in a model's config.json. Raises ConfigError where there is none that can be read."""
+    path = folder / "config.json"
+    if not path.exists():
+        raise ConfigError(f"{key} '{folder}' has no config.json; give a Hugging Face model folder")
     try:
-        return json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{key} '{folder}' has no config.json; give a Hugging Face model folder") from None
-    except OSError as error:
-        raise ConfigError(f"{key}: {folder / 'config.json'} cannot be read: {error.strerror}") from None
+        return read_object(path)
     except ValueError as error:
-        raise ConfigError(f"{key}: {folder / 'config.json'} is not valid JSON: {error}; fix it") from None
+        raise ConfigError(f"{key}: {error}") from None
 
 
 def _hf_config(folder: Path, trust_remote_code: bool, key: str) -> PretrainedConfig:
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         hf_config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
-        raise ConfigError(f"{key} '{folder}': its config.json is refused: {error}") from error
+    except Exception as error:
+        raise ConfigError(f"{key} '{folder}': its config.json is refused: {reason(error)}") from error
     return hf_config
 
 
@@ -120,11 +120,14 @@ def load_tokenizer(model: ModelSettings) -> PreTrainedTokenizerBase:
     """The tokenizer of a model. Raises ConfigError where there is none."""
     from transformers import AutoTokenizer
 
-    place = tokenizer_folder(model)
+    place, key = tokenizer_folder(model), "model.tokenizer" if model.tokenizer else "model.path"
+    try:
+        check_texts(place, OF_TOKENIZERS)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from None
     try:
         return AutoTokenizer.from_pretrained(place, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError) as error:  # by what is missing or wrong in the folder
-        key = "model.tokenizer" if model.tokenizer else "model.path"
+    except Exception as error:  # transformers, and the folder's own code, over any content
         raise ConfigError(
             f"{key} '{place}' holds no tokenizer that can be loaded ({reason(error)}); set "
             "model.tokenizer to the folder or hub name of one"
@@ -141,29 +144,33 @@ def resolve_stop_token_ids(
     """
     said = {"rollout.stop_token_ids has": list(extra)}
     if (folder / "config.json").exists():
-        said[f"eos_token_id in {folder / 'config.json'} has"] = _ends_in(read_config_json(folder))
+        said[f"eos_token_id in {folder / 'config.json'} has"] = _ends_in(folder)
     if tokenizer.eos_token_id is not None:
         said["the tokenizer's eos_token is"] = [int(tokenizer.eos_token_id)]
-    if (folder / "generation_config.json").exists():
-        from transformers import GenerationConfig
-
-        eos = GenerationConfig.from_pretrained(folder).eos_token_id
-        said[f"eos_token_id in {folder / 'generation_config.json'} has"] = _listed(eos)
+    generation = folder / "generation_config.json"
+    if generation.exists():
+        said[f"eos_token_id in {generation} has"] = _listed(read_object(generation).get("eos_token_id"), generation)
     for place, ids in said.items():
         if rows is not None and (problem := rows.problem(ids)):
             raise ConfigError(f"{place} {problem}, so that it never ends a response; change it, or use another model")
     return tuple(sorted({token for ids in said.values() for token in ids}))
 
 
-def _ends_in(content: Any) -> list[int]:
+def _ends_in(folder: Path) -> list[int]:
     """What a config.json says of the ends of a response; one of a larger model says it of its language model."""
-    inner = content.get("text_config")
-    said = content.get("eos_token_id")
-    return _listed(inner.get("eos_token_id") if said is None and isinstance(inner, dict) else said)
+    content = read_config_json(folder)
+    inner, said = content.get("text_config"), content.get("eos_token_id")
+    if said is None and isinstance(inner, dict):
+        said = inner.get("eos_token_id")
+    return _listed(said, folder / "config.json")
 
 
-def _listed(eos: int | list[int] | None) -> list[int]:
-    return [eos] if isinstance(eos, int) else list(eos or ())
+def _listed(eos: Any, path: Path) -> list[int]:
+    """An `eos_token_id` of a file as a list. Raises ConfigError where it is neither token nor tokens."""
+    tokens = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(type(token) is int for token in tokens):
+        raise ConfigError(f"eos_token_id in {path} is {show(eos)}, must be a token or a list of tokens; fix it")
+    return tokens
 
 
 def token_rows(config: Config, tokenizer: PreTrainedTokenizerBase, *, training: bool = True) -> TokenRows:

@@ -16,13 +16,21 @@ class Cursor:
     """Walks through a data set epoch by epoch, each in an order drawn from (seed, epoch), without those that rest."""
 
     def __init__(
-        self, dataset_size: int, seed: int, shuffle: bool, *, fingerprint: str, most_resting: float = 0.0
+        self,
+        dataset_size: int,
+        seed: int,
+        shuffle: bool,
+        *,
+        fingerprint: str,
+        most_resting: float = 0.0,
+        source: str = "the source",
     ) -> None:
-        """`fingerprint` identifies the data, so that a saved cursor is not used on other data. At most the part
-        `most_resting` of them, and never all, is left out of an epoch."""
+        """`fingerprint` identifies the data, so that a saved cursor is not used on other data, which errors call
+        `source`. At most the part `most_resting` of them, and never all, is left out of an epoch."""
         if dataset_size < 1:
             raise ValueError(f"dataset_size is {dataset_size}, must be at least 1; give the cursor a data set")
         self._size, self._seed, self._shuffle, self._fingerprint = dataset_size, seed, shuffle, fingerprint
+        self._source = source
         self._most_resting = min(dataset_size - 1, int(dataset_size * most_resting))
         self.epoch = 0
         """Complete passes over the data."""
@@ -91,10 +99,7 @@ class Cursor:
         if missing:
             raise ValueError(f"the saved cursor lacks {', '.join(sorted(missing))}; use a checkpoint that is whole")
         if state["fingerprint"] != self._fingerprint:
-            raise ValueError(
-                f"the data's fingerprint is {self._fingerprint[:12]}, the saved cursor's {state['fingerprint'][:12]}; "
-                "use the data, tokenizer and data settings the run began with, or start a new run"
-            )
+            raise ValueError(other_data(self._source))
         if (state["seed"], state["shuffle"]) != (self._seed, self._shuffle):
             raise ValueError(
                 f"the saved cursor's order is that of run.seed {state['seed']} with data.shuffle "
@@ -111,6 +116,15 @@ class Cursor:
         self.epoch, self.position, self._resting = epoch, position, tuple(resting)
         self._last_rests = dict(state.get("last_rests", ()))
         self._order = self._draw_order()
+
+
+def other_data(sources: str) -> str:
+    """The sentence on sources that give other prompts than those a run began with."""
+    return (
+        f"the prompts or answers of {sources} are not those the run began with: the data, the tokenizer or a setting "
+        "of data has changed; bring them back as they were, start a new run, or set run.force_resume: true to begin "
+        "with these"
+    )
 
 
 def _generator_seed(seed: int, epoch: int) -> int:

@@ -17,7 +17,7 @@ from itertools import accumulate
 from math import lcm
 from typing import Any
 
-from megappo.data.cursor import Cursor
+from megappo.data.cursor import Cursor, other_data
 from megappo.data.prompts import PromptDataset
 from megappo.types import Prompt
 
@@ -68,7 +68,7 @@ class MixedCursor:
         self._prompts, self._seed, self._shuffle = prompts, seed, shuffle
         seeds = {name: _seed_of(seed, name) for name in prompts.names}
         self._cursors = tuple(
-            Cursor(len(p), seeds[name], shuffle, fingerprint=p.fingerprint, most_resting=most_resting)
+            Cursor(len(p), seeds[name], shuffle, fingerprint=p.fingerprint, most_resting=most_resting, source=name)
             for name, p in zip(prompts.names, prompts.sources, strict=True)
         )
         unit = lcm(*(weight.denominator for weight in prompts.weights))
@@ -122,10 +122,17 @@ class MixedCursor:
         """Continue where a saved cursor stood. Raises ValueError where the data are others."""
         saved = state.get("sources", {})
         if state.get("fingerprint") != self._prompts.fingerprint or saved.keys() != set(self._prompts.names):
+            named = zip(self._prompts.names, self._prompts.sources, strict=True)
+            others = [
+                f"data.mixture.{name}, '{prompts.source}',"
+                for name, prompts in named
+                if saved.get(name, {}).get("fingerprint") not in (None, prompts.fingerprint)
+            ]
+            if others:
+                raise ValueError(other_data(" and ".join(others)))
             raise ValueError(
-                f"the fingerprint of data.mixture is {self._prompts.fingerprint[:12]}, the saved cursor's "
-                f"{str(state.get('fingerprint'))[:12]}; use the sources, weights, tokenizer and data settings the run "
-                "began with, or start a new run"
+                "the sources of data.mixture, or their weights, are not those the run began with; set them back, start "
+                "a new run, or set run.force_resume: true to begin with these"
             )
         for source, name in enumerate(self._prompts.names):
             self._cursors[source].load_state_dict(saved[name])

@@ -36,5 +36,11 @@ def training_cursor(prompts: TrainingPrompts, settings: DataSettings, seed: int)
     most_resting = settings.curriculum.most_resting if settings.curriculum is not None else 0.0
     if isinstance(prompts, MixedPrompts):
         return MixedCursor(prompts, seed, settings.shuffle, most_resting=most_resting)
-    fingerprint = prompts.fingerprint
-    return Cursor(len(prompts), seed, settings.shuffle, fingerprint=fingerprint, most_resting=most_resting)
+    return Cursor(
+        len(prompts),
+        seed,
+        settings.shuffle,
+        fingerprint=prompts.fingerprint,
+        most_resting=most_resting,
+        source=f"data.train, '{prompts.source}',",
+    )

@@ -74,7 +74,8 @@ class _Sampler(LogitsProcessor):
             total_B1 = cumulative_BV[:, -1:]
             wanted_B1 = self._uniforms_BS[:, len(self.tokens), None] * total_B1
             wanted_B1 = torch.minimum(wanted_B1, torch.nextafter(total_B1, torch.zeros_like(total_B1)))
-            choice_B1 = torch.searchsorted(cumulative_BV, wanted_B1, right=True)
+            # Where scores are nan nothing is found; the log-probability, nan too, is told by who reads the answer.
+            choice_B1 = torch.searchsorted(cumulative_BV, wanted_B1, right=True).clamp_(max=scores.shape[-1] - 1)
         self.tokens.append(choice_B1[:, 0])
         self.logprobs.append((shifted_BV.gather(1, choice_B1) - sum_B1.log())[:, 0])
         return shifted_BV.fill_(-torch.inf).scatter_(1, choice_B1, 0.0)

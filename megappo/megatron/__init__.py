@@ -4,6 +4,7 @@ Megatron-Core reads CUDA's attributes while it is imported, so a machine without
 module of this room imports it. So are Transformer Engine and Apex, which it takes where it finds them.
 """
 
+import logging
 import warnings
 
 import torch
@@ -15,6 +16,8 @@ warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|full scope
 
 find_accelerations()
 if not torch.cuda.is_available():
+    # Megatron-Core imports what builds CUDA extensions, which nobody does on such a machine.
+    logging.getLogger("torch.utils.cpp_extension").addFilter(lambda r: "No CUDA runtime is found" not in str(r.msg))
     from megappo.runtime.megatron_cpu import install
 
     install()

@@ -21,8 +21,10 @@ def sparkline(values: Iterable[float], width: int, *, blocks: str = BLOCKS) -> s
     return "".join(blocks[_level(value, low, high, len(blocks))] for value in shown)
 
 
-def curve(values: Sequence[float], width: int = 60, height: int = 10, *, mark: str = "*") -> str:
-    """A chart of several lines: values upwards, their positions (from 1) to the right.
+def curve(
+    values: Sequence[float], width: int = 60, height: int = 10, *, ends: tuple[int, int] | None = None, mark: str = "*"
+) -> str:
+    """A chart of several lines: values upwards, their positions to the right.
 
     Of more than `width` values each column shows the mean of its share. Values that are not finite leave a gap.
 
@@ -30,6 +32,7 @@ def curve(values: Sequence[float], width: int = 60, height: int = 10, *, mark: s
         values: in order, one per step for instance.
         width: most columns of the chart, labels not counted; at least 1.
         height: rows of the chart, axis not counted; at least 1.
+        ends: what is written under the first value and the last, such as their steps; their positions, from 1.
         mark: the character of a point.
     """
     assert width >= 1 and height >= 1, f"a chart of {width} x {height} characters"
@@ -51,8 +54,10 @@ def curve(values: Sequence[float], width: int = 60, height: int = 10, *, mark: s
         labels[middle] = f"{low * (1 - share) + high * share:.4g}"
     gutter = max(len(label) for label in labels.values())
     lines = [f"{labels.get(y, ''):>{gutter}} |{''.join(row)}".rstrip() for y, row in enumerate(rows)]
-    end = f"{len(values):>{len(columns) - 1}}" if len(columns) > 1 else ""
-    axis = [f"{'':{gutter}} +{'-' * len(columns)}", f"{'':{gutter}}  1{end}"]
+    first, last = ends or (1, len(values))
+    room = len(columns) - len(str(first))
+    end = f"{last:>{max(room, len(str(last)) + 1)}}" if len(columns) > 1 else ""
+    axis = [f"{'':{gutter}} +{'-' * len(columns)}", f"{'':{gutter}}  {first}{end}"]
     return "\n".join(lines + axis)
 
 

@@ -57,7 +57,7 @@ def this_machine() -> Machine:
     total = float(psutil.virtual_memory().total)
     cores = len(os.sched_getaffinity(0))
     here = MACHINES["cpu"].scaled(min(1.0, cores / CPU_CORES))
-    return replace(here, memory_bytes=total, words=f"a share of {cores} cores and {total / 1e9:.0f} GB")
+    return replace(here, memory_bytes=total, words=f"this machine's {cores} cores and {total / 1e9:.0f} GB")
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ folder, and keys and values in the rest of `memory_fraction` of its GPU; without
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 from megappo.config import ConfigError
+from megappo.config.folder_texts import read_object
 from megappo.config.judge import JudgeServerSettings
 from megappo.config.reward import RewardSettings
 from megappo.plan.sizes import size_words
@@ -110,7 +110,7 @@ def _judge_memory(reward: RewardSettings, name: str, device_bytes: float, *, on_
 def _numbers_of_tokens(folder: str, server: JudgeServerSettings) -> float:
     """Of keys and values of all tokens that a rank holds, by what transformers writes into config.json; SGLang serves
     models of families that megappo does not train."""
-    told = json.loads((Path(folder) / "config.json").read_text())
+    told = read_object(Path(folder) / "config.json")
     told = told.get("text_config", told)
     heads = told.get("num_attention_heads", 1)
     width = told.get("head_dim") or told.get("hidden_size", 0) // heads

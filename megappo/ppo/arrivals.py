@@ -15,16 +15,18 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from megappo.config.arrivals_rules import INDEX, folder_of_step, read_index
 from megappo.engines.protocol import Completion
 from megappo.engines.stretches import token_versions
+from megappo.errors import writing
 from megappo.ppo.generation import Kept
 from megappo.ppo.in_flight_state import KEY, State, read_state, written_state
 from megappo.ppo.parts import Parts
 from megappo.ppo.sampling import SampleRequests, finish_rollout
 from megappo.ppo.tickets import Group
+from megappo.reshard.writer import save_tensors
 from megappo.runtime.objects import agreed
 from megappo.runtime.process import Runtime
 from megappo.types import Prompt, Rollouts
@@ -53,7 +55,7 @@ def rollouts_of(parts: Parts, groups: Sequence[Group], answers: Mapping[int, Com
         requests=(),
     )
     completions = [answer for _, _, answer in found]
-    rollouts = finish_rollout(wanted, completions, parts.tokenizer, parts.vocabulary)
+    rollouts = finish_rollout(wanted, completions, parts.tokenizer, parts.vocabulary, parts.answerer)
     versions_BR = torch.zeros(rollouts.response_mask_BR.shape, dtype=torch.int64)
     for versions_R, answer in zip(versions_BR, completions, strict=True):
         versions_R[: len(answer.token_ids)] = torch.tensor(token_versions(answer))
@@ -82,7 +84,7 @@ class ArrivalsRecord:
 
         def files() -> None:
             folder.mkdir(parents=True, exist_ok=True)
-            save_file(written_state(state, sizes), _file(folder, self._runtime.rank))
+            save_tensors(written_state(state, sizes), _file(folder, self._runtime.rank))
 
         agreed(files)
         if self._runtime.is_main:
@@ -201,7 +203,7 @@ def _file(folder: Path, rank: int) -> Path:
 def _append(path: Path, line: str) -> None:
     """Behind the last whole line, should a run have been killed while it wrote one."""
     whole = path.read_bytes() if path.exists() else b""
-    with path.open("r+b" if whole else "wb") as file:
+    with writing(path), path.open("r+b" if whole else "wb") as file:
         file.seek(whole.rfind(b"\n") + 1)
         file.truncate()
         file.write(line.encode() + b"\n")

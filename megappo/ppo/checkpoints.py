@@ -136,9 +136,11 @@ class Resumed:
                 continue
             if name in ("reference", "actor" + FURTHER) and self._parts.config.run.force_resume:
                 continue
+            role = "actor" if name == "model" else name.split("'")[0]
+            folder = role_folder(self._parts.config, role, weights=False)
             what = "weights" if name == "reference" or name.endswith((BASE, FURTHER)) else "config.json"
             raise ValueError(
-                f"the {what} of the {name} are not those the run began with (sha256 {digest[:12]}, then "
+                f"the {what} of the {name} are not those the run began with (in {folder}: sha256 {digest[:12]}, then "
                 f"{before[name][:12]}); bring the folder back, or start a new run"
             )
 

@@ -54,7 +54,7 @@ def _evaluate_set(
 
     wanted = request_samples(prompts, samples_per_prompt=settings.samples, seed_of=seed_of)
     answers = parts.answer(wanted.prompts, wanted.requests, params)
-    rollouts = finish_rollout(wanted, answers, parts.tokenizer, parts.vocabulary)
+    rollouts = finish_rollout(wanted, answers, parts.tokenizer, parts.vocabulary, parts.answerer)
     failures = dict[int, str]()
     totals_B = rollouts.totals_B(parts.reward.score_local(rollouts, failures))
     sentence = _failure_words(parts, rollouts, failures)

@@ -78,14 +78,17 @@ class Responses:
         if not self._keeps:
             del self._drawn[step]
         completions = [drawn.answers[i] for i in range(len(drawn.wanted.requests))]
-        return finish_rollout(drawn.wanted, completions, self._parts.tokenizer, self._parts.vocabulary)
+        return self._finish(drawn.wanted, completions)
 
     def more(self, step: int, number: int, prompts: int) -> Rollouts:
         """This rank's responses to further prompts of a step, in its round `number` (the first is 0); raises as
         `of_step`. A run that is stopped meanwhile asks for them again."""
         wanted = self._request(step, self._parts.cursor.take(prompts), number * self._parts.derived.batch_sequences)
         completions = self._parts.answer(wanted.prompts, wanted.requests, self._params)
-        return finish_rollout(wanted, completions, self._parts.tokenizer, self._parts.vocabulary)
+        return self._finish(wanted, completions)
+
+    def _finish(self, wanted: SampleRequests, completions: Sequence[Completion]) -> Rollouts:
+        return finish_rollout(wanted, completions, self._parts.tokenizer, self._parts.vocabulary, self._parts.answerer)
 
     def begin(self, step: int) -> None:
         """Have a later step's prompts answered from now on."""

@@ -285,8 +285,8 @@ class InFlight:
         return {n: answer for n, answer in found.items() if answer is not None}
 
     def _note(self, news: Mapping[int, Completion]) -> None:
-        """Take answers, and tell all ranks what is finished. Raises RunError for tokens that models cannot read."""
-        check_answers(news.values(), self._parts.vocabulary)
+        """Take answers, and tell all ranks what is finished. Raises RunError as `check_answers` does."""
+        check_answers(news.values(), self._parts.vocabulary, self._parts.answerer, news)
         most, stops = self._params.max_new_tokens, self._params.stop_token_ids
         for number, answer in news.items():
             sample = self._samples.get(number)

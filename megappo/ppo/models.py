@@ -19,6 +19,7 @@ from megappo.megatron.layout import Cut, Layout, Outside, make_layouts
 from megappo.megatron.optimization import RoleOptimizer
 from megappo.megatron.roles import AbsentRole, LocalRole, Placement, Role, TrainedRole, base_of
 from megappo.ppo.origins import open_origin
+from megappo.reshard.files import NotFiniteError
 from megappo.reshard.further import FurtherLayers
 from megappo.reshard.peft import FreshAdapters
 from megappo.reshard.sources import RandomSource, SafetensorsSource
@@ -179,10 +180,13 @@ class ModelBuilder:
         sources: _Sources,
         options: BuildOptions,
     ) -> Role:
-        if isinstance(layout, Outside):
-            return AbsentRole(placement, arch, options, self._runtime)
-        with self._runtime.megatron():
-            return LocalRole(placement, build_model(arch, layout, options, *sources), self._runtime)
+        def built() -> Role:
+            if isinstance(layout, Outside):
+                return AbsentRole(placement, arch, options, self._runtime)
+            with self._runtime.megatron():
+                return LocalRole(placement, build_model(arch, layout, options, *sources), self._runtime)
+
+        return agreed(built, (NotFiniteError,))
 
     def _options(
         self,

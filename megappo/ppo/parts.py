@@ -97,6 +97,11 @@ class Parts:
         return min(role.arch.vocab_size for role in models if role is not None)
 
     @property
+    def answerer(self) -> str:
+        """Who makes responses, in errors."""
+        return f"the engine '{self.config.rollout.engine}'"
+
+    @property
     def replayed_routing(self) -> RoutingShape | None:
         """Sizes of the routing that the engine gives and the actor goes by; None: the actor's routers choose. Raises
         ConfigError where the actor shall go by it and the engine gives none."""

@@ -31,7 +31,7 @@ def probe_engines(parts: Parts) -> dict[str, float]:
     params = parts.sampling(min(_RESPONSE_TOKENS, config.rollout.max_response_tokens), temperature=0.0, trained_on=True)
     started = time.monotonic()
     answers = engine.probe(request, params)
-    check_answers(answers.values(), parts.vocabulary)
+    check_answers(answers.values(), parts.vocabulary, parts.answerer)
     samples = Samples(
         torch.tensor(list(answers), dtype=torch.int64),
         tuple(torch.tensor(request.token_ids + answer.token_ids) for answer in answers.values()),
@@ -57,7 +57,7 @@ def probe_rollout(parts: Parts) -> None:
     prompts = Prompts((parts.train_prompts[rank % len(parts.train_prompts)],), first_position=rank)
     wanted = request_samples(prompts, samples_per_prompt=1, seed_of=lambda sample_id: sample_id)
     completions = parts.engine.generate(wanted.requests, parts.sampling(1, trained_on=True))
-    rollouts = finish_rollout(wanted, completions, parts.tokenizer, parts.vocabulary)
+    rollouts = finish_rollout(wanted, completions, parts.tokenizer, parts.vocabulary, parts.answerer)
     logprob_BR = _as_the_actor_says(parts, rollouts)
     check_mismatch(logprob_BR, rollouts, parts.config.algorithm, parts.runtime, parts.engine.version)
 

@@ -64,10 +64,12 @@ def finish_rollout(
     completions: Sequence[Completion],
     tokenizer: PreTrainedTokenizerBase,
     rows: int | None = None,
+    answerer: str = "the engine",
 ) -> Rollouts:
     """The engine's answers as padded tensors, (0, 1) where there is none; all with a routing, or none. So are those of
-    episodes. Raises RunError for tokens that models of so many rows have none for; None: any may come."""
-    check_answers(completions, rows)
+    episodes. Raises RunError, which names the `answerer`, for log-probabilities that are not finite and for tokens that
+    models of so many rows have none for; None: any may come."""
+    check_answers(completions, rows, answerer, wanted.sample_ids)
     sample_ids = torch.tensor(wanted.sample_ids, dtype=torch.int64)
     token_ids = [own_tokens(c) for c in completions]
     inside = [ids if c.truncated else ids[:-1] for ids, c in zip(token_ids, completions, strict=True)]

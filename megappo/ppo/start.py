@@ -62,6 +62,9 @@ def choose_start(config: Config, derived: Derived, runtime: Runtime) -> Start:
         raise ConfigError(
             f"run.directory '{config.run.path}' holds a run with {other}; set it back, or choose another run.directory"
         )
+    problem, said = _steps_left(config, marker.step, derived.steps)
+    if problem:
+        raise ConfigError(problem)
     changes = compare_settings(then, config.model_dump(mode="json"), steps)
     if changes.dangerous and not config.run.force_resume:
         raise ConfigError(
@@ -70,12 +73,24 @@ def choose_start(config: Config, derived: Derived, runtime: Runtime) -> Start:
         )
     sentences.append(f"continuing after step {marker.step} from {folder}")
     sentences += [f"changed since then: {change}" for change in (*changes.dangerous, *changes.harmless)]
-    sentences += _kl_sentences(given, config)
+    sentences += _kl_sentences(given, config) + said
     before = marker.content["versions"]
     for name, version in software_versions().items():
         if before.get(name) != version:
             sentences.append(f"changed since then: {name} {before.get(name)} -> {version}")
     return Start(config, tuple(sentences), (folder, marker))
+
+
+def _steps_left(config: Config, done: int, steps: int) -> tuple[str, list[str]]:
+    """Why a run that has done so many steps cannot have these; or what is to be said of its end."""
+    key = "run.steps is" if config.run.epochs is None else f"run.epochs {config.run.epochs:g} are steps up to"
+    if done > steps:
+        return (
+            f"{key} {steps}, and the run in {config.run.path} has done {done} already; set run.steps to {done} or "
+            "more, or choose another run.directory"
+        ), []
+    over = f"{key} {steps}, which the run has done: nothing is left to train; raise it to go on"
+    return "", [over] if done == steps else []
 
 
 def with_template_time(config: Config) -> Config:

@@ -1,9 +1,16 @@
-"""Which files of a Hugging Face folder hold its weights: one decision for all who read or count them."""
+"""Which files of a Hugging Face folder hold its weights: one decision for all who read or count them; and what no
+weight may be."""
 
 from __future__ import annotations
 
-import json
+import math
 from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megappo.config.folder_texts import read_object
+from megappo.errors import shortened, show
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -20,10 +27,16 @@ def tensor_files(folder: Path) -> dict[str, str]:
         return {}
     if not path.exists():
         raise ValueError(f"{folder} holds no {SINGLE}; save the model as safetensors, or use model.init: random")
-    try:
-        return dict(json.loads(path.read_text())["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no index of safetensors ({error!r}); fetch or save it again") from error
+    found = read_object(path).get("weight_map")
+    if not isinstance(found, dict) or not found:
+        raise ValueError(f"{path} is no index of safetensors, its weight_map is {show(found)}; fetch or save it again")
+    for tensor, file in found.items():
+        if not isinstance(file, str) or not (folder / file).is_file():
+            raise ValueError(
+                f"{path} names {show(file)} as the file of {shortened(tensor)}, and {folder} has no such file; "
+                "fetch or save the model again"
+            )
+    return found
 
 
 def counted_files(folder: Path) -> list[Path]:
@@ -32,3 +45,21 @@ def counted_files(folder: Path) -> list[Path]:
     if not (folder / SINGLE).is_file() and not (folder / INDEX).is_file():
         return sorted(folder.glob("*.safetensors"))
     return [folder / file for file in sorted(set(tensor_files(folder).values())) or [SINGLE]]
+
+
+class NotFiniteError(ValueError):
+    """A file holds a weight that is no finite float32: the rank that reads it finds it, and no other."""
+
+
+def finite(part: Tensor, name: str, path: Path) -> Tensor:
+    """What was read of a tensor of a file. Raises NotFiniteError where it holds what is no finite float32."""
+    if not part.numel():
+        return part
+    ends = [end.float().item() for end in torch.aminmax(part)]  # in one pass and without a copy, and nan passes through
+    strange = next((end for end in ends if not math.isfinite(end)), None)
+    if strange is not None:
+        raise NotFiniteError(
+            f"tensor '{name}' in {path} holds {strange}, must be finite; fetch or save the model again, or use another "
+            "checkpoint of it"
+        )
+    return part

@@ -13,11 +13,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megappo.errors import first_of, reason, show
+from megappo.config.folder_texts import read_object
+from megappo.errors import first_of, reason, show, writing
 from megappo.families.adapters import WEIGHT, A, B, LoraShape, adapter_tensors, ambiguous_targets, initial_bound
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.parameters import OUTPUT_LAYER, Piece, model_parameters
 from megappo.families.weights import ValueHeadWeights, WeightSource
+from megappo.reshard.files import finite
 from megappo.reshard.sources import generator_of
 from megappo.reshard.writer import save_tensors
 
@@ -64,6 +66,7 @@ class PeftSource:
 
     def __init__(self, folder: Path, arch: ArchitectureConfig, lora: LoraShape) -> None:
         _check_config(folder, lora)
+        self._path = folder / WEIGHTS
         self._file = _opened(folder / WEIGHTS)
         there, wanted = set(self._file.keys()), adapter_tensors(arch, lora)
         if strange := sorted(there ^ {_PREFIX + name for name in wanted}):
@@ -77,10 +80,10 @@ class PeftSource:
                 )
 
     def read(self, piece: Piece) -> Tensor:
-        """The slice, in the type it is stored in."""
+        """The slice, in the type it is stored in. Raises ValueError for one that is not finite."""
         tensor = self._file.get_slice(_PREFIX + piece.name)
         part: Tensor = tensor[piece.start : piece.stop] if piece.dim == 0 else tensor[:, piece.start : piece.stop]
-        return part
+        return finite(part, _PREFIX + piece.name, self._path)
 
     def value_head(self) -> None:
         """None: PEFT's folders of causal language models have none."""
@@ -93,19 +96,8 @@ def _opened(path: Path) -> Any:
         raise ValueError(f"{path} cannot be read ({reason(error)}); save the adapters as safetensors") from error
 
 
-def read_peft_config(folder: Path) -> dict[str, Any]:
-    """Raises ValueError where it is no JSON object."""
-    try:
-        content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{folder / CONFIG} cannot be read: {reason(error)}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{folder / CONFIG} is no JSON object; save the adapters again")
-    return content
-
-
 def _check_config(folder: Path, lora: LoraShape) -> None:
-    said = read_peft_config(folder)
+    said = read_object(folder / CONFIG)
     if said.get("peft_type") != "LORA":
         raise ValueError(f"{folder / CONFIG} has peft_type {show(said.get('peft_type'))}, must be LORA")
     for name, plain in _PLAIN.items():
@@ -147,7 +139,8 @@ def write_peft(
         "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True, "use_rslora": False,
         "use_dora": False, "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
     }  # fmt: skip
-    (out / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    with writing(out):
+        (out / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True)

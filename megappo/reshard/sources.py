@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from megappo.families.architecture import ArchitectureConfig
 from megappo.families.packed import packed_parts, stored_shapes
 from megappo.families.parameters import HF_EMBEDDING, HF_OUTPUT_LAYER, Piece, model_parameters, tensor_shapes
 from megappo.families.weights import ValueHeadWeights
-from megappo.reshard.files import SINGLE, tensor_files
+from megappo.reshard.files import SINGLE, finite, tensor_files
 from megappo.reshard.float8 import SCALE_SUFFIX, SCALE_TYPES, WEIGHT_TYPE, dequantised, scale_shape
 from megappo.reshard.mxfp4 import BLOCK as MXFP4_BLOCK
 from megappo.reshard.mxfp4 import SUFFIXES as MXFP4
@@ -44,12 +45,13 @@ class SafetensorsSource:
         self._shapes = {**self._wanted, HF_OUTPUT_LAYER: self._wanted[HF_EMBEDDING]}
         index = tensor_files(folder)
         self._file_of: dict[str, Any] = {}
+        self._path_of: dict[str, Path] = {}
         for file in sorted(set(index.values())) or [SINGLE]:
             opened = self._opened(file)
-            self._file_of |= {name: opened for name in opened.keys() if index.get(name, file) == file}  # noqa: SIM118
+            self._hold(file, opened, [name for name in opened.keys() if index.get(name, file) == file])  # noqa: SIM118
         if (folder / EXTRA_FILE).exists():
             opened = self._opened(EXTRA_FILE)
-            self._file_of |= dict.fromkeys(opened.keys(), opened)
+            self._hold(EXTRA_FILE, opened, opened.keys())
         try:
             self._head = find_value_head(self._file_of.keys(), getattr(arch.hf_config, "value_head_prefix", None))
         except ValueError as error:
@@ -57,6 +59,11 @@ class SafetensorsSource:
         self._stored = self._names()
         self.further = self._further()
         """Shapes of the tensors of layers that predict further tokens, by their names; see `Family.further_layers`."""
+
+    def _hold(self, file: str, opened: Any, names: Iterable[str]) -> None:
+        """These tensors are read from this file."""
+        for name in names:
+            self._file_of[name], self._path_of[name] = opened, self._folder / file
 
     def _further(self) -> dict[str, tuple[int, ...]]:
         """What is read of them as of the model's own."""
@@ -193,10 +200,18 @@ class SafetensorsSource:
                 )
 
     def read(self, piece: Piece) -> Tensor:
-        """The slice, on the CPU, in the type it is stored in; float8 and MXFP4 as float32."""
+        """The slice, on the CPU, in the type it is stored in; float8 and MXFP4 as float32. Raises ValueError for one
+        that is not finite."""
         packed = self._parts.get(piece.name)
         if packed is not None:
             return packed.of(self._expert(packed.name, packed.expert)).narrow(piece.dim, piece.start, piece.size)
+        return self._finite(self._read_plain(piece), piece.name)
+
+    def _finite(self, part: Tensor, name: str) -> Tensor:
+        stored = self._stored[name]
+        return finite(part, stored, self._path_of[stored])
+
+    def _read_plain(self, piece: Piece) -> Tensor:
         tensor, scales = self._slice(piece.name), self._scales(piece.name)
         rows = piece.dim == 0
         part: Tensor = tensor[piece.start : piece.stop] if rows else tensor[:, piece.start : piece.stop]
@@ -212,9 +227,8 @@ class SafetensorsSource:
         own = slice(expert, expert + 1)
         if self._is_mxfp4(name):
             blocks, scales = (tensor[own].squeeze(0) for tensor in self._mxfp4(name))
-            return dequantised_mxfp4(blocks, scales).t()
-        found: Tensor = self._slice(name)[own].squeeze(0)
-        return found
+            return self._finite(dequantised_mxfp4(blocks, scales).t(), name + MXFP4[1])
+        return self._finite(self._slice(name)[own].squeeze(0), name)
 
     def _is_mxfp4(self, name: str) -> bool:
         return any(name + suffix in self._stored for suffix in MXFP4)
@@ -261,7 +275,7 @@ class SafetensorsSource:
                 f"the value head in {self._folder} cannot be read: '{name}' has shape {tuple(tensor.shape)} and type "
                 f"{kind}, a critic gives one value per token: {shape} of {', '.join(_PLAIN_TYPES)}"
             )
-        return tensor
+        return finite(tensor, name, self._path_of[name])
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:

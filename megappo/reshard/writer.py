@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -17,6 +20,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 )
 
+from megappo.config.folder_texts import read_object
+from megappo.errors import writing
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.packed import packed_tensors, stored_shapes
 from megappo.reshard.files import INDEX, SINGLE
@@ -24,6 +29,8 @@ from megappo.reshard.value_heads import EXPORTED
 
 _FILE_BYTES = 4 * 2**30
 _GENERATION = "generation_config.json"
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+"""What safetensors says of an error of the operating system's."""
 _OF_OTHER_HEADS = ("normalize_reward", "mean", "std", "value_head_prefix")
 """What OpenRLHF's config.json says of a head; `SafetensorsSource.value_head` has scaled the weights by it."""
 
@@ -45,11 +52,12 @@ def write_policy(
     export is whole or not at all.
     """
     beside = tuple(arch.declaration.further_layers(arch))
-    written = _write_tensors(out, packed_tensors(arch, tensors), stored_shapes(arch), beside)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[arch.family]
-    _write_config(out, arch, written, model_class, {})
-    _write_generation(out, arch, started_from, stop_token_ids)
-    tokenizer.save_pretrained(out)
+    with writing(out):
+        written = _write_tensors(out, packed_tensors(arch, tensors), stored_shapes(arch), beside)
+        _write_config(out, arch, written, model_class, {})
+        _write_generation(out, arch, started_from, stop_token_ids)
+        tokenizer.save_pretrained(out)
 
 
 def write_critic(
@@ -60,12 +68,13 @@ def write_critic(
     ValueError as `write_policy` does."""
     wanted = stored_shapes(arch, output_layer=False)
     wanted |= zip(EXPORTED, ((1, arch.hidden_size), (1,)), strict=True)
-    written = _write_tensors(out, packed_tensors(arch, tensors), wanted)
     classifiers = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
     model_class = classifiers.get(arch.family, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[arch.family])
     settings = {"num_labels": 1, "classifier_dropout": 0.0, "token_classification_bias": True}
-    _write_config(out, arch, written, model_class, settings, without=_OF_OTHER_HEADS)
-    tokenizer.save_pretrained(out)
+    with writing(out):
+        written = _write_tensors(out, packed_tensors(arch, tensors), wanted)
+        _write_config(out, arch, written, model_class, settings, without=_OF_OTHER_HEADS)
+        tokenizer.save_pretrained(out)
 
 
 class _Written(NamedTuple):
@@ -101,7 +110,7 @@ def _write_config(
 def _write_generation(out: Path, arch: ArchitectureConfig, folder: Path, stop_token_ids: Sequence[int]) -> None:
     """As JSON: transformers' own class refuses files of some published models."""
     if (folder / _GENERATION).exists():
-        content = json.loads((folder / _GENERATION).read_text(encoding="utf-8"))
+        content = read_object(folder / _GENERATION)
     else:
         special = {name: getattr(arch.hf_config, name, None) for name in ("bos_token_id", "pad_token_id")}
         content = {name: token for name, token in special.items() if token is not None}
@@ -146,10 +155,16 @@ def _write_tensors(
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write one file of safetensors, for whom the umask allows to read it."""
+    """Write one file of safetensors, for whom the umask allows to read it. Raises OSError, which names it."""
     path.touch()
     mode = path.stat().st_mode  # safetensors makes files that only their owner can read
-    save_file(dict(tensors), path, metadata={"format": "pt"})
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        number = _OS_ERROR.search(str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
     path.chmod(mode)
 
 

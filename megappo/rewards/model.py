@@ -4,28 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
+from megappo.config.folder_texts import OF_TOKENIZERS, check_texts
 from megappo.config.tokens import rendered, template_now, whole_ids
 from megappo.errors import first_of, reason
 from megappo.plugins import users_code
-
-# What transformers raises over a folder, by what is wrong: files, weights, shapes, values of the configuration.
-_FOLDER_ERRORS = (OSError, ValueError, SafetensorError, RuntimeError, KeyError, TypeError, StrictDataclassError)
 
 
 @contextmanager
 def _loading(path: str) -> Iterator[None]:
     """transformers' errors about a folder as one sentence."""
     try:
+        check_texts(Path(path), ("config.json", *OF_TOKENIZERS))
         yield
-    except _FOLDER_ERRORS as error:
+    except Exception as error:  # transformers, and the folder's own code, over any content
         if "contains custom code" in str(error):
             raise ValueError(
                 f"reward.model_path '{path}' cannot be loaded without running code in its folder; read that code and "

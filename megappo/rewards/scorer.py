@@ -122,7 +122,7 @@ class RewardScorer:
         from megappo.runtime.objects import of_all_ranks
         from megappo.runtime.tally import Tally
 
-        scored = self._result(rollouts, most_failures=float("inf"))
+        scored = self._result(rollouts)
         result = scored.result
         B = len(result.scores)
         tally = Tally()
@@ -147,23 +147,20 @@ class RewardScorer:
     def score_local(self, rollouts: Rollouts, failures: MutableMapping[int, str] | None = None) -> Tensor:
         """Scores (B,) float32 of this rank, without any collective. Raises RewardError where too many failed, unless
         there are `failures` to be filled as by `score`."""
-        most_failures = self._settings.max_failure_fraction * len(rollouts.responses)
-        if failures is not None:
-            most_failures = float("inf")
-        result = self._result(rollouts, most_failures).result
-        if len(result.failures) > most_failures:
+        result = self._result(rollouts).result
+        if failures is None and len(result.failures) > self._settings.max_failure_fraction * len(result.scores):
             raise too_many_failures(self._settings, len(result.failures), len(result.scores), result.failures)
         if failures is not None:
             failures.update(result.failures)
         return result.scores
 
-    def _result(self, rollouts: Rollouts, most_failures: float) -> _Worth:
+    def _result(self, rollouts: Rollouts) -> _Worth:
         """Of all samples. No function sees those of failed episodes, which have the score of a failure."""
         if rollouts.episodes is None:
-            return self._scored(rollouts, range(len(rollouts.responses)), most_failures)
+            return self._scored(rollouts, range(len(rollouts.responses)))
         failed_B = rollouts.episodes.failed_B
         whole = (~failed_B).nonzero()[:, 0].tolist()
-        found = self._scored(rollouts, whole, most_failures)
+        found = self._scored(rollouts, whole)
 
         def with_failed(scores: Tensor) -> Tensor:
             scores_B = torch.full(failed_B.shape, self._settings.failure_score, dtype=torch.float32)
@@ -179,10 +176,10 @@ class RewardScorer:
         late = frozenset(whole[i] for i in found.result.late)
         return _Worth(RewardResult(scores_B, failures, late), every, found.verdicts)
 
-    def _scored(self, rollouts: Rollouts, chosen: Sequence[int], most_failures: float) -> _Worth:
+    def _scored(self, rollouts: Rollouts, chosen: Sequence[int]) -> _Worth:
         """Of some samples, in the order of `chosen`."""
         if self._pools:
-            return self._by_functions([_request(rollouts, b) for b in chosen], most_failures)
+            return self._by_functions([_request(rollouts, b) for b in chosen])
         model = self._remote or self._model
         if model is None:
             return _Worth(RewardResult(torch.zeros(len(chosen)), []))
@@ -198,11 +195,11 @@ class RewardScorer:
         numbers = [self._settings.failure_score if isinstance(score, str) else score for score in found]
         return _Worth(RewardResult(torch.tensor(numbers, dtype=torch.float32), failures))
 
-    def _by_functions(self, requests: Sequence[RewardRequest], most_failures: float) -> _Worth:
+    def _by_functions(self, requests: Sequence[RewardRequest]) -> _Worth:
         judges, found, verdicts = self._settings.judges, dict[str, RewardResult](), dict[str, _Verdicts]()
         for name, pool in self._pools.items():
             started = time.monotonic()
-            found[name] = pool.run(requests, most_failures=most_failures)
+            found[name] = pool.run(requests)
             if (metric := name or "judge") in judges:
                 seconds = time.monotonic() - started
                 verdicts[metric] = _Verdicts(len(requests), len(found[name].notes), seconds)

@@ -147,7 +147,6 @@ class _Job:
     """One call of `RewardPool.run`."""
 
     pickled: list[bytes]
-    most_failures: float
     waiting: deque[int]
     """Indices that no worker has."""
     scores: dict[int, float] = field(default_factory=dict)
@@ -156,7 +155,7 @@ class _Job:
 
     @property
     def done(self) -> bool:
-        return len(self.scores) + len(self.failures) == len(self.pickled) or len(self.failures) > self.most_failures
+        return len(self.scores) + len(self.failures) == len(self.pickled)
 
     def record(self, index: int, score: float | None, reason: str | None) -> None:
         if score is None:
@@ -192,7 +191,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             for _ in range(settings.workers):
                 self.workers.append(Worker(self._choice))
             while not all(worker.ready for worker in self.workers):
-                self._collect(_Job([], 0, deque()))
+                self._collect(_Job([], deque()))
         except (ValueError, RewardError, OSError):
             self.close()
             raise
@@ -211,19 +210,18 @@ class RewardPool(AbstractContextManager["RewardPool"]):
     def score(self, requests: Sequence[RewardRequest]) -> RewardResult:
         """Score all requests; failures cost only their own sample (all of them, with a batch function).
 
-        Raises RewardError as soon as more than `max_failure_fraction` of them failed.
+        Raises RewardError where more than `max_failure_fraction` of them failed.
         """
-        most_failures = self._settings.max_failure_fraction * len(requests)
-        result = self.run(requests, most_failures=most_failures)
-        if len(result.failures) > most_failures:
+        result = self.run(requests)
+        if len(result.failures) > self._settings.max_failure_fraction * len(requests):
             raise too_many_failures(self._settings, len(result.failures), len(requests), result.failures)
         return result
 
-    def run(self, requests: Sequence[RewardRequest], *, most_failures: float = float("inf")) -> RewardResult:
-        """Score all requests, whatever the share of failures; gives up after more than `most_failures`."""
+    def run(self, requests: Sequence[RewardRequest]) -> RewardResult:
+        """Score all requests, whatever the share of failures."""
         assert self.workers, "the pool is closed"
         pickled = [_pickled(index, request) for index, request in enumerate(requests)]
-        job = _Job(pickled, most_failures, deque(range(len(pickled))))
+        job = _Job(pickled, deque(range(len(pickled))))
         for worker in [w for w in self.workers if w.ready and (w.speaks or w.supervisor.poll() is not None)]:
             self._replace(worker)  # ended between two calls, by whatever: no sample's fault
         try:

@@ -7,7 +7,6 @@ that are set already are never changed.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import shutil
@@ -116,16 +115,22 @@ def read_ranks(environment: Mapping[str, str]) -> Ranks:
     return Ranks(rank, world_size, _number(environment, "LOCAL_RANK", 0), local)
 
 
-def tell_torchrun(environment: Mapping[str, str], sentences: Sequence[str]) -> None:
-    """Leave why this worker ends where torchrun looks for it: it shows that at the end, in place of a traceback."""
+def tell_torchrun(environment: Mapping[str, str], sentences: Sequence[str]) -> bool:
+    """Leave why this worker ends where torchrun looks for it: it shows that at the end, in place of a traceback.
+
+    Returns whether it will, so that nobody else has to: of workers that it starts again it shows the last end alone.
+    """
     path = environment.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
-        return
+        return False
     words = "\n".join(sentences)
     now = time.time_ns() // 10**9  # torch shows when each worker failed; nothing here depends on it
     message = {"message": words, "extraInfo": {"py_callstack": words, "timestamp": str(now)}}
-    with contextlib.suppress(OSError):  # the sentences are on stderr too
+    try:
         Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
+    except OSError:
+        return False
+    return environment.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0"
 
 
 def binds_one_device(environment: Mapping[str, str]) -> bool:

@@ -6,6 +6,7 @@ whatever theirs was. Here the worker that failed first gives the exit code, and 
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -16,6 +17,8 @@ from torch.distributed.run import parse_args, run
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the workers; the exit code of the one that failed first, 0 where all ended well."""
+    # Of an option that launch/torchrun.sh does not set, with each rendezvous of the kind that it uses.
+    logging.getLogger("torch.distributed.run").addFilter(lambda r: not str(r.msg).startswith("master_addr is only"))
     try:
         run(parse_args(arguments))
     except ChildFailedError as error:

@@ -148,9 +148,16 @@ def test_quiet_and_other_ranks(
     assert main(["train", str(BASE), model, "run.steps=0"]) == 2
     assert time.monotonic() - began > 0.5, "rank 0 ends all ranks by then, unless only this one found a mistake"
     sentence = "megappo: error on rank 1: run.steps is 0, must be above 0"
-    assert sentence in capsys.readouterr().err
+    assert capsys.readouterr().err == "", "torchrun says it"
     assert told_before_rank_0 == [False], "torchrun takes the first that told it something for the cause"
     assert sentence in told.read_text()
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    assert main(["train", str(BASE), model, "run.steps=0"]) == 2
+    assert sentence in capsys.readouterr().err, "torchrun says it of the last end alone"
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "no folder" / "error.json"))
+    assert main(["train", str(BASE), model, "run.steps=0"]) == 2
+    assert sentence in capsys.readouterr().err, "torchrun cannot be told"
 
 
 def test_world_size_comes_from_the_environment(

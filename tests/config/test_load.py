@@ -13,13 +13,15 @@ from pydantic import BaseModel, ValidationError
 
 from megappo.config import Config, ConfigError, load_config, save_config
 from megappo.config.base import Settings
-from megappo.config.explain import all_keys, find_field, section_of
+from megappo.config.explain import all_keys, find_field, likely_keys, names_in, section_of
 from megappo.config.yaml_core import dump_yaml, parse_yaml
 from megappo.errors import divisors
 from tests.support.places import BASE
 
 SETTINGS: dict[str, Any] = parse_yaml(BASE.read_text(), "base")
 REMOVED = object()
+BOUNDED = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
+"""What pydantic calls a value of the right kind that is too small or too large."""
 
 
 def changed(changes: dict[str, Any]) -> dict[str, Any]:
@@ -66,6 +68,11 @@ MALFORMED: list[tuple[dict[str, Any], list[str]]] = [
     ({"rollout.max_new_tokens": 7}, ["rollout.max_new_tokens", "did you mean rollout.max_response_tokens?"]),
     ({"actor.tp": 2}, ["actor.tp is not a setting", "actor.layout.tensor_parallel?"]),
     ({"steps": 3}, ["steps is not a setting", "did you mean run.steps?"]),
+    ({"evaluation.samples_per_prompt": 4}, ["did you mean data.validation_sets.NAME.samples?"]),
+    ({"evaluation.temperature": 0.7}, ["did you mean data.validation_sets.NAME.temperature?"]),
+    ({"data.train.weight": 0.5}, ["data.train.weight is not a setting; did you mean data.mixture.NAME.weight?"]),
+    ({"reference.optimizers": {}}, ["did you mean actor.optimizer or critic.optimizer?"]),
+    ({"actor.paths": 3}, ["actor.paths is not a setting; the section actor has "]),
     ({"logging.xyzzy": 3}, ["logging.xyzzy", "the section logging has tensorboard, wandb_project"]),
     ({"qqqq": {}}, ["qqqq is not a setting", "the top level has run, runtime, model"]),
     ({"run.steps": REMOVED}, ["run: steps is missing; add it (PPO steps), or epochs (passes over data.train)"]),
@@ -387,6 +394,27 @@ def test_what_a_terminal_would_obey_is_escaped(tmp_path: Path) -> None:
     assert "algorithm.estimator: '\\x1b[2J'" in problems[0]
 
 
+@pytest.mark.parametrize("value", [2, 0.5, True, "word", [1], {}], ids=str)
+def test_what_is_suggested_takes_the_value(value: object) -> None:
+    """Names of settings in every other section, where another one is suggested: none that refuses such values."""
+    sections = [(), *(key for key in all_keys() if (f := find_field(key)) is not None and section_of(f) is not None)]
+    names = [*sorted({key[-1] for key in all_keys()})[::4], "weight", "samples", "pass_at"]
+    suggested = set()
+    for section in sections:
+        for name in set(names) - set(names_in(section)):
+            suggested |= {key for key in likely_keys(section, name, value) if key[:-1] != section}
+    assert suggested
+    for key in suggested:
+        settings: Any = value
+        for part in reversed(key):
+            settings = {part: settings}
+        with pytest.raises(ValidationError) as caught:
+            Config.model_validate(settings)
+        for problem in caught.value.errors():
+            refused = tuple(map(str, problem["loc"])) == key and problem["type"] not in ("missing", "value_error")
+            assert not refused or problem["type"] in BOUNDED, (key, problem)
+
+
 def test_frozen() -> None:
     config = load_config(BASE)
     values: list[BaseModel] = [config]
@@ -408,3 +436,10 @@ def test_every_setting_is_described() -> None:
         section = section_of(field)
         assert section is None or issubclass(section, Settings)
     assert set(Config.model_fields) >= {"run", "actor", "critic", "rollout", "algorithm"}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="of Linux")
+def test_settings_that_find_no_room_name_their_file(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/config.yaml'"):
+        save_config(load_config(BASE), tmp_path / "config.yaml")

@@ -71,7 +71,7 @@ def test_resumes_where_it_stood(taken: int) -> None:
     [
         (
             {**ORDER, "epoch": 0, "position": 0, "fingerprint": "e" * 64},
-            "is ffffffffffff, the saved cursor's eeee",
+            "of the source are not those the run began with: the data, the tokenizer",
         ),
         ({**ORDER, "epoch": 0, "position": 5, "fingerprint": "f" * 64}, "outside of 5 prompts"),
         ({**ORDER, "epoch": 0}, "lacks fingerprint, position"),

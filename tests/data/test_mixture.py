@@ -126,11 +126,27 @@ def test_a_restart_goes_on_where_it_stood(weights: list[float], before: int, rig
 def test_other_weights_are_other_data(tmp_path: Path) -> None:
     prompts, others = read({"web": 2.0, "math": 1.0}, tmp_path), read({"web": 1.0, "math": 1.0}, tmp_path)
     state = training_cursor(prompts, data(prompts), 3).state_dict()
-    with pytest.raises(ValueError, match=r"fingerprint of data.mixture is .*; use the sources, weights, tokenizer"):
+    with pytest.raises(ValueError, match=r"the sources of data.mixture, or their weights, are not those the run"):
         training_cursor(others, data(others), 3).load_state_dict(state)
     single = Cursor(3, 3, True, fingerprint="f" * 64).state_dict()
-    with pytest.raises(ValueError, match=r"the saved cursor's ffffffffffff; use the sources"):
+    with pytest.raises(ValueError, match=r"the sources of data.mixture, or their weights, are not those the run"):
         training_cursor(prompts, data(prompts), 3).load_state_dict(single)
+
+
+def test_changed_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of a mixture, and the one that stands alone."""
+    weights = {"web": 2.0, "math": 1.0}
+    before = read(weights, tmp_path)
+    state = training_cursor(before, data(before), 3).state_dict()
+    monkeypatch.setitem(SIZES, "math", SIZES["math"] + 1)
+    changed, now = tmp_path / "math.jsonl", read(weights, tmp_path)
+    with pytest.raises(ValueError, match=rf"answers of data.mixture.math, '{changed}', are not those the run began"):
+        training_cursor(now, data(now), 3).load_state_dict(state)
+    alone = DataSettings(train=DataSourceSettings(source=str(changed)), max_prompt_tokens=20, apply_chat_template=False)
+    state = training_cursor(read_prompts(alone, character_tokenizer()), alone, 3).state_dict()
+    changed.write_text(json.dumps({"prompt": "yet another"}))
+    with pytest.raises(ValueError, match=rf"answers of data.train, '{changed}', are not those the run began"):
+        training_cursor(read_prompts(alone, character_tokenizer()), alone, 3).load_state_dict(state)
 
 
 def test_one_source_is_taken_as_ever(tmp_path: Path) -> None:

@@ -16,13 +16,14 @@ from megappo.config import ConfigError, load_config
 from megappo.config.model_files import read_architecture
 from megappo.config.schema import RolloutSettings
 from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams, ServedEngine, SleepingEngine
+from megappo.engines.rows import check_answers
 from megappo.engines.transformers_engine import TransformersEngine
 from megappo.errors import Interrupted, RunError
 from megappo.families.architecture import ArchitectureConfig
 from megappo.observe.progress import PROGRESS
 from megappo.ppo.answering import find_generation, generated
 from megappo.ppo.parts import Parts
-from megappo.ppo.sampling import finish_rollout, request_samples, sample_seed
+from megappo.ppo.sampling import SampleRequests, finish_rollout, request_samples, sample_seed
 from megappo.runtime.interrupts import Stop
 from megappo.types import Prompt, Prompts, RoutingShape
 from tests.support.models import VOCAB, stored_parameters, write_model
@@ -100,6 +101,40 @@ def test_logprobs_are_those_of_a_plain_forward_pass(engine: TransformersEngine, 
         truth = logp.gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(done.logprobs), truth, rtol=0, atol=1e-5)
         assert done.weight_version == 3
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_an_engine_that_computes_no_numbers_is_named_with_the_sample(folder: Path, model, greedy: bool) -> None:  # type: ignore[no-untyped-def]
+    """From the first token on, or where a prompt has a token whose row is none."""
+    engine = make_engine(folder)
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    asked = [GenerateRequest(ids, seed=i, prompt_id=i) for i, ids in enumerate([(3, 4), (3, 5), (6, 4)])]
+    weights["model.embed_tokens.weight"][5] = float("nan")
+    engine.update_weights(weights.items(), 1)
+    params = replace(PARAMS, greedy=greedy, stop_token_ids=tuple(range(VOCAB)))
+    answers = engine.generate(asked, params)
+    wanted = SampleRequests(tuple(Prompt(i, (3,), "3", None, {}) for i in range(3)), (40, 41, 42), 1, tuple(asked))
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    sentence = r"^the engine 'transformers' answered sample 41 with the log-probability nan of token \d+, .* number 1;"
+    with pytest.raises(RunError, match=sentence):
+        finish_rollout(wanted, answers, tokenizer, VOCAB, "the engine 'transformers'")
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "words"),
+    [
+        ((-1.0, float("inf")), "the log-probability inf of token 4, the response's number 2"),
+        ((float("-inf"), -1.0), "the log-probability -inf of token 3, the response's number 1"),
+        ((-1.0, None), "the log-probability None of token 4"),
+        ((-1.0,), "2 tokens and 1 log-probabilities; give one of each token"),
+    ],
+)
+def test_other_log_probabilities_are_refused(logprobs: Any, words: str) -> None:
+    answers = [Completion((3, 4), (-1.0, -2.0), True, 0), Completion((3, 4), logprobs, True, 0)]
+    with pytest.raises(RunError, match=f"the engine answered sample 8 with {words}"):
+        check_answers(answers, None, samples=(7, 8))
+    with pytest.raises(RunError, match=f"the engine answered a request with {words}"):
+        check_answers(answers, None)
 
 
 def test_tokens_without_a_row_are_named(engine: TransformersEngine) -> None:

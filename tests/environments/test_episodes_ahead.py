@@ -224,6 +224,7 @@ def in_flight(engine: FlyingEngine, state: Mapping[str, Any] | None = None) -> t
         runtime=SimpleNamespace(rank=0, world_size=1),
         tokenizer=TOKENIZER,
         vocabulary=len(TOKENIZER),
+        answerer="the engine",
         derived=SimpleNamespace(steps=9),
         curriculum=None,
         sampling=lambda most, trained_on: PARAMS,

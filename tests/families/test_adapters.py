@@ -201,6 +201,17 @@ def test_other_tensors_are_refused(world: Path, tmp_path: Path) -> None:
         open_origin(str(folder), "actor", read_architecture(world / "dense"), lora=shape_of(arch))
 
 
+def test_adapters_that_are_not_finite_are_named(world: Path, tmp_path: Path) -> None:
+    arch, folder = read_architecture(world / "dense"), broken(world, tmp_path, lambda content: None)
+    held = load_file(folder / "adapter_model.safetensors")
+    name = min(held)
+    held[name][0, 0] = float("nan")
+    save_file(held, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    rows, _ = held[name].shape
+    with pytest.raises(ValueError, match=rf"tensor '{name}' in {folder}/adapter_model.safetensors holds nan"):
+        PeftSource(folder, arch, shape_of(arch)).read(Piece(name.removeprefix(PREFIX), 0, 0, rows))
+
+
 def test_weights_and_adapters_are_not_mixed(world: Path) -> None:
     arch = read_architecture(world / "dense")
     with pytest.raises(ValueError, match=r"it holds adapters alone, and without actor\.lora all weights are trained"):

@@ -175,7 +175,7 @@ def test_curve_by_hand() -> None:
         "  +----",
         "   1  4",
     ]
-    assert curve([1.0, 3.0, 5.0, 7.0], width=2, height=2).splitlines() == ["6 | *", "2 |*", "  +--", "   14"]
+    assert curve([1.0, 3.0, 5.0, 7.0], width=2, height=2).splitlines() == ["6 | *", "2 |*", "  +--", "   1 4"]
     assert curve([7.0]).splitlines()[-3:] == ["7 |*", "  +-", "   1"]
     assert curve([]) == curve([math.inf]) == "(nothing to show)"
 

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from megappo.cli import main
+from megappo.commands import dry_run
 from megappo.config import ConfigError, load_config, resolve, save_config
 from megappo.config.derive import derive_run, describe
 from megappo.doctor import software
@@ -77,7 +78,7 @@ def test_the_default_engine_keeps_its_rules(capsys: pytest.CaptureFixture[str]) 
 def test_a_dry_run_checks_the_engine_that_the_run_would_have_here(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What nobody named is planned for an H100, and run on this machine, which has neither GPUs nor SGLang."""
+    """What nobody named is planned for and run on this machine, which has neither GPUs nor SGLang."""
     installed = software.installed_version
     monkeypatch.setattr(software, "installed_version", lambda name: None if name == "sglang" else installed(name))
     monkeypatch.setattr(device, "runs_on_cuda", lambda settings: False)
@@ -85,9 +86,26 @@ def test_a_dry_run_checks_the_engine_that_the_run_would_have_here(
     assert main(words) == 0
     said = capsys.readouterr().out
     assert "transformers on every rank" in said and "SGLang is not installed" in said
-    assert "H100" in said and "the embedded engine instead would take" in said
+    assert "plan         2 ranks on this machine's " in said and "SGLang instead would take" in said
+    assert "H100" not in said
     assert main([*words, "--machine", "h100"]) == 2  # that is where it is to run
     assert "rollout.engine is sglang, which is not installed" in capsys.readouterr().err
+
+
+@pytest.mark.waits
+def test_a_dry_run_plans_for_other_machines_where_this_one_is_too_small(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", str(QUICKSTART), "--dry-run", f"run.directory={tmp_path / 'run'}"]
+    small = dataclasses.replace(MACHINES["cpu"], memory_bytes=2.12e9, words="a small machine")
+    monkeypatch.setattr(dry_run, "this_machine", lambda: small)
+    assert main(words) == 0
+    plans = [line.split(None, 1)[1] for line in capsys.readouterr().out.splitlines() if line.startswith("plan  ")]
+    assert plans[0].startswith("2 ranks on a small machine: does not fit: rank 1 needs ")
+    assert plans[1].startswith("2 x H100 SXM, 80 GB instead: fits: ")
+    assert plans[-1] == "another machine is named with --machine"
+    assert main([*words, "runtime.device=cuda"]) == 0
+    assert "\nplan         2 x H100 SXM, 80 GB: fits: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

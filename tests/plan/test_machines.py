@@ -146,7 +146,7 @@ def test_the_machine_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: range(cores))
         found = this_machine()
         expected = MACHINES["cpu"].scaled(share)
-        words = f"a share of {cores} cores and 10 GB"
+        words = f"this machine's {cores} cores and 10 GB"
         assert found == dataclasses.replace(expected, memory_bytes=10e9, words=words)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", ["NVIDIA H200"].__getitem__)  # of device 0, the only one

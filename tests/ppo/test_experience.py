@@ -352,6 +352,24 @@ def test_another_time_of_templates_is_another_run(monkeypatch: pytest.MonkeyPatc
         resumed(timed("2024-07-26"), timed("2024-07-27"), monkeypatch)
 
 
+@pytest.mark.parametrize(
+    ("length", "said"),
+    [
+        ("run.steps=4", None),
+        ("run.steps=3", "run.steps is 3, which the run has done: nothing is left to train; raise it to go on"),
+        ("run.steps=2", "run.steps is 2, and the run in runs/base has done 3 already; set run.steps to 3 or more"),
+    ],
+)
+def test_a_run_that_has_done_its_steps_says_so(length: str, said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint is of step 3."""
+    now = load_config(BASE, [length, "actor.optimizer.schedule=constant", "critic.optimizer.schedule=constant"])
+    if length == "run.steps=2":
+        with pytest.raises(ConfigError, match=said):
+            resumed(now, now, monkeypatch)
+    else:
+        assert [s for s in resumed(now, now, monkeypatch).sentences if s.startswith("run.")] == ([said] if said else [])
+
+
 def test_a_run_keeps_the_time_that_it_began_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a rank's own clock says: the main rank's counts, here the only one."""
     monkeypatch.setattr(start, "template_now", lambda: "2024-07-26 09:30:15")

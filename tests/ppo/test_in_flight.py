@@ -274,6 +274,7 @@ def parts(engine: Any, *overrides: str, steps: int = 8) -> Any:
         stop=NeverStop(),
         tokenizer=AutoTokenizer.from_pretrained(TINY),
         vocabulary=16,
+        answerer="the engine",
         derived=SimpleNamespace(steps=steps),
         sampling=lambda most, trained_on: SamplingParams(1.0, most, (STOP,)),
     )

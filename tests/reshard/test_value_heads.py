@@ -71,6 +71,12 @@ def test_a_head_in_a_file_of_its_own_is_read(tmp_path: Path) -> None:
     assert torch.equal(found.weight, head["v_head.summary.weight"])
 
 
+def test_a_head_that_is_not_finite_is_refused(tmp_path: Path) -> None:
+    folder = write_value_model(tmp_path / "m", "llama", 3, "v_head.summary", float("nan"))
+    with pytest.raises(ValueError, match=r"tensor 'v_head.summary.bias' in .*model.safetensors holds nan, must be"):
+        head_of(folder)
+
+
 def test_a_head_of_two_labels_is_refused(tmp_path: Path) -> None:
     folder = write_value_model(tmp_path / "m", "llama", 3)
     tensors = load_file(folder / "model.safetensors")

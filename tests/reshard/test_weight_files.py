@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import resource
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from megappo.commands.dry_run import dry_run
 from megappo.config import ConfigError, load_config
@@ -24,8 +27,9 @@ from megappo.plan.rewards import reward_parameters
 from megappo.plan.sizes import model_sizes
 from megappo.ppo.models import ROLES, weight_sources
 from megappo.reshard.sources import SafetensorsSource
-from megappo.reshard.writer import write_policy
+from megappo.reshard.writer import save_tensors, write_policy
 from tests.support.data import character_tokenizer
+from tests.support.harness import start
 from tests.support.models import VOCAB, quantise, write_model
 from tests.support.places import BASE, QUICKSTART, TINY
 
@@ -185,6 +189,60 @@ def test_other_types_of_tensors_are_refused(tmp_path: Path, change: dict[str, Te
     assert words in str(caught.value)
 
 
+HEAD = "model__norm__weight"
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf"), 1e300])
+@pytest.mark.parametrize("name", [UP, HEAD, "lm_head__weight"])
+def test_what_is_not_finite_is_named_with_its_file(tmp_path: Path, name: str, number: float) -> None:
+    """One number of one tensor, on the rank that reads it."""
+    folder = write_model(tmp_path / "m", "llama", 1)
+    held = load_file(folder / "model.safetensors")[name.replace("__", ".")].double()
+    held.view(-1)[-1] = number
+    changed(folder, "model.safetensors", **{name: held})
+    with pytest.raises(ValueError) as caught:
+        whole_tensors(folder, torch.float32, 2)
+    shown = number if number != 1e300 else "inf"
+    assert f"tensor '{name.replace('__', '.')}' in {folder / 'model.safetensors'} holds {shown}, must be" in str(
+        caught.value
+    )
+
+
+@pytest.mark.waits
+@pytest.mark.slow
+def test_every_rank_of_a_run_ends_with_the_tensor(tmp_path: Path) -> None:
+    """A number that only the second of two tensor parallel ranks reads."""
+    folder = write_model(tmp_path / "m", "llama", 1, vocab_size=len(AutoTokenizer.from_pretrained(TINY)))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY / name, folder / name)
+    held = load_file(folder / "model.safetensors")[UP.replace("__", ".")]
+    held[-1, -1] = float("nan")
+    changed(folder, "model.safetensors", **{UP: held})
+    words = [f"model.path={folder}", "model.init=pretrained", f"run.directory={tmp_path / 'run'}"]
+    done = start("megappo", "train", QUICKSTART, *words, processes=2)
+    told = [line for line in done.stderr.splitlines() if line.startswith("megappo: error")]
+    assert done.returncode == 2 and len(told) == 2, done.stderr
+    sentence = f"tensor '{UP.replace('__', '.')}' in {folder / 'model.safetensors'} holds nan, must be finite"
+    assert all(sentence in line and "(on rank 1, not on every other)" in line for line in told)
+    assert "Traceback" not in done.stderr
+
+
+def test_scales_and_experts_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    quantise(write_model(tmp_path / "m", "llama", 1), tmp_path / "float8", (16, 16))
+    file = "model-00002-of-00002.safetensors"
+    scales = load_file(tmp_path / "float8" / file)[f"{UP.replace('__', '.')}_scale_inv"]
+    changed(tmp_path / "float8", file, **{f"{UP}_scale_inv": torch.full_like(scales, float("nan"))})
+    with pytest.raises(ValueError, match=rf"tensor '{UP.replace('__', '.')}' in .* holds nan, must be finite"):
+        whole_tensors(tmp_path / "float8", torch.float32, 1)
+    folder = write_model(tmp_path / "experts", "gpt_oss", 1)
+    name = "model__layers__1__mlp__experts__down_proj"
+    packed = load_file(folder / "model.safetensors")[name.replace("__", ".")]
+    packed[2, 1, 1] = float("inf")
+    changed(folder, "model.safetensors", **{name: packed})
+    with pytest.raises(ValueError, match=rf"tensor '{name.replace('__', '.')}' in .* holds inf, must be finite"):
+        whole_tensors(folder, torch.float32, 1)
+
+
 def test_float8_weights_need_their_configuration(tmp_path: Path) -> None:
     quantise(write_model(tmp_path / "m", "llama", 1), tmp_path / "float8", (16, 16))
     content = json.loads((tmp_path / "float8" / "config.json").read_text())
@@ -304,7 +362,7 @@ def test_a_critic_has_no_head_to_tie(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_broken_index_is_named(tmp_path: Path) -> None:
     quantise(write_model(tmp_path / "m", "llama", 1), tmp_path / "float8", (16, 16))
     (tmp_path / "float8" / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"is no index of safetensors .* fetch or save it again"):
+    with pytest.raises(ValueError, match=r"is no index of safetensors, .*; fetch or save it again"):
         SafetensorsSource(tmp_path / "float8", read(tmp_path / "float8"))
 
 
@@ -380,3 +438,28 @@ def test_files_beside_the_single_one_are_not_counted(tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     reward_parameters.cache_clear()
     assert reward_parameters(str(folder)) == sum(tensor.numel() for tensor in truth.values())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="of Linux")
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_full_disk_is_told_with_its_path(tmp_path: Path, name: str) -> None:
+    """An export, one file of which has no room."""
+    folder, out = write_model(tmp_path / "m", "llama", 1), tmp_path / "out"
+    out.mkdir()
+    (out / name).symlink_to("/dev/full")
+    tensors, arch = whole_tensors(folder, torch.float32, 1), read(folder)
+    with pytest.raises(OSError) as caught:
+        write_policy(out, arch, tensors.items(), character_tokenizer(), started_from=folder, stop_token_ids=(1,))
+    assert (caught.value.errno, str(caught.value.filename).startswith(str(out))) == (errno.ENOSPC, True)
+
+
+def test_tensors_that_find_no_room_name_their_file(tmp_path: Path) -> None:
+    """safetensors has an error of its own, which names nothing."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(OSError) as caught:
+            save_tensors({"a": torch.zeros(1000)}, tmp_path / "a.safetensors")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(tmp_path / "a.safetensors"))

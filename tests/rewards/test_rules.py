@@ -241,6 +241,7 @@ def short(response): return 1
         ({"function": "broken_rewards:f"}, r"failed \(ZeroDivisionError"),
         ({"function": "leaving_rewards:f"}, r"failed \(SystemExit: 3"),
         ({"function": "user_rules:goood"}, "did you mean 'user_rules:good'"),
+        ({"function": "importing_rules:Pat"}, "module 'importing_rules' has no function 'Pat'; define it there"),
         ({"function": "user_rules:"}, "write package.module:function"),
         ({"function": "user_rules:short"}, "cannot be called with"),
         ({"function": "user_rules:good", "options": {"malus": 1}}, "unexpected keyword argument 'malus'"),
@@ -252,6 +253,7 @@ def test_unusable_reward(
 ) -> None:
     (tmp_path / "user_rules.py").write_text(USER_MODULE)
     (tmp_path / "broken_rewards.py").write_text("1 / 0")
+    (tmp_path / "importing_rules.py").write_text("from pathlib import Path")
     (tmp_path / "leaving_rewards.py").write_text("import sys; sys.exit(3)")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "user_rules", raising=False)

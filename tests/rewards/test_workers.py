@@ -196,12 +196,10 @@ def test_many_failures_on_several_workers() -> None:
     assert time.monotonic() - started < 30
 
 
-def test_too_many_failures_end_the_run_early() -> None:
+def test_too_many_failures_are_told_with_all_that_failed() -> None:
     with RewardPool(settings(max_failure_fraction=0.1)) as pool:
-        started = time.monotonic()
-        with pytest.raises(RewardError, match=r"more than reward.max_failure_fraction 0.1; .*: ran out of time"):
-            pool.score(requests(*["hang"] * 20))
-        assert time.monotonic() - started < 10
+        with pytest.raises(RewardError, match=r"^7 of 8 rewards failed, more than .* 0.1; .*: ran out of time"):
+            pool.score(requests(*["hang"] * 3, *["raise"] * 4, "fine"))
         assert pool.score(requests("fine")).scores.tolist() == [1.0]
 
 

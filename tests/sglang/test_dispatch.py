@@ -8,6 +8,7 @@ import gc
 import importlib.util
 import itertools
 import json
+import math
 import re
 import socket
 import threading
@@ -59,6 +60,8 @@ class StandIn:
         self.hang_after: int | None = None
         self.page: str | None = None
         """What it says instead of an answer."""
+        self.logprob: float | None = -0.5
+        """Of the first token of each answer."""
         self.bodies: list[dict[str, Any]] = []
         self.routing: Callable[[int], str] | None = None
         """What it says of the experts of a sample, by the last token of its prompt."""
@@ -147,7 +150,7 @@ class StandIn:
                 "weight_version": self.version,
                 "prompt_tokens": len(ids),
                 "cached_tokens": self.cached_tokens(ids),
-                "output_token_logprobs": [[-0.5, ids[-1], None], [-0.25, 1, None]],
+                "output_token_logprobs": [[self.logprob, ids[-1], None], [-0.25, 1, None]],
             }
             | ({} if self.spans is None else {"weight_versions": self.spans}),
         }
@@ -291,6 +294,14 @@ def test_other_weights_are_not_taken() -> None:
     outcome = spread([well, old])
     assert complete(outcome)
     assert "generated with weights ['6'], not 7" in outcome.failures[1]
+
+
+def test_log_probabilities_that_json_has_no_word_for_are_nan() -> None:
+    """SGLang writes null for them; who trains on the answers refuses them."""
+    server = StandIn(0)
+    server.logprob = None
+    answer = spread([server], 1).completions[0]
+    assert math.isnan(answer.logprobs[0]) and answer.logprobs[1] == -0.25
 
 
 def test_what_is_no_answer_is_a_failed_server() -> None:

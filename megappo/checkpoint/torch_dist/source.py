@@ -31,6 +31,7 @@ from megappo.families.architecture import ArchitectureConfig
 from megappo.families.declaration import Shape
 from megappo.families.parameters import EMBEDDING, OUTPUT_LAYER, Parameter, Piece, model_parameters
 from megappo.families.weights import ValueHeadWeights
+from megappo.reshard.files import finite
 
 _TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _OPTIMIZER = ("optimizer.", "chained_")
@@ -182,7 +183,10 @@ class TorchDistSource:
             raise ValueError(f"the checkpoint {self._folder} is damaged: '{place.key}' is not all there")
 
     def read(self, piece: Piece) -> Tensor:
-        """See `WeightSource`; in the type it is stored in."""
+        """See `WeightSource`; in the type it is stored in. Raises ValueError for what is not finite."""
+        return finite(self._read_piece(piece), piece.name, self._folder)
+
+    def _read_piece(self, piece: Piece) -> Tensor:
         rows = self._rows[piece.name]
         if piece.dim == 0:
             runs = list(rows.runs(piece.start, piece.stop)) or [(0, 0)]  # a rank may hold padding alone

@@ -364,9 +364,8 @@ def _completion(
     truncated = meta["finish_reason"]["type"] == "length"
     oldest = min(version for version, _ in stretches)
     told = stretches if len(stretches) > 1 else ()
-    return Completion(
-        ids, tuple(entry[0] for entry in logprobs), truncated, oldest, broken_off=is_aborted, stretches=told
-    )
+    numbers = tuple(math.nan if entry[0] is None else entry[0] for entry in logprobs)  # JSON has no nan
+    return Completion(ids, numbers, truncated, oldest, broken_off=is_aborted, stretches=told)
 
 
 def _stretches(meta: dict[str, Any], tokens: int, endpoint: Endpoint, versions: range) -> tuple[tuple[int, int], ...]:

@@ -1,0 +1,63 @@
+"""The text files of a Hugging Face folder: a damaged one is told by its name, before a library stumbles over it."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from megappo.errors import show
+
+OF_TOKENIZERS = (
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "chat_template.json",
+    "chat_template.jinja",
+)
+"""What transformers reads of a tokenizer; those that are JSON hold an object."""
+_AGAIN = "fetch or save it again"
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises ValueError with one sentence, which names the file, for anything else."""
+    try:
+        content = json.loads(_text(path))
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deep to be read; {_AGAIN}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}; {_AGAIN}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds {show(content)}, must be a JSON object; {_AGAIN}")
+    return content
+
+
+def check_texts(folder: Path, names: tuple[str, ...]) -> None:
+    """Raise ValueError for the first of these files that is there and cannot be read as what it is."""
+    for path in (folder / name for name in names):
+        if path.exists():
+            state = path.stat()
+            _check(path, state.st_mtime_ns, state.st_size)
+
+
+@lru_cache
+def _check(path: Path, changed_ns: int, size: int) -> None:
+    """Once for each state of a file: tokenizers have many megabytes, and each role looks."""
+    if path.suffix == ".json":
+        read_object(path)
+    else:
+        _text(path)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}; {_AGAIN}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); {_AGAIN}") from None
