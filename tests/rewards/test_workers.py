@@ -78,6 +78,9 @@ def obey(*, prompt, response, answer, metadata):
         case "leak":
             LEAKED.append(b"x" * 200_000_000)
             return os.getpid()
+        case "grow":
+            grown = []
+            while True: grown.append(b"x" * 20_000_000); time.sleep(0.01)
         case "fork": return 2.0 if os.fork() else 3.0
         case "noise": write_everywhere(b"hello")
         case "frame": write_everywhere(framed(pickle.dumps(5.0)))
@@ -288,6 +291,14 @@ def test_a_worker_that_leaks_is_replaced() -> None:
     assert result.failures == [] and result.scores.tolist() == [1.0, 1.0]
     assert len(set(pids)) >= 2
     assert max(pids.count(pid) for pid in pids) <= 3  # after two or three of them 0.5 GB are passed
+
+
+def test_a_call_that_takes_the_memory_costs_its_own_sample_at_once() -> None:
+    with RewardPool(settings(worker_memory_gigabytes=0.3, timeout_seconds=30)) as pool:
+        start = time.monotonic()
+        result = pool.score(requests("fine", "grow", "fine"))
+        assert time.monotonic() - start < 10 and result.scores.tolist() == [1.0, -1.0, 1.0]
+        assert result.failures == [(1, "held more than twice reward.worker_memory_gigabytes")] and not result.timeouts
 
 
 def test_a_stopped_worker_is_replaced() -> None:
