@@ -86,8 +86,12 @@ def shortened(text: str, characters: int = _SHOWN_CHARACTERS) -> str:
 
 
 def reason(error: BaseException, characters: int = _REASON_CHARACTERS) -> str:
-    """What another program's error says, fit for the middle of a sentence."""
-    return shortened(one_line(str(error)) or type(error).__name__, characters)
+    """What another program's error says, fit for the middle of a sentence; its type where it cannot say anything."""
+    try:
+        said = one_line(str(error))
+    except Exception:  # noqa: BLE001 - of a class that somebody else wrote
+        said = ""
+    return shortened(said or type(error).__name__, characters)
 
 
 def show(value: object) -> str:

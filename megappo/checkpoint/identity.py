@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,15 +50,30 @@ def _of_json(fields: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def model_of(marker: Marker, role: str) -> tuple[Config, Path]:
-    """The settings of a checkpoint's run, and the folder of a role's model, perhaps without its weights.
+class OwnCode(NamedTuple):
+    """Code that the user of a command allows to run; what a checkpoint allows counts for nothing, as it may be somebody
+    else's."""
+
+    family: str | None = None
+    """Import path of a model family."""
+    trust_remote_code: bool = False
+    """Code in the folder of the model or of its tokenizer."""
+
+
+NO_CODE = OwnCode()
+
+
+def model_of(marker: Marker, role: str, own: OwnCode = NO_CODE) -> tuple[Config, Path]:
+    """The settings of a checkpoint's run, with no other code than `own` in its model, and the folder of a role's model,
+    perhaps without its weights.
 
     Raises ValueError where the folder's config.json is not the one that the run began with.
     """
-    config = Config.model_validate(marker.content["settings"])
+    settings = marker.content["settings"]
+    config = Config.model_validate({**settings, "model": {**settings["model"], **own._asdict()}})
     folder = role_folder(config, role, weights=False)
-    own = role if role != "actor" and role in model_paths(config) else "model"
-    before = marker.content.get("identity", {}).get(own)
+    key = role if role != "actor" and role in model_paths(config) else "model"
+    before = marker.content.get("identity", {}).get(key)
     digest = architecture_digest(folder)
     if before not in (None, digest):
         raise ValueError(

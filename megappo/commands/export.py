@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megappo.checkpoint.files import Marker
-from megappo.checkpoint.identity import BASE, FURTHER, model_of, tensor_digest, whole_digest
+from megappo.checkpoint.identity import BASE, FURTHER, NO_CODE, OwnCode, model_of, tensor_digest, whole_digest
 from megappo.checkpoint.select import find_checkpoint
 from megappo.checkpoint.source import CheckpointSource
 from megappo.checkpoint.torch_dist.writer import write_torch_dist
@@ -25,6 +25,7 @@ from megappo.config.model_files import (
     resolve_stop_token_ids,
     role_folder,
 )
+from megappo.errors import show
 from megappo.families.adapters import LoraShape
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.parameters import wide_tensors
@@ -56,12 +57,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--without-mtp", action="store_true",
         help="leave out the weights of layers that predict further tokens, which are read from the folder of the model",
     )  # fmt: skip
+    parser.add_argument("--family", metavar="NAME", help="the run's model.family, whose code is imported")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run code in the folders of the run's model and tokenizer"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Export, and print what the user should know."""
     chosen = (arguments.run_dir, arguments.out, arguments.role, arguments.step, arguments.format)
-    for sentence in export_run(*chosen, without_mtp=arguments.without_mtp):
+    own = OwnCode(arguments.family, arguments.trust_remote_code)
+    for sentence in export_run(*chosen, without_mtp=arguments.without_mtp, own=own):
         print(sentence)
 
 
@@ -73,12 +79,14 @@ def export_run(
     form: str = FORMATS[0],
     *,
     without_mtp: bool = False,
+    own: OwnCode = NO_CODE,
 ) -> list[str]:
     """`megappo export RUN_DIR OUT`: actor or critic of a checkpoint in one of FORMATS, by one process without GPUs,
     whether the run has finished or not. Returns what to tell the user.
 
-    `step` is a number, `best` or `latest`. `without_mtp`: layers that predict further tokens are left out. Raises
-    ValueError where there is no such checkpoint or role, where the model's config.json or such layers are others now,
+    `step` is a number, `best` or `latest`. `without_mtp`: layers that predict further tokens are left out. `own`: code
+    that may run, as none does because the checkpoint names it. Raises ValueError where there is no such checkpoint or
+    role, where it is of a family that `own` does not name, where the model's config.json or such layers are others now,
     and where OUT holds something. What fails leaves nothing in OUT.
     """
     directory, target = Path(run_dir), Path(out)
@@ -87,7 +95,8 @@ def export_run(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} is not an empty folder; name a new one to export to")
     folder, marker, sentences = find_checkpoint(directory / "checkpoints", step)
-    config, model = model_of(marker, role)
+    _require_own_family(folder, marker, own)
+    config, model = model_of(marker, role, own)
     arch = load_architecture(model, config.model)
     settings = config.trained[role].lora if role in config.trained else None
     lora = None if settings is None else settings.of(arch)
@@ -109,6 +118,13 @@ def export_run(
             _write_huggingface(target, further, source, config, model, role)
         undo.pop_all()
     return [*sentences, f"the {role} after step {marker.step} is in {target}"]
+
+
+def _require_own_family(folder: Path, marker: Marker, own: OwnCode) -> None:
+    named = marker.content["settings"]["model"].get("family")
+    if own.family != named:
+        remedy = "leave --family out" if named is None else f"give --family {named} if that code is yours"
+        raise ValueError(f"{folder} is of model.family {show(named)}, --family is {show(own.family)}; {remedy}")
 
 
 def _check_peft(lora: LoraShape | None, role: str) -> None:

@@ -61,7 +61,7 @@ class ToolSettings(Settings):
 
 class EnvironmentSettings(Settings):
     name: Text = SINGLE_TURN
-    """`single_turn`: a prompt and a response. `tools`: a model that may call a calculator and Python. `guess`: a number
+    """`single_turn`: a prompt and a response. `tools`: a model that may call a calculator, or Python. `guess`: a number
     is guessed with hints. `reasoning_gym`: its tasks in several tries. `agent`: a function or a program that speaks
     OpenAI's or Anthropic's protocol. Or one of your own: `package.module:Class`."""
     arguments: dict[str, Any] = Field(default_factory=dict)

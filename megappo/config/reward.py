@@ -94,7 +94,8 @@ class RewardSettings(Settings):
     timeout_seconds: Seconds = 10.0
     """Time limit per sample; a worker that exceeds it is killed and replaced."""
     worker_memory_gigabytes: PositiveFloat = 8.0
-    """A worker that holds more (GB, 1e9 bytes) after its samples is replaced: a function that leaks costs no run."""
+    """A worker that holds more (GB, 1e9 bytes) after its samples is replaced: a function that leaks costs no run.
+    One that holds twice as much is killed, and the sample it is at has failed."""
     failure_score: float = Field(default=0.0, ge=-1e9, le=1e9)
     """Score of a sample whose reward failed or ran out of time."""
     max_failure_fraction: Fraction = 0.5

@@ -13,6 +13,7 @@ from megappo.config.judge import JudgeSettings
 from megappo.doctor.findings import Finding, broken, fine
 from megappo.errors import either
 from megappo.rewards.judge import judge_key
+from megappo.runtime.direct import fetch, proxy_of
 
 _ANSWER_SECONDS = 10.0
 
@@ -32,16 +33,19 @@ def _judge_finding(judge: JudgeSettings, address: str, key: str) -> Finding:
     url = f"{address.rstrip('/')}/models"
     headers = {"Authorization": f"Bearer {secret}"} if secret else {}
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=_ANSWER_SECONDS) as answer:
-            names = [str(model["id"]) for model in json.load(answer)["data"]]
+        answer = fetch(urllib.request.Request(url, headers=headers), timeout_seconds=_ANSWER_SECONDS)
+        names = [str(model["id"]) for model in json.loads(answer)["data"]]
     except urllib.error.HTTPError as error:
+        error.close()
         if error.code in (401, 403):
             return broken("judge", f"{address} of {key} refuses its key", f"set {key}.key to a variable that holds it")
         return broken("judge", f"{url} answers HTTP {error.code} {error.reason}", f"fix {key}.url")
     except (OSError, http.client.HTTPException) as error:
-        words = f"{address} of {key} cannot be reached ({getattr(error, 'reason', error)})"
+        proxy = proxy_of(url)
+        way = f" through the environment's proxy {proxy}" if proxy else ""
+        words = f"{address} of {key} cannot be reached{way} ({getattr(error, 'reason', error)})"
         return broken("judge", words, "start it there, or fix the address")
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return broken("judge", f"{url} does not answer as OpenAI's servers do", f"fix {key}.url, which ends in /v1")
     if judge.model not in names:
         return broken("judge", f"{address} serves {either(names)}, not '{judge.model}'", f"set {key}.model to one")

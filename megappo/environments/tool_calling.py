@@ -22,11 +22,12 @@ _WORDS = {
 
 class ToolCalling:
     """Runs the calls of each reply and shows the model what they gave; a reply without calls ends the episode. It gives
-    no reward itself: `reward.function` scores the last reply."""
+    no reward itself: `reward.function` scores the last reply. `python`, which runs what the model wrote, is there where
+    it is named."""
 
     role = "tool"
 
-    def __init__(self, *, tools: Sequence[str] = ("calculator", "python"), format: str = "qwen") -> None:
+    def __init__(self, *, tools: Sequence[str] = ("calculator",), format: str = "qwen") -> None:
         """Raises ValueError for a tool or a format that there is not."""
         self._calls = call_format(format, "rollout.environment.arguments.format").calls
         unknown = [tool for tool in tools if tool not in _FUNCTIONS]

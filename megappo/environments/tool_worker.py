@@ -38,8 +38,10 @@ LIMITS = {
 }
 """Failures of a call, and what a model is told of them."""
 _POLL_SECONDS = 0.02
-_LOOK_EVERY = 4
-"""Polls between two looks at all descendants, which read /proc."""
+_LOOK_SECONDS = 0.08
+"""Between two looks at all descendants, which read /proc, whatever a call writes."""
+_MOST_TOLD_BYTES = 1 << 20
+"""More than any answer has."""
 _MEGABYTES_OF_FILES = 100
 _STARTS = ("os.fork", "os.forkpty", "os.posix_spawn", "subprocess.Popen")
 """Audit events of Python for processes that begin. What other programs start is counted from outside."""
@@ -132,22 +134,26 @@ class _Call:
 
     def _await(self) -> tuple[str, bytes]:
         """Until the call has ended or takes too much: why, and what it wrote."""
-        told, looks, deadline = b"", 0, time.monotonic() + self._choice.timeout_seconds
+        told, look, deadline = b"", 0.0, time.monotonic() + self._choice.timeout_seconds
         poll = select.poll()
         poll.register(self._reader, select.POLLIN | select.POLLHUP)
-        while time.monotonic() < deadline:
+        while (now := time.monotonic()) < deadline:
             if poll.poll(_POLL_SECONDS * 1000):
                 piece = os.read(self._reader, 1 << 16)
                 if not piece:
                     return "", told
                 told += piece
-                continue
+                if len(told) > _MOST_TOLD_BYTES:  # it writes what is no answer
+                    return "died", b""
+                if now < look:
+                    continue
             ended = reap()
             if ended is None or self._pid in ended:  # what it left behind may hold the pipe open
                 return "", told + self._rest()
-            looks += 1
-            if looks % _LOOK_EVERY == 0 and (failure := self._takes_too_much()):
-                return failure, told
+            if now >= look:
+                look = now + _LOOK_SECONDS
+                if failure := self._takes_too_much():
+                    return failure, told
         return "time", told
 
     def _rest(self) -> bytes:

@@ -20,8 +20,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from megappo.errors import one_line, reason, shortened
+from megappo.plugins import failure_words
+from megappo.runtime.direct import fetch, proxy_of
+
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 5.0
-_SHOWN_CHARACTERS = 200
+_SHOWN_CHARACTERS, _END_BYTES = 200, 40
 _TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 """HTTP's codes after which another try may help."""
 
@@ -68,7 +72,7 @@ def scores(
         answer = post(url, sample, headers=headers or {}, deadline_seconds=deadline_seconds)
         found = answer.get("score") if isinstance(answer, dict) else None
         if isinstance(found, bool) or not isinstance(found, int | float):
-            raise ValueError(f"{url} answered {json.dumps(answer)[:_SHOWN_CHARACTERS]}, must have a number as score")
+            raise ValueError(f"{url} answered {shortened(json.dumps(answer))}, must have a number as score")
         return found
 
     return each(score, samples, concurrent)
@@ -81,7 +85,9 @@ def each(work: Callable[[T], float | str], items: Iterable[T], concurrent: int) 
         try:
             return work(item)
         except (ValueError, OSError) as error:
-            return Unscored(str(error)[:_SHOWN_CHARACTERS])
+            return Unscored(reason(error, _SHOWN_CHARACTERS))
+        except Exception as error:  # noqa: BLE001 - whatever a server says or a sample holds costs that sample alone
+            return Unscored(failure_words(error, _SHOWN_CHARACTERS))
 
     with ThreadPoolExecutor(concurrent) as pool:
         return list(pool.map(attempt, items))
@@ -106,8 +112,9 @@ def post(
 ) -> Any:
     """The JSON that a server answers, tried again, with pauses that double, until the deadline or so many times.
 
-    Where nobody listens, `absent_seconds` pass before time and tries count: the server is being started. Raises OSError
-    where there is no answer by then or the server refuses, ValueError for what is not JSON.
+    `absent_seconds`: of a server of the run's own, which no proxy stands before; where nobody listens, they pass before
+    time and tries count, as it is being started. Raises OSError where there is no answer by then or the server refuses,
+    ValueError for what is not JSON; JSON that breaks off in its middle is asked for again.
     """
     deadline, pause_seconds = time.monotonic() + deadline_seconds, _FIRST_PAUSE_SECONDS
     back_by: float | None = None
@@ -116,24 +123,52 @@ def post(
         tries += 1
         request = urllib.request.Request(url, body, {"Content-Type": "application/json", **headers})
         try:
-            with urllib.request.urlopen(request, timeout=max(0.01, deadline - time.monotonic())) as answer:
-                if not (text := answer.read()):  # it broke off where the server told no length
-                    raise ConnectionError("an empty answer")
-                return json.loads(text)
+            answer = fetch(request, timeout_seconds=deadline - time.monotonic(), own=absent_seconds > 0)
+            return _parsed(answer)
         except urllib.error.HTTPError as error:
+            error.close()
             problem = f"HTTP {error.code} {error.reason}"
             if error.code not in _TRANSIENT:
-                raise OSError(f"{url}: {problem}") from error
+                raise OSError(f"{_place(url)}: {problem}{_elsewhere(error)}") from error
         except (OSError, http.client.HTTPException) as error:  # nobody listens, the connection broke, or time is up
-            reason = getattr(error, "reason", error)
-            problem = str(reason) or type(error).__name__
-            if isinstance(reason, ConnectionRefusedError):
+            cause = getattr(error, "reason", error)
+            problem = str(cause) or type(error).__name__
+            if isinstance(cause, ConnectionRefusedError):
                 back_by = back_by or time.monotonic() + absent_seconds
                 if time.monotonic() < back_by:
                     deadline, tries = time.monotonic() + _LONGEST_PAUSE_SECONDS + deadline_seconds, 0
             else:
                 back_by = None
         if tries >= most_tries or time.monotonic() + pause_seconds >= deadline:
-            raise OSError(f"{url}: {problem}, after {tries} {'try' if tries == 1 else 'tries'}")
+            raise OSError(f"{_place(url)}: {problem}, after {tries} {'try' if tries == 1 else 'tries'}")
         threading.Event().wait(pause_seconds)
         pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
+
+
+def _parsed(answer: bytes) -> Any:
+    """Raises ConnectionError for what may be the beginning of JSON, ValueError for what is none."""
+    if not answer:  # it broke off where the server told no length
+        raise ConnectionError("an empty answer")
+    try:
+        return json.loads(answer)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        if answer.lstrip()[:1] in (b"{", b"[", b'"'):
+            raise ConnectionError(f"an answer that breaks off: ...{_shown(answer[-_END_BYTES:])}") from error
+        raise ValueError(f"no JSON but {_shown(answer[:_END_BYTES])}") from error
+    except RecursionError:
+        raise ValueError("JSON that is nested too deeply") from None
+
+
+def _shown(answer: bytes) -> str:
+    return one_line(answer.decode(errors="replace"))
+
+
+def _place(url: str) -> str:
+    """A server as an error names it, with the proxy through which it was asked."""
+    proxy = proxy_of(url)
+    return f"{url} through the environment's proxy {proxy}" if proxy else url
+
+
+def _elsewhere(error: urllib.error.HTTPError) -> str:
+    found = error.headers.get("Location") if error.headers else None
+    return f" to {shortened(one_line(found))}, which is not followed; set the address to it" if found else ""

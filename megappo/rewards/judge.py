@@ -6,7 +6,6 @@ What a worker needs; the settings are `megappo.config.judge`'s.
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -145,8 +144,6 @@ def scores(
 ) -> list[float | str]:
     """The judge's score of each sample, or in its place what went wrong. `messages_key`: where the metadata hold the
     messages of a prompt that is a chat."""
-    if asking.place.starting_seconds is not None:
-        os.environ["no_proxy"] = "*"  # of this process, which asks nobody else
     wants_reference = any(field == "reference" for _, field in template)
 
     def score(sample: tuple[str, str, str | None]) -> float:

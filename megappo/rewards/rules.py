@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import Any, Literal
 
 from megappo.errors import how_to_install, one_line, shortened
+from megappo.rewards.unexecuted import make_safe, nothing_executed
 
 # A minus is a sign unless it stands behind what could be subtracted from: 10-3 holds 10 and 3.
 _NUMBER = re.compile(
@@ -103,10 +104,11 @@ def math_verify(*, prompt: str, response: str, answer: str | None, metadata: dic
     gold_parsed = library.parse(_delimited(_need(answer, "math_verify")), parsing_timeout=None)
     if not gold_parsed:
         raise ValueError(f"the answer '{answer}' is no mathematical expression; use another reward than 'math_verify'")
-    found = library.parse(response, parsing_timeout=None)
-    if not found and _MONEY.search(response):
-        found = library.parse(_MONEY.sub("$", response), parsing_timeout=None)
-    return float(library.verify(gold_parsed, found, timeout_seconds=None))
+    with nothing_executed():
+        found = library.parse(response, parsing_timeout=None)
+        if not found and _MONEY.search(response):
+            found = library.parse(_MONEY.sub("$", response), parsing_timeout=None)
+        return float(library.verify(gold_parsed, found, timeout_seconds=None))
 
 
 def _delimited(gold: str) -> str:
@@ -131,7 +133,8 @@ def reasoning_gym(
         found = _TAGGED.findall(response)
         response = found[-1].strip() if found else ""
     dataset = _dataset(metadata["task"], json.dumps(metadata["options"], sort_keys=True))
-    return float(dataset.score_answer(response, metadata["entry"]))
+    with nothing_executed():
+        return float(dataset.score_answer(response, metadata["entry"]))
 
 
 @cache
@@ -141,10 +144,13 @@ def _dataset(task: str, options: str) -> Any:
 
 
 def _library(name: str) -> Any:
+    """One whose scorers execute nothing of a response."""
     try:
-        return import_module(name)
+        library = import_module(name)
     except ImportError as error:
         raise ValueError(f"the reward '{name}' needs a library; {how_to_install('tasks')}") from error
+    make_safe(name)
+    return library
 
 
 def warm_up(rule: str) -> None:

@@ -36,7 +36,14 @@ Answer = tuple[float | None, str | None]
 
 
 def _number(value: Any) -> Answer:
-    """A score that fits float32, or why `value` is none."""
+    """A score that fits float32, or why `value` is none; whatever its own methods raise is a reason, too."""
+    try:
+        return _read(value)
+    except BaseException as error:  # noqa: BLE001 - of a user's object: signals end no worker
+        return None, f"returned what is no number: {failure_words(error, _REASON_CHARACTERS)}"[:_REASON_CHARACTERS]
+
+
+def _read(value: Any) -> Answer:
     if isinstance(value, Unscored):
         return None, value[:_REASON_CHARACTERS]
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
@@ -57,7 +64,7 @@ def _answers(
             return [_number(function(**{name: samples[0][name] for name in names}, **choice.options))]
         columns = {name: [sample[OF_EACH.get(name, name)] for sample in samples] for name in names}
         return _numbers(function(**columns, **choice.options), len(asked))
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - what a user's function raises is a failed sample
+    except BaseException as error:  # noqa: BLE001 - what a user's function raises is a failed sample
         return [(None, failure_words(error, _REASON_CHARACTERS))] * len(asked)
 
 

@@ -32,12 +32,13 @@ from megappo.types import CHAT_MESSAGES
 
 _START_SECONDS = 120.0
 _END_SECONDS = 15.0
-_CHECK_SECONDS = 1.0
+_LOOK_SECONDS = 0.5
 _LARGEST_CHUNK = 64
 _MARK = "MEGAPPO_REWARD_WORKER"
 _TIMED_OUT = "ran out of time"
 _DIED = "ended its worker process"
 _WROTE = "wrote into file descriptors that are not its own"
+_HELD = "held more than twice reward.worker_memory_gigabytes"
 
 
 class RewardError(RunError):
@@ -181,7 +182,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             raise ValueError(f"reward.workers is {settings.workers}, but reward.batch makes one call; set workers: 1")
         self._settings = settings
         assert settings.function is not None, "a pool has one function"
-        self._check = check
+        self._check, self._look = check, 0.0
         options = settings.options
         if settings.judge is not None:
             options = judge_options(settings.judge, place or judge_place(settings.judge), CHAT_MESSAGES)
@@ -261,12 +262,21 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         assert busy, "unanswered requests, but no worker has them"
         self._check()
         patience = max(0.0, min(worker.deadline for worker in busy) - time.monotonic())
-        ready = wait([worker.channel.answers for worker in busy], timeout=min(patience, _CHECK_SECONDS))
+        ready = wait([worker.channel.answers for worker in busy], timeout=min(patience, _LOOK_SECONDS))
         for worker in busy:
             if worker.channel.answers in ready:
                 self._receive(worker, job)
             elif time.monotonic() >= worker.deadline and not worker.speaks:
                 self._lose(worker, job, _TIMED_OUT)
+        if time.monotonic() >= self._look:
+            self._look = time.monotonic() + _LOOK_SECONDS
+            self._end_the_large(job)
+
+    def _end_the_large(self, job: _Job) -> None:
+        """Whatever a function computes, it must not take the machine's memory: the trainer has its place there, too."""
+        for worker in [w for w in self.workers if w.pending]:
+            if worker.resident_gigabytes > 2 * self._settings.worker_memory_gigabytes:
+                self._lose(worker, job, _HELD)
 
     def _receive(self, worker: Worker, job: _Job) -> None:
         try:

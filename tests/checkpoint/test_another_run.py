@@ -7,29 +7,20 @@ import gc
 import json
 import shutil
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from megatron.core.dist_checkpointing import ShardedTensor
 from safetensors.torch import load_file
-from torch import Tensor
 
 from megappo.checkpoint.files import Marker, read_marker, write_marker
-from megappo.checkpoint.identity import architecture_digest, architecture_fields
-from megappo.checkpoint.randomness import random_states
 from megappo.checkpoint.source import CheckpointSource
 from megappo.checkpoint.torch_dist.source import TorchDistSource
-from megappo.checkpoint.writer import CheckpointWriter, Snapshot
 from megappo.cli import main
 from megappo.commands.export import export_run
-from megappo.config import load_config
 from megappo.config.model_files import read_architecture
-from megappo.config.schema import CheckpointSettings
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.parameters import model_parameters, pieces, shard_shape
 from megappo.families.weights import read_shard
@@ -37,8 +28,9 @@ from megappo.ppo.origins import open_origin
 from megappo.reshard.sources import SafetensorsSource
 from megappo.runtime import objects
 from megappo.runtime.process import Runtime
-from tests.support.models import VOCAB, write_model
-from tests.support.places import BASE, TINY
+from tests.support.checkpoints import one_step_run
+from tests.support.models import VOCAB
+from tests.support.places import TINY
 
 TOKENIZER = TINY
 LLAMA3 = {
@@ -47,43 +39,10 @@ LLAMA3 = {
 }  # fmt: skip
 
 
-def stored(folder: Path, arch: ArchitectureConfig) -> Iterator[tuple[str, Tensor]]:
-    """A folder's weights as an actor's checkpoint has them."""
-    source, whole = SafetensorsSource(folder, arch), load_file(folder / "model.safetensors")
-    for parameter in model_parameters(arch):
-        for name, parts in parameter.stored.items():
-            tensor = whole[parts[0]]
-            if parameter.kind == "qkv":
-                tensor = read_shard(
-                    source, arch, parameter, torch.empty(shard_shape(arch, parameter, 1, VOCAB)), 0, 1, VOCAB
-                )
-            yield f"actor.weight.{name}", tensor
-
-
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a `model`, and a `run` whose checkpoint of step 1 holds the model's weights."""
-    root = tmp_path_factory.mktemp("first")
-    model = write_model(root / "model", "llama", 3, num_hidden_layers=2)
-    arch = read_architecture(model)
-    config = load_config(BASE, [f"model.path={model}", f"model.tokenizer={TOKENIZER}", "critic=null"])
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    content = {
-        "trainer": {"step": 1},
-        "metrics": {},
-        "versions": {"torch": str(torch.__version__)},
-        "settings": config.model_dump(mode="json"),
-        "identity": {"model": architecture_digest(model)},
-        # As of a megappo that did not know of caps and scales yet.
-        "architectures": {"actor": {k: v for k, v in architecture_fields(arch).items() if k != "beyond"}},
-    }
-    shards = {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in stored(model, arch)}
-    runtime = Runtime(0, 1, 0, torch.device("cpu"))
-    writer = CheckpointWriter(root / "run/checkpoints", CheckpointSettings(), runtime, 60)
-    writer.save(Snapshot(1, shards, {"random": random_states()}, content), wait=True)
-    dist.destroy_process_group()
-    (root / "run/config.yaml").write_text("{}")
-    yield root
+    return one_step_run(tmp_path_factory.mktemp("first"))
 
 
 @pytest.fixture

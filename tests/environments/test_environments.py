@@ -553,8 +553,26 @@ def test_the_tools_of_mathematics() -> None:
     assert "ZeroDivisionError" in python("1 / 0") and "SyntaxError" in python("1 +") and python("") == ""
 
 
+BOTH = ("calculator", "python")
 FORKS = "import os, time\nfor _ in range(1000):\n    if os.fork() == 0:\n        time.sleep(1000)\ntime.sleep(1000)"
 SHELL = "import os\nos.system('for i in $(seq 1000); do sleep 1000 & done; wait')"
+FLOODS = """
+import os
+while True:
+    for fd in range(3, 64):
+        try: os.write(fd, b"[" * 10**6)
+        except OSError: pass
+"""
+TRICKLES = """
+import os, time
+for _ in range(3): os.fork() and None
+held = b"x" * (2 * 10**8)
+while True:
+    time.sleep(0.002)
+    for fd in range(3, 64):
+        try: os.write(fd, b"[")
+        except OSError: pass
+"""
 HOSTILE = {
     "forks": (FORKS, "processes"),
     "forks of forks": ("import os\nwhile True: os.fork()", "processes"),
@@ -565,6 +583,8 @@ HOSTILE = {
     "deaf": ("import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(1000)", "time"),
     "dies": ("import os; os.kill(os.getpid(), 9)", "died"),
     "writes": ("import os\nfor fd in range(3, 50):\n  try: os.write(fd, b'[' * 9)\n  except OSError: pass", ""),
+    "floods": (FLOODS, "died"),
+    "trickles": (TRICKLES, "memory"),
     "leaves": ("import subprocess; subprocess.Popen(['sleep', '1000'], start_new_session=True); print('left')", ""),
 }
 
@@ -621,7 +641,7 @@ def test_a_model_calls_tools_and_answers() -> None:
         "It is 42.",
     ]
     said = iter(replies)
-    made = runner(ToolCalling(), SayingEngine(lambda request: next(said)), template=CHATML)
+    made = runner(ToolCalling(tools=BOTH), SayingEngine(lambda request: next(said)), template=CHATML)
     prompts, requests = asked(1, "<|im_start|>user\n6*7?<|im_end|>\n<|im_start|>assistant\n")
     [completion] = made.generate(prompts, requests, replace(PARAMS, max_new_tokens=2000))
     made.close()
@@ -631,6 +651,7 @@ def test_a_model_calls_tools_and_answers() -> None:
     assert completion.episode is not None
     assert {name: use.calls for name, use in completion.episode.tools.items()} == {"calculator": 1, "python": 1}
     assert rollouts_of([completion], prompts).responses == ("It is 42.",)
+    assert list(ToolCalling().tools) == ["calculator"]  # a model's programs run where somebody says so
 
 
 def test_a_number_is_guessed_with_hints() -> None:

@@ -460,6 +460,17 @@ def processes() -> set[int]:
     return {process.pid for process in psutil.Process().children(recursive=True)}
 
 
+@pytest.fixture
+def dead_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands in the environment of many clusters, and leads nowhere from here."""
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+        monkeypatch.setenv(name.upper(), "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "")  # and so it is again after the test
+
+
+@pytest.mark.usefixtures("dead_proxy")
 @pytest.mark.parametrize(("mode", "failure"), [("plays", ""), ("raises", "raised"), ("hangs", "hung")])
 def test_an_agent_that_is_a_program(mode: str, failure: str) -> None:
     """Its variables lead it to the model; it ends with its episode, with all that it started."""
@@ -476,6 +487,7 @@ def test_an_agent_that_is_a_program(mode: str, failure: str) -> None:
     assert wait_until(lambda: processes() <= before, 10.0, every_seconds=0.05)
 
 
+@pytest.mark.usefixtures("dead_proxy")
 def test_an_agent_that_is_a_function() -> None:
     environment = make_environment(
         EnvironmentSettings(name="agent", arguments={"function": "tests.environments.test_gateway:asks_openai"})

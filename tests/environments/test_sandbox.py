@@ -51,9 +51,8 @@ def called(answer: Answer, *codes: str, path: str = "", **given: Any) -> tuple[l
     async def call() -> tuple[list[Any], list[dict[str, Any]]]:
         async with service(answer) as (url, asked):
             sandbox = {"url": url + path, "deadline_seconds": 3.0} | given
-            pool = ToolPool(
-                ToolCalling().tools, ToolSettings.model_validate(limits | {"sandbox": sandbox}), ToolCalling().programs
-            )
+            tools = ToolCalling(tools=["python"])
+            pool = ToolPool(tools.tools, ToolSettings.model_validate(limits | {"sandbox": sandbox}), tools.programs)
             calls = [pool.call("python", {"code": code}) for code in codes]
             return await asyncio.gather(*calls, return_exceptions=True), asked
 
@@ -157,6 +156,6 @@ def test_no_more_programs_run_at_a_time_than_may() -> None:
 def test_settings_of_a_sandbox_that_cannot_be_used() -> None:
     settings = ToolSettings(sandbox=SandboxSettings(url="http://127.0.0.1:1"))
     with pytest.raises(ValueError, match="no tool of the environment runs programs"):
-        ToolPool({}, settings, ToolCalling(tools=["calculator"]).programs)
+        ToolPool({}, settings, ToolCalling().programs)
     with pytest.raises(ValueError, match="'127.0.0.1:8080' is no address of a service"):
         SandboxSettings(url="127.0.0.1:8080")

@@ -193,13 +193,21 @@ def test_upstream_is_reached_through_megatron_core_only() -> None:
         assert not [n for n in imports(path) if n.startswith("megatron.") and not n.startswith("megatron.core")], path
 
 
+def test_every_promise_of_security_names_a_test_that_is_there() -> None:
+    rows = [line for line in (ROOT / "SECURITY.md").read_text().splitlines() if line.startswith("| ") and "::" in line]
+    assert len(rows) > 15
+    for row in rows:
+        path, name = row.rsplit("`", 2)[1].split("::")
+        assert f"\ndef {name}(" in (ROOT / path).read_text(), row
+
+
 def test_the_top_level_is_fixed() -> None:
     tracked = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.splitlines()
     top = {name.split("/")[0] for name in tracked}
     fixed = {"setup.py", "megappo", "launch", "configs", "kernels", "tests", "benchmarks", "README.md"}
-    documents = {"LICENSE", "CONTRIBUTING.md", "CHANGELOG.md"}
+    documents = {"LICENSE", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"}
     assert {t for t in top if not t.startswith(".")} == fixed | documents
     assert "kernels/__init__.py" not in tracked
 

@@ -29,6 +29,30 @@ import json, os, pickle, struct, subprocess, sys, time
 
 LEAKED = []
 
+class Odd:
+    """Raises whatever it is told to where anybody looks at it."""
+    def __init__(self, word): object.__setattr__(self, "word", word)
+    def __getattribute__(self, name):
+        word = object.__getattribute__(self, "word")
+        if word == "attributes": raise OSError(name)
+        return object.__getattribute__(self, name)
+    def __float__(self):
+        match object.__getattribute__(self, "word"):
+            case "interrupt": raise KeyboardInterrupt
+            case "exit": raise SystemExit(3)
+            case "recursion": return float(self)
+            case "mute": raise Mute
+            case "generator": raise GeneratorExit
+            case "text": return "1.0"
+    def __repr__(self): raise Mute
+
+class Mute(Exception):
+    def __str__(self): raise ValueError("I say nothing")
+    __repr__ = __str__
+
+class Nameless:
+    def __repr__(self): raise Mute
+
 def obey(*, prompt, response, answer, metadata):
     """The response says what happens."""
     match response:
@@ -54,6 +78,9 @@ def obey(*, prompt, response, answer, metadata):
         case "leak":
             LEAKED.append(b"x" * 200_000_000)
             return os.getpid()
+        case "grow":
+            grown = []
+            while True: grown.append(b"x" * 20_000_000); time.sleep(0.01)
         case "fork": return 2.0 if os.fork() else 3.0
         case "noise": write_everywhere(b"hello")
         case "frame": write_everywhere(framed(pickle.dumps(5.0)))
@@ -61,6 +88,10 @@ def obey(*, prompt, response, answer, metadata):
         case "frame without end": write_everywhere(struct.pack("!i", 2**31 - 1))
         case "score": write_everywhere(json.dumps([7.0, None]).encode())
         case "much": write_everywhere(b"x" * 70_000)
+        case "mute": raise Mute
+        case "KeyboardInterrupt": raise KeyboardInterrupt
+        case "nameless": return Nameless()
+    if response.startswith("odd "): return Odd(response[4:])
     return 1.0
 
 def framed(message):
@@ -89,8 +120,21 @@ def lengths(*, prompts, responses, answers, metadata, factor=1):
     if "text" in responses: return "1" * len(responses)
     if "digits" in responses: return [10**400 if r == "digits" else len(r) for r in responses]
     if "frame" in responses: write_everywhere(framed(pickle.dumps([(9.0, None)])))
+    odd = lambda r: Odd(r[4:]) if r.startswith("odd ") else Nameless() if r == "nameless" else len(r)
+    if "nameless" in responses: return map(odd, responses)
     return [factor * len(r) for r in responses]
 '''
+
+
+ODD = {
+    "interrupt": "KeyboardInterrupt",
+    "exit": "SystemExit: 3",
+    "recursion": "RecursionError",
+    "mute": "Mute",
+    "generator": "GeneratorExit",
+    "text": "TypeError",
+    "attributes": "OSError: __class__",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -128,6 +172,10 @@ def requests(*responses: str) -> list[RewardRequest]:
         ("digits", "returned inf, must be finite and within float32"),
         ("none", "returned None, must be a number"),
         ("text", "returned '1.0', must be a number"),
+        ("mute", "Mute: Mute"),
+        ("KeyboardInterrupt", "KeyboardInterrupt"),
+        ("nameless", "returned what is no number: Mute"),
+        *((f"odd {word}", f"returned what is no number: {error}") for word, error in ODD.items()),
     ],
 )
 def test_a_failure_costs_its_own_sample(response: str, reason: str) -> None:
@@ -185,6 +233,16 @@ def test_one_number_of_a_batch_that_is_none_costs_its_own_sample() -> None:
     assert result.failures == [(1, "returned inf, must be finite and within float32")]
 
 
+def test_numbers_of_a_batch_that_raise_cost_their_own_samples() -> None:
+    """And not their worker."""
+    said = ["fine", "nameless", *(f"odd {word}" for word in ODD), "fine"]
+    with RewardPool(settings(function="user_rewards:lengths", batch=True)) as pool:
+        pids = [worker.pid for worker in pool.workers]
+        result = pool.score(requests(*said))
+        assert result.scores.tolist() == [4.0, *[-1.0] * (1 + len(ODD)), 4.0]
+        assert [worker.pid for worker in pool.workers] == pids
+
+
 def test_many_failures_on_several_workers() -> None:
     responses = ["fine", "hang", "exit", "slow", "exit", "raise", "fine", "hang", "slow", "fine"] * 2
     started = time.monotonic()
@@ -231,6 +289,14 @@ def test_a_worker_that_leaks_is_replaced() -> None:
     assert result.failures == [] and result.scores.tolist() == [1.0, 1.0]
     assert len(set(pids)) >= 2
     assert max(pids.count(pid) for pid in pids) <= 3  # after two or three of them 0.5 GB are passed
+
+
+def test_a_call_that_takes_the_memory_costs_its_own_sample_at_once() -> None:
+    with RewardPool(settings(worker_memory_gigabytes=0.3, timeout_seconds=30)) as pool:
+        start = time.monotonic()
+        result = pool.score(requests("fine", "grow", "fine"))
+        assert time.monotonic() - start < 10 and result.scores.tolist() == [1.0, -1.0, 1.0]
+        assert result.failures == [(1, "held more than twice reward.worker_memory_gigabytes")] and not result.timeouts
 
 
 def test_a_stopped_worker_is_replaced() -> None:

@@ -77,7 +77,7 @@ def test_a_run_of_a_family_of_the_users(tmp_path: Path) -> None:
     megappo_with(tmp_path, "outside_family.py", "train", "configs/quickstart.yaml", *settings, processes=2)
     lines = read_metrics(run / "metrics.jsonl")
     assert all(0 < line["mismatch/max"] < 1e-4 and line["actor/updates"] > 0 for line in lines if line["step"])
-    megappo_with(tmp_path, "outside_family.py", "export", str(run), str(out))
+    megappo_with(tmp_path, "outside_family.py", "export", str(run), str(out), "--family", "of_mine:FAMILY")
     final, exported = (AutoModelForCausalLM.from_pretrained(folder) for folder in (run / "final", out))
     assert final.config.model_type == "arcee"
     for name, tensor in final.named_parameters():

@@ -8,18 +8,29 @@ from __future__ import annotations
 
 import tarfile
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
 
 import megappo.megatron  # noqa: F401 - prepares Megatron-Core for this machine
+from megappo.checkpoint.identity import architecture_digest, architecture_fields
 from megappo.checkpoint.randomness import random_states, seed_generators
 from megappo.checkpoint.writer import CheckpointWriter, Snapshot
+from megappo.config import load_config
+from megappo.config.model_files import read_architecture
 from megappo.config.schema import CheckpointSettings
+from megappo.families.architecture import ArchitectureConfig
+from megappo.families.parameters import model_parameters, shard_shape
+from megappo.families.weights import read_shard
+from megappo.reshard.sources import SafetensorsSource
 from megappo.runtime.process import Runtime
-from tests.support.places import ROOT
+from tests.support.models import VOCAB, write_model
+from tests.support.places import BASE, ROOT, TINY
 
 ARCHIVES = ROOT / "tests" / "checkpoint" / "archives"
 SHAPES = {"actor.weight.a": (64, 8), "critic.weight.b": (64, 8)}
@@ -46,6 +57,45 @@ def write(directory: Path, runtime: Runtime, *steps: int, **settings: Any) -> No
     for step in steps:
         writer.save(snapshot(step, reward=-abs(step - 2)), wait=False)
     writer.wait()
+
+
+def stored(folder: Path, arch: ArchitectureConfig) -> Iterator[tuple[str, Tensor]]:
+    """A folder's weights as an actor's checkpoint has them."""
+    source, whole = SafetensorsSource(folder, arch), load_file(folder / "model.safetensors")
+    for parameter in model_parameters(arch):
+        for name, parts in parameter.stored.items():
+            tensor = whole[parts[0]]
+            if parameter.kind == "qkv":
+                tensor = read_shard(
+                    source, arch, parameter, torch.empty(shard_shape(arch, parameter, 1, VOCAB)), 0, 1, VOCAB
+                )
+            yield f"actor.weight.{name}", tensor
+
+
+def one_step_run(root: Path) -> Path:
+    """`root` with a `model`, and a `run` whose checkpoint of step 1 holds the model's weights."""
+    model = write_model(root / "model", "llama", 3, num_hidden_layers=2)
+    arch = read_architecture(model)
+    config = load_config(BASE, [f"model.path={model}", f"model.tokenizer={TINY}", "critic=null"])
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    content = {
+        "trainer": {"step": 1},
+        "metrics": {},
+        "versions": {"torch": str(torch.__version__)},
+        "settings": config.model_dump(mode="json"),
+        "identity": {"model": architecture_digest(model)},
+        # As of a megappo that did not know of caps and scales yet.
+        "architectures": {"actor": {k: v for k, v in architecture_fields(arch).items() if k != "beyond"}},
+    }
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    shards = {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in stored(model, arch)}
+    runtime = Runtime(0, 1, 0, torch.device("cpu"))
+    writer = CheckpointWriter(root / "run/checkpoints", CheckpointSettings(), runtime, 60)
+    writer.save(Snapshot(1, shards, {"random": random_states()}, content), wait=True)
+    dist.destroy_process_group()
+    (root / "run/config.yaml").write_text("{}")
+    return root
 
 
 def pack() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
+from urllib.parse import urlsplit
 
 from aiohttp import web
 
@@ -16,6 +18,7 @@ from megappo.environments.gateway.recording import Recorder
 from megappo.environments.gateway.wire import RefusedError
 from megappo.environments.protocol import LimitReached
 from megappo.errors import RunError, reason
+from megappo.runtime.direct import without_proxies
 
 _LARGEST_BODY_BYTES = 64 * 10**6
 _NEVER_AGAIN = {"x-should-retry": "false"}
@@ -34,8 +37,8 @@ class AgentEndpoint:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that the SDKs read."""
-        return {
+        """The variables that the SDKs read, and those by which no proxy stands before the model."""
+        return without_proxies(urlsplit(self.base_url).hostname or "") | {
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_KEY": self.api_key,
             "ANTHROPIC_BASE_URL": self.anthropic_base_url,
@@ -101,6 +104,7 @@ class Gateway:
                 ) from error
             host, port = runner.addresses[0][:2]
             self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+            os.environ |= without_proxies(host)  # of agents that are functions
             self._runner = runner
 
     async def close(self) -> None:

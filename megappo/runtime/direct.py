@@ -1,0 +1,146 @@
+"""Opens URLs, what stands inside the job or on its own networks without the proxies of the environment.
+
+`http_proxy` and its like are for what lies outside. A name without a dot, and one all of whose addresses are loopback
+or private, is reached directly; so is whatever else the caller knows to be the run's. Standard library only, as reward
+workers start with it.
+"""
+
+from __future__ import annotations
+
+import http.client
+import io
+import os
+import socket
+import ssl
+import time
+import urllib.request
+from functools import cache, partial
+from ipaddress import ip_address
+from typing import Any
+from urllib.parse import urlsplit
+
+_LARGEST_ANSWER_BYTES = 16 * 10**6
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+def fetch(request: urllib.request.Request, *, timeout_seconds: float, own: bool = False) -> bytes:
+    """The body of the answer, all of it within so many seconds. `own`: the server is the run's, wherever it listens.
+
+    Raises HTTPError for a status that is no success, a redirection included, as headers hold keys; OSError or
+    HTTPException where nobody answers in time or the answer breaks off, ValueError for one of more than 16 MB.
+    """
+    proxies: dict[str, str] | None = {} if own or proxy_of(request.full_url) is None else None
+    opener = urllib.request.OpenerDirector()
+    for handler in (
+        urllib.request.ProxyHandler(proxies), _Http(), _Https(context=_certificates()), _Redirections(),
+        urllib.request.HTTPErrorProcessor(), urllib.request.HTTPDefaultErrorHandler(), urllib.request.UnknownHandler(),
+    ):  # fmt: skip
+        opener.add_handler(handler)
+    with opener.open(request, timeout=max(0.01, timeout_seconds)) as answer:
+        body: bytes = answer.read(_LARGEST_ANSWER_BYTES + 1)
+        if len(body) > _LARGEST_ANSWER_BYTES:
+            raise ValueError(f"an answer of more than {_LARGEST_ANSWER_BYTES} bytes")
+        if answer.length:  # which reading so much at most does not raise
+            raise http.client.IncompleteRead(body, answer.length)
+        return body
+
+
+def proxy_of(url: str) -> str | None:
+    """HOST:PORT of the environment's proxy that a URL is asked for through; None where it is reached directly."""
+    parts = urlsplit(url)
+    host, found = parts.hostname or "", urllib.request.getproxies().get(parts.scheme)
+    if not found or not host or urllib.request.proxy_bypass(parts.netloc.rpartition("@")[2]) or _is_near(host):
+        return None
+    return found.rpartition("@")[2].rpartition("//")[2].rstrip("/")
+
+
+def _is_near(host: str) -> bool:
+    try:
+        return not ip_address(host).is_global
+    except ValueError:
+        pass
+    if "." not in host:
+        return True
+    try:
+        return not any(ip_address(address).is_global for address in _addresses(host))
+    except OSError:  # only the proxy may know it
+        return False
+
+
+@cache
+def _addresses(host: str) -> tuple[str, ...]:
+    return tuple(str(info[4][0]).partition("%")[0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
+
+
+def without_proxies(host: str) -> dict[str, str]:
+    """The environment variables by which HTTP clients reach a host of the job, and loopback, directly; what they held
+    stays in them."""
+    held = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    names = [name for name in map(str.strip, held.split(",")) if name]
+    hosts = "*" if "*" in names else ",".join(dict.fromkeys([*names, *_LOOPBACK, host]))
+    return {"no_proxy": hosts, "NO_PROXY": hosts}
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    return ssl.create_default_context()
+
+
+class _InTime(io.RawIOBase):
+    """A socket's bytes until a deadline: one byte a second is no answer, though each of them is in time."""
+
+    def __init__(self, raw: io.RawIOBase, connection: socket.socket, deadline: float) -> None:
+        self._raw, self._connection, self._deadline = raw, connection, deadline
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        self._connection.settimeout(left)
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class _Answer(http.client.HTTPResponse):
+    def __init__(self, connection: socket.socket, *args: Any, deadline: float, **others: Any) -> None:
+        super().__init__(connection, *args, **others)
+        self.fp: Any = io.BufferedReader(_InTime(self.fp.detach(), connection, deadline))
+
+
+class _Connection(http.client.HTTPConnection):
+    def __init__(self, host: str, *, timeout: float = 10.0, **others: Any) -> None:
+        super().__init__(host, timeout=timeout, **others)
+        self.response_class: Any = partial(_Answer, deadline=time.monotonic() + timeout)
+
+
+class _SecureConnection(http.client.HTTPSConnection):
+    def __init__(self, host: str, *, timeout: float = 10.0, **others: Any) -> None:
+        super().__init__(host, timeout=timeout, **others)
+        self.response_class: Any = partial(_Answer, deadline=time.monotonic() + timeout)
+
+
+class _Http(urllib.request.HTTPHandler):
+    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_Connection, request)
+
+
+class _Https(urllib.request.HTTPSHandler):
+    def __init__(self, context: ssl.SSLContext) -> None:
+        super().__init__(context=context)
+        self._given = context
+
+    def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_SecureConnection, request, context=self._given)
+
+
+class _Redirections(urllib.request.HTTPRedirectHandler):
+    """None is followed: it would send keys to another server, and a POST as a GET."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None

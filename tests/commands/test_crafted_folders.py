@@ -1,0 +1,157 @@
+"""A run folder, a checkpoint and a model folder of somebody else run no code, whatever command reads them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megappo.checkpoint.files import read_marker, write_marker
+from megappo.checkpoint.identity import architecture_digest
+from megappo.cli import main
+from megappo.commands.serve import make_service
+from megappo.config import load_config
+from megappo.engines.sglang.fleet import KEY_VARIABLE
+from megappo.plan.here import resolve_here
+from tests.support.checkpoints import one_step_run
+from tests.support.places import BASE, ROOT, TINY
+
+MODULE = "of_somebody_else"
+CODE = """
+import pathlib
+pathlib.Path({trace!r}).touch()
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
+def make(**anything):
+    return 1.0
+FAMILY = METHOD = ENVIRONMENT = make
+"""
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return one_step_run(tmp_path_factory.mktemp("first"))
+
+
+@pytest.fixture
+def crafted(first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """`model`, whose classes are its own; `run`, whose settings and checkpoint name it, allow its code, and name
+    functions of a module that can be imported. `trace` is there where any of it ran."""
+    root = shutil.copytree(first, tmp_path / "crafted")
+    model, code = root / "model", CODE.format(trace=str(root / "trace"))
+    for file in TINY.glob("token*"):
+        shutil.copy(file, model)
+    (tmp_path / "path").mkdir()
+    for place in (tmp_path / "path" / f"{MODULE}.py", model / f"{MODULE}.py"):
+        place.write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path / "path"))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'path'}:{ROOT}:{ROOT / 'kernels'}")
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    own = {"AutoConfig": f"{MODULE}.OwnConfig", "AutoModelForCausalLM": f"{MODULE}.OwnModel"}
+    own |= {"AutoModelForSequenceClassification": f"{MODULE}.OwnModel"}
+    _change(model / "config.json", auto_map=own)
+    _change(model / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, f"{MODULE}.OwnTokenizer"]})
+    folder = root / "run/checkpoints/step-000001"
+    marker = read_marker(folder)
+    settings, name = marker.content["settings"], f"{MODULE}:make"
+    settings["model"] |= {"path": str(model), "tokenizer": str(model), "trust_remote_code": True}
+    settings["model"]["family"] = f"{MODULE}:FAMILY"
+    settings["reward"] |= {"function": name}
+    settings["data"] |= {"train": {"source": name}, "validation": {"source": name}}
+    settings["rollout"]["engine"] = f"{MODULE}:ENVIRONMENT"
+    settings["algorithm"] |= {"estimator": f"{MODULE}:METHOD", "policy_loss": f"{MODULE}:METHOD"}
+    marker.content["identity"] = {"model": architecture_digest(model)}
+    write_marker(folder, marker)
+    (root / "run/config.yaml").write_text(yaml.safe_dump(settings))
+    line = {"step": 1, "reward/mean": 0.5, "!!python/object/apply:os.system": 1}
+    (root / "run/metrics.jsonl").write_text(json.dumps(line) + "\n")
+    (root / "data.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{n}+1=", "answer": "1"}) + "\n" for n in range(16))
+    )
+    return root
+
+
+def _change(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def own_settings(crafted: Path, *more: str) -> list[str]:
+    """Of a user who names the other's model and allows nothing."""
+    model = crafted / "model"
+    named = [f"model.path={model}", f"model.tokenizer={model}", "model.init=pretrained", "critic=null"]
+    named += [f"data.{of}.source={crafted / 'data.jsonl'}" for of in ("train", "validation")]
+    named += ["data.apply_chat_template=false", "rollout.max_response_tokens=4", "runtime.device=cpu"]
+    return [str(BASE), *named, "algorithm.estimator=grpo", "actor.optimizer.warmup_updates=0", *more]
+
+
+def begun(crafted: Path, *more: str) -> list[str]:
+    return own_settings(crafted, f"run.directory={crafted / 'mine'}", "run.steps=1", *more)
+
+
+COMMANDS: dict[str, tuple[Callable[[Path], list[str]], int]] = {
+    "export": (lambda root: ["export", str(root / "run"), str(root / "out")], 2),
+    "export for megatron": (lambda root: ["export", str(root / "run"), str(root / "out"), "--format", "torch_dist"], 2),
+    "report": (lambda root: ["report", str(root / "run")], 0),
+    "plan": (lambda root: ["plan", *own_settings(root)], 0),
+    "doctor": (lambda root: ["doctor", *own_settings(root)], 0),
+    "dry run": (lambda root: ["train", *begun(root), "--dry-run"], 0),
+    "begin with the run": (lambda root: ["train", *begun(root, f"actor.start_from={root / 'run'}"), "--dry-run"], 0),
+    "resume": (lambda root: ["train", *own_settings(root, f"run.directory={root / 'run'}", "run.steps=2")], 2),
+    "replay": (lambda root: ["train", "--replay", str(root / "run/checkpoints/step-000001")], 2),
+    "eval": (lambda root: ["eval", *begun(root), "--weights", str(root / "model")], 0),
+}
+"""What is given to each command, and the code with which it ends."""
+
+
+@pytest.mark.waits
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_folder_of_somebody_else_runs_no_code(
+    crafted: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, expected = COMMANDS[command]
+    monkeypatch.chdir(ROOT)
+    code = main(words(crafted))
+    said = capsys.readouterr()
+    assert not (crafted / "trace").exists(), said
+    assert MODULE not in sys.modules
+    assert code == expected and "Traceback" not in said.out + said.err, said
+
+
+@pytest.mark.waits
+def test_a_server_of_somebody_elses_model_is_told_to_run_no_code(
+    crafted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("sglang")
+    monkeypatch.setenv(KEY_VARIABLE, "a key")
+    config = resolve_here(load_config(own_settings(crafted)[0], own_settings(crafted, "rollout.engine=sglang")[1:]))
+    service = make_service(config, host=None, port=0, index=0, linger_seconds=0.0)
+    assert not service.spec.trust_remote_code
+    assert service.spec.arguments(1, "key").get("trust-remote-code", False) is False
+    assert not (crafted / "trace").exists() and MODULE not in sys.modules
+
+
+def test_an_export_runs_the_code_that_its_user_names(crafted: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And no other."""
+    words = ["export", str(crafted / "run"), str(crafted / "out")]
+    assert main(words) == 2
+    assert f"give --family {MODULE}:FAMILY if that code is yours" in capsys.readouterr().err
+    assert main([*words, "--family", "elsewhere:FAMILY"]) == 2 and not (crafted / "trace").exists()
+    assert main([*words, "--family", f"{MODULE}:FAMILY"]) == 2 and (crafted / "trace").exists()
+    (crafted / "trace").unlink()
+    folder = crafted / "run/checkpoints/step-000001"
+    marker = read_marker(folder)
+    marker.content["settings"]["model"]["family"] = None
+    write_marker(folder, marker)
+    assert main(words) == 0, capsys.readouterr()
+    assert not (crafted / "trace").exists() and (crafted / "out/model.safetensors").exists()
