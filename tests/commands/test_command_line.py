@@ -47,8 +47,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         evaluate=lambda config, derived, prompts: seen.append(("evaluate", config)),
     )
 
-    def export(*words: Any, without_mtp: bool) -> list[Path]:
-        seen.append(("export", *words, without_mtp))
+    def export(*words: Any, without_mtp: bool, own: tuple[str | None, bool]) -> list[Path]:
+        seen.append(("export", *words, without_mtp, *own))
         return []
 
     monkeypatch.setitem(sys.modules, "megappo.ppo.run", trainer)
@@ -268,10 +268,12 @@ def test_export(calls: list[tuple[Any, ...]]) -> None:
     assert main(["export", "runs/a", "out"]) == 0
     assert main(["export", "runs/a", "out", "--role", "critic", "--step", "best", "--format", "torch_dist"]) == 0
     assert main(["export", "runs/a", "out", "--without-mtp"]) == 0
+    assert main(["export", "runs/a", "out", "--family", "mine:FAMILY", "--trust-remote-code"]) == 0
     assert calls == [
-        ("export", "runs/a", "out", "actor", "latest", "huggingface", False),
-        ("export", "runs/a", "out", "critic", "best", "torch_dist", False),
-        ("export", "runs/a", "out", "actor", "latest", "huggingface", True),
+        ("export", "runs/a", "out", "actor", "latest", "huggingface", False, None, False),
+        ("export", "runs/a", "out", "critic", "best", "torch_dist", False, None, False),
+        ("export", "runs/a", "out", "actor", "latest", "huggingface", True, None, False),
+        ("export", "runs/a", "out", "actor", "latest", "huggingface", False, "mine:FAMILY", True),
     ]
 
 
