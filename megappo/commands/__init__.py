@@ -46,6 +46,7 @@ COMMANDS = {
     "serve": Command("run one SGLang server for trainers elsewhere, and keep it running", takes_overrides=True),
     "eval": Command("score a model on data.validation and data.validation_sets", on_ranks=True, takes_overrides=True),
     "export": Command("write a checkpoint of a run as a Hugging Face folder, or for Megatron-LM"),
+    "data": Command("write GSM8K, MATH, DAPO or Countdown as configurations read them"),
     "report": Command("show how a metric went in a run, or in several"),
 }
 """By name, which is also the name of its module in this package."""

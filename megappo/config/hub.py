@@ -17,7 +17,7 @@ _TEXTS = ("*.json", "*.model", "*.jinja", "*.txt", "*.py")
 _WEIGHTS = ("*.safetensors",)
 _OTHER_COPIES = ("*/*.safetensors", "consolidated*.safetensors")
 """The weights once more in another format; a pattern's `*` crosses slashes."""
-_PATIENCE_SECONDS = 3.0
+PATIENCE_SECONDS = 3.0
 """With a hub that has nothing but news of what the cache holds."""
 
 
@@ -35,10 +35,10 @@ def hub_folder(name: str, *, key: str = "model.path", weights: bool = False) -> 
     if constants.HF_HUB_OFFLINE:
         why = "HF_HUB_OFFLINE is set"
     else:
-        silence = _silence(constants.ENDPOINT, float(constants.HF_HUB_ETAG_TIMEOUT) if missing else _PATIENCE_SECONDS)
-        if silence is None:
+        why_silent = silence(constants.ENDPOINT, float(constants.HF_HUB_ETAG_TIMEOUT) if missing else PATIENCE_SECONDS)
+        if why_silent is None:
             return _fetch(name, key, weights)
-        why = silence
+        why = why_silent
     if kept is not None and not missing:
         return kept
     raise ConfigError(
@@ -84,7 +84,7 @@ def _in_cache(name: str, key: str, weights: bool) -> tuple[Path | None, str]:
 
 
 @functools.cache
-def _silence(endpoint: str, patience_seconds: float) -> str | None:
+def silence(endpoint: str, patience_seconds: float) -> str | None:
     """Why the hub cannot be asked; None where it answers. Looking up a name has no time limit, hence the thread."""
     from httpx import HTTPError, InvalidURL, TimeoutException
     from huggingface_hub.utils import get_session

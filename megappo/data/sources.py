@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import numbers
 import os
@@ -10,18 +9,16 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megappo.config.data import HUB_PREFIX, DataSourceSettings
 from megappo.data.hub_sets import read_table
-from megappo.errors import how_to_install, nearest_word, reason, shortened
+from megappo.data.prepare import SETS
+from megappo.data.tables import json_lines, read_parquet, shown, table_rows
+from megappo.errors import how_to_install, nearest_word
 from megappo.plugins import check_call, is_import_path, load_function, users_code
 
-if TYPE_CHECKING:
-    import pyarrow
-
 _ROLES = ("system", "user", "assistant", "tool")
-_SHOWN_CHARACTERS = 80
 _KEEP_PLAIN = "keep plain values in the record"
 
 Chat = list[dict[str, Any]]
@@ -83,16 +80,16 @@ def _open(settings: DataSourceSettings) -> Located:
     if os.path.isdir(source):
         raise ValueError(f"data file '{source}' is a folder; name one file in it")
     if not os.path.isfile(source):
-        raise ValueError(f"data file '{source}' does not exist (from {Path.cwd()}); check the path")
+        raise ValueError(f"data file '{source}' does not exist (from {Path.cwd()}); {_remedy_of(Path(source))}")
     return _jsonl(Path(source), settings) if source.endswith(".jsonl") else _parquet(Path(source))
 
 
-def _show(value: object) -> str:
-    try:
-        text = repr(value)
-    except Exception as error:  # noqa: BLE001 - a user's class, or a number with more digits than Python writes
-        text = f"a {type(value).__name__} whose repr raises {type(error).__name__}"
-    return shortened(text, _SHOWN_CHARACTERS)
+def _remedy_of(missing: Path) -> str:
+    """How a file is made that the shipped configurations name."""
+    splits = {f"{split.name}.parquet" for split in SETS.get(missing.parent.name, ())}
+    if missing.name not in splits:
+        return "check the path"
+    return f"`megappo data prepare {missing.parent.name} {missing.parent}` writes it"
 
 
 def _plain(mapping: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,7 +110,7 @@ def _checked_prompt(prompt: Any, where: str) -> str | Chat:
             raise ValueError(f"{where}: the prompt is empty; remove the record")
         return checked_text(prompt, where, "prompt")
     if not isinstance(prompt, list) or not prompt:
-        raise ValueError(f"{where}: the prompt is {_show(prompt)}, must be a text or a list of chat messages; fix it")
+        raise ValueError(f"{where}: the prompt is {shown(prompt)}, must be a text or a list of chat messages; fix it")
     with users_code(f"{where}: a chat message cannot be read", _KEEP_PLAIN):
         plain = [_plain(message) if isinstance(message, Mapping) else message for message in prompt]
     messages = [_checked_message(message, where) for message in plain]
@@ -124,11 +121,11 @@ def _checked_prompt(prompt: Any, where: str) -> str | Chat:
 
 def _checked_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-        raise ValueError(f"{where}: chat message {_show(message)} must be an object with role and content; fix it")
+        raise ValueError(f"{where}: chat message {shown(message)} must be an object with role and content; fix it")
     if message["role"] not in _ROLES:
-        raise ValueError(f"{where}: chat role {_show(message['role'])} must be one of {', '.join(_ROLES)}; change it")
+        raise ValueError(f"{where}: chat role {shown(message['role'])} must be one of {', '.join(_ROLES)}; change it")
     if not isinstance(message["content"], str):
-        raise ValueError(f"{where}: chat content {_show(message['content'])} must be a text; fix it")
+        raise ValueError(f"{where}: chat content {shown(message['content'])} must be a text; fix it")
     checked_text(message["content"], where, "prompt")
     return {key: value for key, value in message.items() if value is not None}
 
@@ -151,15 +148,12 @@ def _checked_answer(answer: Any, where: str) -> str | None:
     with users_code(f"{where}: the answer cannot be written as a text", _KEEP_PLAIN):
         if is_number and (isinstance(answer, numbers.Rational) or math.isfinite(answer)):
             return str(answer)
-    raise ValueError(f"{where}: the answer is {_show(answer)}, must be a text or a finite number; fix it")
+    raise ValueError(f"{where}: the answer is {shown(answer)}, must be a text or a finite number; fix it")
 
 
 def _jsonl(path: Path, settings: DataSourceSettings) -> Located:
-    for number, line in enumerate(_read(path).removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        where = f"{path} line {number}"
-        if not line.strip():
-            continue
-        yield where, _keyed_record(_json_object(line, where), where, settings)
+    for where, fields in json_lines(path):
+        yield where, _keyed_record(fields, where, settings)
 
 
 def _keyed_record(fields: dict[str, Any], where: str, settings: DataSourceSettings) -> Record:
@@ -174,80 +168,22 @@ def _keyed_record(fields: dict[str, Any], where: str, settings: DataSourceSettin
 
 
 def _data_set(settings: DataSourceSettings) -> Located:
-    for number, row in enumerate(_rows(read_table(settings.source, settings.limit), settings.source)):
-        where = f"{settings.source} row {number}"
+    for where, row in table_rows(read_table(settings.source, settings.limit), settings.source):
         there = {name: value for name, value in row.items() if value is not None or name == settings.prompt_key}
         yield where, _keyed_record(there, where, settings)
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"data file '{path}' cannot be read ({error.strerror}); check its permissions") from error
-
-
-def _json_object(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        fields = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{where} is not UTF-8 (byte {error.start}); convert the file") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is not JSON ({error.msg} at column {error.colno}); fix or remove it") from error
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, brackets in brackets
-        raise ValueError(f"{where} is JSON beyond what Python reads ({error}); fix or remove it") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f'{where} holds {_show(fields)}, must be an object like {{"prompt": ...}}; fix it')
-    return fields
-
-
 def _parquet(path: Path) -> Located:
     """verl's schema: data_source, prompt (chat messages), reward_model.ground_truth, extra_info."""
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        table = parquet.read_table(path)
-        columns = table.column_names
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: names that are not UTF-8
-        raise ValueError(f"{path} is not a readable parquet file ({reason(error)}); write it again") from error
-    missing = {"data_source", "prompt", "reward_model"} - set(columns)
+    table = read_parquet(path)
+    missing = {"data_source", "prompt", "reward_model"} - set(table.column_names)
     if missing:
         raise ValueError(
             f"{path} lacks the column{'s' if len(missing) > 1 else ''} {', '.join(sorted(missing))}; "
             "write verl's schema: data_source, prompt, reward_model and extra_info"
         )
-    for number, row in enumerate(_rows(table, path)):
-        where = f"{path} row {number}"
+    for where, row in table_rows(table, path):
         yield where, _parquet_record(row, where)
-
-
-def _rows(table: pyarrow.Table, place: str | Path) -> Iterator[dict[str, Any]]:
-    """As a row would stand in a file of JSON lines. Arrow checks neither UTF-8 nor dates before a value becomes
-    Python's."""
-    first = 0
-    for batch in table.to_batches(max_chunksize=1024):
-        try:
-            rows = batch.to_pylist()
-        except (ValueError, OverflowError):
-            rows = (_row(batch, i, f"{place} row {first + i}") for i in range(batch.num_rows))
-        yield from ({name: _without_fillings(value) for name, value in row.items()} for row in rows)
-        first += batch.num_rows
-
-
-def _without_fillings(value: Any) -> Any:
-    """Without the nulls that Arrow puts where a struct lacks a field that others of its column have. A null that was
-    written goes with them: nothing tells it apart."""
-    if isinstance(value, dict):
-        return {name: _without_fillings(inner) for name, inner in value.items() if inner is not None}
-    return [_without_fillings(inner) for inner in value] if isinstance(value, list) else value
-
-
-def _row(batch: pyarrow.RecordBatch, i: int, where: str) -> dict[str, Any]:
-    try:
-        return batch.slice(i, 1).to_pylist()[0]
-    except (ValueError, OverflowError) as error:
-        raise ValueError(f"{where} holds a value that cannot be read ({reason(error)}); fix it") from error
 
 
 def _parquet_record(row: dict[str, Any], where: str) -> Record:
@@ -255,7 +191,7 @@ def _parquet_record(row: dict[str, Any], where: str) -> Record:
     if not isinstance(reward, dict) or reward.get("ground_truth") is None:
         raise ValueError(f"{where} has no reward_model.ground_truth; add it")
     if extra is not None and not isinstance(extra, dict):
-        raise ValueError(f"{where}: extra_info is {_show(extra)}, must be a struct; write verl's schema")
+        raise ValueError(f"{where}: extra_info is {shown(extra)}, must be a struct; write verl's schema")
     metadata = {**(extra or {}), "data_source": row["data_source"]}
     return Record(_checked_prompt(row["prompt"], where), _checked_answer(reward["ground_truth"], where), metadata)
 
@@ -304,13 +240,13 @@ def _python_record(fields: Any, where: str) -> Record:
             given = {name: fields[name] for name in ("prompt", "answer", "metadata") if name in fields}
     if "prompt" not in given:
         raise ValueError(
-            f"{where} is {_show(fields)}, must be a mapping with prompt, answer and perhaps metadata; fix it"
+            f"{where} is {shown(fields)}, must be a mapping with prompt, answer and perhaps metadata; fix it"
         )
     metadata = given.get("metadata")
     with users_code(f"{where}: the metadata cannot be read", _KEEP_PLAIN):
         metadata = _plain(metadata) if isinstance(metadata, Mapping) else metadata or {}
     if not isinstance(metadata, dict):
-        raise ValueError(f"{where}: the metadata are {_show(metadata)}, must be a mapping; fix them")
+        raise ValueError(f"{where}: the metadata are {shown(metadata)}, must be a mapping; fix them")
     return Record(_checked_prompt(given["prompt"], where), _checked_answer(given.get("answer"), where), metadata)
 
 

@@ -10,11 +10,12 @@ import pytest
 
 from megappo.cli import main
 from megappo.config import Config, load_config
+from megappo.data.prepare import SETS
 from megappo.families.served import Served
 from megappo.plan.engines import other_engine
 from megappo.plan.machine_file import find_machine
 from megappo.plan.planner import Plan, fewest_ranks, make_plan, read_models
-from tests.support.configurations import CONFIGURATIONS, head_command, trainer_ranks
+from tests.support.configurations import CONFIGURATIONS, head_command, head_commands, trainer_ranks
 from tests.support.places import ROOT
 
 
@@ -66,6 +67,17 @@ def test_a_configuration_is_started_on_the_ranks_it_was_planned_for(path: Path) 
     assert gpus % fewest_ranks(config) == 0
     assert f"configs/{path.name}" in plan
     assert f"configs/{path.name}" in start
+
+
+@pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda p: p.stem)
+def test_the_head_of_a_configuration_says_where_its_data_come_from(path: Path) -> None:
+    """The command writes the files that the settings name."""
+    config = load_config(path)
+    sources = [source.source for source in (*config.data.sources.values(), *config.data.evaluated.values())]
+    files = {source for source in sources if source.endswith(".parquet")}
+    commands = [words for words in head_commands(path) if words[:2] == ["megappo", "data"]]
+    written = {f"{out}/{split.name}.parquet" for *_, name, out in commands for split in SETS[name]}
+    assert files == written
 
 
 def test_sizes_that_people_start_from_are_there() -> None:

@@ -18,11 +18,15 @@ CONFIGURATIONS = sorted((ROOT / "configs").glob("*.yaml"))
 
 def head_command(path: Path, *programs: str) -> list[str]:
     """The words of the command in a file's head that starts with one of the programs."""
-    for line in path.read_text().splitlines():
-        words = shlex.split(line.removeprefix("#")) if line.startswith("#   ") else []
-        if words and words[0] in programs:
+    for words in head_commands(path):
+        if words[0] in programs:
             return words
     raise AssertionError(f"{path.name} shows no {' or '.join(programs)}")
+
+
+def head_commands(path: Path) -> list[list[str]]:
+    """The words of each command in a file's head."""
+    return [shlex.split(line[1:]) for line in path.read_text().splitlines() if line.startswith("#   ")]
 
 
 def trainer_ranks(path: Path) -> int:

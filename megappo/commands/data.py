@@ -1,0 +1,32 @@
+"""`megappo data prepare`: write a data set that configurations name."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megappo.commands import whole_option
+
+_MOST_PUZZLES = 1_000_000
+_LARGEST_SEED = 2**63 - 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What follows `megappo data`."""
+    parser.add_argument("action", choices=("prepare",), help="write the files of a data set")
+    parser.add_argument("name", metavar="NAME", help="gsm8k, math, dapo (with AIME 2024) or countdown")
+    parser.add_argument("out", metavar="OUT", help="folder for the parquet files, such as data/gsm8k")
+    parser.add_argument("--from", dest="given", metavar="PATH", help="downloaded file or folder, in place of the hub")
+    parser.add_argument("--seed", default="0", metavar="N", help="countdown's (default: %(default)s)")
+    parser.add_argument("--count", default="10000", metavar="N", help="countdown's training puzzles (%(default)s)")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Write them, and print what was written."""
+    from megappo.data.prepare import prepare
+
+    seed = whole_option("--seed", arguments.seed, 0, _LARGEST_SEED)
+    count = whole_option("--count", arguments.count, 1, _MOST_PUZZLES)
+    given = None if arguments.given is None else Path(arguments.given)
+    for sentence in prepare(arguments.name, Path(arguments.out), given=given, seed=seed, count=count):
+        print(sentence, flush=True)

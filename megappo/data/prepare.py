@@ -1,0 +1,228 @@
+"""Data sets that the shipped configurations train on, written as parquet files in verl's schema (`megappo data`).
+
+They come from the Hugging Face hub or from what was downloaded of them; countdown is made from a seed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from megappo.data.countdown import puzzles
+from megappo.data.tables import json_lines, read_parquet, shown, table_rows
+from megappo.errors import either, first_of, nearest_word, reason, writing
+
+Rows = Iterator[dict[str, Any]]
+Located = Iterable[tuple[str, dict[str, Any]]]
+"""Rows, each with the words for errors that name its place."""
+
+TEST_PUZZLES = 512
+_GSM8K_ASKS = 'Let\'s think step by step and output the final answer after "####".'
+_MATH_ASKS = "Let's think step by step and output the final answer within \\boxed{}."
+_GSM8K_ANSWER = re.compile(r"####\s*(-?[\d.,]+)")
+_BOXES = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
+_SCHEMA = ("data_source", "prompt", "ability", "reward_model", "extra_info")
+_OTHER_FORM = "socratic"
+"""Folder of GSM8K's other configuration, in the same repository."""
+_MOST_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class Split:
+    """One file that is written."""
+
+    name: str
+    """Of the file, and of what it is made of, which may be in several parts: `train` or `train-00000-of-00002`."""
+    repository: str
+    """Of the hub."""
+    folder: str
+    """In it."""
+    converted: Callable[[Located, Split], Rows]
+
+    @property
+    def is_one(self) -> re.Pattern[str]:
+        """Matches names of files that hold the split."""
+        return re.compile(rf"{re.escape(self.name)}(?:-\d+-of-(\d+))?\.(?:parquet|jsonl)")
+
+
+def _row(split: Split, question: str, asks: str, answer: str, extra: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "data_source": split.repository,
+        "prompt": [{"role": "user", "content": f"{question} {asks}"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": answer},
+        "extra_info": {"split": split.name, **extra},
+    }
+
+
+def _gsm8k(rows: Located, split: Split) -> Rows:
+    """Fields `question` and `answer`, which ends in `#### 12`."""
+    for index, (where, row) in enumerate(rows):
+        question, told = _text(row, "question", where), _text(row, "answer", where)
+        found = _GSM8K_ANSWER.findall(told)
+        if not found:
+            raise ValueError(f"{where} has no number behind #### in its answer, as GSM8K's have; fetch the file again")
+        extra = {"index": index, "question": question, "answer": told}
+        yield _row(split, question, _GSM8K_ASKS, found[-1].replace(",", "").rstrip("."), extra)
+
+
+def _math(rows: Located, split: Split) -> Rows:
+    r"""Fields `problem`, `level`, `type` and `solution`, whose answer stands in `\boxed{}`."""
+    for index, (where, row) in enumerate(rows):
+        answer = boxed(_text(row, "solution", where))
+        if answer is None:
+            raise ValueError(f"{where} has no \\boxed{{}} in its solution, as MATH's have; fetch the file again")
+        extra = {"index": index, "level": str(row.get("level", "")), "type": str(row.get("type", ""))}
+        yield _row(split, _text(row, "problem", where), _MATH_ASKS, answer, extra)
+
+
+def boxed(solution: str) -> str | None:
+    r"""What stands in the last `\boxed{}` of a text, braces inside of it included; None where there is none."""
+    found = list(_BOXES.finditer(solution))
+    if not found:
+        return None
+    start, depth = found[-1].end(), 0
+    for place in range(start, len(solution)):
+        if solution[place] in "{}" and solution[place - 1] != "\\":
+            depth += 1 if solution[place] == "{" else -1
+            if depth == 0:
+                return solution[start + 1 : place].strip()
+    return None
+
+
+def _each_once(rows: Located, split: Split) -> Rows:
+    """Rows that have verl's schema, of those with the same prompt the first."""
+    seen = set[str]()
+    for where, row in rows:
+        if missing := [name for name in ("data_source", "prompt", "reward_model") if row.get(name) is None]:
+            raise ValueError(f"{where} lacks {', '.join(missing)}, which the files of {split.repository} have")
+        if (key := json.dumps(row["prompt"], sort_keys=True)) not in seen:
+            seen.add(key)
+            yield {name: row[name] for name in _SCHEMA if name in row}
+
+
+def _text(row: dict[str, Any], name: str, where: str) -> str:
+    if not isinstance(row.get(name), str):
+        raise ValueError(f"{where} has {shown(row.get(name))} as its {name}, must be a text; give a file of this set")
+    text: str = row[name]
+    return text.strip()
+
+
+_MATH_HOME = "DigitalLearningGmbH/MATH-lighteval"
+SETS: dict[str, tuple[Split, ...]] = {
+    "gsm8k": tuple(Split(name, "openai/gsm8k", "main", _gsm8k) for name in ("train", "test")),
+    "math": tuple(Split(name, _MATH_HOME, "", _math) for name in ("train", "test")),
+    "dapo": (
+        Split("dapo-math-17k", "BytedTsinghua-SIA/DAPO-Math-17k", "data", _each_once),
+        Split("aime-2024", "BytedTsinghua-SIA/AIME-2024", "data", _each_once),
+    ),
+}
+"""What is read of the hub, by the names of `megappo data prepare`."""
+COUNTDOWN = "countdown"
+
+
+def prepare(name: str, out: Path, *, given: Path | None = None, seed: int = 0, count: int = 10_000) -> Iterator[str]:
+    """Write the files of a set into the folder `out`; yields a sentence for each.
+
+    Args:
+        name: one of `SETS`, or `COUNTDOWN`.
+        out: made where it is missing; files of the same names are replaced.
+        given: a file or folder that was downloaded, in place of the hub.
+        seed: countdown's.
+        count: countdown's puzzles to train on; `TEST_PUZZLES` others are for tests.
+
+    Raises ValueError for an unknown name, what cannot be fetched, and rows that are none of this set.
+    """
+    if name == COUNTDOWN:
+        if given is not None:
+            raise ValueError(f"countdown is made from a seed and reads no file; leave --from {given} out")
+        rows = puzzles(count + TEST_PUZZLES, seed)
+        yield _write(out / "train.parquet", islice(rows, count))
+        yield _write(out / "test.parquet", rows)
+        return
+    if name not in SETS:
+        known = [*SETS, COUNTDOWN]
+        near = nearest_word(name, known)
+        raise ValueError(f"there is no data set {shown(name)}; the nearest of {either(known)} is {near}")
+    for split, files in list(_found(name, given)):
+        yield _write(out / f"{split.name}.parquet", split.converted(_rows(files), split))
+
+
+def _found(name: str, given: Path | None) -> Iterator[tuple[Split, list[Path]]]:
+    """The splits that there are, with the files that hold each."""
+    splits = SETS[name]
+    if given is not None and given.is_file():
+        wanted = next((split for split in splits if split.is_one.fullmatch(given.name)), None)
+        if wanted is None:
+            names = either(f"{split.name}.parquet" for split in splits)
+            raise ValueError(f"--from {given}: the name does not tell which part of {name} it is; call it {names}")
+        yield wanted, [given]
+        return
+    if given is not None and not given.is_dir():
+        raise ValueError(f"--from {given}: there is no such file or folder (from {Path.cwd()}); check the path")
+    for split in splits:
+        yield split, _files(given if given is not None else _fetched(split), split)
+
+
+def _files(folder: Path, split: Split) -> list[Path]:
+    """The parts of a split under a folder, all of them, in order."""
+    there = [path for path in sorted(folder.rglob("*")) if _OTHER_FORM not in path.relative_to(folder).parts]
+    matches = {path: split.is_one.fullmatch(path.name) for path in there}
+    found = {path: match[1] for path, match in matches.items() if match}
+    if not found:
+        raise ValueError(
+            f"{folder} holds no {split.name}.parquet or {split.name}.jsonl, nor parts of it; fetch it again, or give "
+            "one file alone"
+        )
+    parts = {int(count or 1) for count in found.values()}
+    if parts != {len(found)} or len({path.parent for path in found}) > 1:
+        shown_files = first_of([path.relative_to(folder) for path in found], _MOST_SHOWN)
+        raise ValueError(
+            f"{folder} holds {shown_files}, which are not the parts of one {split.name}; give one file or folder"
+        )
+    return list(found)
+
+
+def _fetched(split: Split) -> Path:
+    from httpx import HTTPError
+    from huggingface_hub import constants, snapshot_download
+
+    from megappo.config.hub import PATIENCE_SECONDS, silence
+
+    is_set = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else None
+    offline = is_set or silence(constants.ENDPOINT, PATIENCE_SECONDS)
+    patterns = [f"{split.folder}/*" if split.folder else "*"]
+    try:
+        where = snapshot_download(
+            split.repository, repo_type="dataset", allow_patterns=patterns, local_files_only=offline is not None
+        )
+    except (OSError, ValueError, HTTPError) as error:
+        raise ValueError(
+            f"the data set '{split.repository}' could not be fetched from the hub ({offline or reason(error)}); where "
+            f"there is network, run `hf download --repo-type dataset {split.repository} --local-dir FOLDER`, and give "
+            "the FOLDER here with --from"
+        ) from error
+    return Path(where)
+
+
+def _rows(files: Iterable[Path]) -> Located:
+    for path in files:
+        yield from json_lines(path) if path.suffix == ".jsonl" else table_rows(read_parquet(path), path)
+
+
+def _write(path: Path, rows: Iterable[dict[str, Any]]) -> str:
+    import pyarrow
+    from pyarrow import parquet
+
+    table = pyarrow.Table.from_pylist(list(rows))
+    partial = path.with_name(f"{path.name}.partial")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        parquet.write_table(table, partial)
+        partial.replace(path)
+    return f"{path}: {table.num_rows} prompt{'s' if table.num_rows != 1 else ''}"

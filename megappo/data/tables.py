@@ -1,0 +1,95 @@
+"""Rows of JSON lines and of parquet files, and the sentence for each that cannot be read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megappo.errors import reason, shortened
+
+if TYPE_CHECKING:
+    import pyarrow
+
+_SHOWN_CHARACTERS = 80
+
+
+def shown(value: object) -> str:
+    """A value of a record in a sentence."""
+    try:
+        text = repr(value)
+    except Exception as error:  # noqa: BLE001 - a user's class, or a number with more digits than Python writes
+        text = f"a {type(value).__name__} whose repr raises {type(error).__name__}"
+    return shortened(text, _SHOWN_CHARACTERS)
+
+
+def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each object of the file with the words for errors that name its line. Raises ValueError for what is none."""
+    for number, line in enumerate(_bytes_of(path).removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        if line.strip():
+            where = f"{path} line {number}"
+            yield where, _json_object(line, where)
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"data file '{path}' cannot be read ({error.strerror}); check its permissions") from error
+
+
+def _json_object(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where} is not UTF-8 (byte {error.start}); convert the file") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is not JSON ({error.msg} at column {error.colno}); fix or remove it") from error
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, brackets in brackets
+        raise ValueError(f"{where} is JSON beyond what Python reads ({error}); fix or remove it") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f'{where} holds {shown(fields)}, must be an object like {{"prompt": ...}}; fix it')
+    return fields
+
+
+def read_parquet(path: Path) -> pyarrow.Table:
+    """The table of a file. Raises ValueError for one that is damaged."""
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        table = parquet.read_table(path)
+        table.column_names  # noqa: B018 - raises for names that are not UTF-8
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not a readable parquet file ({reason(error)}); write it again") from error
+    return table
+
+
+def table_rows(table: pyarrow.Table, place: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each row with the words for errors that name it, as it would stand in a file of JSON lines. Arrow checks neither
+    UTF-8 nor dates before a value becomes Python's."""
+    first = 0
+    for batch in table.to_batches(max_chunksize=1024):
+        try:
+            rows = batch.to_pylist()
+        except (ValueError, OverflowError):
+            rows = (_row(batch, i, f"{place} row {first + i}") for i in range(batch.num_rows))
+        for number, row in enumerate(rows, start=first):
+            yield f"{place} row {number}", {name: _without_fillings(value) for name, value in row.items()}
+        first += batch.num_rows
+
+
+def _without_fillings(value: Any) -> Any:
+    """Without the nulls that Arrow puts where a struct lacks a field that others of its column have. A null that was
+    written goes with them: nothing tells it apart."""
+    if isinstance(value, dict):
+        return {name: _without_fillings(inner) for name, inner in value.items() if inner is not None}
+    return [_without_fillings(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _row(batch: pyarrow.RecordBatch, i: int, where: str) -> dict[str, Any]:
+    try:
+        return batch.slice(i, 1).to_pylist()[0]
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"{where} holds a value that cannot be read ({reason(error)}); fix it") from error
