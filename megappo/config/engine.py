@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from megappo.config.base import NonNegativeInt, PositiveFloat, PositiveInt, Processes, Ranks, Seconds, Settings, Text
 
@@ -17,6 +17,16 @@ CPU_TOKENS = 65536
 """Tokens whose keys and values a server on a CPU holds where no number is set."""
 LEAST_REQUEST_SECONDS = 1800.0
 """After which a server that owes an answer is asked for its work, where no longer time follows from the plan."""
+
+
+def _variables(given: object) -> object:
+    """Numbers as text, which variables are."""
+    if not isinstance(given, dict):
+        return given
+    return {name: str(value) if type(value) in (int, float) else value for name, value in given.items()}
+
+
+Variables = Annotated[dict[str, str], BeforeValidator(_variables)]
 Urls = Annotated[tuple[Text, ...], Field(strict=False)]
 
 
@@ -88,8 +98,9 @@ class SGLangSettings(Settings):
     """Longest time for one request of a weight sync."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """More arguments for own servers, by SGLang's names: `{chunked-prefill-size: 4096}`."""
-    environment: dict[str, str] = Field(default_factory=dict)
-    """More variables for own servers' processes, which get none of the run's own that begin with `SGLANG_`."""
+    environment: Variables = Field(default_factory=dict)
+    """More variables for own servers' processes, which get none of the run's own that begin with `SGLANG_`:
+    `{SGLANG_LOG_GC: 1}`."""
 
     def count(self, world_size: int, *, on_cuda: bool) -> int:
         """Number of servers: those of `urls`, or what a run of so many ranks starts."""

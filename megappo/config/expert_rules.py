@@ -13,9 +13,6 @@ from megappo.families.architecture import ModelShape
 if TYPE_CHECKING:
     from megappo.config.rules import RoleSpec
 
-_ARGUMENTS = {"ep", "ep-size", "expert-parallel-size", "moe-a2a-backend", "enable-eplb"}
-"""SGLang's own arguments of where experts stand, which its weights are compared by."""
-
 
 def layout_rules(role: RoleSpec, model_name: str) -> Iterator[str]:
     """Ranks share out experts evenly, and each routes tokens of its own."""
@@ -60,9 +57,4 @@ def server_rules(servers: SGLangSettings, shape: ModelShape) -> Iterator[str]:
         yield (
             f"{key} {ep} leaves {tp // ep} ranks of a server to share out each expert, whose {shape.ffn_hidden_size} "
             f"(FFN hidden size) they do not divide; {remedy}"
-        )
-    for name in _ARGUMENTS & set(servers.arguments) if shape.experts else ():
-        yield (
-            f"rollout.sglang.arguments has {name}, but where experts stand must be known to compare the weights there; "
-            "remove it, and set rollout.sglang.expert_parallel"
         )

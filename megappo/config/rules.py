@@ -15,6 +15,7 @@ from megappo.config import expert_rules, metric_rules, sharing_rules
 from megappo.config.engine import ENGINES
 from megappo.config.roles import ActorSettings, CriticSettings, LayoutSettings
 from megappo.config.schema import Config
+from megappo.config.server_words import word_rules
 from megappo.errors import divisors, either, nearest_numbers, show
 from megappo.families.architecture import ArchitectureConfig, ModelShape, padded_vocab_size
 
@@ -389,6 +390,7 @@ def server_rules(config: Config, shape: ModelShape) -> Iterator[str]:
             f"rollout.sglang.verify is true, but SGLang has the weights of a {shape.family} in an order of its own, "
             "which cannot be compared with what was sent; set it to false"
         )
+    yield from word_rules(rollout.servers)
     yield from sharing_rules.node_rules(rollout.servers)
     yield from sharing_rules.attention_rules(rollout.servers, shape)
     yield from expert_rules.server_rules(rollout.servers, shape)

@@ -9,21 +9,10 @@ from megappo.errors import divisors, either, nearest_numbers
 from megappo.families import FAMILIES
 from megappo.families.architecture import ModelShape
 
-_ATTENTION_ARGUMENTS = {
-    "dp",
-    "dp-size",
-    "data-parallel-size",
-    "attn-dp-size",
-    "enable-dp-attention",
-    "enable-dp-lm-head",
-}
-
 
 def attention_rules(servers: SGLangSettings, shape: ModelShape) -> Iterator[str]:
     """Groups of ranks may attend apart in models that SGLang has so, and where the weights stand is known."""
     tp, groups, key = servers.tensor_parallel, servers.data_parallel_attention, "rollout.sglang.data_parallel_attention"
-    for name in sorted(_ATTENTION_ARGUMENTS & set(servers.arguments)):
-        yield f"rollout.sglang.arguments has {name}, by which weights would stand elsewhere; remove it, and set {key}"
     if groups == 1:
         return
     if tp % groups:
@@ -36,14 +25,9 @@ def attention_rules(servers: SGLangSettings, shape: ModelShape) -> Iterator[str]
         yield f"{key} is {groups}, but the model's embedding is its output layer, which other ranks share; set it to 1"
 
 
-_NODE_ARGUMENTS = {"nnodes", "node-rank", "dist-init-addr", "nccl-init-addr"}
-
-
 def node_rules(servers: SGLangSettings) -> Iterator[str]:
     """Each machine of a server has as many of its ranks, and is told so by us."""
     tp, nodes = servers.tensor_parallel, servers.nodes
     if tp % nodes:
         nearest = nearest_numbers(nodes, divisors(tp))
         yield f"rollout.sglang.nodes {nodes} does not divide tensor_parallel {tp}; the nearest is {nearest}"
-    for name in sorted(_NODE_ARGUMENTS & set(servers.arguments)):
-        yield f"rollout.sglang.arguments has {name}, which follows from rollout.sglang.nodes; remove it, and set that"

@@ -26,12 +26,14 @@ from transformers import PretrainedConfig
 from megappo.config.engine import SGLangSettings
 from megappo.config.load import load_config
 from megappo.config.rules import engine_rules, server_rules
+from megappo.config.schema import Config
+from megappo.config.server_words import OWNED, REFUSED, word_rules
 from megappo.engines.registry import find_engine
 from megappo.engines.sglang import fleet
 from megappo.engines.sglang.client import Endpoint
 from megappo.engines.sglang.inspection import check_routing
 from megappo.engines.sglang.server import EngineError
-from megappo.engines.sglang.spec import ServerSpec
+from megappo.engines.sglang.spec import ServerSpec, unheard_variables
 from megappo.engines.sglang.sync import ServerSync, SyncRun
 from megappo.engines.sglang.transport import Loaded
 from megappo.errors import RunError
@@ -503,7 +505,26 @@ SHAPE = ModelShape("llama", 64, 2, 4, 2, 16, 256, 16, 32, False)
             ["rollout.sglang={tensor_parallel: 2, data_parallel_attention: 2}"],
             "is 2, which SGLang has for qwen3 or qwen3_moe, not for llama; set it to 1",
         ),
-        (["rollout.sglang.arguments={attn-dp-size: 2}"], "has attn-dp-size, by which weights would stand elsewhere"),
+        (
+            ["rollout.sglang.arguments={attn-dp-size: 2}"],
+            "has attn-dp-size, which follows from rollout.sglang.data_parallel_attention; remove it, and set that",
+        ),
+        (["rollout.sglang.arguments={pp_size: 2}"], "has pp_size, and a server in pipeline stages cannot be sent"),
+        (["rollout.sglang.arguments={load-format: auto}"], "has load-format, but a run sends its servers the actor's"),
+        (
+            ["rollout.sglang.environment={OMP_NUM_THREADS: 4}"],
+            "has OMP_NUM_THREADS, which follows from rollout.sglang.th",
+        ),
+        (["rollout.sglang.environment={RANK: 1}"], "has RANK, but a run decides it for its own servers; remove it"),
+        (["rollout.sglang.environment={'A B': x}"], "has 'A B', which is no name of a variable; name one"),
+        (
+            ["rollout.sglang.environment={SGLANG_RETURN_ORIGINAL_LOGPROB: 1}"],
+            "but log-probabilities would not be those of the distribution that was sampled from; remove it",
+        ),
+        (
+            ["rollout.sglang={placement: disaggregated, urls: ['http://a:1'], environment: {A: b}}"],
+            "rollout.sglang.environment is for own servers, and urls name others; remove it",
+        ),
         (
             ["rollout.sglang.arguments={speculative-algorithm: NEXTN}"],
             "has speculative-algorithm NEXTN, but a run sends its servers the actor's weights, and none of layers that",
@@ -542,9 +563,57 @@ def test_a_server_elsewhere_has_to_say_which_experts_computed_a_token() -> None:
 
 def test_where_experts_stand_is_no_argument_of_ones_own() -> None:
     config = load_config(ROOT / "configs/sglang_quickstart.yaml", ["rollout.sglang.arguments={ep-size: 2}"])
-    experts = replace(SHAPE, experts=8)
-    assert any("rollout.sglang.arguments has ep-size" in problem for problem in server_rules(config, experts))
+    for shape in (SHAPE, replace(SHAPE, experts=8)):
+        assert any("rollout.sglang.arguments has ep-size" in problem for problem in server_rules(config, shape))
+
+
+def test_what_settings_own_is_refused_under_every_name_that_sglang_takes_for_it() -> None:
+    parser = argparse.ArgumentParser()
+    pytest.importorskip("sglang.srt.server_args").ServerArgs.add_cli_args(parser)
+    names = {name.lstrip("-"): action.dest for action in parser._actions for name in action.option_strings}
+    short = {"tp": "tp_size", "pp": "pp_size", "dp": "dp_size"}  # which argparse takes
+    refused = {name for group in (*OWNED.values(), *REFUSED) for name in group}
+    owned = {(names | short)[name] for name in refused}
+    assert {name for name, destination in (names | short).items() if destination in owned} == refused
+    settings = {
+        name for section in ("rollout.sglang", "algorithm", "model", "run", "runtime") for name in fields(section)
+    }
+    assert set(OWNED) <= settings
+    for name in refused:
+        for given in (name, f"--{name}", name.replace("-", "_")):
+            assert len(list(word_rules(SGLangSettings(arguments={given: 1})))) == 1, given
+
+
+def fields(section: str) -> set[str]:
+    """Full names of a section's settings."""
+    found: Any = Config
+    for name in section.split("."):
+        found = {"sglang": SGLangSettings}.get(name) or found.model_fields[name].annotation
+    return {f"{section}.{name}" for name in found.model_fields}
+
+
+def test_variables_reach_servers_as_they_are_given_and_others_of_sglang_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["rollout.sglang.environment={SGLANG_LOG_GC: 1, SGLANG_USE_AITER: 'false'}"]
+    config = load_config(ROOT / "configs/sglang_quickstart.yaml", words)
     assert not list(server_rules(config, SHAPE))
+    monkeypatch.setenv("SGLANG_USE_AITER", "true")
+    monkeypatch.setenv("SGLANG_SET_IN_A_SHELL", "1")
+    environment = ServerSpec.of(config, TINY, (1,), on_cuda=False).environment(tmp_path)
+    assert (environment["SGLANG_LOG_GC"], environment["SGLANG_USE_AITER"]) == ("1", "false")
+    assert "SGLANG_SET_IN_A_SHELL" not in environment
+    assert unheard_variables(os.environ) == ["SGLANG_SET_IN_A_SHELL", "SGLANG_USE_AITER"]
+
+
+def test_a_run_says_which_variables_its_servers_do_not_get(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SGLANG_SET_IN_A_SHELL", "1")
+    for rank in (0, 1):
+        started_on_machines(monkeypatch, tmp_path, [0, 0], rank)
+    said = "megappo: SGLANG_SET_IN_A_SHELL of the environment is not handed to SGLang's servers; what they are to have"
+    assert capsys.readouterr().err.count(said) == 1
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,9 @@ from megappo.engines.sglang.client import Endpoint, ServerFailure, is_alive
 from megappo.engines.sglang.gpus import server_gpus
 from megappo.engines.sglang.inspection import check_room, check_routing, check_stack, what_it_says
 from megappo.engines.sglang.server import EngineError, Server, start_server
-from megappo.engines.sglang.spec import ServerSpec
+from megappo.engines.sglang.spec import ServerSpec, unheard_variables
 from megappo.errors import RunError
+from megappo.observe.messages import tell
 from megappo.reshard.feeding import Feeding
 from megappo.runtime.objects import agreed, of_all_ranks
 from megappo.runtime.process import Runtime
@@ -87,6 +88,12 @@ class Fleet:
         self._spec = replace(spec, host=host, address=address)
         self._specs = agreed(lambda: {i: self._placed(i) for i in self._nodes if not self._external}, (RunError,))
         """Of own servers, also when they are started again."""
+        unheard = unheard_variables(os.environ)
+        if unheard and runtime.rank == 0 and not self._external:
+            tell(
+                f"{', '.join(unheard)} of the environment {'are' if unheard[1:] else 'is'} not handed to SGLang's "
+                "servers; what they are to have stands in rollout.sglang.environment"
+            )
         self._bonds = self._bind() if self._settings.nodes > 1 else {}
         self._start(list(self._specs))
 

@@ -203,6 +203,11 @@ class ServerSpec:
         return self.settings.arguments.get(_PREFILL_GRAPHS, "disabled") == "disabled"
 
 
+def unheard_variables(environment: Mapping[str, str]) -> list[str]:
+    """Names of SGLang's own variables in an environment, none of which a server gets: who set them may think so."""
+    return sorted(name for name in environment if name.startswith("SGLANG_"))
+
+
 def _without_expandable_segments(options: str) -> str:
     """torch's allocator options without the one that torch_memory_saver, which gives memory away, refuses."""
     return ",".join(option for option in options.split(",") if option.split(":")[0].strip() != "expandable_segments")

@@ -1,0 +1,86 @@
+"""SGLang's own arguments and variables that a configuration may not give, as its settings do or as they break a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megappo.config.engine import SGLangSettings
+
+OWNED: dict[str, tuple[str, ...]] = {
+    "model.path": ("model-path", "model"),
+    "model.dtype": ("dtype",),
+    "model.trust_remote_code": ("trust-remote-code",),
+    "rollout.sglang.tensor_parallel": ("tensor-parallel-size", "tp-size", "tp"),
+    "rollout.sglang.expert_parallel": ("expert-parallel-size", "ep-size", "ep"),
+    "rollout.sglang.data_parallel_attention": (
+        "data-parallel-size", "dp-size", "dp", "attention-data-parallel-size", "attn-dp-size", "enable-dp-attention",
+        "enable-dp-lm-head",
+    ),
+    "rollout.sglang.nodes": ("nnodes", "node-rank", "dist-init-addr", "nccl-init-addr"),
+    "rollout.sglang.first_device": ("base-gpu-id", "gpu-id-step"),
+    "rollout.sglang.memory_fraction": ("mem-fraction-static",),
+    "rollout.sglang.max_total_tokens": ("max-total-tokens",),
+    "rollout.sglang.host": ("host",),
+    "rollout.sglang.deterministic": ("enable-deterministic-inference",),
+    "rollout.sglang.sleep": ("enable-memory-saver",),
+    "algorithm.router_replay": ("enable-return-routed-experts",),
+    "run.seed": ("random-seed",),
+    "runtime.device": ("device",),
+}  # fmt: skip
+"""Settings, and the options of SGLang's command line that follow from them, with what argparse takes for short."""
+REFUSED: dict[tuple[str, ...], str] = {
+    ("pipeline-parallel-size", "pp-size", "pp"): "and a server in pipeline stages cannot be sent the actor's weights",
+    ("attention-context-parallel-size", "attn-cp-size", "enable-prefill-cp"):
+        "and a server with context parallelism has never been compared with the trainer",
+    ("load-format", "custom-weight-loader"): "but a run sends its servers the actor's weights",
+    ("quantization",): "but the actor's weights are sent as they are and compared",
+    ("enable-lora", "lora-paths"): "but a run sends its servers merged weights",
+    ("moe-a2a-backend", "enable-eplb", "init-expert-location", "ep-num-redundant-experts"):
+        "but where experts stand must be known to compare the weights there",
+    ("json-model-override-args", "skip-tokenizer-init", "skip-server-warmup", "extra-metric-labels", "port", "api-key",
+     "admin-api-key", "config", "disaggregation-mode"): "which a run decides for its own servers",
+}  # fmt: skip
+"""Options that no run's server can have, and why."""
+OWNED_VARIABLES = {
+    "CUDA_VISIBLE_DEVICES": "rollout.sglang.first_device",
+    "OMP_NUM_THREADS": "rollout.sglang.threads",
+    "SGLANG_HEALTH_CHECK_TIMEOUT": "rollout.sglang.health_timeout_seconds",
+}
+"""Variables that follow from settings."""
+_REFUSED_VARIABLES = {
+    "SGLANG_RETURN_ORIGINAL_LOGPROB": "log-probabilities would not be those of the distribution that was sampled from",
+    "TRITON_INTERPRET": "kernels would be interpreted",
+} | dict.fromkeys(
+    ("PYTHONPATH", "TMPDIR", "SGLANG_PLATFORM", "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE",
+     "SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "SYNC_TOKEN_IDS_ACROSS_TP", "RANK",
+     "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    "a run decides it for its own servers",
+)  # fmt: skip
+
+
+def option(name: str) -> str:
+    """An argument's name as SGLang's command line has it: `pp_size` and `--pp-size` are `pp-size`."""
+    return name.strip().lstrip("-").replace("_", "-")
+
+
+def word_rules(servers: SGLangSettings) -> Iterator[str]:
+    """No argument and no variable says otherwise than the settings do."""
+    settings = {name: key for key, names in OWNED.items() for name in names}
+    reasons = {name: reason for names, reason in REFUSED.items() for name in names}
+    for given in sorted(servers.arguments):
+        name = option(given)
+        if name in settings:
+            key = settings[name]
+            yield f"rollout.sglang.arguments has {given}, which follows from {key}; remove it, and set that"
+        elif name in reasons:
+            yield f"rollout.sglang.arguments has {given}, {reasons[name]}; remove it"
+    for name in sorted(servers.environment):
+        if not name.isidentifier() or not name.isascii():
+            yield f"rollout.sglang.environment has '{name}', which is no name of a variable; name one, such as SGLANG_X"
+        elif name in OWNED_VARIABLES:
+            key = OWNED_VARIABLES[name]
+            yield f"rollout.sglang.environment has {name}, which follows from {key}; remove it, and set that"
+        elif name in _REFUSED_VARIABLES:
+            yield f"rollout.sglang.environment has {name}, but {_REFUSED_VARIABLES[name]}; remove it"
+    if servers.urls and servers.environment:
+        yield "rollout.sglang.environment is for own servers, and urls name others; remove it"
