@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from urllib.parse import urlsplit
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from megappo.config import Config
 from megappo.doctor import machine
 from megappo.doctor.findings import Finding, broken, fine
+from megappo.engines.sglang import compilers
 from megappo.engines.sglang.client import Endpoint, ServerFailure, call
 from megappo.engines.sglang.fleet import KEY_VARIABLE
 from megappo.engines.sglang.gpus import check_visible
@@ -41,6 +42,8 @@ def engine_findings(config: Config, models: Models, ranks: Ranks, world_size: in
     except RunError as error:
         problem, _, remedy = str(error).rpartition("; ")
         yield broken("engines", problem, remedy)
+    if torch.cuda.is_available() and not settings.urls:
+        yield compiler_finding(os.environ)
     if not torch.cuda.is_available() and settings.placement == "colocated":
         setup = make_setup(config, models, world_size, on_cuda=False)
         local = 1 if (ranks.local_world_size or ranks.world_size) == ranks.world_size else ranks.local_world_size or 1
@@ -52,6 +55,18 @@ def engine_findings(config: Config, models: Models, ranks: Ranks, world_size: in
         yield from _addresses({"rollout.sglang.host": settings.host})
     if ranks.rank == 0 and settings.sync_address is not None:
         yield from _addresses({"rollout.sglang.sync_address": settings.sync_address})
+
+
+def compiler_finding(environment: Mapping[str, str]) -> Finding:
+    """Whether servers find what they compile kernels with, without which none starts on a GPU."""
+    absent = compilers.missing(environment)
+    if absent:
+        words = f"SGLang compiles kernels when a server starts, and this machine lacks {', '.join(absent)}"
+        remedy = "install it (`module load cuda`, or a CUDA image of the devel kind), or name the toolkit in CUDA_HOME"
+        return broken("compilers", words, remedy)
+    home = compilers.toolkit(environment)
+    packaged = compilers.packaged_toolkit() if not (home / "bin" / "nvcc").is_file() else None
+    return fine("compilers", f"servers compile kernels with {packaged or home}")
 
 
 def bucket_room(needed: float) -> Finding:

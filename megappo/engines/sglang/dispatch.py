@@ -37,7 +37,7 @@ _LARGEST_GROUP = 32
 """With routing each answer travels alone: 2 KB a token from 48 layers with 8 experts each."""
 _GREEDY_TOP_P = 1e-9
 """Leaves the most likely token only; log-probabilities stay those of the scaled distribution, which they are not with
-SGLang's temperature 0."""
+SGLang's temperature 0. At temperature 1 nothing is scaled, and its `top_k: 1` takes the largest without sorting."""
 _WATCH_SECONDS = 1.0
 
 
@@ -343,7 +343,9 @@ def _sampling(request: GenerateRequest, params: SamplingParams) -> dict[str, Any
         "sampling_seed": request.seed,
         "skip_special_tokens": False,
     }
-    return chosen | ({"top_p": _GREEDY_TOP_P} if params.greedy else {})
+    if params.greedy:
+        chosen |= {"top_k": 1} if params.temperature == 1.0 else {"top_p": _GREEDY_TOP_P}
+    return chosen
 
 
 def _completion(

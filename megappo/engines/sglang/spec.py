@@ -15,6 +15,7 @@ from megappo.config import Config
 from megappo.config.engine import SGLangSettings
 from megappo.config.model_files import load_architecture
 from megappo.engines.sglang.bond import ServerPart
+from megappo.engines.sglang.compilers import cuda_home
 from megappo.engines.sglang.gpus import visible_devices
 from megappo.plan.cache import PlannedCache, server_cache
 from megappo.runtime.nccl import own_stack, share_settings
@@ -180,6 +181,9 @@ class ServerSpec:
         if self.devices:
             # The trainers beside the ranks of a server may leave them unequal room.
             kept["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
+            compilers = cuda_home(kept, scratch / "cuda")
+            if compilers is not None:
+                kept["CUDA_HOME"] = compilers
             kept["CUDA_VISIBLE_DEVICES"] = visible_devices(self.devices, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
         else:
             path.insert(0, str(_advertise_platform(scratch)))

@@ -1,0 +1,83 @@
+"""A server on a GPU finds a CUDA toolkit to compile with, also where torch's packages have the only one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megappo.doctor.engines import compiler_finding
+from megappo.engines.sglang import compilers
+
+KERNEL = """
+#include <cuda_runtime.h>
+__global__ void twice(float *x) { x[threadIdx.x] *= 2; }
+extern "C" int run(float *x) { twice<<<1, 32>>>(x); return cudaGetLastError(); }
+"""
+
+
+@pytest.fixture
+def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Variables of a node with a driver alone: a C++ compiler and ninja on PATH, no toolkit."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name in ("c++", "g++", "gcc", "cc", "ninja", "sh", "ld", "as", "rm", "cat"):
+        found = shutil.which(name)
+        if found is not None:
+            (programs / name).symlink_to(found)
+    monkeypatch.setattr(compilers, "_DEFAULT", tmp_path / "nowhere")
+    return {"PATH": str(programs)}
+
+
+def toolkit_in(folder: Path) -> Path:
+    """A toolkit as /usr/local/cuda is."""
+    (folder / "bin").mkdir(parents=True)
+    (folder / "lib64").mkdir()
+    for name in ("bin/nvcc", "lib64/libcudart.so"):
+        (folder / name).touch(mode=0o755)
+    return folder
+
+
+@pytest.mark.waits
+@pytest.mark.skipif(compilers.packaged_toolkit() is None, reason="torch's packages bring no nvcc")
+def test_the_toolkit_of_the_packages_compiles_and_links(bare: dict[str, str], tmp_path: Path) -> None:
+    """As SGLang does: `-L$CUDA_HOME/lib64 -lcudart`."""
+    assert compilers.missing(bare) == []
+    home = compilers.cuda_home(bare, tmp_path / "cuda")
+    assert home is not None
+    (tmp_path / "kernel.cu").write_text(KERNEL)
+    command = [f"{home}/bin/nvcc", "-arch=sm_90", "-shared", "-Xcompiler", "-fPIC", "-cudart", "none"]
+    command += [f"-I{home}/include", str(tmp_path / "kernel.cu"), "-o", str(tmp_path / "kernel.so")]
+    command += [f"-L{home}/lib64", "-lcudart"]
+    environment = {**bare, "CUDA_HOME": home, "PATH": os.pathsep.join([bare["PATH"], f"{home}/bin"])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "kernel.so").stat().st_size > 0
+
+
+def test_a_toolkit_that_there_is_or_that_somebody_names_stays(bare: dict[str, str], tmp_path: Path) -> None:
+    own = toolkit_in(tmp_path / "own")
+    on_path = {"PATH": os.pathsep.join([bare["PATH"], str(own / "bin")])}
+    for environment in (on_path, {**bare, "CUDA_HOME": str(own)}, {**bare, "CUDA_PATH": "/not/there"}):
+        assert compilers.cuda_home(environment, tmp_path / "cuda") is None
+    assert not (tmp_path / "cuda").exists()
+    assert compilers.toolkit(on_path) == own
+    assert compilers.missing({**bare, "CUDA_HOME": str(own)}) == []
+    assert compilers.missing({**bare, "CUDA_PATH": "/not/there"}) == ["nvcc and lib64/libcudart.so in /not/there"]
+
+
+def test_the_doctor_says_what_servers_would_not_find(
+    bare: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(compilers, "packaged_toolkit", lambda: None)
+    found = compiler_finding({"PATH": ""})
+    assert found.state == "broken"
+    nowhere = tmp_path / "nowhere"
+    assert found.words.endswith(f"lacks nvcc and lib64/libcudart.so in {nowhere}, a C++ compiler, ninja")
+    assert "module load cuda" in found.remedy
+    own = toolkit_in(tmp_path / "own")
+    found = compiler_finding({**bare, "CUDA_HOME": str(own)})
+    assert (found.state, found.words) == ("fine", f"servers compile kernels with {own}")
