@@ -26,7 +26,7 @@ from tests.gpu.acceptance.registry import Place
 from tests.gpu.acceptance.table import Row, Skip, measured, skipped, within
 from tests.gpu.acceptance.workload import (
     ACTOR_ONLY,
-    MODELS,
+    DENSE,
     Size,
     empty_cache,
     make_config,
@@ -161,7 +161,7 @@ def run_oracle(
 
 def against_oracle(place: Place) -> Iterator[Row]:
     """A step with everything on, in float32, of each model that fits."""
-    for name in MODELS:
+    for name in DENSE:
         try:
             yield from _against_oracle(place, name)
         except Skip as reason:
@@ -297,7 +297,7 @@ def speed(place: Place) -> Iterator[Row]:
     """Updates of 64 sequences of 1,024 tokens in packs of 16,384, all settings at their defaults."""
     size = Size(4, 8, 24) if place.tiny else Size(64, 256, 768)
     rate = matrix_rate(place)
-    for name in MODELS:
+    for name in DENSE:
         folder = model_folder(place, name)
         budget = f"actor.microbatch_budget_tokens={64 if place.tiny else 16384}"
         with trainer(make_config(place, settings(place, folder, size, "bfloat16"), [*ACTOR_ONLY, budget])) as t:

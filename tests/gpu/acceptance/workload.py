@@ -32,6 +32,7 @@ from tests.support.places import ROOT
 
 MODELS = {"0.6B": "Qwen3-0.6B", "1.5B": "Qwen2.5-1.5B", "30B-A3B": "Qwen3-30B-A3B"}
 """Names in the table, and folders of configs/models."""
+DENSE = ("0.6B", "1.5B")
 _TINY = {"0.6B": "qwen3", "1.5B": "qwen2", "30B-A3B": "qwen3_moe"}
 TINY_LAYERS = 2
 
