@@ -113,11 +113,11 @@ def test_temperature_and_softcap(backend: str, softcap: float | None, temperatur
 def test_gradcheck() -> None:
     case = head("random", torch.float64, rows=4, features=6, vocab=10, padding=1)
     labels = case.labels
-    torch.autograd.gradcheck(
+    assert torch.autograd.gradcheck(
         lambda h, w: linear_logprob(h, w, labels, temperature=0.7, softcap=3.0, valid_vocab=10),
         (case.hidden, case.weight),
     )
-    torch.autograd.gradcheck(
+    assert torch.autograd.gradcheck(
         lambda x: logits_logprob(x, labels, temperature=0.7, softcap=3.0, valid_vocab=10),
         (torch.randn(4, 11, dtype=torch.float64, requires_grad=True),),
     )

@@ -75,7 +75,7 @@ def test_a_tied_embedding_is_updated_alike_on_both_stages() -> None:
     assert [partly.whereabouts(main)[1] is main for main in mains] == [True, True, False]
 
 
-def test_a_rank_without_a_part_steps_too() -> None:
+def test_a_step_of_a_rank_without_a_part_raises_nothing() -> None:
     """A distributed optimizer may have given it no parameters."""
     PartlyOnHost(adam([torch.zeros(0, requires_grad=True)]), 0.5, set()).step()
 

@@ -163,10 +163,13 @@ def test_a_folder_without_a_model(tmp_path: Path) -> None:
         load(str(tmp_path))
 
 
-def test_scorer_with_a_model(tmp_path: Path, llama: Any) -> None:
+def test_a_scorer_with_a_model_gives_each_text_its_score(tmp_path: Path, llama: Any) -> None:
     settings = RewardSettings(function="model", model_path=save(tmp_path, llama))
-    scorer = RewardScorer(settings, torch.device("cpu"))
+    scorer, failures = RewardScorer(settings, torch.device("cpu")), dict[int, str]()
+    first, second, third, again = scorer.score_local(rollouts("a", "b", "cb", "a"), failures).tolist()
     scorer.close()
+    assert not failures
+    assert first == again and len({first, second, third}) == 3
 
 
 @pytest.mark.parametrize("worth", [float("nan"), float("inf"), float("-inf")])
