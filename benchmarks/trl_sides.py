@@ -246,25 +246,31 @@ class _Judge:
         return self
 
 
+def trl_settings(config: Config, run: Run, stop: int) -> dict[str, str | float | bool | None]:
+    """What TRL's PPOConfig is made of, which checks no types itself; `stop`: the token that ends a response."""
+    algorithm, critic, kl = config.algorithm, config.critic, config.algorithm.kl_in_reward
+    assert critic is not None and kl is not None
+    batch = config.rollout.batch_sequences
+    return {
+        "output_dir": str(config.run.path), "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
+        "use_cpu": True, "seed": run.seed, "total_episodes": batch * 10**6,
+        "per_device_train_batch_size": run.trl_microbatch, "gradient_accumulation_steps": batch // run.trl_microbatch,
+        "num_mini_batches": batch // config.actor.minibatch_sequences, "num_ppo_epochs": config.actor.epochs,
+        "local_rollout_forward_batch_size": config.rollout.generate_batch_sequences, "num_sample_generations": 0,
+        "response_length": run.profile.longest, "stop_token_id": stop, "temperature": config.rollout.temperature,
+        "kl_coef": kl.coef, "kl_estimator": _ESTIMATORS[kl.kind], "cliprange": algorithm.clip_high,
+        "cliprange_value": critic.value_clip if critic.value_clip is not None else 1e9, "gamma": algorithm.gamma,
+        "lam": algorithm.lam.critic, "bf16": run.precision == "mixed", "gradient_checkpointing": False,
+    }  # fmt: skip
+
+
 def _trl_trainer(config: Config, run: Run, tokenizer: Any, stop: int, judge: _Judge) -> Any:
     """TRL's trainer with the configuration's settings."""
     import torch
 
     ppo: Any = import_module("trl.experimental.ppo")
-    algorithm, critic, kl = config.algorithm, config.critic, config.algorithm.kl_in_reward
-    assert critic is not None and kl is not None
     batch = config.rollout.batch_sequences
-    settings = ppo.PPOConfig(
-        output_dir=config.run.directory, report_to="none", save_strategy="no", disable_tqdm=True, use_cpu=True,
-        seed=run.seed, total_episodes=batch * 10**6, per_device_train_batch_size=run.trl_microbatch,
-        gradient_accumulation_steps=batch // run.trl_microbatch,
-        num_mini_batches=batch // config.actor.minibatch_sequences, num_ppo_epochs=config.actor.epochs,
-        local_rollout_forward_batch_size=config.rollout.generate_batch_sequences, num_sample_generations=0,
-        response_length=run.profile.longest, stop_token_id=stop, temperature=config.rollout.temperature,
-        kl_coef=kl.coef, kl_estimator=_ESTIMATORS[kl.kind], cliprange=algorithm.clip_high,
-        cliprange_value=critic.value_clip if critic.value_clip is not None else 1e9, gamma=algorithm.gamma,
-        lam=algorithm.lam.critic, bf16=run.precision == "mixed", gradient_checkpointing=False,
-    )  # fmt: skip
+    settings = ppo.PPOConfig(**trl_settings(config, run, stop))
     models = _trl_models(config, run)
     of_roles = {"actor": models["model"], "critic": models["value_model"]}
     groups = [

@@ -18,7 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.lengths import Forcing, Profile
 from benchmarks.sides import Turn, started
-from benchmarks.trl import Comparison, Curve, Row, read_rows
+from benchmarks.trl import COMPARABLE, Comparison, Curve, Row, read_rows
+from benchmarks.trl_sides import Run, check, trl_settings
 from megappo.config.model_files import read_architecture
 from megappo.engines.protocol import GenerateRequest, SamplingParams
 from megappo.engines.transformers_engine import TransformersEngine
@@ -46,6 +47,20 @@ def test_a_profile_has_the_lengths_it_names(text: str, shortest: int, mean: floa
     assert lengths == profile.of_step(32, step=1)
     other = profile.of_step(32, step=2)
     assert other is not None and sorted(other) == sorted(lengths) and (other != lengths or text == "full:64")
+
+
+def test_trl_is_handed_numbers_and_texts_and_takes_them(tmp_path: Path) -> None:
+    """Its configuration checks no types: a section of ours would be found in the middle of an update."""
+    words = (*COMPARABLE, "actor.layout={}", "critic.layout={}", "algorithm.entropy_coef=0")
+    run = Run("configs/quickstart.yaml", words, str(tmp_path), Profile.read("full:8"), "float32", 1, 3, 4)
+    config = run.read()
+    check(config)
+    found = trl_settings(config, run, stop=1)
+    assert {type(value) for value in found.values()} <= {str, int, float, bool}
+    assert (found["lam"], found["num_mini_batches"], found["stop_token_id"]) == (0.95, 16, 1)
+    ppo = pytest.importorskip("trl.experimental.ppo", reason="needs `pip install --no-deps trl==1.12.0`")
+    taken = ppo.PPOConfig(**found)
+    assert all(getattr(taken, name) == value for name, value in found.items() if name != "report_to")
 
 
 @pytest.mark.parametrize("text", ["full", "even:64", "even:64-1", "tail:0-3", "long:3", "full:a"])
