@@ -56,7 +56,7 @@ def writing(path: object) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno is not None:  # another's text would be lost
             error.filename = str(path)
         raise
 
