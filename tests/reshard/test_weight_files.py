@@ -224,7 +224,7 @@ def test_every_rank_of_a_run_ends_with_the_tensor(tmp_path: Path) -> None:
     assert done.returncode == 2 and len(told) == 2, done.stderr
     sentence = f"tensor '{UP.replace('__', '.')}' in {folder / 'model.safetensors'} holds nan, must be finite"
     assert all(sentence in line and "(on rank 1, not on every other)" in line for line in told)
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
 
 
 def test_scales_and_experts_that_are_not_finite_are_named(tmp_path: Path) -> None:
