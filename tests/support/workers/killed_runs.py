@@ -137,7 +137,8 @@ def _stall_servers(step: int, state: dict[str, Any], answered: Event) -> None:
     @asynccontextmanager
     async def post_in_vain(self: ClientSession, url: str, **given: Any) -> AsyncIterator[Any]:
         body = given["json"]
-        samples = state["step"] == step and "sampling_params" in body and "top_p" not in body["sampling_params"][0]
+        greedy = {"top_k", "top_p"} & body["sampling_params"][0].keys() if "sampling_params" in body else True
+        samples = state["step"] == step and not greedy
         if samples:
             state["asked"] += 1
             await asyncio.sleep(10**6 if state["asked"] > 1 else 0)
