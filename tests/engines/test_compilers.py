@@ -28,7 +28,7 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         found = shutil.which(name)
         if found is not None:
             (programs / name).symlink_to(found)
-    monkeypatch.setattr(compilers, "_DEFAULT", tmp_path / "nowhere")
+    monkeypatch.setattr(compilers, "DEFAULT", tmp_path / "nowhere")
     return {"PATH": str(programs)}
 
 

@@ -12,7 +12,8 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-_DEFAULT = Path("/usr/local/cuda")
+DEFAULT = Path("/usr/local/cuda")
+"""Where SGLang looks last."""
 _RUNTIMES = "lib/libcudart.so.*"
 
 
@@ -22,7 +23,7 @@ def toolkit(environment: Mapping[str, str]) -> Path:
     if named:
         return Path(named)
     nvcc = shutil.which("nvcc", path=environment.get("PATH"))
-    return Path(nvcc).parent.parent if nvcc is not None else _DEFAULT
+    return Path(nvcc).parent.parent if nvcc is not None else DEFAULT
 
 
 def missing(environment: Mapping[str, str]) -> list[str]:
