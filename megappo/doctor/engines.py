@@ -64,9 +64,7 @@ def compiler_finding(environment: Mapping[str, str]) -> Finding:
         words = f"SGLang compiles kernels when a server starts, and this machine lacks {', '.join(absent)}"
         remedy = "install it (`module load cuda`, or a CUDA image of the devel kind), or name the toolkit in CUDA_HOME"
         return broken("compilers", words, remedy)
-    home = compilers.toolkit(environment)
-    packaged = compilers.packaged_toolkit() if not (home / "bin" / "nvcc").is_file() else None
-    return fine("compilers", f"servers compile kernels with {packaged or home}")
+    return fine("compilers", f"servers compile kernels with {compilers.toolkit(environment)}")
 
 
 def bucket_room(needed: float) -> Finding:

@@ -17,8 +17,8 @@ DEFAULT = Path("/usr/local/cuda")
 _RUNTIMES = "lib/libcudart.so.*"
 
 
-def toolkit(environment: Mapping[str, str]) -> Path:
-    """Where SGLang will look for one; whatever is there."""
+def where_looked(environment: Mapping[str, str]) -> Path:
+    """Where SGLang looks for a toolkit by itself; whatever is there."""
     named = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
     if named:
         return Path(named)
@@ -26,11 +26,20 @@ def toolkit(environment: Mapping[str, str]) -> Path:
     return Path(nvcc).parent.parent if nvcc is not None else DEFAULT
 
 
+def toolkit(environment: Mapping[str, str]) -> Path | None:
+    """The one that a server compiles with: where SGLang looks, or else the packages', unless another one was named."""
+    home = where_looked(environment)
+    if (home / "bin" / "nvcc").is_file() and (home / "lib64" / "libcudart.so").exists():
+        return home
+    is_named = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
+    return None if is_named else packaged_toolkit()
+
+
 def missing(environment: Mapping[str, str]) -> list[str]:
     """What a server would not find to compile with, by names that a reader can look for; none where all is there."""
-    home, path = toolkit(environment), environment.get("PATH")
-    packaged = packaged_toolkit() if not _is_whole(home) and not _is_named(environment) else None
-    found = [] if packaged is not None or _is_whole(home) else [f"nvcc and lib64/libcudart.so in {home}"]
+    path, found = environment.get("PATH"), list[str]()
+    if toolkit(environment) is None:
+        found.append(f"nvcc and lib64/libcudart.so in {where_looked(environment)}")
     if not any(shutil.which(name, path=path) for name in (environment.get("CXX") or "c++", "g++")):
         found.append("a C++ compiler")
     if shutil.which("ninja", path=path) is None:
@@ -41,17 +50,17 @@ def missing(environment: Mapping[str, str]) -> list[str]:
 def cuda_home(environment: Mapping[str, str], folder: Path) -> str | None:
     """CUDA_HOME for a server that would find no toolkit: the packages', linked in `folder` under the usual names.
 
-    None where nothing is to be set: there is one, somebody named one, or the packages have none either.
+    None where nothing is to be set: SGLang finds one, or there is none.
     """
-    packaged = packaged_toolkit()
-    if packaged is None or _is_named(environment) or _is_whole(toolkit(environment)):
+    found = toolkit(environment)
+    if found is None or found == where_looked(environment):
         return None
     if folder.exists():  # asked before
         return str(folder)
     (folder / "lib64").mkdir(parents=True)
     for name in ("bin", "include", "nvvm"):
-        (folder / name).symlink_to(packaged / name)
-    (folder / "lib64" / "libcudart.so").symlink_to(next(packaged.glob(_RUNTIMES)))
+        (folder / name).symlink_to(found / name)
+    (folder / "lib64" / "libcudart.so").symlink_to(next(found.glob(_RUNTIMES)))
     return str(folder)
 
 
@@ -61,11 +70,3 @@ def packaged_toolkit() -> Path | None:
     folders = [Path(found) for found in (spec.submodule_search_locations or [] if spec is not None else [])]
     homes = [home for folder in folders for home in sorted(folder.glob("cu*"), reverse=True)]
     return next((home for home in homes if (home / "bin" / "nvcc").is_file() and list(home.glob(_RUNTIMES))), None)
-
-
-def _is_named(environment: Mapping[str, str]) -> bool:
-    return bool(environment.get("CUDA_HOME") or environment.get("CUDA_PATH"))
-
-
-def _is_whole(home: Path) -> bool:
-    return (home / "bin" / "nvcc").is_file() and (home / "lib64" / "libcudart.so").exists()

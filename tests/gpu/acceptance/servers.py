@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from packaging.version import Version
 
 from megappo.engines.sglang.guard import session_pids
 from megappo.observe.stopwatch import Lap
@@ -63,7 +64,7 @@ def server_settings(place: Place) -> dict[str, Any]:
         return found | {"threads": 1}
     if installed_version("flashinfer-python") is None:
         found["arguments"] = {"attention-backend": "triton", "sampling-backend": "pytorch"}
-    if (installed_version("sglang-kernel") or "") < "0.4.9":
+    if Version(installed_version("sglang-kernel") or "0") < Version("0.4.9"):
         found["environment"] = {
             "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
             "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",
