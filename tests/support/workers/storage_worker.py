@@ -12,7 +12,8 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
-from megappo.megatron.offload import RoleStorage
+from megappo.megatron.offload import RoleTensors
+from megappo.megatron.roles import LocalRole, TrainedRole
 from megappo.observe.stopwatch import Lap
 from megappo.ppo.parts import Parts
 from megappo.ppo.reporting import Reporter
@@ -20,7 +21,6 @@ from tests.gpu.acceptance.registry import Place
 from tests.gpu.acceptance.workload import NoEngine, Size, make_config, model_folder, settings, trainer
 
 ROLES = ("actor", "critic", "reference")
-PARTS = {"weights": "_weights", "gradients": "_gradients", "optimizer": "_optimizer"}
 
 
 class Probed(NoEngine):
@@ -64,14 +64,18 @@ class Watching(Reporter):
 
 
 def on_device(parts: Parts) -> list[str]:
-    """Parts of roles that have not left."""
-    storages: dict[str, RoleStorage] = {name: getattr(parts, name).storage for name in ROLES}
+    """Parts of roles that have not left: what is away has no bytes there."""
+    reference = parts.reference
+    assert isinstance(reference, LocalRole)
+    roles = {role.placement.name: role.optimizer.tensors() for role in parts.trained if isinstance(role, TrainedRole)}
+    assert len(roles) == 2
+    roles["reference"] = RoleTensors(weights=reference.parameters)
     found = []
-    for role, storage in storages.items():
-        for part, attribute in PARTS.items():
-            moved = getattr(storage, attribute)
-            if moved is not None and not moved.is_away:
-                found.append(f"{role}'s {part}")
+    for role, tensors in roles.items():
+        kinds = {"weights": tensors.weights, "gradients": tensors.gradients, "optimizer": tensors.optimizer}
+        found += [
+            f"{role}'s {kind}" for kind, given in kinds.items() if any(t.untyped_storage().nbytes() for t in given())
+        ]
     return found
 
 
@@ -92,5 +96,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.modules["tests.support.workers.storage_worker"] = sys.modules["__main__"]
     main(sys.argv[1])
