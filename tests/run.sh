@@ -25,6 +25,7 @@ ruff check .
 ruff format --check .
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive # cores are shared, and threads that wait do not take them
 export TRITON_INTERPRET=1
+unset PYTHONDONTWRITEBYTECODE # with it, each of some hundred processes would compile all that it imports
 case "${1:-}" in
 "" | --all)
     PATH="$PATH:/usr/sbin:/sbin"

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
+import importlib
 import json
 import os
 import signal
@@ -28,6 +30,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from multiprocessing import Pipe
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -118,7 +121,8 @@ def keep(part: Part, options: Sequence[str], told: Path) -> int:
     os.dup2(said, 1)
     os.dup2(said, 2)
     ours, its = Pipe()
-    if os.fork() == 0:
+    nursing = os.fork()
+    if nursing == 0:
         ours.close()
         os.environ.update(harness.environment())
         warnings.simplefilter("ignore")
@@ -127,6 +131,8 @@ def keep(part: Part, options: Sequence[str], told: Path) -> int:
     its.close()
     tests = os.fork()
     if tests == 0:
+        # Processes that tests spawn import the main module: a bare one, in place of this with all that it imports.
+        sys.modules["__main__"] = ModuleType("__main__")
         harness.use(ours)
         code = _BROKEN
         try:
@@ -138,6 +144,7 @@ def keep(part: Part, options: Sequence[str], told: Path) -> int:
         ended, status = os.wait()
         if ended == tests:
             code = os.waitstatus_to_exitcode(status)
+            os.waitpid(nursing, 0)  # it ends as nobody asks any more; its children's CPU time is this process's then
             return code if code >= 0 else 128 - code  # of a signal, as shells have it
 
 
@@ -291,6 +298,10 @@ def main() -> int:
     parser.add_argument("--measure", action="store_true", help="write seconds.json anew")
     given = parser.parse_args()
     files = given.files or [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests").rglob("test_*.py"))]
+    for plugin in ("_hypothesis_pytestplugin", "hypothesis"):
+        importlib.import_module(plugin)  # which every process of pytest loads
+    gc.collect()
+    gc.freeze()  # collections in forked processes do not go through, and so copy, what was imported before the fork
     options = [f"--{name}" for name in ("quick", "all") if getattr(given, name)]
     command = [sys.executable, "-m", "mypy"] if given.types else ["true"]
     types = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
