@@ -5,23 +5,46 @@
 # and versions live side by side. Nothing is deleted unless you ask for it:
 #   launch/environment.sh prune [DAYS]    removes environments that nothing has used for DAYS days (default 7)
 # Set MEGAPPO_PYTHON to the interpreter of an environment of your own to use that instead, MEGAPPO_CACHE to keep them
-# elsewhere than in ~/.cache/megappo.
+# elsewhere than in ~/.cache/megappo, MEGAPPO_PYTHON_VERSION to 3.11 or 3.12 to choose what they are made with.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export PYTHONPATH="$ROOT:$ROOT/kernels${PYTHONPATH:+:$PYTHONPATH}"
 export TOKENIZERS_PARALLELISM=false
 
+# find_python light|full: the interpreter that an environment of this kind is made with. The full set prefers Python
+# 3.12, for which there is the Megatron-Core that images for GPUs have; the light one 3.11. MEGAPPO_PYTHON_VERSION
+# chooses for both. Interpreters of pyenv and uv count where they are not active, too.
 find_python() {
-    local candidate
-    for candidate in python3.11 python3.12 python3; do
-        if command -v "$candidate" >/dev/null &&
-            "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
-            command -v "$candidate"
-            return
-        fi
+    local version candidate versions="3.12 3.11"
+    [ "$1" = full ] || versions="3.11 3.12"
+    case "${MEGAPPO_PYTHON_VERSION:=}" in
+    "") ;;
+    3.11 | 3.12) versions=$MEGAPPO_PYTHON_VERSION ;;
+    *)
+        echo "megappo: error: MEGAPPO_PYTHON_VERSION is '$MEGAPPO_PYTHON_VERSION'; give 3.11 or 3.12" >&2
+        return 1
+        ;;
+    esac
+    for version in $versions; do
+        while read -r candidate; do
+            if "$candidate" -c "import sys, ensurepip, venv; sys.exit('%d.%d' % sys.version_info[:2] != '$version')" \
+                </dev/null 2>/dev/null; then
+                echo "$candidate"
+                return
+            fi
+        done < <(python_candidates "$version")
     done
-    echo "megappo: error: no Python 3.11 or 3.12 found; install one, or set MEGAPPO_PYTHON" >&2
+    echo "megappo: error: no Python ${versions// / or } with its venv module found; install one, or set MEGAPPO_PYTHON" >&2
     return 1
+}
+
+python_candidates() { # version, such as 3.12
+    local folder
+    type -ap "python$1" python3 || true
+    for folder in "${PYENV_ROOT:-$HOME/.pyenv}/versions/$1".* \
+        "${UV_PYTHON_INSTALL_DIR:-${XDG_DATA_HOME:-$HOME/.local/share}/uv/python}/cpython-$1".*; do
+        echo "$folder/bin/python$1"
+    done | sort -rV
 }
 
 environment_hash() { # requirements file, interpreter
@@ -80,13 +103,13 @@ ensure_environment() {
         PATH="$(dirname "$MEGAPPO_PYTHON"):$PATH"
         return
     fi
-    local python base folder requirements=requirements.txt
-    python=$(find_python) || exit 2
+    local python base folder requirements=requirements-sglang.txt
+    python=$(find_python full) || exit 2
     base=$(environment_cache)
     folder=$base/environment-$(environment_hash requirements-sglang.txt "$python")
-    if [ "${1:-light}" = full ]; then
-        requirements=requirements-sglang.txt
-    elif [ ! -e "$folder/complete" ]; then
+    if [ "${1:-light}" != full ] && [ ! -e "$folder/complete" ]; then
+        requirements=requirements.txt
+        python=$(find_python light) || exit 2
         folder=$base/environment-$(environment_hash requirements.txt "$python")
     fi
     mkdir -p "$base"
@@ -108,7 +131,7 @@ ensure_environment() {
 }
 
 build_environment() { # folder, interpreter, requirements file
-    echo "megappo: building the environment in $1 (a few minutes, once)" >&2
+    echo "megappo: building the environment in $1 with $("$2" --version) from $2 (a few minutes, once)" >&2
     rm -rf "$1" && # what a build that was interrupted left
         "$2" -m venv "$1" &&
         "$1/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade pip &&
@@ -128,8 +151,9 @@ prune_environments() { # days
         exit 2
     }
     local python folder own="" freed=0 size
-    if python=$(find_python 2>/dev/null); then
+    if python=$(find_python light 2>/dev/null); then
         own="environment-$(environment_hash requirements.txt "$python")"
+        python=$(find_python full)
         own+=" environment-$(environment_hash requirements-sglang.txt "$python")"
     fi
     for folder in "$(environment_cache)"/environment-*/; do

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.waits
 # `-m venv FOLDER` puts itself there; `-m pip install -r ...` waits for the file that PIP_WAITS_FOR names, if it does.
 PYTHON = """#!/usr/bin/env bash
 case "$*" in
-    --version) echo "Python $VERSION" ;;
-    -c*) exit 0 ;;
+    --version) echo "Python ${0##*/python}.4" ;;
+    -c*) [[ "$*" == *"!= '${0##*/python}'"* ]] ;;
     "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
     *"--upgrade pip") ;;
     "-m pip install"*)
@@ -35,16 +35,21 @@ USE = 'set -euo pipefail; source launch/environment.sh; ensure_environment "$1";
 
 
 class Machine:
-    """A home with clones of the repository's launch folder, and a Python 3.11 that stands first on PATH."""
+    """A home with clones of the repository's launch folder, and with interpreters that stand first on PATH."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.builds = folder, folder / "builds"
         self.builds.touch()
         (folder / "bin").mkdir()
-        python = folder / "bin" / "python3.11"
-        python.write_text(PYTHON)
-        python.chmod(0o755)
+        for version in ("3.11", "3.12"):
+            self.add_python(folder / "bin" / f"python{version}")
         self.started: list[subprocess.Popen[str]] = []
+
+    @staticmethod
+    def add_python(path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(PYTHON)
+        path.chmod(0o755)
 
     def clone(self, name: str, requirement: str = "") -> Path:
         root = self.folder / name
@@ -54,11 +59,15 @@ class Machine:
         return root
 
     def start(
-        self, clone: Path, kind: str = "light", then: str = "", version: str = "3.11.4", waits_for: Path | None = None
+        self, clone: Path, kind: str = "light", then: str = "", version: str = "", waits_for: Path | None = None
     ) -> subprocess.Popen[str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("MEGAPPO_")}
         settings = {"PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "MEGAPPO_CACHE": str(self.folder / "cache")}
-        settings |= {"VERSION": version, "BUILDS": str(self.builds), "PIP_WAITS_FOR": str(waits_for or "")}
+        settings |= {
+            "MEGAPPO_PYTHON_VERSION": version,
+            "BUILDS": str(self.builds),
+            "PIP_WAITS_FOR": str(waits_for or ""),
+        }
         process = subprocess.Popen(
             ["bash", "-c", USE + then, "bash", kind], cwd=clone, env=kept | settings, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
@@ -66,7 +75,7 @@ class Machine:
         self.started.append(process)
         return process
 
-    def use(self, clone: Path, kind: str = "light", version: str = "3.11.4") -> Path:
+    def use(self, clone: Path, kind: str = "light", version: str = "") -> Path:
         """The environment that a script of this clone gets."""
         process = self.start(clone, kind, version=version)
         said, _ = process.communicate(timeout=60)
@@ -74,7 +83,7 @@ class Machine:
         return Path(said.splitlines()[-1].removeprefix("uses "))
 
     def prune(self, clone: Path, *words: str) -> str:
-        environment = os.environ | {"MEGAPPO_CACHE": str(self.folder / "cache"), "VERSION": "3.11.4"}
+        environment = os.environ | {"MEGAPPO_CACHE": str(self.folder / "cache")}
         environment["PATH"] = f"{self.folder / 'bin'}:{os.environ['PATH']}"
         done = subprocess.run(
             ["bash", "launch/environment.sh", "prune", *words], cwd=clone, env=environment, capture_output=True,
@@ -101,10 +110,58 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 
 def test_clones_kinds_and_python_versions_live_side_by_side(machine: Machine) -> None:
     one, two = machine.clone("one"), machine.clone("two", "another-requirement\n")
-    used = [machine.use(one), machine.use(two), machine.use(one, "full"), machine.use(two, version="3.12.1")]
+    used = [machine.use(one), machine.use(two), machine.use(one, "full"), machine.use(two, version="3.12")]
     assert len(set(used)) == 4 and all((folder / "complete").exists() for folder in used)
     assert machine.use(one) == used[2], "the full environment serves for the light one"
     assert len(machine.builds.read_text().splitlines()) == 4
+
+
+def test_the_full_set_has_python_3_12_where_it_is(machine: Machine) -> None:
+    """The light one 3.11; `MEGAPPO_PYTHON_VERSION` chooses for both; the build says which it is."""
+
+    def built(kind: str, version: str = "") -> str:
+        said, _ = machine.start(clone, kind, version=version).communicate(timeout=60)
+        return said.splitlines()[0].partition(" with ")[2].partition(" (")[0]
+
+    clone, folder = machine.clone("one"), machine.folder / "bin"
+    assert built("light") == f"Python 3.11.4 from {folder}/python3.11"
+    assert built("light", "3.12") == f"Python 3.12.4 from {folder}/python3.12"
+    assert built("full") == f"Python 3.12.4 from {folder}/python3.12"
+    assert built("full", "3.11") == f"Python 3.11.4 from {folder}/python3.11"
+
+
+def chosen(machine: Machine, **settings: str) -> str:
+    """What `find_python full` says where PATH has no other interpreters than the machine's."""
+    tools = machine.folder / "tools"
+    tools.mkdir(exist_ok=True)
+    for name in ("bash", "dirname", "sort"):
+        if not (tools / name).exists():
+            (tools / name).symlink_to(shutil.which(name) or name)
+    path = f"{machine.folder}/bin:{tools}"
+    done = subprocess.run(
+        ["bash", "-c", "source launch/environment.sh; find_python full"], cwd=ROOT, capture_output=True, text=True,
+        env={"PATH": path, "HOME": str(machine.folder)} | settings, check=False,
+    )  # fmt: skip
+    return (done.stdout + done.stderr).strip()
+
+
+def test_an_interpreter_that_is_not_active_is_found(machine: Machine) -> None:
+    """Of pyenv and of uv, the newest of its version; where there is none, the other version, or a sentence."""
+    home = machine.folder
+    (home / "bin" / "python3.12").unlink()
+    assert chosen(machine) == f"{home}/bin/python3.11"
+    of_uv = home / ".local/share/uv/python/cpython-3.12.2-linux/bin/python3.12"
+    machine.add_python(of_uv)
+    assert chosen(machine) == str(of_uv)
+    for number in (4, 10):
+        machine.add_python(home / "pyenv" / "versions" / f"3.12.{number}" / "bin" / "python3.12")
+    of_pyenv = str(home / "pyenv" / "versions" / "3.12.10" / "bin" / "python3.12")
+    assert chosen(machine, PYENV_ROOT=str(home / "pyenv"), UV_PYTHON_INSTALL_DIR=str(home)) == of_pyenv
+    assert chosen(machine, MEGAPPO_PYTHON_VERSION="3.11") == f"{home}/bin/python3.11"
+    assert "MEGAPPO_PYTHON_VERSION is '3.10'; give 3.11 or 3.12" in chosen(machine, MEGAPPO_PYTHON_VERSION="3.10")
+    (home / "bin" / "python3.11").unlink()
+    said = chosen(machine, UV_PYTHON_INSTALL_DIR=str(home))
+    assert "no Python 3.12 or 3.11 with its venv module found; install one, or set MEGAPPO_PYTHON" in said
 
 
 def test_two_builds_of_one_environment_are_one(machine: Machine) -> None:

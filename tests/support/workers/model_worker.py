@@ -33,6 +33,7 @@ from megappo.megatron.context import whole_output
 from megappo.megatron.layout import Cut, Layout, Outside, make_layouts
 from megappo.megatron.roles import AbsentRole, LocalRole, Placement, Role
 from megappo.megatron.schedule import PackedBatch, PlacedSample, pack_samples, run_schedule
+from megappo.megatron.swiglu import mlp_submodules
 from megappo.reshard.slices import EngineShape, Receiver
 from megappo.reshard.sources import SafetensorsSource
 from megappo.reshard.stream import WeightStream
@@ -99,7 +100,8 @@ def fused_layers(*arguments: Any) -> Any:
     """The layers that are built here, their parameters named and placed as Transformer Engine's."""
     block = local_layers(*arguments)
     layer = block.layer_specs[0].submodules  # all are one
-    layer.self_attention.submodules.linear_qkv = layer.mlp.submodules.linear_fc1 = NormAndLinear
+    layer.self_attention.submodules.linear_qkv = NormAndLinear
+    mlp_submodules(block.layer_specs[0]).linear_fc1 = NormAndLinear
     layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
     return block
 
