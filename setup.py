@@ -23,7 +23,11 @@ setup(
     extras_require={
         "datasets": ["datasets>=4"],
         "sglang": ["sglang==0.5.23"],
-        "te": ["transformer-engine[pytorch]"],
+        # What a Megatron-Core was made for (ENGINES in runtime/accelerations.py); with the core of torch's CUDA.
+        "te": [
+            "transformer-engine[pytorch]>=2.9,<2.12; python_version<'3.12'",
+            "transformer-engine[core_cu13,pytorch]>=2.12; python_version>='3.12'",
+        ],
         "tasks": ["math-verify", "reasoning-gym"],
         "wandb": ["wandb"],
         "test": [

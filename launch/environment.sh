@@ -98,7 +98,7 @@ environment_for() { # the words of a command line: is SGLang in them, in a confi
     fi
 }
 
-ensure_environment() {
+ensure_environment() { # full, light, or light-alone: the light one where there is a full one, too
     if [ -n "${MEGAPPO_PYTHON:-}" ]; then
         PATH="$(dirname "$MEGAPPO_PYTHON"):$PATH"
         return
@@ -107,7 +107,7 @@ ensure_environment() {
     python=$(find_python full) || exit 2
     base=$(environment_cache)
     folder=$base/environment-$(environment_hash requirements-sglang.txt "$python")
-    if [ "${1:-light}" != full ] && [ ! -e "$folder/complete" ]; then
+    if [ "${1:-light}" = light-alone ] || { [ "${1:-light}" = light ] && [ ! -e "$folder/complete" ]; }; then
         requirements=requirements.txt
         python=$(find_python light) || exit 2
         folder=$base/environment-$(environment_hash requirements.txt "$python")

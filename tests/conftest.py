@@ -17,6 +17,7 @@ waiting.listen()
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="only what is quick; see README.md")
     parser.addoption("--all", action="store_true", help="also what is exhaustive; see README.md")
+    parser.addoption("--light", action="store_true", help="only what depends on versions; see README.md")
     parser.addoption("--learning", action="store_true", help="also runs that learn for minutes; see README.md")
     parser.addoption("--smollm2", metavar="FOLDER", help="SmolLM2-135M-Instruct, for what --learning has it learn")
     parser.addoption("--strength", type=int, default=2, help="of runs/test_conformance.py: features that meet")
@@ -24,7 +25,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What is marked `learning` or `exhaustive` is asked for. What is marked `slow` is not quick, but for those of its
-    cases that are marked `quick`; where some cases of a test are marked so, its others are not quick either."""
+    cases that are marked `quick`; where some cases of a test are marked so, its others are not quick either. `--light`
+    chooses what is marked `versions`."""
     unwanted = {
         mark for mark, option in (("learning", "learning"), ("exhaustive", "all")) if not config.getoption(option)
     }
@@ -33,9 +35,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     def is_wanted(item: pytest.Item) -> bool:
         if any(item.get_closest_marker(mark) for mark in unwanted):
             return False
-        if not config.getoption("quick") or item.get_closest_marker("quick"):
+        if not (config.getoption("quick") or config.getoption("light")):
             return True
-        return not item.get_closest_marker("slow") and function_of(item) not in marked
+        chosen = item.get_closest_marker("quick") or function_of(item) not in marked
+        if config.getoption("light"):
+            return bool(chosen and item.get_closest_marker("versions"))
+        return bool(item.get_closest_marker("quick") or (chosen and not item.get_closest_marker("slow")))
 
     config.hook.pytest_deselected(items=[item for item in items if not is_wanted(item)])
     items[:] = filter(is_wanted, items)

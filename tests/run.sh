@@ -3,12 +3,23 @@
 #   tests/run.sh                        every test but what is exhaustive
 #   tests/run.sh --all                  that, too
 #   tests/run.sh --quick                what is quick of every file
+#   tests/run.sh --light                what depends on versions, in the light environment of Python 3.11
 #   tests/run.sh --affected [FILE...]   what is quick of the tests nearest to these files, or to what differs from main
 #   tests/run.sh WORD...                what these words choose, which are pytest's
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/environment.sh"
 ensure_environment full
 cd "$ROOT"
+if [ "${1:-}" = --light ]; then
+    export MEGAPPO_PYTHON_VERSION=3.11
+    if [ -n "${MEGAPPO_PYTHON:-}" ] || ! find_python light >/dev/null 2>&1; then
+        echo "not tested: Megatron-Core 0.16, which needs a Python 3.11 that environments can be made with"
+        exit 0
+    fi
+    MEGAPPO_OTHER_PYTHON=$(command -v python) # of the full environment
+    export MEGAPPO_OTHER_PYTHON
+    ensure_environment light-alone
+fi
 
 # For tests/slurm, which say what is missing and are skipped where this cannot install it.
 install_slurm() {
@@ -33,6 +44,7 @@ case "${1:-}" in
     exec python -m tests.house.suite "$@"
     ;;
 --quick) exec python -m tests.house.suite --quick ;;
+--light) exec python -m tests.house.suite --light --no-types ;;
 --affected)
     shift
     nearest=$(python -m tests.house.affected "$@")

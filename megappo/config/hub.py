@@ -8,8 +8,10 @@ the cache lacks is worth more patience, which `HF_HUB_ETAG_TIMEOUT` sets.
 from __future__ import annotations
 
 import functools
+import importlib
 import threading
 from pathlib import Path
+from typing import Any
 
 from megappo.errors import ConfigError, reason
 
@@ -48,12 +50,17 @@ def hub_folder(name: str, *, key: str = "model.path", weights: bool = False) -> 
     )
 
 
-def _fetch(name: str, key: str, weights: bool) -> Path:
-    from httpx import HTTPError
+def http_package() -> Any:
+    """What the hub's client speaks HTTP with, for the errors it raises: `httpx`, from huggingface_hub 2 on `httpx2`."""
+    from huggingface_hub.errors import HfHubHTTPError
 
+    return importlib.import_module(HfHubHTTPError.__bases__[0].__module__.partition(".")[0])
+
+
+def _fetch(name: str, key: str, weights: bool) -> Path:
     try:
         return _download(name, weights)
-    except (OSError, ValueError, HTTPError) as error:
+    except (OSError, ValueError, http_package().HTTPError) as error:
         raise ConfigError(
             f"{key} '{name}' is neither a folder (from {Path.cwd()}) nor could it be fetched from the hub "
             f"({reason(error)}); check the name, `hf auth login` where it is gated, or give the "
@@ -86,18 +93,18 @@ def _in_cache(name: str, key: str, weights: bool) -> tuple[Path | None, str]:
 @functools.cache
 def silence(endpoint: str, patience_seconds: float) -> str | None:
     """Why the hub cannot be asked; None where it answers. Looking up a name has no time limit, hence the thread."""
-    from httpx import HTTPError, InvalidURL, TimeoutException
     from huggingface_hub.utils import get_session
 
+    http = http_package()
     said = [f"{endpoint} does not answer in {patience_seconds:g} seconds (HF_HUB_ETAG_TIMEOUT raises that)"]
 
     def ask() -> None:
         try:
             get_session().head(endpoint, timeout=patience_seconds)
             said.append("")
-        except TimeoutException:
+        except http.TimeoutException:
             return
-        except (HTTPError, InvalidURL, OSError, ValueError) as error:
+        except (http.HTTPError, http.InvalidURL, OSError, ValueError) as error:
             said.append(f"{endpoint} cannot be reached ({reason(error, 60)})")
 
     asking = threading.Thread(target=ask, daemon=True)

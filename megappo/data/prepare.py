@@ -189,10 +189,9 @@ def _files(folder: Path, split: Split) -> list[Path]:
 
 
 def _fetched(split: Split) -> Path:
-    from httpx import HTTPError
     from huggingface_hub import constants, snapshot_download
 
-    from megappo.config.hub import PATIENCE_SECONDS, silence
+    from megappo.config.hub import PATIENCE_SECONDS, http_package, silence
 
     is_set = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else None
     offline = is_set or silence(constants.ENDPOINT, PATIENCE_SECONDS)
@@ -201,7 +200,7 @@ def _fetched(split: Split) -> Path:
         where = snapshot_download(
             split.repository, repo_type="dataset", allow_patterns=patterns, local_files_only=offline is not None
         )
-    except (OSError, ValueError, HTTPError) as error:
+    except (OSError, ValueError, http_package().HTTPError) as error:
         raise ValueError(
             f"the data set '{split.repository}' could not be fetched from the hub ({offline or reason(error)}); where "
             f"there is network, run `hf download --repo-type dataset {split.repository} --local-dir FOLDER`, and give "

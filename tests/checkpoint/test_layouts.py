@@ -19,7 +19,7 @@ from tests.plan.test_measured import PROMPT, RESPONSE, SAMPLES, base_config
 from tests.support.harness import ask
 from tests.support.models import VOCAB, write_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.waits]
+pytestmark = [pytest.mark.slow, pytest.mark.waits, pytest.mark.versions]
 
 RATE, MOST = 1e-30, 1.001e-30
 """The second is what an update moves a weight at most."""

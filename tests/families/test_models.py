@@ -231,6 +231,7 @@ GEMMAS = {"gemma2", "gemma3_text", "gemma4_text"}
 ENOUGH = ("qwen3-tied-tp2", "qwen3-tied-pp2", "qwen3_moe-tp2-ep2", "outside-tp2", "mistral-cp2")
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("name", cases(CASES, quick=ENOUGH, exhaustive=[*filter(is_covered, CASES)]))
 def test_equals_transformers_and_streams_what_was_loaded(tmp_path: Path, name: str) -> None:
     case = CASES[name](tmp_path)

@@ -1,6 +1,6 @@
 """Runs files of tests on a few sides at a time, shows what they have done, and judges what is unsteady.
 
-Usage: python -m tests.house.suite [--quick | --all] [--sides N] [--measure] [--no-types] [FILE...]
+Usage: python -m tests.house.suite [--quick | --all | --light] [--sides N] [--measure] [--no-types] [FILE...]
 
 `bash tests/run.sh` is this in an environment that it builds.
 
@@ -293,6 +293,7 @@ def main() -> int:
     parser.add_argument("files", nargs="*", metavar="FILE")
     parser.add_argument("--quick", action="store_true", help="only what is quick; see tests/README.md")
     parser.add_argument("--all", action="store_true", help="also what is exhaustive; see tests/README.md")
+    parser.add_argument("--light", action="store_true", help="only what depends on versions; see tests/README.md")
     parser.add_argument("--sides", type=int, default=(os.cpu_count() or 1) + 1, help="files at a time")
     parser.add_argument("--types", action=argparse.BooleanOptionalAction, default=True, help="mypy beside the tests")
     parser.add_argument("--measure", action="store_true", help="write seconds.json anew")
@@ -302,7 +303,9 @@ def main() -> int:
         importlib.import_module(plugin)  # which every process of pytest loads
     gc.collect()
     gc.freeze()  # collections in forked processes do not go through, and so copy, what was imported before the fork
-    options = [f"--{name}" for name in ("quick", "all") if getattr(given, name)]
+    if given.light:
+        files = [file for file in files if "mark.versions" in Path(ROOT, file).read_text()]
+    options = [f"--{name}" for name in ("quick", "all", "light") if getattr(given, name)]
     command = [sys.executable, "-m", "mypy"] if given.types else ["true"]
     types = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     with tempfile.TemporaryDirectory(prefix="megappo-tests-") as scratch:

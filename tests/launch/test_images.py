@@ -8,6 +8,7 @@ import subprocess
 
 import torch
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from megappo.runtime.accelerations import ENGINES
 from tests.support.places import ROOT
@@ -67,7 +68,13 @@ def test_pins_fit_together() -> None:
         assert torch.version.cuda.split(".")[0] == image
     megatron = version(common["megatron-core"])
     assert ".".join(megatron.split(".")[:2]) not in ENGINES, "its metadata names versions of Transformer Engine"
-    (extra,) = re.findall(r'"te": (\[.*\])', setup)
-    (allowed,) = (Requirement(r) for r in ast.literal_eval(extra))
-    assert allowed.name == engine.name and allowed.specifier.contains(version(engine))
+    (extra,) = re.findall(r'"te": (\[.*?\n +\])', setup, re.DOTALL)
+    older, newer = (Requirement(r) for r in ast.literal_eval(extra))
+    assert {older.name, newer.name} == {engine.name} and newer.extras == engine.extras
+    assert newer.specifier.contains(version(engine))
+    assert str(older.marker) == 'python_version < "3.12"' and str(newer.marker) == 'python_version >= "3.12"'
+    of_older = SpecifierSet(ENGINES["0.16"])
+    assert [of_older.contains(v) == older.specifier.contains(v) for v in ("2.8", "2.9.0", "2.11.3", "2.12")] == [
+        True
+    ] * 4
     assert re.fullmatch(r"git\+https://github\.com/NVIDIA/apex@\d+\.\d+", str(accelerators["apex"].url))

@@ -10,7 +10,7 @@ import pytest
 from tests.support.harness import ask
 from tests.support.quick import cases
 
-pytestmark = [pytest.mark.slow, pytest.mark.waits]
+pytestmark = [pytest.mark.slow, pytest.mark.waits, pytest.mark.versions]
 
 CHUNKS = (3, 1, 7, 2)
 WINDOWS, GROUPS = (None, 1, 5, 100), (4, 2, 1)

@@ -9,7 +9,7 @@ import pytest
 from tests.support.harness import ask
 from tests.support.models import write_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.waits]
+pytestmark = [pytest.mark.slow, pytest.mark.waits, pytest.mark.versions]
 
 ROUNDINGS = 12
 """Of a sum of as many microbatches, all ranks together."""

@@ -9,7 +9,7 @@ import pytest
 from tests.support.harness import ask
 from tests.support.models import write_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.waits]
+pytestmark = [pytest.mark.slow, pytest.mark.waits, pytest.mark.versions]
 
 MICROBATCHES = 3
 CASES: dict[str, dict[str, Any]] = {

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.harness import launch
 
-pytestmark = [pytest.mark.slow, pytest.mark.waits]
+pytestmark = [pytest.mark.slow, pytest.mark.waits, pytest.mark.versions]
 
 
 def test_outputs_that_are_freed_arrive() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.harness import launch
 
-pytestmark = [pytest.mark.slow, pytest.mark.waits]
+pytestmark = [pytest.mark.slow, pytest.mark.waits, pytest.mark.versions]
 
 
 def test_samples_travel_once_per_role_and_step(tmp_path: Path) -> None:

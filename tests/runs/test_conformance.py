@@ -1,6 +1,7 @@
 """Steps in which every two features of a PPO step meet, against the one-process oracle.
 
-Which features there are says `features.py`. `--strength 3` runs the steps in which every three of them meet, and so on.
+Which features there are says `features.py`. `--strength 3` runs the steps in which every three of them meet, and so on;
+`--light` runs few, in which each of them is.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ LENGTHS: dict[str, list[tuple[int, int]]] = {
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
-        strength = metafunc.config.getoption("--strength")
-        found = covering(strength, most_ranks=4 if strength == 2 else 8)
+        strength = 1 if metafunc.config.getoption("--light") else metafunc.config.getoption("--strength")
+        found = covering(strength, most_ranks=8 if strength > 2 else 4)
         metafunc.parametrize("case", found, ids=lambda case: case.name)
 
 
@@ -96,6 +97,7 @@ def in_turns(sample: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.versions
 def test_features_that_meet_are_exact(case: Case, world: World, tmp_path: Path) -> None:
     folder, samples, loss = world.folder(MODELS[case["model"].name]), samples_of(case, world.samples), case["loss"].name
     if case["model"].name == "experts-replayed":
