@@ -26,6 +26,8 @@ _TAKEN_NAMES = ("mean", "std", "min", "max", "failures", "timeouts", "overlong",
 """Of metrics `reward/...` that there are always."""
 JUDGE = "megappo.rewards.judge:scores"
 """What asks a judge."""
+SERVER = "megappo.rewards.http:scores"
+"""What asks a reward server."""
 _STARTING_SECONDS = 5.0
 
 

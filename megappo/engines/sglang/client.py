@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,7 +22,7 @@ class Endpoint:
 
     index: int
     url: str
-    key: str
+    key: str = field(repr=False)
     sender: int
     """Rank that sends weights to it (and started it, where it is one of our own)."""
     starts: int = 1

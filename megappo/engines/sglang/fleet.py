@@ -15,7 +15,7 @@ from megappo.engines.sglang.gpus import server_gpus
 from megappo.engines.sglang.inspection import check_room, check_routing, check_stack, what_it_says
 from megappo.engines.sglang.server import EngineError, Server, start_server
 from megappo.engines.sglang.spec import ServerSpec, unheard_variables
-from megappo.errors import RunError
+from megappo.errors import RunError, remember
 from megappo.observe.messages import tell
 from megappo.reshard.feeding import Feeding
 from megappo.runtime.objects import agreed, of_all_ranks
@@ -267,6 +267,7 @@ class Fleet:
         """Wait until a server that somebody else starts answers."""
         self._starts[index] += 1
         key = os.environ.get(KEY_VARIABLE, "")
+        remember(key)
         endpoint = Endpoint(index, self._external[index].rstrip("/"), key, self._runtime.rank, self._starts[index])
         patience, health = self._settings.start_timeout_seconds, self._settings.health_timeout_seconds
         if not wait_until(lambda: is_alive(endpoint, health), patience, every_seconds=_RETRY_SECONDS):

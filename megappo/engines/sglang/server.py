@@ -194,6 +194,8 @@ def start_server(
     node = part.bond.node if part is not None else 0
     name = spec.called.replace(" ", "-") or f"engine-{index}"
     log = spec.log_directory / (f"{name}-part-{node}.log" if node else f"{name}.log")
+    if arguments["log-level"] != "warning":  # below it SGLang writes all of its arguments into the log
+        log.touch(mode=0o600)
     command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")), str(scratch), str(log), "--"]
     command += [sys.executable, "-m", spec.program, "--config", str(config)]
     try:
