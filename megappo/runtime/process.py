@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megappo.config.schema import RuntimeSettings
 from megappo.errors import RunError, reason
 from megappo.runtime.device import prepare_device
-from megappo.runtime.groups import allow_connections, collective_backend, join_world
+from megappo.runtime.groups import allow_connections, collective_backend, join_world, stay_on_this_machine
 from megappo.runtime.launchers import Ranks, adopt_launcher, read_ranks
 from megappo.runtime.nccl import share_settings
 from megappo.runtime.store import listening_store
@@ -144,6 +144,7 @@ def start_runtime(settings: RuntimeSettings, *, with_servers: bool = False) -> I
     """
     adopt_launcher(os.environ)
     ranks = read_ranks(os.environ)
+    stay_on_this_machine(os.environ, ranks)
     if with_servers:
         share_settings(os.environ)
     runtime = Runtime(ranks.rank, ranks.world_size, ranks.local_rank, prepare_device(settings, ranks))

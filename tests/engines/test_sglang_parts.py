@@ -239,6 +239,30 @@ def test_without_sglang_a_run_says_what_to_install(monkeypatch: pytest.MonkeyPat
         sglang_cpu.require_sglang()
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "lo"),
+        ({"host": "192.0.2.7"}, "lo"),  # weights come through the machine's memory
+        ({"settings": SGLangSettings(placement="disaggregated")}, "lo"),
+        ({"settings": SGLangSettings(placement="disaggregated"), "host": "192.0.2.7"}, None),
+        ({"settings": SGLangSettings(placement="disaggregated"), "host": "192.0.2.7", "devices": (0, 1)}, "lo"),
+        ({"settings": SGLangSettings(placement="disaggregated"), "host": "192.0.2.7", "called": "a judge"}, "lo"),
+    ],
+)
+def test_ranks_of_a_server_meet_on_loopback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], expected: str | None
+) -> None:
+    """But where trainers on other machines are in a group with them over gloo."""
+    spec = replace(
+        ServerSpec(tmp_path, "float32", SGLangSettings(), (1,), False, tmp_path, CACHE, cores=(0,)), **changes
+    )
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert spec.environment(tmp_path).get("GLOO_SOCKET_IFNAME") == expected
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    assert spec.environment(tmp_path)["GLOO_SOCKET_IFNAME"] == (expected or "eth0")
+
+
 def test_a_server_gets_no_variables_of_torchrun_and_no_key_on_its_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from megappo.config import ConfigError
 from megappo.errors import RunError
 from megappo.runtime.device import device_index
+from megappo.runtime.groups import reached_at, stay_on_this_machine
 from megappo.runtime.launchers import (
     Ranks,
     adopt_launcher,
@@ -25,7 +27,7 @@ from megappo.runtime.launchers import (
     read_ranks,
     tasks_per_node,
 )
-from megappo.runtime.store import listening_store
+from megappo.runtime.store import address_towards, listening_store
 from tests.support.places import ROOT
 
 SLURM = {
@@ -141,9 +143,47 @@ def test_devices_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_index(Ranks(1, 2, 1, 2), visible=1) == 0
 
 
+def named_by_an_address() -> list[str]:
+    """What stands before a command so that this machine's name means another interface than loopback, where we may."""
+    address = address_towards("192.0.2.1", 9)
+    before = ["unshare", "--uts", "sh", "-c", f'hostname {address} && exec "$@"', "-"]
+    may = (
+        shutil.which("unshare") and subprocess.run([*before, "true"], capture_output=True, check=False).returncode == 0
+    )
+    return before if may else []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "given", "expected"),
+    [
+        (Ranks(0, 1, 0, None), {}, "lo"),
+        (Ranks(1, 2, 1, 2), {}, "lo"),
+        (Ranks(1, 2, 1, 2), {"GLOO_SOCKET_IFNAME": "eth0"}, "eth0"),
+        (Ranks(1, 4, 1, 2), {}, None),
+        (Ranks(1, 4, 1, None), {}, None),
+    ],
+)
+def test_gloo_stays_on_this_machine(
+    monkeypatch: pytest.MonkeyPatch, ranks: Ranks, given: dict[str, str], expected: str | None
+) -> None:
+    """And leaves it for groups with servers elsewhere alone."""
+    environment = dict(given)
+    stay_on_this_machine(environment, ranks)
+    assert environment.get("GLOO_SOCKET_IFNAME") == expected
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with reached_at("127.0.0.1"):
+        assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
+    with reached_at("192.0.2.7"):
+        assert os.environ.get("GLOO_SOCKET_IFNAME") == (None if expected == "lo" else expected)
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
+
+
 @pytest.mark.waits
 def test_two_processes_of_mpi_meet() -> None:
-    """As mpirun starts them, through the collectives, without listening to other machines."""
+    """As mpirun starts them, through the collectives, without listening to other machines, whatever the machine's name
+    means."""
     code = (
         "import os, psutil, torch, torch.distributed as dist\n"
         "from megappo.config.schema import RuntimeSettings\n"
@@ -155,11 +195,11 @@ def test_two_processes_of_mpi_meet() -> None:
     )
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     kept |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
-    kept["GLOO_SOCKET_IFNAME"] = "lo"
+    kept.pop("GLOO_SOCKET_IFNAME", None)
     job = {"PMIX_NAMESPACE": f"test-{os.getpid()}"}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", code],
+            [*named_by_an_address(), sys.executable, "-c", code],
             env=kept | OPEN_MPI | job | {"OMPI_COMM_WORLD_RANK": str(r), "OMPI_COMM_WORLD_LOCAL_RANK": str(r)},
             stdout=subprocess.PIPE,
             text=True,
