@@ -20,6 +20,7 @@ from megappo.config.yaml_core import DEEPEST_NESTING, LONGEST_TEXT_CHARACTERS, d
 from megappo.errors import ConfigError, secret_settings, shortened, show, writing
 
 _LENGTHS = (("run", "steps"), ("run", "epochs"))
+_URLS, _ENGINES = ("rollout", "sglang", "urls"), ("rollout", "sglang", "engines")
 
 
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
@@ -39,6 +40,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     for key, value in given:
         _set(data, key, value)
     _replace_length(data, given)
+    _replace_engines(data, given)
     if secrets := list(dict.fromkeys(secret_settings(data))):
         raise ConfigError([_no_secret(key) for key in secrets])
     try:
@@ -117,6 +119,13 @@ def _replace_length(data: dict[str, Any], given: Sequence[tuple[Key, Any]]) -> N
         run = data.get("run")
         if lengths[name] is not None and isinstance(run, dict) and other in run:
             run[other] = None
+
+
+def _replace_engines(data: dict[str, Any], given: Sequence[tuple[Key, Any]]) -> None:
+    """An override that names servers elsewhere takes the place of the file's number of own ones."""
+    overrides = dict(given)
+    if overrides.get(_URLS) and _ENGINES not in overrides and isinstance(data["rollout"]["sglang"], dict):
+        data["rollout"]["sglang"].pop("engines", None)
 
 
 def _set(data: dict[str, Any], key: Key, value: Any) -> None:

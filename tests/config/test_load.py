@@ -16,7 +16,7 @@ from megappo.config.base import Settings
 from megappo.config.explain import all_keys, find_field, likely_keys, names_in, section_of
 from megappo.config.yaml_core import dump_yaml, parse_yaml
 from megappo.errors import divisors
-from tests.support.places import BASE
+from tests.support.places import BASE, ROOT
 
 SETTINGS: dict[str, Any] = parse_yaml(BASE.read_text(), "base")
 REMOVED = object()
@@ -443,3 +443,12 @@ def test_settings_that_find_no_room_name_their_file(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").symlink_to("/dev/full")
     with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/config.yaml'"):
         save_config(load_config(BASE), tmp_path / "config.yaml")
+
+
+def test_servers_elsewhere_take_the_place_of_own_ones() -> None:
+    """As the head of the shipped configuration says it; but not of those that are asked for beside them."""
+    config, urls = ROOT / "configs/sglang_disaggregated.yaml", "rollout.sglang.urls=['http://a:30000']"
+    servers = load_config(config, [urls]).rollout.servers
+    assert servers.urls == ("http://a:30000",) and servers.engines is None
+    with pytest.raises(ConfigError, match="engines 2 starts own servers, urls names others; remove engines, or set it"):
+        load_config(config, [urls, "rollout.sglang.engines=2"])

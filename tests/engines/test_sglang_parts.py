@@ -677,7 +677,7 @@ def test_shipped_settings_go_together() -> None:
     ("sglang", "words"),
     [
         ("{urls: ['http://a:1']}", "set placement: disaggregated"),
-        ("{urls: ['http://a:1'], placement: disaggregated, engines: 2}", "set one of them"),
+        ("{urls: ['http://a:1'], placement: disaggregated, engines: 2}", "remove engines, or set it to null"),
         ("{urls: ['a:1'], placement: disaggregated}", "must look like http://HOST:PORT"),
         (
             "{urls: ['http://a:1'], placement: disaggregated, nodes: 2}",

@@ -36,7 +36,8 @@ seen = Path(os.environ["FAKE"])
 if (seen / "fails").exists():
     sys.exit("out of memory")
 class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self, content=b"{}"):
+    def do_GET(self, content=None):
+        content = content or json.dumps({"extra_metric_labels": json.loads(arguments["extra-metric-labels"])}).encode()
         right = self.headers.get("Authorization") == f"Bearer {arguments['api-key']}"
         self.send_response(200 if right else 401)
         self.send_header("Content-Length", str(len(content)))
@@ -107,6 +108,7 @@ def test_a_judge_with_a_server_of_its_own(tmp_path: Path, capsys: pytest.Capture
     config = judged(tmp_path / "run", {"threads": 1, "arguments": {"context-length": 64}})
     assert scored(config, *answers, "die") == [2.0 * len(answer) for answer in [*answers, "die"]]
     first, second = [json.loads(path.read_text()) for path in (tmp_path / "seen").glob("*.json")]
+    assert first.pop("extra-metric-labels") != second.pop("extra-metric-labels"), "by which each start is known"
     assert first == second
     assert (first["model-path"], first["dtype"], first["host"]) == (str(worlds.TINY), "float32", "127.0.0.1")
     assert first["context-length"] == 64 and first["max-total-tokens"] == 65536
