@@ -278,8 +278,8 @@ def test_wrong_settings_of_engines(site: Site, settings: dict[str, str], words: 
     assert "train" not in (site.words.read_text().splitlines() if site.words.exists() else [])
 
 
-def torchrun(*words: str) -> subprocess.Popen[str]:
-    environment = os.environ | {"MEGAPPO_PYTHON": sys.executable, "PYTHONWARNINGS": "ignore"}
+def torchrun(*words: str, **variables: str) -> subprocess.Popen[str]:
+    environment = os.environ | {"MEGAPPO_PYTHON": sys.executable, "PYTHONWARNINGS": "ignore"} | variables
     return subprocess.Popen(
         ["bash", "launch/torchrun.sh", *words],
         cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -295,10 +295,28 @@ def test_torchrun_on_two_machines(host: str) -> None:
     from tests.support.worlds import closed_port
 
     line = ("--nodes", "2", "--head", f"{host}:{closed_port()}", "1", "doctor")
-    both = [torchrun(*line), torchrun(*line)]
+    both = [torchrun(*line), torchrun(*line, MEGAPPO_IS_HEAD="no")]
     outputs = [process.communicate(timeout=240) for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
     assert "2 ranks met on" in "".join(out for out, _ in outputs)
+
+
+def test_runs_of_two_users_do_not_meet(site: Site) -> None:
+    """Nor two runs of one user, while the same line is the same run on all machines."""
+    site.program("python", 'while [ "$1" != --rdzv-id ]; do shift; done; echo "$2"')
+
+    def name(user: str, *words: str) -> str:
+        site.program("id", f"echo {user}")
+        line = ("--nodes", "2", "--head", "node1:29500", "8", "train", *words)
+        path = {
+            "PATH": f"{site.folder / 'bin'}:{os.environ['PATH']}",
+            "MEGAPPO_PYTHON": str(site.folder / "bin/python"),
+        }
+        return torchrun(*line, **path).communicate(timeout=60)[0].strip()
+
+    mine = name("me", "a.yaml", "run.seed=1")
+    assert mine.startswith("megappo-me-") and mine == name("me", "a.yaml", "run.seed=1")
+    assert len({mine, name("other", "a.yaml", "run.seed=1"), name("me", "a.yaml", "run.seed=2")}) == 3
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,12 @@ from megappo.runtime.launchers import (
     Ranks,
     adopt_launcher,
     first_host,
+    job_of,
     launcher_of,
     read_ranks,
     tasks_per_node,
 )
-from megappo.runtime.store import address_towards, listening_store
+from megappo.runtime.store import address_towards, free_port, listening_store
 from tests.support.places import ROOT
 
 SLURM = {
@@ -100,6 +101,58 @@ def test_mpi() -> None:
     with pytest.raises(ConfigError, match="set MASTER_ADDR to its name, such as mpirun -x MASTER_ADDR=node1"):
         adopted(HYDRA)
     assert read_ranks(adopted(HYDRA | {"MASTER_ADDR": "node1"})) == Ranks(3, 4, 1, 2)
+
+
+def test_jobs_without_a_name_and_those_of_two_users_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By who started the ranks of one machine, by the words of those of several; with the ports at which they meet."""
+    nameless = {name: value for name, value in OPEN_MPI.items() if name != "PMIX_NAMESPACE"}
+    elsewhere = HYDRA | {"MASTER_ADDR": "node1"}
+
+    def met() -> list[tuple[str, str]]:
+        places = (SLURM, OPEN_MPI, nameless, elsewhere)
+        return [(found["MASTER_PORT"], job_of(found)) for found in map(adopted, places)]
+
+    mine = met()
+    assert mine == met() and len({port for port, _ in mine}) == len(mine) and "10000" not in dict(mine)
+    uid = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+    assert not {port for port, _ in mine} & {port for port, _ in met()}
+    assert not {job for _, job in mine} & {job for _, job in met()}
+    monkeypatch.setattr(os, "getuid", lambda: uid)
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert [one == other for one, other in zip(mine, met(), strict=True)] == [True, True, False, True]
+    monkeypatch.setattr(sys, "argv", ["megappo", "train", "another.yaml"])
+    assert [one == other for one, other in zip(mine, met(), strict=True)] == [True, True, False, False]
+
+
+@pytest.mark.waits
+def test_a_rank_of_another_job_is_told() -> None:
+    """Which finds rank 0 of ours at the port that it thinks to be its own."""
+    code = (
+        "from megappo.config.schema import RuntimeSettings\n"
+        "from megappo.runtime.process import start_runtime\n"
+        "with start_runtime(RuntimeSettings(threads_per_rank=1, collective_timeout_seconds=120)):\n"
+        "    pass\n"
+    )
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    kept |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    kept |= OPEN_MPI | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
+    ours, other = (
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=kept | {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank, "PMIX_NAMESPACE": job},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, job in (("0", "ours"), ("1", "theirs"))
+    )
+    try:
+        said = other.communicate(timeout=120)[1]
+    finally:
+        ours.kill()
+        ours.communicate()
+    uid = os.getuid()
+    assert f"(the job '{uid} ours' meets there, this is '{uid} theirs'); set MASTER_ADDR and MASTER_PORT" in said
 
 
 @pytest.mark.parametrize(
