@@ -30,6 +30,7 @@ from megappo.config.schema import Config
 from megappo.config.server_words import OWNED, REFUSED, word_rules
 from megappo.engines.registry import find_engine
 from megappo.engines.sglang import fleet
+from megappo.engines.sglang.bond import Bond, ServerPart
 from megappo.engines.sglang.client import Endpoint
 from megappo.engines.sglang.inspection import check_routing
 from megappo.engines.sglang.server import EngineError
@@ -237,6 +238,26 @@ def test_without_sglang_a_run_says_what_to_install(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RunError, match="SGLang 0.6.0 is installed, on a CPU only 0.5.23 runs"):
         sglang_cpu.require_sglang()
+
+
+@pytest.mark.waits
+def test_parts_of_a_server_talk_to_each_other_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where SGLang reads pickles from whoever connects; what an administrator exported stays."""
+    apart = SGLangSettings(tensor_parallel=4, data_parallel_attention=2, nodes=2)
+    for settings, expected in (
+        (apart, "10.0.0.1,10.0.0.2"),
+        (apart.model_copy(update={"data_parallel_attention": 1}), None),
+    ):
+        bond = Bond.first("127.0.0.1", 0, settings)
+        bond.peers = frozenset({"10.0.0.2", "10.0.0.1"})
+        part = ServerPart(bond, 0)
+        part.begin()
+        spec = ServerSpec(tmp_path, "float32", settings, (1,), False, tmp_path, CACHE, cores=(0,))
+        monkeypatch.delenv("SGLANG_ZMQ_ALLOWED_PEERS", raising=False)
+        assert spec.environment(tmp_path, part).get("SGLANG_ZMQ_ALLOWED_PEERS") == expected
+        monkeypatch.setenv("SGLANG_ZMQ_ALLOWED_PEERS", "10.0.0.0")
+        assert spec.environment(tmp_path, part)["SGLANG_ZMQ_ALLOWED_PEERS"] == "10.0.0.0"
+    assert unheard_variables({"SGLANG_ZMQ_ALLOWED_PEERS": "10.0.0.0", "SGLANG_LOG_GC": "1"}) == ["SGLANG_LOG_GC"]
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,7 @@ case "$*" in
     *"engine.sh describe"*) echo "$DESCRIBED" ;;
     *"engine.sh serve"*)
         echo "ports $MEGAPPO_ENGINE_PORTS key ${#MEGAPPO_SGLANG_API_KEY}" >>"$WORDS"
+        echo "listening at ${MEGAPPO_ENGINE_HOST:-$MEGAPPO_ENGINE_ADDRESSES}" >>"$WORDS"
         if [ -n "${DEAD:-}" ]; then echo "out of memory" >"$MEGAPPO_RANK_LOGS/engine-0.log"; exit 1; fi
         while [ ! -e "$MEGAPPO_RANK_LOGS/stopping" ]; do sleep 0.1; done
         ;;
@@ -183,6 +184,7 @@ def test_engines_share_a_node_by_their_gpus(site: Site) -> None:
     assert ports[-2:] == ["key", "64"] and len(set(ports[1:-2])) == 4
     listed = "".join(f"'http://localhost:{port}'," for port in ports[1:-2])
     assert urls == f"rollout.sglang.urls=[{listed}]"
+    assert {"listening at 127.0.0.1 ", "listening at ::1 "} & set(words), "what localhost means"
     start = words.index("engines")
     assert words[start - 3 : start + 11] == [
         "--relative", "2", "--job-name", "engines", "--nodes", "1", "--ntasks", "4", "--ntasks-per-node", "4",
@@ -208,27 +210,30 @@ def test_engines_stand_on_several_nodes(site: Site) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "expected"),
+    ("place", "host", "expected"),
     [
-        (("0", "1"), "--port 12 --index 1 --linger 5 --part 0 --meet n0:22"),
-        (("1", "1"), "--port 0 --index 1 --linger 5 --part 1 --meet n0:22"),
-        (("3", "0"), "--port 0 --index 2 --linger 5 --part 1 --meet n2:23"),
+        (("0", "1"), "", "10.0.0.1 --port 12 --index 1 --linger 5 --part 0 --meet n0:22"),
+        (("1", "1"), "", "10.0.0.2 --port 0 --index 1 --linger 5 --part 1 --meet n0:22"),
+        (("3", "0"), "", "10.0.0.4 --port 0 --index 2 --linger 5 --part 1 --meet n2:23"),
+        (("3", "0"), "0.0.0.0", "0.0.0.0 --port 0 --index 2 --linger 5 --part 1 --meet n2:23"),
     ],
 )
-def test_a_task_runs_its_part_of_an_engine(site: Site, place: tuple[str, str], expected: str) -> None:
-    """Two engines of four GPUs of each of two nodes."""
+def test_a_task_runs_its_part_of_an_engine(site: Site, place: tuple[str, str], host: str, expected: str) -> None:
+    """Two engines of four GPUs of each of two nodes; they listen at their node's address, unless they are told to at
+    another."""
     site.program("python", 'echo "$*"')
     environment = os.environ | {
         "SLURM_NODEID": place[0], "SLURM_LOCALID": place[1], "MEGAPPO_ENGINE_WIDTH": "2", "MEGAPPO_ENGINE_RANKS": "4",
-        "MEGAPPO_ENGINES_OF_NODE": "2", "MEGAPPO_ENGINE_PORTS": "11 12 13 14", "MEGAPPO_ENGINE_HOST": "0.0.0.0",
+        "MEGAPPO_ENGINES_OF_NODE": "2", "MEGAPPO_ENGINE_PORTS": "11 12 13 14", "MEGAPPO_ENGINE_HOST": host,
+        "MEGAPPO_ENGINE_ADDRESSES": "10.0.0.1 10.0.0.2 10.0.0.3 10.0.0.4 ",
         "MEGAPPO_ENGINE_MEETINGS": "n0:21 n0:22 n2:23 n2:24", "MEGAPPO_ENGINE_LINGER": "5",
         "MEGAPPO_RANK_LOGS": str(site.folder), "PATH": f"{site.folder / 'bin'}:{os.environ['PATH']}",
     }  # fmt: skip
     subprocess.run(["bash", "launch/slurm/engine.sh", "serve", "a.yaml"], cwd=ROOT, env=environment, check=True)
     (log,) = site.folder.glob("engine-*.log")
     first = 4 * int(place[1])
-    assert log.read_text() == f"-m megappo serve a.yaml rollout.sglang.first_device={first} --host 0.0.0.0 {expected}\n"
-    assert log.name == f"engine-{expected.split()[3]}{'-part-1' if 'part 1' in expected else ''}.log"
+    assert log.read_text() == f"-m megappo serve a.yaml rollout.sglang.first_device={first} --host {expected}\n"
+    assert log.name == f"engine-{expected.split()[4]}{'-part-1' if 'part 1' in expected else ''}.log"
 
 
 def test_a_heterogeneous_job_places_its_steps(site: Site) -> None:

@@ -22,7 +22,7 @@ from megappo.reshard.feeding import Feeding
 from megappo.runtime.objects import agreed, of_all_ranks
 from megappo.runtime.process import Runtime
 from megappo.runtime.sglang_slices import has_loader
-from megappo.runtime.store import address_towards, is_loopback, listening_problem
+from megappo.runtime.store import address_towards, is_address, is_loopback, listening_problem
 from megappo.runtime.waiting import wait_until
 
 KEY_VARIABLE = "MEGAPPO_SGLANG_API_KEY"
@@ -155,7 +155,13 @@ class Fleet:
         def join(index: int, node: int) -> Bond:
             return Bond.further(*meetings[index], node, self._settings, patience)
 
-        return first | agreed(lambda: {i: join(i, node) for i, node in self._nodes.items() if node}, (ServerFailure,))
+        bonds = first | agreed(lambda: {i: join(i, node) for i, node in self._nodes.items() if node}, (ServerFailure,))
+        addresses = of_all_ranks(address)
+        for index, bond in bonds.items():
+            found = {addresses[rank] for rank in self.feeding.starters(index)}
+            if all(map(is_address, found)):
+                bond.peers = frozenset({"127.0.0.1", *found})
+        return bonds
 
     def _start(self, indices: Iterable[int]) -> None:
         """First parts first: they call the others. Raises ServerFailure where one is not called."""

@@ -14,7 +14,7 @@ import megappo
 from megappo.config import Config
 from megappo.config.engine import SGLangSettings
 from megappo.config.model_files import load_architecture
-from megappo.engines.sglang.bond import ServerPart
+from megappo.engines.sglang.bond import PEERS, ServerPart
 from megappo.engines.sglang.compilers import cuda_home
 from megappo.engines.sglang.gpus import visible_devices
 from megappo.plan.cache import PlannedCache, server_cache
@@ -163,7 +163,7 @@ class ServerSpec:
         kept = {
             name: value
             for name, value in os.environ.items()
-            if name not in _SCRUBBED and not name.startswith(_SCRUBBED_PREFIXES)
+            if name == PEERS or (name not in _SCRUBBED and not name.startswith(_SCRUBBED_PREFIXES))
         }
         if self.memory_saver:
             kept |= {name: _without_expandable_segments(kept[name]) for name in _ALLOCATOR_VARIABLES if name in kept}
@@ -172,7 +172,7 @@ class ServerSpec:
         path.append(os.environ.get("PYTHONPATH", ""))
         kept["TMPDIR"] = str(scratch)  # SGLang leaves its sockets there
         if part is not None:
-            kept |= part.bond.environment(part.start)
+            kept = part.bond.environment(part.start) | kept  # of which only the peers may be the user's own
         else:  # its ranks, all on this machine, meet at a file: torch's store would listen on every interface
             kept["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch}/ranks"
             if self._broadcasts_from_elsewhere:
@@ -221,7 +221,7 @@ class ServerSpec:
 
 def unheard_variables(environment: Mapping[str, str]) -> list[str]:
     """Names of SGLang's own variables in an environment, none of which a server gets: who set them may think so."""
-    return sorted(name for name in environment if name.startswith("SGLANG_"))
+    return sorted(name for name in environment if name.startswith("SGLANG_") and name != PEERS)
 
 
 def _without_expandable_segments(options: str) -> str:
