@@ -622,6 +622,34 @@ def test_what_a_tool_does_ends_with_its_call() -> None:
     assert wait_until(lambda: not descendants(of_others), 10.0, every_seconds=0.05), descendants()
 
 
+SEES = """
+import os
+print({**os.environ}, open("/proc/self/environ").read(), len(os.listdir("/proc/self/fd")))
+"""
+
+
+@pytest.mark.waits
+def test_a_program_of_the_model_sees_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor what its worker has open. A tool of the user's own beside it has all variables."""
+    for name in ("WANDB_API_KEY", "ANYTHING_ELSE"):
+        monkeypatch.setenv(name, "s3cret")
+    python = {"python": "megappo.environments.mathematics:python"}
+
+    def said(pool: ToolPool, tool: str, **arguments: str) -> str:
+        return loop.run(pool.call(tool, arguments)).text
+
+    with asyncio.Runner() as loop:
+        pool = ToolPool(python, ToolSettings(workers=1))
+        seen = said(pool, "python", code=SEES)
+        assert "s3cret" not in seen and "PATH" in seen and int(seen.split()[-1]) <= 5, seen
+        pool.close()
+        pool = ToolPool(python | {"own": "os:getenv"}, ToolSettings(workers=1))
+        seen = said(pool, "python", code="import os; print({**os.environ})")
+        assert "s3cret" not in seen and "PATH" in seen
+        assert said(pool, "own", key="WANDB_API_KEY") == "s3cret"
+        pool.close()
+
+
 def test_a_tool_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="tool 'x' 'nowhere:f': module 'nowhere' cannot be imported"):
         ToolPool({"x": "nowhere:f"}, ToolSettings())
