@@ -141,7 +141,7 @@ class _Call:
             return failure, ""
         try:
             found: tuple[str, str] = tuple(json.loads(told))
-        except ValueError:
+        except (ValueError, RecursionError):
             return "died", ""
         return found
 

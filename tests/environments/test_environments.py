@@ -749,3 +749,21 @@ def test_an_environment_that_cannot_be_used_is_refused(settings: dict[str, Any],
 def test_settings_that_do_not_go_together_are_refused(overrides: list[str], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         derive(load_config(BASE, overrides), 1, SHAPE)
+
+
+@pytest.mark.parametrize("text", ['{"a":' * 100_000, "[" * 100_000, '{"name": "x", "parameters": ' + "[" * 100_000])
+def test_calls_that_are_nested_without_end_are_told_to_the_model(text: str) -> None:
+    (wanted,) = qwen_calls(f"<tool_call>{text}</tool_call>")
+    assert "the call is no JSON (" in wanted.problem
+    assert all("the call is no JSON (" in wanted.problem for wanted in llama3_calls(text))
+
+
+@pytest.mark.waits
+def test_an_answer_that_is_nested_without_end_costs_its_call() -> None:
+    """Written beside the tool's own, into whatever is open; the next call is answered."""
+    code = "import os\nfor n in range(3, 64):\n  try: os.write(n, b'[' * 60000)\n  except OSError: pass\nos._exit(0)"
+    pool = ToolPool({"python": "megappo.environments.mathematics:python"}, ToolSettings(workers=1))
+    with asyncio.Runner() as loop:
+        assert loop.run(pool.call("python", {"code": code})).failure == "died"
+        assert loop.run(pool.call("python", {"code": "6 * 7"})).text == "42\n"
+        pool.close()

@@ -13,6 +13,7 @@ import torch
 
 from megappo.cli import main
 from megappo.config import Config, ConfigError, derive, load_config
+from megappo.config.reward import reward_rules
 from megappo.doctor import software
 from megappo.doctor.software import generation_finding
 from megappo.errors import RunError
@@ -99,6 +100,13 @@ def scored(config: Config, *responses: str) -> list[float]:
         scorer.close()
     found: list[float] = scores_B.tolist()
     return found
+
+
+@pytest.mark.parametrize("name", ["host", "--port", "config", "model_path"])
+def test_a_judges_server_is_opened_to_nobody(tmp_path: Path, name: str) -> None:
+    config = judged(tmp_path / "run", {"arguments": {name: "x"}})
+    (said, *_) = reward_rules(config.reward)
+    assert f"server.arguments has {name}, which a run decides for its own servers; remove it" in said
 
 
 @pytest.mark.waits
