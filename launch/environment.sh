@@ -98,6 +98,27 @@ environment_for() { # the words of a command line: is SGLang in them, in a confi
     fi
 }
 
+# Whether only this user and root can change a folder, where there is one: what lies in it is run.
+environment_is_own() {
+    [ -z "$(find -L "$1" -maxdepth 0 \( -perm /022 -o -not \( -user "$(id -u)" -o -user 0 \) \) 2>/dev/null)" ]
+}
+
+umask_for_own() { # whatever the user's is: these programs are nobody else's to change
+    umask "$(printf '%04o' $(($(umask) | 022)))"
+}
+
+check_environment_owner() { # folders
+    local folder
+    [ "${MEGAPPO_SHARED_CACHE:-no}" != yes ] || return 0
+    for folder; do
+        environment_is_own "$folder" || {
+            echo "megappo: error: others than you and root can write to $folder, whose programs would be run; chmod go-w" \
+                "it, set MEGAPPO_CACHE to a folder of your own, or MEGAPPO_SHARED_CACHE=yes where you trust them" >&2
+            return 2
+        }
+    done
+}
+
 ensure_environment() { # full, light, or light-alone: the light one where there is a full one, too
     if [ -n "${MEGAPPO_PYTHON:-}" ]; then
         PATH="$(dirname "$MEGAPPO_PYTHON"):$PATH"
@@ -112,14 +133,15 @@ ensure_environment() { # full, light, or light-alone: the light one where there 
         python=$(find_python light) || exit 2
         folder=$base/environment-$(environment_hash requirements.txt "$python")
     fi
-    mkdir -p "$base"
+    (umask_for_own && mkdir -p "$base")
+    check_environment_owner "$base" "$folder" "$folder/bin" || exit 2
     environment_lock "$folder"
     take_environment_lock -s || exit 2
     while [ ! -e "$folder/complete" ]; do
         # On NFS two that share it would wait for each other; without a lock somebody else may be sooner.
         flock -u "$ENVIRONMENT_LOCK"
         take_environment_lock -x || exit 2
-        if [ ! -e "$folder/complete" ] && ! build_environment "$folder" "$python" "$requirements"; then
+        if [ ! -e "$folder/complete" ] && ! (umask_for_own && build_environment "$folder" "$python" "$requirements"); then
             echo "megappo: error: the environment in $folder could not be built; see above" >&2
             exit 2
         fi

@@ -29,6 +29,8 @@ if [ "$nodes" = 1 ]; then
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     rendezvous=(--rdzv-backend c10d --rdzv-conf store_type=file --rdzv-id "megappo-$$" --local-addr 127.0.0.1)
 else
-    rendezvous=(--nnodes "$nodes" --rdzv-backend c10d --rdzv-endpoint "$head" --rdzv-id megappo)
+    # The same on all machines, and no other user's or run's.
+    id=megappo-$(id -un)-$(printf '%s\n' "$nodes" "$head" "$processes" "$@" | sha256sum | cut -c1-16)
+    rendezvous=(--nnodes "$nodes" --rdzv-backend c10d --rdzv-endpoint "$head" --rdzv-id "$id")
 fi
 exec python -m megappo.runtime.torchrun "${rendezvous[@]}" --nproc-per-node "$processes" -m megappo "$@"

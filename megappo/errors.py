@@ -1,14 +1,17 @@
 """Errors that end a run for a reason its user should read, the exit codes of all ends, and how sentences are worded.
 
-A sentence names the value, the rule and the remedy. Standard library only: reward workers start with it.
+A sentence names the value, the rule and the remedy, and shows no secret: what this process read as one, or what looks
+like one by its form (a bearer's token, keys of known services, a password in an address) or its name. Standard library
+only: reward workers start with it.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
+import re
 import signal
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 RUN_ERROR = 1
@@ -22,6 +25,27 @@ STOPPED_BY_USER = 130
 _SHOWN_CHARACTERS = 60
 _REASON_CHARACTERS = 300
 _MOST_DIGITS = 19
+_HIDDEN = "(hidden)"
+_SHORTEST_KNOWN = 6
+_KNOWN: set[str] = set()
+"""Secrets that this process has read."""
+_FORMS = re.compile(
+    r"(?P<before>(?i:\bbearer)\s+(?=[^\s'\"]*\d)|https?://(?=[^\s/@'\"]+@)|"
+    r"[?&](?i:api[-_]?key|access[-_]?token|auth[-_]?token|token|secret|signature|sig|password)=(?=[^\s&]))"
+    r"(?P<secret>[^\s'\"&@/]{6,}|[^\s'\"&@/]+(?=@))|"
+    r"(?P<key>\bsk-(?=[\w-]*\d)[\w-]{16,}|\bhf_[A-Za-z0-9]{16,}|\bgh[pousr]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}|"
+    r"\bglpat-[\w-]{16,}|\bxox[abprs]-[\w-]{10,}|\bAKIA[0-9A-Z]{16}\b|\bAIza[\w-]{30,}|"
+    r"\beyJ[\w-]{10,}\.eyJ[\w-]{10,}(?:\.[\w-]*)?|-----BEGIN [A-Z ]*PRIVATE KEY-----)"
+)
+_NAME = (
+    r"(?:authorization|cookie|password|passwd|passphrase|secret|credentials?|jwt|"
+    r"(?:api|access|secret|private|auth|account|subscription)[-_]?key|"
+    r"(?:auth|access|api|hf|bearer|session|refresh|secret|github|wandb|hub)[-_]?token)"
+)
+_SECRET_NAME = re.compile(rf"(?i)(?:.*[-_ .])?{_NAME}|token")
+_NAMED = re.compile(rf"(?i)(?P<name>\b(?:[\w.]*[-_.])?{_NAME}['\"]?\s*[=:]\s*['\"]?)(?P<secret>[^\s'\",}}]+)")
+_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")
+_HEADERS = "headers"
 
 
 class RunError(RuntimeError):
@@ -75,9 +99,44 @@ def raised_by_megappo(error: ValueError) -> bool:
     return traceback is not None and str(traceback.tb_frame.f_globals.get("__name__")).split(".")[0] == "megappo"
 
 
+def remember(secret: str) -> None:
+    """Have no text of this process show a secret that it has read."""
+    if len(secret) >= _SHORTEST_KNOWN:
+        _KNOWN.add(secret)
+
+
+def redacted(text: str) -> str:
+    """The text with `(hidden)` where secrets stood in it."""
+    for secret in _KNOWN:
+        text = text.replace(secret, _HIDDEN)
+    text = _FORMS.sub(lambda found: (found["before"] or "") + _HIDDEN, text)
+    return _NAMED.sub(lambda f: f[0] if _VARIABLE.fullmatch(f["secret"]) else f["name"] + _HIDDEN, text)
+
+
+def secret_settings(settings: object, key: tuple[str, ...] = ()) -> Iterator[str]:
+    """Dotted keys of settings, in plain types, whose value is a secret by its form or by its name.
+
+    The name of an environment variable that holds one, such as `API_KEY`, is none, but for HTTP's headers.
+    """
+    if isinstance(settings, Mapping):
+        for name, value in settings.items():
+            yield from secret_settings(value, (*key, str(name)))
+    elif isinstance(settings, Sequence) and not isinstance(settings, str | bytes):
+        for value in settings:
+            yield from secret_settings(value, key)
+    elif isinstance(settings, str) and settings and (_FORMS.search(settings) or _is_named_secret(key, settings)):
+        yield ".".join(key)
+
+
+def _is_named_secret(key: tuple[str, ...], value: str) -> bool:
+    if not key or not _SECRET_NAME.fullmatch(key[-1]):
+        return False
+    return not _VARIABLE.fullmatch(value) or key[-2:-1] == (_HEADERS,)
+
+
 def one_line(text: str) -> str:
-    """A text on one line, with escapes in place of what a terminal would obey."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(text.split()))
+    """A text on one line, without secrets, with escapes in place of what a terminal would obey."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(redacted(text).split()))
 
 
 def shortened(text: str, characters: int = _SHOWN_CHARACTERS) -> str:
@@ -95,12 +154,12 @@ def reason(error: BaseException, characters: int = _REASON_CHARACTERS) -> str:
 
 
 def show(value: object) -> str:
-    """A value as the user would write it in YAML, shortened."""
+    """A value as the user would write it in YAML, shortened and without secrets."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    return shortened(repr(value))
+    return shortened(redacted(repr(value)))
 
 
 def either(choices: Iterable[object]) -> str:

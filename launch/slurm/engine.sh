@@ -17,6 +17,7 @@ index=$((SLURM_NODEID / MEGAPPO_ENGINE_WIDTH * MEGAPPO_ENGINES_OF_NODE + SLURM_L
 part=$((SLURM_NODEID % MEGAPPO_ENGINE_WIDTH))
 read -ra ports <<<"$MEGAPPO_ENGINE_PORTS"
 read -ra meetings <<<"$MEGAPPO_ENGINE_MEETINGS"
+read -ra addresses <<<"$MEGAPPO_ENGINE_ADDRESSES"
 port=${ports[index]} log=engine-$index options=()
 if [ "$MEGAPPO_ENGINE_WIDTH" -gt 1 ]; then
     options=(--part "$part" --meet "${meetings[index]}")
@@ -25,5 +26,5 @@ if [ "$part" != 0 ]; then
     port=0 log=engine-$index-part-$part # nobody asks this one
 fi
 exec python -m megappo serve "$@" "rollout.sglang.first_device=$((SLURM_LOCALID * MEGAPPO_ENGINE_RANKS))" \
-    --host "$MEGAPPO_ENGINE_HOST" --port "$port" --index "$index" --linger "$MEGAPPO_ENGINE_LINGER" "${options[@]}" \
+    --host "${MEGAPPO_ENGINE_HOST:-${addresses[SLURM_NODEID]}}" --port "$port" --index "$index" --linger "$MEGAPPO_ENGINE_LINGER" "${options[@]}" \
     >>"$MEGAPPO_RANK_LOGS/$log.log" 2>&1

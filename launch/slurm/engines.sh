@@ -19,6 +19,13 @@ split_nodes() {
     fi
 }
 
+# The address that a name means here, where it may be another's: a node's own name often means loopback there.
+number_of() {
+    local found
+    found=$(getent ahosts "$1" | awk 'NR == 1 {print $1}')
+    echo "${found:-$1}"
+}
+
 # place_engines WORDS...: how many engines, where they listen (URLS), and the key of the job.
 place_engines() {
     local described node address port width ranks gpus number=0 taken=''
@@ -34,9 +41,10 @@ place_engines() {
     if [ $((ENGINE_NODES % width)) != 0 ]; then
         fail "engines of rollout.sglang.nodes $width do not stand on $ENGINE_NODES nodes; make those a multiple of it"
     fi
-    URLS=() MEGAPPO_ENGINE_PORTS='' MEGAPPO_ENGINE_MEETINGS=''
+    URLS=() MEGAPPO_ENGINE_PORTS='' MEGAPPO_ENGINE_MEETINGS='' MEGAPPO_ENGINE_ADDRESSES=''
     for node in $(scontrol show hostnames "$ENGINE_NODELIST"); do
         address=$(address_of "$node")
+        MEGAPPO_ENGINE_ADDRESSES+="$(number_of "$address") "
         number=$((number + 1))
         if [ $(((number - 1) % width)) != 0 ]; then
             continue # the node before has the first parts of its engines
@@ -53,7 +61,7 @@ place_engines() {
     MEGAPPO_SGLANG_API_KEY=$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n')
     export MEGAPPO_SGLANG_API_KEY MEGAPPO_ENGINE_PORTS MEGAPPO_ENGINE_HOST MEGAPPO_ENGINE_LINGER
     export MEGAPPO_ENGINE_RANKS=$ranks MEGAPPO_ENGINES_OF_NODE=$ENGINES_PER_NODE MEGAPPO_ENGINE_WIDTH=$width
-    export MEGAPPO_ENGINE_MEETINGS
+    export MEGAPPO_ENGINE_MEETINGS MEGAPPO_ENGINE_ADDRESSES
     ENGINE_WORDS=(rollout.sglang.placement=disaggregated rollout.sglang.engines=null "rollout.sglang.urls=[]")
     TRAINER_WORDS=("${ENGINE_WORDS[@]:0:2}" rollout.sglang.nodes=1)
     TRAINER_WORDS+=("rollout.sglang.urls=[$(printf "'%s'," "${URLS[@]}")]")

@@ -30,7 +30,8 @@ MEGAPPO_MOST_REQUEUES=${MEGAPPO_MOST_REQUEUES:-100}
 MEGAPPO_ENGINE_NODES=${MEGAPPO_ENGINE_NODES:-}
 # Default: as many as fit, by the node's GPUs and rollout.sglang.tensor_parallel; one without GPUs.
 MEGAPPO_ENGINES_PER_NODE=${MEGAPPO_ENGINES_PER_NODE:-}
-# Interface that engines listen on; every request needs the key that the job makes.
-MEGAPPO_ENGINE_HOST=${MEGAPPO_ENGINE_HOST:-0.0.0.0}
+# Interface that engines listen on; every request needs the key that the job makes. Default: the one that bears the
+# address of the engine's node.
+MEGAPPO_ENGINE_HOST=${MEGAPPO_ENGINE_HOST:-}
 # Seconds for which engines still answer trainers when the job is cancelled or preempted; less than SLURM's KillWait.
 MEGAPPO_ENGINE_LINGER=${MEGAPPO_ENGINE_LINGER:-20}

@@ -10,10 +10,11 @@ from typing import Any
 from megappo.config import Config
 from megappo.config.data import OLD_PYTHON_PREFIX
 from megappo.config.load import flat_settings
-from megappo.errors import show
+from megappo.config.reward import SERVER
+from megappo.errors import secret_settings, show
 
 _UNMENTIONED = (
-    "run.name", "run.directory", "run.force_resume", "run.export_final_model", "runtime", "logging",
+    "run.name", "run.directory", "run.private", "run.force_resume", "run.export_final_model", "runtime", "logging",
     "rollout.sglang.request_timeout_seconds", "actor.offload", "critic.offload", "reference.offload",
 )  # fmt: skip
 """Nothing that is learned depends on them; `request_timeout_seconds` mostly follows from the plan, and was set by
@@ -31,6 +32,11 @@ _DANGEROUS = (
 """With another value it is another run: other models, data, task or objective."""
 _JUDGES_SERVER = re.compile(r"\.judge\.(url|key|concurrency|timeout_seconds|retries|server(\..+)?)$")
 """Where a judge is, and how patiently it is asked, which its scores do not depend on."""
+_REWARD_SERVER = re.compile(
+    r"(reward\.(?:functions\.[^.]+\.)?)options\."
+    r"(url|key|headers_from_environment(\..+)?|concurrent|deadline_seconds)$"
+)
+"""The same of a reward server."""
 _SOURCES = {"data.train.source", "data.validation.source"}
 _LENGTHS = ("run.steps", "run.epochs")
 
@@ -54,14 +60,15 @@ def compare_settings(before: Mapping[str, Any], now: Mapping[str, Any], steps: t
         old["algorithm.lam.actor.number"] = old["algorithm.lam.critic"] = old.pop("algorithm.lam")
     harmless: list[str] = []
     dangerous: list[str] = []
+    hidden = {*secret_settings(before), *secret_settings(now)}  # of a version that took them; none is the run's task
     decays = any(_decays(new, role) or _decays(old, role) for role in ("actor", "critic"))
     for key in sorted(old.keys() | new.keys()):
-        if old.get(key) == new.get(key) or _is_in(key, _UNMENTIONED):
+        if old.get(key) == new.get(key) or key in hidden or _is_in(key, _UNMENTIONED):
             continue
         sentence = f"{key}: {_shown(old, key)} -> {_shown(new, key)}"
         if key in _LENGTHS and decays and steps[0] != steps[1]:
             dangerous.append(f"{sentence} (learning rates decay over the run's steps)")
-        elif _is_in(key, _DANGEROUS) and not _JUDGES_SERVER.search(key):
+        elif _is_in(key, _DANGEROUS) and not _JUDGES_SERVER.search(key) and not _is_of_reward_server(new, key):
             dangerous.append(sentence)
         else:
             harmless.append(sentence)
@@ -100,6 +107,11 @@ def keep_kl_unit(before: Mapping[str, Any], config: Config) -> tuple[Mapping[str
 
 def _is_in(key: str, sections: tuple[str, ...]) -> bool:
     return any(key == section or key.startswith(section + ".") for section in sections)
+
+
+def _is_of_reward_server(settings: Mapping[str, Any], key: str) -> bool:
+    found = _REWARD_SERVER.match(key)
+    return found is not None and settings.get(f"{found[1]}function") == SERVER
 
 
 def _decays(settings: Mapping[str, Any], role: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
 import json
@@ -9,12 +10,13 @@ import math
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megappo.errors import RunError
+from megappo.errors import RunError, show
 
 FORMAT = 2
 MARKER = "checkpoint.json"
@@ -66,7 +68,8 @@ def folders(directory: Path) -> list[tuple[int, Path]]:
 
 
 def stamp(path: Path) -> Stamp:
-    """Size and checksum of a file."""
+    """Size and checksum of a file. Raises OSError, also where it is a pipe or a device, which may have no end."""
+    _check_plain(path)
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return Stamp(os.fstat(file.fileno()).st_size, digest)
@@ -95,6 +98,7 @@ def write_marker(folder: Path, marker: Marker) -> None:
 def read_marker(folder: Path) -> Marker:
     """The marker of a finished checkpoint. Raises DamagedError where it is not what `write_marker` wrote."""
     try:
+        _check_plain(folder / MARKER)
         written = json.loads((folder / MARKER).read_text(encoding="utf-8"))
     except OSError as error:
         raise DamagedError(f"{MARKER} cannot be read: {error.strerror}") from error
@@ -107,10 +111,30 @@ def read_marker(folder: Path) -> Marker:
         raise DamagedError(f"{MARKER} differs from its own checksum")
     if body.get("format") != FORMAT or not body.keys() >= _NEEDED:
         raise DamagedError(f"{MARKER} has format {body.get('format')}, this version reads {FORMAT}")
+    if type(body["step"]) is not int or not isinstance(body["content"], dict):
+        raise DamagedError(f"{MARKER} has no step or no content")
     if folder.name != step_folder(folder.parent, body["step"]).name:
         raise DamagedError(f"{MARKER} belongs to step {body['step']}")
-    files = {name: Stamp(n_bytes, digest) for name, (n_bytes, digest) in body["files"].items()}
-    return Marker(body["step"], files, body["content"])
+    return Marker(body["step"], _stamps(body["files"]), body["content"])
+
+
+def _stamps(told: object) -> dict[str, Stamp]:
+    """The files of a marker. Raises DamagedError for what is no name of a file inside of the checkpoint's folder."""
+    if not isinstance(told, dict):
+        raise DamagedError(f"{MARKER} has no files")
+    for name, written in told.items():
+        path = PurePosixPath(name)
+        if path.is_absolute() or not path.parts or ".." in path.parts or "\0" in name:
+            raise DamagedError(f"{MARKER} names {show(name)}, which is no file of the folder")
+        if not (isinstance(written, list) and [type(part) for part in written] == [int, str]):
+            raise DamagedError(f"{MARKER} has no size and checksum of {show(name)}")
+    return {name: Stamp(n_bytes, digest) for name, (n_bytes, digest) in told.items()}
+
+
+def _check_plain(path: Path) -> None:
+    """Raises OSError for what is no plain file."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is no plain file", str(path))
 
 
 def _digest(body: Mapping[str, Any]) -> str:

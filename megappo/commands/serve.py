@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -57,7 +57,7 @@ class Service:
 
     spec: ServerSpec
     port: int
-    key: str
+    key: str = field(repr=False)
     index: int
     """Its number among the engines of a run; names its log."""
     linger_seconds: float

@@ -150,7 +150,9 @@ class SGLangSettings(Settings):
         if self.urls and self.placement == "colocated":
             raise ValueError("urls name servers elsewhere, which are not colocated; set placement: disaggregated")
         if self.urls and self.engines is not None:
-            raise ValueError(f"engines {self.engines} starts own servers, urls names others; set one of them")
+            raise ValueError(
+                f"engines {self.engines} starts own servers, urls names others; remove engines, or set it to null"
+            )
         if self.urls and self.nodes > 1:
             raise ValueError(f"nodes {self.nodes} is for own servers, and urls name others; remove nodes")
         for url in self.urls:

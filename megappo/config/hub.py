@@ -29,7 +29,7 @@ def hub_folder(name: str, *, key: str = "model.path", weights: bool = False) -> 
     `key` names the setting in errors. Raises ConfigError for a name that the hub does not have, and where it cannot be
     asked for what the cache lacks.
     """
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or ("/" in name and Path(name).parent.is_dir()):
         raise ConfigError(f"{key} '{name}': there is no such folder (from {Path.cwd()}); give a folder or a hub name")
     from huggingface_hub import constants
 

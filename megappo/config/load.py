@@ -17,16 +17,18 @@ from megappo import __version__
 from megappo.config.explain import Key, dotted, explain, find_field, names_in, section_of, unknown_key
 from megappo.config.schema import Config
 from megappo.config.yaml_core import DEEPEST_NESTING, LONGEST_TEXT_CHARACTERS, dump_yaml, parse_yaml
-from megappo.errors import ConfigError, shortened, show, writing
+from megappo.errors import ConfigError, secret_settings, shortened, show, writing
 
 _LENGTHS = (("run", "steps"), ("run", "epochs"))
+_URLS, _ENGINES = ("rollout", "sglang", "urls"), ("rollout", "sglang", "engines")
 
 
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
     """Read, override and validate the settings of a run.
 
     An override is `a.b.c=value`; its value is YAML (`critic=null`, `reference={}`, `rollout.stop_token_ids=[1, 2]`),
-    later ones win, and sections that do not stand in the file are made. Raises ConfigError with a sentence per problem.
+    later ones win, and sections that do not stand in the file are made. Raises ConfigError with a sentence per problem,
+    for secrets before all else, as other sentences may show values.
     """
     data = parse_yaml(read_text(Path(path)), str(path))
     if data is None:
@@ -38,6 +40,9 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     for key, value in given:
         _set(data, key, value)
     _replace_length(data, given)
+    _replace_engines(data, given)
+    if secrets := list(dict.fromkeys(secret_settings(data))):
+        raise ConfigError([_no_secret(key) for key in secrets])
     try:
         return Config.model_validate(data)
     except ValidationError as error:
@@ -98,6 +103,13 @@ def _parse_override(override: str) -> tuple[Key, Any]:
     return key, parse_yaml(text, shown)
 
 
+def _no_secret(key: str) -> str:
+    remedy = "export it as a variable and name that (key: VARIABLE, or headers_from_environment: {NAME: VARIABLE})"
+    if ".environment." in f".{key}":
+        remedy = "export it before the run starts, whose servers get it too"
+    return f"{key} looks like a secret, which a run would write into its files; {remedy}"
+
+
 def _replace_length(data: dict[str, Any], given: Sequence[tuple[Key, Any]]) -> None:
     """An override of one of `run.steps` and `run.epochs` takes the place of the other in the file."""
     lengths = {key[1]: value for key, value in given if key in _LENGTHS}
@@ -107,6 +119,13 @@ def _replace_length(data: dict[str, Any], given: Sequence[tuple[Key, Any]]) -> N
         run = data.get("run")
         if lengths[name] is not None and isinstance(run, dict) and other in run:
             run[other] = None
+
+
+def _replace_engines(data: dict[str, Any], given: Sequence[tuple[Key, Any]]) -> None:
+    """An override that names servers elsewhere takes the place of the file's number of own ones."""
+    overrides = dict(given)
+    if overrides.get(_URLS) and _ENGINES not in overrides and isinstance(data["rollout"]["sglang"], dict):
+        data["rollout"]["sglang"].pop("engines", None)
 
 
 def _set(data: dict[str, Any], key: Key, value: Any) -> None:

@@ -21,11 +21,14 @@ from megappo.config.base import (
 )
 from megappo.config.judge import JudgeSettings, check_key_variable, check_url
 from megappo.config.own_server import RewardModelServerSettings
+from megappo.config.server_words import own_word_rules
 
 _TAKEN_NAMES = ("mean", "std", "min", "max", "failures", "timeouts", "overlong", "group_spread")
 """Of metrics `reward/...` that there are always."""
 JUDGE = "megappo.rewards.judge:scores"
 """What asks a judge."""
+SERVER = "megappo.rewards.http:scores"
+"""What asks a reward server."""
 _STARTING_SECONDS = 5.0
 
 
@@ -204,6 +207,8 @@ def reward_rules(reward: RewardSettings) -> Iterator[str]:
             _ = judge.template
         except ValueError as error:
             yield f"{reward.key_of(name)}.{error}"
+        if judge.server is not None:
+            yield from own_word_rules(judge.server.arguments, f"{reward.key_of(name)}.server.arguments")
         if judge.folder_problem is not None:
             yield f"{reward.key_of(name)}.{judge.folder_problem}"
 

@@ -49,6 +49,8 @@ class RunSettings(Settings):
     """Name of the experiment; the default run directory is `runs/<name>`, which it cannot leave."""
     directory: PathFromText | None = None
     """Where everything the run writes goes."""
+    private: bool = False
+    """The run directory is readable by you alone (mode 0700); otherwise your umask decides."""
     steps: PositiveInt | None = None
     """PPO steps: each is one rollout and its updates. Either this or `epochs` is given."""
     epochs: PositiveFloat | None = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from megappo.config.engine import SGLangSettings
 
@@ -41,6 +42,8 @@ REFUSED: dict[tuple[str, ...], str] = {
      "admin-api-key", "config", "disaggregation-mode"): "which a run decides for its own servers",
 }  # fmt: skip
 """Options that no run's server can have, and why."""
+_DOORS = ("host", "port", "api-key", "admin-api-key", "config", "model-path", "model", "extra-metric-labels")
+"""Of a judge's server, which is otherwise its user's."""
 OWNED_VARIABLES = {
     "CUDA_VISIBLE_DEVICES": "rollout.sglang.first_device",
     "OMP_NUM_THREADS": "rollout.sglang.threads",
@@ -61,6 +64,13 @@ _REFUSED_VARIABLES = {
 def option(name: str) -> str:
     """An argument's name as SGLang's command line has it: `pp_size` and `--pp-size` are `pp-size`."""
     return name.strip().lstrip("-").replace("_", "-")
+
+
+def own_word_rules(arguments: Mapping[str, Any], where: str) -> Iterator[str]:
+    """No argument of a server that a run starts for itself opens it to others, or has it read what it should not."""
+    for given in sorted(arguments):
+        if option(given) in _DOORS:
+            yield f"{where} has {given}, which a run decides for its own servers; remove it"
 
 
 def word_rules(servers: SGLangSettings) -> Iterator[str]:

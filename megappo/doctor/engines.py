@@ -15,7 +15,7 @@ from megappo.doctor import machine
 from megappo.doctor.findings import Finding, broken, fine
 from megappo.engines.sglang import compilers
 from megappo.engines.sglang.client import Endpoint, ServerFailure, call
-from megappo.engines.sglang.fleet import KEY_VARIABLE
+from megappo.engines.sglang.fleet import KEY_VARIABLE, key_problem
 from megappo.engines.sglang.gpus import check_visible
 from megappo.engines.sglang.inspection import stack_problem, what_it_says
 from megappo.errors import RunError
@@ -87,13 +87,12 @@ def server_finding(url: str, key: str) -> Finding:
     except OSError as error:
         words = f"{url} of rollout.sglang.urls cannot be reached ({error.strerror or error})"
         return broken("engines", words, "start it there (megappo serve), or fix the address")
+    endpoint = Endpoint(0, url.rstrip("/"), key, 0)
     try:
-        endpoint = Endpoint(0, url.rstrip("/"), key, 0)
+        if problem := key_problem(endpoint, _ANSWER_SECONDS):
+            return broken("engines", *problem.rsplit("; ", 1))
         answer = call(endpoint, "/model_info", timeout_seconds=_ANSWER_SECONDS, method="GET")
-    except ServerFailure as failure:
-        if "(401)" in str(failure):
-            remedy = f"set {KEY_VARIABLE} to the key that it was started with"
-            return broken("engines", f"{url} of rollout.sglang.urls refuses the key in {KEY_VARIABLE}", remedy)
+    except ServerFailure:
         answer = {}
     if "model_path" not in answer:
         words = f"{url} of rollout.sglang.urls is a port of another program, which does not answer as SGLang does"

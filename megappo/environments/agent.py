@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from megappo.environments.agent_worker import AgentProgram
@@ -16,6 +17,7 @@ from megappo.environments.tool_pool import receive
 from megappo.errors import show
 from megappo.plugins import load
 from megappo.rewards.channel import ForeignMessageError
+from megappo.rewards.variables import without_secrets
 from megappo.rewards.workers import Worker
 from megappo.types import CHAT_MESSAGES, Prompt
 
@@ -33,7 +35,8 @@ class Agent:
     `function` is an import path, called as `await function(endpoint, prompt, **options)` in the event loop of all
     episodes; what it returns is a reward, or None. `command` is a program with its arguments, in which `{prompt}` is
     the task's text, which is its standard input too; it finds the model through `AgentEndpoint.environment`
-    and gives no reward. A function that waits without asyncio belongs into a program.
+    and gives no reward. Of the trainer's variables it gets none whose name is a secret's, but those that `variables`
+    names. A function that waits without asyncio belongs into a program.
     """
 
     role, serves = "tool", True
@@ -45,6 +48,7 @@ class Agent:
         command: Sequence[str] = (),
         format: str = "qwen",
         options: Mapping[str, Any] | None = None,
+        variables: Sequence[str] = (),
     ) -> None:
         """Raises ValueError for what is no agent."""
         call_format(format, f"{_ARGUMENTS}.format")
@@ -52,6 +56,9 @@ class Agent:
             raise ValueError(f"{_ARGUMENTS} has to name either the agent's function or its command; set one of them")
         if isinstance(command, str) or not all(isinstance(word, str) for word in command):
             raise ValueError(f"{_ARGUMENTS}.command is {show(command)}, must be a list of texts; change it")
+        if isinstance(variables, str) or not all(isinstance(name, str) for name in variables):
+            raise ValueError(f"{_ARGUMENTS}.variables is {show(variables)}, must be a list of names; change it")
+        self._variables = partial(without_secrets, but=frozenset(variables))
         self._format, self._command, self._options = format, list(command), dict(options or {})
         setting = f"{_ARGUMENTS}.function"
         self._function = load(function, setting, inspect.iscoroutinefunction, "async function") if function else None
@@ -62,7 +69,7 @@ class Agent:
             if self._function is not None:
                 reward: float | None = await self._function(endpoint, session.prompt, **self._options)
                 return reward
-            await _run_program(self._command, endpoint, task_of(session.prompt))
+            await _run_program(self._command, endpoint, task_of(session.prompt), self._variables)
         return None
 
 
@@ -72,10 +79,27 @@ def task_of(prompt: Prompt) -> str:
     return str(messages[-1]["content"]) if messages else prompt.text
 
 
-async def _run_program(command: Sequence[str], endpoint: AgentEndpoint, task: str) -> None:
+def _word(word: str, task: str) -> str:
+    """An argument with the task in it. Raises AgentError where the program would not take it for that."""
+    if "{prompt}" not in word:
+        return word
+    if "\0" in task or (word.startswith("{prompt}") and task.startswith("-")):
+        raise AgentError(
+            f"the task {show(task)} as an argument would be taken for something else; have the program read it from "
+            f"its standard input, and remove {{prompt}} from {_ARGUMENTS}.command"
+        )
+    return word.replace("{prompt}", task)
+
+
+async def _run_program(
+    command: Sequence[str],
+    endpoint: AgentEndpoint,
+    task: str,
+    variables: Callable[[Mapping[str, str]], dict[str, str]],
+) -> None:
     """Until it has ended, or this is cancelled, which ends it with all that stems from it. Raises AgentError."""
-    words = [word.replace("{prompt}", task) for word in command]
-    worker = Worker(AgentProgram(words, endpoint.environment, task), _PROGRAM)
+    words = [_word(word, task) for word in command]
+    worker = Worker(AgentProgram(words, endpoint.environment, task), _PROGRAM, variables)
     try:
         status, told = await receive(worker, math.inf)
     except (EOFError, OSError, ForeignMessageError) as error:

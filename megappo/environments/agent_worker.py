@@ -22,7 +22,7 @@ class AgentProgram(NamedTuple):
     words: list[str]
     """The program and its arguments."""
     variables: dict[str, str]
-    """What it finds in its environment besides the trainer's."""
+    """What it finds in its environment besides the worker's."""
     task: str
 
 

@@ -15,9 +15,11 @@ from megappo.environments.tool_worker import LIMITS, ToolChoice
 from megappo.errors import RunError
 from megappo.plugins import load_function
 from megappo.rewards.channel import ForeignMessageError
+from megappo.rewards.variables import plain_variables
 from megappo.rewards.workers import Worker
 
 _PROGRAM = "megappo.environments.tool_worker"
+_OURS = "megappo."
 _START_SECONDS = 120.0
 _GRACE_SECONDS = 15.0
 """In which a worker itself ends a call whose time is up."""
@@ -40,7 +42,9 @@ class ToolPool:
             int(settings.memory_gigabytes * 1e9),
             settings.processes,
             settings.output_characters,
+            tuple(n for n, path in functions.items() if path.startswith(_OURS) or n in (programs or {})),
         )
+        self._variables = plain_variables if set(self._choice.bare) == set(functions) else dict
         self._places = asyncio.Semaphore(settings.workers)
         self._programs, self._sandbox = dict(programs or {}), None
         if settings.sandbox is not None:
@@ -93,7 +97,7 @@ class ToolPool:
             if worker.supervisor.poll() is None and not worker.speaks:
                 return worker
             self._give_back(worker, is_well=False)  # it ended between two calls, by whatever
-        worker = Worker(self._choice, _PROGRAM)
+        worker = Worker(self._choice, _PROGRAM, self._variables)
         self._workers.add(worker)
         try:
             state, found = await receive(worker, _START_SECONDS)

@@ -27,6 +27,7 @@ import psutil
 from megappo.plugins import load_function
 from megappo.rewards.channel import WorkerEnd
 from megappo.rewards.descendants import adopt_orphans, end_descendants, reap
+from megappo.rewards.variables import plain_variables
 from megappo.rewards.worker_main import main
 
 LIMITS = {
@@ -58,6 +59,8 @@ class ToolChoice(NamedTuple):
     memory_bytes: int
     processes: int
     output_characters: int
+    bare: tuple[str, ...] = ()
+    """Tools that run what a model wrote, or only read it: they get no secrets, and nothing that the worker has open."""
 
 
 def cut(text: str, characters: int) -> str:
@@ -71,8 +74,10 @@ def cut(text: str, characters: int) -> str:
 class _Call:
     """One call, in a process of its own."""
 
-    def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any], choice: ToolChoice) -> None:
-        self._choice, self._shared = choice, mmap.mmap(-1, 2)
+    def __init__(
+        self, function: Callable[..., Any], arguments: Mapping[str, Any], choice: ToolChoice, *, bare: bool
+    ) -> None:
+        self._choice, self._shared, self._bare = choice, mmap.mmap(-1, 2), bare
         """Shared with all that the call forks: processes begun, and whether they were too many."""
         self._folder = tempfile.mkdtemp(prefix="megappo-tool-")
         self._reader, writer = os.pipe()
@@ -89,6 +94,14 @@ class _Call:
         nowhere = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
             os.dup2(nowhere, descriptor)
+        if self._bare:
+            kept = plain_variables(os.environ)
+            os.environ.clear()
+            os.environ.update(kept)
+            for descriptor in map(int, os.listdir("/proc/self/fd")):
+                if descriptor > 2 and descriptor != writer:
+                    with suppress(OSError):  # that of the folder which was listed
+                        os.close(descriptor)
         held = psutil.Process().memory_info().vms
         resource.setrlimit(resource.RLIMIT_AS, (held + self._choice.memory_bytes,) * 2)
         resource.setrlimit(resource.RLIMIT_FSIZE, (_MEGABYTES_OF_FILES * 10**6,) * 2)
@@ -128,7 +141,7 @@ class _Call:
             return failure, ""
         try:
             found: tuple[str, str] = tuple(json.loads(told))
-        except ValueError:
+        except (ValueError, RecursionError):
             return "died", ""
         return found
 
@@ -184,7 +197,7 @@ def _serve(pool: WorkerEnd) -> None:
     pool.send(("ready", os.getpid()))
     while True:
         number, tool, arguments = pool.receive()
-        pool.send((number, *_Call(functions[tool], arguments, choice).result()))
+        pool.send((number, *_Call(functions[tool], arguments, choice, bare=tool in choice.bare).result()))
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def train(config: Config, derived: Derived, prompts: TrainingPrompts | None = No
     """
     with (
         start_runtime(config.runtime, with_servers=config.rollout.has_servers) as runtime,
-        locked_directory(config.run.path, runtime) as held,
+        locked_directory(config.run.path, runtime, private=config.run.private) as held,
     ):
         seed_generators(config.run.seed, runtime.rank)
         start = choose_start(config, derived, runtime)

@@ -17,15 +17,16 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from megappo.errors import one_line, reason, shortened
+from megappo.errors import one_line, reason, redacted, remember, shortened
 from megappo.plugins import failure_words
 from megappo.runtime.direct import fetch, proxy_of
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 5.0
 _SHOWN_CHARACTERS, _END_BYTES = 200, 40
+_SERVERS = "the reward server's"
 _TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 """HTTP's codes after which another try may help."""
 
@@ -43,7 +44,7 @@ class ServerPlace:
     url: str
     model: str
     """The name by which it knows its model."""
-    key: str
+    key: str = field(repr=False)
     starting_seconds: float | None = None
     """How long nobody may listen at a server of the run's own, which is being started; None: it is somebody else's."""
 
@@ -58,10 +59,17 @@ def scores(
     truncated: Sequence[bool],
     url: str,
     headers: Mapping[str, str] | None = None,
+    key: str | None = None,
+    headers_from_environment: Mapping[str, str] | None = None,
     deadline_seconds: float = 9.0,
     concurrent: int = 64,
 ) -> list[float | str]:
-    """The server's score of each sample, or in its place what went wrong."""
+    """The server's score of each sample, or in its place what went wrong.
+
+    `key`: the environment variable that holds the server's key, sent as a bearer's; `headers_from_environment`: names
+    of headers, and of the variables that hold their values. Raises as `secret_headers`.
+    """
+    all_headers = {**(headers or {}), **secret_headers(key, headers_from_environment)}
     columns = {
         "prompt": prompts, "response": responses, "answer": answers, "metadata": metadata,
         "conversation": conversations, "truncated": truncated,
@@ -69,10 +77,10 @@ def scores(
     samples = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     def score(sample: dict[str, Any]) -> float | str:
-        answer = post(url, sample, headers=headers or {}, deadline_seconds=deadline_seconds)
+        answer = post(url, sample, headers=all_headers, deadline_seconds=deadline_seconds)
         found = answer.get("score") if isinstance(answer, dict) else None
         if isinstance(found, bool) or not isinstance(found, int | float):
-            raise ValueError(f"{url} answered {shortened(json.dumps(answer))}, must have a number as score")
+            raise ValueError(f"{url} answered {shortened(redacted(json.dumps(answer)))}, must have a number as score")
         return found
 
     return each(score, samples, concurrent)
@@ -94,11 +102,22 @@ def each(work: Callable[[T], float | str], items: Iterable[T], concurrent: int) 
 
 
 def key_in(variable: str | None, whose: str) -> str:
-    """The key in an environment variable, "" for None. Raises ValueError where it is empty."""
+    """The key in an environment variable, "" for None, which no message shows from then on. Raises ValueError where it
+    is empty."""
     key = os.environ.get(variable, "") if variable is not None else ""
     if variable is not None and not key:
-        raise ValueError(f"{whose} key is to be in the environment variable {variable}, which is empty; export it")
+        named = variable if variable.isupper() else "that is named"  # or it is the key itself
+        raise ValueError(f"{whose} key is to be in the environment variable {named}, which is empty; export it")
+    remember(key)
     return key
+
+
+def secret_headers(
+    key: str | None = None, headers_from_environment: Mapping[str, str] | None = None, **_others: object
+) -> dict[str, str]:
+    """The HTTP headers of a reward server that environment variables hold. Raises ValueError where one is empty."""
+    found = {"Authorization": f"Bearer {key_in(key, _SERVERS)}"} if key is not None else {}
+    return found | {name: key_in(variable, _SERVERS) for name, variable in (headers_from_environment or {}).items()}
 
 
 def post(

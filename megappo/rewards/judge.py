@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megappo.errors import remember
 from megappo.rewards.http import ServerPlace, each, key_in, post
 
 if TYPE_CHECKING:
@@ -144,6 +145,7 @@ def scores(
 ) -> list[float | str]:
     """The judge's score of each sample, or in its place what went wrong. `messages_key`: where the metadata hold the
     messages of a prompt that is a chat."""
+    remember(asking.place.key)
     wants_reference = any(field == "reference" for _, field in template)
 
     def score(sample: tuple[str, str, str | None]) -> float:

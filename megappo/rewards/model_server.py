@@ -6,7 +6,7 @@
 where the model cannot read them. `POST /classify {"input_ids": [...]}` is answered by
 `{"embedding": [SCORE]}`, as SGLang answers it, for runs elsewhere (`reward.model_remote`). The other paths are those by
 which SGLang's servers are kept running, so that this one is kept by the same code: `/model_info` once it can score,
-`/health_generate`, and `/freeze_gc`.
+`/server_info` with the labels that it was given, `/health_generate`, and `/freeze_gc`.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class _ScoreServer(ThreadingHTTPServer):
 
     def __init__(self, arguments: dict[str, Any], model: RewardModel) -> None:
         self.key, self.model = f"Bearer {arguments['api-key']}".encode(), model
+        self.labels = json.loads(arguments["extra-metric-labels"])
         self.one_at_a_time = threading.Lock()
         super().__init__((arguments["host"], arguments["port"]), _ScoreHandler)
 
@@ -65,6 +66,8 @@ class _ScoreHandler(BaseHTTPRequestHandler):
             return self._say(200, self._scores(**json.loads(given)))
         if self.path == "/classify":
             return self._classify(**json.loads(given))
+        if self.path == "/server_info":
+            return self._say(200, {"extra_metric_labels": self.server.labels})
         if self.path == "/freeze_gc":
             gc.freeze()
         elif self.path not in ("/model_info", "/health_generate"):

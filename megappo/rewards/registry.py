@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args, get_origin, get_type_hints
 
 from megappo.plugins import check_call, check_choice, load_function, signature_of
+from megappo.rewards.http import scores, secret_headers
 from megappo.rewards.judge import judge_key
 from megappo.rewards.rules import GOLDS, RULES, warm_up
 
@@ -48,7 +49,7 @@ class RewardChoice(NamedTuple):
 
 def check_reward(settings: RewardSettings) -> None:
     """Raises ValueError where the reward cannot be used: unknown name, failing import, options it does not take, or a
-    judge whose key is nowhere."""
+    judge or a server whose key is nowhere."""
     if settings.judge is not None:
         judge_key(settings.judge)
         return
@@ -57,7 +58,8 @@ def check_reward(settings: RewardSettings) -> None:
         if unused:
             raise ValueError(f"reward.function '{settings.function}' takes no reward.{unused[0]}; remove it")
         return
-    resolve(settings)
+    if resolve(settings) is scores:
+        secret_headers(**settings.options)
 
 
 def check_golds(settings: RewardSettings, prompts: Sequence[Prompt], source: str) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
@@ -28,13 +28,14 @@ from megappo.rewards.descendants import end_marked
 from megappo.rewards.http import ServerPlace
 from megappo.rewards.judge import judge_options, judge_place
 from megappo.rewards.registry import RewardChoice
+from megappo.rewards.rules import RULES
+from megappo.rewards.variables import MARK, plain_variables
 from megappo.types import CHAT_MESSAGES
 
 _START_SECONDS = 120.0
 _END_SECONDS = 15.0
 _LOOK_SECONDS = 0.5
 _LARGEST_CHUNK = 64
-_MARK = "MEGAPPO_REWARD_WORKER"
 _TIMED_OUT = "ran out of time"
 _DIED = "ended its worker process"
 _WROTE = "wrote into file descriptors that are not its own"
@@ -85,8 +86,13 @@ class RewardResult:
 class Worker:
     """One worker process and its supervisor, from their start to their end."""
 
-    def __init__(self, choice: Any, program: str = "megappo.rewards.worker_main") -> None:
-        """`choice`: what its program receives first."""
+    def __init__(
+        self,
+        choice: Any,
+        program: str = "megappo.rewards.worker_main",
+        variables: Callable[[Mapping[str, str]], dict[str, str]] = dict,
+    ) -> None:
+        """`choice`: what its program receives first; `variables`: which of ours it gets."""
         self.ready = False
         self.pending: deque[int] = deque()
         """Indices of the requests it works on, in order."""
@@ -103,7 +109,7 @@ class Worker:
             command,
             pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", _MARK: self._mark},
+            env=variables(os.environ) | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", MARK: self._mark},
             process_group=0,  # the terminal's Ctrl-C is for the trainer
         )
         with suppress(OSError):  # that it has ended already is noticed where its answer is read
@@ -140,7 +146,7 @@ class Worker:
             self.supervisor.kill()
             self.supervisor.wait()
         if self.supervisor.returncode != 0:  # it was killed, and what it had adopted is nobody's
-            end_marked(_MARK, self._mark)
+            end_marked(MARK, self._mark)
 
 
 @dataclass
@@ -190,7 +196,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         self.workers: list[Worker] = []
         try:
             for _ in range(settings.workers):
-                self.workers.append(Worker(self._choice))
+                self.workers.append(self._worker())
             while not all(worker.ready for worker in self.workers):
                 self._collect(_Job([], deque()))
         except (ValueError, RewardError, OSError):
@@ -311,7 +317,12 @@ class RewardPool(AbstractContextManager["RewardPool"]):
     def _replace(self, worker: Worker) -> None:
         """Start a new worker in the place of one; others go on while it starts."""
         worker.kill()
-        self.workers[self.workers.index(worker)] = Worker(self._choice)
+        self.workers[self.workers.index(worker)] = self._worker()
+
+    def _worker(self) -> Worker:
+        """Of a rule of ours, which wants no secret, and reads what a model wrote, it gets none."""
+        is_rule = self._settings.function in RULES
+        return Worker(self._choice, variables=plain_variables if is_rule else dict)
 
 
 def too_many_failures(

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import datetime
+import os
 import resource
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch.distributed as dist
 
 from megappo.runtime.launchers import Ranks
+from megappo.runtime.store import is_loopback
+
+_GLOO_INTERFACE, _LOOPBACK = "GLOO_SOCKET_IFNAME", "lo"
+_LEAVING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,27 @@ def allow_connections() -> None:
     it, and rank 0's store two from each, at 512 ranks more than the usual soft limit of 1024."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def stay_on_this_machine(environment: MutableMapping[str, str], ranks: Ranks) -> None:
+    """Have gloo, which asks nobody for a key, listen on the loopback interface where all ranks are on this machine;
+    torch's default is the interface that the machine's name means. An interface that is set already stays."""
+    if ranks.world_size in (1, ranks.local_world_size):
+        environment.setdefault(_GLOO_INTERFACE, _LOOPBACK)
+
+
+@contextmanager
+def reached_at(address: str) -> Iterator[None]:
+    """Groups over gloo that are made inside may have members who know this machine by that address, on others."""
+    if os.environ.get(_GLOO_INTERFACE) != _LOOPBACK or is_loopback(address):
+        yield
+        return
+    with _LEAVING:
+        os.environ.pop(_GLOO_INTERFACE, None)
+        try:
+            yield
+        finally:
+            os.environ[_GLOO_INTERFACE] = _LOOPBACK
 
 
 def join_world(device_type: str, ranks: Ranks, timeout: datetime.timedelta, store: dist.Store | None = None) -> None:

@@ -8,10 +8,12 @@ that are set already are never changed.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import socket
 import subprocess
+import sys
 import time
 import zlib
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -29,6 +31,7 @@ _MPI = (
 )
 _MPI_JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_KVS", "PMI_PORT")
 _SCONTROL_SECONDS = 20
+_JOB = "MEGAPPO_JOB"
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,14 @@ def adopt_launcher(environment: MutableMapping[str, str]) -> None:
     environment.update({name: str(number) for name, number in zip(RANK_VARIABLES, numbers, strict=True)})
     if "MASTER_ADDR" not in environment:
         environment["MASTER_ADDR"] = _master_address(place)
+    environment.setdefault(_JOB, f"{os.getuid()} {place.job}")
     if "MASTER_PORT" not in environment:
-        environment["MASTER_PORT"] = str(_port(environment, place.job))
+        environment["MASTER_PORT"] = str(_port(environment, environment[_JOB]))
+
+
+def job_of(environment: Mapping[str, str]) -> str:
+    """Names the user's job after `adopt_launcher`, the same on all of its ranks; "" where the launcher has no name."""
+    return environment.get(_JOB) or environment.get("TORCHELASTIC_RUN_ID", "")
 
 
 def find_place(environment: Mapping[str, str]) -> Place | None:
@@ -161,7 +170,9 @@ def _slurm_place(environment: Mapping[str, str]) -> Place:
 def _mpi_place(environment: Mapping[str, str]) -> Place:
     names = next(names for names in _MPI if names[0] in environment)
     rank, world_size, local_rank, local_world_size = (_number(environment, name) for name in names)
-    job = next((environment[name] for name in _MPI_JOB if name in environment), "")
+    # Without a name of its own it is known by what is the same on all ranks: who started it, or the words.
+    nameless = str(os.getppid()) if local_world_size == world_size else " ".join([os.getcwd(), *sys.argv])
+    job = next((environment[name] for name in _MPI_JOB if name in environment), nameless)
     return Place(rank, world_size, local_rank, local_world_size, job, first_machine=None)
 
 

@@ -59,13 +59,14 @@ def _loss(directory: Path, file: TextIO) -> str | None:
 
 
 @contextlib.contextmanager
-def locked_directory(directory: Path, runtime: Runtime) -> Iterator[HeldDirectory]:
-    """Hold `<directory>/lock`, which the kernel takes back from a job that ends in whatever way; a collective.
+def locked_directory(directory: Path, runtime: Runtime, *, private: bool = False) -> Iterator[HeldDirectory]:
+    """Hold `<directory>/lock`, which the kernel takes back from a job that ends in whatever way; a collective. A
+    `private` directory is closed to others first.
 
     A file system without locks is used without. Raises ValueError on every rank where another job holds it for longer
     than a job that is ending would, or where the directory cannot be written.
     """
-    file, problem = attempt(lambda: _take(directory)) if runtime.is_main else (None, "")
+    file, problem = attempt(lambda: _take(directory, private=private)) if runtime.is_main else (None, "")
     problem = from_rank(problem)
     if problem:
         raise ValueError(problem)
@@ -76,11 +77,13 @@ def locked_directory(directory: Path, runtime: Runtime) -> Iterator[HeldDirector
             file.close()
 
 
-def _take(directory: Path) -> TextIO:
+def _take(directory: Path, *, private: bool) -> TextIO:
     """The open file that holds the lock. Raises ValueError where it cannot be had."""
     with contextlib.ExitStack() as undo:
         try:
             directory.mkdir(parents=True, exist_ok=True)
+            if private:
+                directory.chmod(0o700)
             file = undo.enter_context((directory / "lock").open("a+", encoding="utf-8"))
             if not wait_until(lambda: _lock(file), PATIENCE_SECONDS, every_seconds=_POLL_SECONDS):
                 file.seek(0)

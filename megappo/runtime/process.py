@@ -16,12 +16,15 @@ import torch
 import torch.distributed as dist
 
 from megappo.config.schema import RuntimeSettings
-from megappo.errors import RunError, reason
+from megappo.errors import RunError, one_line, reason
 from megappo.runtime.device import prepare_device
-from megappo.runtime.groups import allow_connections, collective_backend, join_world
-from megappo.runtime.launchers import Ranks, adopt_launcher, read_ranks
+from megappo.runtime.groups import allow_connections, collective_backend, join_world, stay_on_this_machine
+from megappo.runtime.launchers import Ranks, adopt_launcher, job_of, read_ranks
 from megappo.runtime.nccl import share_settings
 from megappo.runtime.store import listening_store
+
+_JOB_KEY, _JOB_PATIENCE = "megappo/job", datetime.timedelta(seconds=60)
+"""Where rank 0's store says whose it is, and how long after all have come to it."""
 
 
 @dataclass(frozen=True)
@@ -129,9 +132,13 @@ def _own_store(address: str, port: int, ranks: Ranks, timeout: datetime.timedelt
     if ranks.rank == 0:
         on_one_machine = ranks.local_world_size == ranks.world_size
         store = listening_store(address, port, ranks.world_size, timeout, on_one_machine=on_one_machine)
+        store.set(_JOB_KEY, job_of(os.environ))
     else:
         store = dist.TCPStore(address, port, ranks.world_size, is_master=False, timeout=timeout)
-    return dist.PrefixStore("default_pg", store)
+        store.wait([_JOB_KEY], min(timeout, _JOB_PATIENCE))
+        if (found := store.get(_JOB_KEY).decode(errors="replace")) != job_of(os.environ):
+            raise OSError(f"the job '{one_line(found)}' meets there, this is '{one_line(job_of(os.environ))}'")
+    return dist.PrefixStore(f"default_pg {job_of(os.environ)}", store)
 
 
 @contextlib.contextmanager
@@ -144,6 +151,7 @@ def start_runtime(settings: RuntimeSettings, *, with_servers: bool = False) -> I
     """
     adopt_launcher(os.environ)
     ranks = read_ranks(os.environ)
+    stay_on_this_machine(os.environ, ranks)
     if with_servers:
         share_settings(os.environ)
     runtime = Runtime(ranks.rank, ranks.world_size, ranks.local_rank, prepare_device(settings, ranks))

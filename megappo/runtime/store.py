@@ -8,6 +8,7 @@ import random
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from ipaddress import ip_address
 
 import torch.distributed as dist
 
@@ -87,6 +88,15 @@ def address_towards(host: str, port: int) -> str:
     with socket.socket(family, kind) as probe:
         probe.connect(place)  # sends nothing
         return str(probe.getsockname()[0])
+
+
+def is_address(host: str) -> bool:
+    """Whether it is an address, and no name of one."""
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def is_loopback(host: str) -> bool:

@@ -2,17 +2,43 @@
 
 torchrun itself ends with a traceback of its own through which a failure of its workers passed, and with exit code 1
 whatever theirs was. Here the worker that failed first gives the exit code, and its sentence comes last.
+
+torchrun's own choice of who serves the rendezvous at a head's port takes part in somebody else's where that listens
+already, and reads pickles from there. Here the head's machine serves it, and a busy port is an error.
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
+
+from megappo.errors import USER_ERROR, ConfigError
+from megappo.runtime.store import listening_problem
+
+
+def with_head(arguments: argparse.Namespace, environment: Mapping[str, str]) -> argparse.Namespace:
+    """The arguments, with whether this machine serves the rendezvous: whose address the endpoint is, but for
+    `MEGAPPO_IS_HEAD=no`. Raises ConfigError where that cannot listen there."""
+    conf, (host, _, port) = arguments.rdzv_conf or "", arguments.rdzv_endpoint.rpartition(":")
+    if arguments.rdzv_backend != "c10d" or not host or "is_host" in conf or "store_type=file" in conf:
+        return arguments
+    host = host.strip("[]")
+    is_head = environment.get("MEGAPPO_IS_HEAD", "yes") != "no" and listening_problem(host, 0) is None
+    problem = listening_problem(host, int(port)) if is_head else None
+    if problem is not None:
+        raise ConfigError(
+            f"nothing can listen at the head {arguments.rdzv_endpoint}, which is this machine ({problem}); choose "
+            "another port, or export MEGAPPO_IS_HEAD=no on other machines of the job that share its address"
+        )
+    arguments.rdzv_conf = ",".join(filter(None, [conf, f"is_host={str(is_head).lower()}"]))
+    return arguments
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,7 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Of an option that launch/torchrun.sh does not set, with each rendezvous of the kind that it uses.
     logging.getLogger("torch.distributed.run").addFilter(lambda r: not str(r.msg).startswith("master_addr is only"))
     try:
-        run(parse_args(arguments))
+        run(with_head(parse_args(arguments), os.environ))
+    except ConfigError as error:
+        print(f"megappo: error: {error}", file=sys.stderr)
+        return USER_ERROR
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         message = failure.message

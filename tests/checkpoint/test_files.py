@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import random
@@ -18,7 +19,18 @@ import torch.distributed as dist
 
 from megappo.checkpoint import files
 from megappo.checkpoint.changes import Changes, compare_settings
-from megappo.checkpoint.files import MARKER, CheckpointError, DamagedError, Marker, folders, prune, read_marker
+from megappo.checkpoint.files import (
+    MARKER,
+    CheckpointError,
+    DamagedError,
+    Marker,
+    Stamp,
+    folders,
+    problems,
+    prune,
+    read_marker,
+    write_marker,
+)
 from megappo.checkpoint.randomness import random_states, restore_random_states
 from megappo.checkpoint.select import NoCheckpointError, select_checkpoint
 from megappo.checkpoint.writer import CheckpointWriter
@@ -244,6 +256,43 @@ def test_a_marker_is_compared_with_its_own_checksum(tmp_path: Path, runtime: Run
         read_marker(path.parent)
     path.write_text(json.dumps(written))
     assert read_marker(path.parent).step == 1
+
+
+HOSTILE_NAMES: list[Any] = [
+    *({name: [1, "a"]} for name in ("/etc/passwd", "../../secret", "a/../../b", "", ".", "a\0b")),
+    *({"a": written} for written in (None, 1, [1], ["1", "a"], [1, 2, 3], {"n": 1})),
+    [], None, "a",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("files", HOSTILE_NAMES, ids=str)
+def test_a_marker_names_plain_files_of_its_folder(tmp_path: Path, files: Any) -> None:
+    folder = tmp_path / "step-000001"
+    folder.mkdir()
+    write_marker(folder, Marker(1, {}, {}))
+    written = json.loads((folder / MARKER).read_text())
+    body = written["body"] | {"files": files}
+    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    (folder / MARKER).write_text(json.dumps({"sha256": digest, "body": body}))
+    with pytest.raises(DamagedError, match="names .*, which is no file of the folder|has no size and|has no files"):
+        read_marker(folder)
+
+
+def test_what_has_no_end_is_not_read(tmp_path: Path) -> None:
+    """A device or a pipe in the place of a file, or of the marker."""
+    folder = tmp_path / "step-000001"
+    folder.mkdir()
+    (folder / "zero").symlink_to("/dev/zero")
+    os.mkfifo(folder / "pipe")
+    marker = Marker(1, {name: Stamp(1, "a") for name in ("zero", "pipe", "lost")}, {})
+    write_marker(folder, marker)
+    found = problems(folder, sorted(read_marker(folder).files.items()))
+    no = "cannot be read: it is no plain file"
+    assert found == ["lost is missing", f"pipe {no}", f"zero {no}"]
+    (folder / MARKER).unlink()
+    (folder / MARKER).symlink_to("/dev/zero")
+    with pytest.raises(DamagedError, match="checkpoint.json cannot be read: it is no plain file"):
+        read_marker(folder)
 
 
 def test_swapped_and_renamed_checkpoints_are_found(tmp_path: Path, runtime: Runtime) -> None:

@@ -40,7 +40,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         right = self.headers.get("Authorization") == f"Bearer {arguments['api-key']}"
         self.send_response(200 if right or "api-key" not in arguments else 401)
         self.end_headers()
-        self.wfile.write(b"{}")
+        labels = json.loads(arguments.get("extra-metric-labels", "{}"))
+        self.wfile.write(json.dumps({"extra_metric_labels": labels}).encode())
     def do_POST(self):
         self.rfile.read(int(self.headers["Content-Length"]))
         Path(os.environ["FAKE"], "asked").open("a").write(self.path)

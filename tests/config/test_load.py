@@ -14,9 +14,10 @@ from pydantic import BaseModel, ValidationError
 from megappo.config import Config, ConfigError, load_config, save_config
 from megappo.config.base import Settings
 from megappo.config.explain import all_keys, find_field, likely_keys, names_in, section_of
+from megappo.config.hub import hub_folder
 from megappo.config.yaml_core import dump_yaml, parse_yaml
 from megappo.errors import divisors
-from tests.support.places import BASE
+from tests.support.places import BASE, ROOT
 
 SETTINGS: dict[str, Any] = parse_yaml(BASE.read_text(), "base")
 REMOVED = object()
@@ -443,3 +444,21 @@ def test_settings_that_find_no_room_name_their_file(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").symlink_to("/dev/full")
     with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/config.yaml'"):
         save_config(load_config(BASE), tmp_path / "config.yaml")
+
+
+@pytest.mark.parametrize("name", ["configs/models/nothing", "./nothing", "../a/b", "a/b/c"])
+def test_a_folder_that_is_not_there_is_no_name_of_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its parent is a folder here it was meant so, for models and for tokenizers; somebody else may have the name
+    there."""
+    monkeypatch.chdir(ROOT / "configs" if name.startswith("configs/") else ROOT)
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        hub_folder(name.removeprefix("configs/"), key="model.tokenizer")
+
+
+def test_servers_elsewhere_take_the_place_of_own_ones() -> None:
+    """As the head of the shipped configuration says it; but not of those that are asked for beside them."""
+    config, urls = ROOT / "configs/sglang_disaggregated.yaml", "rollout.sglang.urls=['http://a:30000']"
+    servers = load_config(config, [urls]).rollout.servers
+    assert servers.urls == ("http://a:30000",) and servers.engines is None
+    with pytest.raises(ConfigError, match="engines 2 starts own servers, urls names others; remove engines, or set it"):
+        load_config(config, [urls, "rollout.sglang.engines=2"])

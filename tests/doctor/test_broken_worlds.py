@@ -150,7 +150,7 @@ def test_no_room_for_buckets(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 def elsewhere(port: int) -> tuple[str, ...]:
     """Settings of a run whose server is at this port."""
-    return (DISAGGREGATED, "rollout.sglang.engines=null", f"rollout.sglang.urls=['http://127.0.0.1:{port}']")
+    return (DISAGGREGATED, f"rollout.sglang.urls=['http://127.0.0.1:{port}']")
 
 
 @pytest.mark.waits
@@ -164,16 +164,20 @@ def test_a_server_that_cannot_be_reached(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.waits
 @pytest.mark.usefixtures("sglang")
 @pytest.mark.parametrize(
-    ("status", "state", "words", "remedy"),
+    ("status", "key", "state", "words", "remedy"),
     [
-        (404, "broken", "is a port of another program", "megappo serve --port"),
-        (401, "broken", "refuses the key in MEGAPPO_SGLANG_API_KEY", "the key that it was started with"),
-        (200, "fine", "serves /models/a", ""),
+        (404, "", "broken", "is a port of another program", "megappo serve --port"),
+        (401, "k", "broken", "refuses the key in MEGAPPO_SGLANG_API_KEY", "the key that it was started with"),
+        (401, "", "broken", "wants a key, and MEGAPPO_SGLANG_API_KEY is empty", "export the key"),
+        (200, "k", "broken", "takes any key, so it was started without one", "start it by `megappo serve`"),
+        (200, "", "fine", "serves /models/a", ""),
     ],
 )
 def test_what_listens_where_a_server_should(
-    status: int, state: str, words: str, remedy: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+    status: int, key: str, state: str, words: str, remedy: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("MEGAPPO_SGLANG_API_KEY", key)
     with worlds.answering(status, {"model_path": "/models/a"} if status == 200 else {}) as port:
         code, found = findings(capsys, *elsewhere(port))
     assert code == (state == "broken")

@@ -30,6 +30,7 @@ from megappo.config.schema import Config
 from megappo.config.server_words import OWNED, REFUSED, word_rules
 from megappo.engines.registry import find_engine
 from megappo.engines.sglang import fleet
+from megappo.engines.sglang.bond import Bond, ServerPart
 from megappo.engines.sglang.client import Endpoint
 from megappo.engines.sglang.inspection import check_routing
 from megappo.engines.sglang.server import EngineError
@@ -237,6 +238,50 @@ def test_without_sglang_a_run_says_what_to_install(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RunError, match="SGLang 0.6.0 is installed, on a CPU only 0.5.23 runs"):
         sglang_cpu.require_sglang()
+
+
+@pytest.mark.waits
+def test_parts_of_a_server_talk_to_each_other_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where SGLang reads pickles from whoever connects; what an administrator exported stays."""
+    apart = SGLangSettings(tensor_parallel=4, data_parallel_attention=2, nodes=2)
+    for settings, expected in (
+        (apart, "10.0.0.1,10.0.0.2"),
+        (apart.model_copy(update={"data_parallel_attention": 1}), None),
+    ):
+        bond = Bond.first("127.0.0.1", 0, settings)
+        bond.peers = frozenset({"10.0.0.2", "10.0.0.1"})
+        part = ServerPart(bond, 0)
+        part.begin()
+        spec = ServerSpec(tmp_path, "float32", settings, (1,), False, tmp_path, CACHE, cores=(0,))
+        monkeypatch.delenv("SGLANG_ZMQ_ALLOWED_PEERS", raising=False)
+        assert spec.environment(tmp_path, part).get("SGLANG_ZMQ_ALLOWED_PEERS") == expected
+        monkeypatch.setenv("SGLANG_ZMQ_ALLOWED_PEERS", "10.0.0.0")
+        assert spec.environment(tmp_path, part)["SGLANG_ZMQ_ALLOWED_PEERS"] == "10.0.0.0"
+    assert unheard_variables({"SGLANG_ZMQ_ALLOWED_PEERS": "10.0.0.0", "SGLANG_LOG_GC": "1"}) == ["SGLANG_LOG_GC"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "lo"),
+        ({"host": "192.0.2.7"}, "lo"),  # weights come through the machine's memory
+        ({"settings": SGLangSettings(placement="disaggregated")}, "lo"),
+        ({"settings": SGLangSettings(placement="disaggregated"), "host": "192.0.2.7"}, None),
+        ({"settings": SGLangSettings(placement="disaggregated"), "host": "192.0.2.7", "devices": (0, 1)}, "lo"),
+        ({"settings": SGLangSettings(placement="disaggregated"), "host": "192.0.2.7", "called": "a judge"}, "lo"),
+    ],
+)
+def test_ranks_of_a_server_meet_on_loopback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], expected: str | None
+) -> None:
+    """But where trainers on other machines are in a group with them over gloo."""
+    spec = replace(
+        ServerSpec(tmp_path, "float32", SGLangSettings(), (1,), False, tmp_path, CACHE, cores=(0,)), **changes
+    )
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert spec.environment(tmp_path).get("GLOO_SOCKET_IFNAME") == expected
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    assert spec.environment(tmp_path)["GLOO_SOCKET_IFNAME"] == (expected or "eth0")
 
 
 def test_a_server_gets_no_variables_of_torchrun_and_no_key_on_its_command_line(
@@ -653,7 +698,7 @@ def test_shipped_settings_go_together() -> None:
     ("sglang", "words"),
     [
         ("{urls: ['http://a:1']}", "set placement: disaggregated"),
-        ("{urls: ['http://a:1'], placement: disaggregated, engines: 2}", "set one of them"),
+        ("{urls: ['http://a:1'], placement: disaggregated, engines: 2}", "remove engines, or set it to null"),
         ("{urls: ['a:1'], placement: disaggregated}", "must look like http://HOST:PORT"),
         (
             "{urls: ['http://a:1'], placement: disaggregated, nodes: 2}",

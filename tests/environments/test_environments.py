@@ -622,6 +622,34 @@ def test_what_a_tool_does_ends_with_its_call() -> None:
     assert wait_until(lambda: not descendants(of_others), 10.0, every_seconds=0.05), descendants()
 
 
+SEES = """
+import os
+print({**os.environ}, open("/proc/self/environ").read(), len(os.listdir("/proc/self/fd")))
+"""
+
+
+@pytest.mark.waits
+def test_a_program_of_the_model_sees_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor what its worker has open. A tool of the user's own beside it has all variables."""
+    for name in ("WANDB_API_KEY", "ANYTHING_ELSE"):
+        monkeypatch.setenv(name, "s3cret")
+    python = {"python": "megappo.environments.mathematics:python"}
+
+    def said(pool: ToolPool, tool: str, **arguments: str) -> str:
+        return loop.run(pool.call(tool, arguments)).text
+
+    with asyncio.Runner() as loop:
+        pool = ToolPool(python, ToolSettings(workers=1))
+        seen = said(pool, "python", code=SEES)
+        assert "s3cret" not in seen and "PATH" in seen and int(seen.split()[-1]) <= 5, seen
+        pool.close()
+        pool = ToolPool(python | {"own": "os:getenv"}, ToolSettings(workers=1))
+        seen = said(pool, "python", code="import os; print({**os.environ})")
+        assert "s3cret" not in seen and "PATH" in seen
+        assert said(pool, "own", key="WANDB_API_KEY") == "s3cret"
+        pool.close()
+
+
 def test_a_tool_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="tool 'x' 'nowhere:f': module 'nowhere' cannot be imported"):
         ToolPool({"x": "nowhere:f"}, ToolSettings())
@@ -721,3 +749,21 @@ def test_an_environment_that_cannot_be_used_is_refused(settings: dict[str, Any],
 def test_settings_that_do_not_go_together_are_refused(overrides: list[str], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         derive(load_config(BASE, overrides), 1, SHAPE)
+
+
+@pytest.mark.parametrize("text", ['{"a":' * 100_000, "[" * 100_000, '{"name": "x", "parameters": ' + "[" * 100_000])
+def test_calls_that_are_nested_without_end_are_told_to_the_model(text: str) -> None:
+    (wanted,) = qwen_calls(f"<tool_call>{text}</tool_call>")
+    assert "the call is no JSON (" in wanted.problem
+    assert all("the call is no JSON (" in wanted.problem for wanted in llama3_calls(text))
+
+
+@pytest.mark.waits
+def test_an_answer_that_is_nested_without_end_costs_its_call() -> None:
+    """Written beside the tool's own, into whatever is open; the next call is answered."""
+    code = "import os\nfor n in range(3, 64):\n  try: os.write(n, b'[' * 60000)\n  except OSError: pass\nos._exit(0)"
+    pool = ToolPool({"python": "megappo.environments.mathematics:python"}, ToolSettings(workers=1))
+    with asyncio.Runner() as loop:
+        assert loop.run(pool.call("python", {"code": code})).failure == "died"
+        assert loop.run(pool.call("python", {"code": "6 * 7"})).text == "42\n"
+        pool.close()

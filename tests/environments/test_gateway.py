@@ -7,8 +7,10 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import aiohttp
 import psutil
@@ -17,7 +19,7 @@ import torch
 
 from megappo.config.environment import EnvironmentSettings
 from megappo.engines.protocol import Completion
-from megappo.environments.agent import Agent, task_of
+from megappo.environments.agent import Agent, AgentError, task_of
 from megappo.environments.gateway.server import AgentEndpoint
 from megappo.environments.metrics import episode_metrics
 from megappo.environments.registry import make_environment
@@ -485,6 +487,25 @@ def test_an_agent_that_is_a_program(mode: str, failure: str) -> None:
         assert "ended with status 1: it went wrong" in completions[0].episode.reason
     assert time.monotonic() - start < 30
     assert wait_until(lambda: processes() <= before, 10.0, every_seconds=0.05)
+
+
+@pytest.mark.usefixtures("dead_proxy")
+def test_an_agents_program_gets_the_secrets_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no task that it would take for an option, which it can read from its standard input."""
+    names = ("WANDB_API_KEY", "SEARCH_KEY", "TOKENIZERS_PARALLELISM")
+    for name in names:
+        monkeypatch.setenv(name, "given")
+    code = f"import os, sys; sys.exit(' '.join(os.environ.get(name, 'none') for name in {names}))"
+    [completion], _ = played(
+        Agent(command=[sys.executable, "-c", code], variables=["SEARCH_KEY"]), max_failure_fraction=1.0
+    )
+    assert completion.episode.reason.endswith("ended with status 1: none given given")
+    with pytest.raises(ValueError, match="variables is 'KEY', must be a list of names"):
+        Agent(command=["x"], variables="KEY")
+    prompt = Prompt(0, (1,), "--upload-all", None, {})
+    session = SimpleNamespace(prompt=prompt, serve=lambda _format: nullcontext(None))
+    with pytest.raises(AgentError, match="the task '--upload-all' as an argument would be taken for something else"):
+        asyncio.run(Agent(command=["x", "{prompt}"]).run(cast(Any, session)))
 
 
 @pytest.mark.usefixtures("dead_proxy")

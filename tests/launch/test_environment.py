@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -59,7 +59,13 @@ class Machine:
         return root
 
     def start(
-        self, clone: Path, kind: str = "light", then: str = "", version: str = "", waits_for: Path | None = None
+        self,
+        clone: Path,
+        kind: str = "light",
+        then: str = "",
+        version: str = "",
+        waits_for: Path | None = None,
+        **variables: str,
     ) -> subprocess.Popen[str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("MEGAPPO_")}
         settings = {"PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "MEGAPPO_CACHE": str(self.folder / "cache")}
@@ -69,7 +75,7 @@ class Machine:
             "PIP_WAITS_FOR": str(waits_for or ""),
         }
         process = subprocess.Popen(
-            ["bash", "-c", USE + then, "bash", kind], cwd=clone, env=kept | settings, text=True,
+            ["bash", "-c", USE + then, "bash", kind], cwd=clone, env=kept | settings | variables, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         self.started.append(process)
@@ -162,6 +168,31 @@ def test_an_interpreter_that_is_not_active_is_found(machine: Machine) -> None:
     (home / "bin" / "python3.11").unlink()
     said = chosen(machine, UV_PYTHON_INSTALL_DIR=str(home))
     assert "no Python 3.12 or 3.11 with its venv module found; install one, or set MEGAPPO_PYTHON" in said
+
+
+def test_what_others_can_change_is_not_run(machine: Machine) -> None:
+    """Unless that is said. What is built is nobody else's, whatever the umask."""
+    clone, cache = machine.clone("one"), machine.folder / "cache"
+    before = os.umask(0o002)
+    try:
+        folder = machine.use(clone)
+    finally:
+        os.umask(before)
+    assert not {path.stat().st_mode & 0o022 for path in (cache, folder)} - {0}
+    changes: list[Callable[[Path], object]] = [lambda path: path.chmod(0o775), lambda path: path.chmod(0o757)]
+    changes += [lambda path: os.chown(path, 12345, -1)] if os.geteuid() == 0 else []
+    for path in (cache, folder, folder / "bin"):
+        path.mkdir(exist_ok=True)
+        for change in changes:
+            change(path)
+            refused = machine.start(clone)
+            said = refused.communicate(timeout=60)[0]
+            assert refused.returncode == 2 and f"others than you and root can write to {path}, whose" in said, said
+            trusting = machine.start(clone, MEGAPPO_SHARED_CACHE="yes")
+            assert trusting.communicate(timeout=60)[0].splitlines()[-1] == f"uses {folder}"
+            path.chmod(0o755)
+            if os.geteuid() == 0:
+                os.chown(path, 0, -1)
 
 
 def test_two_builds_of_one_environment_are_one(machine: Machine) -> None:

@@ -153,6 +153,7 @@ case "$*" in
     *"engine.sh describe"*) echo "$DESCRIBED" ;;
     *"engine.sh serve"*)
         echo "ports $MEGAPPO_ENGINE_PORTS key ${#MEGAPPO_SGLANG_API_KEY}" >>"$WORDS"
+        echo "listening at ${MEGAPPO_ENGINE_HOST:-$MEGAPPO_ENGINE_ADDRESSES}" >>"$WORDS"
         if [ -n "${DEAD:-}" ]; then echo "out of memory" >"$MEGAPPO_RANK_LOGS/engine-0.log"; exit 1; fi
         while [ ! -e "$MEGAPPO_RANK_LOGS/stopping" ]; do sleep 0.1; done
         ;;
@@ -183,6 +184,7 @@ def test_engines_share_a_node_by_their_gpus(site: Site) -> None:
     assert ports[-2:] == ["key", "64"] and len(set(ports[1:-2])) == 4
     listed = "".join(f"'http://localhost:{port}'," for port in ports[1:-2])
     assert urls == f"rollout.sglang.urls=[{listed}]"
+    assert {"listening at 127.0.0.1 ", "listening at ::1 "} & set(words), "what localhost means"
     start = words.index("engines")
     assert words[start - 3 : start + 11] == [
         "--relative", "2", "--job-name", "engines", "--nodes", "1", "--ntasks", "4", "--ntasks-per-node", "4",
@@ -208,27 +210,30 @@ def test_engines_stand_on_several_nodes(site: Site) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "expected"),
+    ("place", "host", "expected"),
     [
-        (("0", "1"), "--port 12 --index 1 --linger 5 --part 0 --meet n0:22"),
-        (("1", "1"), "--port 0 --index 1 --linger 5 --part 1 --meet n0:22"),
-        (("3", "0"), "--port 0 --index 2 --linger 5 --part 1 --meet n2:23"),
+        (("0", "1"), "", "10.0.0.1 --port 12 --index 1 --linger 5 --part 0 --meet n0:22"),
+        (("1", "1"), "", "10.0.0.2 --port 0 --index 1 --linger 5 --part 1 --meet n0:22"),
+        (("3", "0"), "", "10.0.0.4 --port 0 --index 2 --linger 5 --part 1 --meet n2:23"),
+        (("3", "0"), "0.0.0.0", "0.0.0.0 --port 0 --index 2 --linger 5 --part 1 --meet n2:23"),
     ],
 )
-def test_a_task_runs_its_part_of_an_engine(site: Site, place: tuple[str, str], expected: str) -> None:
-    """Two engines of four GPUs of each of two nodes."""
+def test_a_task_runs_its_part_of_an_engine(site: Site, place: tuple[str, str], host: str, expected: str) -> None:
+    """Two engines of four GPUs of each of two nodes; they listen at their node's address, unless they are told to at
+    another."""
     site.program("python", 'echo "$*"')
     environment = os.environ | {
         "SLURM_NODEID": place[0], "SLURM_LOCALID": place[1], "MEGAPPO_ENGINE_WIDTH": "2", "MEGAPPO_ENGINE_RANKS": "4",
-        "MEGAPPO_ENGINES_OF_NODE": "2", "MEGAPPO_ENGINE_PORTS": "11 12 13 14", "MEGAPPO_ENGINE_HOST": "0.0.0.0",
+        "MEGAPPO_ENGINES_OF_NODE": "2", "MEGAPPO_ENGINE_PORTS": "11 12 13 14", "MEGAPPO_ENGINE_HOST": host,
+        "MEGAPPO_ENGINE_ADDRESSES": "10.0.0.1 10.0.0.2 10.0.0.3 10.0.0.4 ",
         "MEGAPPO_ENGINE_MEETINGS": "n0:21 n0:22 n2:23 n2:24", "MEGAPPO_ENGINE_LINGER": "5",
         "MEGAPPO_RANK_LOGS": str(site.folder), "PATH": f"{site.folder / 'bin'}:{os.environ['PATH']}",
     }  # fmt: skip
     subprocess.run(["bash", "launch/slurm/engine.sh", "serve", "a.yaml"], cwd=ROOT, env=environment, check=True)
     (log,) = site.folder.glob("engine-*.log")
     first = 4 * int(place[1])
-    assert log.read_text() == f"-m megappo serve a.yaml rollout.sglang.first_device={first} --host 0.0.0.0 {expected}\n"
-    assert log.name == f"engine-{expected.split()[3]}{'-part-1' if 'part 1' in expected else ''}.log"
+    assert log.read_text() == f"-m megappo serve a.yaml rollout.sglang.first_device={first} --host {expected}\n"
+    assert log.name == f"engine-{expected.split()[4]}{'-part-1' if 'part 1' in expected else ''}.log"
 
 
 def test_a_heterogeneous_job_places_its_steps(site: Site) -> None:
@@ -278,8 +283,8 @@ def test_wrong_settings_of_engines(site: Site, settings: dict[str, str], words: 
     assert "train" not in (site.words.read_text().splitlines() if site.words.exists() else [])
 
 
-def torchrun(*words: str) -> subprocess.Popen[str]:
-    environment = os.environ | {"MEGAPPO_PYTHON": sys.executable, "PYTHONWARNINGS": "ignore"}
+def torchrun(*words: str, **variables: str) -> subprocess.Popen[str]:
+    environment = os.environ | {"MEGAPPO_PYTHON": sys.executable, "PYTHONWARNINGS": "ignore"} | variables
     return subprocess.Popen(
         ["bash", "launch/torchrun.sh", *words],
         cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -295,10 +300,28 @@ def test_torchrun_on_two_machines(host: str) -> None:
     from tests.support.worlds import closed_port
 
     line = ("--nodes", "2", "--head", f"{host}:{closed_port()}", "1", "doctor")
-    both = [torchrun(*line), torchrun(*line)]
+    both = [torchrun(*line), torchrun(*line, MEGAPPO_IS_HEAD="no")]
     outputs = [process.communicate(timeout=240) for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
     assert "2 ranks met on" in "".join(out for out, _ in outputs)
+
+
+def test_runs_of_two_users_do_not_meet(site: Site) -> None:
+    """Nor two runs of one user, while the same line is the same run on all machines."""
+    site.program("python", 'while [ "$1" != --rdzv-id ]; do shift; done; echo "$2"')
+
+    def name(user: str, *words: str) -> str:
+        site.program("id", f"echo {user}")
+        line = ("--nodes", "2", "--head", "node1:29500", "8", "train", *words)
+        path = {
+            "PATH": f"{site.folder / 'bin'}:{os.environ['PATH']}",
+            "MEGAPPO_PYTHON": str(site.folder / "bin/python"),
+        }
+        return torchrun(*line, **path).communicate(timeout=60)[0].strip()
+
+    mine = name("me", "a.yaml", "run.seed=1")
+    assert mine.startswith("megappo-me-") and mine == name("me", "a.yaml", "run.seed=1")
+    assert len({mine, name("other", "a.yaml", "run.seed=1"), name("me", "a.yaml", "run.seed=2")}) == 3
 
 
 @pytest.mark.parametrize(

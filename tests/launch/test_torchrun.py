@@ -9,8 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.run import parse_args
 
+from megappo.config import ConfigError
+from megappo.runtime.torchrun import with_head
 from tests.support.places import ROOT
+from tests.support.worlds import closed_port, listening
 
 SENTENCE = "megappo: error: run.seed is -1, must be at least 0; the nearest is 0"
 
@@ -55,3 +59,25 @@ def test_a_start_without_cuda_warns_of_nothing(tmp_path: Path) -> None:
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.waits
+def test_a_busy_port_of_the_head_is_an_error() -> None:
+    """Somebody else's rendezvous would be joined, whose pickles are read."""
+
+    def conf(host: str, port: int, *more: str, **variables: str) -> str:
+        words = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host}:{port}", *more, "x.py"]
+        found: str = with_head(parse_args(words), variables).rdzv_conf
+        return found
+
+    free = closed_port()
+    assert conf("127.0.0.1", free) == "is_host=true"
+    assert conf("192.0.2.1", free) == "is_host=false"  # reserved for documents
+    assert conf("127.0.0.1", free, "--rdzv-conf", "is_host=0") == "is_host=0"
+    with listening() as taken:
+        port = taken.getsockname()[1]
+        words = rf"nothing can listen at the head 127.0.0.1:{port}, which is this machine \(Address already in use\); "
+        with pytest.raises(ConfigError, match=words + "choose another port"):
+            conf("127.0.0.1", port)
+        assert conf("127.0.0.1", port, MEGAPPO_IS_HEAD="no") == "is_host=false"
+        assert conf("192.0.2.1", port) == "is_host=false"

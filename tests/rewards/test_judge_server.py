@@ -13,6 +13,7 @@ import torch
 
 from megappo.cli import main
 from megappo.config import Config, ConfigError, derive, load_config
+from megappo.config.reward import reward_rules
 from megappo.doctor import software
 from megappo.doctor.software import generation_finding
 from megappo.errors import RunError
@@ -36,7 +37,8 @@ seen = Path(os.environ["FAKE"])
 if (seen / "fails").exists():
     sys.exit("out of memory")
 class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self, content=b"{}"):
+    def do_GET(self, content=None):
+        content = content or json.dumps({"extra_metric_labels": json.loads(arguments["extra-metric-labels"])}).encode()
         right = self.headers.get("Authorization") == f"Bearer {arguments['api-key']}"
         self.send_response(200 if right else 401)
         self.send_header("Content-Length", str(len(content)))
@@ -100,6 +102,13 @@ def scored(config: Config, *responses: str) -> list[float]:
     return found
 
 
+@pytest.mark.parametrize("name", ["host", "--port", "config", "model_path"])
+def test_a_judges_server_is_opened_to_nobody(tmp_path: Path, name: str) -> None:
+    config = judged(tmp_path / "run", {"arguments": {name: "x"}})
+    (said, *_) = reward_rules(config.reward)
+    assert f"server.arguments has {name}, which a run decides for its own servers; remove it" in said
+
+
 @pytest.mark.waits
 def test_a_judge_with_a_server_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It dies while it is asked, and what it owes is asked of the one that follows, at the same place."""
@@ -107,6 +116,7 @@ def test_a_judge_with_a_server_of_its_own(tmp_path: Path, capsys: pytest.Capture
     config = judged(tmp_path / "run", {"threads": 1, "arguments": {"context-length": 64}})
     assert scored(config, *answers, "die") == [2.0 * len(answer) for answer in [*answers, "die"]]
     first, second = [json.loads(path.read_text()) for path in (tmp_path / "seen").glob("*.json")]
+    assert first.pop("extra-metric-labels") != second.pop("extra-metric-labels"), "by which each start is known"
     assert first == second
     assert (first["model-path"], first["dtype"], first["host"]) == (str(worlds.TINY), "float32", "127.0.0.1")
     assert first["context-length"] == 64 and first["max-total-tokens"] == 65536

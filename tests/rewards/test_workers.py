@@ -189,6 +189,16 @@ def test_a_failure_costs_its_own_sample(response: str, reason: str) -> None:
         assert pool.score(requests("fine")).scores.tolist() == [1.0]
 
 
+@pytest.mark.waits
+def test_workers_of_built_in_rules_get_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They read what a model wrote; functions of the user's own get all variables."""
+    monkeypatch.setenv("WANDB_API_KEY", "s3cret")
+    for function, expected in (("exact", None), ("megappo.rewards.arithmetic:answer_then_end", "s3cret")):
+        with RewardPool(RewardSettings(function=function)) as pool:
+            found = psutil.Process(pool.workers[0].supervisor.pid).environ()
+        assert found.get("WANDB_API_KEY") == expected and "PATH" in found
+
+
 WROTE = "wrote into file descriptors that are not its own"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -17,15 +18,17 @@ import torch.distributed as dist
 from megappo.config import ConfigError
 from megappo.errors import RunError
 from megappo.runtime.device import device_index
+from megappo.runtime.groups import reached_at, stay_on_this_machine
 from megappo.runtime.launchers import (
     Ranks,
     adopt_launcher,
     first_host,
+    job_of,
     launcher_of,
     read_ranks,
     tasks_per_node,
 )
-from megappo.runtime.store import listening_store
+from megappo.runtime.store import address_towards, free_port, listening_store
 from tests.support.places import ROOT
 
 SLURM = {
@@ -100,6 +103,58 @@ def test_mpi() -> None:
     assert read_ranks(adopted(HYDRA | {"MASTER_ADDR": "node1"})) == Ranks(3, 4, 1, 2)
 
 
+def test_jobs_without_a_name_and_those_of_two_users_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By who started the ranks of one machine, by the words of those of several; with the ports at which they meet."""
+    nameless = {name: value for name, value in OPEN_MPI.items() if name != "PMIX_NAMESPACE"}
+    elsewhere = HYDRA | {"MASTER_ADDR": "node1"}
+
+    def met() -> list[tuple[str, str]]:
+        places = (SLURM, OPEN_MPI, nameless, elsewhere)
+        return [(found["MASTER_PORT"], job_of(found)) for found in map(adopted, places)]
+
+    mine = met()
+    assert mine == met() and len({port for port, _ in mine}) == len(mine) and "10000" not in dict(mine)
+    uid = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+    assert not {port for port, _ in mine} & {port for port, _ in met()}
+    assert not {job for _, job in mine} & {job for _, job in met()}
+    monkeypatch.setattr(os, "getuid", lambda: uid)
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert [one == other for one, other in zip(mine, met(), strict=True)] == [True, True, False, True]
+    monkeypatch.setattr(sys, "argv", ["megappo", "train", "another.yaml"])
+    assert [one == other for one, other in zip(mine, met(), strict=True)] == [True, True, False, False]
+
+
+@pytest.mark.waits
+def test_a_rank_of_another_job_is_told() -> None:
+    """Which finds rank 0 of ours at the port that it thinks to be its own."""
+    code = (
+        "from megappo.config.schema import RuntimeSettings\n"
+        "from megappo.runtime.process import start_runtime\n"
+        "with start_runtime(RuntimeSettings(threads_per_rank=1, collective_timeout_seconds=120)):\n"
+        "    pass\n"
+    )
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    kept |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    kept |= OPEN_MPI | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
+    ours, other = (
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=kept | {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank, "PMIX_NAMESPACE": job},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, job in (("0", "ours"), ("1", "theirs"))
+    )
+    try:
+        said = other.communicate(timeout=120)[1]
+    finally:
+        ours.kill()
+        ours.communicate()
+    uid = os.getuid()
+    assert f"(the job '{uid} ours' meets there, this is '{uid} theirs'); set MASTER_ADDR and MASTER_PORT" in said
+
+
 @pytest.mark.parametrize(
     ("nodes", "first"),
     [("n[1-2]", "n1"), ("gpu[007,9-12],login", "gpu007"), ("a,b", "a"), ("r[1-2]n[3,5]", "r1n3"), ("", "")],
@@ -141,9 +196,47 @@ def test_devices_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_index(Ranks(1, 2, 1, 2), visible=1) == 0
 
 
+def named_by_an_address() -> list[str]:
+    """What stands before a command so that this machine's name means another interface than loopback, where we may."""
+    address = address_towards("192.0.2.1", 9)
+    before = ["unshare", "--uts", "sh", "-c", f'hostname {address} && exec "$@"', "-"]
+    may = (
+        shutil.which("unshare") and subprocess.run([*before, "true"], capture_output=True, check=False).returncode == 0
+    )
+    return before if may else []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "given", "expected"),
+    [
+        (Ranks(0, 1, 0, None), {}, "lo"),
+        (Ranks(1, 2, 1, 2), {}, "lo"),
+        (Ranks(1, 2, 1, 2), {"GLOO_SOCKET_IFNAME": "eth0"}, "eth0"),
+        (Ranks(1, 4, 1, 2), {}, None),
+        (Ranks(1, 4, 1, None), {}, None),
+    ],
+)
+def test_gloo_stays_on_this_machine(
+    monkeypatch: pytest.MonkeyPatch, ranks: Ranks, given: dict[str, str], expected: str | None
+) -> None:
+    """And leaves it for groups with servers elsewhere alone."""
+    environment = dict(given)
+    stay_on_this_machine(environment, ranks)
+    assert environment.get("GLOO_SOCKET_IFNAME") == expected
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with reached_at("127.0.0.1"):
+        assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
+    with reached_at("192.0.2.7"):
+        assert os.environ.get("GLOO_SOCKET_IFNAME") == (None if expected == "lo" else expected)
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
+
+
 @pytest.mark.waits
 def test_two_processes_of_mpi_meet() -> None:
-    """As mpirun starts them, through the collectives, without listening to other machines."""
+    """As mpirun starts them, through the collectives, without listening to other machines, whatever the machine's name
+    means."""
     code = (
         "import os, psutil, torch, torch.distributed as dist\n"
         "from megappo.config.schema import RuntimeSettings\n"
@@ -155,11 +248,11 @@ def test_two_processes_of_mpi_meet() -> None:
     )
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     kept |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
-    kept["GLOO_SOCKET_IFNAME"] = "lo"
+    kept.pop("GLOO_SOCKET_IFNAME", None)
     job = {"PMIX_NAMESPACE": f"test-{os.getpid()}"}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", code],
+            [*named_by_an_address(), sys.executable, "-c", code],
             env=kept | OPEN_MPI | job | {"OMPI_COMM_WORLD_RANK": str(r), "OMPI_COMM_WORLD_LOCAL_RANK": str(r)},
             stdout=subprocess.PIPE,
             text=True,

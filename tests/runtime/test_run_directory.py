@@ -26,7 +26,8 @@ def runtime() -> Iterator[Runtime]:
 
 
 def test_a_directory_that_stays_is_fine(tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    with locked_directory(tmp_path / "run", runtime) as held:
+    with locked_directory(tmp_path / "run", runtime, private=True) as held:
+        assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700, "where run.private asks for it"
         held.check()
         (tmp_path / "run" / "metrics.jsonl").write_text("{}")
         (tmp_path / "link").symlink_to(tmp_path / "run")

@@ -259,6 +259,13 @@ def test_nothing_is_left_behind(scenario: Callable[[str], Found], name: str) -> 
     assert [s for found in scenario(name) for s in found["sessions"]]
 
 
+@pytest.mark.parametrize("name", [TWO, SHARDED, BROADCAST, EXPERTS])
+def test_a_log_does_not_end_with_a_crash(scenario: Callable[[str], Found], name: str) -> None:
+    """Of servers that were ended because the run did."""
+    logs = [log for found in scenario(name) for log in found["logs"]]
+    assert logs and not any(word in log for log in logs for word in ("crashed", "SIGQUIT", "leaked")), logs
+
+
 def test_answers_go_on_under_new_weights(scenario: Callable[[str], Found]) -> None:
     """What was generated until then is kept; each token has the log-probability of the weights that it says made it."""
     for found in scenario("two_engines"):

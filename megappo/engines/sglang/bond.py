@@ -20,6 +20,7 @@ from megappo.runtime.store import free_ports, listening_store
 from megappo.runtime.waiting import wait_until
 
 _POLL_SECONDS = 0.2
+PEERS = "SGLANG_ZMQ_ALLOWED_PEERS"
 _OWN_PORTS = 16
 """SGLang 0.5.23 takes the 13 behind the one that it is told (its server_args.py and data_parallel_controller.py)."""
 
@@ -31,6 +32,8 @@ class Bond:
         """`address`: of the first part's machine, `node`: number of this part."""
         self._store, self._address, self.node, self._settings = store, address, node, settings
         self._ranks: dist.TCPStore | None = None
+        self.peers: frozenset[str] = frozenset()
+        """Addresses of all parts' machines, where they are known: nobody else may talk to SGLang's sockets."""
 
     @classmethod
     def first(cls, address: str, port: int, settings: SGLangSettings) -> Bond:
@@ -105,7 +108,8 @@ class Bond:
 
     def environment(self, start: int) -> dict[str, str]:
         """Variables by which its ranks find the others: at our store, as torch's would listen on every interface."""
-        return {
+        attends_apart = self._settings.data_parallel_attention > 1  # by sockets that read pickles from whoever connects
+        return ({PEERS: ",".join(sorted(self.peers))} if attends_apart and self.peers else {}) | {
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": "env://",
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # no rank is to serve it
             "MASTER_ADDR": self._address,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
-from dataclasses import dataclass
+import secrets
+from dataclasses import dataclass, field, replace
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -12,8 +14,17 @@ HEALTH = "/health_generate"
 """Answered well by a server that can generate: SGLang makes one token, or has made some lately."""
 
 
+_WHO = "/model_info"
+"""Answered by a server that is up to those who have its key."""
+
+
 class ServerFailure(Exception):
     """A server did not answer, or refused; the message names server, request and reason."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        """HTTP's, of an answer that refuses."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +33,7 @@ class Endpoint:
 
     index: int
     url: str
-    key: str
+    key: str = field(repr=False)
     sender: int
     """Rank that sends weights to it (and started it, where it is one of our own)."""
     starts: int = 1
@@ -64,7 +75,7 @@ def call(
         connection.close()
     answer = _parse(text)
     if response.status != 200 or answer.get("success") is False:
-        raise ServerFailure(f"{endpoint.name} refused {path} ({response.status}): {text[:500]}")
+        raise ServerFailure(f"{endpoint.name} refused {path} ({response.status}): {text[:500]}", response.status)
     return answer
 
 
@@ -74,6 +85,24 @@ def _parse(text: str) -> dict[str, Any]:
     except json.JSONDecodeError:
         return {}
     return answer if isinstance(answer, dict) else {"answer": answer}
+
+
+def takes(endpoint: Endpoint, timeout_seconds: float) -> bool:
+    """Whether what listens takes the endpoint's key. Raises ServerFailure for no answer, and for another than 200 and
+    401."""
+    try:
+        call(endpoint, _WHO, timeout_seconds=timeout_seconds, method="GET")
+    except ServerFailure as failure:
+        if failure.status != HTTPStatus.UNAUTHORIZED:
+            raise
+        return False
+    return True
+
+
+def takes_any_key(endpoint: Endpoint, timeout_seconds: float) -> bool:
+    """Whether it takes a key that nobody has: then it is not the server that has this one, which it is not told. Raises
+    as `takes`."""
+    return takes(replace(endpoint, key=secrets.token_hex(16)), timeout_seconds)
 
 
 def is_alive(endpoint: Endpoint, timeout_seconds: float) -> bool:

@@ -4,31 +4,49 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megappo.engines.sglang.bond import Bond, ServerPart
-from megappo.engines.sglang.client import Endpoint, ServerFailure, is_alive
+from megappo.engines.sglang.client import Endpoint, ServerFailure, is_alive, takes, takes_any_key
 from megappo.engines.sglang.gpus import server_gpus
 from megappo.engines.sglang.inspection import check_room, check_routing, check_stack, what_it_says
 from megappo.engines.sglang.server import EngineError, Server, start_server
 from megappo.engines.sglang.spec import ServerSpec, unheard_variables
-from megappo.errors import RunError
+from megappo.errors import RunError, remember
 from megappo.observe.messages import tell
 from megappo.reshard.feeding import Feeding
 from megappo.runtime.objects import agreed, of_all_ranks
 from megappo.runtime.process import Runtime
 from megappo.runtime.sglang_slices import has_loader
-from megappo.runtime.store import address_towards, is_loopback, listening_problem
+from megappo.runtime.store import address_towards, is_address, is_loopback, listening_problem
 from megappo.runtime.waiting import wait_until
 
 KEY_VARIABLE = "MEGAPPO_SGLANG_API_KEY"
 _RETRY_SECONDS = 1.0
+_SILENT_SECONDS = 5.0
 _ANY_PORT = 9
 """Of another machine, to which nothing is sent."""
 EVERYWHERE = ("0.0.0.0", "::")
+
+
+def key_problem(endpoint: Endpoint, timeout_seconds: float) -> str | None:
+    """Why a server of `rollout.sglang.urls` cannot be asked with our key, with the remedy; None where it can. It is
+    told the key only where it refuses others. Raises ServerFailure where nobody answers."""
+    name = f"{endpoint.name} of rollout.sglang.urls"
+    if endpoint.key and takes_any_key(endpoint, timeout_seconds):
+        return (
+            f"{name} takes any key, so it was started without one, or is another program; start it by `megappo serve`, "
+            f"or unset {KEY_VARIABLE} where the server wants none"
+        )
+    if takes(endpoint, timeout_seconds):
+        return None
+    if not endpoint.key:
+        return f"{name} wants a key, and {KEY_VARIABLE} is empty; export the key that the server was started with"
+    return f"{name} refuses the key in {KEY_VARIABLE}; set {KEY_VARIABLE} to the key that it was started with"
 
 
 def address_among(hosts: Sequence[object], mine: object) -> str:
@@ -137,7 +155,13 @@ class Fleet:
         def join(index: int, node: int) -> Bond:
             return Bond.further(*meetings[index], node, self._settings, patience)
 
-        return first | agreed(lambda: {i: join(i, node) for i, node in self._nodes.items() if node}, (ServerFailure,))
+        bonds = first | agreed(lambda: {i: join(i, node) for i, node in self._nodes.items() if node}, (ServerFailure,))
+        addresses = of_all_ranks(address)
+        for index, bond in bonds.items():
+            found = {addresses[rank] for rank in self.feeding.starters(index)}
+            if all(map(is_address, found)):
+                bond.peers = frozenset({"127.0.0.1", *found})
+        return bonds
 
     def _start(self, indices: Iterable[int]) -> None:
         """First parts first: they call the others. Raises ServerFailure where one is not called."""
@@ -267,9 +291,26 @@ class Fleet:
         """Wait until a server that somebody else starts answers."""
         self._starts[index] += 1
         key = os.environ.get(KEY_VARIABLE, "")
+        remember(key)
         endpoint = Endpoint(index, self._external[index].rstrip("/"), key, self._runtime.rank, self._starts[index])
         patience, health = self._settings.start_timeout_seconds, self._settings.health_timeout_seconds
-        if not wait_until(lambda: is_alive(endpoint, health), patience, every_seconds=_RETRY_SECONDS):
+        silent, told = time.monotonic() + _SILENT_SECONDS, list[str]()
+
+        def answers() -> bool:
+            try:
+                if problem := key_problem(endpoint, health):
+                    raise EngineError(problem)
+                return is_alive(endpoint, health)
+            except ServerFailure as failure:
+                if not told and time.monotonic() > silent:
+                    told.append(str(failure))
+                    tell(
+                        f"{failure}: nobody answers there yet, and it is waited for until start_timeout_seconds "
+                        f"{patience:g} are over; start it (megappo serve), or fix rollout.sglang.urls"
+                    )
+                return False
+
+        if not wait_until(answers, patience, every_seconds=_RETRY_SECONDS):
             raise ServerFailure(
                 f"{endpoint.name} of rollout.sglang.urls gave no healthy answer within start_timeout_seconds "
                 f"{patience:g}; start it, or check its key in {KEY_VARIABLE}"

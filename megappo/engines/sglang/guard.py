@@ -23,7 +23,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-_GRACE_SECONDS = 3.0
 KILL_SECONDS = 10.0
 _POLL_SECONDS = 0.5
 _SCAN_SECONDS = 5.0
@@ -94,22 +93,17 @@ class ServerProcesses:
             return self._mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         return False
 
-    def end(self, grace_seconds: float) -> None:
-        """Ask, wait, kill; returns when none of them runs, or only what a driver keeps from dying."""
-        self._signal(signal.SIGTERM)
-        self._signal(signal.SIGCONT)  # a stopped process takes no notice of SIGTERM
-        deadline = time.monotonic() + grace_seconds
-        while time.monotonic() < deadline and self.alive():
-            time.sleep(0.05)
-        deadline = time.monotonic() + KILL_SECONDS
-        while time.monotonic() < deadline and self.alive():
-            self._signal(signal.SIGKILL)
-            time.sleep(0.05)
+    def end(self) -> None:
+        """Kill them; returns when none of them runs, or only what a driver keeps from dying.
 
-    def _signal(self, number: int) -> None:
-        for pid in self.alive():
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
+        Nobody is asked: of SGLang's processes those that are still there would call it a crash of the others.
+        """
+        deadline = time.monotonic() + KILL_SECONDS
+        while (found := self.alive()) and time.monotonic() < deadline:
+            for pid in found:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
 
 
 def shared_files(pids: list[int]) -> set[str]:
@@ -136,10 +130,10 @@ def _made_by(name: str, pids: list[int]) -> bool:
     return name.startswith(_OWN_SHM)
 
 
-def clean_up(processes: ServerProcesses, files: set[str], scratch: str, grace_seconds: float) -> None:
+def clean_up(processes: ServerProcesses, files: set[str], scratch: str) -> None:
     """End a server and remove what it leaves: `files`, what it has in shared memory now, and last its scratch."""
     files = files | shared_files(processes.alive())
-    processes.end(grace_seconds)
+    processes.end()
     for path in files:
         with suppress(OSError):
             os.unlink(path)
@@ -188,7 +182,7 @@ def _keep(command: list[str], scratch: str, log: str, witness: int, report: int)
         found = shared_files(processes.alive())
         said = "".join(f"file {path}\n" for path in sorted(found - files))
         files |= found
-    clean_up(processes, files, scratch, _GRACE_SECONDS if server.poll() is None else 0.0)
+    clean_up(processes, files, scratch)
     with suppress(BrokenPipeError):
         os.write(report, b"done\n")
 
@@ -207,7 +201,7 @@ def _watch(scratch: str, report: int) -> None:
                 session = int(value)
                 print(session, flush=True)
     if session:
-        clean_up(ServerProcesses(session, scratch, os.getpid()), files, scratch, 0.0)
+        clean_up(ServerProcesses(session, scratch, os.getpid()), files, scratch)
     shutil.rmtree(scratch, ignore_errors=True)
 
 

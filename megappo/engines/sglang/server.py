@@ -20,7 +20,7 @@ from typing import Any
 
 from megappo.config.engine import SGLangSettings
 from megappo.engines.sglang.bond import ServerPart
-from megappo.engines.sglang.client import HEALTH, Endpoint, ServerFailure, call
+from megappo.engines.sglang.client import HEALTH, Endpoint, ServerFailure, call, takes, takes_any_key
 from megappo.engines.sglang.guard import ServerProcesses, clean_up
 from megappo.engines.sglang.spec import ServerSpec
 from megappo.errors import RunError
@@ -31,6 +31,9 @@ STOP_SECONDS = 20.0
 _FREEZE_SECONDS = 30.0
 _IDLE_SECONDS = 10
 _PART_SECONDS = 0.5
+_ANSWER_SECONDS = 5.0
+_LABELS, _PROOF = "extra-metric-labels", "megappo_server"
+"""Where a server is given what only it and its owner know, and what it tells that under to who has its key."""
 WEIGHTS, CACHES = ("weights",), ("kv_cache", "cuda_graph")
 """Parts of a server's memory by SGLang's names; it needs the second ones to generate only."""
 
@@ -56,6 +59,8 @@ class Server:
     """Where its settings stand."""
     part: ServerPart | None = None
     """Of a server on several machines; it ends where another part has ended."""
+    proof: str = field(default="", repr=False)
+    """What it was given to tell."""
     lost: str | None = None
     """Why another part ended, where this one ended for that."""
     stopped: bool = field(default=False)
@@ -113,24 +118,40 @@ class Server:
         wait_until(self.is_ready, math.inf, every_seconds=0.2)  # which knows when it is late
 
     def is_ready(self) -> bool:
-        """Whether it answers by now. Raises ServerFailure with the end of its log where it ended or is late."""
+        """Whether it answers by now. Raises ServerFailure with the end of its log where it ended or is late, and where
+        another program listens at its port."""
         if self.guard.poll() is not None:
             raise ServerFailure(f"{self.endpoint.name} ended while it started; {self.why_ended}")
+        problem = None
         with suppress(ServerFailure):
             if self.part is not None and self.part.bond.node > 0:  # which answers nothing else
-                call(self.endpoint, HEALTH, timeout_seconds=5.0, method="GET")
+                call(self.endpoint, HEALTH, timeout_seconds=_ANSWER_SECONDS, method="GET")
                 return True
-            call(self.endpoint, "/model_info", timeout_seconds=5.0, method="GET")
-            # SGLang sends itself this when it starts, now and then before it listens. Without it every weight sync
-            # waits half a second for Python's garbage collection, which looks through all that was imported.
-            call(self.endpoint, "/freeze_gc", timeout_seconds=_FREEZE_SECONDS)
-            return True
+            problem = self._stranger()
+            if problem is None:
+                # SGLang sends itself this when it starts, now and then before it listens. Without it every weight sync
+                # waits half a second for Python's garbage collection, which looks through all that was imported.
+                call(self.endpoint, "/freeze_gc", timeout_seconds=_FREEZE_SECONDS)
+                return True
+        if problem is not None:
+            raise ServerFailure(f"another program listens where {self.endpoint.name} is to: it {problem}")
         if time.monotonic() > self.deadline:
             raise ServerFailure(
                 f"{self.endpoint.name} gave no answer within {self.key}.start_timeout_seconds "
                 f"{self.settings.start_timeout_seconds:g}; {self.log} ends with: {self.tail()}"
             )
         return False
+
+    def _stranger(self) -> str | None:
+        """Why what listens at its port is another program, None: it is this server. Told its key is only who refuses
+        others, and it is known by what it was given when it was started. Raises ServerFailure where nobody answers."""
+        if takes_any_key(self.endpoint, _ANSWER_SECONDS):
+            return "takes any key"
+        if not takes(self.endpoint, _ANSWER_SECONDS):
+            return "refuses the server's key"
+        said = call(self.endpoint, "/server_info", timeout_seconds=_FREEZE_SECONDS, method="GET")
+        is_own = (said.get("extra_metric_labels") or {}).get(_PROOF) == self.proof
+        return None if is_own else "does not tell what the server was given"
 
     def tail(self, characters: int = 1500) -> str:
         """The end of its log."""
@@ -162,7 +183,7 @@ class Server:
         self.guard.kill()
         self.guard.wait()
         wait_until(lambda: not self.scratch.exists(), STOP_SECONDS, every_seconds=0.05)
-        clean_up(ServerProcesses(self.session, str(self.scratch)), set(), str(self.scratch), 0.0)
+        clean_up(ServerProcesses(self.session, str(self.scratch)), set(), str(self.scratch))
 
 
 def named_in_url(host: str) -> str:
@@ -189,11 +210,15 @@ def start_server(
     config = scratch / "server.yaml"
     config.touch(mode=0o600)  # it holds the key, which a command line would show to everybody
     arguments = spec.arguments(port, key) | (part.bond.arguments(part.start) if part is not None else {})
+    node, proof = part.bond.node if part is not None else 0, secrets.token_hex(16)
+    if not node:  # the one that answers
+        arguments[_LABELS] = json.dumps({**json.loads(arguments.get(_LABELS) or "{}"), _PROOF: proof})
     config.write_text(json.dumps({k: v for k, v in arguments.items() if v is not None}))
     spec.log_directory.mkdir(parents=True, exist_ok=True)
-    node = part.bond.node if part is not None else 0
     name = spec.called.replace(" ", "-") or f"engine-{index}"
     log = spec.log_directory / (f"{name}-part-{node}.log" if node else f"{name}.log")
+    if arguments.get("log-level", "warning") != "warning":  # below it SGLang writes all of its arguments into the log
+        log.touch(mode=0o600)
     command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")), str(scratch), str(log), "--"]
     command += [sys.executable, "-m", spec.program, "--config", str(config)]
     try:
@@ -213,4 +238,4 @@ def start_server(
     url = f"http://{named_in_url(spec.address or spec.host)}:{port}"
     endpoint = Endpoint(index, url, key, sender, starts, spec.called)
     deadline = time.monotonic() + spec.settings.start_timeout_seconds
-    return Server(endpoint, guard, session, scratch, log.absolute(), deadline, spec.settings, spec.key, part)
+    return Server(endpoint, guard, session, scratch, log.absolute(), deadline, spec.settings, spec.key, part, proof)

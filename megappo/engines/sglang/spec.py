@@ -14,13 +14,14 @@ import megappo
 from megappo.config import Config
 from megappo.config.engine import SGLangSettings
 from megappo.config.model_files import load_architecture
-from megappo.engines.sglang.bond import ServerPart
+from megappo.engines.sglang.bond import PEERS, ServerPart
 from megappo.engines.sglang.compilers import cuda_home
 from megappo.engines.sglang.gpus import visible_devices
 from megappo.plan.cache import PlannedCache, server_cache
 from megappo.runtime.nccl import own_stack, share_settings
 from megappo.runtime.sglang_cpu import ENTRY_POINTS, PLATFORM_NAME
 from megappo.runtime.sglang_slices import LOADER, has_loader
+from megappo.runtime.store import is_loopback
 
 _SHARE_OF_FREE_MEMORY = 0.99
 """SGLang's mem_fraction_static: of what is free when a server starts. It is a second limit on keys and values beside
@@ -28,6 +29,7 @@ their number of tokens, which we choose, and must not be the lower one."""
 _PREFILL_GRAPHS = "cuda-graph-backend-prefill"
 _ON_A_CPU = {"device": "cpu", "attention-backend": "torch_native", "disable-overlap-schedule": True}
 _SCRUBBED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR")
+_GLOO_ON_LOOPBACK = ("GLOO_SOCKET_IFNAME", "lo")
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _SCRUBBED_PREFIXES = ("TORCHELASTIC_", "ROLE_", "GROUP_", "MASTER_", "TORCH_NCCL_", "SGLANG_", "TRITON_INTERPRET")
 
@@ -161,7 +163,7 @@ class ServerSpec:
         kept = {
             name: value
             for name, value in os.environ.items()
-            if name not in _SCRUBBED and not name.startswith(_SCRUBBED_PREFIXES)
+            if name == PEERS or (name not in _SCRUBBED and not name.startswith(_SCRUBBED_PREFIXES))
         }
         if self.memory_saver:
             kept |= {name: _without_expandable_segments(kept[name]) for name in _ALLOCATOR_VARIABLES if name in kept}
@@ -170,9 +172,13 @@ class ServerSpec:
         path.append(os.environ.get("PYTHONPATH", ""))
         kept["TMPDIR"] = str(scratch)  # SGLang leaves its sockets there
         if part is not None:
-            kept |= part.bond.environment(part.start)
+            kept = part.bond.environment(part.start) | kept  # of which only the peers may be the user's own
         else:  # its ranks, all on this machine, meet at a file: torch's store would listen on every interface
             kept["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch}/ranks"
+            if self._broadcasts_from_elsewhere:
+                kept = {name: value for name, value in kept.items() if (name, value) != _GLOO_ON_LOOPBACK}
+            else:
+                kept |= [_GLOO_ON_LOOPBACK]
         kept["SGLANG_HEALTH_CHECK_TIMEOUT"] = str(max(1, int(self.settings.health_timeout_seconds)))
         if self.settings.tensor_parallel > 1 and not self.deterministic:
             kept["SYNC_TOKEN_IDS_ACROSS_TP"] = "1"  # ranks that drew other tokens would wait for each other for ever
@@ -202,6 +208,12 @@ class ServerSpec:
         return kept | self.settings.environment
 
     @property
+    def _broadcasts_from_elsewhere(self) -> bool:
+        """Whether its ranks are in groups over gloo with trainers of other machines, which bring it weights."""
+        by_gloo = not self.called and not self.devices and self.settings.placement == "disaggregated"
+        return by_gloo and not is_loopback(self.host)
+
+    @property
     def _frees_graphs(self) -> bool:
         """Whether its graphs can give their memory away; SGLang refuses to start otherwise."""
         return self.settings.arguments.get(_PREFILL_GRAPHS, "disabled") == "disabled"
@@ -209,7 +221,7 @@ class ServerSpec:
 
 def unheard_variables(environment: Mapping[str, str]) -> list[str]:
     """Names of SGLang's own variables in an environment, none of which a server gets: who set them may think so."""
-    return sorted(name for name in environment if name.startswith("SGLANG_"))
+    return sorted(name for name in environment if name.startswith("SGLANG_") and name != PEERS)
 
 
 def _without_expandable_segments(options: str) -> str:

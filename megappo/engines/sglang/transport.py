@@ -28,6 +28,7 @@ from megappo.engines.sglang.client import Endpoint, ServerFailure, call
 from megappo.reshard.slices import EngineShape
 from megappo.reshard.stream import Parcel, Slot
 from megappo.runtime import store
+from megappo.runtime.groups import reached_at
 from megappo.runtime.objects import hand_to, taken_from
 from megappo.runtime.sglang_slices import LOADER, SlicePlace, describe
 from megappo.runtime.waiting import wait_until
@@ -239,15 +240,16 @@ class BroadcastTransport:
             },
         )
         try:
-            group, _ = dist.distributed_c10d._new_process_group_helper(
-                world,
-                0,
-                [],
-                dist.Backend(self._backend),
-                dist.PrefixStore(self._name, meeting),
-                group_name=cast(Any, self._name),
-                timeout=timeout,
-            )
+            with reached_at(address):
+                group, _ = dist.distributed_c10d._new_process_group_helper(
+                    world,
+                    0,
+                    [],
+                    dist.Backend(self._backend),
+                    dist.PrefixStore(self._name, meeting),
+                    group_name=cast(Any, self._name),
+                    timeout=timeout,
+                )
         except RuntimeError as error:
             raise ServerFailure(f"{self._endpoint.name} did not join the broadcast group ({error})") from None
         answer.result()

@@ -33,7 +33,7 @@ class AgentEndpoint:
     """For OpenAI's SDKs; it ends in `/v1`."""
     anthropic_base_url: str
     """For Anthropic's, which add `/v1` themselves."""
-    api_key: str
+    api_key: str = field(repr=False)
 
     @property
     def environment(self) -> dict[str, str]:

@@ -490,6 +490,7 @@ def leave(bench: Bench) -> dict[str, Any]:
     fleet = bench.engine.fleet
     folders = [str(server.scratch) for server in (*fleet.servers.values(), *fleet.parts.values())]
     assert all(Path(folder).is_dir() for folder in folders)
+    logs = [server.log for server in (*fleet.servers.values(), *fleet.parts.values())]
     facts = [call(e, "/server_info", timeout_seconds=60, method="GET") for e in bench.engine.endpoints]
     known: dict[str, Any] = {"deterministic": [fact["enable_deterministic_inference"] for fact in facts]}
     known["sleeps"] = [fact["sleep_on_idle"] for fact in facts]
@@ -499,6 +500,7 @@ def leave(bench: Bench) -> dict[str, Any]:
     known["too_long"] = refused(lambda: check_room("server 0", facts[0], PlannedCache(None, CACHE_TOKENS + 1)))
     dist.barrier()  # every rank asks all servers, and ends its own
     bench.engine.close()
+    known["logs"] = [log.read_text(errors="replace") for log in logs]
     places = {"urls": urls, "folders": folders, "files": files, "addresses": addresses}
     return known | {"sessions": sessions, "forked": forked, "trainer_addresses": listening([os.getpid()])} | places
 
