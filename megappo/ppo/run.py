@@ -49,6 +49,7 @@ def train(config: Config, derived: Derived, prompts: TrainingPrompts | None = No
             watched(watchdog),
             interruptible(runtime) as interrupts,
             closing(Reporter(config, derived, runtime, on_stage, held.check)) as reporter,
+            runtime.failures.told(),
         ):
             purpose = Purpose(prompts=prompts, resumed=start.checkpoint is not None, stop=interrupts)
             parts = assemble(config, derived, runtime, purpose)
@@ -66,27 +67,35 @@ def _if_of_that_time(prompts: TrainingPrompts | None, read: Config, now: Config)
 
 def _train(parts: Parts, start: Start, reporter: Reporter, held: HeldDirectory) -> None:
     checkpoints = Checkpoints(parts, start)
+    parts.runtime.failures.before_leaving(lambda _: checkpoints.close())
     try:
-        for sentence in (*data_lines(parts), *parts.origins, *start.sentences):
-            reporter.message(sentence)
-        if start.sentences:  # there was a run before
-            reporter.continue_after(start.step, is_open=start.is_open)
-        trainer = Trainer(parts, reporter, checkpoints)
-        try:
-            trainer.train()
-        except Interrupted:
-            PROGRESS.forget()
-            held.check()
-            with reporter.stage("checkpoint"):
-                reporter.message(checkpoints.save_interrupted(trainer.boundary_when_stopped()))
-            raise
-        held.check()
-        checkpoints.finish()
-        with reporter.stage("export"):
-            _save(parts, reporter)
+        with parts.runtime.failures.told():
+            _train_and_export(parts, start, reporter, checkpoints, held)
     finally:
         checkpoints.close()
         parts.close()
+
+
+def _train_and_export(
+    parts: Parts, start: Start, reporter: Reporter, checkpoints: Checkpoints, held: HeldDirectory
+) -> None:
+    for sentence in (*data_lines(parts), *parts.origins, *start.sentences):
+        reporter.message(sentence)
+    if start.sentences:  # there was a run before
+        reporter.continue_after(start.step, is_open=start.is_open)
+    trainer = Trainer(parts, reporter, checkpoints)
+    try:
+        trainer.train()
+    except Interrupted:
+        PROGRESS.forget()
+        held.check()
+        with reporter.stage("checkpoint"):
+            reporter.message(checkpoints.save_interrupted(trainer.boundary_when_stopped()))
+        raise
+    held.check()
+    checkpoints.finish()
+    with reporter.stage("export"):
+        _save(parts, reporter)
 
 
 def _watchdog(config: Config, runtime: Runtime) -> Watchdog | None:
@@ -103,10 +112,11 @@ def evaluate(config: Config, derived: Derived, prompts: TrainingPrompts | None =
         config = at_one_time(config)
         parts = assemble(config, derived, runtime, Purpose(training=False, prompts=prompts))
         try:
-            if runtime.is_main:
-                print("\n".join(data_lines(parts, training=False)), flush=True)
-            parts.engine.update_weights(parts.weights, 1)
-            metrics = evaluate_policy(parts, print)
+            with runtime.failures.told():
+                if runtime.is_main:
+                    print("\n".join(data_lines(parts, training=False)), flush=True)
+                parts.engine.update_weights(parts.weights, 1)
+                metrics = evaluate_policy(parts, print)
         finally:
             parts.close()
         if runtime.is_main:

@@ -18,9 +18,11 @@ import torch.distributed as dist
 from megappo.config.schema import RuntimeSettings
 from megappo.errors import RunError, reason
 from megappo.runtime.device import prepare_device
+from megappo.runtime.failures import Failures
 from megappo.runtime.groups import allow_connections, collective_backend, join_world
 from megappo.runtime.launchers import Ranks, adopt_launcher, read_ranks
 from megappo.runtime.nccl import share_settings
+from megappo.runtime.notices import Notices
 from megappo.runtime.store import listening_store
 
 
@@ -66,10 +68,14 @@ class Runtime:
         return torch.cuda.get_device_name() if self.on_cuda else ""
 
     @functools.cached_property
-    def notices(self) -> dist.Store:
-        """The store by which the ranks met, for short questions from other threads: over a connection of its own, as
-        the process group holds the first one while it waits for something."""
-        return dist.distributed_c10d._get_default_store().clone()
+    def notices(self) -> Notices:
+        """What ranks tell each other outside of collectives."""
+        return Notices(dist.distributed_c10d._get_default_store().clone())
+
+    @functools.cached_property
+    def failures(self) -> Failures:
+        """The way out for errors."""
+        return Failures(self.rank, self.world_size, self.notices)
 
     @contextlib.contextmanager
     def megatron(self) -> Iterator[None]:
@@ -138,6 +144,9 @@ def _own_store(address: str, port: int, ranks: Ranks, timeout: datetime.timedelt
 def start_runtime(settings: RuntimeSettings, *, with_servers: bool = False) -> Iterator[Runtime]:
     """Join the process group and prepare Megatron-Core for this machine; leave the group at the end.
 
+    An error of the block is all ranks': every one of them says it and its process ends, see `Failures`. It is raised
+    where there is one rank, and `Interrupted`, which all ranks raise, always.
+
     Reads `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`; without them the run
     is one process. `srun` and `mpirun` are understood too. Raises ValueError where `runtime.device` asks for CUDA and
     there is none or too few devices, RunError where the other ranks cannot be met.
@@ -150,11 +159,21 @@ def start_runtime(settings: RuntimeSettings, *, with_servers: bool = False) -> I
     if "MASTER_ADDR" not in os.environ:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # alone, so that nobody has to know the port
     _join(settings, runtime.device, ranks)
-    _prepare_megatron()
+    runtime.failures.start()
     try:
+        _prepare_megatron()
         yield runtime
-    finally:
-        dist.destroy_process_group()
+    except BaseException as error:
+        runtime.failures.leave(error)
+        _leave_group(runtime)
+        raise
+    _leave_group(runtime)
+
+
+def _leave_group(runtime: Runtime) -> None:
+    """Of a run that all ranks end at the same place; otherwise NCCL would wait for the others."""
+    runtime.failures.stop()
+    dist.destroy_process_group()
 
 
 def _prepare_megatron() -> None:

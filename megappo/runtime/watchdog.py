@@ -15,13 +15,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megappo.errors import HANG
-from megappo.observe.messages import MESSAGES
+from megappo.runtime.failures import Failure
 from megappo.runtime.objects import from_rank
 from megappo.runtime.process import Runtime
-from megappo.runtime.waiting import wait_until
 
 _POLL_SECONDS = 0.5
-_OTHERS_SECONDS = 15.0
 _BLOCKED_SECONDS = 60.0
 _STDERR = 2
 _TELL_SECONDS = 1.0
@@ -33,9 +31,9 @@ GENERATING = ("rollout", "evaluate")
 class Watchdog:
     """Watches the phase this rank is in from a thread of its own.
 
-    Where a phase lasts longer than its limit, the ranks write the phase, what they wait for and all Python stacks to
-    `<directory>/hang-<time>/rank-00000.txt`, and exit with code 79. A rank that finds that folder joins in, so that
-    the ranks that wait for the one that hangs are seen at the same moment.
+    Where a phase lasts longer than its limit, that is a failure of all ranks with exit code 79: they write the phase,
+    what they wait for and all Python stacks to `<directory>/hang-<time>/rank-00000.txt`, so that the ranks that wait
+    for the one that hangs are seen at the same moment.
 
     A phase that generates does not last too long while any rank's engine makes tokens: its limit counts from the last
     ones. Ranks tell each other by a count in the store by which they met.
@@ -56,13 +54,14 @@ class Watchdog:
         self._limits, self._default_seconds, self._runtime = limits, default_seconds, runtime
         self._folder = directory / f"hang-{from_rank(time.strftime('%Y%m%d-%H%M%S'))}"
         self._phase, self._waits_for, self._since = "start", "", time.monotonic()
-        self._store = runtime.notices
+        self._notices = runtime.notices
         self._told, self._seen = -math.inf, 0
         self._stopped = threading.Event()
 
     def start(self) -> None:
         """Begin to watch."""
         self._arm()
+        self._runtime.failures.before_leaving(self._report)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def stop(self) -> None:
@@ -87,13 +86,13 @@ class Watchdog:
             self._told = now
             self._arm()
             with contextlib.suppress(dist.DistError):  # who holds the store is gone, and the run with it
-                self._store.add(_COUNT, 1)
+                self._notices.count(_COUNT, 1)
 
     def _others_made_tokens(self) -> bool:
         """Whether any rank's engine has gone on since this was asked last, or since the phase began."""
         before = self._seen
         with contextlib.suppress(dist.DistError):
-            self._seen = self._store.add(_COUNT, 0)
+            self._seen = self._notices.count(_COUNT)
         return self._seen != before
 
     @property
@@ -111,13 +110,23 @@ class Watchdog:
             if seconds > self._limit and self._phase in self._generating and self._others_made_tokens():
                 self._since = time.monotonic()
                 self._arm()
-            elif seconds > self._limit or self._folder.exists():
-                self._report(seconds)
-                os._exit(HANG)
+            elif seconds > self._limit:
+                self._runtime.failures.declare(Failure(self._runtime.rank, HANG, (self._words(seconds),)))
+                return
 
-    def _report(self, seconds: float) -> None:
-        """Write this rank's stacks and wait until the others have."""
-        rank = self._runtime.rank
+    def _words(self, seconds: float) -> str:
+        waits = f" (this rank waits for {self._waits_for})" if self._waits_for else ""
+        return (
+            f"phase {self._phase} has lasted for {seconds:.0f} seconds{waits}, above the limit of {self._limit:.0f}; "
+            f"the stacks of all ranks are in {self._folder}; if nothing hangs there, raise "
+            f"runtime.phase_timeouts_seconds.{self._phase}"
+        )
+
+    def _report(self, failure: Failure) -> None:
+        """Write this rank's stacks where one hangs."""
+        if failure.code != HANG:
+            return
+        rank, seconds = self._runtime.rank, time.monotonic() - self._since
         self._folder.mkdir(parents=True, exist_ok=True)
         partial = self._folder / f"rank-{rank:05d}.partial"
         with partial.open("w", encoding="utf-8") as file:
@@ -129,16 +138,6 @@ class Watchdog:
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
         partial.rename(partial.with_suffix(".txt"))
-        if seconds > self._limit:
-            MESSAGES.tell_last(
-                f"error: rank {rank} has been in phase {self._phase} for {seconds:.0f} seconds, above the "
-                f"limit of {self._limit:.0f}; the stacks of all ranks are in {self._folder}; if nothing hangs there, "
-                f"raise runtime.phase_timeouts_seconds.{self._phase}"
-            )
-        world_size = self._runtime.world_size
-        wait_until(
-            lambda: len(list(self._folder.glob("*.txt"))) >= world_size, _OTHERS_SECONDS, every_seconds=_POLL_SECONDS
-        )
 
 
 @contextlib.contextmanager

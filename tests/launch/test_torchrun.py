@@ -42,6 +42,27 @@ def test_the_sentence_comes_once_and_last_under_torchrun(program: str) -> None:
 
 
 @pytest.mark.waits
+def test_a_worker_that_is_killed_is_named(tmp_path: Path) -> None:
+    """It cannot say anything, and what others say of it, such as that it does not answer, comes later."""
+    worker = tmp_path / "worker.py"
+    worker.write_text(
+        "import os, signal, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)\n"
+    )
+    start = [sys.executable, "-m", "megappo.runtime.torchrun", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*start, str(worker)],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    words = "megappo: error: rank 1 ended by SIGKILL, as where the machine lacks memory"
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (137, words), done.stderr
+
+
+@pytest.mark.waits
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without CUDA")
 def test_a_start_without_cuda_warns_of_nothing(tmp_path: Path) -> None:
     """Where CUDA's compiler is installed all the same."""
