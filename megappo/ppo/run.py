@@ -89,6 +89,12 @@ def _train_and_export(
     except Interrupted:
         PROGRESS.forget()
         held.check()
+        if trainer.is_resuming:
+            reporter.message(
+                f"stopped before the run went on after step {start.step}; its checkpoint stays as it is, and the same "
+                "command continues from it"
+            )
+            raise
         with reporter.stage("checkpoint"):
             reporter.message(checkpoints.save_interrupted(trainer.boundary_when_stopped()))
         raise

@@ -89,16 +89,16 @@ class Failures:
         try:
             yield
         except BaseException as error:
-            if self._world_size > 1:
-                self.tell(error)
+            self.tell(error)
             raise
 
     def tell(self, error: BaseException) -> None:
         """Say an error of this rank and end all ranks, this one as soon as it is in `leave`, and in seconds anyway.
 
+        With one rank nothing, as it is raised.
         Where another rank's failure is told already, or is heard of meanwhile, this is none.
         """
-        if _is_no_failure(error):
+        if self._world_size == 1 or _is_no_failure(error):
             return
         verdict = verdict_of(error)
         sentences = verdict.sentences
@@ -189,7 +189,7 @@ class Failures:
 
     def _thread_ended(self, given: threading.ExceptHookArgs) -> None:
         error = given.exc_value
-        if error is None or not _is_ours(given.exc_traceback) or isinstance(error, SystemExit):
+        if error is None or self._world_size == 1 or not _is_ours(given.exc_traceback) or isinstance(error, SystemExit):
             self._old_hook(given)
             return
         self.tell(error)
