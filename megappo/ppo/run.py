@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from itertools import chain
 
+from megappo.checkpoint.files import finished
 from megappo.checkpoint.randomness import seed_generators
 from megappo.config import Config, Derived
 from megappo.config.model_files import model_folder
@@ -18,14 +19,14 @@ from megappo.ppo.checkpoints import Checkpoints
 from megappo.ppo.evaluation import evaluate_policy
 from megappo.ppo.parts import Parts, Purpose, assemble
 from megappo.ppo.reporting import Reporter
-from megappo.ppo.start import Start, at_one_time, choose_start
+from megappo.ppo.start import Start, at_one_time, checkpoints_directory, choose_start
 from megappo.ppo.trainer import Trainer
 from megappo.reshard.slices import Receiver
 from megappo.reshard.writer import write_policy
 from megappo.runtime.interrupts import interruptible
 from megappo.runtime.lock import HeldDirectory, locked_directory
 from megappo.runtime.process import Runtime, start_runtime
-from megappo.runtime.watchdog import GENERATING, Watchdog, watched
+from megappo.runtime.watchdog import GENERATING, Limits, Watchdog, watched
 
 
 def train(config: Config, derived: Derived, prompts: TrainingPrompts | None = None) -> None:
@@ -108,23 +109,35 @@ def _watchdog(config: Config, runtime: Runtime) -> Watchdog | None:
     seconds = config.runtime.phase_timeout_seconds
     if seconds is None:
         return None
-    generating = PHASES if config.rollout.ahead else GENERATING
-    return Watchdog(config.run.path, config.runtime.phase_timeouts_seconds, seconds, runtime, generating=generating)
+
+    def newest() -> str:
+        return next((folder.name for folder in finished(checkpoints_directory(config))), "no checkpoint")
+
+    limits = Limits(seconds, config.runtime.phase_timeouts_seconds, PHASES if config.rollout.ahead else GENERATING)
+    return Watchdog(config.run.path, limits, runtime, newest)
+
+
+def _unwatched(_phase: str, _waits_for: str = "") -> None:
+    """Nobody wants to know of phases."""
 
 
 def evaluate(config: Config, derived: Derived, prompts: TrainingPrompts | None = None) -> dict[str, float]:
     """Score the model on `data.validation` and `data.validation_sets`; every rank calls this."""
     with start_runtime(config.runtime, with_servers=config.rollout.has_servers) as runtime:
         config = at_one_time(config)
-        parts = assemble(config, derived, runtime, Purpose(training=False, prompts=prompts))
-        try:
-            with runtime.failures.told():
+        watchdog = _watchdog(config, runtime)
+        enter = watchdog.enter if watchdog is not None else _unwatched
+        with watched(watchdog), runtime.failures.told():
+            parts = assemble(config, derived, runtime, Purpose(training=False, prompts=prompts))
+            if watchdog is not None:
+                parts.engine.on_tokens = watchdog.made_tokens
+            with closing(parts), runtime.failures.told():
                 if runtime.is_main:
                     print("\n".join(data_lines(parts, training=False)), flush=True)
+                enter("sync")
                 parts.engine.update_weights(parts.weights, 1)
+                enter("evaluate", "answers to the validation prompts")
                 metrics = evaluate_policy(parts, print)
-        finally:
-            parts.close()
         if runtime.is_main:
             for name, value in metrics.items():
                 print(f"{name}: {value:.4f}")

@@ -377,6 +377,7 @@ class Trainer:
         """All updates of a role; those that stand out are logged, and what was refused is kept. Returns metrics."""
         name, found = updates.batch.role.placement.name, list[Update]()
         for done in updates.run():
+            self.reporter.goes_on()
             found.append(done.update)
             if not done.update.finite:
                 self._refuse(updates, done)

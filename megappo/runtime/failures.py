@@ -32,6 +32,8 @@ from megappo.runtime.waiting import wait_until
 _FAILED = "megappo/failed"
 _LEAVING = "megappo/leaving"
 _POST_SECONDS = 3.0
+_LAST_SECONDS = 70.0
+"""For what is done before leaving: a checkpoint under way has a minute."""
 _LEAVE_SECONDS = 4.0
 """For the others to say why they end, and for what this rank has to close."""
 _MEET_SECONDS = 0.25
@@ -53,6 +55,8 @@ class Failure:
     """What every rank exits with."""
     sentences: tuple[str, ...] = ()
     """Nothing is said where there are none."""
+    is_hang: bool = False
+    """Nothing went on any more."""
 
 
 class Failures:
@@ -142,7 +146,7 @@ class Failures:
         if not self._claim():
             return
         given = json.loads(words)
-        failure = Failure(given["rank"], given["code"], tuple(given["sentences"]))
+        failure = Failure(**(given | {"sentences": tuple(given["sentences"])}))
         self._say(failure)
         self._closed.set()
         self._end(failure)
@@ -161,16 +165,19 @@ class Failures:
         _within(_POST_SECONDS, lambda: posted.append(self._notices.post(_FAILED, json.dumps(asdict(failure)))))
         if posted:
             code = json.loads(posted[0])["code"]  # of the failure that was posted first
-        for work in self._before_leaving:
-            try:
-                work(failure)
-            except Exception as error:  # noqa: BLE001 - whatever it was, the process ends with the failure
-                tell(f"at the end of this rank: {reason(error)}")
+        _within(_LAST_SECONDS, lambda: self._do_last(failure))
         begun = time.monotonic()
         _within(_LEAVE_SECONDS, self._meet)  # a launcher ends all ranks with the first, and rank 0 keeps the store
         self._closed.wait(max(0.0, begun + _LEAVE_SECONDS - time.monotonic()))
         _within(_FLUSH_SECONDS, lambda: (sys.stdout.flush(), sys.stderr.flush()))
         os._exit(code)
+
+    def _do_last(self, failure: Failure) -> None:
+        for work in self._before_leaving:
+            try:
+                work(failure)
+            except Exception as error:  # noqa: BLE001 - whatever it was, the process ends with the failure
+                tell(f"at the end of this rank: {reason(error)}")
 
     def _meet(self) -> None:
         """Until all ranks have said why they end."""

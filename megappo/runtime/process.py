@@ -23,7 +23,10 @@ from megappo.runtime.groups import allow_connections, collective_backend, join_w
 from megappo.runtime.launchers import Ranks, adopt_launcher, read_ranks
 from megappo.runtime.nccl import share_settings
 from megappo.runtime.notices import Notices
-from megappo.runtime.store import listening_store
+from megappo.runtime.store import await_all, listening_store
+
+_MOST_START_SECONDS = 1800
+"""The longest that ranks wait for each other at the start."""
 
 
 @dataclass(frozen=True)
@@ -114,10 +117,11 @@ def _join(settings: RuntimeSettings, device: torch.device, ranks: Ranks) -> None
     """Meet the other ranks. Raises RunError where they cannot be met."""
     allow_connections()
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    timeout = datetime.timedelta(seconds=settings.collective_timeout_seconds)
+    patience = datetime.timedelta(seconds=min(settings.collective_timeout_seconds, _MOST_START_SECONDS))
     try:
-        store = None if _torchrun_has_a_store() else _own_store(address, int(port), ranks, timeout)
-        join_world(device.type, ranks, timeout, store)
+        store = _store(address, int(port), ranks, patience)
+        await_all(store, ranks, patience)
+        join_world(device.type, ranks, datetime.timedelta(seconds=settings.collective_timeout_seconds), store)
     except (dist.DistError, OSError) as error:
         raise RunError(
             f"rank {ranks.rank} of {ranks.world_size} could not meet the others at {address}:{port} "
@@ -126,18 +130,19 @@ def _join(settings: RuntimeSettings, device: torch.device, ranks: Ranks) -> None
         ) from error
 
 
-def _torchrun_has_a_store() -> bool:
-    """Whether torchrun's agent serves the store; otherwise rank 0 does."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _own_store(address: str, port: int, ranks: Ranks, timeout: datetime.timedelta) -> dist.Store:
+def _store(address: str, port: int, ranks: Ranks, patience: datetime.timedelta) -> dist.Store:
+    """Where the ranks meet: torchrun's agent serves it where it has one, else rank 0 does."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        of_agent = dist.TCPStore(address, port, ranks.world_size, is_master=False, timeout=patience)
+        prefix = f"/worker/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/default_pg"  # one for each start
+        return dist.PrefixStore(prefix, of_agent)
     if ranks.rank == 0:
-        on_one_machine = ranks.local_world_size == ranks.world_size
-        store = listening_store(address, port, ranks.world_size, timeout, on_one_machine=on_one_machine)
+        alone = ranks.local_world_size == ranks.world_size
+        size = ranks.world_size
+        served = listening_store(address, port, size, patience, on_one_machine=alone, wait_for_workers=False)
     else:
-        store = dist.TCPStore(address, port, ranks.world_size, is_master=False, timeout=timeout)
-    return dist.PrefixStore("default_pg", store)
+        served = dist.TCPStore(address, port, ranks.world_size, is_master=False, timeout=patience)
+    return dist.PrefixStore("default_pg", served)
 
 
 @contextlib.contextmanager

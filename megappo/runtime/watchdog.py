@@ -9,12 +9,13 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
 
-from megappo.errors import HANG
+from megappo.errors import HANG, RUN_ERROR
 from megappo.runtime.failures import Failure
 from megappo.runtime.objects import from_rank
 from megappo.runtime.process import Runtime
@@ -23,9 +24,27 @@ _POLL_SECONDS = 0.5
 _BLOCKED_SECONDS = 60.0
 _STDERR = 2
 _TELL_SECONDS = 1.0
+_DISK_SECONDS = 10.0
+_CHECKPOINT = "newest-checkpoint"
+"""A file that says where a run that hung was."""
 _COUNT = "megappo/tokens-made"
 GENERATING = ("rollout", "evaluate")
 """Phases that wait for an engine's tokens; one step ahead, any phase may be followed by such a wait."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long phases may last, in seconds."""
+
+    default_seconds: float
+    of_phases: Mapping[str, float] = field(default_factory=dict)
+    """Those whose limit differs from the default."""
+    generating: Collection[str] = GENERATING
+    """Those in which tokens that an engine makes are waited for."""
+
+    def of(self, phase: str) -> float:
+        """The limit of a phase."""
+        return self.of_phases.get(phase, self.default_seconds)
 
 
 class Watchdog:
@@ -40,18 +59,11 @@ class Watchdog:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        limits: Mapping[str, float],
-        default_seconds: float,
-        runtime: Runtime,
-        *,
-        generating: Collection[str] = GENERATING,
+        self, directory: Path, limits: Limits, runtime: Runtime, newest_checkpoint: Callable[[], str] = lambda: ""
     ) -> None:
-        """A collective of the world. `limits` has the phases whose limit differs from the default, `generating` those
-        in which tokens that an engine makes are waited for."""
-        self._generating = generating
-        self._limits, self._default_seconds, self._runtime = limits, default_seconds, runtime
+        """A collective of the world. `newest_checkpoint` names the one that a run which is started again begins at."""
+        self._limits, self._runtime, self._newest_checkpoint = limits, runtime, newest_checkpoint
+        self._directory = directory
         self._folder = directory / f"hang-{from_rank(time.strftime('%Y%m%d-%H%M%S'))}"
         self._phase, self._waits_for, self._since = "start", "", time.monotonic()
         self._notices = runtime.notices
@@ -72,14 +84,14 @@ class Watchdog:
     def enter(self, phase: str, waits_for: str = "") -> None:
         """A phase begins, which lasts until the next does. `waits_for` says what is outstanding in it."""
         self._phase, self._waits_for, self._since = phase, waits_for, time.monotonic()
-        if phase in self._generating:
+        if phase in self._limits.generating:
             self._others_made_tokens()
         self._arm()
 
     def made_tokens(self) -> None:
         """This rank's engine goes on; may be called from any thread, and as often as one likes."""
         now = time.monotonic()
-        if self._phase not in self._generating:
+        if self._phase not in self._limits.generating:
             return
         self._since = now
         if now - self._told >= _TELL_SECONDS:
@@ -97,7 +109,7 @@ class Watchdog:
 
     @property
     def _limit(self) -> float:
-        return self._limits.get(self._phase, self._default_seconds)
+        return self._limits.of(self._phase)
 
     def _arm(self) -> None:
         # Where a call into C keeps the interpreter locked, the thread below cannot run; this one needs no interpreter.
@@ -107,12 +119,36 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._stopped.wait(_POLL_SECONDS):
             seconds = time.monotonic() - self._since
-            if seconds > self._limit and self._phase in self._generating and self._others_made_tokens():
+            if seconds > self._limit and self._phase in self._limits.generating and self._others_made_tokens():
                 self._since = time.monotonic()
                 self._arm()
             elif seconds > self._limit:
-                self._runtime.failures.declare(Failure(self._runtime.rank, HANG, (self._words(seconds),)))
+                words, before = self._words(seconds), self._last_hang_at_this_checkpoint()
+                if before is not None:
+                    words += (
+                        f"; the run hung before ({before}) with the same newest checkpoint, so it is not to be started "
+                        "again before that is looked into; remove that folder to try again"
+                    )
+                code = HANG if before is None else RUN_ERROR
+                self._runtime.failures.declare(Failure(self._runtime.rank, code, (words,), is_hang=True))
                 return
+
+    def _last_hang_at_this_checkpoint(self) -> Path | None:
+        """What an earlier start of the run left when it hung, if there is no newer checkpoint since. A disk that does
+        not answer knows nothing."""
+        found: list[Path] = []
+
+        def look() -> None:
+            with contextlib.suppress(OSError):
+                hangs = self._directory.glob(f"hang-*/{_CHECKPOINT}")
+                last = max((path for path in hangs if path.parent != self._folder), default=None)
+                if last is not None and last.read_text(encoding="utf-8") == self._newest_checkpoint():
+                    found.append(last.parent)
+
+        looking = threading.Thread(target=look, daemon=True)
+        looking.start()
+        looking.join(_DISK_SECONDS)
+        return found[0] if found else None
 
     def _words(self, seconds: float) -> str:
         waits = f" (this rank waits for {self._waits_for})" if self._waits_for else ""
@@ -124,10 +160,12 @@ class Watchdog:
 
     def _report(self, failure: Failure) -> None:
         """Write this rank's stacks where one hangs."""
-        if failure.code != HANG:
+        if not failure.is_hang:
             return
         rank, seconds = self._runtime.rank, time.monotonic() - self._since
         self._folder.mkdir(parents=True, exist_ok=True)
+        if rank == failure.rank:
+            (self._folder / _CHECKPOINT).write_text(self._newest_checkpoint(), encoding="utf-8")
         partial = self._folder / f"rank-{rank:05d}.partial"
         with partial.open("w", encoding="utf-8") as file:
             file.write(

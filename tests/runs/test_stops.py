@@ -132,7 +132,7 @@ def test_a_hang_is_reported_by_every_rank(tmp_path: Path) -> None:
     assert time.monotonic() - start < 60
     assert "above the limit of 4; the stacks of all ranks are in" in output
     (folder,) = run.glob("hang-*")
-    waiting, sleeping = (path.read_text() for path in sorted(folder.iterdir()))
+    waiting, sleeping = (path.read_text() for path in sorted(folder.glob("rank-*.txt")))
     for report in (waiting, sleeping):
         assert "phase reward for" in report
         assert "waits for: 40 scores of megappo.rewards.arithmetic:answer_then_end" in report
