@@ -17,6 +17,7 @@ from megappo.errors import Interrupted
 from megappo.observe.progress import PROGRESS
 from megappo.ppo.checkpoints import Checkpoints
 from megappo.ppo.evaluation import evaluate_policy
+from megappo.ppo.likeness import check_ranks
 from megappo.ppo.parts import Parts, Purpose, assemble
 from megappo.ppo.reporting import Reporter
 from megappo.ppo.start import Start, at_one_time, checkpoints_directory, choose_start
@@ -40,6 +41,7 @@ def train(config: Config, derived: Derived, prompts: TrainingPrompts | None = No
         start_runtime(config.runtime, with_servers=config.rollout.has_servers) as runtime,
         locked_directory(config.run.path, runtime) as held,
     ):
+        check_ranks(config, runtime)
         seed_generators(config.run.seed, runtime.rank)
         start = choose_start(config, derived, runtime)
         prompts = _if_of_that_time(prompts, config, start.config)
@@ -124,6 +126,7 @@ def _unwatched(_phase: str, _waits_for: str = "") -> None:
 def evaluate(config: Config, derived: Derived, prompts: TrainingPrompts | None = None) -> dict[str, float]:
     """Score the model on `data.validation` and `data.validation_sets`; every rank calls this."""
     with start_runtime(config.runtime, with_servers=config.rollout.has_servers) as runtime:
+        check_ranks(config, runtime)
         config = at_one_time(config)
         watchdog = _watchdog(config, runtime)
         enter = watchdog.enter if watchdog is not None else _unwatched
