@@ -8,27 +8,16 @@ still alive: launchers end all ranks with the first, and a file may be missing o
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import sys
 from collections.abc import Sequence
 
 from megappo import __version__
 from megappo.commands import COMMANDS, module_of
-from megappo.errors import (
-    RUN_ERROR,
-    STOPPED_BY_USER,
-    USER_ERROR,
-    ConfigError,
-    Interrupted,
-    RunError,
-    one_line,
-    raised_by_megappo,
-)
+from megappo.errors import RUN_ERROR, USER_ERROR, Verdict, verdict_of
 from megappo.runtime.launchers import adopt_launcher, is_main, tell_torchrun
 from megappo.runtime.waiting import wait_until
 
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 RANK_0_SPEAKS_WITHIN = 15.0  # seconds: what the start of one rank may be behind another's
 
 
@@ -39,29 +28,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if COMMANDS[arguments.command].on_ranks:
             adopt_launcher(os.environ)
         return RUN_ERROR if module_of(arguments.command).run(arguments) is False else 0
-    except Interrupted as interrupted:
-        return interrupted.exit_code
-    except KeyboardInterrupt:
-        return STOPPED_BY_USER
-    except RunError as error:
-        _report(error)
-        return RUN_ERROR
-    except OSError as error:
-        if error.errno not in _DISK_ERRORS:
+    except (Exception, KeyboardInterrupt) as error:
+        verdict = verdict_of(error)
+        if verdict.is_unforeseen:  # its traceback is shown
             raise
-        where = f"{error.filename}: " if error.filename else ""
-        _report(
-            RunError(
-                f"writing failed, {where}{error.strerror}; make room or fix the disk and start again, a run continues "
-                "from its newest checkpoint"
-            )
-        )
-        return RUN_ERROR
-    except ValueError as error:
-        if not isinstance(error, ConfigError) and not raised_by_megappo(error):
-            raise
-        _report(error)
-        return USER_ERROR
+        _report(verdict)
+        return verdict.code
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -85,12 +57,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def _report(error: ValueError | RunError) -> None:
-    problems = error.problems if isinstance(error, ConfigError) else (one_line(str(error)),)
-    waits = not is_main(os.environ) and not isinstance(error, RunError)
+def _report(verdict: Verdict) -> None:
+    waits = not is_main(os.environ) and verdict.code == USER_ERROR
     place = f" on rank {os.environ['RANK']}" if waits else ""
-    sentences = [f"megappo: error{place}: {problem}" for problem in problems]
+    sentences = [f"megappo: error{place}: {problem}" for problem in verdict.sentences]
     if waits:  # a launcher ends this process meanwhile, and takes what rank 0 told it
         wait_until(lambda: False, RANK_0_SPEAKS_WITHIN, every_seconds=0.2)
-    if not tell_torchrun(os.environ, sentences):
+    if sentences and not tell_torchrun(os.environ, sentences):
         print("\n".join(sentences), file=sys.stderr)

@@ -8,11 +8,13 @@ only: reward workers start with it.
 from __future__ import annotations
 
 import difflib
+import errno
 import math
 import re
 import signal
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 RUN_ERROR = 1
 USER_ERROR = 2
@@ -22,6 +24,7 @@ HANG = 79
 """The watchdog ended a run in which nothing went on; starting it again is worth a try."""
 STOPPED_BY_USER = 130
 """Ctrl-C."""
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 _SHOWN_CHARACTERS = 60
 _REASON_CHARACTERS = 300
 _MOST_DIGITS = 19
@@ -72,6 +75,52 @@ class Interrupted(Exception):
     def exit_code(self) -> int:
         """What the launcher should see."""
         return STOPPED_BY_USER if self.signal == signal.SIGINT else REQUEUE
+
+
+class Verdict(NamedTuple):
+    """What an error means to whoever started the process that it ends."""
+
+    code: int
+    sentences: tuple[str, ...] = ()
+    """None where a signal ended it, which needs no reason."""
+    is_unforeseen: bool = False
+    """It is a bug of somebody's, whose traceback says more than a sentence."""
+
+
+def verdict_of(error: BaseException) -> Verdict:
+    """The exit code of an error that ends a process, and what is said of it."""
+    match error:
+        case Interrupted():
+            return Verdict(error.exit_code)
+        case KeyboardInterrupt():
+            return Verdict(STOPPED_BY_USER)
+        case RunError():
+            return Verdict(RUN_ERROR, (one_line(str(error)),))
+        case OSError() if error.errno in _DISK_ERRORS:
+            where = f"{error.filename}: " if error.filename else ""
+            return Verdict(
+                RUN_ERROR,
+                (
+                    f"writing failed, {where}{error.strerror}; make room or fix the disk and start again, a run "
+                    "continues from its newest checkpoint",
+                ),
+            )
+        case ConfigError():
+            return Verdict(USER_ERROR, error.problems)
+        case ValueError() if raised_by_megappo(error):
+            return Verdict(USER_ERROR, (one_line(str(error)),))
+    code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else RUN_ERROR
+    return Verdict(code, (f"{type(error).__name__}: {reason(error)}{_place(error)}",), is_unforeseen=True)
+
+
+def _place(error: BaseException) -> str:
+    """Where an error was raised."""
+    traceback = error.__traceback__
+    if traceback is None:
+        return ""
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return f" ({traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno})"
 
 
 @contextmanager

@@ -157,15 +157,33 @@ run_ranks() {
     if grep -qsx -e "$REQUEUE_CODE" -e "$HANG_CODE" "$MEGAPPO_RANK_LOGS"/exit-*; then
         return "$REQUEUE_CODE"
     fi
-    if [ ! -s "$MEGAPPO_RANK_LOGS/rank-0.log" ]; then # only others found a mistake, as where a node lacks a file
-        find "$MEGAPPO_RANK_LOGS" -name 'rank-*.log' -size +0 | sort -V | head -n 1 | xargs -r cat
-    fi
     # The ranks' exit codes decide: torchrun's agents may lose each other when all ranks have ended well.
     if [ "$(cat "$MEGAPPO_RANK_LOGS"/exit-* 2>/dev/null | grep -cx 0)" = $((NODES * RANKS_PER_NODE)) ]; then
         return 0
     fi
+    show_cause
     [ "$code" != 0 ] || code=1 # srun saw no failure, but a rank did not get as far as to write its code
     return "$code"
+}
+
+# Who ended first, where rank 0's log, which is shown already, does not say why: every rank says it, unless it is killed.
+show_cause() {
+    local file code first='' said=''
+    while IFS= read -r file; do
+        code=$(<"$file")
+        if [[ $code != 0 && $code != "$REQUEUE_CODE" ]]; then
+            first=${file##*/exit-}
+            break
+        fi
+    done < <(ls -tr "$MEGAPPO_RANK_LOGS"/exit-* 2>/dev/null)
+    if [[ -n $first && $code -gt 128 && $code -lt 193 ]]; then
+        echo "megappo: error: rank $first ended first, by SIG$(kill -l $((code - 128))); see $MEGAPPO_RANK_LOGS/rank-$first.log"
+    fi
+    if ! grep -qs 'megappo: error' "$MEGAPPO_RANK_LOGS/rank-0.log"; then
+        said=$(grep -ls 'megappo: error' "$MEGAPPO_RANK_LOGS"/rank-*.log | sort -V | head -n 1)
+        [ -n "$said" ] || [ -z "$first" ] || said=$MEGAPPO_RANK_LOGS/rank-$first.log
+        [ -z "$said" ] || [ "${said##*/}" = rank-0.log ] || tail -n 60 "$said"
+    fi
 }
 
 # Put the job back into the queue, unless it was cancelled or SLURM does so itself (preemption).

@@ -32,6 +32,7 @@ from megappo.runtime.process import Runtime
 from megappo.runtime.waiting import wait_until
 
 _SHARED_SECONDS = 30.0
+REMEDY = "make room or fix the folder and start again, the run continues from the checkpoint before it"
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,20 @@ class CheckpointWriter:
         written.
         """
         self.wait()
-        self._thread = threading.Thread(target=self._write_guarded, args=(snapshot,), name="checkpoint", daemon=True)
-        self._thread.start()
+        self.begin(snapshot)
         if wait or not self._settings.asynchronous:
             self.wait()
+
+    def begin(self, snapshot: Snapshot) -> None:
+        """Write a checkpoint, while this returns at once; there is none under way."""
+        assert self._thread is None, "outcome or wait was not asked"
+        self._thread = threading.Thread(target=self._write_guarded, args=(snapshot,), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a checkpoint is under way, as far as `outcome` and `wait` know."""
+        return self._thread is not None
 
     def warnings(self) -> list[str]:
         """Sentences on what went wrong without harm since the last call; on the main rank."""
@@ -89,11 +100,32 @@ class CheckpointWriter:
         if failure is not None:
             raise failure
 
+    def outcome(self, *, wait: bool) -> str:
+        """Why the checkpoint that is being written cannot be; "" where it is written, or may be yet. A collective of
+        the world, with `wait` once it has ended, whose answer is the same on all ranks: what one of them knows first
+        counts once all do."""
+        if self._thread is None:
+            return ""
+        if wait:
+            self._thread.join()
+        has_ended = not self._thread.is_alive()
+        of_ranks = of_all_ranks((has_ended, str(self._failure or "") if has_ended else ""))
+        if not all(ended for ended, _ in of_ranks):
+            return ""
+        self._thread = None
+        if self._failure is not None and not isinstance(self._failure, CheckpointError):
+            raise self._failure
+        self._failure = None
+        return next((reason.removesuffix(f"; {REMEDY}") for _, reason in of_ranks if reason), "")
+
     def _write_guarded(self, snapshot: Snapshot) -> None:
         try:
             self._write(snapshot)
-        except BaseException as error:  # noqa: BLE001 - raised again by `wait`, in the thread that can act on it
+        except CheckpointError as error:  # on all ranks; raised again by `wait`, in the thread that can act on it
             self._failure = error
+        except BaseException as error:  # noqa: BLE001 - the same, but the other ranks wait for this one
+            self._failure = error
+            self._runtime.failures.tell(error)
 
     def _write(self, snapshot: Snapshot) -> None:
         final = files.step_folder(self._directory, snapshot.step)
@@ -154,8 +186,7 @@ class CheckpointWriter:
 
     def _cannot(self, step: int, reason: str) -> CheckpointError:
         return CheckpointError(
-            f"the checkpoint of step {step} could not be written in {self._directory}: {reason}; make room or fix the "
-            "folder and start again, the run continues from the checkpoint before it"
+            f"the checkpoint of step {step} could not be written in {self._directory}: {reason}; {REMEDY}"
         )
 
 

@@ -60,10 +60,9 @@ def run(arguments: argparse.Namespace) -> bool:
     if problem is not None:  # each rank speaks for itself, as nothing can be gathered
         _print(merge([(machine, [*own, problem])]), [machine], as_json_text)
         return False
-    try:
-        return _together(machine, own, ranks, derived, as_json_text)
-    finally:
-        dist.destroy_process_group()
+    is_well = _together(machine, own, ranks, derived, as_json_text)
+    dist.destroy_process_group()  # not on the way of an error, where NCCL would wait for the others
+    return is_well
 
 
 def _together(machine: str, own: list[Finding], ranks: Ranks, derived: Derived | None, as_json_text: bool) -> bool:

@@ -96,11 +96,13 @@ class RuntimeSettings(Settings):
     """Folder with room for what rests of the roles (`actor.offload`) on a machine without CUDA; default: the system's
     temporary folder."""
     collective_timeout_seconds: WholeSeconds = 1800
-    """A collective that waits longer than this fails."""
+    """A collective that waits longer than this fails; a week where it is not given and the watchdog ends what hangs. It
+    must be above every limit of a phase. Ranks that do not come to the start are waited for no longer than this, and
+    half an hour at most."""
     phase_timeout_seconds: Seconds | None = 1500.0
     """A phase of a step that lasts longer ends the run with the stacks of all ranks; null: no watchdog. Rollout and
-    evaluation count from the last tokens that any engine made, and last four times as long as planned at least, where
-    neither this nor a limit of their own is given."""
+    evaluation count from the last tokens that any engine made, updates from the last minibatch. A phase may last four
+    times as long as planned at least, where neither this nor a limit of its own is given."""
     phase_timeouts_seconds: dict[str, Seconds] = Field(default_factory=dict)
     """The same for single phases, such as {rollout: 3600}."""
 

@@ -86,13 +86,16 @@ class Messages:
             else:
                 print(f"megappo: {text}", file=sys.stderr, flush=True)
 
-    def tell_last(self, text: str) -> None:
-        """The same from a process that ends at once, whose terminal is given back before, if that takes no time."""
+    def tell_last(self, text: str, before: str = "") -> None:
+        """The same from a process that ends at once, whose terminal is given back before, if that takes no time.
+        `before` is printed above it as it is, such as a traceback; nothing where both are empty."""
         if self._view is not None:
             closing = threading.Thread(target=self._view.close, daemon=True)
             closing.start()
             closing.join(_CLOSE_SECONDS)
-        print(f"megappo: {text}", file=sys.stderr, flush=True)
+        if said := before + (f"megappo: {text}" if text else ""):
+            with suppress(OSError):  # as above
+                print(said.rstrip("\n"), file=sys.stderr, flush=True)
 
 
 MESSAGES = Messages()

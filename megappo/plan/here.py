@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megappo.config import Config, ConfigError, resolve
 from megappo.config.engine import LEAST_REQUEST_SECONDS
+from megappo.config.schema import PHASES, RuntimeSettings
 from megappo.plan.costs import step_costs, step_seconds
 from megappo.plan.engines import other_engine
 from megappo.plan.inputs import Setup, make_setup
@@ -18,6 +19,8 @@ from megappo.plan.stopping import stopping
 
 PLANNED_TIMES = 4.0
 """How many times as long as planned a rollout may take before somebody asks whether tokens are still made."""
+WATCHED_COLLECTIVE_SECONDS = 7 * 24 * 3600
+"""A collective's timeout where the watchdog ends what hangs, which may be long after: a week."""
 _MOST_SECONDS = 1e6
 """The largest value that a setting of seconds may have."""
 _UNKNOWN = "h100"
@@ -88,12 +91,16 @@ def outlook(config: Config, world_size: int, machine: Machine) -> Outlook:
     share = machine.per_rank(world_size)
     setup = make_setup(planned, models, world_size, on_cuda=machine.is_cuda, device_bytes=share.memory_bytes)
     stages = step_costs(setup, share)
-    rollout = next(stage.seconds for stage in stages if stage.name == "rollout")
+    seconds = {stage.name: stage.seconds for stage in stages}
+    rollout = seconds["rollout"]
     total = step_seconds(stages, setup.work.servers)
     dtype = getattr(torch, config.model.dtype)
     found = find_accelerations(config.model.accelerations).for_model(own_layers=models.actor.has_own_layers)
     if found.for_model(own_layers=False).uses_engine_layers(dtype):
         _check_windows(setup, found.engine.words)
+    stop = stopping(setup, stages, share, total)
+    writing = stop.checkpoint_seconds  # also of the last model, of which a rank writes what all hold of the actor
+    phases = seconds | {"evaluate": rollout, "checkpoint": 2 * writing, "export": writing}  # and the one before it
     rows = (
         ("layers", found.sentence(dtype)),
         (
@@ -102,9 +109,9 @@ def outlook(config: Config, world_size: int, machine: Machine) -> Outlook:
         ),
         *((f"{r.name} pipeline", _layer_words(r.chunk_layers)) for r in setup.roles if r.chunk_layers is not None),
         ("other engine", other_engine(planned, models, machine, world_size).sentence),
-        ("stopping", stopping(setup, stages, share, total).sentence(config)),
+        ("stopping", stop.sentence(config)),
     )
-    return Outlook(with_deadlines(config, rollout), rows)
+    return Outlook(with_deadlines(config, phases), rows)
 
 
 def _check_windows(setup: Setup, engine: str) -> None:
@@ -123,15 +130,38 @@ def _layer_words(chunk_layers: Sequence[int]) -> str:
     return f"chunks of {', '.join(map(str, chunk_layers))} layers"
 
 
-def with_deadlines(config: Config, rollout_seconds: float) -> Config:
-    """The settings with the deadlines of generation that were not given, by what the plan says that a rollout takes."""
-    slow = min(PLANNED_TIMES * rollout_seconds, _MOST_SECONDS)
+def with_deadlines(config: Config, planned_seconds: Mapping[str, float]) -> Config:
+    """The settings with the deadlines that were not given, by what the plan says that each phase takes, the rollout
+    among them.
+
+    Raises ConfigError where a collective that was given a timeout would fail in a phase that may go on.
+    """
+    slow = {name: min(PLANNED_TIMES * seconds, _MOST_SECONDS) for name, seconds in planned_seconds.items()}
     runtime, rollout = config.runtime, config.rollout
     limit = runtime.phase_timeout_seconds
-    if limit is not None and "phase_timeout_seconds" not in runtime.model_fields_set and slow > limit:
-        limits = {"rollout": slow, "evaluate": slow} | runtime.phase_timeouts_seconds
-        runtime = runtime.model_copy(update={"phase_timeouts_seconds": limits})
+    if limit is not None and "phase_timeout_seconds" not in runtime.model_fields_set:
+        limits = {name: seconds for name, seconds in slow.items() if name in PHASES and seconds > limit}
+        if limits:
+            limits |= runtime.phase_timeouts_seconds
+            runtime = runtime.model_copy(update={"phase_timeouts_seconds": limits})
+    if limit is not None:
+        runtime = _with_collectives_that_outlast(runtime, limit)
     if rollout.has_servers and rollout.servers.request_timeout_seconds is None:
-        servers = rollout.servers.model_copy(update={"request_timeout_seconds": max(slow, LEAST_REQUEST_SECONDS)})
+        seconds = max(slow["rollout"], LEAST_REQUEST_SECONDS)
+        servers = rollout.servers.model_copy(update={"request_timeout_seconds": seconds})
         rollout = rollout.model_copy(update={"sglang": servers})
     return config.model_copy(update={"runtime": runtime, "rollout": rollout})
+
+
+def _with_collectives_that_outlast(runtime: RuntimeSettings, limit: float) -> RuntimeSettings:
+    """The watchdog alone says what lasts too long: it knows of tokens and minibatches, and a collective does not."""
+    if "collective_timeout_seconds" not in runtime.model_fields_set:
+        return runtime.model_copy(update={"collective_timeout_seconds": WATCHED_COLLECTIVE_SECONDS})
+    name, longest = max(runtime.phase_timeouts_seconds.items(), key=lambda item: item[1], default=("step", 0.0))
+    name, longest = (name, longest) if longest > limit else ("of a step", limit)
+    if runtime.collective_timeout_seconds <= longest:
+        raise ConfigError(
+            f"runtime.collective_timeout_seconds is {runtime.collective_timeout_seconds}, but a phase ({name}) may "
+            f"last {longest:g} seconds, in which other ranks wait; set it above, or remove it"
+        )
+    return runtime

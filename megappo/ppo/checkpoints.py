@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megappo.checkpoint.clock import Clock
-from megappo.checkpoint.files import Marker, step_folder
+from megappo.checkpoint.files import CheckpointError, Marker, step_folder
 from megappo.checkpoint.identity import BASE, FURTHER, architecture_digest, architecture_fields, weights_digest
 from megappo.checkpoint.randomness import random_states, restore_random_states
 from megappo.checkpoint.reader import load_values
 from megappo.checkpoint.shards import load_shards, role_shards, role_updates
 from megappo.checkpoint.versions import software_versions
-from megappo.checkpoint.writer import CheckpointWriter, Snapshot
+from megappo.checkpoint.writer import REMEDY, CheckpointWriter, Snapshot
 from megappo.config.model_files import role_folder
 from megappo.config.schema import CheckpointSettings
 from megappo.errors import RunError
@@ -37,6 +37,8 @@ from megappo.runtime.objects import from_rank
 _CLOSE_SECONDS = 60.0
 _RESPONSES = "responses"
 _ENGINE_WEIGHTS = "engine-weights"
+_MOST_FAILURES = 3
+"""So often in a row a checkpoint may not be written before the run ends."""
 _MOST_REPLAYS = 3
 """Replay folders that a run keeps at most: each holds models and optimizers."""
 
@@ -155,6 +157,8 @@ class Checkpoints:
         self._saved_step = -1 if start.is_open else start.step
         self._clock = Clock(self._settings.every_minutes if self._settings is not None else None, time.monotonic())
         self._writer: CheckpointWriter | None = None
+        self._failures = 0
+        """Checkpoints in a row that could not be written."""
         self._identity: dict[str, str] = {}
         if self._settings is not None:
             directory, seconds = checkpoints_directory(parts.config), parts.config.runtime.collective_timeout_seconds
@@ -167,10 +171,13 @@ class Checkpoints:
             self.resumed = Resumed(parts, *start.checkpoint, self._identity)
 
     def is_due(self, step: int) -> bool:
-        """Whether a checkpoint is written after this step: every so many steps or minutes, and after the last. A
-        collective of the world, once for every step."""
+        """Whether a checkpoint is written after this step: every so many steps or minutes, after the last, and after
+        one that could not be written, which is told. A collective of the world, once for every step. Raises
+        CheckpointError where that happens too often."""
         if self._settings is None:
             return False
+        if self._has_failed(wait=False):
+            return True
         is_late = self._clock.is_late(time.monotonic())
         if step == self._parts.derived.steps or step % self._settings.every_steps == 0:
             return True
@@ -179,16 +186,34 @@ class Checkpoints:
     def save(self, boundary: Boundary, *, wait: bool) -> None:
         """Write a checkpoint of the end of a step, unless there is one; with `wait` it is on disk afterwards.
 
-        Models and optimizers must be those of the boundary.
+        Models and optimizers must be those of the boundary. One that cannot be written is told and tried again, with
+        `wait` at once, else after the next step. Raises CheckpointError where that happens too often.
         """
-        assert self._writer is not None, "is_due was not asked"
+        assert self._writer is not None and self._settings is not None, "is_due was not asked"
+        self._has_failed(wait=True)  # the one before
         self._clock.restart(time.monotonic())
-        if boundary.step != self._saved_step:
+        while boundary.step != self._saved_step:
             self._saved_step = boundary.step
-            self._writer.save(self._snapshot(boundary), wait=wait)
-        elif wait:
-            self._writer.wait()
+            self._writer.begin(self._snapshot(boundary))
+            if not self._has_failed(wait=wait or not self._settings.asynchronous) or not wait:
+                break
         _tell_warnings(self._writer)
+
+    def _has_failed(self, *, wait: bool) -> bool:
+        """Whether the checkpoint under way could not be written, where that is known; a collective of the world."""
+        assert self._writer is not None
+        was_under_way = self._writer.is_busy
+        problem = self._writer.outcome(wait=wait)
+        if not problem:
+            if was_under_way and not self._writer.is_busy:
+                self._failures = 0
+            return False
+        self._saved_step, self._failures = -1, self._failures + 1
+        if self._failures >= _MOST_FAILURES:
+            raise CheckpointError(f"{problem}, {self._failures} times in a row; {REMEDY}")
+        if self._parts.runtime.is_main:
+            tell(f"{problem}; it is tried again, {_MOST_FAILURES} times in a row at most")
+        return True
 
     def save_interrupted(self, boundary: Boundary) -> str:
         """Write a checkpoint of a run that was asked to stop; returns what to tell its user.
@@ -197,6 +222,7 @@ class Checkpoints:
         """
         if self._writer is None:
             raise RunError(f"stopped after step {boundary.step} without a checkpoint, as checkpoint is null")
+        self._failures = 0  # whatever became of the ones before, this one is tried
         if self._parts.config.rollout.keeps_when_stopped and self._anywhere(boundary.responses):
             self._saved_step = -1  # the checkpoint of this step may be there without them
         self.save(boundary, wait=True)

@@ -26,6 +26,7 @@ from megappo.environments.registry import set_stage, tool_schemas
 from megappo.environments.runner import EpisodeRunner, PendingEpisodes
 from megappo.megatron.roles import Role
 from megappo.ppo.answering import Generation, find_generation, generated
+from megappo.ppo.likeness import check_data
 from megappo.ppo.methods import check_methods
 from megappo.ppo.models import ROLES, ModelBuilder
 from megappo.reshard.further import FurtherLayers
@@ -200,6 +201,7 @@ def assemble(config: Config, derived: Derived, runtime: Runtime, purpose: Purpos
         schemas = tool_schemas(config)
         sets = config.data.evaluated.items()
         validation_prompts = {name: PromptDataset(s, config.data, tokenizer, schemas, rows=rows) for name, s in sets}
+    check_data(prompts, validation_prompts)
     check_answers(config, prompts, validation_prompts.values())
     folder = role_folder(config, "actor")
     stop_token_ids = resolve_stop_token_ids(folder, tokenizer, config.rollout.stop_token_ids, rows)

@@ -61,6 +61,7 @@ class Reporter:
         """
         self._check_directory = check_directory
         self._config, self._runtime, self._on_stage = config, runtime, on_stage
+        self._stage = ("start", "")
         self._view = SteadyView(make_view(config.logging.console if runtime.is_main else "quiet", derived.steps))
         if runtime.is_main:
             MESSAGES.show_in(self._view)
@@ -87,10 +88,15 @@ class Reporter:
 
     def stage(self, name: str, waits_for: str = "") -> AbstractContextManager[Lap]:
         """Time a stage of the step. `waits_for` says what is outstanding, should it never end."""
-        if self._on_stage is not None:
-            self._on_stage(name, waits_for)
+        self._stage = (name, waits_for)
+        self.goes_on()
         PROGRESS.enter(name, waits_for or _AWAITED.get(name, ""))
         return self._timed(name)
+
+    def goes_on(self) -> None:
+        """A part of the stage is done: how long it may last counts from now."""
+        if self._on_stage is not None:
+            self._on_stage(*self._stage)
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[Lap]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from itertools import chain
 
+from megappo.checkpoint.files import finished
 from megappo.checkpoint.randomness import seed_generators
 from megappo.config import Config, Derived
 from megappo.config.model_files import model_folder
@@ -16,16 +17,17 @@ from megappo.errors import Interrupted
 from megappo.observe.progress import PROGRESS
 from megappo.ppo.checkpoints import Checkpoints
 from megappo.ppo.evaluation import evaluate_policy
+from megappo.ppo.likeness import check_ranks
 from megappo.ppo.parts import Parts, Purpose, assemble
 from megappo.ppo.reporting import Reporter
-from megappo.ppo.start import Start, at_one_time, choose_start
+from megappo.ppo.start import Start, at_one_time, checkpoints_directory, choose_start
 from megappo.ppo.trainer import Trainer
 from megappo.reshard.slices import Receiver
 from megappo.reshard.writer import write_policy
 from megappo.runtime.interrupts import interruptible
 from megappo.runtime.lock import HeldDirectory, locked_directory
 from megappo.runtime.process import Runtime, start_runtime
-from megappo.runtime.watchdog import GENERATING, Watchdog, watched
+from megappo.runtime.watchdog import GENERATING, Limits, Watchdog, watched
 
 
 def train(config: Config, derived: Derived, prompts: TrainingPrompts | None = None) -> None:
@@ -39,6 +41,7 @@ def train(config: Config, derived: Derived, prompts: TrainingPrompts | None = No
         start_runtime(config.runtime, with_servers=config.rollout.has_servers) as runtime,
         locked_directory(config.run.path, runtime, private=config.run.private) as held,
     ):
+        check_ranks(config, runtime)
         seed_generators(config.run.seed, runtime.rank)
         start = choose_start(config, derived, runtime)
         prompts = _if_of_that_time(prompts, config, start.config)
@@ -49,6 +52,7 @@ def train(config: Config, derived: Derived, prompts: TrainingPrompts | None = No
             watched(watchdog),
             interruptible(runtime) as interrupts,
             closing(Reporter(config, derived, runtime, on_stage, held.check)) as reporter,
+            runtime.failures.told(),
         ):
             purpose = Purpose(prompts=prompts, resumed=start.checkpoint is not None, stop=interrupts)
             parts = assemble(config, derived, runtime, purpose)
@@ -66,49 +70,77 @@ def _if_of_that_time(prompts: TrainingPrompts | None, read: Config, now: Config)
 
 def _train(parts: Parts, start: Start, reporter: Reporter, held: HeldDirectory) -> None:
     checkpoints = Checkpoints(parts, start)
+    parts.runtime.failures.before_leaving(lambda _: checkpoints.close())
     try:
-        for sentence in (*data_lines(parts), *parts.origins, *start.sentences):
-            reporter.message(sentence)
-        if start.sentences:  # there was a run before
-            reporter.continue_after(start.step, is_open=start.is_open)
-        trainer = Trainer(parts, reporter, checkpoints)
-        try:
-            trainer.train()
-        except Interrupted:
-            PROGRESS.forget()
-            held.check()
-            with reporter.stage("checkpoint"):
-                reporter.message(checkpoints.save_interrupted(trainer.boundary_when_stopped()))
-            raise
-        held.check()
-        checkpoints.finish()
-        with reporter.stage("export"):
-            _save(parts, reporter)
+        with parts.runtime.failures.told():
+            _train_and_export(parts, start, reporter, checkpoints, held)
     finally:
         checkpoints.close()
         parts.close()
+
+
+def _train_and_export(
+    parts: Parts, start: Start, reporter: Reporter, checkpoints: Checkpoints, held: HeldDirectory
+) -> None:
+    for sentence in (*data_lines(parts), *parts.origins, *start.sentences):
+        reporter.message(sentence)
+    if start.sentences:  # there was a run before
+        reporter.continue_after(start.step, is_open=start.is_open)
+    trainer = Trainer(parts, reporter, checkpoints)
+    try:
+        trainer.train()
+    except Interrupted:
+        PROGRESS.forget()
+        held.check()
+        if trainer.is_resuming:
+            reporter.message(
+                f"stopped before the run went on after step {start.step}; its checkpoint stays as it is, and the same "
+                "command continues from it"
+            )
+            raise
+        with reporter.stage("checkpoint"):
+            reporter.message(checkpoints.save_interrupted(trainer.boundary_when_stopped()))
+        raise
+    held.check()
+    checkpoints.finish()
+    with reporter.stage("export"):
+        _save(parts, reporter)
 
 
 def _watchdog(config: Config, runtime: Runtime) -> Watchdog | None:
     seconds = config.runtime.phase_timeout_seconds
     if seconds is None:
         return None
-    generating = PHASES if config.rollout.ahead else GENERATING
-    return Watchdog(config.run.path, config.runtime.phase_timeouts_seconds, seconds, runtime, generating=generating)
+
+    def newest() -> str:
+        return next((folder.name for folder in finished(checkpoints_directory(config))), "no checkpoint")
+
+    limits = Limits(seconds, config.runtime.phase_timeouts_seconds, PHASES if config.rollout.ahead else GENERATING)
+    return Watchdog(config.run.path, limits, runtime, newest)
+
+
+def _unwatched(_phase: str, _waits_for: str = "") -> None:
+    """Nobody wants to know of phases."""
 
 
 def evaluate(config: Config, derived: Derived, prompts: TrainingPrompts | None = None) -> dict[str, float]:
     """Score the model on `data.validation` and `data.validation_sets`; every rank calls this."""
     with start_runtime(config.runtime, with_servers=config.rollout.has_servers) as runtime:
+        check_ranks(config, runtime)
         config = at_one_time(config)
-        parts = assemble(config, derived, runtime, Purpose(training=False, prompts=prompts))
-        try:
-            if runtime.is_main:
-                print("\n".join(data_lines(parts, training=False)), flush=True)
-            parts.engine.update_weights(parts.weights, 1)
-            metrics = evaluate_policy(parts, print)
-        finally:
-            parts.close()
+        watchdog = _watchdog(config, runtime)
+        enter = watchdog.enter if watchdog is not None else _unwatched
+        with watched(watchdog), runtime.failures.told():
+            parts = assemble(config, derived, runtime, Purpose(training=False, prompts=prompts))
+            if watchdog is not None:
+                parts.engine.on_tokens = watchdog.made_tokens
+            with closing(parts), runtime.failures.told():
+                if runtime.is_main:
+                    print("\n".join(data_lines(parts, training=False)), flush=True)
+                enter("sync")
+                parts.engine.update_weights(parts.weights, 1)
+                enter("evaluate", "answers to the validation prompts")
+                metrics = evaluate_policy(parts, print)
         if runtime.is_main:
             for name, value in metrics.items():
                 print(f"{name}: {value:.4f}")

@@ -85,6 +85,8 @@ class Trainer:
         self.next_metrics: dict[str, float] = {}
         self.jump_watches = {role.placement.name: JumpWatch(self.algorithm.jumps) for role in parts.trained}
         self.boundary = Boundary(self.state_dict(), {}, {})
+        self.is_resuming = checkpoints is not None and checkpoints.resumed is not None
+        """Not all of what the checkpoint holds is back yet: one that is written now would have less in it."""
 
     def train(self) -> None:
         """All steps that are left, with evaluations and checkpoints in between."""
@@ -109,6 +111,7 @@ class Trainer:
         else:
             self.sync_weights()
         self.finish_step()
+        self.is_resuming = False
         if was_open and self.step:
             self.end_step()  # the checkpoint has no evaluation of this step yet
 
@@ -374,6 +377,7 @@ class Trainer:
         """All updates of a role; those that stand out are logged, and what was refused is kept. Returns metrics."""
         name, found = updates.batch.role.placement.name, list[Update]()
         for done in updates.run():
+            self.reporter.goes_on()
             found.append(done.update)
             if not done.update.finite:
                 self._refuse(updates, done)

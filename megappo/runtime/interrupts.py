@@ -27,7 +27,6 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # A terminal sends Ctrl-C to every process, and torchrun sends it to its workers once more.
 _ONE_PRESS_SECONDS = 1.0
 _TOLD = "megappo/asked-to-stop"
-_POLL_SECONDS = 1.0
 
 
 class Stop(Protocol):
@@ -64,8 +63,7 @@ class Interrupts:
         self._old_handlers: dict[signal.Signals, object] = {}
         self._old_descriptor = -1
         self._read, self._write = -1, -1
-        self._ended = threading.Event()
-        self._store = runtime.notices
+        self._notices = runtime.notices
 
     @property
     def asked(self) -> bool:
@@ -79,7 +77,7 @@ class Interrupts:
         self._old_descriptor = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._old_handlers = {number: signal.signal(number, _nothing) for number in _SIGNALS}
         threading.Thread(target=self._listen, args=(self._read,), name="signals", daemon=True).start()
-        threading.Thread(target=self._hear, name="told-signals", daemon=True).start()
+        self._notices.listen(_TOLD, self._hear)
 
     def stop(self) -> None:
         """Put the handlers from before back; may be called twice."""
@@ -88,7 +86,6 @@ class Interrupts:
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         signal.set_wakeup_fd(self._old_descriptor)
-        self._ended.set()
         os.close(self._write)  # ends the thread
         self._write = -1
 
@@ -113,24 +110,20 @@ class Interrupts:
             if self._runtime.is_main:
                 MESSAGES.tell_last("stopped at once; the run continues from its newest checkpoint")
             os._exit(STOPPED_BY_USER)  # children end with it; nothing that is half written has a marker
-        if not self._signal:
-            if not self._heard:
-                self._tell_stopping(number)
-            self._pressed = now
-            with contextlib.suppress(dist.DistError):  # who holds the store is gone, and the run with it
-                self._store.set(_TOLD, str(number))
+        is_first, self._pressed = not self._signal, self._pressed if self._signal else now
         # SIGINT is the lowest number: what a scheduler sends decides over a key pressed before.
         self._signal = max(self._signal, number)
+        if is_first:
+            if not self._heard:
+                self._tell_stopping(number)
+            with contextlib.suppress(dist.DistError):  # who holds the store is gone, and the run with it
+                self._notices.post(_TOLD, str(number))
 
-    def _hear(self) -> None:
-        """Learn of a signal that another rank was sent."""
-        with contextlib.suppress(dist.DistError):  # who holds the store is gone, and the run with it
-            while not self._ended.wait(_POLL_SECONDS):
-                if self._store.check([_TOLD]):
-                    self._heard = int(self._store.get(_TOLD))
-                    if not self._signal:
-                        self._tell_stopping(self._heard)
-                    return
+    def _hear(self, number: str) -> None:
+        """Learn of a signal that another rank was sent, or this one."""
+        self._heard = int(number)
+        if not self._signal and self._write >= 0:
+            self._tell_stopping(self._heard)
 
     def _tell_stopping(self, number: int) -> None:
         if self._runtime.is_main:

@@ -18,10 +18,15 @@ import torch.distributed as dist
 from megappo.config.schema import RuntimeSettings
 from megappo.errors import RunError, one_line, reason
 from megappo.runtime.device import prepare_device
+from megappo.runtime.failures import Failures
 from megappo.runtime.groups import allow_connections, collective_backend, join_world, stay_on_this_machine
 from megappo.runtime.launchers import Ranks, adopt_launcher, job_of, read_ranks
 from megappo.runtime.nccl import share_settings
-from megappo.runtime.store import listening_store
+from megappo.runtime.notices import Notices
+from megappo.runtime.store import await_all, listening_store
+
+_MOST_START_SECONDS = 1800
+"""The longest that ranks wait for each other at the start."""
 
 _JOB_KEY, _JOB_PATIENCE = "megappo/job", datetime.timedelta(seconds=60)
 """Where rank 0's store says whose it is, and how long after all have come to it."""
@@ -69,10 +74,14 @@ class Runtime:
         return torch.cuda.get_device_name() if self.on_cuda else ""
 
     @functools.cached_property
-    def notices(self) -> dist.Store:
-        """The store by which the ranks met, for short questions from other threads: over a connection of its own, as
-        the process group holds the first one while it waits for something."""
-        return dist.distributed_c10d._get_default_store().clone()
+    def notices(self) -> Notices:
+        """What ranks tell each other outside of collectives."""
+        return Notices(dist.distributed_c10d._get_default_store().clone())
+
+    @functools.cached_property
+    def failures(self) -> Failures:
+        """The way out for errors."""
+        return Failures(self.rank, self.world_size, self.notices)
 
     @contextlib.contextmanager
     def megatron(self) -> Iterator[None]:
@@ -111,10 +120,11 @@ def _join(settings: RuntimeSettings, device: torch.device, ranks: Ranks) -> None
     """Meet the other ranks. Raises RunError where they cannot be met."""
     allow_connections()
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    timeout = datetime.timedelta(seconds=settings.collective_timeout_seconds)
+    patience = datetime.timedelta(seconds=min(settings.collective_timeout_seconds, _MOST_START_SECONDS))
     try:
-        store = None if _torchrun_has_a_store() else _own_store(address, int(port), ranks, timeout)
-        join_world(device.type, ranks, timeout, store)
+        store = _store(address, int(port), ranks, patience)
+        await_all(store, ranks, patience)
+        join_world(device.type, ranks, datetime.timedelta(seconds=settings.collective_timeout_seconds), store)
     except (dist.DistError, OSError) as error:
         raise RunError(
             f"rank {ranks.rank} of {ranks.world_size} could not meet the others at {address}:{port} "
@@ -123,27 +133,31 @@ def _join(settings: RuntimeSettings, device: torch.device, ranks: Ranks) -> None
         ) from error
 
 
-def _torchrun_has_a_store() -> bool:
-    """Whether torchrun's agent serves the store; otherwise rank 0 does."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _own_store(address: str, port: int, ranks: Ranks, timeout: datetime.timedelta) -> dist.Store:
+def _store(address: str, port: int, ranks: Ranks, patience: datetime.timedelta) -> dist.Store:
+    """Where the ranks meet: torchrun's agent serves it where it has one, else rank 0 does."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        of_agent = dist.TCPStore(address, port, ranks.world_size, is_master=False, timeout=patience)
+        prefix = f"/worker/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/default_pg"  # one for each start
+        return dist.PrefixStore(prefix, of_agent)
     if ranks.rank == 0:
-        on_one_machine = ranks.local_world_size == ranks.world_size
-        store = listening_store(address, port, ranks.world_size, timeout, on_one_machine=on_one_machine)
-        store.set(_JOB_KEY, job_of(os.environ))
+        alone = ranks.local_world_size == ranks.world_size
+        size = ranks.world_size
+        served = listening_store(address, port, size, patience, on_one_machine=alone, wait_for_workers=False)
+        served.set(_JOB_KEY, job_of(os.environ))
     else:
-        store = dist.TCPStore(address, port, ranks.world_size, is_master=False, timeout=timeout)
-        store.wait([_JOB_KEY], min(timeout, _JOB_PATIENCE))
-        if (found := store.get(_JOB_KEY).decode(errors="replace")) != job_of(os.environ):
+        served = dist.TCPStore(address, port, ranks.world_size, is_master=False, timeout=patience)
+        served.wait([_JOB_KEY], min(patience, _JOB_PATIENCE))
+        if (found := served.get(_JOB_KEY).decode(errors="replace")) != job_of(os.environ):
             raise OSError(f"the job '{one_line(found)}' meets there, this is '{one_line(job_of(os.environ))}'")
-    return dist.PrefixStore(f"default_pg {job_of(os.environ)}", store)
+    return dist.PrefixStore(f"default_pg {job_of(os.environ)}", served)
 
 
 @contextlib.contextmanager
 def start_runtime(settings: RuntimeSettings, *, with_servers: bool = False) -> Iterator[Runtime]:
     """Join the process group and prepare Megatron-Core for this machine; leave the group at the end.
+
+    An error of the block is all ranks': every one of them says it and its process ends, see `Failures`. It is raised
+    where there is one rank, and `Interrupted`, which all ranks raise, always.
 
     Reads `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`; without them the run
     is one process. `srun` and `mpirun` are understood too. Raises ValueError where `runtime.device` asks for CUDA and
@@ -158,11 +172,21 @@ def start_runtime(settings: RuntimeSettings, *, with_servers: bool = False) -> I
     if "MASTER_ADDR" not in os.environ:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # alone, so that nobody has to know the port
     _join(settings, runtime.device, ranks)
-    _prepare_megatron()
+    runtime.failures.start()
     try:
+        _prepare_megatron()
         yield runtime
-    finally:
-        dist.destroy_process_group()
+    except BaseException as error:
+        runtime.failures.leave(error)
+        _leave_group(runtime)
+        raise
+    _leave_group(runtime)
+
+
+def _leave_group(runtime: Runtime) -> None:
+    """Of a run that all ranks end at the same place; otherwise NCCL would wait for the others."""
+    runtime.failures.stop()
+    dist.destroy_process_group()
 
 
 def _prepare_megatron() -> None:

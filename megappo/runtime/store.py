@@ -12,8 +12,14 @@ from ipaddress import ip_address
 
 import torch.distributed as dist
 
+from megappo.errors import RunError, first_of
+from megappo.observe.messages import tell
+from megappo.runtime.launchers import Ranks
+
 _LOW_PORTS = range(10000, 30000)
 _TRIES = 100
+_USUAL_SECONDS = 60.0
+_COUNT, _ALL = "megappo/come", "megappo/all-come"
 
 
 def listening_store(
@@ -53,6 +59,32 @@ def listening_store(
         return dist.TCPStore(
             address, port, world_size, True, timeout, wait_for_workers, master_listen_fd=listener.detach()
         )
+
+
+def await_all(store: dist.Store, ranks: Ranks, patience: datetime.timedelta) -> None:
+    """Until all ranks are at the store. Raises RunError that names those that do not come.
+
+    Rank 0 tells whom it waits for where that takes longer than it should.
+    """
+    store.set(_come(ranks.rank), socket.gethostname())
+    if store.add(_COUNT, 1) == ranks.world_size:
+        store.set(_ALL, "yes")
+    for seconds in (min(_USUAL_SECONDS, patience.total_seconds()), patience.total_seconds()):
+        try:
+            return store.wait([_ALL], datetime.timedelta(seconds=seconds))
+        except dist.DistStoreError:
+            missing = [rank for rank in range(ranks.world_size) if not store.check([_come(rank)])]
+            whom = f"{'rank' if len(missing) == 1 else 'ranks'} {first_of(missing, 8)} of {ranks.world_size}"
+            if ranks.rank == 0 and seconds < patience.total_seconds():
+                tell(f"waiting for {whom} to start")
+    raise RunError(
+        f"{whom} did not come within {patience.total_seconds():g} seconds; see their logs, and whether their machines "
+        "are up and reach this one"
+    )
+
+
+def _come(rank: int) -> str:
+    return f"megappo/come-{rank}"
 
 
 @contextmanager

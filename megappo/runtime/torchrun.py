@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -54,12 +55,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rank, failure = error.get_first_failure()
         message = failure.message
         sentence = message.get("message") if isinstance(message, dict) else None
-        print(sentence or f"megappo: rank {rank} ended with code {failure.exitcode}", file=sys.stderr)
+        print(sentence or f"megappo: error: rank {rank} ended {_how(failure.exitcode)}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except SignalException as stopped:
         print(f"megappo: ended by {stopped.sigval.name}", file=sys.stderr)
         return 128 + stopped.sigval
     return 0
+
+
+def _how(code: int) -> str:
+    """In words, for a worker that could not say it: negative where a signal ended it, and above 128 where a shell stood
+    between it and torchrun."""
+    number = -code if code < 0 else code - 128
+    if number not in set(signal.Signals):
+        return f"with code {code}"
+    killed = ", as where the machine lacks memory" if number == signal.SIGKILL else ""
+    return f"by {signal.Signals(number).name}{killed}"
 
 
 if __name__ == "__main__":

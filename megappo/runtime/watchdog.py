@@ -9,60 +9,71 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
 
-from megappo.errors import HANG
-from megappo.observe.messages import MESSAGES
+from megappo.errors import HANG, RUN_ERROR
+from megappo.runtime.failures import Failure
 from megappo.runtime.objects import from_rank
 from megappo.runtime.process import Runtime
-from megappo.runtime.waiting import wait_until
 
 _POLL_SECONDS = 0.5
-_OTHERS_SECONDS = 15.0
 _BLOCKED_SECONDS = 60.0
 _STDERR = 2
 _TELL_SECONDS = 1.0
+_DISK_SECONDS = 10.0
+_CHECKPOINT = "newest-checkpoint"
+"""A file that says where a run that hung was."""
 _COUNT = "megappo/tokens-made"
 GENERATING = ("rollout", "evaluate")
 """Phases that wait for an engine's tokens; one step ahead, any phase may be followed by such a wait."""
 
 
+@dataclass(frozen=True)
+class Limits:
+    """How long phases may last, in seconds."""
+
+    default_seconds: float
+    of_phases: Mapping[str, float] = field(default_factory=dict)
+    """Those whose limit differs from the default."""
+    generating: Collection[str] = GENERATING
+    """Those in which tokens that an engine makes are waited for."""
+
+    def of(self, phase: str) -> float:
+        """The limit of a phase."""
+        return self.of_phases.get(phase, self.default_seconds)
+
+
 class Watchdog:
     """Watches the phase this rank is in from a thread of its own.
 
-    Where a phase lasts longer than its limit, the ranks write the phase, what they wait for and all Python stacks to
-    `<directory>/hang-<time>/rank-00000.txt`, and exit with code 79. A rank that finds that folder joins in, so that
-    the ranks that wait for the one that hangs are seen at the same moment.
+    Where a phase lasts longer than its limit, that is a failure of all ranks with exit code 79: they write the phase,
+    what they wait for and all Python stacks to `<directory>/hang-<time>/rank-00000.txt`, so that the ranks that wait
+    for the one that hangs are seen at the same moment.
 
     A phase that generates does not last too long while any rank's engine makes tokens: its limit counts from the last
     ones. Ranks tell each other by a count in the store by which they met.
     """
 
     def __init__(
-        self,
-        directory: Path,
-        limits: Mapping[str, float],
-        default_seconds: float,
-        runtime: Runtime,
-        *,
-        generating: Collection[str] = GENERATING,
+        self, directory: Path, limits: Limits, runtime: Runtime, newest_checkpoint: Callable[[], str] = lambda: ""
     ) -> None:
-        """A collective of the world. `limits` has the phases whose limit differs from the default, `generating` those
-        in which tokens that an engine makes are waited for."""
-        self._generating = generating
-        self._limits, self._default_seconds, self._runtime = limits, default_seconds, runtime
+        """A collective of the world. `newest_checkpoint` names the one that a run which is started again begins at."""
+        self._limits, self._runtime, self._newest_checkpoint = limits, runtime, newest_checkpoint
+        self._directory = directory
         self._folder = directory / f"hang-{from_rank(time.strftime('%Y%m%d-%H%M%S'))}"
         self._phase, self._waits_for, self._since = "start", "", time.monotonic()
-        self._store = runtime.notices
+        self._notices = runtime.notices
         self._told, self._seen = -math.inf, 0
         self._stopped = threading.Event()
 
     def start(self) -> None:
         """Begin to watch."""
         self._arm()
+        self._runtime.failures.before_leaving(self._report)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def stop(self) -> None:
@@ -73,32 +84,32 @@ class Watchdog:
     def enter(self, phase: str, waits_for: str = "") -> None:
         """A phase begins, which lasts until the next does. `waits_for` says what is outstanding in it."""
         self._phase, self._waits_for, self._since = phase, waits_for, time.monotonic()
-        if phase in self._generating:
+        if phase in self._limits.generating:
             self._others_made_tokens()
         self._arm()
 
     def made_tokens(self) -> None:
         """This rank's engine goes on; may be called from any thread, and as often as one likes."""
         now = time.monotonic()
-        if self._phase not in self._generating:
+        if self._phase not in self._limits.generating:
             return
         self._since = now
         if now - self._told >= _TELL_SECONDS:
             self._told = now
             self._arm()
             with contextlib.suppress(dist.DistError):  # who holds the store is gone, and the run with it
-                self._store.add(_COUNT, 1)
+                self._notices.count(_COUNT, 1)
 
     def _others_made_tokens(self) -> bool:
         """Whether any rank's engine has gone on since this was asked last, or since the phase began."""
         before = self._seen
         with contextlib.suppress(dist.DistError):
-            self._seen = self._store.add(_COUNT, 0)
+            self._seen = self._notices.count(_COUNT)
         return self._seen != before
 
     @property
     def _limit(self) -> float:
-        return self._limits.get(self._phase, self._default_seconds)
+        return self._limits.of(self._phase)
 
     def _arm(self) -> None:
         # Where a call into C keeps the interpreter locked, the thread below cannot run; this one needs no interpreter.
@@ -108,17 +119,53 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._stopped.wait(_POLL_SECONDS):
             seconds = time.monotonic() - self._since
-            if seconds > self._limit and self._phase in self._generating and self._others_made_tokens():
+            if seconds > self._limit and self._phase in self._limits.generating and self._others_made_tokens():
                 self._since = time.monotonic()
                 self._arm()
-            elif seconds > self._limit or self._folder.exists():
-                self._report(seconds)
-                os._exit(HANG)
+            elif seconds > self._limit:
+                words, before = self._words(seconds), self._last_hang_at_this_checkpoint()
+                if before is not None:
+                    words += (
+                        f"; the run hung before ({before}) with the same newest checkpoint, so it is not to be started "
+                        "again before that is looked into; remove that folder to try again"
+                    )
+                code = HANG if before is None else RUN_ERROR
+                self._runtime.failures.declare(Failure(self._runtime.rank, code, (words,), is_hang=True))
+                return
 
-    def _report(self, seconds: float) -> None:
-        """Write this rank's stacks and wait until the others have."""
-        rank = self._runtime.rank
+    def _last_hang_at_this_checkpoint(self) -> Path | None:
+        """What an earlier start of the run left when it hung, if there is no newer checkpoint since. A disk that does
+        not answer knows nothing."""
+        found: list[Path] = []
+
+        def look() -> None:
+            with contextlib.suppress(OSError):
+                hangs = self._directory.glob(f"hang-*/{_CHECKPOINT}")
+                last = max((path for path in hangs if path.parent != self._folder), default=None)
+                if last is not None and last.read_text(encoding="utf-8") == self._newest_checkpoint():
+                    found.append(last.parent)
+
+        looking = threading.Thread(target=look, daemon=True)
+        looking.start()
+        looking.join(_DISK_SECONDS)
+        return found[0] if found else None
+
+    def _words(self, seconds: float) -> str:
+        waits = f" (this rank waits for {self._waits_for})" if self._waits_for else ""
+        return (
+            f"phase {self._phase} has lasted for {seconds:.0f} seconds{waits}, above the limit of {self._limit:.0f}; "
+            f"the stacks of all ranks are in {self._folder}; if nothing hangs there, raise "
+            f"runtime.phase_timeouts_seconds.{self._phase}"
+        )
+
+    def _report(self, failure: Failure) -> None:
+        """Write this rank's stacks where one hangs."""
+        if not failure.is_hang:
+            return
+        rank, seconds = self._runtime.rank, time.monotonic() - self._since
         self._folder.mkdir(parents=True, exist_ok=True)
+        if rank == failure.rank:
+            (self._folder / _CHECKPOINT).write_text(self._newest_checkpoint(), encoding="utf-8")
         partial = self._folder / f"rank-{rank:05d}.partial"
         with partial.open("w", encoding="utf-8") as file:
             file.write(
@@ -129,16 +176,6 @@ class Watchdog:
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
         partial.rename(partial.with_suffix(".txt"))
-        if seconds > self._limit:
-            MESSAGES.tell_last(
-                f"error: rank {rank} has been in phase {self._phase} for {seconds:.0f} seconds, above the "
-                f"limit of {self._limit:.0f}; the stacks of all ranks are in {self._folder}; if nothing hangs there, "
-                f"raise runtime.phase_timeouts_seconds.{self._phase}"
-            )
-        world_size = self._runtime.world_size
-        wait_until(
-            lambda: len(list(self._folder.glob("*.txt"))) >= world_size, _OTHERS_SECONDS, every_seconds=_POLL_SECONDS
-        )
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from megappo.config import ConfigError, load_config, resolve, save_config
 from megappo.config.derive import derive_run, describe
 from megappo.doctor import software
 from megappo.plan.engines import other_engine
-from megappo.plan.here import machine_like, outlook, with_deadlines
+from megappo.plan.here import WATCHED_COLLECTIVE_SECONDS, machine_like, outlook, with_deadlines
 from megappo.plan.machine_file import find_machine
 from megappo.plan.machines import MACHINES, Machine
 from megappo.plan.planner import make_plan, read_models
@@ -251,20 +251,39 @@ def test_windows_of_shared_out_samples_need_torchs_attention(tmp_path: Path, mon
 
 def test_deadlines_follow_the_plan_where_none_are_given(tmp_path: Path) -> None:
     config = resolve(load_config(SMALL), on_cuda=True)
-    slow = with_deadlines(config, 1000.0)
+    slow = with_deadlines(config, {"rollout": 1000.0, "evaluate": 1000.0})
     assert slow.rollout.servers.request_timeout_seconds == 4000.0
     assert slow.runtime.phase_timeouts_seconds == {"rollout": 4000.0, "evaluate": 4000.0}
     assert slow.runtime.phase_timeout_seconds == config.runtime.phase_timeout_seconds
     save_config(slow, tmp_path / "config.yaml")
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["runtime"]["phase_timeouts_seconds"]["rollout"] == 4e3
-    assert with_deadlines(load_config(tmp_path / "config.yaml"), 9000.0) == slow  # a run that goes on keeps its own
+    assert (
+        with_deadlines(load_config(tmp_path / "config.yaml"), {"rollout": 9000.0}) == slow
+    )  # a run that goes on keeps its own
     for seconds in (2e5, 1e9):  # no setting of seconds may be above a million
-        longest = with_deadlines(config, seconds)
+        longest = with_deadlines(config, {"rollout": seconds})
         assert longest.rollout.servers.request_timeout_seconds == min(4 * seconds, 1e6)
         save_config(longest, tmp_path / "config.yaml")
         assert load_config(tmp_path / "config.yaml") == longest
-    fast = with_deadlines(config, 10.0)
-    assert (fast.rollout.servers.request_timeout_seconds, fast.runtime) == (1800.0, config.runtime)
+    fast = with_deadlines(config, {"rollout": 10.0})
+    assert fast.rollout.servers.request_timeout_seconds == 1800.0
+    assert fast.runtime.phase_timeouts_seconds == config.runtime.phase_timeouts_seconds
+    long = with_deadlines(config, {"rollout": 10.0, "update_actor": 1000.0, "forward": 10.0}).runtime
+    assert long.phase_timeouts_seconds == {"update_actor": 4000.0}
+
+
+def test_no_collective_fails_in_a_phase_that_may_go_on() -> None:
+    """Whoever waits in one for a rank that still generates is ended by the watchdog, which knows of the tokens."""
+    planned = {"rollout": 1000.0}
+    watched = with_deadlines(load_config(SMALL), planned).runtime
+    assert watched.collective_timeout_seconds == WATCHED_COLLECTIVE_SECONDS > 1e5
+    alone = with_deadlines(load_config(SMALL, ["runtime.phase_timeout_seconds=null"]), planned).runtime
+    assert alone.collective_timeout_seconds == 1800
+    given = load_config(SMALL, ["runtime.collective_timeout_seconds=3999"])
+    with pytest.raises(ConfigError, match=r"seconds is 3999, but a phase \(rollout\) may last 4000 seconds"):
+        with_deadlines(given, planned)
+    given = load_config(SMALL, ["runtime.collective_timeout_seconds=4001"])
+    assert with_deadlines(given, planned).runtime.collective_timeout_seconds == 4001
 
 
 @pytest.mark.parametrize(
@@ -277,7 +296,7 @@ def test_deadlines_follow_the_plan_where_none_are_given(tmp_path: Path) -> None:
     ],
 )
 def test_deadlines_that_are_given_stay(given: str, phases: dict[str, float], request_seconds: float) -> None:
-    found = with_deadlines(load_config(SMALL, [given]), 1000.0)
+    found = with_deadlines(load_config(SMALL, [given]), {"rollout": 1000.0, "evaluate": 1000.0})
     assert found.runtime.phase_timeouts_seconds == phases
     assert found.rollout.servers.request_timeout_seconds == request_seconds
 

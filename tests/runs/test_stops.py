@@ -86,6 +86,35 @@ def test_generation_is_given_up_at_once_and_nothing_is_lost(tmp_path: Path) -> N
     assert_same_run(tmp_path / "whole", run, 3)
 
 
+def test_a_checkpoint_that_cannot_be_written_is_written_later(tmp_path: Path) -> None:
+    """Of step 2, as one rank's disk is full; step 3 brings it. A signal in the evaluation of step 4, and another while
+    the run resumes, which leaves the checkpoint as it is: with the evaluation still to be done."""
+    settings = ("run.steps=5", "checkpoint.every_steps=2")
+    run = tmp_path / "run"
+    full = {"rank": 1, "step": 2, "times": 1}
+    output = attempts(
+        tmp_path,
+        train(tmp_path / "whole", *settings),
+        {**asked_to_stop(run, 4, "evaluate", "SIGTERM", "85", *settings), "full": full},
+        asked_to_stop(run, 0, "sync", "SIGTERM", "85", *settings),
+        train(run, *settings),
+    )
+    told = f"the checkpoint of step 2 could not be written in {run / 'checkpoints'}: "
+    assert output.count(told) == 1 and "No space left on device; it is tried again, 3 times in a row at most" in output
+    assert "stopped after step 4 with a checkpoint" in output
+    assert "stopped before the run went on after step 4; its checkpoint stays as it is" in output
+    assert "Traceback" not in output
+    assert_same_run(tmp_path / "whole", run, 5)
+
+
+def test_a_checkpoint_that_can_never_be_written_ends_the_run(tmp_path: Path) -> None:
+    full = {"rank": 0, "step": 1, "times": 9}
+    output = attempts(tmp_path, train(tmp_path / "run", "run.steps=1", "evaluation=null", expect="1", full=full))
+    assert output.count("No space left on device; it is tried again") == 2
+    assert "megappo: error: the checkpoint of step 1 could not be written" in output and "on rank" not in output
+    assert "No space left on device, 3 times in a row; make room or fix the folder and start again" in output
+
+
 def test_without_checkpoints_a_signal_still_stops(tmp_path: Path) -> None:
     output = attempts(
         tmp_path, asked_to_stop(tmp_path / "run", 2, "reward", "SIGTERM", "1", "run.steps=3", "checkpoint=null")
@@ -103,7 +132,7 @@ def test_a_hang_is_reported_by_every_rank(tmp_path: Path) -> None:
     assert time.monotonic() - start < 60
     assert "above the limit of 4; the stacks of all ranks are in" in output
     (folder,) = run.glob("hang-*")
-    waiting, sleeping = (path.read_text() for path in sorted(folder.iterdir()))
+    waiting, sleeping = (path.read_text() for path in sorted(folder.glob("rank-*.txt")))
     for report in (waiting, sleeping):
         assert "phase reward for" in report
         assert "waits for: 40 scores of megappo.rewards.arithmetic:answer_then_end" in report

@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from megappo.runtime.launchers import (
     read_ranks,
     tasks_per_node,
 )
-from megappo.runtime.store import address_towards, free_port, listening_store
+from megappo.runtime.store import address_towards, await_all, free_port, listening_store
 from tests.support.places import ROOT
 
 SLURM = {
@@ -261,6 +262,22 @@ def test_two_processes_of_mpi_meet() -> None:
     ]
     outputs = [process.communicate(timeout=120)[0].strip() for process in processes]
     assert outputs == ["0 2 0 3 127.0.0.1", "1 2 1 3 127.0.0.1"]
+
+
+@pytest.mark.waits
+def test_a_rank_that_does_not_come_is_named() -> None:
+    seconds = datetime.timedelta(seconds=1)
+    store = dist.PrefixStore("", listening_store("127.0.0.1", 0, 4, seconds, wait_for_workers=False))
+
+    def wait_elsewhere() -> None:
+        with pytest.raises(RunError):
+            await_all(store.clone(), Ranks(1, 4, 1, 4), seconds)
+
+    other = threading.Thread(target=wait_elsewhere)
+    other.start()
+    with pytest.raises(RunError, match="ranks 2, 3 of 4 did not come within 1 seconds; see their logs"):
+        await_all(store, Ranks(0, 4, 0, 4), seconds)
+    other.join()
 
 
 @pytest.mark.waits

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from megappo.config.schema import PHASES
-from megappo.errors import HANG
+from megappo.errors import HANG, RUN_ERROR
 from megappo.runtime.process import Runtime
-from megappo.runtime.watchdog import GENERATING, Watchdog
+from megappo.runtime.watchdog import GENERATING, Limits, Watchdog
 
 GENERATES_SECONDS = 4.0
 LIMIT_SECONDS = 1.5
@@ -31,7 +31,7 @@ def rank_of_two(rank: int, folder: Path, phase: str, generating: tuple[str, ...]
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     runtime = Runtime(rank, 2, rank, torch.device("cpu"))
-    watchdog = Watchdog(folder, {}, LIMIT_SECONDS, runtime, generating=generating)
+    watchdog = Watchdog(folder, Limits(LIMIT_SECONDS, generating=generating), runtime)
     watchdog.start()
     watchdog.enter(phase)
     start = time.monotonic()
@@ -69,3 +69,24 @@ def test_a_phase_that_makes_tokens_is_not_ended(
         assert process.exitcode == HANG
     assert all(shortest <= seconds <= longest for seconds in lasted[:]), lasted[:]
     assert len(list(tmp_path.glob("hang-*/rank-*.txt"))) == 2
+
+
+@pytest.mark.waits
+def test_a_run_that_hangs_again_at_the_same_checkpoint_is_not_started_again(tmp_path: Path) -> None:
+    """Exit code 79 asks for that; the same hang would come for as long as somebody starts it."""
+    context = multiprocessing.get_context("fork")
+    lasted = context.Array("d", 2)
+    for newest, code in (("step-000003", HANG), ("", RUN_ERROR)):
+        folder = tmp_path / (newest or "none")
+        (folder / "hang-20200101-000000").mkdir(parents=True)
+        (folder / "hang-20200101-000000/newest-checkpoint").write_text(newest)  # now there is none
+        ranks = [
+            context.Process(target=rank_of_two, args=(rank, folder, "update_actor", GENERATING, lasted))
+            for rank in (0, 1)
+        ]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(60)
+            assert rank.exitcode == code
+        assert len(list(folder.glob("hang-*/newest-checkpoint"))) == 2

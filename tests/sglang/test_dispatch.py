@@ -323,6 +323,24 @@ def test_what_is_no_answer_is_a_failed_server() -> None:
     assert "answered what is no JSON: b'<html>please wait</html>'" in outcome.failures[0]
 
 
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ('{"detail": "ok"}', "answered what is no list of answers"),
+        ('[{"text": "ok"}]', "answered what is no list of answers (KeyError('meta_info')): b'[{"),
+        ("[[1], [2]]", "answered what is no list of answers"),
+        ("[]", "gave 0 answers to"),
+    ],
+)
+def test_an_answer_of_another_form_is_a_failed_servers(said: str, words: str) -> None:
+    """Such as another version's; its requests are answered by others."""
+    strange, well = StandIn(0), StandIn(1)
+    strange.page = said
+    outcome = spread([strange, well])
+    assert complete(outcome)
+    assert words in outcome.failures[0]
+
+
 def test_answers_are_read_without_the_garbage_collector() -> None:
     """It is back afterwards, and stays off where it was."""
     collecting: list[bool] = []

@@ -256,8 +256,11 @@ class Round:
         if not await self._is_well(session, endpoint):
             return False
         answer = await self._get(session, endpoint, "/v1/loads?include=core")
-        loads = json.loads(answer)["loads"] if answer is not None else []
-        return any(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
+        try:
+            loads = json.loads(answer)["loads"] if answer is not None else []
+            return any(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
+        except (LookupError, TypeError, ValueError):
+            return False  # it does not say so
 
     async def _has_lost(
         self, session: aiohttp.ClientSession, endpoint: Endpoint, answer: asyncio.Task[list[Completion]]
@@ -303,12 +306,19 @@ class Round:
                 texts = json.loads(content)
             except ValueError:
                 raise ServerFailure(f"{endpoint.name} answered what is no JSON: {content[:100]!r}") from None
-            return self._read(texts, endpoint, group)
+            try:
+                return self._read(texts, endpoint, group)
+            except (LookupError, TypeError, ValueError, AttributeError) as error:  # of a form that SGLang's have not
+                raise ServerFailure(
+                    f"{endpoint.name} answered what is no list of answers ({error!r}): {content[:100]!r}"
+                ) from None
 
     def _read(self, texts: Sequence[dict[str, Any]], endpoint: Endpoint, group: list[int]) -> list[Completion]:
         """Check and convert the answers for a group. Raises as `_post`."""
         versions = range(self._oldest, self._version + 1)
         answers = [_completion(text, endpoint, versions, may_be_aborted=self._aborts) for text in texts]
+        if len(answers) != len(group):
+            raise ServerFailure(f"{endpoint.name} gave {len(answers)} answers to {len(group)} requests")
         self._outcome.cache[endpoint.index] = self._outcome.cache.get(endpoint.index, CacheUse()) + _cache_use(texts)
         if self._params.routing is None:
             return answers

@@ -250,7 +250,7 @@ class Fleet:
                 self._count_restart(index)
             self._stop([s for index in again for s in (self.servers.get(index), self.parts.get(index)) if s])
             self._start(again)
-        except (ServerFailure, EngineError) as error:
+        except (ServerFailure, EngineError, OSError) as error:
             return Started(error=str(error))
         return self._each(mine, lambda index: self._awaited(index, restarts=int(index in lost)))
 
@@ -274,7 +274,7 @@ class Fleet:
         try:
             with ThreadPoolExecutor(len(indices)) as pool:
                 done = list(pool.map(action, indices))
-        except (ServerFailure, EngineError) as error:
+        except (ServerFailure, EngineError, OSError) as error:
             return Started(error=str(error))
         return Started(tuple(e for d in done for e in d.endpoints), sum(d.restarts for d in done))
 

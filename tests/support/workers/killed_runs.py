@@ -10,6 +10,7 @@ Usage: killed_runs.py ATTEMPTS.json, a list of {"arguments", "processes", "kill"
   to each rank.
 - `after_answers` in `kill` has the rank wait for these answers of all ranks first, `after_checkpoint` for that step's
   checkpoint.
+- `full`: {"rank", "step", "times"}: the disk has no room for that rank's part of that step's checkpoint, so many times.
 - `ctrl_c`: once step 1 is logged, all ranks get SIGINT as torchrun would send it, and a second later once more.
 - `rewrite`: the run is not continued, its newest checkpoint is loaded and written again in the arguments' layout.
 Prints what the attempts print, and fails where an attempt does not end as expected ("killed" or an exit code).
@@ -18,6 +19,7 @@ Prints what the attempts print, and fails where an attempt does not end as expec
 from __future__ import annotations
 
 import asyncio
+import errno
 import importlib.util
 import json
 import multiprocessing
@@ -171,6 +173,19 @@ def _arm_checkpoint(step: int, at: str, die: Callable[[], None]) -> None:
     files.write_marker = write_marker
 
 
+def fill_disk(step: int, times: int) -> None:
+    """Have no room for this rank's part of a checkpoint."""
+    write, failures = dcp.FileSystemWriter.write_data, list[int]()
+
+    def write_data(self: Any, plan: Any, planner: Any) -> Any:
+        if len(failures) < times and Path(self.path).name.removesuffix(".new") == files.step_folder(Path(), step).name:
+            failures.append(step)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(self, plan, planner)
+
+    dcp.FileSystemWriter.write_data = write_data  # type: ignore[method-assign]
+
+
 def rewrite(arguments: list[str]) -> int:
     """Load the newest checkpoint and write it again."""
     config = load_config(arguments[0], arguments[1:])
@@ -191,6 +206,9 @@ def rank_main(rank: int, port: int, attempt: dict[str, Any], answered: list[Even
     processes = len(answered)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes), LOCAL_WORLD_SIZE=str(processes))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    full = attempt.get("full")
+    if full is not None and full["rank"] == rank:
+        fill_disk(full["step"], full["times"])
     kill = attempt.get("kill")
     if kill is not None:
         removed = run_directory(attempt["arguments"]) if kill.get("remove") else None

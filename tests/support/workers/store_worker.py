@@ -13,12 +13,12 @@ import megappo.megatron  # noqa: F401 - prepares a machine without CUDA before M
 from megappo.config.schema import RuntimeSettings
 from megappo.runtime.interrupts import interruptible
 from megappo.runtime.process import start_runtime
-from megappo.runtime.watchdog import Watchdog, watched
+from megappo.runtime.watchdog import Limits, Watchdog, watched
 
 
 def main() -> None:
     with start_runtime(RuntimeSettings()) as runtime:
-        watchdog = Watchdog(Path(sys.argv[1]), {}, 100.0, runtime)
+        watchdog = Watchdog(Path(sys.argv[1]), Limits(100.0), runtime)
         with watched(watchdog), interruptible(runtime) as interrupts:
             watchdog.enter("rollout")
             watchdog.made_tokens()

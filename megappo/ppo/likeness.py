@@ -1,0 +1,79 @@
+"""Ranks that were started with different things are told so before anything follows from it.
+
+Collectives of ranks with other settings, data or devices wait for ever, or compute what nobody asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from megappo.checkpoint.versions import software_versions
+from megappo.config import Config
+from megappo.data import PromptDataset, TrainingPrompts
+from megappo.errors import ConfigError, first_of, show
+from megappo.runtime.objects import of_all_ranks
+from megappo.runtime.process import Runtime
+
+_OF_A_MACHINE = ("runtime.", "data.template_time", "rollout.sglang.request_timeout_seconds")
+"""Settings that follow from the machine or the clock where they are not given."""
+_MOST = 3
+
+
+def check_ranks(config: Config, runtime: Runtime) -> None:
+    """Settings, kind of device and versions are the same on all ranks; a collective of the world. Raises ConfigError on
+    every rank, which names those that differ, and in what."""
+    facts = dict(_flat(config.model_dump(mode="json")))
+    facts = {name: value for name, value in facts.items() if not name.startswith(_OF_A_MACHINE)}
+    versions = {f"the version of {name}": version for name, version in software_versions().items()}
+    check_alike(facts | {"the device": runtime.device.type} | versions)
+
+
+def check_data(training: TrainingPrompts, validation: Mapping[str, PromptDataset]) -> None:
+    """The data are the same on all ranks; as `check_ranks`."""
+    sets = {f"the checksum of validation data{name and f' {name}'}": v.fingerprint for name, v in validation.items()}
+    check_alike({"the checksum of the training data": training.fingerprint, **sets})
+
+
+def check_alike(facts: Mapping[str, object]) -> None:
+    """Facts, by what a sentence calls them, are the same on all ranks; as `check_ranks`."""
+    text = json.dumps(facts, sort_keys=True, default=str)
+    if len(set(of_all_ranks(hashlib.sha256(text.encode()).hexdigest()))) == 1:
+        return
+    of_ranks = of_all_ranks(json.loads(text))
+    names = dict.fromkeys(name for of_rank in of_ranks for name in of_rank)
+    found = [words for name in names if (words := _difference(name, [of_rank.get(name) for of_rank in of_ranks]))]
+    raise ConfigError(
+        f"ranks were started with different things: {first_of(found, _MOST, '; ')}; start all of them with the same "
+        "settings, files and software"
+    )
+
+
+def _difference(name: str, values: Sequence[Any]) -> str:
+    """`run.seed is 1 on most ranks and 2 on rank 3`; "" where all have the same."""
+    texts = [show(value) for value in map(_shown, values)]
+    counts = Counter(json.dumps(value, sort_keys=True) for value in values)
+    if len(counts) == 1:
+        return ""
+    usual = counts.most_common(1)[0][0]
+    others = [rank for rank, value in enumerate(values) if json.dumps(value, sort_keys=True) != usual]
+    first = next(rank for rank in range(len(values)) if rank not in others)
+    where = f"rank {first}" if len(values) == 2 else "most ranks"
+    whose = f"rank {others[0]}" if len(others) == 1 else f"ranks {first_of(others, 8)}"
+    return f"{name} is {texts[first]} on {where} and {texts[others[0]]} on {whose}"
+
+
+def _shown(value: Any) -> Any:
+    """Of a checksum its beginning."""
+    return value[:12] if isinstance(value, str) and len(value) == 64 and value.isalnum() else value
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

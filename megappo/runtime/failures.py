@@ -1,0 +1,287 @@
+"""One rank's error is everybody's: the one way out of a run of several ranks that cannot go on.
+
+The rank that has an error says it first, then posts it where all ranks look, and every rank ends within seconds with
+that sentence, whatever collective it waits in. Nobody leaves process groups on that way, as NCCL would wait for the
+others. What a broken connection says is no reason: the rank that was lost is asked for its own first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import NoReturn
+
+import psutil
+import torch.distributed as dist
+
+from megappo.errors import RUN_ERROR, Interrupted, reason, verdict_of
+from megappo.observe.messages import MESSAGES, tell
+from megappo.observe.progress import PROGRESS
+from megappo.runtime.launchers import tell_torchrun
+from megappo.runtime.notices import POLL_SECONDS, Notices
+from megappo.runtime.waiting import wait_until
+
+_AGENT = "MEGAPPO_AGENT_PID"
+_PARENT = os.getppid()
+"""Asked early: who is left behind has another."""
+_FAILED = "megappo/failed"
+_LEAVING = "megappo/leaving"
+_POST_SECONDS = 3.0
+_LAST_SECONDS = 70.0
+"""For what is done before leaving: a checkpoint under way has a minute."""
+_LEAVE_SECONDS = 4.0
+"""For the others to say why they end, and for what this rank has to close."""
+_MEET_SECONDS = 0.25
+_FLUSH_SECONDS = 1.0
+_RANK_0_SPEAKS_SECONDS = 2 * POLL_SECONDS
+"""An error that all ranks raise is told by rank 0."""
+_LOST_SECONDS = 5.0
+"""What a rank that lost another has patience for, until that one's reason is known or a launcher ends it."""
+_BROKEN = re.compile(r"gloo|NCCL|[Ss]ocket|Connection (closed|reset|refused)|Broken pipe")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why all ranks end."""
+
+    rank: int
+    """Whose error it is."""
+    code: int
+    """What every rank exits with."""
+    sentences: tuple[str, ...] = ()
+    """Nothing is said where there are none."""
+    is_hang: bool = False
+    """Nothing went on any more."""
+
+
+class _ParentAgent:
+    """torchrun's process on this machine, without which nobody would end this rank."""
+
+    def __init__(self) -> None:
+        self._pid = int(os.environ.get(_AGENT, "") or _PARENT)  # a shell may stand between
+        self._process: psutil.Process | None = None
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            with contextlib.suppress(psutil.Error):
+                self._process = psutil.Process(self._pid)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether there was one that has ended; it waits for its ranks otherwise."""
+        if self._process is None:
+            return "TORCHELASTIC_RUN_ID" in os.environ
+        try:
+            return not self._process.is_running() or self._process.status() == psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return True
+
+    @property
+    def words(self) -> str:
+        """Why this rank ends with it."""
+        return f"torchrun, process {self._pid} on {socket.gethostname()}, is gone, and its ranks end with it"
+
+
+class Failures:
+    """This rank's part of it, from `start` to `stop`; any thread may call anything."""
+
+    def __init__(self, rank: int, world_size: int, notices: Notices) -> None:
+        self._rank, self._world_size, self._notices = rank, world_size, notices
+        self._before_leaving: list[Callable[[Failure], object]] = []
+        self._raised: tuple[str, ...] | None = None
+        """What the error of this rank says, before it is told."""
+        self._lock, self._is_told = threading.Lock(), False
+        self._closed = threading.Event()
+        self._agent = _ParentAgent()
+        self._old_hook = threading.excepthook
+
+    def start(self) -> None:
+        """Listen to the other ranks, and to what is raised in threads of megappo's."""
+        self._notices.listen(_FAILED, self._hear)
+        self._notices.when_lost(self._store_is_lost)
+        self._notices.each_turn(self._look_after_agent)
+        self._old_hook, threading.excepthook = threading.excepthook, self._thread_ended
+
+    def stop(self) -> None:
+        """The run is over: nothing that another rank has to say concerns this one any more."""
+        threading.excepthook = self._old_hook
+        self._claim()
+        self._notices.close()
+
+    def before_leaving(self, work: Callable[[Failure], object]) -> None:
+        """Have something done that takes a bounded time before this rank ends, whose failure ever it is."""
+        self._before_leaving.append(work)
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """An error of the block is told before anything is closed on its account. Stands wherever something is."""
+        try:
+            yield
+        except BaseException as error:
+            self.tell(error)
+            raise
+
+    def tell(self, error: BaseException) -> None:
+        """Say an error of this rank and end all ranks, this one as soon as it is in `leave`, and in seconds anyway.
+
+        With one rank nothing, as it is raised.
+        Where another rank's failure is told already, or is heard of meanwhile, this is none.
+        """
+        if self._world_size == 1 or _is_no_failure(error):
+            return
+        verdict = verdict_of(error)
+        sentences = verdict.sentences
+        self._raised = sentences
+        is_lost = _is_broken_connection(error)
+        if is_lost:
+            sentences = (_lost_words(error),)
+            wait_until(lambda: False, _LOST_SECONDS, every_seconds=_LOST_SECONDS)
+        elif self._rank:
+            wait_until(lambda: False, _RANK_0_SPEAKS_SECONDS, every_seconds=_RANK_0_SPEAKS_SECONDS)
+        tb = "".join(traceback.format_exception(error)) if verdict.is_unforeseen and not is_lost else ""
+        self._begin(Failure(self._rank, RUN_ERROR if is_lost else verdict.code, sentences), tb)
+
+    def declare(self, failure: Failure) -> None:
+        """End all ranks for a reason that was found beside what this rank does, which need not close anything."""
+        self._closed.set()
+        self._begin(failure)
+
+    def _begin(self, failure: Failure, before: str = "") -> None:
+        """`before`: what stands above it on this rank alone."""
+        if not self._claim():
+            return
+        self._say(failure, before)
+        threading.Thread(target=self._end, args=(failure,), name="leaving", daemon=True).start()
+
+    def leave(self, error: BaseException) -> None:
+        """The last of an error's way: ends the process, unless that is no failure or this rank the only one."""
+        if self._world_size == 1 or _is_no_failure(error):
+            return
+        self.tell(error)
+        self._closed.set()
+        threading.Event().wait()  # for the thread that ends the process
+
+    def _claim(self) -> bool:
+        """Whether nobody in this process has begun to tell a failure."""
+        with self._lock:
+            before, self._is_told = self._is_told, True
+        return not before
+
+    def _hear(self, words: str) -> None:
+        if not self._claim():
+            return
+        given = json.loads(words)
+        failure = Failure(**(given | {"sentences": tuple(given["sentences"])}))
+        self._say(failure)
+        self._closed.set()
+        self._end(failure)
+
+    def _say(self, failure: Failure, before: str = "") -> None:
+        is_everybodys = failure.rank == 0 and self._raised == failure.sentences
+        place = "" if is_everybodys or self._rank == failure.rank == 0 else f" on rank {failure.rank}"
+        said = [f"error{place}: {sentence}" for sentence in failure.sentences]
+        told = not said or (
+            not self._agent.is_gone and tell_torchrun(os.environ, [f"megappo: {sentence}" for sentence in said])
+        )
+        MESSAGES.tell_last("\nmegappo: ".join([] if told else said), before)
+
+    def _end(self, failure: Failure) -> NoReturn:
+        code = failure.code
+        posted: list[str] = []
+        self._notices.close()
+        _within(_POST_SECONDS, lambda: posted.append(self._notices.post(_FAILED, json.dumps(asdict(failure)))))
+        if posted:
+            code = json.loads(posted[0])["code"]  # of the failure that was posted first
+        _within(_LAST_SECONDS, lambda: self._do_last(failure))
+        begun = time.monotonic()
+        _within(_LEAVE_SECONDS, self._meet)  # a launcher ends all ranks with the first, and rank 0 keeps the store
+        self._closed.wait(max(0.0, begun + _LEAVE_SECONDS - time.monotonic()))
+        _within(_FLUSH_SECONDS, lambda: (sys.stdout.flush(), sys.stderr.flush()))
+        os._exit(code)
+
+    def _do_last(self, failure: Failure) -> None:
+        for work in self._before_leaving:
+            try:
+                work(failure)
+            except Exception as error:  # noqa: BLE001 - whatever it was, the process ends with the failure
+                tell(f"at the end of this rank: {reason(error)}")
+
+    def _meet(self) -> None:
+        """Until all ranks have said why they end."""
+        self._notices.count(_LEAVING, 1)
+        wait_until(
+            lambda: self._notices.count(_LEAVING) >= self._world_size, _LEAVE_SECONDS, every_seconds=_MEET_SECONDS
+        )
+        if self._rank == 0:  # which may keep the store: the others ask for the count once more
+            wait_until(lambda: False, 2 * _MEET_SECONDS, every_seconds=_MEET_SECONDS)
+
+    def _store_is_lost(self) -> None:
+        """Rank 0, or torchrun's agent, is gone. At the end of a run that is as it should be."""
+        wait_until(lambda: self._is_told, 2 * _LOST_SECONDS, every_seconds=POLL_SECONDS)
+        words = "the store at which the ranks met is gone, and rank 0 or torchrun with it; the first to end says why"
+        words = self._agent.words if self._agent.is_gone else words
+        self.declare(Failure(self._rank, RUN_ERROR, (words,)))
+
+    def _look_after_agent(self) -> None:
+        if self._agent.is_gone and not self._is_told:
+            self.declare(Failure(self._rank, RUN_ERROR, (self._agent.words,)))
+
+    def _thread_ended(self, given: threading.ExceptHookArgs) -> None:
+        error = given.exc_value
+        if error is None or self._world_size == 1 or not _is_ours(given.exc_traceback) or isinstance(error, SystemExit):
+            self._old_hook(given)
+            return
+        self.tell(error)
+
+
+def _is_no_failure(error: BaseException) -> bool:
+    """A run that was asked to stop ends on all ranks by itself, as one that is done."""
+    ends_well = isinstance(error, SystemExit) and not error.code
+    return ends_well or isinstance(error, Interrupted | GeneratorExit)
+
+
+def _is_broken_connection(error: BaseException) -> bool:
+    """Whether it says no more than that another rank, or the store, does not answer."""
+    chain: BaseException | None = error
+    while chain is not None:
+        if isinstance(chain, dist.DistError):
+            return True
+        if type(chain) is RuntimeError and _BROKEN.search(str(chain)):
+            return True
+        chain = chain.__cause__
+    return False
+
+
+def _lost_words(error: BaseException) -> str:
+    stage = PROGRESS.text()
+    return (
+        f"another rank ended without a word, or cannot be reached any more{f', in {stage}' if stage else ''}; look for "
+        f"the one that ended first, such as by a lack of memory (this rank's connection: {reason(error)})"
+    )
+
+
+def _is_ours(found: TracebackType | None) -> bool:
+    """Whether what a thread runs is megappo's."""
+    while found is not None and found.tb_frame.f_globals.get("__name__") == "threading":
+        found = found.tb_next
+    return found is not None and str(found.tb_frame.f_globals.get("__name__")).startswith("megappo.")
+
+
+def _within(seconds: float, work: Callable[[], object]) -> None:
+    """Do what may fail, and may never end."""
+
+    def quietly() -> None:
+        with contextlib.suppress(dist.DistError, OSError, ValueError):
+            work()
+
+    working = threading.Thread(target=quietly, daemon=True)
+    working.start()
+    working.join(seconds)

@@ -1,0 +1,80 @@
+"""What ranks tell each other outside of collectives, by the store at which they met."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+POLL_SECONDS = 0.5
+
+
+class Notices:
+    """Words and counts in the store, over a connection of their own, as the process group holds the first one while it
+    waits for something. Any thread may call anything; whatever is asked raises DistError once nobody keeps the store
+    any more."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self._heard: dict[str, Callable[[str], None]] = {}
+        self._each_turn: list[Callable[[], None]] = []
+        self._lost: Callable[[], None] = _nothing
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def post(self, name: str, words: str) -> str:
+        """Leave words for all ranks, unless there are some under that name; returns those that are there."""
+        return str(self._store.compare_set(name, "", words).decode())
+
+    def count(self, name: str, more: int = 0) -> int:
+        """What all ranks have counted under a name, with so many more."""
+        return int(self._store.add(name, more))
+
+    def listen(self, name: str, heard: Callable[[str], None]) -> None:
+        """Have `heard` called once, in a thread, with what a rank posts under a name or has posted."""
+        with self._lock:
+            self._heard[name] = heard
+        self._begin()
+
+    def each_turn(self, work: Callable[[], None]) -> None:
+        """Have something done in that thread as often as it looks."""
+        with self._lock:
+            self._each_turn.append(work)
+        self._begin()
+
+    def when_lost(self, lost: Callable[[], None]) -> None:
+        """Have `lost` called, in that thread, where nobody keeps the store any more."""
+        self._lost = lost
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._closed.set()
+
+    def _begin(self) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._watch, name="notices", daemon=True)
+                self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(POLL_SECONDS):
+            with self._lock:
+                turns, awaited = list(self._each_turn), list(self._heard)
+            for work in turns:
+                work()
+            try:
+                come = {name: self._store.get(name).decode() for name in awaited if self._store.check([name])}
+            except dist.DistError:
+                if not self._closed.is_set():
+                    self._lost()
+                return
+            for name, words in come.items():
+                with self._lock:
+                    heard = self._heard.pop(name)
+                heard(words)
+
+
+def _nothing() -> None:
+    """Nobody wants to know."""

@@ -1,0 +1,168 @@
+"""One rank's error ends all ranks within seconds, each with the sentence of the rank that had it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megappo.megatron  # noqa: F401 - imported once for all ranks
+from megappo.config.schema import RuntimeSettings
+from megappo.errors import RunError
+from megappo.runtime.process import Runtime, start_runtime
+from megappo.runtime.store import free_port
+
+pytestmark = pytest.mark.waits
+
+WITHIN_SECONDS = 10.0
+FOREVER = 10**6
+
+
+class Ended(NamedTuple):
+    """How a rank ended."""
+
+    code: int
+    said: str
+    told: str
+    """What torchrun was told."""
+    seconds: float
+
+
+def of_rank(rank: int, folder: Path, port: int, body: Callable[[Runtime], None], under_torchrun: bool) -> None:
+    """One rank, in a process of its own."""
+    errors = os.open(folder / f"stderr-{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(errors, 2)
+    sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115 - not pytest's
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if under_torchrun:
+        os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"told-{rank}")
+    dist.destroy_process_group = lambda *_: time.sleep(FOREVER)  # as NCCL may where others wait for this rank
+    with start_runtime(RuntimeSettings(threads_per_rank=1)) as runtime:
+        runtime.failures.before_leaving(lambda failure: (folder / f"last-{rank}").write_text(str(failure.rank)))
+        (folder / f"begun-{rank}").write_text(str(time.monotonic()))
+        try:
+            with runtime.failures.told():
+                body(runtime)
+        finally:
+            time.sleep(FOREVER)  # something that cannot be closed
+
+
+def ends(folder: Path, body: Callable[[Runtime], None], *, under_torchrun: bool = False) -> list[Ended]:
+    """Run a body on two ranks until both have ended; seconds count from the moment at which both had begun it."""
+    context, port = multiprocessing.get_context("fork"), free_port("127.0.0.1")
+    ranks = [context.Process(target=of_rank, args=(r, folder, port, body, under_torchrun)) for r in range(2)]
+    seconds = [0.0, 0.0]
+    for process in ranks:
+        process.start()
+    for rank, process in enumerate(ranks):
+        process.join(60)
+        seconds[rank] = time.monotonic()
+    for process in ranks:
+        process.kill()
+    start = max(float((folder / f"begun-{rank}").read_text()) for rank in range(2))
+    told = [folder / f"told-{rank}" for rank in range(2)]
+    words = [json.loads(path.read_text())["message"]["message"] if path.exists() else "" for path in told]
+    said = [(folder / f"stderr-{rank}").read_text() for rank in range(2)]
+    said = ["".join(line for line in text.splitlines(True) if "cpp_extension" not in line) for text in said]
+    codes = [process.exitcode if process.exitcode is not None else FOREVER for process in ranks]
+    return [Ended(*found) for found in zip(codes, said, words, (s - start for s in seconds), strict=True)]
+
+
+def raised_alone(runtime: Runtime) -> None:
+    if runtime.rank == 1:
+        raise KeyError("no such room")
+    dist.all_reduce(torch.zeros(1))
+
+
+def raised_in_a_thread(runtime: Runtime) -> None:
+    """One of megappo's; in what others start nobody knows what an error means."""
+    if runtime.rank == 1:
+        runtime.notices.each_turn(lambda: raised_alone(runtime))
+        threading.Thread(target=lambda: 1 / 0, daemon=True).start()
+        threading.Event().wait()
+    dist.all_reduce(torch.zeros(1))
+    threading.Event().wait()
+
+
+def raised_by_rank_0(runtime: Runtime) -> None:
+    if runtime.rank == 0:
+        raise RunError("the disk is full; make room")
+    dist.all_reduce(torch.zeros(1))
+
+
+@pytest.mark.parametrize("body", [raised_alone, raised_in_a_thread])
+def test_the_others_are_told_whose_error_it_was(body: Callable[[Runtime], None], tmp_path: Path) -> None:
+    """Whatever they wait for, and whatever the one that had it cannot close."""
+    first, second = ends(tmp_path, body)
+    sentence = f"megappo: error on rank 1: KeyError: 'no such room' ({__file__}:"
+    assert (first.code, second.code) == (1, 1)
+    assert max(first.seconds, second.seconds) < WITHIN_SECONDS
+    assert sentence in first.said and "Traceback" not in first.said, first.said
+    assert sentence in second.said and second.said.count("Traceback") == 1, second.said
+    assert [(tmp_path / f"last-{rank}").read_text() for rank in range(2)] == ["1", "1"]
+
+
+def test_torchrun_is_told_on_every_rank(tmp_path: Path) -> None:
+    first, second = ends(tmp_path, raised_by_rank_0, under_torchrun=True)
+    assert (first.code, second.code) == (1, 1)
+    assert first.told == "megappo: error: the disk is full; make room"
+    assert second.told == "megappo: error on rank 0: the disk is full; make room"
+    assert "error" not in first.said + second.said
+
+
+def raised_by_all(runtime: Runtime) -> None:
+    dist.all_reduce(torch.zeros(1))
+    raise RunError("the folder is lost")
+
+
+def test_an_error_of_all_ranks_is_nobodys(tmp_path: Path) -> None:
+    for ended in ends(tmp_path, raised_by_all):
+        assert (ended.code, ended.said) == (1, "megappo: error: the folder is lost\n")
+
+
+def killed(runtime: Runtime) -> None:
+    if runtime.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.zeros(1))
+
+
+def test_a_rank_that_ends_without_a_word(tmp_path: Path) -> None:
+    """That connections broke is no reason, and says so."""
+    first, second = ends(tmp_path, killed)
+    assert (first.code, second.code) == (1, -signal.SIGKILL)
+    assert "another rank ended without a word, or cannot be reached any more" in first.said
+    assert "Traceback" not in first.said
+
+
+def lost_before_the_reason(runtime: Runtime) -> None:
+    """Rank 0 notices that a connection broke before rank 1 can say why."""
+    if runtime.rank == 0:
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1")
+    time.sleep(2)
+    raise RunError("no room is left")
+
+
+def test_the_reason_of_the_rank_that_was_lost_is_waited_for(tmp_path: Path) -> None:
+    for ended in ends(tmp_path, lost_before_the_reason):
+        assert (ended.code, ended.said) == (1, "megappo: error on rank 1: no room is left\n")
+
+
+def test_one_rank_alone_raises_what_it_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    settings = RuntimeSettings(threads_per_rank=1)
+    with pytest.raises(KeyError), start_runtime(settings) as runtime, runtime.failures.told():
+        raise KeyError("no such room")
+    assert not dist.is_initialized()
