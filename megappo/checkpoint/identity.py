@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from megappo.checkpoint.files import Marker
 from megappo.config import Config
+from megappo.config.explain import explain
 from megappo.config.model_files import model_paths, read_config_json, role_folder
 from megappo.families.architecture import ArchitectureConfig
 from megappo.runtime.objects import of_all_ranks
@@ -67,10 +69,14 @@ def model_of(marker: Marker, role: str, own: OwnCode = NO_CODE) -> tuple[Config,
     """The settings of a checkpoint's run, with no other code than `own` in its model, and the folder of a role's model,
     perhaps without its weights.
 
-    Raises ValueError where the folder's config.json is not the one that the run began with.
+    Raises ValueError where the folder's config.json is not the one that the run began with, and for settings that are
+    none.
     """
-    settings = marker.content["settings"]
-    config = Config.model_validate({**settings, "model": {**settings["model"], **own._asdict()}})
+    settings = settings_of(marker)
+    try:
+        config = Config.model_validate({**settings, "model": {**settings["model"], **own._asdict()}})
+    except ValidationError as error:
+        raise ValueError(f"the settings in the checkpoint are none of a run: {explain(error)[0]}") from None
     folder = role_folder(config, role, weights=False)
     key = role if role != "actor" and role in model_paths(config) else "model"
     before = marker.content.get("identity", {}).get(key)
@@ -81,6 +87,15 @@ def model_of(marker: Marker, role: str, own: OwnCode = NO_CODE) -> tuple[Config,
             f"{before[:12]}); bring back the folder as it was"
         )
     return config, folder
+
+
+def settings_of(marker: Marker) -> dict[str, Any]:
+    """The settings of a checkpoint's run, at least their sections and the model's. Raises ValueError where there are
+    none."""
+    settings = marker.content.get("settings")
+    if not isinstance(settings, dict) or not isinstance(settings.get("model"), dict):
+        raise ValueError("the checkpoint holds no settings of a run; name one that a run of megappo wrote")
+    return settings
 
 
 def weights_digest(named_tensors: Iterable[tuple[str, Tensor]]) -> str:

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from megappo.checkpoint.files import Marker
-from megappo.checkpoint.identity import BASE, FURTHER, NO_CODE, OwnCode, model_of, tensor_digest, whole_digest
+from megappo.checkpoint.identity import (
+    BASE,
+    FURTHER,
+    NO_CODE,
+    OwnCode,
+    model_of,
+    settings_of,
+    tensor_digest,
+    whole_digest,
+)
 from megappo.checkpoint.select import find_checkpoint
 from megappo.checkpoint.source import CheckpointSource
 from megappo.checkpoint.torch_dist.writer import write_torch_dist
@@ -121,7 +130,7 @@ def export_run(
 
 
 def _require_own_family(folder: Path, marker: Marker, own: OwnCode) -> None:
-    named = marker.content["settings"]["model"].get("family")
+    named = settings_of(marker)["model"].get("family")
     if own.family != named:
         remedy = "leave --family out" if named is None else f"give --family {named} if that code is yours"
         raise ValueError(f"{folder} is of model.family {show(named)}, --family is {show(own.family)}; {remedy}")

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import os
+import random
 import shutil
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from megappo.checkpoint.files import read_marker, write_marker
+from megappo.checkpoint.files import Marker, read_marker, write_marker
 from megappo.checkpoint.identity import architecture_digest
 from megappo.cli import main
 from megappo.commands.serve import make_service
@@ -155,3 +159,62 @@ def test_an_export_runs_the_code_that_its_user_names(crafted: Path, capsys: pyte
     write_marker(folder, marker)
     assert main(words) == 0, capsys.readouterr()
     assert not (crafted / "trace").exists() and (crafted / "out/model.safetensors").exists()
+
+
+FOLDERS = 50
+HOSTILE: list[Any] = [
+    f"{MODULE}:make", "__import__('os').system('x')", "!!python/object/apply:os.system [x]", "{{ x.__class__ }}", "-x",
+    "", "../" * 20 + "etc/passwd", "/dev/zero", "a\0b", "\x1b[2J", "x" * 10_000, 10**400, -1, 2**63, 1e308, True, None,
+    [], {}, [[]] * 50, {"": {"": {}}}, {"source": f"{MODULE}:make", "options": {"self": "x"}},
+]  # fmt: skip
+
+
+def _places(content: Any, at: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every place of a marker's content at which something stands."""
+    for name, value in content.items():
+        yield (*at, name)
+        if isinstance(value, dict):
+            yield from _places(value, (*at, name))
+
+
+def _endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.waits
+def test_folders_that_a_program_makes_run_no_code_and_change_nothing(
+    crafted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A marker of which one to four values are others', and files that are devices, pipes, or cut: the commands that
+    read it end soon, with a sentence or as if nothing was."""
+    monkeypatch.chdir(ROOT)
+    draw, run = random.Random(0), crafted / "run"
+    folder = run / "checkpoints/step-000001"
+    whole, kept = read_marker(folder), shutil.copytree(folder, tmp_path / "kept")
+    for path in tmp_path.iterdir():
+        assert path.name in ("crafted", "kept", "path")
+    for number in range(FOLDERS):
+        shutil.rmtree(folder)
+        shutil.copytree(kept, folder)
+        content = copy.deepcopy(whole.content)
+        content["settings"]["model"] |= {"family": None, "trust_remote_code": draw.random() < 0.5}
+        for place in draw.sample(sorted(_places(content)), draw.randint(1, 4)):
+            inside: Any = content
+            for name in place[:-1]:
+                inside = inside.get(name) if isinstance(inside, dict) else None
+            if isinstance(inside, dict):
+                inside[place[-1]] = draw.choice(HOSTILE)
+        write_marker(folder, Marker(1, whole.files, content))
+        if number % 3 == 0:
+            victim = draw.choice(sorted(path for path in folder.iterdir() if path.name != "checkpoint.json"))
+            victim.unlink()
+            spoils: list[Callable[[Path], None]] = [_endless, os.mkfifo, Path.touch]
+            draw.choice(spoils)(victim)
+        start = time.monotonic()
+        code = main(["export", str(run), str(tmp_path / "out")])
+        said = "".join(capsys.readouterr())
+        assert time.monotonic() - start < 30 and "Traceback" not in said, said
+        assert code in (0, 2) and (code == 0 or "megappo: error: " in said), said
+        assert not (crafted / "trace").exists() and MODULE not in sys.modules
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        assert {path.name for path in tmp_path.iterdir()} == {"crafted", "kept", "path"}
