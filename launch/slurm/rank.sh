@@ -10,6 +10,7 @@ if [ -n "${MEGAPPO_SITE:-}" ]; then
 fi
 if [ -n "${MEGAPPO_STOP_FILE:-}" ]; then # torchrun stands between SLURM and this rank; see node.sh
     echo $$ >"$MEGAPPO_RANK_LOGS/pid-$rank"
+    export MEGAPPO_AGENT_PID=$PPID # with which it ends
     if [ -e "$MEGAPPO_STOP_FILE" ]; then
         echo 85 >"$MEGAPPO_RANK_LOGS/exit-$rank"
         exit 0

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import re
+import socket
 import sys
 import threading
 import time
@@ -20,6 +21,7 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import NoReturn
 
+import psutil
 import torch.distributed as dist
 
 from megappo.errors import RUN_ERROR, Interrupted, reason, verdict_of
@@ -29,6 +31,9 @@ from megappo.runtime.launchers import tell_torchrun
 from megappo.runtime.notices import POLL_SECONDS, Notices
 from megappo.runtime.waiting import wait_until
 
+_AGENT = "MEGAPPO_AGENT_PID"
+_PARENT = os.getppid()
+"""Asked early: who is left behind has another."""
 _FAILED = "megappo/failed"
 _LEAVING = "megappo/leaving"
 _POST_SECONDS = 3.0
@@ -59,6 +64,32 @@ class Failure:
     """Nothing went on any more."""
 
 
+class _Torchrun:
+    """torchrun's process on this machine, without which nobody would end this rank."""
+
+    def __init__(self) -> None:
+        self._pid = int(os.environ.get(_AGENT, "") or _PARENT)  # a shell may stand between
+        self._process: psutil.Process | None = None
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            with contextlib.suppress(psutil.Error):
+                self._process = psutil.Process(self._pid)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether there was one that has ended; it waits for its ranks otherwise."""
+        if self._process is None:
+            return "TORCHELASTIC_RUN_ID" in os.environ
+        try:
+            return not self._process.is_running() or self._process.status() == psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return True
+
+    @property
+    def words(self) -> str:
+        """Why this rank ends with it."""
+        return f"torchrun, process {self._pid} on {socket.gethostname()}, is gone, and its ranks end with it"
+
+
 class Failures:
     """This rank's part of it, from `start` to `stop`; any thread may call anything."""
 
@@ -69,12 +100,14 @@ class Failures:
         """What the error of this rank says, before it is told."""
         self._lock, self._is_told = threading.Lock(), False
         self._closed = threading.Event()
+        self._agent = _Torchrun()
         self._old_hook = threading.excepthook
 
     def start(self) -> None:
         """Listen to the other ranks, and to what is raised in threads of megappo's."""
         self._notices.listen(_FAILED, self._hear)
         self._notices.when_lost(self._store_is_lost)
+        self._notices.each_turn(self._look_after_agent)
         self._old_hook, threading.excepthook = threading.excepthook, self._thread_ended
 
     def stop(self) -> None:
@@ -155,7 +188,9 @@ class Failures:
         is_everybodys = failure.rank == 0 and self._raised == failure.sentences
         place = "" if is_everybodys or self._rank == failure.rank == 0 else f" on rank {failure.rank}"
         said = [f"error{place}: {sentence}" for sentence in failure.sentences]
-        told = not said or tell_torchrun(os.environ, [f"megappo: {sentence}" for sentence in said])
+        told = not said or (
+            not self._agent.is_gone and tell_torchrun(os.environ, [f"megappo: {sentence}" for sentence in said])
+        )
         MESSAGES.tell_last("\nmegappo: ".join([] if told else said), before)
 
     def _end(self, failure: Failure) -> NoReturn:
@@ -192,7 +227,12 @@ class Failures:
         """Rank 0, or torchrun's agent, is gone. At the end of a run that is as it should be."""
         wait_until(lambda: self._is_told, 2 * _LOST_SECONDS, every_seconds=POLL_SECONDS)
         words = "the store at which the ranks met is gone, and rank 0 or torchrun with it; the first to end says why"
+        words = self._agent.words if self._agent.is_gone else words
         self.declare(Failure(self._rank, RUN_ERROR, (words,)))
+
+    def _look_after_agent(self) -> None:
+        if self._agent.is_gone and not self._is_told:
+            self.declare(Failure(self._rank, RUN_ERROR, (self._agent.words,)))
 
     def _thread_ended(self, given: threading.ExceptHookArgs) -> None:
         error = given.exc_value

@@ -7,9 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
+from megappo.runtime.waiting import wait_until
 from tests.support.places import ROOT
 
 SENTENCE = "megappo: error: run.seed is -1, must be at least 0; the nearest is 0"
@@ -60,6 +62,44 @@ def test_a_worker_that_is_killed_is_named(tmp_path: Path) -> None:
     )
     words = "megappo: error: rank 1 ended by SIGKILL, as where the machine lacks memory"
     assert (done.returncode, done.stderr.splitlines()[-1]) == (137, words), done.stderr
+
+
+@pytest.mark.waits
+@pytest.mark.parametrize("between", [False, True])
+def test_ranks_end_with_a_torchrun_that_is_killed(between: bool, tmp_path: Path) -> None:
+    """Also where a shell stands between, as in a SLURM job; nobody else would end them."""
+    worker = tmp_path / "worker.py"
+    worker.write_text(
+        "import os, time\n"
+        "from megappo.config.schema import RuntimeSettings\n"
+        "from megappo.runtime.process import start_runtime\n"
+        "with start_runtime(RuntimeSettings(threads_per_rank=1)) as runtime:\n"
+        f"    open(f'{tmp_path}/began-{{runtime.rank}}', 'w').write(str(os.getpid()))\n"
+        "    time.sleep(600)\n"
+    )
+    shell = ["--no-python", "bash", "-c", 'export MEGAPPO_AGENT_PID=$PPID; "$0" "$@"; exit $?', sys.executable]
+    meeting = [
+        "--rdzv-backend=c10d",
+        "--rdzv-conf=store_type=file",
+        f"--rdzv-id={tmp_path.name}",
+        "--local-addr=127.0.0.1",
+    ]
+    start = [sys.executable, "-m", "megappo.runtime.torchrun", *meeting, "--nproc-per-node", "2"]
+    paths = {
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    with (tmp_path / "said").open("w") as said:
+        words = [*start, *(shell if between else []), str(worker)]
+        agent = subprocess.Popen(words, cwd=ROOT, env=os.environ | paths, stdout=said, stderr=said)
+    begun = [tmp_path / f"began-{rank}" for rank in (0, 1)]
+    assert wait_until(lambda: all(path.exists() and path.read_text() for path in begun), 120, every_seconds=0.2)
+    agent.kill()
+    agent.wait()
+    ranks = [int(path.read_text()) for path in begun]
+    assert wait_until(lambda: not any(psutil.pid_exists(rank) for rank in ranks), 15, every_seconds=0.2)
+    assert f"torchrun, process {agent.pid} on " in (tmp_path / "said").read_text()
 
 
 @pytest.mark.waits
