@@ -43,6 +43,7 @@ _LEAVE_SECONDS = 4.0
 """For the others to say why they end, and for what this rank has to close."""
 _MEET_SECONDS = 0.25
 _FLUSH_SECONDS = 1.0
+_STOP_SECONDS = 20.0
 _RANK_0_SPEAKS_SECONDS = 2 * POLL_SECONDS
 """An error that all ranks raise is told by rank 0."""
 _LOST_SECONDS = 5.0
@@ -64,7 +65,7 @@ class Failure:
     """Nothing went on any more."""
 
 
-class _ParentAgent:
+class _Torchrun:
     """torchrun's process on this machine, without which nobody would end this rank."""
 
     def __init__(self) -> None:
@@ -99,8 +100,8 @@ class Failures:
         self._raised: tuple[str, ...] | None = None
         """What the error of this rank says, before it is told."""
         self._lock, self._is_told = threading.Lock(), False
-        self._closed = threading.Event()
-        self._agent = _ParentAgent()
+        self._closed, self._stopped = threading.Event(), threading.Event()
+        self._agent = _Torchrun()
         self._old_hook = threading.excepthook
 
     def start(self) -> None:
@@ -112,6 +113,7 @@ class Failures:
 
     def stop(self) -> None:
         """The run is over: nothing that another rank has to say concerns this one any more."""
+        self._stopped.set()
         threading.excepthook = self._old_hook
         self._claim()
         self._notices.close()
@@ -125,6 +127,9 @@ class Failures:
         """An error of the block is told before anything is closed on its account. Stands wherever something is."""
         try:
             yield
+        except Interrupted as error:
+            threading.Thread(target=self._end_what_stopped, args=(error.exit_code,), daemon=True).start()
+            raise
         except BaseException as error:
             self.tell(error)
             raise
@@ -168,6 +173,13 @@ class Failures:
         self.tell(error)
         self._closed.set()
         threading.Event().wait()  # for the thread that ends the process
+
+    def _end_what_stopped(self, code: int) -> None:
+        """What is closed after a last checkpoint, such as a service's client, has a bound: a scheduler would kill the
+        rank, and not start it again."""
+        if not self._stopped.wait(_STOP_SECONDS):
+            tell(f"what is to be closed does not end within {_STOP_SECONDS:g} seconds, so the process ends without it")
+            os._exit(code)
 
     def _claim(self) -> bool:
         """Whether nobody in this process has begun to tell a failure."""

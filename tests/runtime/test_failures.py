@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import megappo.megatron  # noqa: F401 - imported once for all ranks
 from megappo.config.schema import RuntimeSettings
-from megappo.errors import RunError
+from megappo.errors import Interrupted, RunError
 from megappo.runtime.process import Runtime, start_runtime
 from megappo.runtime.store import free_port
 
@@ -157,6 +157,17 @@ def lost_before_the_reason(runtime: Runtime) -> None:
 def test_the_reason_of_the_rank_that_was_lost_is_waited_for(tmp_path: Path) -> None:
     for ended in ends(tmp_path, lost_before_the_reason):
         assert (ended.code, ended.said) == (1, "megappo: error on rank 1: no room is left\n")
+
+
+def stopped(_runtime: Runtime) -> None:
+    raise Interrupted(signal.SIGTERM)
+
+
+def test_a_run_that_stopped_ends_whatever_cannot_be_closed(tmp_path: Path) -> None:
+    """With the code that asks for another start, before a scheduler kills it."""
+    for ended in ends(tmp_path, stopped):
+        assert ended.code == 85 and ended.seconds < 30, ended
+        assert "what is to be closed does not end within 20 seconds" in ended.said
 
 
 def test_one_rank_alone_raises_what_it_raised(monkeypatch: pytest.MonkeyPatch) -> None:

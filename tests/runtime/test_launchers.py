@@ -269,11 +269,11 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     seconds = datetime.timedelta(seconds=1)
     store = dist.PrefixStore("", listening_store("127.0.0.1", 0, 4, seconds, wait_for_workers=False))
 
-    def wait_elsewhere() -> None:
+    def of_rank_1() -> None:
         with pytest.raises(RunError):
             await_all(store.clone(), Ranks(1, 4, 1, 4), seconds)
 
-    other = threading.Thread(target=wait_elsewhere)
+    other = threading.Thread(target=of_rank_1)
     other.start()
     with pytest.raises(RunError, match="ranks 2, 3 of 4 did not come within 1 seconds; see their logs"):
         await_all(store, Ranks(0, 4, 0, 4), seconds)
