@@ -11,12 +11,15 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 from megappo.errors import RunError, show
+
+T = TypeVar("T")
 
 FORMAT = 2
 MARKER = "checkpoint.json"
@@ -26,6 +29,9 @@ _NEW = ".new"
 """Behind the name of a checkpoint that is written while a finished one of its step is there."""
 _STEP = re.compile(r"step-(\d{6,})")
 _NEEDED = frozenset({"format", "step", "files", "content"})
+_NO_FILE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG}
+"""Errors that come of what lies there; others come of the file system, or of who may read it."""
+_TRIES, _PAUSE_SECONDS = 3, 0.5
 
 
 class CheckpointError(RunError):
@@ -34,6 +40,10 @@ class CheckpointError(RunError):
 
 class DamagedError(Exception):
     """A checkpoint is not what was written; the message completes "the checkpoint ... is damaged: "."""
+
+
+class UnreadableError(ValueError):
+    """A file of a checkpoint is there and cannot be read, which says nothing of what is in it."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +79,32 @@ def folders(directory: Path) -> list[tuple[int, Path]]:
 
 def stamp(path: Path) -> Stamp:
     """Size and checksum of a file. Raises OSError, also where it is a pipe or a device, which may have no end."""
-    _check_plain(path)
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return Stamp(os.fstat(file.fileno()).st_size, digest)
+
+    def read() -> Stamp:
+        _check_plain(path)
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            return Stamp(os.fstat(file.fileno()).st_size, digest)
+
+    return _patiently(path, read)
+
+
+def _patiently(path: Path, read: Callable[[], T]) -> T:
+    """What is read of a file, tried again where that is not the file's fault. Raises OSError where it is,
+    UnreadableError where it still cannot be read."""
+    for tries_left in reversed(range(_TRIES)):
+        try:
+            return read()
+        except OSError as error:
+            if error.errno in _NO_FILE:
+                raise
+            if not tries_left:
+                raise UnreadableError(
+                    f"{path} cannot be read ({error.strerror}), which need not be damage: look after the file system "
+                    f"and who may read there, and start again; to go on without it, move {path.parent} away"
+                ) from error
+        time.sleep(_PAUSE_SECONDS)
+    raise AssertionError("the last try returns or raises")
 
 
 def write_marker(folder: Path, marker: Marker) -> None:
@@ -96,12 +128,19 @@ def write_marker(folder: Path, marker: Marker) -> None:
 
 
 def read_marker(folder: Path) -> Marker:
-    """The marker of a finished checkpoint. Raises DamagedError where it is not what `write_marker` wrote."""
-    try:
+    """The marker of a finished checkpoint. Raises DamagedError where it is not what `write_marker` wrote,
+    UnreadableError where that cannot be said."""
+
+    def read() -> str:
         _check_plain(folder / MARKER)
-        written = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+        return (folder / MARKER).read_text(encoding="utf-8")
+
+    try:
+        written = json.loads(_patiently(folder / MARKER, read))
     except OSError as error:
         raise DamagedError(f"{MARKER} cannot be read: {error.strerror}") from error
+    except UnreadableError:
+        raise
     except ValueError as error:  # JSON's and UTF-8's errors
         raise DamagedError(f"{MARKER} is not valid JSON") from error
     except RecursionError as error:
@@ -142,7 +181,7 @@ def _digest(body: Mapping[str, Any]) -> str:
 
 
 def problems(folder: Path, files: Iterable[tuple[str, Stamp]]) -> list[str]:
-    """What is wrong with these files of a checkpoint; empty where all are what was written."""
+    """What is wrong with these files of a checkpoint; empty where all are what was written. Raises UnreadableError."""
     found = []
     for name, written in files:
         try:
@@ -220,7 +259,8 @@ def _kept(folder: Path, error: OSError) -> str:
 
 
 def finished(directory: Path) -> dict[Path, Marker]:
-    """The markers of all finished checkpoints by their folders, the newest first; damaged markers are left out."""
+    """The markers of all finished checkpoints by their folders, the newest first; damaged markers are left out. Raises
+    UnreadableError."""
     markers: dict[Path, Marker] = {}
     for _, folder in folders(directory):
         if (folder / MARKER).exists():
@@ -237,7 +277,10 @@ def prune(directory: Path, keep_last: int, keep_best: str | None) -> list[str]:
     `keep_best` is the name of a metric, with a `-` in front where the lowest is best. Damaged ones are left to be
     looked at; unfinished ones are overwritten when their step comes again.
     """
-    markers = finished(directory)
+    try:
+        markers = finished(directory)
+    except UnreadableError as error:
+        return [f"no checkpoint is deleted: {error}"]
     kept: set[Path | None] = set(list(markers)[:keep_last])
     if keep_best is not None:
         kept.add(best(markers, keep_best))

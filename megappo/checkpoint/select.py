@@ -10,7 +10,7 @@ from megappo.checkpoint import files
 from megappo.checkpoint.files import DamagedError, Marker
 from megappo.checkpoint.versions import require_readable
 from megappo.errors import first_of
-from megappo.runtime.objects import attempt, from_rank, of_all_ranks
+from megappo.runtime.objects import agreed, attempt, from_rank, of_all_ranks
 from megappo.runtime.process import Runtime
 
 T = TypeVar("T")
@@ -25,7 +25,8 @@ def select_checkpoint(directory: Path, runtime: Runtime | None = None) -> tuple[
 
     A collective of the world, in which every rank reads a part of the files; without a runtime this process reads all
     of them. Raises NoCheckpointError where all that were finished are damaged, ValueError where the newest whole one is
-    of a torch that this one cannot read.
+    of a torch that this one cannot read, and where a file cannot be read now: that is no reason to go back to an older
+    checkpoint.
     """
     sentences: list[str] = []
     damaged = 0
@@ -111,6 +112,7 @@ def _check(folder: Path, runtime: Runtime | None) -> tuple[Marker | None, list[s
 
 
 def shared_problems(folder: Path, marker: Marker, runtime: Runtime) -> list[str]:
-    """What is wrong with a checkpoint's files, each of which one rank reads; a collective of the world."""
+    """What is wrong with a checkpoint's files, each of which one rank reads; a collective of the world. Raises
+    ValueError on every rank where one cannot read its part now."""
     mine = sorted(marker.files.items())[runtime.rank :: runtime.world_size]
-    return sorted(problem for part in of_all_ranks(files.problems(folder, mine)) for problem in part)
+    return sorted(problem for part in of_all_ranks(agreed(lambda: files.problems(folder, mine))) for problem in part)

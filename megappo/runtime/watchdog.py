@@ -139,7 +139,7 @@ class Watchdog:
         found: list[Path] = []
 
         def look() -> None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ValueError):
                 hangs = self._directory.glob(f"hang-*/{_CHECKPOINT}")
                 last = max((path for path in hangs if path.parent != self._folder), default=None)
                 if last is not None and last.read_text(encoding="utf-8") == self._newest_checkpoint():

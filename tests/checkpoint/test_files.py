@@ -295,6 +295,39 @@ def test_what_has_no_end_is_not_read(tmp_path: Path) -> None:
         read_marker(folder)
 
 
+@pytest.mark.waits
+@pytest.mark.parametrize("name", [MARKER, "other.pt"])
+def test_what_cannot_be_read_now_is_no_damage(tmp_path: Path, runtime: Runtime, name: str) -> None:
+    """A run would go back to an older checkpoint, and write over the newer one, for a moment's trouble of a disk."""
+    write(tmp_path, runtime, 1, 2)
+    unreadable = tmp_path / "step-000002" / name
+    marker = read_marker(unreadable.parent)
+    write_marker(unreadable.parent, Marker(2, marker.files | {"other.pt": Stamp(1, "a")}, marker.content))
+    unreadable.unlink(missing_ok=True)
+    unreadable.symlink_to("/proc/self/mem")  # a plain file whose beginning is an input/output error
+    with pytest.raises(ValueError, match=f"{name} cannot be read .Input/output error., which need not be damage"):
+        select_checkpoint(tmp_path, runtime)
+    (sentence,) = prune(tmp_path, 1, None) if name == MARKER else ["no checkpoint is deleted"]
+    assert "no checkpoint is deleted" in sentence and kept(tmp_path) == [2, 1]
+
+
+@pytest.mark.waits
+def test_a_disk_that_answers_at_the_second_time_is_asked_twice(
+    tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, runtime, 1, 2)
+    digest, troubles = hashlib.file_digest, [OSError(errno.ESTALE, "Stale file handle")]
+
+    def asked(file: Any, name: str) -> Any:
+        if troubles:
+            raise troubles.pop()
+        return digest(file, name)
+
+    monkeypatch.setattr(hashlib, "file_digest", asked)
+    chosen = select_checkpoint(tmp_path, runtime)
+    assert chosen is not None and (chosen[1].step, chosen[2], troubles) == (2, [], [])
+
+
 def test_swapped_and_renamed_checkpoints_are_found(tmp_path: Path, runtime: Runtime) -> None:
     write(tmp_path, runtime, 1, 2)
     (tmp_path / "step-000001").rename(tmp_path / "x")

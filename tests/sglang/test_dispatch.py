@@ -39,6 +39,8 @@ from megappo.engines.sglang.dispatch import Outcome, Round
 from megappo.engines.sglang.homes import Homes
 from megappo.engines.sglang.in_flight import Departures, InFlightRound, abort_servers
 from megappo.engines.sglang.line import OpenRound
+from megappo.engines.sglang.rounds import Rounds
+from megappo.engines.sglang.server import EngineError
 from megappo.observe.progress import PROGRESS
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
@@ -365,6 +367,34 @@ def test_a_refused_request_stops_the_run() -> None:
     server.status = 400
     refusal = spread([server]).refusal
     assert refusal is not None and "refused to generate: because" in refusal
+
+
+def test_what_makes_servers_fail_each_time_ends_the_run(world_of_one: None) -> None:
+    """Not what fails while something else is answered, nor failures in rounds apart."""
+    rounds, left = Rounds(), [GenerateRequest((5,) * 9, seed=0, prompt_id=41)]
+    failing = [StandIn(0), StandIn(1)]
+    for server in failing:
+        server.status = 500
+
+    def agree() -> tuple[bool, dict[int, str]]:
+        sent = Round([server.endpoint for server in failing], dict(enumerate(left)), PARAMS, 7, settings())
+        return rounds.agree(1, sent.result(), left)
+
+    for _ in range(2):
+        is_over, failures = agree()
+        assert not is_over and sorted(failures) == [0, 1] and "failed to generate: because" in failures[0]
+    partly = spread([StandIn(2)], 3)
+    assert partly.answered == 3
+    partly.failures[0] = "it died"
+    assert rounds.agree(1, partly) == (False, {0: "it died"})
+    for _ in range(2):
+        agree()
+    sentence = (
+        "failed 3 times in a row before one request was answered: what is left, such as prompt 41, of 9 tokens, seems"
+    )
+    with pytest.raises(EngineError, match=f"{sentence} to be the cause.*failed to generate: because"):
+        agree()
+    assert rounds.agree(0, Outcome()) == (True, {})
 
 
 def test_a_round_can_be_given_up() -> None:

@@ -52,6 +52,8 @@ class Outcome:
     """A request that a server will never take, which ends the run."""
     cache: dict[int, CacheUse] = field(default_factory=dict)
     """What the servers' prefix caches had of the prompts."""
+    answered: int = 0
+    """Requests that servers answered, also where the answers were taken already."""
 
 
 @dataclass
@@ -208,6 +210,7 @@ class Round:
         for number in group:
             self._homes.note(self._requests[number], lane.endpoint.index)
         self._outcome.completions |= zip(group, completions, strict=True)
+        self._outcome.answered += len(group)
         PROGRESS.add(SAMPLES, len(group), tokens=sum(len(answer.token_ids) for answer in completions))
 
     def _lose(self, lane: _Lane, reason: str, owed: Sequence[int] = ()) -> None:

@@ -24,6 +24,7 @@ from megappo.engines.sglang.fleet import Fleet, Started
 from megappo.engines.sglang.homes import Homes
 from megappo.engines.sglang.in_flight import Departures, InFlightRound, abort_servers, pause_servers
 from megappo.engines.sglang.line import OpenRound
+from megappo.engines.sglang.rounds import Rounds
 from megappo.engines.sglang.server import CACHES, WEIGHTS, EngineError, Server
 from megappo.engines.sglang.spec import ServerSpec
 from megappo.engines.sglang.sync import ServerSync, SyncRun, SyncSeconds
@@ -81,7 +82,7 @@ class SGLangEngine:
         """See `HoldingEngine.holds`."""
         self.restarts = 0
         """Servers that were started again, over the run."""
-        self._homes = Homes()
+        self._homes, self._rounds = Homes(), Rounds()
         self.cache_use: dict[int, CacheUse] = {}
         """See `CachingEngine.cache_use`."""
         self._sync_seconds = SyncSeconds()
@@ -130,7 +131,7 @@ class SGLangEngine:
             pending.completions |= outcome.completions
             self._stop.check()  # raises on every rank where one of them has not waited for its answers
             left = {i: r for i, r in enumerate(pending.requests) if i not in pending.completions}
-            if self._all_is_answered(len(left), outcome):
+            if self._all_is_answered(len(left), outcome, [*left.values()]):
                 self._pending.remove(pending)
                 return [pending.completions[i] for i in range(len(pending.requests))]
             self._bring_up_to_date(self._version + 1 if weights_changed else None)
@@ -183,7 +184,7 @@ class SGLangEngine:
         self._stop.check()  # before answers are taken, which would be lost
         line, before = self._departures.line, set(self.current)
         found = {} if line is None else line.take(wait_seconds)
-        self._all_is_answered(0, Outcome() if line is None else Outcome({}, line.failures, line.refusal))
+        self._all_is_answered(0, Outcome({}, line.failures, line.refusal, {}, len(found)) if line else Outcome())
         if self.current != before:
             with self._departures.kept_back():
                 found |= self.abort()
@@ -208,16 +209,12 @@ class SGLangEngine:
         mine = [endpoint for endpoint in self._ready if endpoint.sender == self._runtime.rank]
         self._note_failures(_merged(of_all_ranks(pause_servers(mine, self.settings))))
 
-    def _all_is_answered(self, left: int, outcome: Outcome) -> bool:
-        """Whether no rank has a request left, and which servers failed; every rank calls it. Raises EngineError for a
-        request that no server will ever take."""
+    def _all_is_answered(self, left: int, outcome: Outcome, requests: Sequence[GenerateRequest] = ()) -> bool:
+        """Whether no rank has a request left; notes which servers failed. A collective; raises as `Rounds.agree`."""
         self._note_cache_use(outcome)
-        facts = of_all_ranks((left, outcome.failures, outcome.refusal))
-        refusals = [refusal for _, _, refusal in facts if refusal]
-        if refusals:
-            raise EngineError(refusals[0])
-        self._note_failures({i: reason for _, failures, _ in facts for i, reason in failures.items()})
-        return not any(count for count, _, _ in facts)
+        is_over, failures = self._rounds.agree(left, outcome, requests)
+        self._note_failures(failures)
+        return is_over
 
     def _note_cache_use(self, outcome: Outcome) -> None:
         self.cache_use |= {i: self.cache_use[i] + use for i, use in outcome.cache.items()}

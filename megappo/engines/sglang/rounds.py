@@ -1,0 +1,44 @@
+"""What the rounds of requests of all ranks came to, agreed among them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megappo.engines.protocol import GenerateRequest
+from megappo.engines.sglang.dispatch import Outcome
+from megappo.engines.sglang.server import EngineError
+from megappo.runtime.objects import of_all_ranks
+
+ROUNDS_IN_VAIN = 3
+"""In a row, in which servers fail and no request of any rank is answered: what is left makes them fail."""
+
+
+class Rounds:
+    """Counts those that were in vain, over a run."""
+
+    def __init__(self) -> None:
+        self._in_vain = 0
+
+    def agree(
+        self, left: int, outcome: Outcome, requests: Sequence[GenerateRequest] = ()
+    ) -> tuple[bool, dict[int, str]]:
+        """Whether no rank has a request left, and why which servers failed; a collective of the world.
+
+        `left` counts this rank's, `requests` are those of them that are known. Raises EngineError for a request that
+        no server will ever take, and where servers have failed `ROUNDS_IN_VAIN` times before anything was answered.
+        """
+        example = f"prompt {requests[0].prompt_id}, of {len(requests[0].token_ids)} tokens" if requests else ""
+        facts = of_all_ranks((left, outcome.failures, outcome.refusal, outcome.answered, example))
+        if refusals := [refusal for _, _, refusal, _, _ in facts if refusal]:
+            raise EngineError(refusals[0])
+        failures = {server: reason for _, of_rank, _, _, _ in facts for server, reason in of_rank.items()}
+        is_in_vain = failures and not any(answered for _, _, _, answered, _ in facts)
+        self._in_vain = self._in_vain + 1 if is_in_vain else 0
+        if self._in_vain == ROUNDS_IN_VAIN:
+            examples = [example for *_, example in facts if example]
+            which = f", such as {examples[0]}," if examples else ""
+            raise EngineError(
+                f"servers failed {ROUNDS_IN_VAIN} times in a row before one request was answered: what is left{which} "
+                f"seems to be the cause, or every server's machine; the last time {next(iter(failures.values()))}"
+            )
+        return not any(count for count, *_ in facts), failures
