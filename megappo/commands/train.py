@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
+import threading
+from types import FrameType
 
 from megappo.commands import add_config_arguments, add_machine_arguments, whole_option
 from megappo.commands.start import start
 from megappo.config import Config, ConfigError, load_config
-from megappo.errors import shortened
+from megappo.errors import REQUEUE, shortened
 from megappo.runtime.launchers import is_main, read_world_size
 
 _MOST_TRACED = 100
@@ -39,6 +42,8 @@ def run(arguments: argparse.Namespace) -> None:
 
         replay(arguments.replay, read_world_size(os.environ))
         return
+    if not arguments.dry_run and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGUSR1, _start_again)
     traced = [] if arguments.profile is None else [f"logging.profile_steps={_steps(arguments.profile)}"]
     config = load_config(arguments.config, [*arguments.overrides, *traced])
     if not arguments.dry_run:
@@ -49,6 +54,11 @@ def run(arguments: argparse.Namespace) -> None:
         _refuse_lost_run(config)
         gpus, machine = arguments.gpus, arguments.machine
         dry_run(config, arguments.config, arguments.overrides, gpus_text=gpus, machine_name=machine)
+
+
+def _start_again(_number: int, _frame: FrameType | None) -> None:
+    """A scheduler's signal before the run listens to it: there is nothing to save yet, and all to do another time."""
+    os._exit(REQUEUE)
 
 
 def _steps(text: str) -> list[int]:

@@ -61,6 +61,25 @@ def spawn(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
 
 
 @pytest.mark.waits
+def test_a_signal_before_a_run_listens_has_it_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SLURM's before the time limit, while modules are imported."""
+
+    def asked(*_given: Any) -> Config:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(10)
+        raise AssertionError("the process goes on")
+
+    monkeypatch.setattr("megappo.commands.train.load_config", asked)
+    child = os.fork()
+    if child == 0:
+        try:
+            main(["train", "some.yaml"])
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 85
+
+
+@pytest.mark.waits
 @pytest.mark.parametrize(
     ("override", "words"),
     [
