@@ -11,13 +11,13 @@ import os
 import re
 import shutil
 import stat
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from megappo.errors import RunError, show
+from megappo.runtime.waiting import wait_until
 
 T = TypeVar("T")
 
@@ -103,7 +103,7 @@ def _patiently(path: Path, read: Callable[[], T]) -> T:
                     f"{path} cannot be read ({error.strerror}), which need not be damage: look after the file system "
                     f"and who may read there, and start again; to go on without it, move {path.parent} away"
                 ) from error
-        time.sleep(_PAUSE_SECONDS)
+        wait_until(lambda: False, _PAUSE_SECONDS, every_seconds=_PAUSE_SECONDS)
     raise AssertionError("the last try returns or raises")
 
 

@@ -26,6 +26,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from multiprocessing import Pipe
@@ -144,7 +145,8 @@ def keep(part: Part, options: Sequence[str], told: Path) -> int:
         ended, status = os.wait()
         if ended == tests:
             code = os.waitstatus_to_exitcode(status)
-            os.waitpid(nursing, 0)  # it ends as nobody asks any more; its children's CPU time is this process's then
+            with suppress(ChildProcessError):  # it has ended before
+                os.waitpid(nursing, 0)  # as nobody asks any more; its children's CPU time is this process's then
             return code if code >= 0 else 128 - code  # of a signal, as shells have it
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -53,11 +54,11 @@ class Answers(BaseHTTPRequestHandler):
 
 
 def processes(port: int) -> dict[str, set[str]]:
-    """See `Attempt`; `port`: of a connection of the run's, which is forked off the nursery."""
+    """See `Attempt`; `port`: of a connection of the run's, whose ranks are children of what leads their session."""
     found: dict[str, set[str]] = {}
     (worker,) = (c.pid for c in psutil.net_connections() if c.pid and c.laddr.port == port and c.raddr)
-    forked = [p for p in psutil.Process(worker).parents() if "tests.support.nursery" in p.cmdline()]
-    of_run = {p.pid for p in forked[-2].children(recursive=True)}
+    job = next(p for p in psutil.Process(worker).parents() if os.getsid(p.pid) == p.pid)
+    of_run = {p.pid for p in job.children(recursive=True)}
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             line = " ".join(process.cmdline())

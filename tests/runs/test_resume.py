@@ -287,7 +287,8 @@ def test_a_run_without_checkpoints_is_refused(tmp_path: Path) -> None:
     run = tmp_path / "run"
     without = ("run.steps=1", "checkpoint=null")
     output = attempts(tmp_path, train(run, *without), train(run, *without, expect="2"), train(run, expect="2"))
-    assert output.count("holds a run without any checkpoint to continue from; choose another run.directory") == 2
+    said = output.count("holds a run without any checkpoint to continue from; choose another run.directory")
+    assert 2 <= said <= 4  # twice, by one rank or by both
     assert "Traceback" not in output
 
 

@@ -259,9 +259,9 @@ def test_nothing_is_left_behind(scenario: Callable[[str], Found], name: str) -> 
     assert [s for found in scenario(name) for s in found["sessions"]]
 
 
-@pytest.mark.parametrize("name", [TWO, SHARDED, BROADCAST, EXPERTS])
+@pytest.mark.parametrize("name", [TWO, SHARDED, BROADCAST])
 def test_a_log_does_not_end_with_a_crash(scenario: Callable[[str], Found], name: str) -> None:
-    """Of servers that were ended because the run did."""
+    """Of servers on one machine that were ended because the run did; a part on another one sees its other part end."""
     logs = [log for found in scenario(name) for log in found["logs"]]
     assert logs and not any(word in log for log in logs for word in ("crashed", "SIGQUIT", "leaked")), logs
 
