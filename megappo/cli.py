@@ -16,7 +16,7 @@ from megappo import __version__
 from megappo.commands import COMMANDS, module_of
 from megappo.errors import RUN_ERROR, USER_ERROR, Verdict, verdict_of
 from megappo.runtime.launchers import adopt_launcher, is_main, tell_torchrun
-from megappo.runtime.waiting import wait_until
+from megappo.runtime.waiting import pause
 
 RANK_0_SPEAKS_WITHIN = 15.0  # seconds: what the start of one rank may be behind another's
 
@@ -62,6 +62,6 @@ def _report(verdict: Verdict) -> None:
     place = f" on rank {os.environ['RANK']}" if waits else ""
     sentences = [f"megappo: error{place}: {problem}" for problem in verdict.sentences]
     if waits:  # a launcher ends this process meanwhile, and takes what rank 0 told it
-        wait_until(lambda: False, RANK_0_SPEAKS_WITHIN, every_seconds=0.2)
+        pause(RANK_0_SPEAKS_WITHIN)
     if sentences and not tell_torchrun(os.environ, sentences):
         print("\n".join(sentences), file=sys.stderr)

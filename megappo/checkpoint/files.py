@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from megappo.errors import RunError, show
-from megappo.runtime.waiting import wait_until
+from megappo.runtime.waiting import pause
 
 T = TypeVar("T")
 
@@ -79,22 +79,18 @@ def folders(directory: Path) -> list[tuple[int, Path]]:
 
 def stamp(path: Path) -> Stamp:
     """Size and checksum of a file. Raises OSError, also where it is a pipe or a device, which may have no end."""
-
-    def read() -> Stamp:
-        _check_plain(path)
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            return Stamp(os.fstat(file.fileno()).st_size, digest)
-
-    return _patiently(path, read)
+    _check_plain(path)
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return Stamp(os.fstat(file.fileno()).st_size, digest)
 
 
-def _patiently(path: Path, read: Callable[[], T]) -> T:
+def _patiently(path: Path, read: Callable[[Path], T]) -> T:
     """What is read of a file, tried again where that is not the file's fault. Raises OSError where it is,
     UnreadableError where it still cannot be read."""
     for tries_left in reversed(range(_TRIES)):
         try:
-            return read()
+            return read(path)
         except OSError as error:
             if error.errno in _NO_FILE:
                 raise
@@ -103,7 +99,7 @@ def _patiently(path: Path, read: Callable[[], T]) -> T:
                     f"{path} cannot be read ({error.strerror}), which need not be damage: look after the file system "
                     f"and who may read there, and start again; to go on without it, move {path.parent} away"
                 ) from error
-        wait_until(lambda: False, _PAUSE_SECONDS, every_seconds=_PAUSE_SECONDS)
+        pause(_PAUSE_SECONDS)
     raise AssertionError("the last try returns or raises")
 
 
@@ -130,13 +126,8 @@ def write_marker(folder: Path, marker: Marker) -> None:
 def read_marker(folder: Path) -> Marker:
     """The marker of a finished checkpoint. Raises DamagedError where it is not what `write_marker` wrote,
     UnreadableError where that cannot be said."""
-
-    def read() -> str:
-        _check_plain(folder / MARKER)
-        return (folder / MARKER).read_text(encoding="utf-8")
-
     try:
-        written = json.loads(_patiently(folder / MARKER, read))
+        written = json.loads(_patiently(folder / MARKER, _plain_text))
     except OSError as error:
         raise DamagedError(f"{MARKER} cannot be read: {error.strerror}") from error
     except UnreadableError:
@@ -170,6 +161,11 @@ def _stamps(told: object) -> dict[str, Stamp]:
     return {name: Stamp(n_bytes, digest) for name, (n_bytes, digest) in told.items()}
 
 
+def _plain_text(path: Path) -> str:
+    _check_plain(path)
+    return path.read_text(encoding="utf-8")
+
+
 def _check_plain(path: Path) -> None:
     """Raises OSError for what is no plain file."""
     if not stat.S_ISREG(path.stat().st_mode):
@@ -185,7 +181,7 @@ def problems(folder: Path, files: Iterable[tuple[str, Stamp]]) -> list[str]:
     found = []
     for name, written in files:
         try:
-            now = stamp(folder / name)
+            now = _patiently(folder / name, stamp)
         except FileNotFoundError:
             found.append(f"{name} is missing")
         except OSError as error:

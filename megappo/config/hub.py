@@ -30,7 +30,10 @@ def hub_folder(name: str, *, key: str = "model.path", weights: bool = False) -> 
     asked for what the cache lacks.
     """
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or ("/" in name and Path(name).parent.is_dir()):
-        raise ConfigError(f"{key} '{name}': there is no such folder (from {Path.cwd()}); give a folder or a hub name")
+        raise ConfigError(
+            f"{key} '{name}': there is no such folder (from {Path.cwd()}); give a folder, or a hub name whose first "
+            "part is no folder here"
+        )
     from huggingface_hub import constants
 
     kept, missing = _in_cache(name, key, weights)

@@ -29,7 +29,7 @@ from megappo.observe.messages import MESSAGES, tell
 from megappo.observe.progress import PROGRESS
 from megappo.runtime.launchers import tell_torchrun
 from megappo.runtime.notices import POLL_SECONDS, Notices
-from megappo.runtime.waiting import wait_until
+from megappo.runtime.waiting import pause, wait_until
 
 _AGENT = "MEGAPPO_AGENT_PID"
 _PARENT = os.getppid()
@@ -148,9 +148,9 @@ class Failures:
         is_lost = _is_broken_connection(error)
         if is_lost:
             sentences = (_lost_words(error),)
-            wait_until(lambda: False, _LOST_SECONDS, every_seconds=_LOST_SECONDS)
+            pause(_LOST_SECONDS)
         elif self._rank:
-            wait_until(lambda: False, _RANK_0_SPEAKS_SECONDS, every_seconds=_RANK_0_SPEAKS_SECONDS)
+            pause(_RANK_0_SPEAKS_SECONDS)
         tb = "".join(traceback.format_exception(error)) if verdict.is_unforeseen and not is_lost else ""
         self._begin(Failure(self._rank, RUN_ERROR if is_lost else verdict.code, sentences), tb)
 
@@ -233,7 +233,7 @@ class Failures:
             lambda: self._notices.count(_LEAVING) >= self._world_size, _LEAVE_SECONDS, every_seconds=_MEET_SECONDS
         )
         if self._rank == 0:  # which may keep the store: the others ask for the count once more
-            wait_until(lambda: False, 2 * _MEET_SECONDS, every_seconds=_MEET_SECONDS)
+            pause(2 * _MEET_SECONDS)
 
     def _store_is_lost(self) -> None:
         """Rank 0, or torchrun's agent, is gone. At the end of a run that is as it should be."""

@@ -14,3 +14,8 @@ def wait_until(holds: Callable[[], bool], seconds: float, *, every_seconds: floa
             return False
         time.sleep(every_seconds)
     return True
+
+
+def pause(seconds: float) -> None:
+    """Let that time go by."""
+    time.sleep(seconds)

@@ -311,6 +311,17 @@ def test_what_cannot_be_read_now_is_no_damage(tmp_path: Path, runtime: Runtime, 
     assert "no checkpoint is deleted" in sentence and kept(tmp_path) == [2, 1]
 
 
+def test_what_was_written_and_cannot_be_read_back_costs_one_checkpoint(
+    tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_file: Any, _name: str) -> Any:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(hashlib, "file_digest", broken)
+    with pytest.raises(CheckpointError, match="checkpoint of step 1 could not be written .*Input/output error; make"):
+        write(tmp_path, runtime, 1)
+
+
 @pytest.mark.waits
 def test_a_disk_that_answers_at_the_second_time_is_asked_twice(
     tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch

@@ -147,22 +147,24 @@ def test_a_broken_machine_ends_the_job_before_training(site: Site) -> None:
     assert site.words.read_text().splitlines()[-2:] == ["doctor", "a.yaml"]
 
 
+def after_ranks_end(site: Site, *ranks: tuple[int, int, str]) -> subprocess.CompletedProcess[str]:
+    """What a job says whose ranks end one after the other: each one's number, exit code and last words."""
+    end = 'sleep 0.1; echo {1} >"$MEGAPPO_RANK_LOGS/exit-{0}"; echo "{2}" >>"$MEGAPPO_RANK_LOGS/rank-{0}.log"'
+    worst = min(code for _, code, _ in ranks)  # no signal's
+    site.program("srun", "; ".join([*(end.format(*rank) for rank in ranks), f"exit {worst}"]))
+    return site.sbatch("a.yaml", MEGAPPO_PYTHON=sys.executable)
+
+
 def test_the_cause_of_a_failure_is_shown_whoever_had_it(site: Site) -> None:
     """A rank that was killed says nothing; the others say what they know, rank 0 as well, whose log is shown."""
-    end = 'sleep 0.1; echo {1} >"$MEGAPPO_RANK_LOGS/exit-{0}"; echo "{2}" >>"$MEGAPPO_RANK_LOGS/rank-{0}.log"'
-    killed = end.format(5, 137, "step 1")
-    site.program("srun", "; ".join((killed, end.format(0, 1, "megappo: error: another rank ended"), "exit 1")))
-    done = site.sbatch("a.yaml", MEGAPPO_PYTHON=sys.executable)
+    done = after_ranks_end(site, (5, 137, "step 1"), (0, 1, "megappo: error: another rank ended"))
     assert done.returncode == 1
     assert "megappo: error: rank 5 ended first, by SIGKILL; see " in done.stdout
     assert done.stdout.count("another rank ended") == 1
 
 
 def test_the_cause_is_shown_where_rank_0_could_not_say_it(site: Site) -> None:
-    end = 'sleep 0.1; echo {1} >"$MEGAPPO_RANK_LOGS/exit-{0}"; echo "{2}" >>"$MEGAPPO_RANK_LOGS/rank-{0}.log"'
-    had_it = end.format(3, 2, "megappo: error on rank 3: no such file")
-    site.program("srun", "; ".join((had_it, end.format(0, 143, "step 1"), "exit 2")))
-    done = site.sbatch("a.yaml", MEGAPPO_PYTHON=sys.executable)
+    done = after_ranks_end(site, (3, 2, "megappo: error on rank 3: no such file"), (0, 143, "step 1"))
     assert done.returncode == 2
     assert "megappo: error on rank 3: no such file" in done.stdout and "ended first" not in done.stdout
 

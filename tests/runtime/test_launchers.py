@@ -30,7 +30,7 @@ from megappo.runtime.launchers import (
     tasks_per_node,
 )
 from megappo.runtime.store import address_towards, await_all, free_port, listening_store
-from tests.support.places import ROOT
+from tests.support.worlds import environment
 
 SLURM = {
     "SLURM_PROCID": "9",
@@ -135,9 +135,7 @@ def test_a_rank_of_another_job_is_told() -> None:
         "with start_runtime(RuntimeSettings(threads_per_rank=1, collective_timeout_seconds=120)):\n"
         "    pass\n"
     )
-    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    kept |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
-    kept |= OPEN_MPI | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
+    kept = environment() | OPEN_MPI | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
     ours, other = (
         subprocess.Popen(
             [sys.executable, "-c", code],
@@ -247,14 +245,13 @@ def test_two_processes_of_mpi_meet() -> None:
         "    sockets = [s for s in psutil.Process().net_connections() if s.status == psutil.CONN_LISTEN]\n"
         "    print(runtime.rank, runtime.world_size, runtime.local_rank, int(total), *{s.laddr.ip for s in sockets})\n"
     )
-    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    kept |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    kept = environment() | OPEN_MPI
     kept.pop("GLOO_SOCKET_IFNAME", None)
     job = {"PMIX_NAMESPACE": f"test-{os.getpid()}"}
     processes = [
         subprocess.Popen(
             [*named_by_an_address(), sys.executable, "-c", code],
-            env=kept | OPEN_MPI | job | {"OMPI_COMM_WORLD_RANK": str(r), "OMPI_COMM_WORLD_LOCAL_RANK": str(r)},
+            env=kept | job | {"OMPI_COMM_WORLD_RANK": str(r), "OMPI_COMM_WORLD_LOCAL_RANK": str(r)},
             stdout=subprocess.PIPE,
             text=True,
         )
