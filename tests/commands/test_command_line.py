@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from megappo.cli import main
 from megappo.config import Config, ConfigError
 from megappo.config.roles import LayoutSettings
 from megappo.errors import Interrupted
-from megappo.runtime.waiting import wait_until
+from megappo.runtime.waiting import pause
 from tests.support.harness import start
 from tests.support.places import BASE, QUICKSTART, ROOT
 
@@ -157,11 +156,11 @@ def test_quiet_and_other_ranks(
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(told))
     told_before_rank_0 = list[bool]()
 
-    def wait(condition: Callable[[], bool], seconds: float, **_: float) -> None:
+    def wait(seconds: float) -> None:
         told_before_rank_0.append(told.exists())
-        wait_until(condition, seconds, every_seconds=0.1)
+        pause(seconds)
 
-    monkeypatch.setattr("megappo.cli.wait_until", wait)
+    monkeypatch.setattr("megappo.cli.pause", wait)
     monkeypatch.setattr("megappo.cli.RANK_0_SPEAKS_WITHIN", 0.5)
     began = time.monotonic()
     assert main(["train", str(BASE), model, "run.steps=0"]) == 2
