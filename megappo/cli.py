@@ -63,5 +63,5 @@ def _report(verdict: Verdict) -> None:
     sentences = [f"megappo: error{place}: {problem}" for problem in verdict.sentences]
     if waits:  # a launcher ends this process meanwhile, and takes what rank 0 told it
         pause(RANK_0_SPEAKS_WITHIN)
-    if sentences and not tell_torchrun(os.environ, sentences):
+    if sentences and not tell_torchrun(os.environ, sentences, verdict.code):
         print("\n".join(sentences), file=sys.stderr)

@@ -7,7 +7,7 @@ import inspect
 import os
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -107,13 +107,23 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def check_call(
-    function: Callable[..., Any], names: Iterable[str], options: Mapping[str, Any], *, what: str, remedy: str
+    function: Callable[..., Any],
+    names: Iterable[str],
+    options: Mapping[str, Any],
+    *,
+    what: str,
+    remedy: str,
+    offered: Sequence[str] = (),
 ) -> None:
-    """Raise ValueError where a function does not take these keyword arguments: `names` and `options`."""
+    """Raise ValueError where a function does not take these keyword arguments: `names` and `options`.
+
+    `offered`: the names that it may have parameters for, where `names` are those of them that it has.
+    """
     signature, names = signature_of(function), list(names)
     try:
         if signature is not None:
             signature.bind(**dict.fromkeys(names), **options)
     except TypeError as error:
         call = ", ".join(f"{name}=" for name in (*names, *options))
-        raise ValueError(f"{what} cannot be called with ({call}): {error}; {remedy}") from error
+        may_take = f"; it may take {', '.join(offered)}" if offered else ""
+        raise ValueError(f"{what} cannot be called with ({call}): {error}{may_take}; {remedy}") from error

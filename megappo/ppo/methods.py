@@ -28,7 +28,7 @@ def find_estimator(algorithm: AlgorithmSettings) -> Estimator:
         return builtin(name)
     compute = load_function(name, "algorithm.estimator")
     what, remedy = f"algorithm.estimator '{name}'", "change its parameters or algorithm.estimator_options"
-    check_call(compute, taken_by(compute, ARGUMENTS), options, what=what, remedy=remedy)
+    check_call(compute, taken_by(compute, ARGUMENTS), options, what=what, remedy=remedy, offered=ARGUMENTS)
     return Estimator(name, compute, options)
 
 
@@ -53,7 +53,7 @@ def find_objective(algorithm: AlgorithmSettings, penalty_coef: float) -> PolicyO
     if is_import_path(name):
         loss, options = load_function(name, "algorithm.policy_loss"), algorithm.policy_loss_options
         what, remedy = f"algorithm.policy_loss '{name}'", "change its parameters or algorithm.policy_loss_options"
-        check_call(loss, taken_by(loss, OFFERED), options, what=what, remedy=remedy)
+        check_call(loss, taken_by(loss, OFFERED), options, what=what, remedy=remedy, offered=OFFERED)
         given["policy_loss"] = partial(loss, **options)
     return PolicyObjective(**given)
 

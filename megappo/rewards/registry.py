@@ -103,21 +103,32 @@ def resolve(settings: ChosenReward) -> Callable[..., Any]:
 
 
 def argument_names(function: Callable[..., Any], *, batch: bool) -> tuple[str, ...]:
-    """What a reward function is called with: some things, such as the response with its special tokens, only where it
-    has a parameter for them.
+    """The keyword arguments that a reward function is called with: those of `_offered` that it has parameters for.
 
-    A function of `**anything` may hand all on to one that does not expect it, so that it is not asked for there.
+    A function with `**kwargs` gets the four basic arguments besides; the others it may hand on to a function that does
+    not expect them. So does a function written in C whose parameters are not known.
     """
-    names, signature = _PER_BATCH if batch else _PER_SAMPLE, signature_of(function)
-    further = [_OF_BATCH.get(name, name) for name in _FURTHER] if batch else _FURTHER
-    parameters = signature.parameters if signature is not None else {}
-    return (*names, *(name for name in further if name in parameters))
+    signature = signature_of(function)
+    basic = _PER_BATCH if batch else _PER_SAMPLE
+    if signature is None:
+        return basic
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    offered = _offered(batch=batch)
+    return tuple(name for name in offered if name in signature.parameters or (takes_any and name in basic))
+
+
+def _offered(*, batch: bool) -> tuple[str, ...]:
+    """Every argument that a reward function may have a parameter for."""
+    if batch:
+        return (*_PER_BATCH, *(_OF_BATCH.get(name, name) for name in _FURTHER))
+    return (*_PER_SAMPLE, *_FURTHER)
 
 
 def _check_call(function: Callable[..., Any], settings: ChosenReward) -> None:
     names = argument_names(function, batch=settings.batch)
-    remedy = "change its parameters, reward.options or reward.batch"
-    check_call(function, names, settings.options, what=f"reward.function '{settings.function}'", remedy=remedy)
+    offered, remedy = _offered(batch=settings.batch), "change its parameters, reward.options or reward.batch"
+    what = f"reward.function '{settings.function}'"
+    check_call(function, names, settings.options, what=what, remedy=remedy, offered=offered)
 
 
 def _check_rule_options(rule: Callable[..., Any], settings: ChosenReward) -> None:

@@ -201,7 +201,8 @@ class Failures:
         place = "" if is_everybodys or self._rank == failure.rank == 0 else f" on rank {failure.rank}"
         said = [f"error{place}: {sentence}" for sentence in failure.sentences]
         told = not said or (
-            not self._agent.is_gone and tell_torchrun(os.environ, [f"megappo: {sentence}" for sentence in said])
+            not self._agent.is_gone
+            and tell_torchrun(os.environ, [f"megappo: {sentence}" for sentence in said], failure.code)
         )
         MESSAGES.tell_last("\nmegappo: ".join([] if told else said), before)
 

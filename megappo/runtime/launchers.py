@@ -24,6 +24,8 @@ from megappo.config.base import LARGEST_WORLD
 from megappo.errors import ConfigError, shortened, whole_number
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+EXIT_CODE = "exit_code"
+"""Where a worker that fails tells torchrun what it exits with."""
 _PORTS = range(10000, 30000)  # below what Linux hands out by itself
 _MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -124,8 +126,9 @@ def read_ranks(environment: Mapping[str, str]) -> Ranks:
     return Ranks(rank, world_size, _number(environment, "LOCAL_RANK", 0), local)
 
 
-def tell_torchrun(environment: Mapping[str, str], sentences: Sequence[str]) -> bool:
-    """Leave why this worker ends where torchrun looks for it: it shows that at the end, in place of a traceback.
+def tell_torchrun(environment: Mapping[str, str], sentences: Sequence[str], code: int) -> bool:
+    """Leave why this worker ends, and its exit code, where torchrun looks for it: it shows that at the end, in place of
+    a traceback. The code is said there too, as torchrun may end a worker that has told it why before it has ended.
 
     Returns whether it will, so that nobody else has to: of workers that it starts again it shows the last end alone.
     """
@@ -134,7 +137,7 @@ def tell_torchrun(environment: Mapping[str, str], sentences: Sequence[str]) -> b
         return False
     words = "\n".join(sentences)
     now = time.time_ns() // 10**9  # torch shows when each worker failed; nothing here depends on it
-    message = {"message": words, "extraInfo": {"py_callstack": words, "timestamp": str(now)}}
+    message = {"message": words, "extraInfo": {"py_callstack": words, "timestamp": str(now), EXIT_CODE: code}}
     try:
         Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
     except OSError:

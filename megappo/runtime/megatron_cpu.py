@@ -11,7 +11,9 @@ too.
 from __future__ import annotations
 
 import functools
+import logging
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -21,6 +23,25 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
+
+
+def silence_megatron() -> None:
+    """Leave out what importing and using Megatron-Core says every time, and nobody here can do anything about.
+
+    Transformer Engine and Apex are missing, a default of its own and GPTModel are deprecated (0.19), a model that is
+    never made is experimental, and CUDA extensions, which nobody builds, have no CUDA.
+    """
+    noise = "Transformer Engine|Apex|full scope is deprecated|MimoModelConfig is experimental"
+    warnings.filterwarnings("ignore", message=f".*({noise}).*")
+    for logger, words in (
+        ("megatron.core.models.gpt.gpt_model", "GPTModel IS DEPRECATED"),
+        ("torch.utils.cpp_extension", "No CUDA runtime is found"),
+    ):
+        logging.getLogger(logger).addFilter(functools.partial(_lacks, words))
+
+
+def _lacks(words: str, record: logging.LogRecord) -> bool:
+    return words not in str(record.msg)
 
 
 class _NoStream:

@@ -15,12 +15,14 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
 from megappo.errors import USER_ERROR, ConfigError
+from megappo.runtime.launchers import EXIT_CODE
 from megappo.runtime.store import listening_problem
 
 
@@ -53,10 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USER_ERROR
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        message = failure.message
-        sentence = message.get("message") if isinstance(message, dict) else None
-        print(sentence or f"megappo: error: rank {rank} ended {_how(failure.exitcode)}", file=sys.stderr)
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        said: dict[str, Any] = failure.message if isinstance(failure.message, dict) else {}
+        code = said.get("extraInfo", {}).get(EXIT_CODE, failure.exitcode)
+        print(said.get("message") or f"megappo: error: rank {rank} ended {_how(code)}", file=sys.stderr)
+        return code if code > 0 else 128 - code
     except SignalException as stopped:
         print(f"megappo: ended by {stopped.sigval.name}", file=sys.stderr)
         return 128 + stopped.sigval

@@ -147,7 +147,7 @@ def test_examples_in_python_run(path: Path) -> None:
         names: dict[str, Any] = {}
         exec(compile(block, path, "exec"), names)
         if "my_reward" in names:
-            assert names["my_reward"](prompt="1+1?", response="2", answer="2", metadata={}) == 1.0
+            assert names["my_reward"](response="2", answer="2") == 1.0
         if "hidden" in names:
             assert isinstance(names["hidden"].grad, torch.Tensor) and names["hidden"].grad.isfinite().all()
 

@@ -47,16 +47,41 @@ def test_the_sentence_comes_once_and_last_under_torchrun(program: str) -> None:
         assert (done.returncode, SENTENCE in done.stderr.rpartition("Root Cause")[2]) == (1, True), done.stderr
 
 
+KILLED = """
+import os, signal, time
+if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(60)
+"""
+TOLD = """
+import os, pathlib, sys, time
+from megappo.runtime.launchers import tell_torchrun
+file = os.environ['TORCHELASTIC_ERROR_FILE']
+if os.environ['RANK'] == '0':
+    tell_torchrun(os.environ, ['megappo: error: the seed is too small'], 2)
+    time.sleep(60)  # where the end takes long
+first = pathlib.Path(file.replace('/1/error.json', '/0/error.json'))
+while not first.exists() or not first.read_text(): time.sleep(0.05)
+sys.exit(2)
+"""
+
+
 @pytest.mark.waits
-def test_a_worker_that_is_killed_is_named(tmp_path: Path) -> None:
-    """It cannot say anything, and what others say of it, such as that it does not answer, comes later."""
-    worker = tmp_path / "worker.py"
-    worker.write_text(
-        "import os, signal, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)\n"
-    )
+@pytest.mark.parametrize(
+    ("worker", "code", "words"),
+    [
+        (KILLED, 137, "megappo: error: rank 1 ended by SIGKILL, as where the machine lacks memory"),
+        (TOLD, 2, "megappo: error: the seed is too small"),
+    ],
+    ids=["who_is_killed_says_nothing", "who_has_said_why_is_ended_by_torchrun"],
+)
+def test_the_failure_that_comes_first_gives_sentence_and_code(
+    worker: str, code: int, words: str, tmp_path: Path
+) -> None:
+    """What others say of a worker that was killed, such as that it does not answer, comes later."""
+    (tmp_path / "worker.py").write_text(worker)
     start = [sys.executable, "-m", "megappo.runtime.torchrun", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*start, str(worker)],
+        [*start, str(tmp_path / "worker.py")],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -64,8 +89,7 @@ def test_a_worker_that_is_killed_is_named(tmp_path: Path) -> None:
         timeout=200,
         check=False,
     )
-    words = "megappo: error: rank 1 ended by SIGKILL, as where the machine lacks memory"
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (137, words), done.stderr
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (code, words), done.stderr
 
 
 @pytest.mark.waits

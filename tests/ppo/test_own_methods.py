@@ -234,7 +234,10 @@ NO_CRITIC = ("critic=null",)
 UNUSABLE: list[tuple[tuple[str, ...], list[str]]] = [
     (("algorithm.policy_loss=no_such_package:loss",), ["'no_such_package' cannot be imported", "set PYTHONPATH"]),
     ((f"algorithm.policy_loss={ME}:a_summ",), ["has no function 'a_summ'", f"did you mean '{ME}:a_sum'"]),
-    ((f"algorithm.policy_loss={ME}:unknown",), ["cannot be called with (logprob=)", "'reward'"]),
+    (
+        (f"algorithm.policy_loss={ME}:unknown",),
+        ["cannot be called with (logprob=)", "'reward'; it may take logprob, old_"],
+    ),
     (
         ("algorithm.policy_loss=tests.examples.cispo:cispo", "algorithm.policy_loss_options={hihg: 1}"),
         ["cannot be called with", "hihg=", "algorithm.policy_loss_options"],

@@ -15,7 +15,7 @@ from megappo.config.data import DataSourceSettings
 from megappo.config.schema import RewardSettings
 from megappo.data.sources import read_records
 from megappo.rewards.arithmetic import answer_then_end
-from megappo.rewards.registry import check_golds, check_reward, resolve
+from megappo.rewards.registry import argument_names, check_golds, check_reward, resolve
 from megappo.rewards.rules import RULES
 from megappo.types import Prompt
 from tests.support.places import QUICKSTART
@@ -224,7 +224,11 @@ def test_model_needs_no_function() -> None:
 
 USER_MODULE = """
 def good(*, prompt, response, answer, metadata, bonus=0): return bonus
-def short(response): return 1
+def short(response): return 0.25
+def anything(response, **others): return sorted(others)
+def neither(): return 1.0
+def misspelt(*, respones, answer): return 1.0
+def many(responses): return [len(response) for response in responses]
 """
 
 
@@ -243,9 +247,10 @@ def short(response): return 1
         ({"function": "user_rules:goood"}, "did you mean 'user_rules:good'"),
         ({"function": "importing_rules:Pat"}, "module 'importing_rules' has no function 'Pat'; define it there"),
         ({"function": "user_rules:"}, "write package.module:function"),
-        ({"function": "user_rules:short"}, "cannot be called with"),
+        ({"function": "user_rules:misspelt"}, r"\(answer=\): .* 'respones'; it may take prompt, response, .*, raw_"),
         ({"function": "user_rules:good", "options": {"malus": 1}}, "unexpected keyword argument 'malus'"),
-        ({"function": "user_rules:good", "batch": True}, r"cannot be called with \(prompts="),
+        ({"function": "user_rules:good", "batch": True}, r"cannot be called with \(metadata="),
+        ({"function": "user_rules:short", "batch": True}, "missing a required argument: 'response'"),
     ],
 )
 def test_unusable_reward(
@@ -259,6 +264,27 @@ def test_unusable_reward(
     monkeypatch.delitem(sys.modules, "user_rules", raising=False)
     with pytest.raises(ValueError, match=sentence):
         check_reward(RewardSettings(**settings))
+
+
+@pytest.mark.parametrize(
+    ("function", "batch", "names"),
+    [
+        ("good", False, ("prompt", "response", "answer", "metadata")),
+        ("short", False, ("response",)),
+        ("anything", False, ("prompt", "response", "answer", "metadata")),
+        ("neither", False, ()),
+        ("many", True, ("responses",)),
+    ],
+)
+def test_a_function_is_given_what_it_has_parameters_for(
+    function: str, batch: bool, names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "user_rules.py").write_text(USER_MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "user_rules", raising=False)
+    settings = RewardSettings(function=f"user_rules:{function}", batch=batch)
+    check_reward(settings)
+    assert argument_names(resolve(settings), batch=batch) == names
 
 
 @pytest.mark.waits

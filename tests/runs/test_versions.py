@@ -30,6 +30,7 @@ def train(python: str, directory: Path, steps: int) -> str:
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
+    assert "Warning" not in done.stdout and "DEPRECATED" not in done.stdout, done.stdout
     return done.stdout
 
 
