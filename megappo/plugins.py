@@ -1,14 +1,19 @@
-"""What users bring along, named by import path: `package.module:name`, wherever the settings take one."""
+"""What users bring along, named as `package.module:name` or `path/to/file.py:name`, wherever the settings take one."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import importlib.util
 import inspect
 import os
+import sys
 import sysconfig
 import traceback
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -58,28 +63,53 @@ def check_choice(name: str, choices: Iterable[str], setting: str = "") -> None:
     """Raise ValueError for a name that is neither one of ours nor an import path; `setting` begins the sentence."""
     known = list(choices)
     if name not in known and not is_import_path(name):
-        all_forms, near = either([*known, "package.module:name"]), nearest_word(name, known)
+        all_forms, near = either([*known, "path/to/file.py:name", "package.module:name"]), nearest_word(name, known)
         raise ValueError(f"{setting} '{name}' is none of {all_forms}; did you mean '{near}'?".strip())
 
 
+def own_file(path: str) -> Path | None:
+    """The file of `path/to/file.py:name`; None for anything else that a setting may name."""
+    place, _, name = path.rpartition(":")
+    return Path(place) if place.endswith(".py") and name.isidentifier() else None
+
+
+def own_files(settings: object) -> dict[str, str]:
+    """sha256 by path of the Python files that settings name, at any depth, and that are there."""
+    if isinstance(settings, Mapping):
+        return {path: digest for value in settings.values() for path, digest in own_files(value).items()}
+    if isinstance(settings, list | tuple):
+        return {path: digest for value in settings for path, digest in own_files(value).items()}
+    file = own_file(settings) if isinstance(settings, str) else None
+    return {str(file): hashlib.sha256(file.read_bytes()).hexdigest()} if file is not None and file.is_file() else {}
+
+
 def load_function(path: str, setting: str) -> Callable[..., Any]:
-    """Import `package.module:function`; `setting` names the place in errors."""
+    """Import `package.module:function` or `path/to/file.py:function`; `setting` names the place in errors."""
     function: Callable[..., Any] = load(path, setting, callable, "function")
     return function
 
 
 def load(path: str, setting: str, is_one: Callable[[Any], bool], word: str) -> Any:
-    """Import `package.module:name`; `setting` and `word` name the place and the kind of thing in errors.
+    """Import `package.module:name` or `path/to/file.py:name`; `setting` and `word` name the place and the kind of thing
+    in errors.
 
     Raises ValueError for what cannot be imported or is none by `is_one`.
     """
-    module_name, _, name = path.partition(":")
-    if not name or not all(part.isidentifier() for part in module_name.split(".")):
-        raise ValueError(f"{setting} '{path}' is no path of a {word}; write package.module:{word}")
+    module_name, _, name = path.rpartition(":")
+    file = own_file(path)
+    if file is None and (not name or not all(part.isidentifier() for part in module_name.split("."))):
+        raise ValueError(
+            f"{setting} '{path}' is no path of a {word}; write package.module:{word} or path/to/file.py:{word}"
+        )
     try:
         with users_code(f"{setting} '{path}': module '{module_name}' failed", "fix it", but=(ImportError,)):
-            module = importlib.import_module(module_name)
+            module = importlib.import_module(module_name) if file is None else _module_of(file, setting)
     except ImportError as error:
+        if file is not None:
+            raise ValueError(
+                f"{setting} '{path}' cannot be imported ({reason(error)}); "
+                "install what it imports, or put that beside the file"
+            ) from error
         raise ValueError(
             f"{setting} '{path}': module '{module_name}' cannot be imported ({reason(error)}); "
             "install it or set PYTHONPATH"
@@ -90,6 +120,27 @@ def load(path: str, setting: str, is_one: Callable[[Any], bool], word: str) -> A
         hint = f"did you mean '{module_name}:{near}'?" if near else "define it there"
         raise ValueError(f"{setting} '{path}': module '{module_name}' has no {word} '{name}'; {hint}")
     return found
+
+
+def _module_of(file: Path, setting: str) -> ModuleType:
+    """The module of a file, run once in a process. It may import what stands beside it."""
+    file = file.resolve()
+    if not file.is_file():
+        raise ValueError(f"there is no file {file}; {setting} needs one")
+    name = f"{file.stem}_{zlib.crc32(str(file).encode()):08x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None, "a name that ends in .py has a loader"
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
 
 
 def _is_strange(name: str, value: object, module: ModuleType) -> bool:

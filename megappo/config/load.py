@@ -1,7 +1,8 @@
 """From a YAML file and `key=value` overrides to a validated configuration, and back.
 
 Relative paths in the file (`model.path`, `run.directory`, ...) are relative to the current working directory of the
-process, not to the file; they are kept as written.
+process, not to the file; they are kept as written. Python files of `path/to/file.py:name` are looked for beside the
+configuration first, and kept as whole paths.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from megappo.config.explain import Key, dotted, explain, find_field, names_in, s
 from megappo.config.schema import Config
 from megappo.config.yaml_core import DEEPEST_NESTING, LONGEST_TEXT_CHARACTERS, dump_yaml, parse_yaml
 from megappo.errors import ConfigError, secret_settings, shortened, show, writing
+from megappo.plugins import own_file
 
 _LENGTHS = (("run", "steps"), ("run", "epochs"))
 _URLS, _ENGINES = ("rollout", "sglang", "urls"), ("rollout", "sglang", "engines")
@@ -39,6 +41,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     given = [_parse_override(override) for override in overrides]
     for key, value in given:
         _set(data, key, value)
+    data = _with_own_files(data, Path(path).parent)
     _replace_length(data, given)
     _replace_engines(data, given)
     if secrets := list(dict.fromkeys(secret_settings(data))):
@@ -101,6 +104,19 @@ def _parse_override(override: str) -> tuple[Key, Any]:
                 raise ConfigError(f"{shown}: {dotted(key[:depth])} is a value; set it without more keys")
             break
     return key, parse_yaml(text, shown)
+
+
+def _with_own_files(value: Any, folder: Path) -> Any:
+    """Settings in which `file.py:name` has the whole path of a file in `folder`, or else in the working directory."""
+    if isinstance(value, dict):
+        return {key: _with_own_files(inner, folder) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_own_files(inner, folder) for inner in value]
+    file = own_file(value) if isinstance(value, str) else None
+    if file is None:
+        return value
+    found = next((place for place in (folder / file, file) if place.is_file()), None)
+    return value if found is None else f"{found.resolve()}:{value.rpartition(':')[2]}"
 
 
 def _no_secret(key: str) -> str:

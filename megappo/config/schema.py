@@ -254,9 +254,8 @@ class RolloutSettings(Settings):
     def _generation_is_of_ones_own(self) -> RolloutSettings:
         if self.generation is not None:
             if not is_import_path(self.generation):
-                raise ValueError(
-                    f"generation is {show(self.generation)}, must be a path; write package.module:function"
-                )
+                forms = "package.module:function or path/to/file.py:function"
+                raise ValueError(f"generation is {show(self.generation)}, must be a path; write {forms}")
         elif self.generation_options:
             raise ValueError("generation_options are for a function of your own, and generation is null; remove them")
         return self

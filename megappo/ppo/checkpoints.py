@@ -26,6 +26,7 @@ from megappo.config.schema import CheckpointSettings
 from megappo.errors import RunError
 from megappo.megatron.roles import LocalRole, Update, base_of
 from megappo.observe.messages import tell
+from megappo.plugins import own_files
 from megappo.ppo.generation import Kept
 from megappo.ppo.parts import Parts
 from megappo.ppo.start import Start, checkpoints_directory
@@ -261,6 +262,7 @@ class Checkpoints:
 
     def _snapshot(self, boundary: Boundary) -> Snapshot:
         runtime = self._parts.runtime
+        settings = self._parts.config.model_dump(mode="json")
         shards = {key: shard for role in self._roles for key, shard in role_shards(role).items()}
         content = {
             "trainer": boundary.trainer,
@@ -268,9 +270,10 @@ class Checkpoints:
             "world_size": runtime.world_size,
             "identity": self._identity,
             "architectures": {role.placement.name: architecture_fields(role.arch) for role in self._roles},
-            "settings": self._parts.config.model_dump(mode="json"),
+            "settings": settings,
             "steps": self._parts.derived.steps,
             "versions": software_versions(),
+            "own_files": own_files(settings),
             "metrics": {n: v if math.isfinite(v) else str(v) for n, v in boundary.metrics.items()},
         }
         per_rank: dict[str, Any] = {"random": boundary.random}

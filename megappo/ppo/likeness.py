@@ -15,6 +15,7 @@ from megappo.checkpoint.versions import software_versions
 from megappo.config import Config
 from megappo.data import PromptDataset, TrainingPrompts
 from megappo.errors import ConfigError, first_of, show
+from megappo.plugins import own_files
 from megappo.runtime.objects import of_all_ranks
 from megappo.runtime.process import Runtime
 
@@ -26,7 +27,8 @@ _MOST = 3
 def check_ranks(config: Config, runtime: Runtime) -> None:
     """Settings, kind of device and versions are the same on all ranks; a collective of the world. Raises ConfigError on
     every rank, which names those that differ, and in what."""
-    facts = dict(_flat(config.model_dump(mode="json")))
+    settings = config.model_dump(mode="json")
+    facts = dict(_flat(settings)) | {f"the checksum of {file}": digest for file, digest in own_files(settings).items()}
     facts = {name: value for name, value in facts.items() if not name.startswith(_OF_A_MACHINE)}
     versions = {f"the version of {name}": version for name, version in software_versions().items()}
     check_alike(facts | {"the device": runtime.device.type} | versions)

@@ -12,6 +12,7 @@ from megappo.checkpoint.versions import software_versions
 from megappo.config import Config, ConfigError, Derived, load_config
 from megappo.config.tokens import template_now
 from megappo.observe.metrics import read_metrics
+from megappo.plugins import own_files
 from megappo.runtime.objects import from_rank
 from megappo.runtime.process import Runtime
 
@@ -78,6 +79,10 @@ def choose_start(config: Config, derived: Derived, runtime: Runtime) -> Start:
     for name, version in software_versions().items():
         if before.get(name) != version:
             sentences.append(f"changed since then: {name} {before.get(name)} -> {version}")
+    files = marker.content.get("own_files", {})  # not in checkpoints of before they were recorded
+    for file, digest in own_files(config.model_dump(mode="json")).items():
+        if files.get(file, digest) != digest:
+            sentences.append(f"changed since then: what stands in {file}")
     return Start(config, tuple(sentences), (folder, marker))
 
 

@@ -106,7 +106,7 @@ def test_the_doctor_looks_at_it() -> None:
 def test_an_engine_that_nobody_knows() -> None:
     with pytest.raises(ConfigError) as caught:
         settings("slang")
-    known = ", ".join(ENGINES)
+    known = ", ".join((*ENGINES, "path/to/file.py:name"))
     assert re.fullmatch(
         f"rollout.engine: 'slang' is none of {known} or package.module:name; did you mean 'sglang'\\?",
         str(caught.value),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -174,13 +176,21 @@ def test_a_horizon_of_less_than_a_step_is_refused(more: str, samples: int, refus
     assert not found or f"must be at least the {samples} samples of a step" in found[0]
 
 
-def resumed(before: Config, now: Config, monkeypatch: pytest.MonkeyPatch, *, drop: bool = False) -> start.Start:
-    """Where a run goes on whose checkpoint was written with `before`; `drop`: by a version without the unit."""
+def resumed(
+    before: Config,
+    now: Config,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    drop: bool = False,
+    more: Mapping[str, Any] | None = None,
+) -> start.Start:
+    """Where a run goes on whose checkpoint was written with `before`; `drop`: by a version without the unit. `more`:
+    what else the checkpoint holds."""
     settings = json.loads(json.dumps(before.model_dump(mode="json")))
     if drop:
         del settings["algorithm"]["kl_in_reward"]["per"]
         settings["algorithm"]["kl_in_reward"]["target"] = settings["algorithm"]["kl_in_reward"]["target"] or 6.0
-    content = {"settings": settings, "steps": 10, "versions": software_versions()}
+    content = {"settings": settings, "steps": 10, "versions": software_versions(), **(more or {})}
     chosen = Path("step"), Marker(3, {}, content), list[str]()
     monkeypatch.setattr(start, "select_checkpoint", lambda *_: chosen)
     return start.choose_start(now, derive(now, 1, SHAPE), SimpleNamespace(is_main=True))  # type: ignore[arg-type]
@@ -207,6 +217,16 @@ def test_a_checkpoint_without_the_unit_keeps_nats_per_response(
     kl = again.config.algorithm.kl_in_reward
     assert kl is not None and (kl.per, kl.target_nats) == kept
     assert not [s for s in again.sentences if "changed since then: algorithm.kl" in s]
+
+
+def test_a_changed_file_of_functions_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = tmp_path / "mine.py"
+    config = load_config(BASE, [f"reward.function={mine}:reward"])
+    changed = f"changed since then: what stands in {mine}"
+    for then, now, told in (("a = 1", "a = 1", False), ("a = 1", "a = 2", True), (None, "a = 2", False)):
+        files = {} if then is None else {"own_files": {str(mine): hashlib.sha256(then.encode()).hexdigest()}}
+        mine.write_text(now)
+        assert (changed in resumed(config, config, monkeypatch, more=files).sentences) == told
 
 
 def test_a_fixed_kl_goes_on_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:

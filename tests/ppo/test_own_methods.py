@@ -281,7 +281,9 @@ def test_options_are_for_functions_of_ones_own() -> None:
         config("algorithm.policy_loss_options={high: 1}")
     with pytest.raises(ConfigError, match="estimator_options are for"):
         config("algorithm.estimator_options={high: 1}")
-    with pytest.raises(ConfigError, match="'clop' is none of clip, penalty or package.module:name; did"):
+    with pytest.raises(
+        ConfigError, match="'clop' is none of clip, penalty, path/to/file.py:name or package.module:name; did"
+    ):
         config("algorithm.policy_loss=clop")
 
 

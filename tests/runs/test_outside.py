@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megappo.checkpoint.files import read_marker
 from megappo.observe.metrics import read_metrics
 from tests.support.harness import start
 from tests.support.places import ROOT
@@ -40,18 +42,20 @@ def megappo_with(folder: Path, part: str, *words: str, processes: int = 0) -> su
 
 
 def test_a_run_of_the_users_own_parts(tmp_path: Path) -> None:
+    file = tmp_path / "of_mine.py"
     overrides = [
         f"run.directory={tmp_path / 'run'}",
         *SHORT,
         "rollout.engine=of_mine:PlainEngine",
         f"rollout.engine_options={{log: {tmp_path / 'asked'}}}",
-        "reward.function=of_mine:digits",
+        f"reward.function={file}:digits",
         "algorithm.estimator=of_mine:rest_of_rewards",
         "algorithm.estimator_options={scale: 0.5}",
         "algorithm.policy_loss=of_mine:reinforce",
-        "data.train={source: 'of_mine:questions', options: {size: 25}}",
+        f"data.train={{source: '{file}:questions', options: {{size: 25}}}}",
         "data.validation={source: 'of_mine:questions', options: {size: 4}}",
         "evaluation.every_steps=2",
+        "checkpoint={}",
     ]
     done = megappo_with(tmp_path, "outside.py", "train", "configs/quickstart.yaml", *overrides, processes=2)
     said = " ".join(done.stdout.replace("│", "").split())
@@ -63,6 +67,9 @@ def test_a_run_of_the_users_own_parts(tmp_path: Path) -> None:
     assert all(0 < line["reward/mean"] < 1 for line in lines[1:])
     assert "of_mine:rest_of_rewards (gamma" in said and "policy loss of_mine:reinforce" in said
     assert all(line["actor/surprise"] > 0 and line["actor/clipfrac"] == 0 for line in lines[1:])
+    (marker,) = (tmp_path / "run" / "checkpoints").glob("*/checkpoint.json")
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    assert read_marker(marker.parent).content["own_files"] == {str(file): digest}
     # Each rank was asked for its share of two steps and of the evaluations before the first and after the second.
     assert [(tmp_path / f"asked-{rank}").read_text().split() for rank in (0, 1)] == [["2", "40", "40", "2"]] * 2
 
