@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
 from megappo.config import Config
 from megappo.config.data import OLD_PYTHON_PREFIX
 from megappo.config.load import flat_settings
 from megappo.config.reward import SERVER
-from megappo.errors import secret_settings, show
+from megappo.errors import ConfigError, secret_settings, show
 
 _UNMENTIONED = (
     "run.name", "run.directory", "run.private", "run.force_resume", "run.export_final_model", "runtime", "logging",
@@ -91,14 +93,18 @@ def keep_kl_unit(before: Mapping[str, Any], config: Config) -> tuple[Mapping[str
     Returns the checkpoint's settings with their unit, which is the response where they are from before there was a
     choice, and the settings to go on with.
     """
-    old, kl = before["algorithm"].get("kl_in_reward"), config.algorithm.kl_in_reward
-    if old is None or kl is None:
+    old, kl = (before.get("algorithm") or {}).get("kl_in_reward"), config.algorithm.kl_in_reward
+    if not isinstance(old, Mapping) or kl is None:
         return before, config
     old = {"per": "response", **old}
     kept = {} if "per" in kl.model_fields_set else {"per": old["per"]}
     if "target" not in kl.model_fields_set and kept.get("per", kl.per) == old["per"]:
-        kept["target"] = old["target"]
-    algorithm = config.algorithm.model_copy(update={"kl_in_reward": kl.model_copy(update=kept)})
+        kept["target"] = old.get("target")
+    try:
+        kept_kl = type(kl).model_validate(kl.model_dump(exclude_unset=True) | kept)
+    except ValidationError as error:
+        raise ConfigError(f"the checkpoint's algorithm.kl_in_reward is {show(old)}, which no run has") from error
+    algorithm = config.algorithm.model_copy(update={"kl_in_reward": kept_kl})
     return (
         {**before, "algorithm": {**before["algorithm"], "kl_in_reward": old}},
         config.model_copy(update={"algorithm": algorithm}),

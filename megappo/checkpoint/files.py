@@ -29,6 +29,10 @@ _NEW = ".new"
 """Behind the name of a checkpoint that is written while a finished one of its step is there."""
 _STEP = re.compile(r"step-(\d{6,})")
 _NEEDED = frozenset({"format", "step", "files", "content"})
+_KINDS: dict[str, type] = dict.fromkeys(
+    ("trainer", "updates", "identity", "architectures", "settings", "versions", "metrics", "own_files"), dict
+) | {"world_size": int, "steps": int}
+"""What the parts of a marker's content are, where they are there."""
 _NO_FILE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG}
 """Errors that come of what lies there; others come of the file system, or of who may read it."""
 _TRIES, _PAUSE_SECONDS = 3, 0.5
@@ -143,6 +147,15 @@ def read_marker(folder: Path) -> Marker:
         raise DamagedError(f"{MARKER} has format {body.get('format')}, this version reads {FORMAT}")
     if type(body["step"]) is not int or not isinstance(body["content"], dict):
         raise DamagedError(f"{MARKER} has no step or no content")
+    for name, kind in _KINDS.items():
+        if name in body["content"] and type(body["content"][name]) is not kind:
+            raise DamagedError(f"{MARKER} has {show(body['content'][name])} as its {name}")
+    if type(body["content"].get("versions", {"torch": ""}).get("torch")) is not str:
+        raise DamagedError(f"{MARKER} does not say which torch wrote it")
+    for part in ("settings", "architectures", "updates"):
+        for name, values in body["content"].get(part, {}).items():
+            if not isinstance(values, dict | None):
+                raise DamagedError(f"{MARKER} has {show(values)} as {name} of its {part}")
     if folder.name != step_folder(folder.parent, body["step"]).name:
         raise DamagedError(f"{MARKER} belongs to step {body['step']}")
     return Marker(body["step"], _stamps(body["files"]), body["content"])

@@ -77,9 +77,9 @@ def _named(directory: Path, wanted: str) -> tuple[Path | None, str]:
     if wanted != "best":
         problem = f"{directory} holds no checkpoint of step '{wanted}'; {there}; give one of them, best or latest"
         return by_step.get(wanted), problem
-    settings = [marker.content["settings"]["checkpoint"] for marker in markers.values()]
-    keep_best = settings[0]["keep_best"] if settings and settings[0] else None
-    if keep_best is None:
+    settings = [marker.content["settings"].get("checkpoint") for marker in markers.values()]
+    keep_best = settings[0].get("keep_best") if settings and settings[0] else None
+    if not isinstance(keep_best, str):
         return None, f"the run of {directory} has no checkpoint.keep_best to say which is best; {there}; give one"
     return files.best(markers, keep_best), f"no checkpoint in {directory} has the metric '{keep_best}'; {there}"
 

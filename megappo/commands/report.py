@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from megappo.errors import nearest_word
+from megappo.errors import nearest_word, show
 from megappo.observe.charts import curve
 from megappo.observe.metrics import read_metrics
 from megappo.observe.step_profile import newest_page
@@ -59,7 +59,7 @@ def _read(directory: Path, metric: str) -> _History:
     if not path.exists():
         raise ValueError(f"{directory} holds no metrics.jsonl; name the directory of a run")
     lines = read_metrics(path)
-    values = {line["step"]: float(line[metric]) for line in lines if metric in line and metric != "step"}
+    values = {line["step"]: _number(line[metric], path) for line in lines if metric in line and metric != "step"}
     values = {step: value for step, value in values.items() if math.isfinite(value)}
     if not values:
         known = sorted({name for line in lines for name in line} - {"step"})
@@ -67,6 +67,15 @@ def _read(directory: Path, metric: str) -> _History:
         remedy = f"did you mean {near}?" if near not in (None, metric) else f"it has {', '.join(known) or 'none'}"
         raise ValueError(f"the run in {directory} has no finite value of the metric '{metric}'; {remedy}")
     return _History(directory, list(values), list(values.values()))
+
+
+def _number(value: object, path: Path) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{path} holds {show(value)} where a number is to be; remove the line")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def _chart(history: _History, metric: str) -> list[str]:

@@ -44,6 +44,7 @@ from megappo.errors import RunError
 from megappo.observe.messages import tell
 from megappo.plan.here import resolve_here
 from megappo.runtime.device import device_bytes, runs_on_cuda
+from megappo.runtime.keys import key_of
 from megappo.runtime.sglang_cpu import require_sglang
 from megappo.runtime.store import free_port, listening_problem
 from megappo.runtime.waiting import wait_until
@@ -165,7 +166,7 @@ def make_service(config: Config, *, host: str | None, port: int, index: int, lin
     spec = ServerSpec.of(config, folder, stops, on_cuda=runs_on_cuda(config.runtime), device_bytes=device_bytes())
     # Who asks it, and for how much at once, only its clients know.
     spec = replace(spec, host=host, memory_saver=False, seed=index, cache=replace(spec.cache, sequences=None))
-    key = os.environ.get(KEY_VARIABLE, "") or kept_key(spec.log_directory)
+    key = key_of(KEY_VARIABLE) or kept_key(spec.log_directory)
     return Service(_placed(spec), port or free_port(host), key, index, linger_seconds)
 
 

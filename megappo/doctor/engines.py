@@ -21,6 +21,7 @@ from megappo.engines.sglang.inspection import stack_problem, what_it_says
 from megappo.errors import RunError
 from megappo.plan.inputs import Models, make_setup
 from megappo.plan.memory import bucket_bytes
+from megappo.runtime.keys import key_of
 from megappo.runtime.launchers import Ranks
 from megappo.runtime.nccl import own_stack
 from megappo.runtime.store import listening_problem
@@ -50,7 +51,7 @@ def engine_findings(config: Config, models: Models, ranks: Ranks, world_size: in
         yield bucket_room(2 * bucket_bytes(setup) * local)
     if settings.urls:
         for url in settings.urls:
-            yield server_finding(url, os.environ.get(KEY_VARIABLE, ""))
+            yield server_finding(url, key_of(KEY_VARIABLE))
     elif settings.host is not None:
         yield from _addresses({"rollout.sglang.host": settings.host})
     if ranks.rank == 0 and settings.sync_address is not None:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megappo.errors import reason
 from megappo.observe.appending import AppendedFile
 from megappo.observe.loggers import Contained, Logger, TensorBoardLogger, WandbLogger
 
@@ -95,9 +96,14 @@ class MetricsLog:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl, values that are not finite as floats again.
 
-    A last line that a killed run left unfinished is passed over. Raises ValueError for any other that is not JSON.
+    A last line that a killed run left unfinished is passed over. Raises ValueError for any other that is no JSON object
+    with a `step`.
     """
-    return [{name: _NONFINITE.get(value, value) for name, value in record.items()} for _, record in _lines(path)]
+    return [{name: _read(value) for name, value in record.items()} for _, record in _lines(path)]
+
+
+def _read(value: Any) -> Any:
+    return _NONFINITE.get(value, value) if isinstance(value, str) else value
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -107,9 +113,12 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             if not line.endswith("\n"):
                 return
             try:
-                yield line, json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number} is not JSON ({error}); remove the line") from error
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:  # ValueError: also for a number of thousands of digits
+                raise ValueError(f"{path}, line {number} is not JSON ({reason(error)}); remove the line") from error
+            if not isinstance(record, dict) or type(record.get("step")) is not int:
+                raise ValueError(f"{path}, line {number} has no step; remove the line")
+            yield line, record
 
 
 class _LinesFile:

@@ -11,6 +11,7 @@ from megappo.checkpoint.select import select_checkpoint
 from megappo.checkpoint.versions import software_versions
 from megappo.config import Config, ConfigError, Derived, load_config
 from megappo.config.tokens import template_now
+from megappo.errors import show
 from megappo.observe.metrics import read_metrics
 from megappo.plugins import own_files
 from megappo.runtime.objects import from_rank
@@ -117,8 +118,8 @@ def _at(config: Config, time: str) -> Config:
 
 
 def _template_time(marker: Marker) -> str | None:
-    time: str | None = marker.content["settings"]["data"].get("template_time")
-    return time
+    time = (marker.content["settings"].get("data") or {}).get("template_time")
+    return time if isinstance(time, str) else None
 
 
 def _kl_sentences(given: Config, kept: Config) -> list[str]:
@@ -135,7 +136,12 @@ def _kl_sentences(given: Config, kept: Config) -> list[str]:
 def run_steps(marker: Marker) -> int:
     """How many PPO steps the run of a checkpoint was to have."""
     # Checkpoints of before there were epochs have settings that say it.
-    return int(marker.content.get("steps") or marker.content["settings"]["run"]["steps"])
+    steps = marker.content.get("steps") or (marker.content["settings"].get("run") or {}).get("steps")
+    if type(steps) is not int:
+        raise ConfigError(
+            f"the checkpoint of step {marker.step} has {show(steps)} as the steps of its run, which none has"
+        )
+    return steps
 
 
 def _begin(config: Config, runtime: Runtime) -> Start:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import http.client
 import json
 import math
-import os
 import threading
 import time
 import urllib.error
@@ -20,9 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from megappo.errors import one_line, reason, redacted, remember, shortened
+from megappo.errors import one_line, reason, redacted, shortened
 from megappo.plugins import failure_words
 from megappo.runtime.direct import fetch, proxy_of
+from megappo.runtime.keys import key_of
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 5.0
 _SHOWN_CHARACTERS, _END_BYTES = 200, 40
@@ -102,13 +102,15 @@ def each(work: Callable[[T], float | str], items: Iterable[T], concurrent: int) 
 
 
 def key_in(variable: str | None, whose: str) -> str:
-    """The key in an environment variable, "" for None, which no message shows from then on. Raises ValueError where it
-    is empty."""
-    key = os.environ.get(variable, "") if variable is not None else ""
+    """The key in an environment variable, as `key_of`; "" for None. Raises ValueError where there is none."""
+    key = key_of(variable) if variable is not None else ""
     if variable is not None and not key:
-        named = variable if variable.isupper() else "that is named"  # or it is the key itself
-        raise ValueError(f"{whose} key is to be in the environment variable {named}, which is empty; export it")
-    remember(key)
+        is_name = variable.isupper()  # or it is the key itself, which no sentence shows
+        named, file = (variable, f"{variable}_FILE") if is_name else ("that is named", "NAME_FILE")
+        raise ValueError(
+            f"{whose} key is to be in the environment variable {named}, which is empty; export it, or in {file} the "
+            "path of a file that holds it"
+        )
     return key
 
 

@@ -162,6 +162,7 @@ def test_an_export_runs_the_code_that_its_user_names(crafted: Path, capsys: pyte
 
 
 FOLDERS = 50
+DEAREST_EVERY = 5
 HOSTILE: list[Any] = [
     f"{MODULE}:make", "__import__('os').system('x')", "!!python/object/apply:os.system [x]", "{{ x.__class__ }}", "-x",
     "", "../" * 20 + "etc/passwd", "/dev/zero", "a\0b", "\x1b[2J", "x" * 10_000, 10**400, -1, 2**63, 1e308, True, None,
@@ -188,7 +189,7 @@ def test_folders_that_a_program_makes_run_no_code_and_change_nothing(
     """A marker of which one to four values are others', and files that are devices, pipes, or cut: the commands that
     read it end soon, with a sentence or as if nothing was."""
     monkeypatch.chdir(ROOT)
-    draw, run = random.Random(0), crafted / "run"
+    draw, run = random.Random(7), crafted / "run"
     folder = run / "checkpoints/step-000001"
     whole, kept = read_marker(folder), shutil.copytree(folder, tmp_path / "kept")
     for path in tmp_path.iterdir():
@@ -210,11 +211,19 @@ def test_folders_that_a_program_makes_run_no_code_and_change_nothing(
             victim.unlink()
             spoils: list[Callable[[Path], None]] = [_endless, os.mkfifo, Path.touch]
             draw.choice(spoils)(victim)
-        start = time.monotonic()
-        code = main(["export", str(run), str(tmp_path / "out")])
-        said = "".join(capsys.readouterr())
-        assert time.monotonic() - start < 30 and "Traceback" not in said, said
-        assert code in (0, 2) and (code == 0 or "megappo: error: " in said), said
-        assert not (crafted / "trace").exists() and MODULE not in sys.modules
+        (run / "config.yaml").write_text(yaml.safe_dump(content["settings"]))
+        (run / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward/mean": draw.choice(HOSTILE)}) + "\n")
+        for words in (
+            ["export", str(run), str(tmp_path / "out")],
+            ["report", str(run)],
+            ["train", *own_settings(crafted, f"run.directory={run}", "run.steps=2")],
+            ["train", *begun(crafted, f"actor.start_from={run}"), "--dry-run"],
+        )[: 4 if number % DEAREST_EVERY == 0 else 3]:
+            start = time.monotonic()
+            code = main(words)
+            said = "".join(capsys.readouterr())
+            assert time.monotonic() - start < 30 and "Traceback" not in said, said
+            assert code in (0, 2) and (code == 0 or "megappo: error: " in said), said
+            assert not (crafted / "trace").exists() and MODULE not in sys.modules
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
         assert {path.name for path in tmp_path.iterdir()} == {"crafted", "kept", "path"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,12 @@ from megappo.checkpoint.changes import Changes, compare_settings
 from megappo.config import ConfigError, load_config
 from megappo.engines.sglang.client import Endpoint
 from megappo.errors import one_line, remember, show
+from megappo.rewards.http import secret_headers
+from megappo.runtime.keys import key_of
 from tests.support.places import BASE
 
 TOKEN = "t0p-s3cret-t0ken"
+FILED = "another-s3cret-in-a-file"
 SERVER = "megappo.rewards.http:scores"
 SECRETS: dict[str, Any] = {
     "reward.options.headers.Authorization": "Bearer abcdefgh",
@@ -64,6 +68,23 @@ def test_a_key_in_the_place_of_its_variable_is_not_shown() -> None:
     with pytest.raises(ConfigError) as told:
         load_config(BASE, [f"reward={json.dumps({'judge': judge})}"])
     assert TOKEN not in str(told.value) and "give the name of one that holds the key" in str(told.value)
+
+
+def test_a_key_may_stand_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "key"
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    assert key_of("JUDGE_KEY") == ""
+    monkeypatch.setenv("JUDGE_KEY_FILE", str(file))
+    for content, words in ((None, "cannot be read"), ("", "a key in one line"), ("one\ntwo\n", "a key in one line")):
+        if content is not None:
+            file.write_text(content)
+        with pytest.raises(ConfigError, match=f"JUDGE_KEY_FILE names {file}, .*{words}"):
+            key_of("JUDGE_KEY")
+    file.write_text(f"{FILED}\n")
+    assert key_of("JUDGE_KEY") == FILED and FILED not in one_line(f"it said {FILED}")
+    assert secret_headers(key="JUDGE_KEY") == {"Authorization": f"Bearer {FILED}"}
+    monkeypatch.setenv("JUDGE_KEY", "another")
+    assert key_of("JUDGE_KEY") == "another", "the variable itself comes first"
 
 
 def test_errors_hide_what_they_are_told() -> None:

@@ -16,9 +16,10 @@ from megappo.engines.sglang.gpus import server_gpus
 from megappo.engines.sglang.inspection import check_room, check_routing, check_stack, what_it_says
 from megappo.engines.sglang.server import EngineError, Server, start_server
 from megappo.engines.sglang.spec import ServerSpec, unheard_variables
-from megappo.errors import RunError, remember
+from megappo.errors import RunError
 from megappo.observe.messages import tell
 from megappo.reshard.feeding import Feeding
+from megappo.runtime.keys import key_of
 from megappo.runtime.objects import agreed, of_all_ranks
 from megappo.runtime.process import Runtime
 from megappo.runtime.sglang_slices import has_loader
@@ -290,8 +291,7 @@ class Fleet:
     def _await_external(self, index: int) -> Endpoint:
         """Wait until a server that somebody else starts answers."""
         self._starts[index] += 1
-        key = os.environ.get(KEY_VARIABLE, "")
-        remember(key)
+        key = key_of(KEY_VARIABLE)
         endpoint = Endpoint(index, self._external[index].rstrip("/"), key, self._runtime.rank, self._starts[index])
         patience, health = self._settings.start_timeout_seconds, self._settings.health_timeout_seconds
         silent, told = time.monotonic() + _SILENT_SECONDS, list[str]()
