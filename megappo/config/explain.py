@@ -11,44 +11,12 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from megappo.config.base import Settings
+from megappo.config.other_names import Counterpart, counterpart
 from megappo.config.schema import Config
 from megappo.errors import either, nearest_word, shortened, show
 
 Key = tuple[str, ...]
 
-_OTHER_NAMES = {
-    "lr": "learning_rate",
-    "min_lr": "min_learning_rate",
-    "lr_scheduler_type": "schedule",
-    "batch_size": "prompts_per_step",
-    "train_batch_size": "prompts_per_step",
-    "ppo_mini_batch_size": "minibatch_sequences",
-    "mini_batch_size": "minibatch_sequences",
-    "ppo_max_token_len_per_gpu": "microbatch_budget_tokens",
-    "ppo_epochs": "epochs",
-    "num_ppo_epochs": "epochs",
-    "total_training_steps": "steps",
-    "tensor_model_parallel_size": "tensor_parallel",
-    "tp": "tensor_parallel",
-    "pipeline_model_parallel_size": "pipeline_parallel",
-    "pp": "pipeline_parallel",
-    "vpp": "virtual_pipeline_chunks",
-    "expert_model_parallel_size": "expert_parallel",
-    "ep": "expert_parallel",
-    "max_new_tokens": "max_response_tokens",
-    "max_response_length": "max_response_tokens",
-    "max_prompt_length": "max_prompt_tokens",
-    "n": "samples_per_prompt",
-    "num_generations": "samples_per_prompt",
-    "cliprange": "clip_low",
-    "clip_ratio": "clip_low",
-    "clip_ratio_c": "dual_clip",
-    "cliprange_value": "value_clip",
-    "adv_estimator": "estimator",
-    "max_grad_norm": "clip_grad_norm",
-    "test_freq": "every_steps",
-}
-"""What other trainers call our settings."""
 _ENTRY = "NAME"
 """Of an entry of a mapping of the user's names, in keys that are suggested."""
 _OF_EVALUATIONS = ("data", "validation_sets", _ENTRY)
@@ -163,17 +131,17 @@ def likely_keys(section: Key, name: str, value: object) -> list[Key]:
     A key of another section, or one that is only a little alike, is none where it takes nothing like the value.
     """
     siblings = names_in(section)
-    known_as = _OTHER_NAMES.get(name.lower(), name)
+    other = counterpart(section, name)
+    if other is not None:
+        return [key for key in map(_parted, other.keys) if _takes(key, value)]
     close = nearest_word(name, siblings, cutoff=0.6)
-    if known_as in siblings:
-        return [(*section, known_as)]
     if close is not None and nearest_word(name, [close], cutoff=0.8):
         return [(*section, close)]
-    akin = (*_AKIN.get(section, ()), _NAMES_AKIN.get(known_as, known_as))
+    akin = (*_AKIN.get(section, ()), _NAMES_AKIN.get(name, name))
     if akin in _keys_of_entries() and _takes(akin, value):
         return [akin]
-    same_name = [key for key in all_keys() if key[-1] == known_as and _takes(key, value)] or [
-        key for key in _keys_of_entries() if key[-1] == known_as and _takes(key, value)
+    same_name = [key for key in all_keys() if key[-1] == name and _takes(key, value)] or [
+        key for key in _keys_of_entries() if key[-1] == name and _takes(key, value)
     ]
     if same_name:
         nearness = {key: (_shared_prefix(key, section), -len(key)) for key in same_name}
@@ -207,13 +175,22 @@ def _adapter(key: Key) -> TypeAdapter[Any]:
 
 def unknown_key(section: Key, name: str, value: object) -> str:
     """The sentence on an unknown key that was to have `value`."""
+    other = counterpart(section, name) or Counterpart(())
+    if other.note and not other.keys:
+        return f"{dotted((*section, name))} is not a setting: {other.note}"
     likely = likely_keys(section, name, value)
     here = f"the section {dotted(section)}" if section else "the top level"
-    if likely:
+    if other.keys and not likely:
+        remedy = f"see {either(other.keys)}"
+    elif likely:
         remedy = f"did you mean {either(dotted(key) for key in likely)}?"
     else:
         remedy = f"{here} has {', '.join(names_in(section))}"
-    return f"{dotted((*section, name))} is not a setting; {remedy}"
+    return f"{dotted((*section, name))} is not a setting; {remedy}" + (f" ({other.note})" if other.note else "")
+
+
+def _parted(key: str) -> Key:
+    return tuple(key.split("."))
 
 
 def explain(error: ValidationError) -> tuple[str, ...]:

@@ -1,0 +1,163 @@
+"""What verl, slime, OpenRLHF, NeMo-RL and TRL call our settings, for the hint at an unknown key."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+Key = tuple[str, ...]
+ROLE = "ROLE"
+"""In a key below: the actor or the critic, whichever the user's own key names."""
+
+
+class Counterpart(NamedTuple):
+    """Our settings for a name of another trainer's."""
+
+    keys: tuple[str, ...]
+    """Dotted; several where theirs is two of ours, or where two trainers mean different things."""
+    note: str = ""
+    """What differs, such as the unit; without keys: why there is no such setting."""
+
+
+_PROMPTS = "verl counts prompts there, this counts samples: multiply by rollout.samples_per_prompt"
+_TOKENS = "microbatches are packed by tokens, not by samples"
+_PER_GROUP = "this counts the tokens of a context parallel group: multiply by context_parallel"
+_UPDATES = "it counts optimizer updates, not steps"
+_BOTH = "set both"
+_FOLLOWS = "it follows from minibatch_sequences, microbatch_budget_tokens and the layout"
+_ALWAYS = "microbatches are always packed by tokens"
+_OWN_LOSS = "actor and critic have losses and optimizers of their own; set critic.optimizer.learning_rate"
+_LAUNCHER = "the launcher says how many ranks there are: torchrun --nproc-per-node, or sbatch --nodes"
+_PARTS = "a ratio below 1 - clip_low, or above 1 + clip_high, has no slope; set both"
+
+
+def _same(keys: str, note: str, *names: str) -> dict[str, Counterpart]:
+    return dict.fromkeys(names, Counterpart(tuple(keys.split()), note))
+
+
+COUNTERPARTS: dict[str, Counterpart] = {
+    # steps and batches
+    **_same("run.steps", "", "total_training_steps", "num_rollout", "max_steps", "max_num_steps", "num_steps"),
+    **_same("run.epochs", "", "total_epochs", "num_train_epochs", "num_epoch", "num_episodes"),
+    **_same("ROLE.epochs", "", "ppo_epochs", "num_ppo_epochs", "num_iterations", "max_epochs"),
+    **_same("rollout.prompts_per_step", "", "rollout_batch_size", "num_prompts_per_step", "batch_size"),
+    "train_batch_size": Counterpart(
+        ("rollout.prompts_per_step", "ROLE.minibatch_sequences"),
+        "verl means the prompts of a step, OpenRLHF the samples of an update",
+    ),
+    **_same("ROLE.minibatch_sequences", _PROMPTS, "ppo_mini_batch_size", "mini_batch_size"),
+    **_same("ROLE.minibatch_sequences", "samples of an update", "global_batch_size", "train_global_batch_size"),
+    **_same(
+        "ROLE.microbatch_budget_tokens", _TOKENS, "micro_batch_size", "micro_train_batch_size", "ppo_micro_batch_size",
+        "train_micro_batch_size", "ppo_micro_batch_size_per_gpu", "per_device_train_batch_size",
+    ),
+    **_same("ROLE.microbatch_budget_tokens", _PER_GROUP, "max_tokens_per_gpu", "ppo_max_token_len_per_gpu"),
+    **_same("", _FOLLOWS, "gradient_accumulation_steps"),
+    **_same("", _ALWAYS, "use_dynamic_bsz", "use_dynamic_batch_size", "packing_samples"),
+    **_same("", _LAUNCHER, "nnodes", "num_nodes", "n_gpus_per_node", "num_gpus_per_node", "gpus_per_node"),
+    # rollout
+    **_same(
+        "rollout.samples_per_prompt", "", "n", "n_samples_per_prompt", "num_generations", "num_generations_per_prompt",
+        "n_resp_per_prompt", "group_size",
+    ),
+    **_same(
+        "rollout.max_response_tokens", "", "max_new_tokens", "max_response_length", "rollout_max_response_len",
+        "generate_max_len", "max_completion_length", "response_length",
+    ),
+    **_same(
+        "data.max_prompt_tokens", "", "max_prompt_length", "prompt_max_len", "rollout_max_prompt_len", "max_prompt_len",
+    ),
+    **_same("rollout.sglang.memory_fraction", "", "gpu_memory_utilization", "vllm_gpu_memory_utilization",
+            "mem_fraction_static", "sglang_mem_fraction_static"),
+    **_same("rollout.sglang.tensor_parallel", "", "vllm_tensor_parallel_size", "rollout_num_gpus_per_engine", "gen_tp"),
+    **_same("rollout.dynamic_sampling", "", "filter_groups", "dynamic_filtering", "dynamic_sampling_filter_path"),
+    **_same("rollout.temperature", "", "rollout_temperature", "sampling_temperature"),
+    # data and rewards
+    **_same("data.train.source", "", "train_files", "prompt_data", "train_data"),
+    **_same("data.validation.source", "", "val_files", "eval_prompt_data", "eval_data"),
+    **_same("data.train.prompt_key", "", "input_key"),
+    **_same("data.train.answer_key", "", "label_key"),
+    **_same("data.overlong_prompts", "", "filter_overlong_prompts", "truncation"),
+    **_same("data.shuffle", "", "rollout_shuffle"),
+    **_same("reward.function", "", "custom_reward_function", "custom_rm_path", "rm_type", "reward_funcs"),
+    **_same("reward.model_path", "", "reward_pretrain", "reward_model_path"),
+    **_same("reward.overlong.buffer_tokens", "", "overlong_buffer_len", "overlong_buffer"),
+    **_same("reward.overlong.penalty", "", "overlong_penalty_factor"),
+    # algorithm
+    **_same("algorithm.estimator", "", "adv_estimator", "advantage_estimator"),
+    **_same("algorithm.lam", "", "lambd", "gae_lambda"),
+    **_same("algorithm.kl_in_reward.coef", "", "kl_coef", "init_kl_coef"),
+    **_same("algorithm.kl_in_reward.kind", "", "kl_penalty", "kl_estimator"),
+    **_same("algorithm.kl_in_reward.target", "", "kl_target", "target_kl_coef"),
+    **_same("algorithm.kl_in_reward.horizon", "", "kl_horizon"),
+    **_same("algorithm.kl_in_reward", "", "use_kl_in_reward", "kl_ctrl"),
+    **_same("algorithm.kl_in_loss", "", "use_kl_loss"),
+    **_same("algorithm.kl_in_loss.coef", "", "kl_loss_coef", "reference_policy_kl_penalty", "beta"),
+    **_same("algorithm.kl_in_loss.kind", "", "kl_loss_type"),
+    **_same("algorithm.clip_low algorithm.clip_high", _PARTS, "eps_clip", "cliprange", "clip_ratio", "epsilon"),
+    **_same("algorithm.clip_low", "", "clip_ratio_low", "ratio_clip_min", "epsilon_low"),
+    **_same("algorithm.clip_high", "", "clip_ratio_high", "ratio_clip_max", "epsilon_high", "eps_clip_high"),
+    **_same("algorithm.dual_clip", "", "clip_ratio_c", "ratio_clip_c", "eps_clip_c", "dual_clip_ratio"),
+    **_same("algorithm.entropy_coef", "", "entropy_coeff", "ent_coef", "entropy_loss_coef"),
+    **_same("algorithm.loss_aggregation", "", "loss_agg_mode", "loss_type", "token_level_loss"),
+    **_same("algorithm.whiten_advantages", "", "normalize_advantages", "whiten_rewards"),
+    **_same("algorithm.mask_truncated", "", "mask_truncated_completions", "overlong_filtering"),
+    # roles
+    **_same("critic.value_clip", "", "cliprange_value", "clip_range_value", "eps_clip_value"),
+    **_same(
+        "critic.warmup_steps", "in these steps only the critic learns", "critic_warmup", "num_critic_only_steps",
+        "freezing_actor_steps",
+    ),
+    **_same("", _OWN_LOSS, "vf_coef"),
+    **_same("critic.path", "", "critic_pretrain", "critic_model_path"),
+    **_same("model.path", "", "pretrain", "hf_checkpoint", "model_name_or_path", "model_name", "sft_model_path"),
+    **_same("reference.path", "", "ref_load", "ref_model_path", "reference_model_path"),
+    "ref": Counterpart(("reference",)),
+    "ref_model": Counterpart(("reference",)),
+    "actor_rollout_ref": Counterpart(("actor", "rollout", "reference"), "verl's section is three of ours"),
+    "trainer": Counterpart(("run", "checkpoint", "evaluation", "logging"), "verl's section is four of ours"),
+    "actor_learning_rate": Counterpart(("actor.optimizer.learning_rate",)),
+    "critic_learning_rate": Counterpart(("critic.optimizer.learning_rate",)),
+    **_same("ROLE.optimizer.learning_rate", "", "lr"),
+    **_same("ROLE.optimizer.min_learning_rate", "", "min_lr"),
+    **_same("ROLE.optimizer.schedule", "", "lr_scheduler_type", "lr_decay_style", "lr_scheduler"),
+    **_same("ROLE.optimizer.warmup_updates", _UPDATES, "lr_warmup_steps", "lr_warmup_iters", "optimizer.warmup_steps"),
+    **_same(
+        "ROLE.optimizer.warmup_updates", f"{_UPDATES}, and is a number, not a share",
+        "warmup_ratio", "lr_warmup_ratio", "lr_warmup_steps_ratio",
+    ),
+    **_same("ROLE.optimizer.clip_grad_norm", "", "max_grad_norm", "grad_clip", "clip_grad", "max_norm"),
+    **_same("ROLE.optimizer.eps", "", "adam_epsilon", "adam_eps"),
+    **_same("ROLE.optimizer.beta1 ROLE.optimizer.beta2", _BOTH, "betas", "adam_betas"),
+    **_same("ROLE.optimizer.distributed", "", "zero_stage", "use_distributed_optimizer"),
+    **_same("ROLE.optimizer.on_host", "", "adam_offload", "optimizer_cpu_offload"),
+    **_same("ROLE.recompute", "", "gradient_checkpointing", "enable_gradient_checkpointing", "recompute_granularity"),
+    **_same("ROLE.offload", "", "param_offload", "offload_policy"),
+    **_same("ROLE.offload.optimizer", "", "optimizer_offload"),
+    **_same("ROLE.offload.gradients", "", "grad_offload"),
+    **_same("ROLE.layout.tensor_parallel", "", "tensor_model_parallel_size", "tensor_parallel_size", "tp", "tp_size"),
+    **_same("ROLE.layout.pipeline_parallel", "", "pipeline_model_parallel_size", "pipeline_parallel_size", "pp"),
+    **_same("ROLE.layout.context_parallel", "", "context_parallel_size", "cp", "ulysses_sequence_parallel_size"),
+    **_same("ROLE.layout.expert_parallel", "", "expert_model_parallel_size", "expert_parallel_size", "ep", "ep_size"),
+    **_same("ROLE.layout.virtual_pipeline_chunks", "", "virtual_pipeline_model_parallel_size", "vpp"),
+    # files
+    **_same(
+        "checkpoint.every_steps", "", "save_freq", "save_steps", "save_interval", "save_period", "ckpt_interval",
+    ),
+    **_same("checkpoint.keep_last", "", "max_ckpt_num", "save_total_limit", "max_actor_ckpt_to_keep", "keep_top_k"),
+    **_same("evaluation.every_steps", "", "test_freq", "eval_steps", "eval_interval", "val_period", "eval_freq"),
+    **_same("run.directory", "", "default_local_dir", "output_dir", "save_path", "ckpt_path", "save"),
+    **_same("run.name", "", "experiment_name", "run_name", "exp_name"),
+    **_same("logging.wandb_project", "", "project_name", "use_wandb", "wandb"),
+}  # fmt: skip
+"""By the name, or by the section's and the name where another section has a setting of that name."""
+
+
+def counterpart(section: Key, name: str) -> Counterpart | None:
+    """Our settings for a name that stands in `section`, of the role that the section is of; None for no known name."""
+    found = COUNTERPARTS.get(f"{section[-1]}.{name.lower()}") if section else None
+    found = found or COUNTERPARTS.get(name.lower())
+    if found is None:
+        return None
+    roles = ("critic",) if "critic" in section else ("actor",) if "actor" in section else ("actor", "critic")
+    keys = [key.replace(ROLE, role, 1) for key in found.keys for role in (roles if ROLE in key else ("",))]
+    return Counterpart(tuple(keys), found.note)

@@ -1,0 +1,78 @@
+"""What people type who come from verl, slime, OpenRLHF, NeMo-RL or TRL gets our name, and what differs."""
+
+from __future__ import annotations
+
+import pytest
+
+from megappo.config import ConfigError, load_config
+from megappo.config.explain import all_keys, find_field
+from megappo.config.other_names import COUNTERPARTS, ROLE, counterpart
+from tests.support.places import BASE
+
+
+def test_every_counterpart_is_a_setting_or_says_why_there_is_none() -> None:
+    for name, found in COUNTERPARTS.items():
+        assert found.keys or found.note, name
+        for key in found.keys:
+            for role in ("actor", "critic"):
+                assert find_field(tuple(key.replace(ROLE, role).split("."))) is not None, (name, key)
+
+
+def test_no_setting_of_ours_is_taken_for_another_one() -> None:
+    """A name that is ours in another section leads there by being the same, not by the table."""
+    ours = {key[-1] for key in all_keys()}
+    assert not ours & COUNTERPARTS.keys()
+
+
+def test_the_role_is_that_of_the_section() -> None:
+    for section, expected in (
+        (("critic",), ["critic.optimizer.learning_rate"]),
+        (("actor", "optimizer"), ["actor.optimizer.learning_rate"]),
+        ((), ["actor.optimizer.learning_rate", "critic.optimizer.learning_rate"]),
+    ):
+        found = counterpart(section, "LR")
+        assert found is not None and list(found.keys) == expected
+
+
+TYPED = {
+    "kl_coef=0.1": "algorithm.kl_in_reward.coef?",
+    "algorithm.init_kl_coef=0.1": "algorithm.kl_in_reward.coef?",
+    "algorithm.kl_penalty=kl": "algorithm.kl_in_reward.kind?",
+    "actor.use_kl_loss=true": "see algorithm.kl_in_loss",
+    "actor.kl_loss_coef=0.001": "algorithm.kl_in_loss.coef?",
+    "eps_clip=0.2": "algorithm.clip_low or algorithm.clip_high? (a ratio below",
+    "algorithm.cliprange=0.2": "algorithm.clip_low or algorithm.clip_high?",
+    "actor.clip_ratio_high=0.28": "did you mean algorithm.clip_high?",
+    "critic.cliprange_value=0.2": "critic.value_clip?",
+    "rollout_batch_size=128": "rollout.prompts_per_step?",
+    "global_batch_size=256": "actor.minibatch_sequences or critic.minibatch_sequences? (samples of an update)",
+    "data.train_batch_size=128": "rollout.prompts_per_step, actor.minibatch_sequences or critic.minibatch_sequences? (",
+    "actor.ppo_mini_batch_size=256": "actor.minibatch_sequences? (verl counts prompts",
+    "actor.ppo_micro_batch_size_per_gpu=4": "actor.microbatch_budget_tokens? (microbatches are packed by tokens",
+    "actor.max_tokens_per_gpu=8192": "actor.microbatch_budget_tokens? (this counts the tokens of a context",
+    "critic_warmup=10": "critic.warmup_steps? (in these steps only the critic learns)",
+    "run.num_critic_only_steps=10": "critic.warmup_steps?",
+    "run.save_freq=20": "checkpoint.every_steps?",
+    "test_freq=5": "evaluation.every_steps?",
+    "rollout.gpu_memory_utilization=0.5": "rollout.sglang.memory_fraction?",
+    "n_samples_per_prompt=8": "rollout.samples_per_prompt?",
+    "run.total_epochs=15": "run.epochs?",
+    "actor.ppo_epochs=2": "did you mean actor.epochs?",
+    "temperature=0.7": "rollout.temperature?",
+    "actor.optimizer.warmup_steps=10": "actor.optimizer.warmup_updates? (it counts optimizer updates, not steps)",
+    "actor.optimizer.lr_warmup_steps_ratio=0.1": "see actor.optimizer.warmup_updates (it counts",
+    "algorithm.vf_coef=0.5": "is not a setting: actor and critic have losses and optimizers of their own",
+    "nnodes=2": "is not a setting: the launcher says how many ranks there are",
+    "actor.gradient_accumulation_steps=4": "is not a setting: it follows from minibatch_sequences",
+    "algorithm.gae_lambda=0.95": "see algorithm.lam",
+    "lambd=1.0": "see algorithm.lam",
+    "rollout.max_completion_length=512": "rollout.max_response_tokens?",
+    "actor.grad_clip=1.0": "actor.optimizer.clip_grad_norm?",
+}
+
+
+@pytest.mark.parametrize("override", TYPED)
+def test_what_others_type_gets_our_name(override: str) -> None:
+    with pytest.raises(ConfigError) as told:
+        load_config(BASE, [override])
+    assert TYPED[override] in str(told.value)
