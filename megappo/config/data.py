@@ -23,14 +23,16 @@ _Reward = Annotated[float, Field(ge=-_LARGEST_REWARD, le=_LARGEST_REWARD)]
 
 class DataSourceSettings(Settings):
     source: PathText
-    """`FILE.jsonl`, `FILE.parquet` (verl's schema), `datasets:NAME` or `datasets:FOLDER`, after which `:SPLIT` or
-    `:CONFIG:SPLIT` may stand, `reasoning_gym:TASK`, or `package.module:function`."""
+    """`FILE.jsonl`, `FILE.parquet`, a pattern of several such as `data/part-*.parquet`, `datasets:NAME` or
+    `datasets:FOLDER`, after which `:SPLIT` or `:CONFIG:SPLIT` may stand, `reasoning_gym:TASK`, or
+    `package.module:function`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the reasoning-gym task or the Python function."""
     prompt_key: Text = "prompt"
-    """Field of a jsonl line or of a data set with the prompt: a string or a list of chat messages."""
+    """Field of a line, row or record with the prompt: a string or a list of chat messages."""
     answer_key: Text = "answer"
-    """Field with the reference answer handed to the reward."""
+    """Field with the reference answer handed to the reward. In a parquet file of verl's schema it is
+    `reward_model.ground_truth`, unless this names a column."""
     limit: PositiveInt | None = None
     """Use only the first so many records."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+import itertools
 import math
 import numbers
 import os
@@ -77,11 +79,25 @@ def _open(settings: DataSourceSettings) -> Located:
         )
     if settings.options:
         raise ValueError(f"data source '{source}' is a file and takes no options, got {settings.options}; remove them")
+    return itertools.chain.from_iterable(_file(path, settings) for path in _files(source))
+
+
+def _files(source: str) -> list[Path]:
+    """The file of a name, or the files of a pattern such as `data/part-*.parquet` in the order of their names."""
     if os.path.isdir(source):
         raise ValueError(f"data file '{source}' is a folder; name one file in it")
-    if not os.path.isfile(source):
-        raise ValueError(f"data file '{source}' does not exist (from {Path.cwd()}); {_remedy_of(Path(source))}")
-    return _jsonl(Path(source), settings) if source.endswith(".jsonl") else _parquet(Path(source))
+    if os.path.isfile(source):
+        return [Path(source)]
+    if glob.has_magic(source):
+        found = [Path(path) for path in sorted(glob.glob(source, recursive=True)) if os.path.isfile(path)]
+        if not found:
+            raise ValueError(f"no file has a name like '{source}' (from {Path.cwd()}); change the pattern")
+        return found
+    raise ValueError(f"data file '{source}' does not exist (from {Path.cwd()}); {_remedy_of(Path(source))}")
+
+
+def _file(path: Path, settings: DataSourceSettings) -> Located:
+    return _jsonl(path, settings) if path.suffix == ".jsonl" else _parquet(path, settings)
 
 
 def _remedy_of(missing: Path) -> str:
@@ -173,27 +189,38 @@ def _data_set(settings: DataSourceSettings) -> Located:
         yield where, _keyed_record(there, where, settings)
 
 
-def _parquet(path: Path) -> Located:
-    """verl's schema: data_source, prompt (chat messages), reward_model.ground_truth, extra_info."""
+def _parquet(path: Path, settings: DataSourceSettings) -> Located:
+    """verl's schema: data_source, prompt (chat messages), reward_model.ground_truth, extra_info. A table without
+    reward_model, or a source with an answer_key of its own, has its answers in a column, as lines of JSON have."""
     table = read_parquet(path)
-    missing = {"data_source", "prompt", "reward_model"} - set(table.column_names)
+    columns, default = set(table.column_names), DataSourceSettings.model_fields["answer_key"].default
+    has_key = settings.answer_key != default  # saved settings name every key
+    if has_key and settings.answer_key not in columns:
+        near = nearest_word(settings.answer_key, sorted(columns))
+        raise ValueError(f"{path} has no column '{settings.answer_key}', but '{near}'; set the source's answer_key")
+    if has_key or "reward_model" not in columns:
+        for where, row in table_rows(table, path):
+            there = {name: value for name, value in row.items() if value is not None or name == settings.prompt_key}
+            yield where, _keyed_record(there, where, settings)
+        return
+    missing = {"data_source", settings.prompt_key} - columns
     if missing:
         raise ValueError(
             f"{path} lacks the column{'s' if len(missing) > 1 else ''} {', '.join(sorted(missing))}; "
-            "write verl's schema: data_source, prompt, reward_model and extra_info"
+            "write verl's schema (data_source, prompt, reward_model and extra_info), or set prompt_key and answer_key"
         )
     for where, row in table_rows(table, path):
-        yield where, _parquet_record(row, where)
+        yield where, _parquet_record(row, where, settings.prompt_key)
 
 
-def _parquet_record(row: dict[str, Any], where: str) -> Record:
+def _parquet_record(row: dict[str, Any], where: str, prompt_key: str) -> Record:
     reward, extra = row["reward_model"], row.get("extra_info")
     if not isinstance(reward, dict) or reward.get("ground_truth") is None:
         raise ValueError(f"{where} has no reward_model.ground_truth; add it")
     if extra is not None and not isinstance(extra, dict):
         raise ValueError(f"{where}: extra_info is {shown(extra)}, must be a struct; write verl's schema")
     metadata = {**(extra or {}), "data_source": row["data_source"]}
-    return Record(_checked_prompt(row["prompt"], where), _checked_answer(reward["ground_truth"], where), metadata)
+    return Record(_checked_prompt(row[prompt_key], where), _checked_answer(reward["ground_truth"], where), metadata)
 
 
 def _reasoning_gym(task: str, options: dict[str, Any]) -> Located:

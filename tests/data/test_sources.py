@@ -66,6 +66,30 @@ def test_parquet(tmp_path: Path) -> None:
     assert second.answer == "5"
 
 
+def test_a_parquet_file_has_the_columns_that_are_named(tmp_path: Path) -> None:
+    """Verl's schema with other names too; saved settings, which name every key, read the same."""
+    own = verl_file(tmp_path, {"question": "1+1=", "answer": "2", "level": 3})
+    assert read(own, prompt_key="question") == [Record("1+1=", "2", {"level": 3})]
+    own = verl_file(tmp_path, {**verl_row(), "question": "1+1=", "solution": "2"})
+    assert read(own, prompt_key="question", answer_key="answer")[0].answer == "4"
+    found = read(own, prompt_key="question", answer_key="solution")[0]
+    assert (found.prompt, found.answer, found.metadata["data_source"]) == ("1+1=", "2", "d")
+    with pytest.raises(ValueError, match="has no column 'solutoin', but 'solution'; set the source's answer_key"):
+        read(own, answer_key="solutoin")
+
+
+def test_several_files_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
+    for name in ("b", "a", "c"):
+        folder = tmp_path / name
+        folder.mkdir()
+        jsonl(folder, {"prompt": name, "answer": name})
+    (tmp_path / "d.jsonl").mkdir()
+    assert [r.prompt for r in read(tmp_path / "[a-b]" / "*.jsonl")] == ["a", "b"]
+    assert [r.prompt for r in read(tmp_path / "**" / "*.jsonl", limit=2)] == ["a", "b"]
+    with pytest.raises(ValueError, match=r"no file has a name like '.*/e\*.jsonl' .*; change the pattern"):
+        read(tmp_path / "e*.jsonl")
+
+
 def with_tool_call(arguments: dict[str, Any]) -> list[dict[str, Any]]:
     function = {"name": "look", "arguments": arguments}
     return [
@@ -284,7 +308,11 @@ MALFORMED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "garbage parquet": (raw(b"garbage", "data.parquet"), "not a readable parquet file"),
     "empty parquet file": (raw(b"", "data.parquet"), "not a readable parquet file"),
     "truncated parquet": (truncated_parquet, "not a readable parquet file"),
-    "other schema": (rows({"question": "a"}), "lacks the columns data_source, prompt, reward_model"),
+    "other schema": (rows({"question": "a"}), "row 0 has no field 'prompt', but question; set the source's prompt_key"),
+    "half of verl's schema": (
+        rows({"reward_model": {"ground_truth": "1"}, "p": "a"}),
+        "lacks the columns data_source, pro",
+    ),
     "no ground truth": (rows(verl_row(), verl_row(reward_model={})), "row 1 has no reward_model.ground_truth"),
     "reward model is text": (rows(verl_row(reward_model="4")), "row 0 has no reward_model.ground_truth"),
     "extra info is text": (rows(verl_row(extra_info="x")), "row 0: extra_info is 'x', must be a struct"),
