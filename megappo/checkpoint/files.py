@@ -152,9 +152,9 @@ def read_marker(folder: Path) -> Marker:
             raise DamagedError(f"{MARKER} has {show(body['content'][name])} as its {name}")
     if type(body["content"].get("versions", {"torch": ""}).get("torch")) is not str:
         raise DamagedError(f"{MARKER} does not say which torch wrote it")
-    for part in ("settings", "architectures", "updates"):
+    for part, kinds in (("settings", (dict, type(None))), ("architectures", (dict,)), ("updates", (int,))):
         for name, values in body["content"].get(part, {}).items():
-            if not isinstance(values, dict | None):
+            if not isinstance(values, kinds):
                 raise DamagedError(f"{MARKER} has {show(values)} as {name} of its {part}")
     if folder.name != step_folder(folder.parent, body["step"]).name:
         raise DamagedError(f"{MARKER} belongs to step {body['step']}")

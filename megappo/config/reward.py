@@ -23,13 +23,16 @@ from megappo.config.judge import JudgeSettings, check_key_variable, check_url
 from megappo.config.own_server import RewardModelServerSettings
 from megappo.config.server_words import own_word_rules
 
-_TAKEN_NAMES = ("mean", "std", "min", "max", "failures", "timeouts", "overlong", "group_spread")
+_TAKEN_NAMES = (
+    "mean", "std", "min", "max", "failures", "timeouts", "overlong", "given", "clipped", "group_spread",
+)  # fmt: skip
 """Of metrics `reward/...` that there are always."""
 JUDGE = "megappo.rewards.judge:scores"
 """What asks a judge."""
 SERVER = "megappo.rewards.http:scores"
 """What asks a reward server."""
 _STARTING_SECONDS = 5.0
+_Score = Annotated[float, Field(ge=-1e9, le=1e9)]
 
 
 class OverlongSettings(Settings):
@@ -105,6 +108,16 @@ class RewardSettings(Settings):
     """The run stops when more than this fraction of a step's rewards failed."""
     overlong: OverlongSettings | None = None
     """Not null: answers near the length limit of `rollout.max_response_tokens` get less (DAPO)."""
+    truncated_score: _Score | None = None
+    """Score of an answer that the length limit ended, whatever the function gave (ORZ: 0); null: what it gave."""
+    truncated_penalty: Annotated[float, Field(ge=0.0, le=1e9)] = 0.0
+    """What such an answer loses (TRL's penalty for a missing end)."""
+    scale: Annotated[PositiveFloat, Field(le=1e9)] = 1.0
+    """What all scores are multiplied by in training, after these penalties."""
+    shift: float = Field(default=0.0, ge=-1e9, le=1e9)
+    """What is added to them then."""
+    clip: Annotated[tuple[_Score, _Score], Field(strict=False)] | None = None
+    """The lowest and the highest score after that, such as [-10, 10]; null: no bounds."""
     model_path: PathText | None = None
     """Folder of the reward model (AutoModelForSequenceClassification) for `function: model`."""
     model_server: RewardModelServerSettings | None = None
@@ -112,6 +125,17 @@ class RewardSettings(Settings):
     a copy on each."""
     model_remote: RemoteModelSettings | None = None
     """Not null: a server elsewhere holds the reward model, and of `model_path` configuration and tokenizer are read."""
+
+    @property
+    def is_shaped(self) -> bool:
+        """Whether training makes other scores of those that functions give."""
+        penalties = (self.overlong, self.truncated_score, self.truncated_penalty or None)
+        return self.is_rescaled or any(penalty is not None for penalty in penalties)
+
+    @property
+    def is_rescaled(self) -> bool:
+        """Whether they have another unit or bounds."""
+        return (self.scale, self.shift, self.clip) != (1.0, 0.0, None)
 
     @property
     def model_holder(self) -> str:
@@ -176,6 +200,12 @@ class RewardSettings(Settings):
                 )
             if term.function in ("model", "environment"):
                 raise ValueError(f"functions has '{term.function}', which stands alone; set function to it")
+        return self
+
+    @model_validator(mode="after")
+    def _clip_has_room(self) -> RewardSettings:
+        if self.clip is not None and self.clip[0] >= self.clip[1]:
+            raise ValueError(f"clip is {list(self.clip)}, must be a lower and a higher number, such as [-10, 10]")
         return self
 
     @model_validator(mode="after")

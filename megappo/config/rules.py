@@ -332,6 +332,11 @@ def kept_rules(config: Config) -> Iterator[str]:
             f"rollout.dynamic_sampling compares the samples of a prompt, but rollout.samples_per_prompt is "
             f"{rollout.samples_per_prompt}; set it to at least 2, or dynamic_sampling to null"
         )
+    if config.reward.is_rescaled and rollout.episodes is not None:
+        yield (
+            "reward.scale, shift and clip are for the scores of functions, but rollout.environment gives rewards of "
+            "its own; scale them there, and remove these"
+        )
     if overlong is not None and overlong.buffer_tokens > rollout.max_response_tokens:
         yield (
             f"reward.overlong.buffer_tokens {overlong.buffer_tokens} is above rollout.max_response_tokens "

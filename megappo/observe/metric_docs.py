@@ -126,6 +126,10 @@ METRICS: dict[str, MetricDoc] = {
     "reward/overlong": MetricDoc(
         "score", "What answers near the length limit lose in the mean (`reward.overlong`).", "rises to 0"
     ),
+    "reward/given": MetricDoc(
+        "score", "Mean score as functions gave it, where training makes others of it (`reward.scale`, ...).", "rises"
+    ),
+    "reward/clipped": MetricDoc("fraction", "Scores beyond `reward.clip`.", "near 0"),
     **SOURCES,
     "group/spread": MetricDoc(
         "fraction",

@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 
 from megappo.algo.controllers import PenaltyController
-from megappo.algo.overlong import overlong_penalty
 from megappo.data.curriculum import Curriculum
 from megappo.engines.protocol import SleepingEngine
 from megappo.errors import Interrupted
@@ -42,6 +41,7 @@ from megappo.ppo.reporting import Reporter
 from megappo.ppo.right_prompts import note_right_prompts
 from megappo.ppo.sampling import sample_seed
 from megappo.ppo.selection import Selection
+from megappo.ppo.shaping import shaped
 from megappo.ppo.updates import (
     MinibatchUpdate,
     NonFiniteUpdateError,
@@ -51,7 +51,6 @@ from megappo.ppo.updates import (
     draw_minibatches,
     step_metrics,
 )
-from megappo.runtime.tally import Tally
 from megappo.types import Experience, Rollouts, Scored
 
 
@@ -240,7 +239,8 @@ class Trainer:
             self.let_engine_go(rollouts)
         self.metrics |= metrics
         self.reporter.samples(self.step, rollouts, scores_B)
-        scores_B = self.punish_length(rollouts, scores_B)
+        scores_B, found = shaped(scores_B, rollouts, self.config, self.parts.runtime.device)
+        self.metrics |= found
         self.metrics |= source_metrics(rollouts, scores_B, self.parts)
         return rollouts, scores_B
 
@@ -289,18 +289,6 @@ class Trainer:
         resting = found.pop("curriculum/resting")
         self.metrics |= {name: self.metrics.get(name, 0.0) + count for name, count in found.items()}
         self.metrics["curriculum/resting"] = resting
-
-    def punish_length(self, rollouts: Rollouts, scores_B: Tensor) -> Tensor:
-        """The scores, less for answers near the length limit where `reward.overlong` says so."""
-        overlong = self.config.reward.overlong
-        if overlong is None:
-            return scores_B
-        most, buffer = self.config.rollout.max_response_tokens, overlong.buffer_tokens
-        penalty_B = overlong_penalty(rollouts.response_lengths_B, most_tokens=most, buffer_tokens=buffer)
-        tally = Tally()
-        tally.mean("reward/overlong", overlong.penalty * penalty_B)
-        self.metrics |= tally.reduce(None, self.parts.runtime.device)
-        return scores_B + overlong.penalty * penalty_B
 
     def forward(self, rollouts: Rollouts, scores_B: Tensor) -> tuple[PlacedStep, Scored]:
         """Send the samples to the ranks of each role; old and reference log-probabilities and values of every response
