@@ -29,25 +29,4 @@ setup(
         "megappo.shipped.launch.slurm": ["*.sh", "ppo*.sbatch"],
         "megappo_kernels": ["py.typed"],
     },
-    extras_require={
-        "datasets": ["datasets>=4"],
-        "sglang": ["sglang==0.5.23"],
-        # What a Megatron-Core was made for (ENGINES in runtime/accelerations.py); with the core of torch's CUDA.
-        "te": [
-            "transformer-engine[pytorch]>=2.9,<2.12; python_version<'3.12'",
-            "transformer-engine[core_cu13,pytorch]>=2.12; python_version>='3.12'",
-        ],
-        "tasks": ["math-verify", "reasoning-gym"],
-        "wandb": ["wandb"],
-        "test": [
-            "hypothesis",
-            "math-verify",
-            "mypy",
-            "peft>=0.21",
-            "pytest",
-            "pytest-timeout",
-            "reasoning-gym",
-            "ruff",
-        ],
-    },
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megappo.checkpoint.files import Marker
-from megappo.checkpoint.versions import software_versions
+from megappo.checkpoint.versions import PACKAGES, recorded_versions, software_versions
 from megappo.config import Config, ConfigError, derive, load_config
 from megappo.config.algorithm import AlgorithmSettings, KLInRewardSettings
 from megappo.config.derive import describe
@@ -174,13 +175,20 @@ def test_a_horizon_of_less_than_a_step_is_refused(more: str, samples: int, refus
     assert not found or f"must be at least the {samples} samples of a step" in found[0]
 
 
-def resumed(before: Config, now: Config, monkeypatch: pytest.MonkeyPatch, *, drop: bool = False) -> start.Start:
+def resumed(
+    before: Config,
+    now: Config,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    drop: bool = False,
+    versions: Mapping[str, str] | None = None,
+) -> start.Start:
     """Where a run goes on whose checkpoint was written with `before`; `drop`: by a version without the unit."""
     settings = json.loads(json.dumps(before.model_dump(mode="json")))
     if drop:
         del settings["algorithm"]["kl_in_reward"]["per"]
         settings["algorithm"]["kl_in_reward"]["target"] = settings["algorithm"]["kl_in_reward"]["target"] or 6.0
-    content = {"settings": settings, "steps": 10, "versions": software_versions()}
+    content = {"settings": settings, "steps": 10, "versions": software_versions() | dict(versions or {})}
     chosen = Path("step"), Marker(3, {}, content), list[str]()
     monkeypatch.setattr(start, "select_checkpoint", lambda *_: chosen)
     return start.choose_start(now, derive(now, 1, SHAPE), SimpleNamespace(is_main=True))  # type: ignore[arg-type]
@@ -207,6 +215,14 @@ def test_a_checkpoint_without_the_unit_keeps_nats_per_response(
     kl = again.config.algorithm.kl_in_reward
     assert kl is not None and (kl.per, kl.target_nats) == kept
     assert not [s for s in again.sentences if "changed since then: algorithm.kl" in s]
+
+
+def test_other_packages_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint has the digest of all that is installed; one of an earlier megappo has none, which is no change."""
+    config, here = load_config(BASE), recorded_versions()[PACKAGES]
+    for said, versions in (([], {}), ([], {PACKAGES: here}), ([f"0123 -> {here}"], {PACKAGES: "0123"})):
+        sentences = resumed(config, config, monkeypatch, versions=versions).sentences
+        assert [s for s in sentences if "packages" in s] == [f"changed since then: {PACKAGES} {s}" for s in said]
 
 
 def test_a_fixed_kl_goes_on_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
