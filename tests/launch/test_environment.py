@@ -206,6 +206,20 @@ def test_two_builds_of_one_environment_are_one(machine: Machine) -> None:
     assert len(machine.builds.read_text().splitlines()) == 1
 
 
+@pytest.mark.parametrize("place", ["home/lib/python3.12/site-packages", "target"])
+def test_launchers_that_pip_installed_use_the_environment_they_are_in(machine: Machine, place: str) -> None:
+    """Or, in a folder of their own, the Python of PATH; they build nothing."""
+    shipped, home = machine.folder / place / "megappo" / "shipped", machine.folder / "home"
+    shutil.copytree(ROOT / "launch", shipped / "launch")
+    machine.add_python(home / "bin" / "python")
+    machine.add_python(machine.folder / "bin" / "python")
+    command = ["bash", "-c", "source launch/environment.sh; ensure_environment full; type -P python"]
+    environment = {"PATH": f"{machine.folder / 'bin'}:/usr/bin:/bin", "MEGAPPO_CACHE": str(machine.folder / "cache")}
+    done = subprocess.run(command, cwd=shipped, env=environment, capture_output=True, text=True, check=True)
+    used = home if "site-packages" in place else machine.folder
+    assert done.stdout == f"{used}/bin/python\n" and not (machine.folder / "cache").exists(), done.stderr
+
+
 def test_the_quickstart_needs_no_sglang_where_there_are_gpus(machine: Machine) -> None:
     """Its settings name the other engine."""
     clone = machine.clone("one")
