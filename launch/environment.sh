@@ -1,13 +1,17 @@
 #!/usr/bin/env bash
-# Sourced by the other scripts: puts a Python environment with everything in launch/requirements.txt on PATH, or with
-# `ensure_environment full` everything in launch/requirements-sglang.txt; the full one serves for the light one too. It
-# lives in a cache folder named by a hash of those files, the Python version and the processor, so that clones, branches
-# and versions live side by side. Nothing is deleted unless you ask for it:
+# Sourced by the other scripts: puts a Python environment on PATH that can train with the engine inside the trainer, or
+# with `ensure_environment full` with SGLang too; the full one serves for the light one. launch/locks says to the file what
+# is in them. They live in a cache folder, named by a hash of the lock, the Python version and the processor, so that
+# clones, branches and versions live side by side. Nothing is deleted unless you ask for it:
 #   launch/environment.sh prune [DAYS]    removes environments that nothing has used for DAYS days (default 7)
 # Set MEGAPPO_PYTHON to the interpreter of an environment of your own to use that instead, MEGAPPO_CACHE to keep them
 # elsewhere than in ~/.cache/megappo, MEGAPPO_PYTHON_VERSION to 3.11 or 3.12 to choose what they are made with.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+if [[ $ROOT == */megappo/shipped ]]; then # where pip installed it, in an environment that has what it needs
+    [[ $ROOT =~ ^(.*)/lib(64)?/python3\.[0-9]+/[^/]+/megappo/shipped$ ]] && installed=${BASH_REMATCH[1]}/bin/python
+    export MEGAPPO_PYTHON=${MEGAPPO_PYTHON:-${installed:-$(type -P python)}}
+fi
 export PYTHONPATH="$ROOT:$ROOT/kernels${PYTHONPATH:+:$PYTHONPATH}"
 export TOKENIZERS_PARALLELISM=false
 
@@ -47,8 +51,14 @@ python_candidates() { # version, such as 3.12
     done | sort -rV
 }
 
-environment_hash() { # requirements file, interpreter
-    { cat "$ROOT/launch/$1" "$ROOT/launch/requirements-common.txt"; "$2" --version; uname -m; } | sha256sum | cut -c1-16
+pins_of() { # light|full, interpreter: the file in launch/locks
+    local version
+    version=$("$2" --version)
+    [[ $version =~ [0-9]+\.[0-9]+ ]] && echo "launch/locks/$1-${BASH_REMATCH[0]}.txt"
+}
+
+environment_hash() { # light|full, interpreter
+    { cat "$ROOT/$(pins_of "$@")"; "$2" --version; uname -m; } | sha256sum | cut -c1-16
 }
 
 environment_cache() {
@@ -124,14 +134,14 @@ ensure_environment() { # full, light, or light-alone: the light one where there 
         PATH="$(dirname "$MEGAPPO_PYTHON"):$PATH"
         return
     fi
-    local python base folder requirements=requirements-sglang.txt
+    local python base folder kind=full
     python=$(find_python full) || exit 2
     base=$(environment_cache)
-    folder=$base/environment-$(environment_hash requirements-sglang.txt "$python")
+    folder=$base/environment-$(environment_hash full "$python")
     if [ "${1:-light}" = light-alone ] || { [ "${1:-light}" = light ] && [ ! -e "$folder/complete" ]; }; then
-        requirements=requirements.txt
+        kind=light
         python=$(find_python light) || exit 2
-        folder=$base/environment-$(environment_hash requirements.txt "$python")
+        folder=$base/environment-$(environment_hash light "$python")
     fi
     (umask_for_own && mkdir -p "$base")
     check_environment_owner "$base" "$folder" "$folder/bin" || exit 2
@@ -141,7 +151,7 @@ ensure_environment() { # full, light, or light-alone: the light one where there 
         # On NFS two that share it would wait for each other; without a lock somebody else may be sooner.
         flock -u "$ENVIRONMENT_LOCK"
         take_environment_lock -x || exit 2
-        if [ ! -e "$folder/complete" ] && ! (umask_for_own && build_environment "$folder" "$python" "$requirements"); then
+        if [ ! -e "$folder/complete" ] && ! (umask_for_own && build_environment "$folder" "$python" "$kind"); then
             echo "megappo: error: the environment in $folder could not be built; see above" >&2
             exit 2
         fi
@@ -152,13 +162,21 @@ ensure_environment() { # full, light, or light-alone: the light one where there 
     PATH="$folder/bin:$PATH"
 }
 
-build_environment() { # folder, interpreter, requirements file
-    echo "megappo: building the environment in $1 with $("$2" --version) from $2 (a few minutes, once)" >&2
+build_environment() { # folder, interpreter, light|full
+    local pins
+    pins=$(pins_of "$3" "$2")
+    echo "megappo: building the environment of $pins in $1 with $("$2" --version) from $2 (a few minutes, once)" >&2
     rm -rf "$1" && # what a build that was interrupted left
         "$2" -m venv "$1" &&
         "$1/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade pip &&
-        "$1/bin/python" -m pip install --quiet --disable-pip-version-check -r "$ROOT/launch/$3" &&
+        install_pins "$1/bin/python" "$ROOT/$pins" &&
         touch "$1/complete"
+}
+
+install_pins() { # interpreter, file: first what has hashes, then what has none, with what its build needs
+    local install=("$1" -m pip install --quiet --disable-pip-version-check) bare='^[a-z0-9._-]+==[^ ]+$'
+    "${install[@]}" --no-deps --require-hashes -r <(grep -vE "$bare" "$2") || return
+    ! grep -qE "$bare" "$2" || "${install[@]}" -r <(grep -E "$bare" "$2")
 }
 
 # Whether a process of this machine has files of the folder open or mapped: one that was not started by these scripts
@@ -174,9 +192,9 @@ prune_environments() { # days
     }
     local python folder own="" freed=0 size
     if python=$(find_python light 2>/dev/null); then
-        own="environment-$(environment_hash requirements.txt "$python")"
+        own="environment-$(environment_hash light "$python")"
         python=$(find_python full)
-        own+=" environment-$(environment_hash requirements-sglang.txt "$python")"
+        own+=" environment-$(environment_hash full "$python")"
     fi
     for folder in "$(environment_cache)"/environment-*/; do
         folder=${folder%/}

@@ -13,7 +13,8 @@ python3 -m venv /opt/venv
 export PATH=/opt/venv/bin:$PATH
 cd /opt/megappo
 pip install --upgrade pip
-pip install -r launch/requirements-sglang.txt
+source launch/environment.sh
+install_pins "$(type -P python)" "$(pins_of full "$(type -P python)")"
 # The build's own needs, which pip does not install without isolation.
 pip install cmake ninja packaging pybind11 setuptools wheel
 export MAX_JOBS=${MAX_JOBS:-8} TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-"8.0 9.0 10.0 12.0"}

@@ -135,8 +135,8 @@ def writing(path: object) -> Iterator[None]:
 
 
 def how_to_install(extra: str) -> str:
-    """The remedy where the libraries of one of setup.py's extras are missing; no index has megappo, whose repository it
-    names."""
+    """The remedy where the libraries of an extra of pyproject.toml are missing; no index has megappo, whose repository
+    it names."""
     return f"pip install '.[{extra}]' in megappo's repository"
 
 

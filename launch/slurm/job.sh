@@ -12,7 +12,7 @@ fail() {
 # prepare_job WORDS...: environment for these words of megappo, log folder, record of both, rank 0's address. PLACE are
 # the options with which srun finds the trainers' nodes; all of the job's, unless a script changes them and NODES.
 prepare_job() {
-    cd "$ROOT"
+    [[ $ROOT == */megappo/shipped ]] || cd "$ROOT" # what pip installed is no place for runs
     PLACE=()
     [[ $MEGAPPO_LAUNCHER =~ ^(srun|torchrun)$ ]] || fail "MEGAPPO_LAUNCHER is '$MEGAPPO_LAUNCHER', must be srun or torchrun"
     NODES=$SLURM_JOB_NUM_NODES

@@ -10,11 +10,13 @@ import torch
 
 from megappo import __version__
 from megappo.checkpoint.files import Marker
-from megappo.runtime.packages import installed_version
+from megappo.runtime.packages import installed_version, packages_digest
 
 _PACKAGES = ("torch", "megatron-core", "transformers", "numpy", "triton", "sglang", "transformer-engine")
+PACKAGES = "installed packages"
+"""Under which a checkpoint has the digest of all their versions; those of an earlier megappo have none."""
 TORCH_VERSIONS = ((2, 11), (2, 14))
-"""The first and the last that the tests load checkpoints of; `setup.py` allows the same."""
+"""The first and the last that the tests load checkpoints of; requirements.txt allows the same."""
 
 
 def software_versions() -> dict[str, str]:
@@ -22,6 +24,11 @@ def software_versions() -> dict[str, str]:
     found = {package: installed_version(package) for package in _PACKAGES}
     own = {"megappo": __version__, "python": platform.python_version()}
     return own | {package: version for package, version in found.items() if version is not None}
+
+
+def recorded_versions() -> dict[str, str]:
+    """The same, and what tells two environments apart, for a checkpoint."""
+    return software_versions() | {PACKAGES: packages_digest()}
 
 
 def require_readable(folder: Path, marker: Marker) -> None:

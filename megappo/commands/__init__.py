@@ -35,6 +35,9 @@ class Command:
 
 
 COMMANDS = {
+    "quickstart": Command(
+        "train a small model on single-digit sums, by two processes of this machine", takes_overrides=True
+    ),
     "train": Command("run PPO as a YAML file describes it", on_ranks=True, takes_overrides=True),
     "plan": Command(
         "say what a run will need and how fast it will be, before it is started",

@@ -30,6 +30,7 @@ from megappo.doctor.machine import disk
 from megappo.doctor.software import generation_finding, reward_findings
 from megappo.environments.registry import set_stage, tool_schemas
 from megappo.errors import RunError, one_line, raised_by_megappo, shortened
+from megappo.observe.loggers import find_logger
 from megappo.plan.engines import other_engine
 from megappo.plan.here import resolve_here, this_machine
 from megappo.plan.inputs import Models
@@ -231,11 +232,14 @@ def _prompt_text(record: Record) -> str:
 
 
 def _methods(config: Config) -> Rows:
-    """Estimator and policy loss, tried on a few numbers."""
+    """Estimator and policy loss, tried on a few numbers, and loggers, which are not made."""
     check_methods(config)
     own = [name for name in (config.algorithm.estimator, config.algorithm.policy_loss) if is_import_path(name)]
     if own:
         yield "algorithm", f"{' and '.join(own)}: imported, and tried on six tokens"
+    for path, options in config.logging.loggers.items():
+        find_logger(path, options)
+        yield "logger", f"{path}: imported, and takes its options"
 
 
 def _weights(config: Config) -> Rows:

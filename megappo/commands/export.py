@@ -3,51 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack
-from itertools import chain
-from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from megappo.checkpoint.files import Marker
-from megappo.checkpoint.identity import (
-    BASE,
-    FURTHER,
-    NO_CODE,
-    OwnCode,
-    model_of,
-    settings_of,
-    tensor_digest,
-    whole_digest,
-)
-from megappo.checkpoint.select import find_checkpoint
-from megappo.checkpoint.source import CheckpointSource
-from megappo.checkpoint.torch_dist.writer import write_torch_dist
-from megappo.config import Config
-from megappo.config.model_files import (
-    load_architecture,
-    load_tokenizer,
-    model_paths,
-    resolve_stop_token_ids,
-    role_folder,
-)
-from megappo.errors import show
-from megappo.families.adapters import LoraShape
-from megappo.families.architecture import ArchitectureConfig
-from megappo.families.parameters import wide_tensors
-from megappo.families.weights import TensorSource, WeightSource
-from megappo.megatron.build import DTYPES
-from megappo.reshard.further import FurtherLayers, further_layers_in
-from megappo.reshard.peft import MergedSource, write_peft
-from megappo.reshard.sources import RandomSource, SafetensorsSource
-from megappo.reshard.value_heads import EXPORTED
-from megappo.reshard.writer import write_critic, write_policy
-
-ROLES = ("actor", "critic")
-FORMATS = ("huggingface", "torch_dist", "peft")
+from megappo.api.functions import export
+from megappo.checkpoint.export import FORMATS, ROLES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,145 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Export, and print what the user should know."""
-    chosen = (arguments.run_dir, arguments.out, arguments.role, arguments.step, arguments.format)
-    own = OwnCode(arguments.family, arguments.trust_remote_code)
-    for sentence in export_run(*chosen, without_mtp=arguments.without_mtp, own=own):
+    for sentence in export(
+        arguments.run_dir,
+        arguments.out,
+        role=arguments.role,
+        step=arguments.step,
+        form=arguments.format,
+        without_mtp=arguments.without_mtp,
+        family=arguments.family,
+        trust_remote_code=arguments.trust_remote_code,
+    ):
         print(sentence)
-
-
-def export_run(
-    run_dir: str,
-    out: str,
-    role: str = "actor",
-    step: str = "latest",
-    form: str = FORMATS[0],
-    *,
-    without_mtp: bool = False,
-    own: OwnCode = NO_CODE,
-) -> list[str]:
-    """`megappo export RUN_DIR OUT`: actor or critic of a checkpoint in one of FORMATS, by one process without GPUs,
-    whether the run has finished or not. Returns what to tell the user.
-
-    `step` is a number, `best` or `latest`. `without_mtp`: layers that predict further tokens are left out. `own`: code
-    that may run, as none does because the checkpoint names it. Raises ValueError where there is no such checkpoint or
-    role, where it is of a family that `own` does not name, where the model's config.json or such layers are others now,
-    and where OUT holds something. What fails leaves nothing in OUT.
-    """
-    directory, target = Path(run_dir), Path(out)
-    if not (directory / "config.yaml").exists():
-        raise ValueError(f"{directory} holds no config.yaml; name the directory of a run")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"{target} is not an empty folder; name a new one to export to")
-    folder, marker, sentences = find_checkpoint(directory / "checkpoints", step)
-    _require_own_family(folder, marker, own)
-    config, model = model_of(marker, role, own)
-    arch = load_architecture(model, config.model)
-    settings = config.trained[role].lora if role in config.trained else None
-    lora = None if settings is None else settings.of(arch)
-    held = CheckpointSource(folder, role, arch, lora)
-    if form == "peft":
-        _check_peft(lora, role)
-    source = held if lora is None or form == "peft" else _merged(held, lora, arch, config, marker, role)
-    further = FurtherLayers(arch)
-    if role == "actor" and form == FORMATS[0] and not without_mtp:
-        further = _further_layers(arch, config, marker)
-    with ExitStack() as undo:
-        undo.callback(_take_back, target, keep=target.exists())
-        if lora is not None and form == "peft":
-            dtype = DTYPES[config.model.dtype]
-            write_peft(target, arch, lora, ((n, t.to(dtype)) for n, t in held.tensors()), model_paths(config)[role])
-        elif form == "torch_dist":
-            write_torch_dist(target, arch, source, DTYPES[config.model.dtype], role=role, step=marker.step)
-        else:
-            _write_huggingface(target, further, source, config, model, role)
-        undo.pop_all()
-    return [*sentences, f"the {role} after step {marker.step} is in {target}"]
-
-
-def _require_own_family(folder: Path, marker: Marker, own: OwnCode) -> None:
-    named = settings_of(marker)["model"].get("family")
-    if own.family != named:
-        remedy = "leave --family out" if named is None else f"give --family {named} if that code is yours"
-        raise ValueError(f"{folder} is of model.family {show(named)}, --family is {show(own.family)}; {remedy}")
-
-
-def _check_peft(lora: LoraShape | None, role: str) -> None:
-    if lora is None:
-        raise ValueError(f"the run trained all weights of the {role} and no adapters; leave out --format peft")
-    if role == "critic":
-        raise ValueError("a critic's value head has no place in a PEFT folder; leave out --format peft to merge it")
-
-
-def _merged(
-    adapters: CheckpointSource, lora: LoraShape, arch: ArchitectureConfig, config: Config, marker: Marker, role: str
-) -> MergedSource:
-    """Raises ValueError where the weights under the adapters are not those that the run began with."""
-    folder = role_folder(config, role)
-    if config.model.init == "random":
-        base: WeightSource = RandomSource(arch, config.run.seed)
-    else:
-        base = SafetensorsSource(folder, arch)
-    merged = MergedSource(arch, lora, base, adapters, role == "critic", DTYPES[config.model.dtype])
-    before = marker.content["identity"][role + BASE]
-    digest = whole_digest({name: tensor_digest(tensor) for name, tensor in merged.base_tensors()})
-    if digest != before:
-        raise ValueError(
-            f"the weights in {folder} are not those the run's adapters are for (sha256 {digest[:12]}, then "
-            f"{before[:12]}); bring the folder back, or export with --format peft"
-        )
-    return merged
-
-
-def _further_layers(arch: ArchitectureConfig, config: Config, marker: Marker) -> FurtherLayers:
-    """Layers that predict further tokens, none where the run's model had none. Raises ValueError where they are not
-    those that it had; a checkpoint of an earlier megappo says nothing of them, and is exported without."""
-    before, none = marker.content.get("identity", {}).get("actor" + FURTHER), whole_digest({})
-    if before in (None, none):
-        return FurtherLayers(arch)
-    remedy = "bring the folder back, or export without them (--without-mtp)"
-    try:
-        found = further_layers_in(role_folder(config, "actor"), arch)
-    except ValueError as error:
-        raise ValueError(
-            f"the layers that predict further tokens are in {config.model.path} alone, which cannot be read: {error}; "
-            f"for these layers, {remedy}"
-        ) from error
-    digest = whole_digest({name: tensor_digest(tensor) for name, tensor in found.tensors()})
-    if digest != before:
-        raise ValueError(
-            f"the layers that predict further tokens in {config.model.path} are not those that the run began with "
-            f"(sha256 {digest[:12]}, then {before[:12]}); {remedy}"
-        )
-    return found
-
-
-def _write_huggingface(
-    target: Path, further: FurtherLayers, source: TensorSource, config: Config, model: Path, role: str
-) -> None:
-    arch = further.arch
-    dtype, wide, tokenizer = DTYPES[config.model.dtype], wide_tensors(arch), load_tokenizer(config.model)
-    tensors = ((name, tensor.to(torch.float32 if name in wide else dtype)) for name, tensor in source.tensors())
-    if role == "critic":
-        write_critic(target, arch, chain(tensors, _head_tensors(source, dtype)), tokenizer)
-        return
-    stops = resolve_stop_token_ids(model, tokenizer, config.rollout.stop_token_ids)
-    whole = chain(tensors, further.exported(dtype))
-    write_policy(target, arch, whole, tokenizer, started_from=model, stop_token_ids=stops)
-
-
-def _take_back(folder: Path, *, keep: bool) -> None:
-    """Remove what was written to a folder that was empty, and the folder too unless it was there before."""
-    for part in list(folder.glob("*")):
-        if part.is_dir():
-            shutil.rmtree(part)
-        else:
-            part.unlink()
-    if not keep and folder.exists():
-        folder.rmdir()
-
-
-def _head_tensors(source: TensorSource, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    head = source.value_head()
-    assert head is not None, "a critic's checkpoint has one"
-    for name, tensor in zip(EXPORTED, head, strict=True):
-        yield name, tensor.to(dtype)

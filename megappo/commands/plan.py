@@ -11,8 +11,7 @@ from megappo.commands import add_config_arguments, add_machine_arguments, whole_
 from megappo.config import ConfigError, load_config
 from megappo.config.base import LARGEST_WORLD
 from megappo.plan.engines import other_engine
-from megappo.plan.machine_file import find_machine
-from megappo.plan.planner import default_machine, fewest_ranks, make_plan, read_models
+from megappo.plan.planner import planning
 from megappo.plan.search import best_layouts, remedy
 from megappo.plan.tables import plan_view, search_view, to_json
 
@@ -32,22 +31,22 @@ def run(arguments: argparse.Namespace) -> bool:
     nothing.
     """
     config, as_json = load_config(arguments.config, arguments.overrides), arguments.json
-    machine = default_machine(config) if arguments.machine is None else find_machine(arguments.machine)
-    gpus = fewest_ranks(config) if arguments.gpus is None else whole_option("--gpus", arguments.gpus, 1, LARGEST_WORLD)
-    found = read_models(config, Path(arguments.config).parent / "models")
+    asked = None if arguments.gpus is None else whole_option("--gpus", arguments.gpus, 1, LARGEST_WORLD)
+    found = planning(config, arguments.machine, asked, Path(arguments.config).parent / "models")
+    models, machine, gpus = found.models, found.machine, found.gpus
     console = Console()
     if arguments.search:
-        layouts = best_layouts(config, found.models, machine, gpus)
+        layouts = best_layouts(config, models, machine, gpus)
         if not layouts:
-            raise ConfigError(remedy(config, found.models, machine, gpus)[0])
+            raise ConfigError(remedy(config, models, machine, gpus)[0])
         if as_json:
             print(to_json(None, layouts, found.notes))
         else:
             console.print(search_view(layouts, gpus, machine.name))
         return True
-    plan = make_plan(config, found.models, machine, gpus)
-    other = other_engine(config, found.models, machine, gpus)
-    advice, proposal = (None, None) if plan.fits else remedy(config, found.models, machine, gpus)
+    plan = found.plan
+    other = other_engine(config, models, machine, gpus)
+    advice, proposal = (None, None) if plan.fits else remedy(config, models, machine, gpus)
     if as_json:
         print(to_json(plan, [proposal] if proposal else [], [*found.notes, *([advice] if advice else [])], other))
     else:

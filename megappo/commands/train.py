@@ -8,8 +8,8 @@ import signal
 import threading
 from types import FrameType
 
+from megappo.api.functions import train
 from megappo.commands import add_config_arguments, add_machine_arguments, whole_option
-from megappo.commands.start import start
 from megappo.config import Config, ConfigError, load_config
 from megappo.errors import REQUEUE, shortened
 from megappo.runtime.launchers import is_main, read_world_size
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> None:
     traced = [] if arguments.profile is None else [f"logging.profile_steps={_steps(arguments.profile)}"]
     config = load_config(arguments.config, [*arguments.overrides, *traced])
     if not arguments.dry_run:
-        start("train", config)
+        train(config)
     elif is_main(os.environ):
         from megappo.commands.dry_run import dry_run
 

@@ -298,6 +298,8 @@ class LoggingSettings(Settings):
     """Write TensorBoard events to `<directory>/tensorboard`."""
     wandb_project: Text | None = None
     """Log to this Weights & Biases project too."""
+    loggers: dict[Text, dict[str, Any]] = Field(default_factory=dict)
+    """Loggers of your own: `{"package.module:name": {option: value}}`, called with the options behind their paths."""
     console: Literal["auto", "live", "plain", "quiet"] = "auto"
     """`live`: a progress view that is redrawn; `plain`: a line per step; `auto`: live on a terminal."""
     sample_texts: NonNegativeInt = 2

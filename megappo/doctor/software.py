@@ -51,7 +51,7 @@ def software_findings(config: Config | None) -> Iterator[Finding]:
 
 
 def check_package(requirement: str) -> Finding | None:
-    """A finding where a requirement, as setup.py writes it, does not hold."""
+    """A finding where a requirement, as requirements.txt writes it, does not hold."""
     wanted = Requirement(requirement)
     if wanted.marker is not None and not wanted.marker.evaluate():
         return None  # it is for another Python

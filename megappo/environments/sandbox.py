@@ -18,14 +18,11 @@ from megappo.config.environment import ToolSettings
 from megappo.environments.protocol import ToolResult
 from megappo.environments.tool_worker import LIMITS, cut
 from megappo.errors import reason
+from megappo.runtime.retrying import TRANSIENT, Tries, asked_pause
 
-_FIRST_WAIT_SECONDS = 0.25
-_LONGEST_WAIT_SECONDS = 8.0
 _SERVICE_SECONDS = 5.0
 """Of the service itself, besides the time that a program may take."""
 _LARGEST_ANSWER_BYTES = 16 * 10**6
-_BUSY = (408, 429)
-"""Statuses below 500 after which it is asked again."""
 
 
 class SandboxError(Exception):
@@ -48,7 +45,11 @@ class _SandboxAnswer(BaseModel):
 
 
 class _TryAgainError(Exception):
-    """Something that may be otherwise the next time."""
+    """Something that may be otherwise the next time, which is to be no sooner than the service asks for."""
+
+    def __init__(self, problem: str, asked_seconds: float = 0.0) -> None:
+        super().__init__(problem)
+        self.asked_seconds = asked_seconds
 
 
 class Sandbox:
@@ -71,21 +72,20 @@ class Sandbox:
         return f"rollout.environment.tools.sandbox.url '{self._service.url}'"
 
     async def _answer(self, code: str, language: str) -> _SandboxAnswer:
-        deadline = time.monotonic() + self._service.deadline_seconds
-        wait, attempts = _FIRST_WAIT_SECONDS, 0
+        tries = Tries(self._service.deadline_seconds, self._service.retries + 1)
         while True:
-            attempts += 1
+            asked_seconds = 0.0
             try:
-                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                async with asyncio.timeout(max(0.0, tries.seconds_left)):
                     return await self._ask(code, language)
             except TimeoutError:
                 problem = "it does not answer"
             except (_TryAgainError, aiohttp.ClientError, OSError) as error:
-                problem = reason(error) or type(error).__name__
-            if attempts > self._service.retries or time.monotonic() + wait >= deadline:
-                raise SandboxError(f"{self._name} has run no program in {attempts} attempts: {problem}")
-            await asyncio.sleep(wait)
-            wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
+                problem, asked_seconds = reason(error) or type(error).__name__, getattr(error, "asked_seconds", 0.0)
+            pause_seconds = tries.pause(asked_seconds)
+            if pause_seconds is None:
+                raise SandboxError(f"{self._name} has run no program in {tries.count} attempts: {problem}")
+            await asyncio.sleep(pause_seconds)
 
     async def _ask(self, code: str, language: str) -> _SandboxAnswer:
         body: dict[str, Any] = {
@@ -101,8 +101,8 @@ class Sandbox:
         timeout = aiohttp.ClientTimeout(total=2 * self._limits.timeout_seconds + _SERVICE_SECONDS)
         url = f"{self._service.url.rstrip('/')}/run_code"
         async with aiohttp.ClientSession(timeout=timeout) as http, http.post(url, json=body) as answer:
-            if answer.status >= 500 or answer.status in _BUSY:
-                raise _TryAgainError(f"status {answer.status}")
+            if answer.status >= 500 or answer.status in TRANSIENT:
+                raise _TryAgainError(f"status {answer.status}", asked_pause(answer.headers))
             if answer.status != 200:
                 raise SandboxError(f"{self._name} answers with status {answer.status}; it should be SandboxFusion's")
             told = await _read(answer)

@@ -167,7 +167,7 @@ class RoleModel:
             if names:
                 raise RunError(
                     f"Megatron-Core built a model with parameters {words}, such as {', '.join(sorted(names)[:3])}; "
-                    "install the versions that setup.py asks for"
+                    "install the versions that megappo asks for"
                 )
 
     def _belongs_here(self, parameter: Parameter) -> bool:

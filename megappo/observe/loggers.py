@@ -1,4 +1,4 @@
-"""What takes a run's metrics besides its own files: TensorBoard and Weights & Biases.
+"""What takes a run's metrics besides its own files: TensorBoard, Weights & Biases, and loggers of the user's.
 
 The start of a logger may end the run with a sentence. Later a run is worth more than what is written of it: `Contained`
 turns whatever a logger raises into a message.
@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from megappo.errors import ConfigError, how_to_install, reason
 from megappo.observe.appending import AppendedFile
 from megappo.observe.messages import tell
+from megappo.plugins import check_call, failure_words, load_function
 
 
 class Logger(Protocol):
@@ -30,6 +31,49 @@ class Logger(Protocol):
 
     def close(self) -> None:
         """Finish what was logged."""
+
+
+class LoggerFactory(Protocol):
+    """A class or a function that `logging.loggers` names by its import path."""
+
+    def __call__(self, *, directory: Path, run_name: str, config: Mapping[str, Any], **options: Any) -> Logger:
+        """Make a logger, on rank 0, before models are built.
+
+        Args:
+            directory: of the run, which is there.
+            run_name: `run.name`.
+            config: all settings of the run, in JSON's types.
+            options: those that stand behind the import path.
+
+        What it raises ends the run with a sentence.
+        """
+        ...
+
+
+def find_logger(path: str, options: Mapping[str, Any]) -> LoggerFactory:
+    """What `logging.loggers` names. Raises ValueError for what cannot be imported or called."""
+    factory = load_function(path, "logging.loggers")
+    given, remedy = ("directory", "run_name", "config"), "change its parameters or its options"
+    check_call(factory, given, options, what=f"logging.loggers '{path}'", remedy=remedy)
+    return factory
+
+
+def make_logger(
+    path: str, options: Mapping[str, Any], directory: Path, run_name: str, config: Mapping[str, Any]
+) -> Logger:
+    """The same, made. Raises ConfigError where it fails, or is none."""
+    factory = find_logger(path, options)
+    try:
+        logger = factory(directory=directory, run_name=run_name, config=config, **options)
+    except Exception as error:  # of any type
+        raise ConfigError(
+            f"logging.loggers '{path}' failed ({failure_words(error)}); fix it, or leave it out"
+        ) from error
+    if lacking := [name for name in ("log", "forget_after", "close") if not callable(getattr(logger, name, None))]:
+        raise ConfigError(
+            f"logging.loggers '{path}' has no {' and '.join(lacking)}; give it what megappo.api.Logger says"
+        )
+    return logger
 
 
 class Contained:

@@ -12,7 +12,7 @@ from typing import Any
 
 from megappo.errors import reason
 from megappo.observe.appending import AppendedFile
-from megappo.observe.loggers import Contained, Logger, TensorBoardLogger, WandbLogger
+from megappo.observe.loggers import Contained, Logger, TensorBoardLogger, WandbLogger, make_logger
 
 _METRICS_FILE = "metrics.jsonl"
 _SAMPLES_FILE = "samples.jsonl"
@@ -21,7 +21,8 @@ _NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class MetricsLog:
-    """`metrics.jsonl`, `samples.jsonl` and `jumps.jsonl` always, TensorBoard and Weights & Biases by configuration.
+    """`metrics.jsonl`, `samples.jsonl` and `jumps.jsonl` always, TensorBoard, Weights & Biases and loggers of
+    the user's by configuration.
 
     What cannot be written after the start is a message, and the run goes on without it.
     """
@@ -34,21 +35,25 @@ class MetricsLog:
         *,
         tensorboard: bool = True,
         wandb_project: str | None = None,
+        loggers: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Append to the files of `directory`, which is made where it is missing; for one rank only.
 
         Args:
             directory: the run directory.
-            run_name: the name of the run at Weights & Biases, where it has a `wandb_project`.
+            run_name: the name of the run at Weights & Biases, where it has a `wandb_project`, and for `loggers`.
             config: the whole configuration in JSON's types, for the same.
+            loggers: of the user's: options by import path.
 
-        Raises ConfigError where wandb is asked for and cannot be had, OSError where the directory cannot be written.
+        Raises ConfigError where a logger is asked for and cannot be had, OSError where the directory cannot be written.
         """
         directory.mkdir(parents=True, exist_ok=True)
         self._loggers: list[tuple[Contained, Logger]] = []
         if wandb_project is not None:
             logger = WandbLogger(wandb_project, run_name, config, directory)
             self._loggers.append((Contained("the run at Weights & Biases"), logger))
+        for path, options in (loggers or {}).items():
+            self._loggers.append((Contained(path), make_logger(path, options, directory, run_name, config)))
         if tensorboard:
             self._loggers.append((Contained("TensorBoard's file"), TensorBoardLogger(directory / "tensorboard")))
         self._files = {name: _LinesFile(directory / name) for name in (_METRICS_FILE, _SAMPLES_FILE, _JUMPS_FILE)}

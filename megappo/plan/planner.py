@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from megappo.config.rules import rank_words
 from megappo.plan.cache import check_cache
 from megappo.plan.costs import StageCost, step_costs, step_seconds
 from megappo.plan.inputs import Models, make_setup
+from megappo.plan.machine_file import find_machine
 from megappo.plan.machines import ASSUMED, MACHINES, Machine
 from megappo.plan.memory import RankMemory, rank_memory
 from megappo.plan.rewards import RewardServerMemory, reward_server_memory
@@ -117,6 +119,39 @@ def fewest_ranks(config: Config) -> int:
         if all((world - first) % size == 0 for first, size in open_sizes):
             return world
     return min(max(ends), LARGEST_WORLD)  # the rules say what does not stand on it
+
+
+@dataclass(frozen=True)
+class Planning:
+    """What is planned: a configuration on so many devices of a machine."""
+
+    config: Config
+    models: Models
+    machine: Machine
+    gpus: int
+    notes: tuple[str, ...]
+    """Where models were read that are not on this machine."""
+
+    @property
+    def plan(self) -> Plan:
+        """Raises as `make_plan` does."""
+        return make_plan(self.config, self.models, self.machine, self.gpus)
+
+
+def planning(
+    config: Config,
+    machine: str | os.PathLike[str] | None = None,
+    gpus: int | None = None,
+    beside: str | os.PathLike[str] | None = None,
+) -> Planning:
+    """With defaults for what is None: the machine of `runtime.device`, the fewest devices that the layouts need, and
+    models from where they are alone. Raises ConfigError as `find_machine` and `read_models` do, and for a number of
+    devices that no run has."""
+    if gpus is not None and not 1 <= gpus <= LARGEST_WORLD:
+        raise ConfigError(f"gpus is {gpus}, must be a whole number from 1 to {LARGEST_WORLD}; give fewer or more")
+    named = default_machine(config) if machine is None else find_machine(os.fspath(machine))
+    found = read_models(config, None if beside is None else Path(beside))
+    return Planning(config, found.models, named, fewest_ranks(config) if gpus is None else gpus, found.notes)
 
 
 def make_plan(config: Config, models: Models, machine: Machine, gpus: int) -> Plan:

@@ -19,7 +19,7 @@ from megappo.checkpoint.identity import BASE, FURTHER, architecture_digest, arch
 from megappo.checkpoint.randomness import random_states, restore_random_states
 from megappo.checkpoint.reader import load_values
 from megappo.checkpoint.shards import load_shards, role_shards, role_updates
-from megappo.checkpoint.versions import software_versions
+from megappo.checkpoint.versions import recorded_versions
 from megappo.checkpoint.writer import REMEDY, CheckpointWriter, Snapshot
 from megappo.config.model_files import role_folder
 from megappo.config.schema import CheckpointSettings
@@ -272,7 +272,7 @@ class Checkpoints:
             "architectures": {role.placement.name: architecture_fields(role.arch) for role in self._roles},
             "settings": settings,
             "steps": self._parts.derived.steps,
-            "versions": software_versions(),
+            "versions": recorded_versions(),
             "own_files": own_files(settings),
             "metrics": {n: v if math.isfinite(v) else str(v) for n, v in boundary.metrics.items()},
         }

@@ -8,7 +8,7 @@ from pathlib import Path
 from megappo.checkpoint.changes import compare_settings, keep_kl_unit, lora_changes
 from megappo.checkpoint.files import Marker, finished, put_all_in_place
 from megappo.checkpoint.select import select_checkpoint
-from megappo.checkpoint.versions import software_versions
+from megappo.checkpoint.versions import PACKAGES, recorded_versions
 from megappo.config import Config, ConfigError, Derived, load_config
 from megappo.config.tokens import template_now
 from megappo.errors import show
@@ -77,8 +77,8 @@ def choose_start(config: Config, derived: Derived, runtime: Runtime) -> Start:
     sentences += [f"changed since then: {change}" for change in (*changes.dangerous, *changes.harmless)]
     sentences += _kl_sentences(given, config) + said
     before = marker.content["versions"]
-    for name, version in software_versions().items():
-        if before.get(name) != version:
+    for name, version in recorded_versions().items():
+        if before.get(name) != version and (name in before or name != PACKAGES):
             sentences.append(f"changed since then: {name} {before.get(name)} -> {version}")
     files = marker.content.get("own_files", {})  # not in checkpoints of before they were recorded
     for file, digest in own_files(config.model_dump(mode="json")).items():

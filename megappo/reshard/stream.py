@@ -221,7 +221,7 @@ class WeightStream:
         missing = [p.megatron for p in model_parameters(self.arch) if p.megatron not in stage_of]
         if missing and not (is_critic and missing == [OUTPUT_LAYER]):
             raise RunError(
-                f"no rank holds {first_of(missing, 3)} of the model; install the versions that setup.py asks for"
+                f"no rank holds {first_of(missing, 3)} of the model; install the versions that megappo asks for"
             )
 
     def delivery(self, receivers: Sequence[Receiver], *, shared: bool = False) -> Delivery:

@@ -23,12 +23,10 @@ from megappo.errors import one_line, reason, redacted, shortened
 from megappo.plugins import failure_words
 from megappo.runtime.direct import fetch, proxy_of
 from megappo.runtime.keys import key_of
+from megappo.runtime.retrying import LONGEST_PAUSE_SECONDS, TRANSIENT, Tries, asked_pause
 
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 5.0
 _SHOWN_CHARACTERS, _END_BYTES = 200, 40
 _SERVERS = "the reward server's"
-_TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
-"""HTTP's codes after which another try may help."""
 
 T = TypeVar("T")
 
@@ -131,39 +129,39 @@ def post(
     most_tries: float = math.inf,
     absent_seconds: float = 0.0,
 ) -> Any:
-    """The JSON that a server answers, tried again, with pauses that double, until the deadline or so many times.
+    """The JSON that a server answers, tried again as `Tries` say, until the deadline or so many times.
 
     `absent_seconds`: of a server of the run's own, which no proxy stands before; where nobody listens, they pass before
     time and tries count, as it is being started. Raises OSError where there is no answer by then or the server refuses,
     ValueError for what is not JSON; JSON that breaks off in its middle is asked for again.
     """
-    deadline, pause_seconds = time.monotonic() + deadline_seconds, _FIRST_PAUSE_SECONDS
+    tries, body = Tries(deadline_seconds, most_tries), json.dumps(content).encode()
     back_by: float | None = None
-    body, tries = json.dumps(content).encode(), 0
     while True:
-        tries += 1
+        asked_seconds = 0.0
         request = urllib.request.Request(url, body, {"Content-Type": "application/json", **headers})
         try:
-            answer = fetch(request, timeout_seconds=deadline - time.monotonic(), own=absent_seconds > 0)
+            answer = fetch(request, timeout_seconds=tries.seconds_left, own=absent_seconds > 0)
             return _parsed(answer)
         except urllib.error.HTTPError as error:
             error.close()
             problem = f"HTTP {error.code} {error.reason}"
-            if error.code not in _TRANSIENT:
+            if error.code not in TRANSIENT:
                 raise OSError(f"{_place(url)}: {problem}{_elsewhere(error)}") from error
+            asked_seconds = asked_pause(error.headers)
         except (OSError, http.client.HTTPException) as error:  # nobody listens, the connection broke, or time is up
             cause = getattr(error, "reason", error)
             problem = str(cause) or type(error).__name__
             if isinstance(cause, ConnectionRefusedError):
                 back_by = back_by or time.monotonic() + absent_seconds
                 if time.monotonic() < back_by:
-                    deadline, tries = time.monotonic() + _LONGEST_PAUSE_SECONDS + deadline_seconds, 0
+                    tries.begin_again(LONGEST_PAUSE_SECONDS + deadline_seconds)
             else:
                 back_by = None
-        if tries >= most_tries or time.monotonic() + pause_seconds >= deadline:
-            raise OSError(f"{_place(url)}: {problem}, after {tries} {'try' if tries == 1 else 'tries'}")
+        pause_seconds = tries.pause(asked_seconds)
+        if pause_seconds is None:
+            raise OSError(f"{_place(url)}: {problem}, after {tries.count} {'try' if tries.count == 1 else 'tries'}")
         threading.Event().wait(pause_seconds)
-        pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
 
 
 def _parsed(answer: bytes) -> Any:

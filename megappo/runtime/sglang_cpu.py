@@ -1,8 +1,8 @@
 """Lets the stock SGLang wheel generate on a machine without CUDA.
 
 SGLang finds this module through its entry points: `activate` in group `sglang.srt.platforms`, `register_hooks` in group
-`sglang.srt.plugins` (setup.py). On a machine with CUDA both leave SGLang as it is. Nothing of megappo runs inside an
-engine but this file and `sglang_slices`.
+`sglang.srt.plugins` (pyproject.toml). On a machine with CUDA both leave SGLang as it is. Nothing of megappo runs inside
+an engine but this file and `sglang_slices`.
 """
 
 from __future__ import annotations

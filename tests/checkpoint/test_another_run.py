@@ -15,11 +15,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
+from megappo.checkpoint.export import export_run
 from megappo.checkpoint.files import Marker, read_marker, write_marker
 from megappo.checkpoint.source import CheckpointSource
 from megappo.checkpoint.torch_dist.source import TorchDistSource
 from megappo.cli import main
-from megappo.commands.export import export_run
 from megappo.config.model_files import read_architecture
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.parameters import model_parameters, pieces, shard_shape

@@ -247,15 +247,13 @@ def test_versions_in_the_range_or_of_the_same_release_load(
 
 
 def test_what_installs_is_what_was_tried() -> None:
-    """What setup.py requires are the versions between which checkpoints are exchanged, and no untested one above."""
+    """What is required are the versions between which checkpoints are exchanged, and no untested one above."""
     required = (ROOT / "megappo" / "requirements.txt").read_text()
     (first_major, first_minor), (last_major, last_minor) = TORCH_VERSIONS
     assert f"torch>={first_major}.{first_minor},<{last_major}.{last_minor + 1}" in required.splitlines()
     tried = {path.name.removeprefix("torch-").removesuffix(".tar.xz") for path in ARCHIVES.glob("*.tar.xz")}
     for release in TORCH_VERSIONS:
         assert any(version.startswith(".".join(map(str, release)) + ".") for version in tried)
-    pinned = [(ROOT / "launch" / f"requirements{which}.txt").read_text() for which in ("", "-common")]
     for package in ("torch", "megatron-core", "transformers"):
-        assert re.search(rf"^{package}==", "".join(pinned), re.MULTILINE), package
         bounds = re.findall(rf"^{package}(.*)$", required, re.MULTILINE)
         assert bounds and all("<" in bound and ">=" in bound for bound in bounds), package

@@ -51,7 +51,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         return []
 
     monkeypatch.setitem(sys.modules, "megappo.ppo.run", trainer)
-    monkeypatch.setattr("megappo.commands.export.export_run", export)
+    monkeypatch.setattr("megappo.checkpoint.export.export_run", export)
     return seen
 
 

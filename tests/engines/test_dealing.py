@@ -12,7 +12,7 @@ from megappo.config import load_config
 from tests.support.places import ROOT
 
 if importlib.util.find_spec("aiohttp") is None:
-    pytest.skip("needs launch/requirements-sglang.txt", allow_module_level=True)
+    pytest.skip("needs the full environment", allow_module_level=True)
 
 from megappo.engines.sglang.dealing import Deal
 

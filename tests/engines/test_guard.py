@@ -18,7 +18,7 @@ import pytest
 from megappo.config.engine import SGLangSettings
 
 if importlib.util.find_spec("aiohttp") is None:
-    pytest.skip("needs launch/requirements-sglang.txt", allow_module_level=True)
+    pytest.skip("needs the full environment", allow_module_level=True)
 
 from megappo.engines.sglang import guard as guard_module
 from megappo.engines.sglang.client import Endpoint

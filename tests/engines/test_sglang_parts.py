@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -192,8 +193,9 @@ def test_the_platform_is_for_machines_without_cuda_only(monkeypatch: pytest.Monk
     assert sglang_cpu.activate() == "megappo.runtime.sglang_cpu.CpuPlatform"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert sglang_cpu.activate() is None
-    setup = (ROOT / "setup.py").read_text()
-    assert all(f'"{group}": ["{point}"]' in setup for group, point in sglang_cpu.ENTRY_POINTS.items())
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    points = {group: " = ".join(*entries.items()) for group, entries in declared.items()}
+    assert points == dict(sglang_cpu.ENTRY_POINTS)
 
 
 @pytest.mark.waits

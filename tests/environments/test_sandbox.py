@@ -127,6 +127,17 @@ def test_a_service_that_keeps_failing_fails_the_sample() -> None:
     assert isinstance(error, SandboxError) and "answers with status 404" in str(error) and not asked
 
 
+def test_a_service_says_when_it_may_be_asked_again() -> None:
+    """Where that is behind the deadline, the sample fails at once."""
+
+    async def is_busy(asked: dict[str, Any]) -> web.Response:
+        return web.Response(status=429, headers={"Retry-After": "600"})
+
+    [error], asked = called(is_busy, "x", retries=9)
+    assert isinstance(error, SandboxError) and "has run no program in 1 attempts: status 429" in str(error)
+    assert len(asked) == 1
+
+
 def test_a_service_that_hangs_is_left_at_the_deadline() -> None:
     async def hangs(asked: dict[str, Any]) -> web.Response:
         await asyncio.sleep(3600)

@@ -1,8 +1,11 @@
-"""megappo installs beside Hugging Face's package `kernels`, and hides it nowhere."""
+"""The wheel is a product: it trains the quickstart from any folder, every command runs with what it brings along, and
+it hides Hugging Face's package `kernels` nowhere."""
 
 from __future__ import annotations
 
 import ast
+import email
+import os
 import shutil
 import subprocess
 import sys
@@ -13,15 +16,19 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from megappo import __version__
 from tests.support.places import ROOT
 
 pytestmark = pytest.mark.waits
 
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
 NO_DEPENDENCIES = ["--no-deps", "--no-build-isolation"]
+SMALL = ("rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "actor.minibatch_sequences=8",
+         "critic.minibatch_sequences=8")  # fmt: skip
 
 
 def clean() -> None:
@@ -47,8 +54,39 @@ def test_the_wheel_holds_both_packages_and_no_kernels(wheel: Path) -> None:
     assert sources <= set(names), "every module of the kernels is packaged"
     assert {"megappo/py.typed", "megappo_kernels/py.typed"} <= set(names), "type checkers read our annotations"
     assert "megappo/requirements.txt" in names, "the doctor reads it"
+    scripts = {str(p.relative_to(ROOT)) for p in (ROOT / "launch").rglob("*.sh")} - {"launch/image.sh"}
+    assert {f"megappo/shipped/{script}" for script in scripts} <= set(names), "launchers"
     entry = next(n for n in names if n.endswith("entry_points.txt"))
     assert "megappo = megappo.cli:main" in zipfile.ZipFile(wheel).read(entry).decode()
+
+
+def test_the_wheel_says_what_it_is(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    text = archive.read(next(n for n in archive.namelist() if n.endswith("METADATA"))).decode()
+    about = email.message_from_string(text)
+    assert (about["Name"], about["Version"]) == ("megappo", __version__)
+    assert about.get_payload() == (ROOT / "README.md").read_text()
+    assert about["Description-Content-Type"] == "text/markdown"
+    assert about["License-Expression"] == "Apache-2.0" and "Typing :: Typed" in about.get_all("Classifier", [])
+    runtime = [r for r in about.get_all("Requires-Dist", []) if "extra ==" not in r]
+    lines = (ROOT / "megappo" / "requirements.txt").read_text().splitlines()
+    assert {str(Requirement(r)) for r in runtime} == {str(Requirement(r)) for r in lines if not r.startswith("#")}
+
+
+def test_the_quickstart_runs_from_the_wheel_alone(wheel: Path, tmp_path: Path) -> None:
+    """In an empty folder, where no clone is on the path."""
+    site, here = tmp_path / "site", tmp_path / "here"
+    here.mkdir()
+    subprocess.run([*PIP, "install", "--no-deps", "--target", str(site), str(wheel)], check=True, cwd=here)
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": str(site), "HF_HUB_OFFLINE": "1"}
+    words = [sys.executable, "-m", "megappo", "quickstart", "run.steps=1", "evaluation=null", *SMALL]
+    done = subprocess.run(words, cwd=here, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    (run,) = (here / "runs").glob("quickstart-*")
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config["model"]["path"] == str(site / "megappo" / "shipped" / "configs" / "models" / "tiny_arithmetic")
+    assert (run / "final" / "model.safetensors").exists()
+    assert [path.name for path in here.iterdir()] == ["runs"]
 
 
 def required(names: Iterable[str]) -> dict[str, metadata.Distribution]:
@@ -105,7 +143,7 @@ for extra in ("sglang", "wandb", "hypothesis", "math_verify"):
     assert importlib.util.find_spec(extra) is None, extra
 from megappo.cli import main
 config = sys.argv[1]
-for command in ("train", "plan", "doctor", "serve", "eval", "export", "report"):
+for command in ("quickstart", "train", "plan", "doctor", "serve", "eval", "export", "report"):
     with contextlib.suppress(SystemExit):
         main([command, "--help"])
 codes = {
@@ -138,7 +176,7 @@ def test_every_command_runs_with_what_pip_installs(bare: Path, tmp_path: Path) -
     assert (codes["plan"], codes["dry run"]) == (0, 0), done.stdout + done.stderr
     assert codes["doctor"] in (0, 1)  # what is broken on this machine is no business of this test
     assert (codes["report"], codes["export"]) == (2, 2)  # there is no such run
-    assert done.stdout.count("usage: megappo") == 7
+    assert done.stdout.count("usage: megappo") == 8
 
 
 @pytest.fixture(scope="module", params=["editable", "wheel"])
@@ -170,4 +208,4 @@ def test_both_import_side_by_side(interpreter: Path, tmp_path: Path, inside: boo
     done = subprocess.run(
         [str(interpreter), "-c", code], cwd=where, env=environment, capture_output=True, text=True, check=False
     )
-    assert done.stdout.split() == ["0.17.2", "0.1.0", "linear_logprob"], done.stderr
+    assert done.stdout.split() == ["0.17.2", __version__, "linear_logprob"], done.stderr

@@ -143,7 +143,10 @@ def test_examples_of_settings_and_data_are_valid(path: Path, tmp_path: Path) -> 
 
 @every([path for path in CURRENT if blocks(path.read_text(), "python")])
 def test_examples_in_python_run(path: Path) -> None:
-    for block in blocks(path.read_text(), "python"):
+    """But for those of `megappo.api`, which tests/api/test_api.py runs."""
+    for block in blocks(path.read_text(), "python") if path.parent.name != "api" else ():
+        if "megappo.api" in block:
+            continue
         names: dict[str, Any] = {}
         exec(compile(block, path, "exec"), names)
         if "my_reward" in names:

@@ -18,15 +18,16 @@ from tests.support.places import QUICKSTART, ROOT
 
 pytestmark = pytest.mark.waits
 
-# `-m venv FOLDER` puts itself there; `-m pip install -r ...` waits for the file that PIP_WAITS_FOR names, if it does.
+# `-m venv FOLDER` puts itself there; `-m pip install --require-hashes -r ...` notes the head of the lock, and waits for
+# the file that PIP_WAITS_FOR names, if it does.
 PYTHON = """#!/usr/bin/env bash
 case "$*" in
     --version) echo "Python ${0##*/python}.4" ;;
     -c*) [[ "$*" == *"!= '${0##*/python}'"* ]] ;;
     "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
     *"--upgrade pip") ;;
-    "-m pip install"*)
-        echo "$0 $*" >>"$BUILDS"
+    "-m pip install"*" --require-hashes "*)
+        head -n 1 "${@: -1}" >>"$BUILDS"
         until [ -z "${PIP_WAITS_FOR:-}" ] || [ -e "$PIP_WAITS_FOR" ]; do sleep 0.05; done ;;
     "-m megappo "*) printf '%s\n' "$PWD" "${PYTHONPATH%%:*}" "$@" ;;
 esac
@@ -54,8 +55,8 @@ class Machine:
     def clone(self, name: str, requirement: str = "") -> Path:
         root = self.folder / name
         shutil.copytree(ROOT / "launch", root / "launch")
-        with (root / "launch" / "requirements-common.txt").open("a") as file:
-            file.write(requirement)
+        for lock in (root / "launch" / "locks").iterdir():
+            lock.write_text(lock.read_text() + requirement)
         return root
 
     def start(
@@ -205,6 +206,20 @@ def test_two_builds_of_one_environment_are_one(machine: Machine) -> None:
     assert len(machine.builds.read_text().splitlines()) == 1
 
 
+@pytest.mark.parametrize("place", ["home/lib/python3.12/site-packages", "target"])
+def test_launchers_that_pip_installed_use_the_environment_they_are_in(machine: Machine, place: str) -> None:
+    """Or, in a folder of their own, the Python of PATH; they build nothing."""
+    shipped, home = machine.folder / place / "megappo" / "shipped", machine.folder / "home"
+    shutil.copytree(ROOT / "launch", shipped / "launch")
+    machine.add_python(home / "bin" / "python")
+    machine.add_python(machine.folder / "bin" / "python")
+    command = ["bash", "-c", "source launch/environment.sh; ensure_environment full; type -P python"]
+    environment = {"PATH": f"{machine.folder / 'bin'}:/usr/bin:/bin", "MEGAPPO_CACHE": str(machine.folder / "cache")}
+    done = subprocess.run(command, cwd=shipped, env=environment, capture_output=True, text=True, check=True)
+    used = home if "site-packages" in place else machine.folder
+    assert done.stdout == f"{used}/bin/python\n" and not (machine.folder / "cache").exists(), done.stderr
+
+
 def test_the_quickstart_needs_no_sglang_where_there_are_gpus(machine: Machine) -> None:
     """Its settings name the other engine."""
     clone = machine.clone("one")
@@ -215,7 +230,7 @@ def test_the_quickstart_needs_no_sglang_where_there_are_gpus(machine: Machine) -
     smi.chmod(0o755)
     said, _ = machine.start(clone, then="exec bash launch/quickstart.sh", kind="light").communicate(timeout=60)
     (built,) = machine.builds.read_text().splitlines()
-    assert built.endswith("/launch/requirements.txt"), said
+    assert built.startswith("# The light environment of Python 3.11;"), said
 
 
 def test_the_command_finds_its_environment_from_any_folder(machine: Machine, tmp_path: Path) -> None:
@@ -227,8 +242,8 @@ def test_the_command_finds_its_environment_from_any_folder(machine: Machine, tmp
     for words in (["plan", "run.yaml", "run.name=a b"], ["train", "run.yaml", "run.name=a b"]):
         done = machine.start(clone, then=f'cd "{elsewhere}"; exec megappo {shlex.join(words)}').communicate(timeout=60)
         assert done[0].splitlines()[-7:] == [str(elsewhere), str(clone), "-m", "megappo", *words], done
-    built = [line.rpartition("/")[2] for line in machine.builds.read_text().splitlines()]
-    assert built == ["requirements.txt", "requirements-sglang.txt"], "a plan needs no SGLang"
+    built = [line.split()[2] for line in machine.builds.read_text().splitlines()]
+    assert built == ["light", "full"], "a plan needs no SGLang"
 
 
 def test_a_build_waits_for_no_other_environments_build(machine: Machine) -> None:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
+import tomllib
 
 import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from megappo.runtime.accelerations import ENGINES
+from tests.house.lock import pins as versions
 from tests.support.places import ROOT
 
 LAUNCH = ROOT / "launch"
 
 
 def pins(name: str) -> dict[str, Requirement]:
-    lines = [line for line in (LAUNCH / name).read_text().splitlines() if line and not line.startswith(("#", "-r"))]
-    return {(r := Requirement(line)).name: r for line in lines if "python_version" not in line or ">=" in line}
+    lines = [line for line in (LAUNCH / name).read_text().splitlines() if line and not line.startswith("#")]
+    return {(r := Requirement(line)).name: r for line in lines}
 
 
 def version(requirement: Requirement) -> str:
@@ -48,28 +49,25 @@ def test_their_script_installs_what_is_pinned() -> None:
     script = LAUNCH / "image.sh"
     subprocess.run(["bash", "-n", str(script)], check=True)
     installed = re.findall(r"^pip install (.+)$", script.read_text(), re.MULTILINE)
-    assert "-r launch/requirements-sglang.txt" in installed
+    assert 'install_pins "$(type -P python)" "$(pins_of full "$(type -P python)")"\n' in script.read_text()
     assert "--no-build-isolation -r launch/requirements-cuda.txt" in installed
     files = {name for line in installed for name in re.findall(r"-r (launch/\S+)", line)}
     assert all((ROOT / name).is_file() for name in files)
 
 
 def test_pins_fit_together() -> None:
-    """SGLang as in setup.py; Transformer Engine for the CUDA of image and torch, and for the Megatron-Core of the
+    """Transformer Engine for the CUDA of image and torch, and for the Megatron-Core of the
     image's Python 3.12; NVIDIA's Apex by a tag of its repository."""
-    accelerators, common = pins("requirements-cuda.txt"), pins("requirements-common.txt")
-    setup = (ROOT / "setup.py").read_text()
-    sglang = version(pins("requirements-sglang.txt")["sglang"])
-    assert f'"sglang=={sglang}"' in setup
+    accelerators, lock = pins("requirements-cuda.txt"), versions((LAUNCH / "locks" / "full-3.12.txt").read_text())
     engine = accelerators["transformer-engine"]
     (image,) = re.findall(r"nvidia/cuda:(\d+)\.", (LAUNCH / "Dockerfile").read_text())
     assert engine.extras == {f"core_cu{image}", "pytorch"}
     if torch.version.cuda is not None:
         assert torch.version.cuda.split(".")[0] == image
-    megatron = version(common["megatron-core"])
+    megatron = lock["megatron-core"]
     assert ".".join(megatron.split(".")[:2]) not in ENGINES, "its metadata names versions of Transformer Engine"
-    (extra,) = re.findall(r'"te": (\[.*?\n +\])', setup, re.DOTALL)
-    older, newer = (Requirement(r) for r in ast.literal_eval(extra))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    older, newer = map(Requirement, extras["te"])
     assert {older.name, newer.name} == {engine.name} and newer.extras == engine.extras
     assert newer.specifier.contains(version(engine))
     assert str(older.marker) == 'python_version < "3.12"' and str(newer.marker) == 'python_version >= "3.12"'

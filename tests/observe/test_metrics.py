@@ -163,6 +163,51 @@ def test_missing_wandb_is_one_sentence(tmp_path: Path, monkeypatch: pytest.Monke
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
+class Listing:
+    """A logger of the user's, which notes what it is told."""
+
+    def __init__(self, *, directory: Path, run_name: str, config: dict[str, object], into: list[object]) -> None:
+        if "refuse" in config:
+            raise KeyError("no account")
+        self._into = into
+        into.append((directory.name, run_name, config))
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._into.append((step, metrics))
+
+    def forget_after(self, step: int) -> None:
+        self._into.append(("forget", step))
+
+    def close(self) -> None:
+        self._into.append("closed")
+
+
+def test_a_logger_of_ones_own_gets_the_run(tmp_path: Path) -> None:
+    told: list[object] = []
+    log = MetricsLog(tmp_path, "r", {"a": 1}, tensorboard=False, loggers={f"{__name__}:Listing": {"into": told}})
+    log.log(1, {"a": 1.0})
+    log.truncate_after(0)
+    log.close()
+    assert told == [(tmp_path.name, "r", {"a": 1}), (1, {"a": 1.0}), ("forget", 0), "closed"]
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "config", "words"),
+    [
+        (f"{__name__}:Listin", {}, {}, r"has no function 'Listin'; did you mean '.*:Listing'"),
+        (f"{__name__}:Listing", {"inot": []}, {}, r"cannot be called with \(directory=, run_name=, config=, inot=\)"),
+        (f"{__name__}:Listing", {"into": []}, {"refuse": 1}, r"failed \(KeyError: 'no account' \(.*\)\); fix it"),
+        ("builtins:dict", {}, {}, r"has no log and forget_after and close; give it what megappo\.api"),
+    ],
+)
+def test_a_logger_that_is_none_is_one_sentence(
+    tmp_path: Path, path: str, options: dict[str, object], config: dict[str, object], words: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"logging\.loggers '.*{words}"):
+        MetricsLog(tmp_path, "r", config, tensorboard=False, loggers={path: options})
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
 class FakeWandb:
     """Notes what it is told; `broken` says which of its methods raise."""
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megappo.checkpoint.files import Marker
-from megappo.checkpoint.versions import software_versions
+from megappo.checkpoint.versions import PACKAGES, recorded_versions, software_versions
 from megappo.config import Config, ConfigError, derive, load_config
 from megappo.config.algorithm import AlgorithmSettings, KLInRewardSettings
 from megappo.config.derive import describe
@@ -183,6 +183,7 @@ def resumed(
     *,
     drop: bool = False,
     more: Mapping[str, Any] | None = None,
+    versions: Mapping[str, str] | None = None,
 ) -> start.Start:
     """Where a run goes on whose checkpoint was written with `before`; `drop`: by a version without the unit. `more`:
     what else the checkpoint holds."""
@@ -190,7 +191,8 @@ def resumed(
     if drop:
         del settings["algorithm"]["kl_in_reward"]["per"]
         settings["algorithm"]["kl_in_reward"]["target"] = settings["algorithm"]["kl_in_reward"]["target"] or 6.0
-    content = {"settings": settings, "steps": 10, "versions": software_versions(), **(more or {})}
+    of_versions = software_versions() | dict(versions or {})
+    content = {"settings": settings, "steps": 10, "versions": of_versions, **(more or {})}
     chosen = Path("step"), Marker(3, {}, content), list[str]()
     monkeypatch.setattr(start, "select_checkpoint", lambda *_: chosen)
     return start.choose_start(now, derive(now, 1, SHAPE), SimpleNamespace(is_main=True))  # type: ignore[arg-type]
@@ -227,6 +229,14 @@ def test_a_changed_file_of_functions_is_told(tmp_path: Path, monkeypatch: pytest
         files = {} if then is None else {"own_files": {str(mine): hashlib.sha256(then.encode()).hexdigest()}}
         mine.write_text(now)
         assert (changed in resumed(config, config, monkeypatch, more=files).sentences) == told
+
+
+def test_other_packages_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint has the digest of all that is installed; one of an earlier megappo has none, which is no change."""
+    config, here = load_config(BASE), recorded_versions()[PACKAGES]
+    for said, versions in (([], {}), ([], {PACKAGES: here}), ([f"0123 -> {here}"], {PACKAGES: "0123"})):
+        sentences = resumed(config, config, monkeypatch, versions=versions).sentences
+        assert [s for s in sentences if "packages" in s] == [f"changed since then: {PACKAGES} {s}" for s in said]
 
 
 def test_a_fixed_kl_goes_on_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,6 +117,22 @@ def test_an_answer_that_breaks_off_is_asked_for_again() -> None:
     assert {response: asked.count(response) for response in CUT} == dict.fromkeys(CUT, 3)
 
 
+def test_a_server_says_when_it_may_be_asked_again() -> None:
+    """Not sooner; where that is behind the deadline, not at all."""
+    asked: list[float] = []
+
+    def busy(response: str) -> bytes:
+        asked.append(time.monotonic())
+        if len(asked) == 2:
+            return whole(b'{"score": 1}')
+        return f"HTTP/1.1 503 Busy\r\nRetry-After: {response}\r\nContent-Length: 0\r\n\r\n".encode()
+
+    with saying(busy) as url:
+        assert score(url, "1") == [1.0] and asked[1] - asked[0] >= 1.0
+        (found,) = score(url, "60")
+        assert "HTTP 503 Busy, after 1 try" in str(found)
+
+
 def test_whatever_a_server_says_costs_its_own_sample() -> None:
     """In the time that a sample has, which no answer stretches; and so in a reward worker."""
     said = {name: answer for name, (answer, _) in REFUSED.items()} | CUT

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megappo.commands.export import export_run
+from megappo.checkpoint.export import export_run
 from tests.runs.test_resume import (
     assert_same_run,
     assert_same_tensors,

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from megappo.checkpoint.export import export_run
 from megappo.cli import main
-from megappo.commands.export import export_run
 from tests.runs.test_resume import assert_same_tensors
 from tests.support.attempts import assert_same_run, attempts, killed_at, train
 from tests.support.models import add_further_layers, write_model

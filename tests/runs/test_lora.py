@@ -16,7 +16,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from megappo.commands.export import export_run
+from megappo.checkpoint.export import export_run
 from megappo.config.model_files import read_architecture
 from megappo.families import FAMILIES
 from megappo.families.adapters import target_names

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForTokenClassification
 
+from megappo.checkpoint.export import export_run
 from megappo.checkpoint.identity import architecture_fields
-from megappo.commands.export import export_run
 from megappo.config.model_files import read_architecture
 from tests.runs.test_resume import whole_tensors
 from tests.support.attempts import attempts, train

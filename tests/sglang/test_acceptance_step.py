@@ -13,7 +13,7 @@ from tests.support.harness import start
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.waits,
-    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs launch/requirements-sglang.txt"),
+    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs the full environment"),
 ]
 
 

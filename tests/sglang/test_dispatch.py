@@ -30,7 +30,7 @@ from megappo.runtime.waiting import wait_until
 from megappo.types import RoutingShape
 
 if importlib.util.find_spec("aiohttp") is None:
-    pytest.skip("needs launch/requirements-sglang.txt", allow_module_level=True)
+    pytest.skip("needs the full environment", allow_module_level=True)
 
 from aiohttp import web
 

@@ -12,7 +12,7 @@ from tests.support.attempts import assert_same_run, attempts, killed_at, train
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.waits,
-    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs launch/requirements-sglang.txt"),
+    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs the full environment"),
 ]
 OFFLOAD = ("actor.offload=true", "critic.offload=true")
 

@@ -23,7 +23,7 @@ from tests.support.models import write_model
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
 if importlib.util.find_spec("sglang") is None:
-    pytest.skip("needs launch/requirements-sglang.txt", allow_module_level=True)
+    pytest.skip("needs the full environment", allow_module_level=True)
 
 THETA, CHANNELS, POSITIONS = 1e4, 8, 128
 FIELDS: dict[str, dict[str, list[Any]]] = {

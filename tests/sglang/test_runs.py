@@ -22,7 +22,7 @@ from tests.support.places import ROOT
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.waits,
-    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs launch/requirements-sglang.txt"),
+    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs the full environment"),
 ]
 exhaustive = pytest.mark.exhaustive
 ALONE = ("actor.layout={}", "critic.layout={}", "evaluation=null", "data.validation=null")

@@ -14,7 +14,7 @@ from tests.slurm.jobs import job_environment
 from tests.support.places import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
-sglang = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs launch/requirements-sglang.txt")
+sglang = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs the full environment")
 
 SMALL = (
     "actor.layout={}", "critic.layout={}", "rollout.prompts_per_step=10",

@@ -20,7 +20,7 @@ from tests.support.places import ROOT
 pytestmark = [
     pytest.mark.waits,
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs launch/requirements-sglang.txt"),
+    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs the full environment"),
 ]
 
 SMALL = (

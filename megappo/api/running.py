@@ -18,8 +18,9 @@ from megappo.config.roles import LayoutSettings
 from megappo.runtime.launchers import is_main, read_world_size
 
 
-def start(command: Literal["train", "eval"], config: Config) -> None:
-    """Fill in what follows from this machine, check against the ranks, show the run and begin it."""
+def start(command: Literal["train", "eval"], config: Config) -> dict[str, float]:
+    """Fill in what follows from this machine, check against the ranks, show the run and begin it; gives the metrics of
+    an evaluation."""
     from megappo.engines.registry import find_engine
     from megappo.plan.here import outlook, resolve_here, this_machine
     from megappo.runtime.accelerations import find_accelerations
@@ -52,10 +53,10 @@ def start(command: Literal["train", "eval"], config: Config) -> None:
         from megappo.ppo.run import train
 
         train(config, derived, prompts)
-    else:
-        from megappo.ppo.run import evaluate
+        return {}
+    from megappo.ppo.run import evaluate
 
-        evaluate(config, derived, prompts)
+    return evaluate(config, derived, prompts)
 
 
 def _in_one_process(config: Config) -> Config:

@@ -1,0 +1,24 @@
+"""`megappo quickstart`: the run of launch/quickstart.sh, in the folder and with the Python of whoever calls it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parents[1]
+_LAUNCHER = Path("launch", "quickstart.sh")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What follows `megappo quickstart`."""
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override such as run.steps=10")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Become the launcher, which stands in the package where pip installed it, and beside it in a clone."""
+    installed = _PACKAGE / "shipped" / _LAUNCHER
+    launcher = installed if installed.exists() else _PACKAGE.parent / _LAUNCHER
+    environment = {**os.environ, "MEGAPPO_PYTHON": sys.executable}
+    os.execvpe("bash", ["bash", str(launcher), *arguments.overrides], environment)

@@ -1,0 +1,173 @@
+"""`megappo.api`: what programs build upon stays as it is, costs no time to import, and its examples run."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megappo import api
+from megappo.observe.metrics import read_metrics
+from tests.house.commands import blocks
+from tests.support import outside
+from tests.support.harness import start
+from tests.support.places import QUICKSTART, ROOT, TINY
+
+SIGNATURES = {
+    "evaluate": "(config: 'Config', *, weights: 'str | os.PathLike[str] | None' = None) -> 'dict[str, float]'",
+    "export": "(run_directory: 'str | os.PathLike[str]', out: 'str | os.PathLike[str]', *, "
+    "role: \"Literal['actor', 'critic']\" = 'actor', step: 'int | str' = 'latest', "
+    "form: \"Literal['huggingface', 'torch_dist', 'peft']\" = 'huggingface', without_mtp: 'bool' = False, "
+    "family: 'str | None' = None, trust_remote_code: 'bool' = False) -> 'list[str]'",
+    "load_config": "(path: 'str | os.PathLike[str]', overrides: 'Sequence[str]' = ()) -> 'Config'",
+    "plan": "(config: 'Config', *, machine: 'str | os.PathLike[str] | None' = None, gpus: 'int | None' = None, "
+    "beside: 'str | os.PathLike[str] | None' = None) -> 'Plan'",
+    "train": "(config: 'Config') -> 'Path'",
+    "unwhitened": "(compute: '_Function') -> '_Function'",
+}
+METHODS = {
+    "AdvantageEstimator": ["__call__(_, offered)"],
+    "Engine": ["close()", "generate(requests, params, done)", "on_tokens", "update_weights(named_tensors, version)",
+               "version"],
+    "EngineFactory": ["__call__(config, folder, stop_token_ids, runtime, stop, options)"],
+    "Environment": ["run(session)"],
+    "Logger": ["close()", "forget_after(step)", "log(step, metrics)"],
+    "LoggerFactory": ["__call__(directory, run_name, config, options)"],
+    "PolicyLoss": ["__call__(_, offered)"],
+    "PromptSource": ["__call__(_, options)"],
+    "RewardFunction": ["__call__(_, offered)"],
+}  # fmt: skip
+FIELDS = {
+    "Completion": ["token_ids", "logprobs", "truncated", "weight_version", "routing", "episode", "broken_off",
+                   "stretches"],
+    "GenerateRequest": ["token_ids", "seed", "prompt_id", "max_new_tokens"],
+    "Prompt": ["index", "token_ids", "text", "answer", "metadata", "source"],
+    "Reply": ["token_ids", "logprobs", "text", "raw_text", "truncated", "weight_version"],
+    "SamplingParams": ["temperature", "max_new_tokens", "stop_token_ids", "greedy", "routing"],
+}  # fmt: skip
+SESSION = ["generate", "observe", "observe_token_ids", "reward", "serve", "turns", "use", "using"]
+"""Of what a session has, beside `prompt` and `seed`; more may come."""
+OTHERS = {"Config", "ConfigError", "Interrupted", "LimitReached", "Plan", "RunError", "Session"}
+
+
+def methods(name: str) -> list[str]:
+    """What a protocol asks for, in words."""
+    protocol = getattr(api, name)
+    found = []
+    for member in {*vars(protocol), *protocol.__annotations__}:
+        value = inspect.getattr_static(protocol, member, None)
+        if inspect.isfunction(value) and (member == "__call__" or not member.startswith("_")):
+            found.append(f"{member}({', '.join(list(inspect.signature(value).parameters)[1:])})")
+        elif not member.startswith("_"):
+            found.append(member)
+    return sorted(found)
+
+
+def test_names_and_signatures_are_frozen() -> None:
+    """Whoever changes one breaks programs: say it in CHANGELOG.md."""
+    assert set(api.__all__) == set(dir(api)) == SIGNATURES.keys() | METHODS.keys() | FIELDS.keys() | OTHERS
+    assert {name: str(inspect.signature(getattr(api, name))) for name in SIGNATURES} == SIGNATURES
+    assert {name: methods(name) for name in METHODS} == METHODS
+    assert {name: [*getattr(api, name).__dataclass_fields__] for name in FIELDS} == FIELDS
+    assert all(hasattr(api.Session, name) for name in SESSION)
+    with pytest.raises(AttributeError, match="no attribute 'xyzzy'"):
+        getattr(api, "xyzzy")  # noqa: B009 - mypy would say so, too
+
+
+def test_the_protocols_are_those_of_functions_that_run() -> None:
+    """mypy compares them; these are the parts of a user's in tests/runs/test_outside.py."""
+    reward: api.RewardFunction = outside.digits
+    source: api.PromptSource = outside.questions
+    estimator: api.AdvantageEstimator = outside.rest_of_rewards
+    loss: api.PolicyLoss = outside.reinforce
+    engine: type[api.Engine] = outside.PlainEngine
+    assert all(callable(part) for part in (reward, source, estimator, loss, engine))
+
+
+@pytest.mark.waits
+def test_the_import_waits_for_nothing() -> None:
+    code = (
+        "import sys, time; began = time.process_time(); import megappo.api; took = time.process_time() - began; "
+        "print(took, [m for m in ('torch', 'pydantic', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    took, heavy = done.stdout.split(maxsplit=1)
+    assert float(took) < 0.1 and heavy.strip() == "[]", done.stdout
+
+
+def one_process(folder: Path, **logging: object) -> None:
+    """`my-run.yaml`: the quickstart by one process, quickly."""
+    settings = yaml.safe_load(QUICKSTART.read_text())
+    settings["model"]["path"] = str(TINY)
+    settings["run"]["directory"] = str(folder / "runs")
+    for role in ("actor", "critic"):
+        settings[role] |= {"layout": {}, "minibatch_sequences": 16}
+    settings["rollout"] |= {"prompts_per_step": 8, "samples_per_prompt": 2}
+    settings["data"]["validation"]["limit"] = 2
+    settings["evaluation"] = None
+    settings["logging"] = {"tensorboard": False, **logging}
+    (folder / "my-run.yaml").write_text(yaml.safe_dump(settings))
+
+
+def ran(folder: Path, program: str, processes: int = 0) -> str:
+    """What a program of the user's said, in a folder of his."""
+    file = folder / "my_run.py"
+    file.write_text(f"import os\nos.chdir({str(folder)!r})\n{program}")
+    path = os.pathsep.join([str(folder), str(ROOT), str(ROOT / "kernels")])
+    done = start(file, processes=processes, environment={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return done.stdout
+
+
+def examples() -> Sequence[str]:
+    return blocks((ROOT / "megappo" / "api" / "README.md").read_text(), "python")
+
+
+@pytest.mark.waits
+def test_a_run_from_python_with_a_plug_in_of_each_kind(tmp_path: Path) -> None:
+    """All examples of the page in one run."""
+    run, *plug_ins = examples()
+    (tmp_path / "mine.py").write_text("\n".join(plug_ins))
+    one_process(tmp_path, loggers={"mine:MyLogger": {"metric": "reward/max"}})
+    settings = yaml.safe_load((tmp_path / "my-run.yaml").read_text())
+    del settings["critic"]
+    settings["data"] |= {"train": {"source": "mine:my_sums", "options": {"size": 8}}}
+    settings["rollout"] |= {"engine": "mine:MyEngine", "environment": {"name": "mine:MyEnvironment", "max_turns": 3}}
+    settings["rollout"] |= {"max_response_tokens": 12}
+    settings["reward"] = {"function": "mine:my_reward"}
+    settings["algorithm"] = {"estimator": "mine:my_estimator", "policy_loss": "mine:my_loss", "dual_clip": None}
+    (tmp_path / "my-run.yaml").write_text(yaml.safe_dump(settings))
+    said = ran(tmp_path, run.replace('"critic", role="critic"', '"actor"'))
+    assert "'eval/reward_mean': " in said and "the actor after step 1 is in" in said
+    (line,) = read_metrics(tmp_path / "runs" / "from-python" / "metrics.jsonl")
+    assert "actor/far" in line and line["mismatch/max"] >= 0.0
+    (logged,) = (tmp_path / "runs" / "from-python").glob("*.csv")
+    assert logged.read_text() == f"1,{line['reward/max']}\n"
+
+
+@pytest.mark.waits
+def test_the_run_of_the_readme(tmp_path: Path) -> None:
+    """On two processes: every rank calls `train`."""
+    (program,) = [block for block in blocks((ROOT / "README.md").read_text(), "python") if "megappo.api" in block]
+    one_process(tmp_path)
+    said = ran(tmp_path, program.replace("run.steps=50", "run.steps=1"), processes=2)
+    assert said.count("fits") >= 2, "each rank plans"
+    assert json.loads((tmp_path / "runs" / "metrics.jsonl").read_text())["step"] == 1
+
+
+def test_a_program_is_told_what_its_user_can_fix(tmp_path: Path) -> None:
+    one_process(tmp_path)
+    config = api.load_config(tmp_path / "my-run.yaml")
+    with pytest.raises(api.ConfigError, match=r"gpus is 0, must be a whole number from 1 to"):
+        api.plan(config, gpus=0)
+    with pytest.raises(api.ConfigError, match=r"data\.validation"):
+        api.evaluate(api.load_config(tmp_path / "my-run.yaml", ["data.validation=null", "evaluation=null"]))
+    with pytest.raises(ValueError, match=r"nowhere holds no config\.yaml"):
+        api.export(tmp_path / "nowhere", tmp_path / "out")
