@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from megappo.errors import HANG, RUN_ERROR
 from megappo.runtime.failures import Failure
-from megappo.runtime.objects import from_rank
 from megappo.runtime.process import Runtime
 
 _POLL_SECONDS = 0.5
@@ -27,7 +26,7 @@ _TELL_SECONDS = 1.0
 _DISK_SECONDS = 10.0
 _CHECKPOINT = "newest-checkpoint"
 """A file that says where a run that hung was."""
-_COUNT = "megappo/tokens-made"
+_COUNT, _FOLDER = "megappo/tokens-made", "megappo/hang-folder"
 GENERATING = ("rollout", "evaluate")
 """Phases that wait for an engine's tokens; one step ahead, any phase may be followed by such a wait."""
 
@@ -61,10 +60,11 @@ class Watchdog:
     def __init__(
         self, directory: Path, limits: Limits, runtime: Runtime, newest_checkpoint: Callable[[], str] = lambda: ""
     ) -> None:
-        """A collective of the world. `newest_checkpoint` names the one that a run which is started again begins at."""
+        """No collective, in which ranks could wait for one that hangs before anybody watches. `newest_checkpoint` names
+        the one that a run which is started again begins at."""
         self._limits, self._runtime, self._newest_checkpoint = limits, runtime, newest_checkpoint
         self._directory = directory
-        self._folder = directory / f"hang-{from_rank(time.strftime('%Y%m%d-%H%M%S'))}"
+        self._folder = directory / f"hang-{runtime.notices.post(_FOLDER, time.strftime('%Y%m%d-%H%M%S'))}"
         self._phase, self._waits_for, self._since = "start", "", time.monotonic()
         self._notices = runtime.notices
         self._told, self._seen = -math.inf, 0
@@ -179,13 +179,13 @@ class Watchdog:
 
 
 @contextlib.contextmanager
-def watched(watchdog: Watchdog | None) -> Iterator[None]:
+def watched(watchdog: Watchdog | None) -> Iterator[Watchdog | None]:
     """Watch while the block runs."""
     if watchdog is None:
-        yield
+        yield None
         return
     watchdog.start()
     try:
-        yield
+        yield watchdog
     finally:
         watchdog.stop()

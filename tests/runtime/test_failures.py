@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -138,10 +139,29 @@ def killed(runtime: Runtime) -> None:
     dist.all_reduce(torch.zeros(1))
 
 
-def test_a_rank_that_ends_without_a_word(tmp_path: Path) -> None:
+def killed_while_nothing_breaks(runtime: Runtime) -> None:
+    """The other waits for something else."""
+    if runtime.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Event().wait()
+
+
+@pytest.mark.parametrize("body", [killed, killed_while_nothing_breaks])
+def test_a_rank_that_ends_without_a_word(body: Callable[[Runtime], None], tmp_path: Path) -> None:
+    """Is named by the next rank on its machine. That connections broke would be no reason."""
+    first, second = ends(tmp_path, body)
+    assert (first.code, second.code) == (1, -signal.SIGKILL)
+    assert first.seconds < 5
+    assert re.search(r"megappo: error on rank 1: process \d+ on \S+ ended without a word, as one does", first.said)
+    assert "Traceback" not in first.said
+
+
+def test_a_rank_of_another_machine_that_ends_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That connections broke is no reason, and says so."""
+    monkeypatch.setattr("megappo.runtime.failures.find_neighbour", lambda *_: None)
     first, second = ends(tmp_path, killed)
     assert (first.code, second.code) == (1, -signal.SIGKILL)
+    assert first.seconds < WITHIN_SECONDS
     assert "another rank ended without a word, or cannot be reached any more" in first.said
     assert "Traceback" not in first.said
 

@@ -1,0 +1,25 @@
+"""A fault of one rank between two collectives ends all ranks in seconds with its cause, or the run goes on."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.harness import start
+
+pytestmark = [pytest.mark.slow, pytest.mark.waits]
+
+
+@pytest.mark.parametrize(
+    ("run", "kinds", "points"),
+    [
+        ("split", "raise,nap,kill", ""),
+        ("split", "hang", "ppo/start.py:choose_start after"),
+        ("episodes", "raise,full,hang", ""),
+        ("ahead", "raise,full once,kill", ""),
+        ("resumed", "full,raise", ""),
+    ],
+)
+def test_a_sample_of_points(run: str, kinds: str, points: str) -> None:
+    """Of the matrix that `python -m tests.house.faults` tries; what is drawn changes with the code."""
+    done = start("tests.house.faults", "--runs", run, "--kinds", kinds, "--each", 1, "--points", points)
+    assert done.returncode == 0, done.stdout + done.stderr
