@@ -46,7 +46,9 @@ _MEET_SECONDS = 0.25
 _TURN_SECONDS = 0.1
 _FLUSH_SECONDS = 1.0
 _STOP_SECONDS = 20.0
-_DONE_SECONDS = 10.0
+_DONE_SECONDS = 5.0
+_INTRODUCED_SECONDS = 2.0
+"""For the next rank to say which process it is; all have met already."""
 _RANK_0_SPEAKS_SECONDS = 2 * POLL_SECONDS
 """An error that all ranks raise is told by rank 0."""
 _LOST_SECONDS = 5.0
@@ -119,6 +121,7 @@ class Failures:
         self._notices.each_turn(self._look_after_agent)
         if self._looks_for_neighbour:
             introduce(self._notices, self._rank, self._ranks.local_rank)
+            wait_until(self._knows_neighbour, _INTRODUCED_SECONDS, every_seconds=_TURN_SECONDS / 10)
             self._notices.each_turn(self._look_after_neighbour)
         self._old_hook, threading.excepthook = threading.excepthook, self._thread_ended
 
@@ -255,10 +258,15 @@ class Failures:
 
     def _store_is_lost(self) -> None:
         """Rank 0, or torchrun's agent, is gone."""
-        if self._neighbour_is_gone and self._neighbour is not None and not self._agent.is_gone:
-            self.declare(Failure(self._neighbour.rank, RUN_ERROR, (self._neighbour.words,), lost=1))
+        neighbour = self._neighbour
+
+        def neighbour_is_gone() -> bool:
+            return neighbour is not None and neighbour.is_gone
+
+        wait_until(lambda: self._is_told or neighbour_is_gone(), 2 * _LOST_SECONDS, every_seconds=_TURN_SECONDS)
+        if neighbour is not None and neighbour_is_gone() and not self._agent.is_gone:
+            self.declare(Failure(neighbour.rank, RUN_ERROR, (neighbour.words,), lost=1))
             return
-        wait_until(lambda: self._is_told, 2 * _LOST_SECONDS, every_seconds=POLL_SECONDS)
         words = "the store at which the ranks met is gone, and rank 0 or torchrun with it; the first to end says why"
         words = self._agent.words if self._agent.is_gone else words
         self.declare(Failure(self._rank, RUN_ERROR, (words,)))
@@ -276,10 +284,14 @@ class Failures:
                     return
             self.declare(Failure(self._neighbour.rank, RUN_ERROR, (self._neighbour.words,), lost=1))
         elif self._looks_for_neighbour:
-            with contextlib.suppress(dist.DistError):
-                place = (self._ranks.local_rank, self._ranks.local_world_size or 1)
-                self._neighbour = self._neighbour or find_neighbour(self._notices, *place)
-            self._neighbour_is_gone = self._neighbour is not None and self._neighbour.is_gone
+            known = self._knows_neighbour()
+            self._neighbour_is_gone = known and self._neighbour is not None and self._neighbour.is_gone
+
+    def _knows_neighbour(self) -> bool:
+        with contextlib.suppress(dist.DistError):
+            place = (self._ranks.local_rank, self._ranks.local_world_size or 1)
+            self._neighbour = self._neighbour or find_neighbour(self._notices, *place)
+        return self._neighbour is not None
 
     def _say_done(self) -> None:
         with contextlib.suppress(dist.DistError):  # rank 0 may have ended, and the store with it

@@ -1,8 +1,7 @@
 """Runs with one fault on one rank, at a point between two collectives: does every rank end in seconds with the cause's
 sentence, or go on where it should, and is the newest checkpoint whole?
 
-Usage: python -m tests.house.faults [--runs RUN,...] [--kinds KIND,...] [--each N] [--seed N] [--points PART]
-           [--note]
+Usage: python -m tests.house.faults [--runs RUN,...] [--kinds KIND[@WORDS],...] [--each N] [--seed N] [--note]
 
 Each run is traced once, without a fault. Of the points that are found, those that differ in the function and in the
 collective before it, `--each` are drawn for each run and kind of fault by the seed, rarely passed ones as often as
@@ -34,7 +33,7 @@ import psutil
 
 from megappo.checkpoint.files import finished, problems
 from megappo.cli import main as megappo
-from megappo.errors import HANG
+from megappo.errors import HANG, USER_ERROR
 from megappo.runtime.store import free_port
 from tests.support import nursery  # noqa: F401 - imports what a run imports, once for all
 from tests.support.places import ROOT
@@ -125,8 +124,8 @@ def run(name: str, folder: Path, fault: Fault | None, *more: str) -> Ended:
     latest, struck = time.monotonic() + STARTS_WITHIN_SECONDS, folder / "struck"
     at: float | None = None
     while any(process.is_alive() for process in ranks) and time.monotonic() < latest:
-        if at is None and struck.exists() and (text := struck.read_text()):
-            at = json.loads(text)["seconds"]
+        if at is None and struck.exists():
+            at = json.loads(struck.read_text())["seconds"]
             latest = at + (STARTS_WITHIN_SECONDS if fault is None or fault.kind == "nap" else 3 * WITHIN_SECONDS)
         time.sleep(0.02)
     ended = time.monotonic()
@@ -192,6 +191,8 @@ def _judge_words(fault: Fault, ended: Ended) -> str:
     killed = {fault.rank} if fault.kind == "kill" else set[int]()
     there = [r for r in range(RANKS) if r not in killed and (ended.codes[r] or r == fault.rank)]
     codes = {ended.codes[rank] for rank in there}
+    if fault.kind.startswith("full"):
+        codes -= {USER_ERROR}  # where that the run directory can be written is the first thing to be checked
     of_rank = f" on rank {fault.rank}" if fault.rank else "( on rank 0)?"
     match fault.kind:
         case "kill":
@@ -273,12 +274,12 @@ class Matrix:
             self._points[name] = [[point for point in points if not _is_too_early(point)] for points in of_ranks]
         return self._points[name]
 
-    def try_kind(self, name: str, kind: str, each: int, wanted: str) -> None:
-        """Faults of a kind at points whose words hold a regular expression, and a line of the table for each."""
+    def try_kind(self, name: str, kind: str, wanted: str, *, each: int) -> None:
+        """Faults of a kind at points with these words, and a line of the table for each."""
         chance, first = random.Random(f"{self._seed} {name} {kind}"), [*RUNS].index(name) + [*FAULTS].index(kind)
         for turn in range(each):
             rank = (first + turn) % RANKS
-            there = [point for point in self.points(name)[rank] if re.search(wanted, point.words)]
+            there = [point for point in self.points(name)[rank] if wanted in point.words]
             fault = Fault(kind, rank, draw(there, chance))
             with self._begun(name) as folder:
                 ended = run(name, folder, fault)
@@ -327,10 +328,11 @@ def note(outcomes: Sequence[Outcome], seed: int) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", default=",".join(RUNS), help=f"of {', '.join(RUNS)}")
-    parser.add_argument("--kinds", default=",".join(FAULTS), help=f"of {', '.join(FAULTS)}")
+    parser.add_argument(
+        "--kinds", default=",".join(FAULTS), help=f"of {', '.join(FAULTS)}; KIND@WORDS at points with WORDS"
+    )
     parser.add_argument("--each", type=int, default=3, help="points for each run and kind")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--points", default="", help="only those in whose words this regular expression is found")
     parser.add_argument("--note", action="store_true", help="keep what held in faults.json")
     given = parser.parse_args()
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # so that what ranks leave behind is seen
@@ -345,7 +347,7 @@ def main() -> int:
             ]
             print(f"{name}: {' and '.join(counts)} collectives", flush=True)
             for kind in given.kinds.split(","):
-                matrix.try_kind(name, kind, given.each, given.points)
+                matrix.try_kind(name, *kind.partition("@")[::2], each=given.each)
     reached = [outcome for outcome in matrix.outcomes if outcome.ended.seconds is not None]
     wrong = sum(bool(outcome.problem) for outcome in matrix.outcomes)
     seconds = time.monotonic() - begun

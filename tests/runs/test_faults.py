@@ -10,16 +10,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
 
 @pytest.mark.parametrize(
-    ("run", "kinds", "points"),
+    ("run", "kinds"),
     [
-        ("split", "raise,nap,kill", ""),
-        ("split", "hang", "ppo/start.py:choose_start after"),
-        ("episodes", "raise,full,hang", ""),
-        ("ahead", "raise,full once,kill", ""),
-        ("resumed", "full,raise", ""),
+        ("split", "raise,nap,kill,hang@ppo/start.py:choose_start after"),
+        ("episodes", "raise,full"),
+        ("ahead", "raise,full once,kill"),
+        ("resumed", "kill"),
     ],
 )
-def test_a_sample_of_points(run: str, kinds: str, points: str) -> None:
+def test_a_sample_of_points(run: str, kinds: str) -> None:
     """Of the matrix that `python -m tests.house.faults` tries; what is drawn changes with the code."""
-    done = start("tests.house.faults", "--runs", run, "--kinds", kinds, "--each", 1, "--points", points)
+    done = start("tests.house.faults", "--runs", run, "--kinds", kinds, "--each", 1)
     assert done.returncode == 0, done.stdout + done.stderr
