@@ -2,10 +2,14 @@
 sentence, or go on where it should, and is the newest checkpoint whole?
 
 Usage: python -m tests.house.faults [--runs RUN,...] [--kinds KIND[@WORDS],...] [--each N] [--seed N] [--note]
+       python -m tests.house.faults --again N [--runs RUN,...] [--seed N]
 
 Each run is traced once, without a fault. Of the points that are found, those that differ in the function and in the
 collective before it, `--each` are drawn for each run and kind of fault by the seed, rarely passed ones as often as
 others, and the ranks take turns. Exit code 1 where a run hangs, ends without the cause, or loses a checkpoint.
+
+With `--again` each run suffers one fault that ends it after another, anywhere, and goes on after each; it must be the
+run that suffered none, to the last bit.
 """
 
 from __future__ import annotations
@@ -33,9 +37,10 @@ import psutil
 
 from megappo.checkpoint.files import finished, problems
 from megappo.cli import main as megappo
-from megappo.errors import HANG, USER_ERROR
+from megappo.errors import HANG, REQUEUE, USER_ERROR
 from megappo.runtime.store import free_port
 from tests.support import nursery  # noqa: F401 - imports what a run imports, once for all
+from tests.support.attempts import assert_same_run
 from tests.support.places import ROOT
 from tests.support.striking import FAULTS, NAP_SECONDS, WORDS, Fault, Point, strike, trace
 
@@ -48,6 +53,11 @@ LEFT_WITHIN_SECONDS = 5.0
 NOTED = ROOT / "tests" / "house" / "faults.json"
 """What was tried when everything held last."""
 _SHOWN = 12
+_ENDING = ("raise", "full", "kill", "stop")
+_STEPS_OF_EACH = 2
+"""More than a run does on average until a fault ends it."""
+_OF_A_CHECKPOINT = 150
+"""Functions of two that are written."""
 _SET_CHILD_SUBREAPER = 36
 _SMALL = (
     "run.steps=2", "rollout.prompts_per_step=4", "actor.minibatch_sequences=16", "critic.minibatch_sequences=16",
@@ -195,6 +205,8 @@ def _judge_words(fault: Fault, ended: Ended) -> str:
         codes -= {USER_ERROR}  # where that the run directory can be written is the first thing to be checked
     of_rank = f" on rank {fault.rank}" if fault.rank else "( on rank 0)?"
     match fault.kind:
+        case "stop":
+            code, wanted = REQUEUE, ""  # which needs no reason
         case "kill":
             code, wanted = 1, rf"error on rank {fault.rank}: process \d+ on \S+ ended without a word"
         case "hang":
@@ -287,6 +299,35 @@ class Matrix:
             self.outcomes.append(Outcome(name, fault, problem, ended))
             print(self.outcomes[-1].line, flush=True)
 
+    def suffer(self, name: str, faults: int) -> str:
+        """One run with that many faults after which it goes on; how it differs from the one without, "" where it does
+        not."""
+        chance, settings = random.Random(f"{self._seed} {name}"), (f"run.steps={_STEPS_OF_EACH * faults}",)
+        last = [max(p.ever for p in points if p.thread == "MainThread") for points in self.points(name)]
+        whole, folder = (Path(tempfile.mkdtemp(dir=self._work)) for _ in range(2))
+        assert run(name, whole, None, *settings).codes == [0] * RANKS
+        done = 0
+        while done < faults:
+            rank, kind = chance.randrange(RANKS), chance.choice(_ENDING)
+            thread, most = chance.choice([("MainThread", last[rank])] * 4 + [("checkpoint", _OF_A_CHECKPOINT)])
+            fault = Fault(kind, rank, Point(thread, 0, "", 0, ever=chance.randrange(most) + 1))
+            for left in ("struck", *(f"said-{rank}" for rank in range(RANKS))):
+                (folder / left).unlink(missing_ok=True)
+            ended = run(name, folder, fault, *settings)
+            self.outcomes.append(Outcome(name, fault, judge(fault, ended, folder / "run"), ended))
+            print(self.outcomes[-1].line, flush=True)
+            done += ended.seconds is not None
+            if not any(ended.codes):
+                return f"was done after {done} of {faults} faults"
+        ended = run(name, folder, None, *settings)
+        if ended.codes != [0] * RANKS:
+            return f"ended with {ended.codes}: {ended.said}"
+        try:
+            assert_same_run(whole / "run", folder / "run", _STEPS_OF_EACH * faults)
+        except AssertionError as error:
+            return f"is another run: {error}"
+        return ""
+
 
 class Outcome(NamedTuple):
     """A fault and what became of it."""
@@ -333,11 +374,12 @@ def main() -> int:
     )
     parser.add_argument("--each", type=int, default=3, help="points for each run and kind")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--again", type=int, default=0, help="faults of each run after which it goes on")
     parser.add_argument("--note", action="store_true", help="keep what held in faults.json")
     given = parser.parse_args()
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # so that what ranks leave behind is seen
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", PYTHONWARNINGS="ignore")
-    begun = time.monotonic()
+    begun, wrong = time.monotonic(), 0
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         matrix = Matrix(Path(folder), given.seed)
         for name in given.runs.split(","):
@@ -346,10 +388,17 @@ def main() -> int:
                 for points in matrix.points(name)
             ]
             print(f"{name}: {' and '.join(counts)} collectives", flush=True)
+            if given.again:
+                differs = matrix.suffer(name, given.again)
+                wrong += bool(differs)
+                print(
+                    f"{name}, after {given.again} faults: {differs or 'the run without, to the last bit'}", flush=True
+                )
+                continue
             for kind in given.kinds.split(","):
                 matrix.try_kind(name, *kind.partition("@")[::2], each=given.each)
     reached = [outcome for outcome in matrix.outcomes if outcome.ended.seconds is not None]
-    wrong = sum(bool(outcome.problem) for outcome in matrix.outcomes)
+    wrong += sum(bool(outcome.problem) for outcome in matrix.outcomes)
     seconds = time.monotonic() - begun
     print(f"{len(reached)} faults of {len(matrix.outcomes)} that were tried, {wrong} wrong, in {seconds:.0f} s")
     if given.note and not wrong:

@@ -1,4 +1,4 @@
-"""A fault of one rank between two collectives ends all ranks in seconds with its cause, or the run goes on."""
+"""A fault of one rank ends all ranks in seconds with its cause, or the run goes on; started again, nothing is lost."""
 
 from __future__ import annotations
 
@@ -21,4 +21,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.waits]
 def test_a_sample_of_points(run: str, kinds: str) -> None:
     """Of the matrix that `python -m tests.house.faults` tries; what is drawn changes with the code."""
     done = start("tests.house.faults", "--runs", run, "--kinds", kinds, "--each", 1)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("run", ["split", "ahead", "flying"])
+def test_after_seventeen_faults_a_run_is_the_same(run: str) -> None:
+    """One after the other, anywhere, each of which ends it; test_resume.py has kills at every stage."""
+    done = start("tests.house.faults", "--runs", run, "--again", 17, timeout_seconds=900)
     assert done.returncode == 0, done.stdout + done.stderr

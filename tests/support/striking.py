@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -25,8 +25,9 @@ from megappo.checkpoint.files import finished
 from megappo.observe.appending import AppendedFile
 from tests.support.places import ROOT
 
-FAULTS = ("raise", "full", "full once", "kill", "nap", "hang")
-"""An error; a disk without room from then on, or for one file; SIGKILL; a sleep of a moment, and one without end."""
+FAULTS = ("raise", "full", "full once", "kill", "stop", "nap", "hang")
+"""An error; a disk without room from then on, or for one file; SIGKILL, and SIGTERM; a sleep of a moment, and one
+without end."""
 NAP_SECONDS = 2.0
 WORDS = "the fault of this test"
 _FOREVER = 10**6
@@ -60,18 +61,27 @@ class Point(NamedTuple):
     number: int
     collective: str = ""
     """Which one that is, and whose."""
+    ever: int = 0
+    """How many functions have begun in that thread; the rest of it does not count where a fault's has no function."""
+
+    def is_at(self, wanted: Point) -> bool:
+        """Whether this is the point of a fault."""
+        if not wanted.function:
+            return (self.thread, self.ever) == (wanted.thread, wanted.ever)
+        return self[:4] == wanted[:4]
 
     @property
     def words(self) -> str:
         """As a table shows it."""
         thread = "" if self.thread == "MainThread" else f", in {self.thread}"
-        return f"{self.function} after {self.collective}{thread}"
+        return f"{self.function} after {self.collective}{thread}" if self.function else f"function {self.ever}{thread}"
 
 
 @dataclass
 class _OfThread:
     after: int = 0
     collective: str = "the start"
+    ever: int = 0
     begun: dict[str, int] = field(default_factory=dict)
     """How often which function has since that collective."""
 
@@ -146,11 +156,10 @@ class Watch:
     def _begun(self, name: str) -> None:
         of_thread = self._threads.setdefault(thread := _thread(), _OfThread())
         number = of_thread.begun[name] = of_thread.begun.get(name, 0) + 1
-        if number > _MOST_TIMES:
-            return
+        of_thread.ever += 1
         self._inside.__dict__["is"] = True
         try:
-            self._at_point(Point(thread, of_thread.after, name, number, of_thread.collective))
+            self._at_point(Point(thread, of_thread.after, name, number, of_thread.collective, of_thread.ever))
         finally:
             self._inside.__dict__["is"] = False
 
@@ -158,7 +167,12 @@ class Watch:
 def trace(out: Path) -> None:
     """Write the points of this process to a file, a line for each, as they come."""
     file = out.open("w", buffering=1)
-    Watch(lambda point: print(json.dumps(point), file=file)).start()
+
+    def at_point(point: Point) -> None:
+        if point.number <= _MOST_TIMES:
+            print(json.dumps(point), file=file)
+
+    Watch(at_point).start()
 
 
 @dataclass(frozen=True)
@@ -168,16 +182,6 @@ class Fault:
     kind: str
     rank: int
     point: Point
-
-    @classmethod
-    def read(cls, text: str) -> Fault:
-        """From `write`'s text."""
-        told = json.loads(text)
-        return cls(told["kind"], told["rank"], Point(*told["point"]))
-
-    def write(self) -> str:
-        """One line."""
-        return json.dumps(asdict(self))
 
 
 def strike(fault: Fault, directory: Path, told: Path) -> None:
@@ -191,7 +195,7 @@ def strike(fault: Fault, directory: Path, told: Path) -> None:
         partial.rename(told)
 
     def at_point(point: Point) -> None:
-        if point[:4] == fault.point[:4] and not struck.is_set():
+        if point.is_at(fault.point) and not struck.is_set():
             struck.set()
             if fault.kind.startswith("full"):
                 _fill(directory, tell, times=1 if fault.kind == "full once" else _FOREVER)
@@ -205,8 +209,9 @@ def strike(fault: Fault, directory: Path, told: Path) -> None:
 def _suffer(kind: str) -> None:
     if kind == "raise":
         raise Struck(WORDS)
-    if kind == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
+    if kind in ("kill", "stop"):
+        os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGTERM)
+        return
     time.sleep(NAP_SECONDS if kind == "nap" else _FOREVER)
 
 
