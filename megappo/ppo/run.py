@@ -73,6 +73,7 @@ def _train(parts: Parts, start: Start, reporter: Reporter, held: HeldDirectory) 
     try:
         with parts.runtime.failures.told():
             _train_and_export(parts, start, reporter, checkpoints, held)
+        parts.runtime.failures.done()
     finally:
         checkpoints.close()
         parts.close()

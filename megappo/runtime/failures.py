@@ -149,11 +149,18 @@ class Failures:
         try:
             yield
         except Interrupted as error:
-            threading.Thread(target=self._end_what_stopped, args=(error.exit_code,), daemon=True).start()
+            self._close_within(_STOP_SECONDS, Failure(self._rank, error.exit_code))
             raise
         except BaseException as error:
+            if self._world_size == 1 and not _is_no_failure(error):  # others would end it
+                code, sentences, _ = verdict_of(error)
+                self._close_within(_STOP_SECONDS, Failure(self._rank, code, sentences))
             self.tell(error)
             raise
+
+    def done(self, close_within_seconds: float = 300.0) -> None:
+        """This rank has done what the run is for; it ends well after so long, whatever cannot be closed."""
+        self._close_within(close_within_seconds, Failure(self._rank, 0))
 
     def tell(self, error: BaseException) -> None:
         """Say an error of this rank and end all ranks, this one as soon as it is in `leave`, and in seconds anyway.
@@ -195,13 +202,20 @@ class Failures:
         self._closed.set()
         threading.Event().wait()  # for the thread that ends the process
 
-    def _end_what_stopped(self, code: int) -> None:
-        """What is closed after a last checkpoint, such as a service's client, has a bound: a scheduler would kill the
-        rank, and not start it again."""
-        if not self._stopped.wait(_STOP_SECONDS):
-            tell(f"what is to be closed does not end within {_STOP_SECONDS:g} seconds, so the process ends without it")
+    def _close_within(self, seconds: float, failure: Failure) -> None:
+        """What is closed at the end, such as a service's client, has a bound: a scheduler would wait for it, or kill
+        the rank and not start it again."""
+
+        def end_unclosed() -> None:
+            if self._stopped.wait(seconds):
+                return
+            tell(f"what is to be closed does not end within {seconds:g} seconds, so the process ends without it")
+            if failure.sentences:
+                self._say(failure)
             _within(_POST_SECONDS, self._say_done)
-            os._exit(code)
+            os._exit(failure.code)
+
+        threading.Thread(target=end_unclosed, name="closing", daemon=True).start()
 
     def _claim(self) -> bool:
         """Whether nobody in this process has begun to tell a failure."""
