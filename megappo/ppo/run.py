@@ -24,6 +24,7 @@ from megappo.ppo.start import Start, at_one_time, checkpoints_directory, choose_
 from megappo.ppo.trainer import Trainer
 from megappo.reshard.slices import Receiver
 from megappo.reshard.writer import write_policy
+from megappo.runtime.failures import Failure
 from megappo.runtime.interrupts import interruptible
 from megappo.runtime.lock import HeldDirectory, locked_directory
 from megappo.runtime.process import Runtime, start_runtime
@@ -69,7 +70,12 @@ def _if_of_that_time(prompts: TrainingPrompts | None, read: Config, now: Config)
 
 def _train(parts: Parts, start: Start, reporter: Reporter, held: HeldDirectory) -> None:
     checkpoints = Checkpoints(parts, start)
-    parts.runtime.failures.before_leaving(lambda _: checkpoints.close())
+
+    def let_finish(failure: Failure) -> None:
+        if failure.hung_in != "checkpoint":  # where it is what was waited for already
+            checkpoints.close()
+
+    parts.runtime.failures.before_leaving(let_finish)
     try:
         with parts.runtime.failures.told():
             _train_and_export(parts, start, reporter, checkpoints, held)

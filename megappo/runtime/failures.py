@@ -66,8 +66,8 @@ class Failure:
     """What every rank exits with."""
     sentences: tuple[str, ...] = ()
     """Nothing is said where there are none."""
-    is_hang: bool = False
-    """Nothing went on any more."""
+    hung_in: str = ""
+    """The phase in which nothing went on any more."""
     lost: int = 0
     """How many ranks, at least, ended without a word, and are not waited for."""
 

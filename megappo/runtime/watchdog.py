@@ -138,7 +138,7 @@ class Watchdog:
                         "again before that is looked into; remove that folder to try again"
                     )
                 code = HANG if before is None else RUN_ERROR
-                self._runtime.failures.declare(Failure(self._runtime.rank, code, (words,), is_hang=True))
+                self._runtime.failures.declare(Failure(self._runtime.rank, code, (words,), hung_in=self._phase))
                 return
 
     def _last_hang_at_this_checkpoint(self) -> Path | None:
@@ -168,7 +168,7 @@ class Watchdog:
 
     def _report(self, failure: Failure) -> None:
         """Write this rank's stacks where one hangs."""
-        if not failure.is_hang:
+        if not failure.hung_in:
             return
         rank, seconds = self._runtime.rank, time.monotonic() - self._since
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -205,6 +205,9 @@ def _judge_words(fault: Fault, ended: Ended) -> str:
         codes -= {USER_ERROR}  # where that the run directory can be written is the first thing to be checked
     of_rank = f" on rank {fault.rank}" if fault.rank else "( on rank 0)?"
     match fault.kind:
+        case "stop" if ended.codes[fault.rank] == -signal.SIGTERM:  # before the run listens to it, with the others
+            there.remove(fault.rank)
+            codes, code, wanted = {ended.codes[rank] for rank in there}, 1, "ended without a word"
         case "stop":
             code, wanted = REQUEUE, ""  # which needs no reason
         case "kill":

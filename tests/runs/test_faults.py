@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.waits]
     ("run", "kinds"),
     [
         ("split", "raise,nap,kill,hang@ppo/start.py:choose_start after"),
-        ("episodes", "raise,full"),
+        ("episodes", "raise,full,hang@CheckpointWriter._write after"),
         ("ahead", "raise,full once,kill"),
         ("resumed", "kill"),
     ],
