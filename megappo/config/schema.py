@@ -100,9 +100,10 @@ class RuntimeSettings(Settings):
     must be above every limit of a phase. Ranks that do not come to the start are waited for no longer than this, and
     half an hour at most."""
     phase_timeout_seconds: Seconds | None = 1500.0
-    """A phase of a step that lasts longer ends the run with the stacks of all ranks; null: no watchdog. Rollout and
-    evaluation count from the last tokens that any engine made, updates from the last minibatch. A phase may last four
-    times as long as planned at least, where neither this nor a limit of its own is given."""
+    """A phase of a step that lasts longer ends the run with the stacks of all ranks; null: no watchdog. It counts from
+    the last part that any rank did: tokens that an engine made in a rollout or evaluation, a minibatch, a microbatch, a
+    bucket of weights. A phase may last four times as long as planned at least, and the start as long as its servers
+    may take, too, where neither this nor a limit of its own is given."""
     phase_timeouts_seconds: dict[str, Seconds] = Field(default_factory=dict)
     """The same for single phases, such as {rollout: 3600}."""
 

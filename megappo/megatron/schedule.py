@@ -22,6 +22,7 @@ from megappo.megatron.attention import PackedSegments, packed_segments, segment_
 from megappo.megatron.context import WHOLE, ContextShard
 from megappo.megatron.layout import Layout
 from megappo.megatron.router import routing_tensors, told_routers
+from megappo.observe.progress import MICROBATCHES, PROGRESS
 from megappo.runtime.megatron_cpu import PipelineSends
 from megappo.runtime.transfer import to_device
 
@@ -135,6 +136,7 @@ def run_schedule(
         gpt = model.module if hasattr(model, "ddp_config") else model
         if gpt.post_process:
             task.expect(gpt.output_layer, batch)
+        PROGRESS.add(MICROBATCHES, 1)
         output = model(batch.tokens_1l, batch.segments.positions[None], None, packed_seq_params=batch.segments)
 
         def finish(output_1NC: Tensor) -> tuple[Tensor, Tensor, Any]:

@@ -30,6 +30,7 @@ class StageProgress:
         self._lock = threading.Lock()
         self._stage, self._waits_for, self._since = "", "", clock()
         self._counts: dict[str, _Count] = {}
+        self._parts = 0
 
     def enter(self, stage: str, waits_for: str = "") -> None:
         """A stage begins. Counts are forgotten, except what is generated ahead and not finished."""
@@ -49,8 +50,9 @@ class StageProgress:
             self._counts[what] = _Count(total, self._clock())
 
     def add(self, what: str, number: int, tokens: int = 0) -> None:
-        """So many more are done; nothing where none are expected."""
+        """So many more are done; shown where some are expected."""
         with self._lock:
+            self._parts += 1
             if what in self._counts:
                 self._counts[what].done += number
                 self._counts[what].tokens += tokens
@@ -59,6 +61,12 @@ class StageProgress:
         """What is counted was given up."""
         with self._lock:
             self._counts.clear()
+
+    @property
+    def parts(self) -> int:
+        """How often something was done in this process; where that grows, work goes on."""
+        with self._lock:
+            return self._parts
 
     @property
     def seconds(self) -> float:
@@ -93,3 +101,5 @@ PROGRESS = StageProgress()
 """The progress of this process, counted where work is done and read by the console."""
 SAMPLES = "samples of this rank"
 EPISODES = "episodes of this rank"
+MICROBATCHES = "microbatches"
+WEIGHTS = "bytes of weights"

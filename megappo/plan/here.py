@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -13,10 +14,13 @@ from megappo.config.schema import PHASES, RuntimeSettings
 from megappo.plan.costs import step_costs, step_seconds
 from megappo.plan.engines import other_engine
 from megappo.plan.inputs import Setup, make_setup
-from megappo.plan.machines import CPU_CORES, MACHINES, Machine
+from megappo.plan.machines import ASSUMED, CPU_CORES, MACHINES, Machine
 from megappo.plan.planner import read_models
+from megappo.plan.sizes import model_sizes
 from megappo.plan.stopping import stopping
 
+_OTHER_START_SECONDS = 300.0
+"""Of a start that is no reading: libraries, what is compiled first, groups of ranks."""
 PLANNED_TIMES = 4.0
 """How many times as long as planned a rollout may take before somebody asks whether tokens are still made."""
 WATCHED_COLLECTIVE_SECONDS = 7 * 24 * 3600
@@ -100,7 +104,12 @@ def outlook(config: Config, world_size: int, machine: Machine) -> Outlook:
         _check_windows(setup, found.engine.words)
     stop = stopping(setup, stages, share, total)
     writing = stop.checkpoint_seconds  # also of the last model, of which a rank writes what all hold of the actor
-    phases = seconds | {"evaluate": rollout, "checkpoint": 2 * writing, "export": writing}  # and the one before it
+    models_bytes = math.fsum(model_sizes(role.arch)[0] * role.dtype_bytes for role in setup.roles)
+    reading = (
+        writing + models_bytes / ASSUMED.checkpoint_bytes_per_second
+    )  # a checkpoint; each machine reads all models
+    phases = seconds | {"start": reading, "evaluate": rollout, "export": writing}
+    phases["checkpoint"] = 2 * writing  # and the one before it
     rows = (
         ("layers", found.sentence(dtype)),
         (
@@ -132,11 +141,13 @@ def _layer_words(chunk_layers: Sequence[int]) -> str:
 
 def with_deadlines(config: Config, planned_seconds: Mapping[str, float]) -> Config:
     """The settings with the deadlines that were not given, by what the plan says that each phase takes, the rollout
-    among them.
+    among them, and by how long the run's servers may take to start.
 
     Raises ConfigError where a collective that was given a timeout would fail in a phase that may go on.
     """
-    slow = {name: min(PLANNED_TIMES * seconds, _MOST_SECONDS) for name, seconds in planned_seconds.items()}
+    slow = {name: PLANNED_TIMES * seconds for name, seconds in planned_seconds.items()}
+    slow["start"] = slow.get("start", 0.0) + _OTHER_START_SECONDS + _servers_start_seconds(config)
+    slow = {name: min(seconds, _MOST_SECONDS) for name, seconds in slow.items()}
     runtime, rollout = config.runtime, config.rollout
     limit = runtime.phase_timeout_seconds
     if limit is not None and "phase_timeout_seconds" not in runtime.model_fields_set:
@@ -151,6 +162,14 @@ def with_deadlines(config: Config, planned_seconds: Mapping[str, float]) -> Conf
         servers = rollout.servers.model_copy(update={"request_timeout_seconds": seconds})
         rollout = rollout.model_copy(update={"sglang": servers})
     return config.model_copy(update={"runtime": runtime, "rollout": rollout})
+
+
+def _servers_start_seconds(config: Config) -> float:
+    """How long the run's own servers may take until they answer, one after the other; each says itself when it does
+    not."""
+    own = [judge.server for judge in config.reward.judges.values()] + [config.reward.model_server]
+    of_rewards = math.fsum(server.start_timeout_seconds for server in own if server is not None)
+    return of_rewards + (config.rollout.servers.start_timeout_seconds if config.rollout.has_servers else 0.0)
 
 
 def _with_collectives_that_outlast(runtime: RuntimeSettings, limit: float) -> RuntimeSettings:

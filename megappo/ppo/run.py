@@ -24,6 +24,7 @@ from megappo.ppo.start import Start, at_one_time, checkpoints_directory, choose_
 from megappo.ppo.trainer import Trainer
 from megappo.reshard.slices import Receiver
 from megappo.reshard.writer import write_policy
+from megappo.runtime.failures import Failure
 from megappo.runtime.interrupts import interruptible
 from megappo.runtime.lock import HeldDirectory, locked_directory
 from megappo.runtime.process import Runtime, start_runtime
@@ -39,6 +40,7 @@ def train(config: Config, derived: Derived, prompts: TrainingPrompts | None = No
     """
     with (
         start_runtime(config.runtime, with_servers=config.rollout.has_servers) as runtime,
+        watched(_watchdog(config, runtime)) as watchdog,
         locked_directory(config.run.path, runtime, private=config.run.private) as held,
     ):
         check_ranks(config, runtime)
@@ -46,10 +48,8 @@ def train(config: Config, derived: Derived, prompts: TrainingPrompts | None = No
         start = choose_start(config, derived, runtime)
         prompts = _if_of_that_time(prompts, config, start.config)
         config = start.config
-        watchdog = _watchdog(config, runtime)
         on_stage = watchdog.enter if watchdog is not None else None
         with (
-            watched(watchdog),
             interruptible(runtime) as interrupts,
             closing(Reporter(config, derived, runtime, on_stage, held.check)) as reporter,
             runtime.failures.told(),
@@ -70,10 +70,16 @@ def _if_of_that_time(prompts: TrainingPrompts | None, read: Config, now: Config)
 
 def _train(parts: Parts, start: Start, reporter: Reporter, held: HeldDirectory) -> None:
     checkpoints = Checkpoints(parts, start)
-    parts.runtime.failures.before_leaving(lambda _: checkpoints.close())
+
+    def let_finish(failure: Failure) -> None:
+        if failure.hung_in != "checkpoint":  # where it is what was waited for already
+            checkpoints.close()
+
+    parts.runtime.failures.before_leaving(let_finish)
     try:
         with parts.runtime.failures.told():
             _train_and_export(parts, start, reporter, checkpoints, held)
+        parts.runtime.failures.done()
     finally:
         checkpoints.close()
         parts.close()
@@ -125,12 +131,14 @@ def _unwatched(_phase: str, _waits_for: str = "") -> None:
 
 def evaluate(config: Config, derived: Derived, prompts: TrainingPrompts | None = None) -> dict[str, float]:
     """Score the model on `data.validation` and `data.validation_sets`; every rank calls this."""
-    with start_runtime(config.runtime, with_servers=config.rollout.has_servers) as runtime:
+    with (
+        start_runtime(config.runtime, with_servers=config.rollout.has_servers) as runtime,
+        watched(_watchdog(config, runtime)) as watchdog,
+    ):
         check_ranks(config, runtime)
         config = at_one_time(config)
-        watchdog = _watchdog(config, runtime)
         enter = watchdog.enter if watchdog is not None else _unwatched
-        with watched(watchdog), runtime.failures.told():
+        with runtime.failures.told():
             parts = assemble(config, derived, runtime, Purpose(training=False, prompts=prompts))
             if watchdog is not None:
                 parts.engine.on_tokens = watchdog.made_tokens

@@ -20,6 +20,7 @@ from megappo.config.grid import Grid
 from megappo.errors import RunError, first_of
 from megappo.families.declaration import Shape
 from megappo.families.parameters import OUTPUT_LAYER, Parameter, model_parameters
+from megappo.observe.progress import PROGRESS, WEIGHTS
 from megappo.reshard.slices import Holdings, Home, Receiver, SlicedCopy
 from megappo.runtime.objects import of_all_ranks
 
@@ -272,6 +273,7 @@ class WeightStream:
                     into[receivers[message.receivers[0]]][copy.name][copy.target].copy_(part(copy))
         for work in works:
             work.wait()
+        PROGRESS.add(WEIGHTS, sum(parcel.n_bytes for parcel in bucket.parcels))
         for message, flat in arriving:
             runs = flat.split([copy.elements for copy in message.copies])
             for copy, run in zip(message.copies, runs, strict=True):

@@ -27,7 +27,8 @@ import torch.distributed as dist
 from megappo.errors import RUN_ERROR, Interrupted, reason, verdict_of
 from megappo.observe.messages import MESSAGES, tell
 from megappo.observe.progress import PROGRESS
-from megappo.runtime.launchers import tell_torchrun
+from megappo.runtime.launchers import Ranks, tell_torchrun
+from megappo.runtime.neighbour import Neighbour, all_done, find_neighbour, introduce, say_done
 from megappo.runtime.notices import POLL_SECONDS, Notices
 from megappo.runtime.waiting import pause, wait_until
 
@@ -42,8 +43,12 @@ _LAST_SECONDS = 70.0
 _LEAVE_SECONDS = 4.0
 """For the others to say why they end, and for what this rank has to close."""
 _MEET_SECONDS = 0.25
+_TURN_SECONDS = 0.1
 _FLUSH_SECONDS = 1.0
 _STOP_SECONDS = 20.0
+_DONE_SECONDS = 5.0
+_INTRODUCED_SECONDS = 2.0
+"""For the next rank to say which process it is; all have met already."""
 _RANK_0_SPEAKS_SECONDS = 2 * POLL_SECONDS
 """An error that all ranks raise is told by rank 0."""
 _LOST_SECONDS = 5.0
@@ -61,8 +66,10 @@ class Failure:
     """What every rank exits with."""
     sentences: tuple[str, ...] = ()
     """Nothing is said where there are none."""
-    is_hang: bool = False
-    """Nothing went on any more."""
+    hung_in: str = ""
+    """The phase in which nothing went on any more."""
+    lost: int = 0
+    """How many ranks, at least, ended without a word, and are not waited for."""
 
 
 class _Torchrun:
@@ -94,14 +101,17 @@ class _Torchrun:
 class Failures:
     """This rank's part of it, from `start` to `stop`; any thread may call anything."""
 
-    def __init__(self, rank: int, world_size: int, notices: Notices) -> None:
-        self._rank, self._world_size, self._notices = rank, world_size, notices
+    def __init__(self, ranks: Ranks, notices: Notices) -> None:
+        self._ranks, self._notices = ranks, notices
+        self._rank, self._world_size = ranks.rank, ranks.world_size
         self._before_leaving: list[Callable[[Failure], object]] = []
         self._raised: tuple[str, ...] | None = None
         """What the error of this rank says, before it is told."""
         self._lock, self._is_told = threading.Lock(), False
         self._closed, self._stopped = threading.Event(), threading.Event()
         self._agent = _Torchrun()
+        self._neighbour: Neighbour | None = None
+        self._looks_for_neighbour, self._neighbour_is_gone = (ranks.local_world_size or 1) > 1, False
         self._old_hook = threading.excepthook
 
     def start(self) -> None:
@@ -109,14 +119,25 @@ class Failures:
         self._notices.listen(_FAILED, self._hear)
         self._notices.when_lost(self._store_is_lost)
         self._notices.each_turn(self._look_after_agent)
+        if self._looks_for_neighbour:
+            introduce(self._notices, self._rank, self._ranks.local_rank)
+            wait_until(self._knows_neighbour, _INTRODUCED_SECONDS, every_seconds=_TURN_SECONDS / 10)
+            self._notices.each_turn(self._look_after_neighbour)
         self._old_hook, threading.excepthook = threading.excepthook, self._thread_ended
 
     def stop(self) -> None:
-        """The run is over: nothing that another rank has to say concerns this one any more."""
+        """The run is over: nothing that another rank has to say concerns this one any more. Rank 0 waits for the others
+        to be there, for some seconds."""
         self._stopped.set()
         threading.excepthook = self._old_hook
         self._claim()
         self._notices.close()
+        self._say_done()
+        if self._rank == 0 and self._world_size > 1:  # which may keep the store: what it looks for is not lost then
+            with contextlib.suppress(dist.DistError):
+                wait_until(
+                    lambda: all_done(self._notices, self._world_size), _DONE_SECONDS, every_seconds=_TURN_SECONDS
+                )
 
     def before_leaving(self, work: Callable[[Failure], object]) -> None:
         """Have something done that takes a bounded time before this rank ends, whose failure ever it is."""
@@ -128,11 +149,18 @@ class Failures:
         try:
             yield
         except Interrupted as error:
-            threading.Thread(target=self._end_what_stopped, args=(error.exit_code,), daemon=True).start()
+            self._close_within(_STOP_SECONDS, Failure(self._rank, error.exit_code))
             raise
         except BaseException as error:
+            if self._world_size == 1 and not _is_no_failure(error):  # others would end it
+                code, sentences, _ = verdict_of(error)
+                self._close_within(_STOP_SECONDS, Failure(self._rank, code, sentences))
             self.tell(error)
             raise
+
+    def done(self, close_within_seconds: float = 300.0) -> None:
+        """This rank has done what the run is for; it ends well after so long, whatever cannot be closed."""
+        self._close_within(close_within_seconds, Failure(self._rank, 0))
 
     def tell(self, error: BaseException) -> None:
         """Say an error of this rank and end all ranks, this one as soon as it is in `leave`, and in seconds anyway.
@@ -146,13 +174,13 @@ class Failures:
         sentences = verdict.sentences
         self._raised = sentences
         is_lost = _is_broken_connection(error)
+        patience = _LOST_SECONDS if is_lost else _RANK_0_SPEAKS_SECONDS if self._rank else 0.0
+        wait_until(lambda: self._is_told, patience, every_seconds=_TURN_SECONDS)
         if is_lost:
             sentences = (_lost_words(error),)
-            pause(_LOST_SECONDS)
-        elif self._rank:
-            pause(_RANK_0_SPEAKS_SECONDS)
         tb = "".join(traceback.format_exception(error)) if verdict.is_unforeseen and not is_lost else ""
-        self._begin(Failure(self._rank, RUN_ERROR if is_lost else verdict.code, sentences), tb)
+        code = RUN_ERROR if is_lost else verdict.code
+        self._begin(Failure(self._rank, code, sentences, lost=int(is_lost)), tb)
 
     def declare(self, failure: Failure) -> None:
         """End all ranks for a reason that was found beside what this rank does, which need not close anything."""
@@ -174,12 +202,20 @@ class Failures:
         self._closed.set()
         threading.Event().wait()  # for the thread that ends the process
 
-    def _end_what_stopped(self, code: int) -> None:
-        """What is closed after a last checkpoint, such as a service's client, has a bound: a scheduler would kill the
-        rank, and not start it again."""
-        if not self._stopped.wait(_STOP_SECONDS):
-            tell(f"what is to be closed does not end within {_STOP_SECONDS:g} seconds, so the process ends without it")
-            os._exit(code)
+    def _close_within(self, seconds: float, failure: Failure) -> None:
+        """What is closed at the end, such as a service's client, has a bound: a scheduler would wait for it, or kill
+        the rank and not start it again."""
+
+        def end_unclosed() -> None:
+            if self._stopped.wait(seconds):
+                return
+            tell(f"what is to be closed does not end within {seconds:g} seconds, so the process ends without it")
+            if failure.sentences:
+                self._say(failure)
+            _within(_POST_SECONDS, self._say_done)
+            os._exit(failure.code)
+
+        threading.Thread(target=end_unclosed, name="closing", daemon=True).start()
 
     def _claim(self) -> bool:
         """Whether nobody in this process has begun to tell a failure."""
@@ -215,7 +251,8 @@ class Failures:
             code = json.loads(posted[0])["code"]  # of the failure that was posted first
         _within(_LAST_SECONDS, lambda: self._do_last(failure))
         begun = time.monotonic()
-        _within(_LEAVE_SECONDS, self._meet)  # a launcher ends all ranks with the first, and rank 0 keeps the store
+        # A launcher ends all ranks with the first, and rank 0 keeps the store.
+        _within(_LEAVE_SECONDS, lambda: self._meet(self._world_size - failure.lost))
         self._closed.wait(max(0.0, begun + _LEAVE_SECONDS - time.monotonic()))
         _within(_FLUSH_SECONDS, lambda: (sys.stdout.flush(), sys.stderr.flush()))
         os._exit(code)
@@ -227,18 +264,24 @@ class Failures:
             except Exception as error:  # noqa: BLE001 - whatever it was, the process ends with the failure
                 tell(f"at the end of this rank: {reason(error)}")
 
-    def _meet(self) -> None:
-        """Until all ranks have said why they end."""
+    def _meet(self, ranks: int) -> None:
+        """Until so many ranks have said why they end."""
         self._notices.count(_LEAVING, 1)
-        wait_until(
-            lambda: self._notices.count(_LEAVING) >= self._world_size, _LEAVE_SECONDS, every_seconds=_MEET_SECONDS
-        )
+        wait_until(lambda: self._notices.count(_LEAVING) >= ranks, _LEAVE_SECONDS, every_seconds=_MEET_SECONDS)
         if self._rank == 0:  # which may keep the store: the others ask for the count once more
             pause(2 * _MEET_SECONDS)
 
     def _store_is_lost(self) -> None:
-        """Rank 0, or torchrun's agent, is gone. At the end of a run that is as it should be."""
-        wait_until(lambda: self._is_told, 2 * _LOST_SECONDS, every_seconds=POLL_SECONDS)
+        """Rank 0, or torchrun's agent, is gone."""
+        neighbour = self._neighbour
+
+        def neighbour_is_gone() -> bool:
+            return neighbour is not None and neighbour.is_gone
+
+        wait_until(lambda: self._is_told or neighbour_is_gone(), 2 * _LOST_SECONDS, every_seconds=_TURN_SECONDS)
+        if neighbour is not None and neighbour_is_gone() and not self._agent.is_gone:
+            self.declare(Failure(neighbour.rank, RUN_ERROR, (neighbour.words,), lost=1))
+            return
         words = "the store at which the ranks met is gone, and rank 0 or torchrun with it; the first to end says why"
         words = self._agent.words if self._agent.is_gone else words
         self.declare(Failure(self._rank, RUN_ERROR, (words,)))
@@ -246,6 +289,28 @@ class Failures:
     def _look_after_agent(self) -> None:
         if self._agent.is_gone and not self._is_told:
             self.declare(Failure(self._rank, RUN_ERROR, (self._agent.words,)))
+
+    def _look_after_neighbour(self) -> None:
+        """One that has ended is asked for its reason first, for a turn: what it said comes by this thread, too."""
+        if self._neighbour_is_gone and self._neighbour is not None:
+            self._looks_for_neighbour = False
+            with contextlib.suppress(dist.DistError):
+                if self._is_told or self._neighbour.is_done(self._notices):
+                    return
+            self.declare(Failure(self._neighbour.rank, RUN_ERROR, (self._neighbour.words,), lost=1))
+        elif self._looks_for_neighbour:
+            known = self._knows_neighbour()
+            self._neighbour_is_gone = known and self._neighbour is not None and self._neighbour.is_gone
+
+    def _knows_neighbour(self) -> bool:
+        with contextlib.suppress(dist.DistError):
+            place = (self._ranks.local_rank, self._ranks.local_world_size or 1)
+            self._neighbour = self._neighbour or find_neighbour(self._notices, *place)
+        return self._neighbour is not None
+
+    def _say_done(self) -> None:
+        with contextlib.suppress(dist.DistError):  # rank 0 may have ended, and the store with it
+            say_done(self._notices, self._rank)
 
     def _thread_ended(self, given: threading.ExceptHookArgs) -> None:
         error = given.exc_value

@@ -148,3 +148,9 @@ def make_host_group(name: str, timeout: datetime.timedelta) -> dist.ProcessGroup
     """All ranks once more, over gloo, for a thread whose collectives must not meet others'; a collective of the
     world."""
     return _new_group(range(dist.get_world_size()), "gloo", timeout, name, by_members=False)
+
+
+def leave_at_once(group: dist.ProcessGroup) -> None:
+    """Leave a group whose other members may be gone: nothing is waited for, and torch knows of it no more."""
+    group.abort()  # what still goes on in it
+    dist.destroy_process_group(group)

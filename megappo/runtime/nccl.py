@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+import os
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 import torch
@@ -11,6 +13,24 @@ import torch.distributed as dist
 SETTINGS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 """What SGLang sets in its servers where the user says nothing (its entrypoints/engine.py): a trainer with NCCL's own
 defaults would register memory in a way that the other end of a group does not."""
+
+
+_ON_ERROR, _NOTHING = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"
+
+
+@contextmanager
+def errors_are_the_callers() -> Iterator[None]:
+    """Groups that are made inside leave it to who waits for a collective to notice that the other end is gone; torch's
+    own watchdog would end this process for it."""
+    before = os.environ.get(_ON_ERROR)
+    os.environ[_ON_ERROR] = _NOTHING
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_ON_ERROR]
+        else:
+            os.environ[_ON_ERROR] = before
 
 
 def share_settings(environment: MutableMapping[str, str]) -> None:

@@ -28,6 +28,10 @@ class Notices:
         """Leave words for all ranks, unless there are some under that name; returns those that are there."""
         return str(self._store.compare_set(name, "", words).decode())
 
+    def words(self, name: str) -> str:
+        """What was left under a name, "" where nothing is."""
+        return str(self._store.get(name).decode()) if self._store.check([name]) else ""
+
     def count(self, name: str, more: int = 0) -> int:
         """What all ranks have counted under a name, with so many more."""
         return int(self._store.add(name, more))

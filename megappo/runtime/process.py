@@ -52,6 +52,8 @@ class Runtime:
     world_size: int
     local_rank: int
     device: torch.device
+    local_world_size: int = 1
+    """Ranks on this machine, as far as the launcher says."""
 
     @property
     def is_main(self) -> bool:
@@ -81,7 +83,7 @@ class Runtime:
     @functools.cached_property
     def failures(self) -> Failures:
         """The way out for errors."""
-        return Failures(self.rank, self.world_size, self.notices)
+        return Failures(Ranks(self.rank, self.world_size, self.local_rank, self.local_world_size), self.notices)
 
     @contextlib.contextmanager
     def megatron(self) -> Iterator[None]:
@@ -168,7 +170,8 @@ def start_runtime(settings: RuntimeSettings, *, with_servers: bool = False) -> I
     stay_on_this_machine(os.environ, ranks)
     if with_servers:
         share_settings(os.environ)
-    runtime = Runtime(ranks.rank, ranks.world_size, ranks.local_rank, prepare_device(settings, ranks))
+    device = prepare_device(settings, ranks)
+    runtime = Runtime(ranks.rank, ranks.world_size, ranks.local_rank, device, ranks.local_world_size or 1)
     if "MASTER_ADDR" not in os.environ:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # alone, so that nobody has to know the port
     _join(settings, runtime.device, ranks)

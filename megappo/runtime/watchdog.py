@@ -16,8 +16,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megappo.errors import HANG, RUN_ERROR
+from megappo.observe.progress import PROGRESS
 from megappo.runtime.failures import Failure
-from megappo.runtime.objects import from_rank
 from megappo.runtime.process import Runtime
 
 _POLL_SECONDS = 0.5
@@ -27,7 +27,7 @@ _TELL_SECONDS = 1.0
 _DISK_SECONDS = 10.0
 _CHECKPOINT = "newest-checkpoint"
 """A file that says where a run that hung was."""
-_COUNT = "megappo/tokens-made"
+_COUNT, _FOLDER = "megappo/parts-done", "megappo/hang-folder"
 GENERATING = ("rollout", "evaluate")
 """Phases that wait for an engine's tokens; one step ahead, any phase may be followed by such a wait."""
 
@@ -54,20 +54,23 @@ class Watchdog:
     what they wait for and all Python stacks to `<directory>/hang-<time>/rank-00000.txt`, so that the ranks that wait
     for the one that hangs are seen at the same moment.
 
-    A phase that generates does not last too long while any rank's engine makes tokens: its limit counts from the last
-    ones. Ranks tell each other by a count in the store by which they met.
+    A phase does not last too long while any rank does a part of it, such as a microbatch or a bucket of weights (see
+    `StageProgress.parts`): its limit counts from the last one, and where it generates from the last tokens that any
+    rank's engine made. Ranks tell each other by a count in the store by which they met.
     """
 
     def __init__(
         self, directory: Path, limits: Limits, runtime: Runtime, newest_checkpoint: Callable[[], str] = lambda: ""
     ) -> None:
-        """A collective of the world. `newest_checkpoint` names the one that a run which is started again begins at."""
+        """No collective, in which ranks could wait for one that hangs before anybody watches. `newest_checkpoint` names
+        the one that a run which is started again begins at."""
         self._limits, self._runtime, self._newest_checkpoint = limits, runtime, newest_checkpoint
         self._directory = directory
-        self._folder = directory / f"hang-{from_rank(time.strftime('%Y%m%d-%H%M%S'))}"
+        self._folder = directory / f"hang-{runtime.notices.post(_FOLDER, time.strftime('%Y%m%d-%H%M%S'))}"
         self._phase, self._waits_for, self._since = "start", "", time.monotonic()
         self._notices = runtime.notices
-        self._told, self._seen = -math.inf, 0
+        self._told, self._seen, self._looked = -math.inf, 0, False
+        self._parts = PROGRESS.parts
         self._stopped = threading.Event()
 
     def start(self) -> None:
@@ -83,25 +86,24 @@ class Watchdog:
 
     def enter(self, phase: str, waits_for: str = "") -> None:
         """A phase begins, which lasts until the next does. `waits_for` says what is outstanding in it."""
-        self._phase, self._waits_for, self._since = phase, waits_for, time.monotonic()
-        if phase in self._limits.generating:
-            self._others_made_tokens()
+        self._phase, self._waits_for, self._since, self._looked = phase, waits_for, time.monotonic(), False
         self._arm()
 
     def made_tokens(self) -> None:
         """This rank's engine goes on; may be called from any thread, and as often as one likes."""
-        now = time.monotonic()
-        if self._phase not in self._limits.generating:
-            return
-        self._since = now
+        if self._phase in self._limits.generating:
+            self._goes_on()
+
+    def _goes_on(self) -> None:
+        self._since = now = time.monotonic()
         if now - self._told >= _TELL_SECONDS:
             self._told = now
             self._arm()
             with contextlib.suppress(dist.DistError):  # who holds the store is gone, and the run with it
                 self._notices.count(_COUNT, 1)
 
-    def _others_made_tokens(self) -> bool:
-        """Whether any rank's engine has gone on since this was asked last, or since the phase began."""
+    def _others_go_on(self) -> bool:
+        """Whether any rank has gone on since this was asked last."""
         before = self._seen
         with contextlib.suppress(dist.DistError):
             self._seen = self._notices.count(_COUNT)
@@ -118,8 +120,14 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._stopped.wait(_POLL_SECONDS):
+            if (parts := PROGRESS.parts) != self._parts:
+                self._parts = parts
+                self._goes_on()
             seconds = time.monotonic() - self._since
-            if seconds > self._limit and self._phase in self._limits.generating and self._others_made_tokens():
+            if not self._looked and seconds > _TELL_SECONDS:  # for what they do from now on
+                self._looked = True
+                self._others_go_on()
+            if seconds > self._limit and self._others_go_on():
                 self._since = time.monotonic()
                 self._arm()
             elif seconds > self._limit:
@@ -130,7 +138,7 @@ class Watchdog:
                         "again before that is looked into; remove that folder to try again"
                     )
                 code = HANG if before is None else RUN_ERROR
-                self._runtime.failures.declare(Failure(self._runtime.rank, code, (words,), is_hang=True))
+                self._runtime.failures.declare(Failure(self._runtime.rank, code, (words,), hung_in=self._phase))
                 return
 
     def _last_hang_at_this_checkpoint(self) -> Path | None:
@@ -160,7 +168,7 @@ class Watchdog:
 
     def _report(self, failure: Failure) -> None:
         """Write this rank's stacks where one hangs."""
-        if not failure.is_hang:
+        if not failure.hung_in:
             return
         rank, seconds = self._runtime.rank, time.monotonic() - self._since
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -179,13 +187,13 @@ class Watchdog:
 
 
 @contextlib.contextmanager
-def watched(watchdog: Watchdog | None) -> Iterator[None]:
+def watched(watchdog: Watchdog | None) -> Iterator[Watchdog | None]:
     """Watch while the block runs."""
     if watchdog is None:
-        yield
+        yield None
         return
     watchdog.start()
     try:
-        yield
+        yield watchdog
     finally:
         watchdog.stop()

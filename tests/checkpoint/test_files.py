@@ -64,6 +64,17 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path, runtime: Runtime, asyn
     assert kept(tmp_path) == [6]
 
 
+def test_a_checkpoint_is_written_by_a_thread_on_the_ranks_device(
+    tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is a GPU: a thread begins on the first one, whose memory torch's writer would take for a context."""
+    told: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: told.append((threading.current_thread().name, device)))
+    third = Runtime(0, 1, 0, torch.device("cuda", 2))
+    write(tmp_path, third, 1)
+    assert told == [("checkpoint", third.device)] and kept(tmp_path) == [1]
+
+
 def test_a_minus_keeps_the_lowest(tmp_path: Path, runtime: Runtime) -> None:
     writer = CheckpointWriter(tmp_path, CheckpointSettings(keep_last=1, keep_best="-reward/mean"), runtime, 60)
     for step, reward in enumerate((0.5, -3.0, 2.0, 1.0), start=1):

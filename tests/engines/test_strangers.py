@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -78,6 +81,36 @@ def test_another_program_at_a_servers_port_is_not_ready(
             server.stop()
     assert (KEY in told) == is_told and told
     assert not session_pids(server.session)
+
+
+def test_a_server_that_this_machine_cannot_start_again_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To all ranks, as what becomes of this rank's servers; what was made for it is removed."""
+    path = worlds.fake_package(tmp_path / "packages", "sglang", "0.5.23")
+    (tmp_path / "packages/sglang/launch_server.py").write_text("import time\ntime.sleep(1000)\n")
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setattr(fleet, "of_all_ranks", lambda value: [value])
+    monkeypatch.setattr(fleet, "agreed", lambda work, *_caught: work())
+    settings = SGLangSettings(placement="disaggregated", engines=1)
+    spec = ServerSpec(tmp_path, "float32", settings, (1,), False, tmp_path, PlannedCache(9000, 100))
+    servers = fleet.Fleet(spec, Runtime(0, 1, 0, torch.device("cpu")))
+    servers.servers[0].stop()
+    silent = tmp_path / "python"
+    silent.write_text("#!/bin/sh\n")
+    silent.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(silent))
+    made, mkdtemp = list[str](), tempfile.mkdtemp
+
+    def noted(**given: str) -> str:
+        made.append(mkdtemp(**given))
+        return made[-1]
+
+    monkeypatch.setattr(tempfile, "mkdtemp", noted)
+    said = servers.restart_dead([0]).error
+    assert said is not None and said.startswith("what looks after a server did not say within 60 seconds")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "gone"))
+    said = servers.restart_dead([0]).error
+    assert said is not None and "No such file or directory" in said
+    assert len(made) == 2 and not any(map(os.path.exists, made))
 
 
 def external(monkeypatch: pytest.MonkeyPatch, folder: Path, port: int, patience_seconds: float = 60.0) -> str:

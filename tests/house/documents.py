@@ -226,10 +226,24 @@ def exhaustive_table() -> str:
     return f"{head}\n\n{table(['file', 'more tests', 'CPU seconds'], rows)}"
 
 
+def faults_table() -> str:
+    """Which faults were tried when everything held last."""
+    found = json.loads((ROOT / "tests" / "house" / "faults.json").read_text())  # which faults.py writes
+    rows = [
+        [kind, str(of["faults"]), str(of["faults"] - of["ended"]), str(of["ended"]), f"{of['seconds']:.1f}"]
+        for kind, of in found["kinds"].items()
+    ]
+    if not rows:
+        return "They have not been run as a whole yet."
+    head = f"All of these held last at {found['commit']} on {found['date']}, with seed {found['seed']}."
+    return f"{head}\n\n{table(['fault', 'tried', 'went on', 'ended', 'after at most seconds'], rows)}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "commands": commands_table,
     "configurations": configurations_table,
     "exhaustive": exhaustive_table,
+    "faults": faults_table,
     "features": features_table,
     "metrics": metrics_table,
     "picture": rooms_picture,

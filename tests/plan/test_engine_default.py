@@ -18,7 +18,7 @@ from megappo.doctor import software
 from megappo.plan.engines import other_engine
 from megappo.plan.here import WATCHED_COLLECTIVE_SECONDS, machine_like, outlook, with_deadlines
 from megappo.plan.machine_file import find_machine
-from megappo.plan.machines import MACHINES, Machine
+from megappo.plan.machines import ASSUMED, MACHINES, Machine
 from megappo.plan.planner import make_plan, read_models
 from megappo.runtime import accelerations, device
 from megappo.runtime.accelerations import Accelerations, Library
@@ -270,6 +270,18 @@ def test_deadlines_follow_the_plan_where_none_are_given(tmp_path: Path) -> None:
     assert fast.runtime.phase_timeouts_seconds == config.runtime.phase_timeouts_seconds
     long = with_deadlines(config, {"rollout": 10.0, "update_actor": 1000.0, "forward": 10.0}).runtime
     assert long.phase_timeouts_seconds == {"update_actor": 4000.0}
+
+
+def test_a_start_may_last_as_long_as_its_reading_and_its_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose own limit is to end a server that does not answer, with what it said, and not the watchdog."""
+    slow = resolve(load_config(SMALL, ["rollout.sglang.start_timeout_seconds=3000"]), on_cuda=True)
+    assert with_deadlines(slow, {"rollout": 1.0, "start": 100.0}).runtime.phase_timeouts_seconds == {"start": 3700.0}
+    config = resolve(load_config(QUICKSTART), on_cuda=False)
+    disk = dataclasses.replace(ASSUMED, checkpoint_bytes_per_second=1e3)
+    for room in ("here", "stopping"):
+        monkeypatch.setattr(f"megappo.plan.{room}.ASSUMED", disk)
+    limits = outlook(config, 2, MACHINES["cpu"]).config.runtime.phase_timeouts_seconds
+    assert limits["start"] > limits["export"] > 1500  # the models, too
 
 
 def test_no_collective_fails_in_a_phase_that_may_go_on() -> None:

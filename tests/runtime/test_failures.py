@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -39,12 +40,15 @@ class Ended(NamedTuple):
     seconds: float
 
 
-def of_rank(rank: int, folder: Path, port: int, body: Callable[[Runtime], None], under_torchrun: bool) -> None:
+Body = Callable[[Runtime], None]
+
+
+def of_rank(rank: int, ranks: int, folder: Path, port: int, body: Body, under_torchrun: bool) -> None:
     """One rank, in a process of its own."""
     errors = os.open(folder / f"stderr-{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(errors, 2)
     sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115 - not pytest's
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     if under_torchrun:
         os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"told-{rank}")
@@ -59,24 +63,26 @@ def of_rank(rank: int, folder: Path, port: int, body: Callable[[Runtime], None],
             time.sleep(FOREVER)  # something that cannot be closed
 
 
-def ends(folder: Path, body: Callable[[Runtime], None], *, under_torchrun: bool = False) -> list[Ended]:
-    """Run a body on two ranks until both have ended; seconds count from the moment at which both had begun it."""
+def ends(folder: Path, body: Body, *, ranks: int = 2, under_torchrun: bool = False) -> list[Ended]:
+    """Run a body on some ranks until all have ended; seconds count from the moment at which all had begun it."""
     context, port = multiprocessing.get_context("fork"), free_port("127.0.0.1")
-    ranks = [context.Process(target=of_rank, args=(r, folder, port, body, under_torchrun)) for r in range(2)]
-    seconds = [0.0, 0.0]
-    for process in ranks:
+    started = [
+        context.Process(target=of_rank, args=(r, ranks, folder, port, body, under_torchrun)) for r in range(ranks)
+    ]
+    seconds = [0.0] * ranks
+    for process in started:
         process.start()
-    for rank, process in enumerate(ranks):
+    for rank, process in enumerate(started):
         process.join(60)
         seconds[rank] = time.monotonic()
-    for process in ranks:
+    for process in started:
         process.kill()
-    start = max(float((folder / f"begun-{rank}").read_text()) for rank in range(2))
-    told = [folder / f"told-{rank}" for rank in range(2)]
+    start = max(float((folder / f"begun-{rank}").read_text()) for rank in range(ranks))
+    told = [folder / f"told-{rank}" for rank in range(ranks)]
     words = [json.loads(path.read_text())["message"]["message"] if path.exists() else "" for path in told]
-    said = [(folder / f"stderr-{rank}").read_text() for rank in range(2)]
+    said = [(folder / f"stderr-{rank}").read_text() for rank in range(ranks)]
     said = ["".join(line for line in text.splitlines(True) if "cpp_extension" not in line) for text in said]
-    codes = [process.exitcode if process.exitcode is not None else FOREVER for process in ranks]
+    codes = [process.exitcode if process.exitcode is not None else FOREVER for process in started]
     return [Ended(*found) for found in zip(codes, said, words, (s - start for s in seconds), strict=True)]
 
 
@@ -103,7 +109,7 @@ def raised_by_rank_0(runtime: Runtime) -> None:
 
 
 @pytest.mark.parametrize("body", [raised_alone, raised_in_a_thread])
-def test_the_others_are_told_whose_error_it_was(body: Callable[[Runtime], None], tmp_path: Path) -> None:
+def test_the_others_are_told_whose_error_it_was(body: Body, tmp_path: Path) -> None:
     """Whatever they wait for, and whatever the one that had it cannot close."""
     first, second = ends(tmp_path, body)
     sentence = f"megappo: error on rank 1: KeyError: 'no such room' ({__file__}:"
@@ -138,10 +144,29 @@ def killed(runtime: Runtime) -> None:
     dist.all_reduce(torch.zeros(1))
 
 
-def test_a_rank_that_ends_without_a_word(tmp_path: Path) -> None:
+def killed_while_nothing_breaks(runtime: Runtime) -> None:
+    """The other waits for something else."""
+    if runtime.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Event().wait()
+
+
+@pytest.mark.parametrize("body", [killed, killed_while_nothing_breaks])
+def test_a_rank_that_ends_without_a_word(body: Body, tmp_path: Path) -> None:
+    """Is named by the next rank on its machine. That connections broke would be no reason."""
+    first, second = ends(tmp_path, body)
+    assert (first.code, second.code) == (1, -signal.SIGKILL)
+    assert first.seconds < 5
+    assert re.search(r"megappo: error on rank 1: process \d+ on \S+ ended without a word, as one does", first.said)
+    assert "Traceback" not in first.said
+
+
+def test_a_rank_of_another_machine_that_ends_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That connections broke is no reason, and says so."""
+    monkeypatch.setattr("megappo.runtime.failures.find_neighbour", lambda *_: None)
     first, second = ends(tmp_path, killed)
     assert (first.code, second.code) == (1, -signal.SIGKILL)
+    assert first.seconds < WITHIN_SECONDS
     assert "another rank ended without a word, or cannot be reached any more" in first.said
     assert "Traceback" not in first.said
 
@@ -168,6 +193,22 @@ def test_a_run_that_stopped_ends_whatever_cannot_be_closed(tmp_path: Path) -> No
     for ended in ends(tmp_path, stopped):
         assert ended.code == 85 and ended.seconds < 30, ended
         assert "what is to be closed does not end within 20 seconds" in ended.said
+
+
+def test_one_rank_alone_says_its_error_whatever_cannot_be_closed(tmp_path: Path) -> None:
+    (ended,) = ends(tmp_path, raised_by_rank_0, ranks=1)
+    assert ended.code == 1 and ended.seconds < 30
+    assert ended.said.endswith("megappo: error: the disk is full; make room\n"), ended.said
+
+
+def done(runtime: Runtime) -> None:
+    runtime.failures.done(close_within_seconds=1.0)
+
+
+def test_a_run_that_is_done_ends_well_whatever_cannot_be_closed(tmp_path: Path) -> None:
+    for ended in ends(tmp_path, done):
+        assert ended.code == 0 and ended.seconds < WITHIN_SECONDS
+        assert "what is to be closed does not end within 1 seconds" in ended.said
 
 
 def test_one_rank_alone_raises_what_it_raised(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The watchdog's clock in a rollout: it counts from the last tokens of any rank."""
+"""The watchdog's clock: it counts from the last tokens, microbatch or weights of any rank."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megappo.config.schema import PHASES
 from megappo.errors import HANG, RUN_ERROR
+from megappo.observe.progress import MICROBATCHES, PROGRESS
 from megappo.runtime.process import Runtime
 from megappo.runtime.watchdog import GENERATING, Limits, Watchdog
 
@@ -27,7 +28,8 @@ SHORTEST = GENERATES_SECONDS + LIMIT_SECONDS - TOLD_SECONDS - 2 * LOOP_SECONDS
 
 
 def rank_of_two(rank: int, folder: Path, phase: str, generating: tuple[str, ...], lasted: Any) -> None:
-    """Rank 0 makes tokens for a while, rank 1 waits for it; then both hang. Notes how long it lasted."""
+    """Rank 0 makes tokens, or microbatches, for a while, rank 1 waits for it; then both hang. Notes how long it
+    lasted."""
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     runtime = Runtime(rank, 2, rank, torch.device("cpu"))
@@ -38,7 +40,10 @@ def rank_of_two(rank: int, folder: Path, phase: str, generating: tuple[str, ...]
     while True:
         lasted[rank] = time.monotonic() - start
         if rank == 0 and lasted[rank] < GENERATES_SECONDS:
-            watchdog.made_tokens()
+            if phase == "forward":
+                PROGRESS.add(MICROBATCHES, 1)
+            else:
+                watchdog.made_tokens()
         time.sleep(LOOP_SECONDS)
 
 
@@ -49,14 +54,15 @@ def rank_of_two(rank: int, folder: Path, phase: str, generating: tuple[str, ...]
         ("rollout", GENERATING, SHORTEST, 40.0),
         ("update_actor", GENERATING, 1.0, 3.9),
         ("update_actor", PHASES, SHORTEST, 40.0),
+        ("forward", GENERATING, SHORTEST, 40.0),
     ],
-    ids=["rollout", "update", "one-step-ahead"],
+    ids=["rollout", "update", "one-step-ahead", "forward"],
 )
 def test_a_phase_that_makes_tokens_is_not_ended(
     phase: str, generating: tuple[str, ...], shortest: float, longest: float, tmp_path: Path
 ) -> None:
     """Neither on the rank that makes them nor on one that waits; without tokens both end. Updates make none, but one
-    step ahead they may be followed by the wait for a rollout."""
+    step ahead they may be followed by the wait for a rollout. So it is where microbatches end."""
     context = multiprocessing.get_context("fork")
     lasted = context.Array("d", 2)
     processes = [

@@ -9,6 +9,7 @@ from typing import Any
 
 from megappo.engines.protocol import Completion, GenerateRequest, Line, Listener, SamplingParams, Talk
 from megappo.engines.transformers_engine import TransformersEngine
+from megappo.runtime.failures import Failures
 from megappo.runtime.objects import of_all_ranks
 from tests.support.embedded import AroundEmbedded
 
@@ -20,13 +21,14 @@ class TalkingEngine(AroundEmbedded):
         super().__init__(**given)
         self._listener: Listener | None = None
         self._line: _OneByOne | None = None
+        self._failures = given["runtime"].failures
         self._lock = threading.Lock()
 
     def converse(self, talk: Talk, params: SamplingParams) -> None:
         self.finish_line(talk, self.open_line(talk, params), params)
 
     def open_line(self, talk: Talk, params: SamplingParams) -> Line:
-        return _OneByOne(self.inner, talk, params)
+        return _OneByOne(self.inner, talk, params, self._failures)
 
     def finish_line(self, talk: Talk, line: Line, params: SamplingParams, *, weights_changed: bool = False) -> None:
         assert isinstance(line, _OneByOne)
@@ -44,7 +46,7 @@ class TalkingEngine(AroundEmbedded):
         with self._lock:
             if self._line is None:
                 assert self._listener is not None
-                self._line = _OneByOne(self.inner, self._listener, params)
+                self._line = _OneByOne(self.inner, self._listener, params, self._failures)
             for number, request in requests.items():
                 self._line.send(number, request)
 
@@ -67,8 +69,8 @@ class TalkingEngine(AroundEmbedded):
 class _OneByOne(Line):
     is_over = False
 
-    def __init__(self, inner: TransformersEngine, talk: Listener, params: SamplingParams) -> None:
-        self._inner, self._talk, self._params = inner, talk, params
+    def __init__(self, inner: TransformersEngine, talk: Listener, params: SamplingParams, failures: Failures) -> None:
+        self._inner, self._talk, self._params, self._failures = inner, talk, params, failures
         self._asked: queue.SimpleQueue[tuple[int, GenerateRequest] | None] = queue.SimpleQueue()
         self._closed = False
         self.owed: set[int] = set()
@@ -80,6 +82,10 @@ class _OneByOne(Line):
         self._asked.put((number, request))
 
     def _answer(self) -> None:
+        with self._failures.told():  # otherwise all would wait for an answer
+            self._answer_all()
+
+    def _answer_all(self) -> None:
         while (asked := self._asked.get()) is not None and not self._closed:
             number, request = asked
             [completion] = self._inner.generate([request], self._params)

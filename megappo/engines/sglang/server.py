@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import secrets
+import select
 import shutil
 import socket
 import subprocess
@@ -32,6 +34,7 @@ _FREEZE_SECONDS = 30.0
 _IDLE_SECONDS = 10
 _PART_SECONDS = 0.5
 _ANSWER_SECONDS = 5.0
+_GUARD_SECONDS, _LONGEST_NUMBER = 60.0, 32
 _LABELS, _PROOF = "extra-metric-labels", "megappo_server"
 """Where a server is given what only it and its owner know, and what it tells that under to who has its key."""
 WEIGHTS, CACHES = ("weights",), ("kv_cache", "cuda_graph")
@@ -230,12 +233,26 @@ def start_server(
             start_new_session=True,
             cwd=scratch,
         )
+        session = _session_of(guard)
     except OSError:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
-    assert guard.stdout is not None
-    session = int(guard.stdout.readline())
     url = f"http://{named_in_url(spec.address or spec.host)}:{port}"
     endpoint = Endpoint(index, url, key, sender, starts, spec.called)
     deadline = time.monotonic() + spec.settings.start_timeout_seconds
     return Server(endpoint, guard, session, scratch, log.absolute(), deadline, spec.settings, spec.key, part, proof)
+
+
+def _session_of(guard: subprocess.Popen[bytes]) -> int:
+    """Of the server that a guard has started. Raises OSError where it does not say so in time."""
+    assert guard.stdout is not None
+    said = b""
+    if select.select([guard.stdout], [], [], _GUARD_SECONDS)[0]:
+        said = os.read(guard.stdout.fileno(), _LONGEST_NUMBER)  # one write, of one line
+    if not said.strip().isdigit():
+        guard.kill()
+        guard.wait()
+        raise OSError(
+            f"what looks after a server did not say within {_GUARD_SECONDS:g} seconds that it has started the server"
+        )
+    return int(said)

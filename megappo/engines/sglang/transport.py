@@ -28,7 +28,8 @@ from megappo.engines.sglang.client import Endpoint, ServerFailure, call
 from megappo.reshard.slices import EngineShape
 from megappo.reshard.stream import Parcel, Slot
 from megappo.runtime import store
-from megappo.runtime.groups import reached_at
+from megappo.runtime.groups import leave_at_once, reached_at
+from megappo.runtime.nccl import errors_are_the_callers
 from megappo.runtime.objects import hand_to, taken_from
 from megappo.runtime.sglang_slices import LOADER, SlicePlace, describe
 from megappo.runtime.waiting import wait_until
@@ -240,7 +241,7 @@ class BroadcastTransport:
             },
         )
         try:
-            with reached_at(address):
+            with reached_at(address), errors_are_the_callers():
                 group, _ = dist.distributed_c10d._new_process_group_helper(
                     world,
                     0,
@@ -254,10 +255,13 @@ class BroadcastTransport:
             raise ServerFailure(f"{self._endpoint.name} did not join the broadcast group ({error})") from None
         answer.result()
         assert isinstance(group, dist.ProcessGroup)
+        dist.distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world)}  # to be left
         self._store, self._group = meeting, group
         return group
 
     def close(self) -> None:
         """Leave the group; its server may be gone."""
-        self._group = None
+        group, self._group = self._group, None
+        if group is not None:
+            leave_at_once(group)
         self._pool.shutdown(wait=False, cancel_futures=True)

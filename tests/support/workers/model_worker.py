@@ -34,6 +34,7 @@ from megappo.megatron.layout import Cut, Layout, Outside, make_layouts
 from megappo.megatron.roles import AbsentRole, LocalRole, Placement, Role
 from megappo.megatron.schedule import PackedBatch, PlacedSample, pack_samples, run_schedule
 from megappo.megatron.swiglu import mlp_submodules
+from megappo.observe.progress import PROGRESS
 from megappo.reshard.slices import EngineShape, Receiver
 from megappo.reshard.sources import SafetensorsSource
 from megappo.reshard.stream import WeightStream
@@ -122,7 +123,9 @@ def forward(model: RoleModel, layout: Layout, tokens: list[torch.Tensor], train:
         pack_samples(part, torch.device("cpu"), shard=layout.shard, multiple_of=layout.token_multiple)
         for part in (samples[:3], samples[3:])
     ]
+    before = PROGRESS.parts
     outputs = run_schedule(model.chunks, layout, batches, Outputs(), train=train)
+    assert PROGRESS.parts - before == len(batches) * len(model.chunks)  # the watchdog sees each
     if not layout.reports_losses:
         return None
     totals = [sum(batch.response_lengths) for batch in batches]
@@ -192,7 +195,9 @@ def stream_counted(stream: WeightStream) -> dict[str, torch.Tensor]:
     """The model on every rank; and what engines' ranks hold of it on some, nothing on others. What other ranks sent
     is counted as it arrives, and is what the plan of slices says."""
     world, rank, tp = dist.get_world_size(), dist.get_rank(), 2 - stream.arch.kv_heads % 2
+    parts_before = PROGRESS.parts
     whole = {name: tensor.clone() for name, tensor in stream}
+    assert PROGRESS.parts > parts_before
     check_received(stream, [Receiver(rank) for rank in range(world)], 0)
     before, shape = stream.received_bytes, EngineShape(stream.arch, tp)
     receivers = [Receiver(world - 1, tp, n) for n in range(tp)]
