@@ -27,7 +27,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if COMMANDS[arguments.command].on_ranks:
             adopt_launcher(os.environ)
-        return RUN_ERROR if module_of(arguments.command).run(arguments) is False else 0
+        code = RUN_ERROR if module_of(arguments.command).run(arguments) is False else 0
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        if COMMANDS[arguments.command].on_ranks:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # who reads it, such as head, has enough
+        return 0
     except (Exception, KeyboardInterrupt) as error:
         verdict = verdict_of(error)
         if verdict.is_unforeseen:  # its traceback is shown

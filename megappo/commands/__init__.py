@@ -50,6 +50,7 @@ COMMANDS = {
     "eval": Command("score a model on data.validation and data.validation_sets", on_ranks=True, takes_overrides=True),
     "export": Command("write a checkpoint of a run as a Hugging Face folder, or for Megatron-LM"),
     "data": Command("write GSM8K, MATH, DAPO or Countdown as configurations read them"),
+    "settings": Command("say what can be set: a section, a setting, or what others call it"),
     "report": Command("show how a metric went in a run, or in several"),
 }
 """By name, which is also the name of its module in this package."""
@@ -82,7 +83,9 @@ def seconds_option(name: str, text: str, most: float) -> float:
 def add_config_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
     """A configuration and what it is to be overridden with."""
     parser.add_argument("config", metavar="CONFIG", nargs="?" if optional else None, help="YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override such as run.steps=10")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="override such as run.steps=10, or another file"
+    )
 
 
 def add_machine_arguments(parser: argparse.ArgumentParser) -> None:

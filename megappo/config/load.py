@@ -29,19 +29,19 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     """Read, override and validate the settings of a run.
 
     An override is `a.b.c=value`; its value is YAML (`critic=null`, `reference={}`, `rollout.stop_token_ids=[1, 2]`),
-    later ones win, and sections that do not stand in the file are made. Raises ConfigError with a sentence per problem,
-    for secrets before all else, as other sentences may show values.
+    later ones win, and sections that do not stand in the file are made. One that ends in .yaml or .yml and has no `=`
+    is another file, whose settings are laid over those before it one by one. Raises ConfigError with a sentence per
+    problem, for secrets before all else, as other sentences may show values.
     """
-    data = parse_yaml(read_text(Path(path)), str(path))
-    if data is None:
-        needed = ", ".join(name for name, field in Config.model_fields.items() if field.is_required())
-        raise ConfigError(f"{path} is empty; it needs the sections {needed}")
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} holds {show(data)}, must be sections of `key: value` lines")
-    given = [_parse_override(override) for override in overrides]
-    for key, value in given:
-        _set(data, key, value)
-    data = _with_own_files(data, Path(path).parent)
+    data = _read_sections(path)
+    given: list[tuple[Key, Any]] = []
+    for override in overrides:
+        if "=" not in override and override.endswith((".yaml", ".yml")):
+            given += _laid_over(data, _read_sections(override))
+            continue
+        key, value = _parse_override(override)
+        _set(data, key, _with_own_files(value, Path(path).parent))
+        given.append((key, value))
     _replace_length(data, given)
     _replace_engines(data, given)
     if secrets := list(dict.fromkeys(secret_settings(data))):
@@ -50,6 +50,34 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         return Config.model_validate(data)
     except ValidationError as error:
         raise ConfigError(explain(error)) from None
+
+
+def _read_sections(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a file holds, with whole paths of Python files."""
+    data = parse_yaml(read_text(Path(path)), str(path))
+    if data is None:
+        needed = ", ".join(name for name, field in Config.model_fields.items() if field.is_required())
+        raise ConfigError(f"{path} is empty; it needs the sections {needed}")
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} holds {show(data)}, must be sections of `key: value` lines")
+    found: dict[str, Any] = _with_own_files(data, Path(path).parent)
+    return found
+
+
+def _laid_over(data: dict[str, Any], layer: Mapping[str, Any], prefix: Key = ()) -> list[tuple[Key, Any]]:
+    """Put the settings of another file in the places of these, and give them. What is no section of ours, such as a
+    mapping of the user's, is one value."""
+    given: list[tuple[Key, Any]] = []
+    for name, value in layer.items():
+        key, there = (*prefix, str(name)), data.get(name)
+        field = find_field(key)
+        if isinstance(value, dict) and field is not None and section_of(field) is not None:
+            inner = data[name] = there if isinstance(there, dict) else {}
+            given += _laid_over(inner, value, key)
+        else:
+            data[name] = value
+            given.append((key, value))
+    return given
 
 
 def save_config(config: Config, path: str | os.PathLike[str]) -> None:

@@ -13,20 +13,17 @@ import json
 import re
 import shlex
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from megappo.commands import COMMANDS, module_of
-from megappo.config.schema import Config
+from megappo.config.reference import sections
 from megappo.observe.metric_docs import METRICS
 from tests.house.rooms import rooms_of
 from tests.support.features import FACTORS
 from tests.support.places import ROOT
 
 _BLOCK = re.compile(r"<!-- (\w+) -->\n(.*?)<!-- /\1 -->\n", re.DOTALL)
-_GUARDS = 10**6
-"""Upper bounds from here on only keep nonsense out; the reference does not repeat them."""
 
 
 def documents() -> list[Path]:
@@ -85,80 +82,25 @@ def configurations_table() -> str:
     return table(["configuration", "devices that train", "what"], [row for _, row in sorted(rows)])
 
 
-def _referred(schema: Mapping[str, Any]) -> str | None:
-    """The class that a setting is a section of."""
-    for candidate in (schema, *schema.get("anyOf", ())):
-        if "$ref" in candidate:
-            return str(candidate["$ref"]).split("/")[-1]
-    return None
-
-
-def _value_words(schema: Mapping[str, Any]) -> str:
-    if "anyOf" in schema:
-        return " or ".join(_value_words(choice) for choice in schema["anyOf"])
-    if "enum" in schema or "const" in schema:
-        return ", ".join(f"`{_yaml(value)}`" for value in schema.get("enum", [schema.get("const")]))
-    kind = schema.get("type", "anything")
-    if "prefixItems" in schema:
-        return f"list of {len(schema['prefixItems'])}: {', '.join(map(_value_words, schema['prefixItems']))}"
-    if kind == "array":
-        return f"list of {_value_words(schema['items'])}"
-    if kind == "object":
-        return "mapping"
-    words = {"integer": "integer", "number": "number", "boolean": "true or false", "string": "text", "null": "null"}
-    bounds = [f"{sign} {schema[key]:g}" for key, sign in _BOUNDS if key in schema and abs(schema[key]) < _GUARDS]
-    return " ".join([words.get(kind, kind), ", ".join(bounds)]).strip()
-
-
-_BOUNDS = (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="), ("exclusiveMaximum", "<"))
-
-
-def _yaml(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _sections(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(dotted path, class name) of every section, a section before those in it."""
-
-    def walk(path: str, properties: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        for name, field in properties.items():
-            found = _referred(field)
-            if found is not None:
-                yield f"{path}{name}", found
-                yield from walk(f"{path}{name}.", schema["$defs"][found]["properties"])
-
-    yield from walk("", schema["properties"])
-
-
 def settings_reference() -> str:
     """Every field of the settings, one table per section."""
-    schema = Config.model_json_schema()
-    places: dict[str, list[str]] = {}
-    for path, name in _sections(schema):
-        places.setdefault(name, []).append(path)
+    known = sections()
+    headings = {section.kind: _heading(section.places) for section in known}
     parts = []
-    for name, paths in places.items():
-        section = schema["$defs"][name]
-        required = section.get("required", ())
-        rows = [_setting(key, field, key in required, places) for key, field in section["properties"].items()]
-        about = schema["properties"].get(paths[0], {}).get("description")
-        parts.append("### " + _heading(paths))
-        parts += [about] if about else []
+    for section in known:
+        rows = [
+            [
+                f"`{setting.name}`",
+                f"[section](#{anchor(headings[setting.section])})" if setting.section else setting.value,
+                setting.default if setting.default in ("required", "its defaults") else f"`{setting.default}`",
+                setting.meaning,
+            ]
+            for setting in section.settings
+        ]
+        parts.append("### " + headings[section.kind])
+        parts += [section.about] if section.about else []
         parts.append(table(["setting", "value", "default", "meaning"], rows))
     return "\n\n".join(parts)
-
-
-def _setting(key: str, field: Mapping[str, Any], is_required: bool, places: Mapping[str, Sequence[str]]) -> list[str]:
-    inner = _referred(field)
-    value = f"[section](#{anchor(_heading(places[inner]))})" if inner else _value_words(field)
-    default = "`" + _yaml(field.get("default", {})) + "`"
-    if is_required:
-        default = "required"
-    elif inner and field.get("default"):
-        default = "its defaults"
-    return [f"`{key}`", value, default, " ".join(field["description"].split())]
 
 
 def _heading(paths: Sequence[str]) -> str:

@@ -1,0 +1,89 @@
+"""What can be set, as the command line tells it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import yaml
+
+from megappo.cli import main
+from megappo.config import load_config
+from megappo.config.explain import all_keys, dotted, find_field, section_of
+from tests.support.places import BASE, ROOT
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["settings", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_every_setting_is_found_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    for key in all_keys():
+        field = find_field(key)
+        assert field is not None and field.description is not None
+        if section_of(field) is None:
+            said = told(capsys, dotted(key))
+            assert said.startswith(f"{dotted(key)} ("), key
+            assert " ".join(field.description.split())[:60] in " ".join(said.split()), key
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("algorithm.gamma", ["algorithm.gamma (number >= 0, <= 1; default 1)"]),
+        ("warmup_steps", ["critic.warmup_steps (integer >= 0; default 0)"]),
+        ("reward.overlong", ["reward.overlong.buffer_tokens (integer > 0; required)", "default 1)"]),
+        ("lr", ["'lr' is what others call it", "actor.optimizer.learning_rate (", "critic.optimizer.learning_rate ("]),
+        ("actor.ppo_mini_batch_size", ["verl counts prompts there", "actor.minibatch_sequences ("]),
+        ("vf_coef", ["there is no setting 'vf_coef': actor and critic have losses"]),
+        ("clip_", ["actor.optimizer.clip_grad_norm", "algorithm.clip_low", "algorithm.clip_high"]),
+        ("", ["actor.optimizer, critic.optimizer", "run: Name, length, seed."]),
+    ],
+)
+def test_a_name_leads_to_what_it_means(name: str, lines: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    said = told(capsys, *filter(None, [name]))
+    assert all(line in said for line in lines), said
+
+
+def test_a_name_of_nothing_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["settings", "temperatur_"]) == 2
+    assert "no setting has 'temperatur_' in its name; the nearest is 'temperature'" in capsys.readouterr().err
+
+
+def test_the_schema_knows_every_setting_that_ships(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every key of a shipped file is a property, and unknown ones are refused; no validator is installed."""
+    schema = json.loads(told(capsys, "--schema"))
+
+    def check(settings: object, rule: dict[str, Any], where: str) -> None:
+        choices = [rule, *rule.get("anyOf", [])]
+        names = [str(c["$ref"]).split("/")[-1] for c in choices if "$ref" in c]
+        inner = schema["$defs"][names[0]] if names else rule
+        if isinstance(settings, dict) and "properties" in inner:
+            assert inner["additionalProperties"] is False, where
+            for name, value in settings.items():
+                check(value, inner["properties"][name], f"{where}.{name}")
+
+    for path in sorted((ROOT / "configs").glob("*.yaml")):
+        check(yaml.safe_load(path.read_text()), schema, path.name)
+
+
+@pytest.mark.waits
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    """Such as head: the pipe is closed before anything is written."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "megappo", "settings", "--schema"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_settings_are_those_that_are_read() -> None:
+    """What a default is said to be is what a configuration without it has."""
+    config = load_config(BASE).model_dump(mode="json")
+    assert config["algorithm"]["gamma"] == 1.0 and config["critic"]["warmup_steps"] == 0
