@@ -173,7 +173,7 @@ _RESET = "Call torch.compiler.reset() between shapes: torch runs a function unco
 _NO_ENTROPY = "No entropy. No temperature: the hidden states are divided by it, rounding them when it is not 1."
 _HALF = "Hidden in bfloat16 or float16."
 _CLONED = "Float32 logits are cloned, because it overwrites them."
-_SLIME = "PyPI's slime is another project: put a checkout of THUDM/slime on PYTHONPATH."
+_SLIME = "The package index's slime is another project: put a checkout of THUDM/slime on PYTHONPATH."
 
 _ENTROPY_ON_REQUEST = ("torch", "torch.compile", "Liger scaled CE", "slime")
 

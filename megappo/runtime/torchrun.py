@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import parse_args, run
 
 from megappo.errors import USER_ERROR, ConfigError
@@ -54,8 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"megappo: error: {error}", file=sys.stderr)
         return USER_ERROR
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        said: dict[str, Any] = failure.message if isinstance(failure.message, dict) else {}
+        rank, failure = min(error.failures.items(), key=_when_and_whether_it_says_why)
+        said = _said(failure)
         code = said.get("extraInfo", {}).get(EXIT_CODE, failure.exitcode)
         print(said.get("message") or f"megappo: error: rank {rank} ended {_how(code)}", file=sys.stderr)
         return code if code > 0 else 128 - code
@@ -63,6 +63,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"megappo: ended by {stopped.sigval.name}", file=sys.stderr)
         return 128 + stopped.sigval
     return 0
+
+
+def _said(failure: ProcessFailure) -> dict[str, Any]:
+    """What a worker told torchrun; nothing where it could not."""
+    return failure.message if isinstance(failure.message, dict) else {}
+
+
+def _when_and_whether_it_says_why(of_rank: tuple[int, ProcessFailure]) -> tuple[int, bool]:
+    """torch has whole seconds; of one of them, that failure comes first which says why."""
+    _, failure = of_rank
+    return failure.timestamp, not _said(failure)
 
 
 def _how(code: int) -> str:
