@@ -44,7 +44,7 @@ case "${1:-}" in
     exec python -m tests.house.suite "$@"
     ;;
 --quick) exec python -m tests.house.suite --quick ;;
---light) exec python -m tests.house.suite --light --no-types ;;
+--light) exec python -m tests.house.suite --light ;;
 --affected)
     shift
     nearest=$(python -m tests.house.affected "$@")

@@ -23,7 +23,7 @@ from megappo.runtime.groups import allow_connections, collective_backend, join_w
 from megappo.runtime.launchers import Ranks, adopt_launcher, job_of, read_ranks
 from megappo.runtime.nccl import share_settings
 from megappo.runtime.notices import Notices
-from megappo.runtime.store import await_all, listening_store
+from megappo.runtime.store import another_connection, await_all, listening_store
 
 _MOST_START_SECONDS = 1800
 """The longest that ranks wait for each other at the start."""
@@ -78,7 +78,7 @@ class Runtime:
     @functools.cached_property
     def notices(self) -> Notices:
         """What ranks tell each other outside of collectives."""
-        return Notices(dist.distributed_c10d._get_default_store().clone())
+        return Notices(another_connection(dist.distributed_c10d._get_default_store()))
 
     @functools.cached_property
     def failures(self) -> Failures:

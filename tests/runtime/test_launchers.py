@@ -29,7 +29,7 @@ from megappo.runtime.launchers import (
     read_ranks,
     tasks_per_node,
 )
-from megappo.runtime.store import address_towards, await_all, free_port, listening_store
+from megappo.runtime.store import address_towards, another_connection, await_all, free_port, listening_store
 from tests.support.worlds import environment
 
 SLURM = {
@@ -268,7 +268,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
     def of_rank_1() -> None:
         with pytest.raises(RunError):
-            await_all(store.clone(), Ranks(1, 4, 1, 4), seconds)
+            await_all(another_connection(store), Ranks(1, 4, 1, 4), seconds)
 
     other = threading.Thread(target=of_rank_1)
     other.start()

@@ -46,7 +46,7 @@ class FreeMemoryReporter(Reporter):
 
 
 def _largest_other() -> int:
-    import pynvml  # type: ignore[import-untyped]
+    import pynvml
 
     pynvml.nvmlInit()
     found = pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByIndex(0))
