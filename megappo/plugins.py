@@ -76,7 +76,7 @@ def own_file(path: str) -> Path | None:
 def own_files(settings: object) -> dict[str, str]:
     """sha256 by path of the Python files that settings name, at any depth, and that are there."""
     if isinstance(settings, Mapping):
-        return {path: digest for value in settings.values() for path, digest in own_files(value).items()}
+        return own_files([*settings.keys(), *settings.values()])
     if isinstance(settings, list | tuple):
         return {path: digest for value in settings for path, digest in own_files(value).items()}
     file = own_file(settings) if isinstance(settings, str) else None

@@ -18,8 +18,8 @@ class RewardFunction(Protocol):
     def __call__(self, *_: Any, **offered: Any) -> float | Sequence[float]:
         """The score of a response; with `reward.batch` one for each.
 
-        Has parameters prompt, response, answer (texts, the last None where the data have none) and metadata (a dict);
-        may have raw_response, prompt_token_ids, token_ids, truncated and conversation. With `reward.batch` these are
+        May have parameters prompt, response, answer (texts, the last None where the data have none), metadata (a dict),
+        raw_response, prompt_token_ids, token_ids, truncated and conversation. With `reward.batch` these are
         lists: prompts, responses, answers, metadata, raw_responses, conversations. What it raises fails the sample.
         """
         ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
@@ -122,13 +122,12 @@ def _merged(
     else:
         base = SafetensorsSource(folder, arch)
     merged = MergedSource(arch, lora, base, adapters, role == "critic", DTYPES[config.model.dtype])
-    before = marker.content["identity"][role + BASE]
-    digest = whole_digest({name: tensor_digest(tensor) for name, tensor in merged.base_tensors()})
-    if digest != before:
-        raise ValueError(
-            f"the weights in {folder} are not those the run's adapters are for (sha256 {digest[:12]}, then "
-            f"{before[:12]}); bring the folder back, or export with --format peft"
-        )
+    _require_same(
+        merged.base_tensors(),
+        marker.content["identity"][role + BASE],
+        f"the weights in {folder} are not those the run's adapters are for",
+        "bring the folder back, or export with --format peft",
+    )
     return merged
 
 
@@ -146,13 +145,16 @@ def _further_layers(arch: ArchitectureConfig, config: Config, marker: Marker) ->
             f"the layers that predict further tokens are in {config.model.path} alone, which cannot be read: {error}; "
             f"for these layers, {remedy}"
         ) from error
-    digest = whole_digest({name: tensor_digest(tensor) for name, tensor in found.tensors()})
-    if digest != before:
-        raise ValueError(
-            f"the layers that predict further tokens in {config.model.path} are not those that the run began with "
-            f"(sha256 {digest[:12]}, then {before[:12]}); {remedy}"
-        )
+    problem = f"the layers that predict further tokens in {config.model.path} are not those that the run began with"
+    _require_same(found.tensors(), before, problem, remedy)
     return found
+
+
+def _require_same(tensors: Iterable[tuple[str, Tensor]], before: str, problem: str, remedy: str) -> None:
+    """Raise ValueError where the digest of tensors is not the one that the run had."""
+    digest = whole_digest({name: tensor_digest(tensor) for name, tensor in tensors})
+    if digest != before:
+        raise ValueError(f"{problem} (sha256 {digest[:12]}, then {before[:12]}); {remedy}")
 
 
 def _write_huggingface(

@@ -120,9 +120,7 @@ class CheckpointWriter:
 
     def _write_guarded(self, snapshot: Snapshot) -> None:
         try:
-            if (
-                self._runtime.on_cuda
-            ):  # a new thread is on the first GPU, where torch's writer would make itself at home
+            if self._runtime.on_cuda:  # a new thread is on the first GPU, where torch's writer would take memory
                 torch.cuda.set_device(self._runtime.device)
             self._write(snapshot)
         except CheckpointError as error:  # on all ranks; raised again by `wait`, in the thread that can act on it

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Print them."""
-    print(json.dumps(json_schema(), indent=1) if arguments.schema else found(arguments.name))
+    print(json.dumps(json_schema(), indent=1) if arguments.schema else explanation(arguments.name))
 
 
 def json_schema() -> dict[str, object]:
@@ -30,7 +30,7 @@ def json_schema() -> dict[str, object]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Config.model_json_schema()}
 
 
-def found(name: str) -> str:
+def explanation(name: str) -> str:
     """The sections; or the settings of one, or those of a name, of another trainer's name, or of a part of one.
 
     Raises ConfigError where there are none.

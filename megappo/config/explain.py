@@ -41,6 +41,8 @@ _TYPE_RULES = {
     "path_type": "must be a path",
 }
 
+_MISSPELT = 0.85
+"""How alike a misspelt name is to a right one: `beta` to `beta1` (0.89), but not `kl_penalty` to `penalty` (0.82)."""
 _MOST_SENTENCES = 20
 _LARGEST_EXACT_FLOAT = 2**53
 
@@ -131,7 +133,7 @@ def likely_keys(section: Key, name: str, value: object) -> list[Key]:
     A key of another section, or one that is only a little alike, is none where it takes nothing like the value.
     """
     siblings = names_in(section)
-    other = counterpart(section, name)
+    other = _counterpart(section, name)
     if other is not None:
         return [key for key in map(_parted, other.keys) if _takes(key, value)]
     close = nearest_word(name, siblings, cutoff=0.6)
@@ -175,7 +177,7 @@ def _adapter(key: Key) -> TypeAdapter[Any]:
 
 def unknown_key(section: Key, name: str, value: object) -> str:
     """The sentence on an unknown key that was to have `value`."""
-    other = counterpart(section, name) or Counterpart(())
+    other = _counterpart(section, name) or Counterpart(())
     if other.note and not other.keys:
         return f"{dotted((*section, name))} is not a setting: {other.note}"
     likely = likely_keys(section, name, value)
@@ -187,6 +189,13 @@ def unknown_key(section: Key, name: str, value: object) -> str:
     else:
         remedy = f"{here} has {', '.join(names_in(section))}"
     return f"{dotted((*section, name))} is not a setting; {remedy}" + (f" ({other.note})" if other.note else "")
+
+
+def _counterpart(section: Key, name: str) -> Counterpart | None:
+    """What another trainer calls so, unless it is rather a misspelt name of this section."""
+    other = counterpart(section, name)
+    is_here = other is not None and any(_parted(key)[:-1] == section for key in other.keys)
+    return other if is_here or not nearest_word(name, names_in(section), cutoff=_MISSPELT) else None
 
 
 def _parted(key: str) -> Key:

@@ -135,9 +135,10 @@ def _parse_override(override: str) -> tuple[Key, Any]:
 
 
 def _with_own_files(value: Any, folder: Path) -> Any:
-    """Settings in which `file.py:name` has the whole path of a file in `folder`, or else in the working directory."""
+    """Settings in which `file.py:name`, also as a key, has the whole path of a file in `folder`, or else in the working
+    directory."""
     if isinstance(value, dict):
-        return {key: _with_own_files(inner, folder) for key, inner in value.items()}
+        return {_with_own_files(key, folder): _with_own_files(inner, folder) for key, inner in value.items()}
     if isinstance(value, list):
         return [_with_own_files(inner, folder) for inner in value]
     file = own_file(value) if isinstance(value, str) else None

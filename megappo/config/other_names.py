@@ -87,7 +87,7 @@ COUNTERPARTS: dict[str, Counterpart] = {
     **_same("algorithm.lam", "", "lambd", "gae_lambda"),
     **_same("algorithm.kl_in_reward.coef", "", "kl_coef", "init_kl_coef"),
     **_same("algorithm.kl_in_reward.kind", "", "kl_penalty", "kl_estimator"),
-    **_same("algorithm.kl_in_reward.target", "", "kl_target", "target_kl_coef"),
+    **_same("algorithm.kl_in_reward.target", "", "kl_target"),
     **_same("algorithm.kl_in_reward.horizon", "", "kl_horizon"),
     **_same("algorithm.kl_in_reward", "", "use_kl_in_reward", "kl_ctrl"),
     **_same("algorithm.kl_in_loss", "", "use_kl_loss"),

@@ -18,7 +18,7 @@ class SettingFacts(NamedTuple):
 
     name: str
     value: str
-    """What it takes, with units where the meaning does not say them; `section` for one that holds others."""
+    """What it takes, such as `integer > 0`; `section` for one that holds others."""
     default: str
     """As YAML has it; `required` where there is none."""
     meaning: str

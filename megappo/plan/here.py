@@ -105,9 +105,8 @@ def outlook(config: Config, world_size: int, machine: Machine) -> Outlook:
     stop = stopping(setup, stages, share, total)
     writing = stop.checkpoint_seconds  # also of the last model, of which a rank writes what all hold of the actor
     models_bytes = math.fsum(model_sizes(role.arch)[0] * role.dtype_bytes for role in setup.roles)
-    reading = (
-        writing + models_bytes / ASSUMED.checkpoint_bytes_per_second
-    )  # a checkpoint; each machine reads all models
+    # A checkpoint, and all models, which each machine reads.
+    reading = writing + models_bytes / ASSUMED.checkpoint_bytes_per_second
     phases = seconds | {"start": reading, "evaluate": rollout, "export": writing}
     phases["checkpoint"] = 2 * writing  # and the one before it
     rows = (

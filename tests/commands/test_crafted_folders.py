@@ -74,6 +74,7 @@ def crafted(first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     settings["reward"] |= {"function": name}
     settings["data"] |= {"train": {"source": name}, "validation": {"source": name}}
     settings["rollout"]["engine"] = f"{MODULE}:ENVIRONMENT"
+    settings["logging"]["loggers"] = {name: {}}
     settings["algorithm"] |= {"estimator": f"{MODULE}:METHOD", "policy_loss": f"{MODULE}:METHOD"}
     marker.content["identity"] = {"model": architecture_digest(model)}
     write_marker(folder, marker)

@@ -12,9 +12,8 @@ import pytest
 import yaml
 
 from megappo.cli import main
-from megappo.config import load_config
 from megappo.config.explain import all_keys, dotted, find_field, section_of
-from tests.support.places import BASE, ROOT
+from tests.support.places import ROOT
 
 
 def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -81,9 +80,3 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_settings_are_those_that_are_read() -> None:
-    """What a default is said to be is what a configuration without it has."""
-    config = load_config(BASE).model_dump(mode="json")
-    assert config["algorithm"]["gamma"] == 1.0 and config["critic"]["warmup_steps"] == 0

@@ -34,6 +34,14 @@ def test_the_role_is_that_of_the_section() -> None:
         assert found is not None and list(found.keys) == expected
 
 
+def test_a_misspelt_name_of_the_section_comes_first() -> None:
+    """`beta` is GRPO's weight of the KL in TRL, but not in an optimizer."""
+    with pytest.raises(ConfigError, match="did you mean actor.optimizer.beta[12]"):
+        load_config(BASE, ["actor.optimizer.beta=0.9"])
+    with pytest.raises(ConfigError, match="algorithm.kl_in_loss.coef"):
+        load_config(BASE, ["algorithm.beta=0.04"])
+
+
 TYPED = {
     "kl_coef=0.1": "algorithm.kl_in_reward.coef?",
     "algorithm.init_kl_coef=0.1": "algorithm.kl_in_reward.coef?",

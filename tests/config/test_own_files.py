@@ -68,6 +68,12 @@ def test_the_file_stands_beside_the_configuration_or_where_the_command_starts(
     assert reward_of(folder, "math_verify") == "math_verify"
 
 
+def test_a_file_that_is_a_key_is_found_too(folder: Path) -> None:
+    config = load_config(folder / "run.yaml", ["logging.loggers={'mine.py:Once': {a: 1}}"])
+    assert config.logging.loggers == {f"{folder / 'mine.py'}:Once": {"a": 1}}
+    assert list(own_files(config.model_dump(mode="json"))) == [str(folder / "mine.py")]
+
+
 @pytest.mark.waits
 def test_rewards_prompts_losses_and_environments_come_from_a_file(folder: Path) -> None:
     config = load_config(
