@@ -162,12 +162,27 @@ ensure_environment() { # full, light, or light-alone: the light one where there 
     PATH="$folder/bin:$PATH"
 }
 
+# What `du` says of a built environment, with a margin for what pip unpacks beside it.
+declare -A ENVIRONMENT_GIB=([light]=4 [full]=13)
+
+check_space_for() { # folder, light|full
+    local free
+    free=$(df -Pk "$1" | awk 'NR == 2 { print $4 }')
+    [ "$free" -ge $((ENVIRONMENT_GIB[$2] * 1024 * 1024)) ] || {
+        echo "megappo: error: $1 has $((free / 1024)) MiB free, and a $2 environment needs about ${ENVIRONMENT_GIB[$2]} GiB;" \
+            "free some (launch/environment.sh prune removes old environments), or set MEGAPPO_CACHE to a folder on" \
+            "another file system" >&2
+        return 2
+    }
+}
+
 build_environment() { # folder, interpreter, light|full
     local pins
     pins=$(pins_of "$3" "$2")
+    rm -rf "$1" # what a build that was interrupted left
+    check_space_for "${1%/*}" "$3" || return
     echo "megappo: building the environment of $pins in $1 with $("$2" --version) from $2 (a few minutes, once)" >&2
-    rm -rf "$1" && # what a build that was interrupted left
-        "$2" -m venv "$1" &&
+    "$2" -m venv "$1" &&
         "$1/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade pip &&
         install_pins "$1/bin/python" "$ROOT/$pins" &&
         touch "$1/complete"

@@ -196,6 +196,22 @@ def test_what_others_can_change_is_not_run(machine: Machine) -> None:
                 os.chown(path, 0, -1)
 
 
+@pytest.mark.parametrize(("kind", "short"), [("light", 3 * 1024**2), ("full", 12 * 1024**2)])
+def test_a_disk_that_is_too_full_is_told_before_the_build(machine: Machine, kind: str, short: int) -> None:
+    clone, df = machine.clone("one"), machine.folder / "bin" / "df"
+    for kibibytes, code in ((short, 2), (short + 1024**2, 0)):
+        df.write_text(f"#!/bin/sh\necho head\necho disk 999999999 9 {kibibytes} 9% /\n")
+        df.chmod(0o755)
+        build = machine.start(clone, kind)
+        said, _ = build.communicate(timeout=60)
+        assert build.returncode == code, said
+        refusal = (
+            f"cache has {short // 1024} MiB free, and a {kind} environment needs about {short // 1024**2 + 1} GiB; free"
+        )
+        assert (refusal in said) == (code == 2), said
+        assert len(machine.builds.read_text().splitlines()) == (0 if code else 1)
+
+
 def test_two_builds_of_one_environment_are_one(machine: Machine) -> None:
     clone, go = machine.clone("one"), machine.folder / "go"
     scripts = [machine.start(clone, waits_for=go) for _ in range(3)]
