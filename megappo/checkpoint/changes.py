@@ -27,8 +27,8 @@ _DANGEROUS = (
     "data.apply_chat_template", "data.template_time",
     "data.system_prompt", "data.max_prompt_tokens", "data.overlong_prompts", "data.shuffle", "reward.function",
     "reward.functions", "reward.judge", "reward.options", "reward.batch", "reward.model_path", "reward.overlong",
-    "reward.truncated_score", "reward.truncated_penalty", "reward.scale", "reward.shift", "reward.clip",
-    "algorithm.estimator", "algorithm.estimator_options", "algorithm.policy_loss",
+    "reward.truncated_score", "reward.truncated_penalty", "reward.normalize", "reward.scale", "reward.shift",
+    "reward.clip", "algorithm.estimator", "algorithm.estimator_options", "algorithm.policy_loss",
     "algorithm.policy_loss_options", "rollout.environment.name", "rollout.environment.arguments",
     "rollout.generation", "rollout.generation_options",
 )  # fmt: skip

@@ -20,6 +20,7 @@ from megappo.config.model_files import (
     role_folder,
     token_rows,
 )
+from megappo.config.reward import MODEL
 from megappo.config.tokens import decoded
 from megappo.data import PromptDataset, read_prompts
 from megappo.data.mixture import MixedPrompts
@@ -37,12 +38,12 @@ from megappo.plan.inputs import Models
 from megappo.plan.machine_file import find_machine
 from megappo.plan.machines import Machine
 from megappo.plan.planner import default_machine, fewest_ranks, make_plan, read_models
+from megappo.plan.rewards import reward_parameters
 from megappo.plan.search import remedy
 from megappo.plugins import is_import_path
 from megappo.ppo.methods import check_methods
 from megappo.ppo.origins import open_origin
 from megappo.ppo.parts import check_answers
-from megappo.reshard.files import counted_files
 from megappo.reshard.sources import SafetensorsSource
 from megappo.rewards.model import check_folder
 from megappo.rewards.registry import OF_ENVIRONMENT, check_reward
@@ -186,11 +187,13 @@ def _reward(config: Config) -> Rows:
         yield "reward", "what the environment gives for turns, and nothing else"
         return
     if config.reward.model_path is not None:
-        check_folder(config.reward.model_path, trust_remote_code=config.model.trust_remote_code)
-        size = sum(file.stat().st_size for file in counted_files(Path(config.reward.model_path)))
+        folder = model_folder(config.reward.model_path, weights=False, key="reward.model_path")
+        check_folder(str(folder), trust_remote_code=config.model.trust_remote_code)
+        count = reward_parameters(config.reward.model_path)
         holder = config.reward.model_holder
-        yield "reward", f"the model in {config.reward.model_path}, {size / 1e9:.3g} GB, which {holder}"
-        return
+        yield "reward", f"the model in {config.reward.model_path}, {count:,} weights, which {holder}"
+        if config.reward.function == MODEL:
+            return
     servers = [judge.model for judge in config.reward.judges.values() if judge.server is not None]
     if servers:
         yield "reward", f"a judge, {' and '.join(servers)}, whose server the run starts"
@@ -212,8 +215,9 @@ def _scores(config: Config, records: Sequence[Record], stop: str) -> tuple[float
     """Mean score of the answers, in the form that scores best, and of empty responses; `stop` ends all."""
     with ExitStack() as open_pools:
         pools = [
-            (weight, open_pools.enter_context(RewardPool(term.model_copy(update={"workers": 1}))))
-            for weight, term in config.reward.terms.values()
+            (name, weight, open_pools.enter_context(RewardPool(term.model_copy(update={"workers": 1}))))
+            for name, (weight, term) in config.reward.terms.items()
+            if term.function != MODEL
         ]
 
         def mean(form: str) -> float:
@@ -222,7 +226,11 @@ def _scores(config: Config, records: Sequence[Record], stop: str) -> tuple[float
                 RewardRequest(_prompt_text(record), answer, answer + stop, record.answer, record.metadata)
                 for record, answer in zip(records, answers, strict=True)
             ]
-            return sum(weight * float(pool.score(requests).scores.mean()) for weight, pool in pools)
+            total = 0.0
+            for name, weight, pool in pools:
+                own = [request for request in requests if config.reward.is_for(name, request.metadata)]
+                total += weight * float(pool.score(own).scores.sum())
+            return total / len(requests)
 
         return max(mean(form) for form in _ANSWER_FORMS), mean("")
 

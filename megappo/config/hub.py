@@ -23,6 +23,12 @@ PATIENCE_SECONDS = 3.0
 """With a hub that has nothing but news of what the cache holds."""
 
 
+def may_be_hub_name(path: str) -> bool:
+    """Whether a path that is no folder may be a model's name on the hub, `OWNER/NAME`."""
+    is_name = path.count("/") == 1 and not path.startswith((".", "/", "~"))
+    return is_name and not Path(path).exists() and not Path(path).parent.is_dir()
+
+
 def hub_folder(name: str, *, key: str = "model.path", weights: bool = False) -> Path:
     """The folder of a model or tokenizer on the hub, fetched once per machine: texts, and with `weights` safetensors.
 
@@ -78,6 +84,12 @@ def _download(name: str, weights: bool) -> Path:
 
     patterns = [*_TEXTS, *(_WEIGHTS if weights else ())]
     return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=list(_OTHER_COPIES)))
+
+
+def cached_folder(name: str) -> Path | None:
+    """The snapshot of a model with its weights in the hub's cache on this machine; None where it is not there."""
+    folder, missing = _in_cache(name, "the model", True)
+    return None if missing else folder
 
 
 def _in_cache(name: str, key: str, weights: bool) -> tuple[Path | None, str]:

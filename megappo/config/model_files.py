@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megappo.config.folder_texts import OF_TOKENIZERS, check_texts, read_object
-from megappo.config.hub import hub_folder
+from megappo.config.hub import hub_folder, may_be_hub_name
 from megappo.config.schema import Config, ModelSettings
 from megappo.config.tokens import TokenRows
 from megappo.errors import ConfigError, either, reason, show
@@ -67,7 +67,7 @@ def _refuse_no_model(path: str, key: str) -> None:
     """What is neither a folder nor a name of the hub, which is then not asked."""
     if Path(path).exists():
         raise ConfigError(f"{key} '{path}' is a file; give the folder that holds config.json")
-    if path.startswith((".", "/", "~")) or path.count("/") != 1 or Path(path).parent.is_dir():
+    if not may_be_hub_name(path):
         raise ConfigError(
             f"{key} '{path}': there is no such folder (from {Path.cwd()}); "
             "give a folder with config.json, or a hub name such as Qwen/Qwen2.5-0.5B"
@@ -95,12 +95,13 @@ def _hf_config(folder: Path, trust_remote_code: bool, key: str) -> PretrainedCon
     return hf_config
 
 
-def model_folder(path: str, *, weights: bool = True) -> Path:
+def model_folder(path: str, *, weights: bool = True, key: str = "the model") -> Path:
     """The local folder of a model; a hub name is fetched once per machine.
 
-    Fetches configuration and tokenizer, and safetensors with `weights`. Raises ConfigError where that fails.
+    Fetches configuration and tokenizer, and safetensors with `weights`. `key` names the setting in errors. Raises
+    ConfigError where that fails.
     """
-    return Path(path) if Path(path).is_dir() else hub_folder(path, key="the model", weights=weights)
+    return Path(path) if Path(path).is_dir() else hub_folder(path, key=key, weights=weights)
 
 
 def role_folder(config: Config, role: str, *, weights: bool = True) -> Path:

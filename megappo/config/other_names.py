@@ -80,6 +80,9 @@ COUNTERPARTS: dict[str, Counterpart] = {
     **_same("data.shuffle", "", "rollout_shuffle"),
     **_same("reward.function", "", "custom_reward_function", "custom_rm_path", "rm_type", "reward_funcs"),
     **_same("reward.model_path", "", "reward_pretrain", "reward_model_path"),
+    **_same("reward.normalize", "by all scores so far", "normalize_reward", "use_score_scaling", "use_score_norm"),
+    **_same("reward.clip", "two bounds", "score_clip", "reward_clip_range"),
+    **_same("reward.functions.NAME.data_sources", "the column is `data_source`, as in verl's files", "reward_fn_key"),
     **_same("reward.overlong.buffer_tokens", "", "overlong_buffer_len", "overlong_buffer"),
     **_same("reward.overlong.penalty", "", "overlong_penalty_factor"),
     # algorithm

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,14 +19,18 @@ from megappo.config.base import (
     Settings,
     Text,
 )
+from megappo.config.hub import may_be_hub_name
 from megappo.config.judge import JudgeSettings, check_key_variable, check_url
 from megappo.config.own_server import RewardModelServerSettings
 from megappo.config.server_words import own_word_rules
 
 _TAKEN_NAMES = (
-    "mean", "std", "min", "max", "failures", "timeouts", "overlong", "given", "clipped", "group_spread",
+    "mean", "std", "min", "max", "failures", "timeouts", "overlong", "given", "clipped", "running_mean",
+    "running_std", "group_spread",
 )  # fmt: skip
 """Of metrics `reward/...` that there are always."""
+MODEL = "model"
+"""The name of the reward model among functions."""
 JUDGE = "megappo.rewards.judge:scores"
 """What asks a judge."""
 SERVER = "megappo.rewards.http:scores"
@@ -53,6 +57,8 @@ class RewardTermSettings(Settings):
     """Keyword arguments of the function."""
     batch: bool = False
     """The Python function takes lists and returns a list, one score per sample."""
+    data_sources: Annotated[list[Text], Field(min_length=1)] | None = None
+    """It scores the prompts whose `data_source` is one of these, and adds nothing to the others; null: all."""
 
     @model_validator(mode="after")
     def _has_function(self) -> RewardTermSettings:
@@ -88,7 +94,8 @@ class RewardSettings(Settings):
     """
     functions: dict[str, RewardTermSettings] = Field(default_factory=dict)
     """Several functions in its place, each by a name, under which its mean is a metric (`reward/NAME`): a mapping of
-    names to `{function, weight, options, batch}` or `{judge, weight}`. The reward is their weighted sum."""
+    names to `{function, weight, options, batch, data_sources}` or `{judge, weight, data_sources}`. The reward is their
+    weighted sum."""
     judge: JudgeSettings | None = None
     """A language model that reads answers and says what they are worth, in place of `function`."""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -112,14 +119,17 @@ class RewardSettings(Settings):
     """Score of an answer that the length limit ended, whatever the function gave (ORZ: 0); null: what it gave."""
     truncated_penalty: Annotated[float, Field(ge=0.0, le=1e9)] = 0.0
     """What such an answer loses (TRL's penalty for a missing end)."""
+    normalize: Literal["std", "mean_std"] | None = None
+    """After these penalties, training divides scores by their standard deviation over all samples so far (`std`), or
+    takes their mean off before (`mean_std`); null: neither. A checkpoint keeps both numbers."""
     scale: Annotated[PositiveFloat, Field(le=1e9)] = 1.0
-    """What all scores are multiplied by in training, after these penalties."""
+    """What all scores are multiplied by in training then."""
     shift: float = Field(default=0.0, ge=-1e9, le=1e9)
     """What is added to them then."""
     clip: Annotated[tuple[_Score, _Score], Field(strict=False)] | None = None
     """The lowest and the highest score after that, such as [-10, 10]; null: no bounds."""
     model_path: PathText | None = None
-    """Folder of the reward model (AutoModelForSequenceClassification) for `function: model`."""
+    """Folder or hub name of the reward model (AutoModelForSequenceClassification) for `function: model`."""
     model_server: RewardModelServerSettings | None = None
     """Not null, `{}` for its defaults: one process of the run's own holds the reward model for all ranks, in place of
     a copy on each."""
@@ -135,7 +145,7 @@ class RewardSettings(Settings):
     @property
     def is_rescaled(self) -> bool:
         """Whether they have another unit or bounds."""
-        return (self.scale, self.shift, self.clip) != (1.0, 0.0, None)
+        return (self.normalize, self.scale, self.shift, self.clip) != (None, 1.0, 0.0, None)
 
     @property
     def model_holder(self) -> str:
@@ -149,6 +159,16 @@ class RewardSettings(Settings):
     def model_dtype(self, *, on_cuda: bool) -> Literal["float32", "bfloat16"]:
         """Type in which a reward model computes."""
         return "bfloat16" if on_cuda else "float32"
+
+    @property
+    def asks_model(self) -> bool:
+        """Whether the reward model is the function, or one of them."""
+        return any(term.function == MODEL for _, term in self.terms.values())
+
+    def is_for(self, term: str, metadata: Mapping[str, Any]) -> bool:
+        """Whether one of `terms` scores the answers to a prompt with this metadata."""
+        chosen = self.functions[term].data_sources if term else None
+        return chosen is None or metadata.get("data_source") in chosen
 
     @property
     def terms(self) -> dict[str, tuple[float, RewardSettings]]:
@@ -198,8 +218,10 @@ class RewardSettings(Settings):
                 raise ValueError(
                     f"functions has '{name}', which is no name of a metric of its own; use letters, digits and _"
                 )
-            if term.function in ("model", "environment"):
-                raise ValueError(f"functions has '{term.function}', which stands alone; set function to it")
+            if term.function == "environment":
+                raise ValueError("functions has 'environment', which stands alone; set function to it")
+        if [term.function for term in self.functions.values()].count(MODEL) > 1:
+            raise ValueError("functions has 'model' twice, and there is one reward model; remove one of them")
         return self
 
     @model_validator(mode="after")
@@ -210,7 +232,7 @@ class RewardSettings(Settings):
 
     @model_validator(mode="after")
     def _model_has_path(self) -> RewardSettings:
-        if (self.function == "model") != (self.model_path is not None):
+        if self.asks_model != (self.model_path is not None):
             raise ValueError("model_path belongs to function: model; set both or neither")
         if self.model_server is not None and self.model_path is None:
             raise ValueError("model_server holds the model of model_path, which is null; set both or neither")
@@ -227,10 +249,11 @@ class RewardSettings(Settings):
 
 def reward_rules(reward: RewardSettings) -> Iterator[str]:
     """What settings name is there."""
-    if reward.model_path is not None and not Path(reward.model_path).is_dir():
+    path = reward.model_path
+    if path is not None and not Path(path).is_dir() and not may_be_hub_name(path):
         yield (
-            f"reward.model_path '{reward.model_path}' is not a folder (from {Path.cwd()}); "
-            "give the folder of a sequence classification model"
+            f"reward.model_path '{path}' is not a folder (from {Path.cwd()}); give the folder of a sequence "
+            "classification model, or a hub name such as Skywork/Skywork-Reward-V2-Qwen3-0.6B"
         )
     for name, judge in reward.judges.items():
         try:

@@ -334,8 +334,8 @@ def kept_rules(config: Config) -> Iterator[str]:
         )
     if config.reward.is_rescaled and rollout.episodes is not None:
         yield (
-            "reward.scale, shift and clip are for the scores of functions, but rollout.environment gives rewards of "
-            "its own; scale them there, and remove these"
+            "reward.normalize, scale, shift and clip are for the scores of functions, but rollout.environment gives "
+            "rewards of its own; scale them there, and remove these"
         )
     if overlong is not None and overlong.buffer_tokens > rollout.max_response_tokens:
         yield (

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megappo.config import Config
-from megappo.config.model_files import model_paths
+from megappo.config.model_files import model_folder, model_paths
 from megappo.doctor.findings import Finding, broken, fine, slow
 from megappo.plan.here import this_machine
 from megappo.plan.inputs import Models
@@ -28,7 +28,8 @@ def _reward_model(path: str, config: Config) -> Finding:
     from megappo.rewards.model import check_folder
 
     try:
-        check_folder(path, trust_remote_code=config.model.trust_remote_code)
+        folder = model_folder(path, weights=False, key="reward.model_path")
+        check_folder(str(folder), trust_remote_code=config.model.trust_remote_code)
     except ValueError as error:
         return broken("reward", *str(error).rsplit("; ", 1))
     return fine("reward", f"{path}, which {config.reward.model_holder}")

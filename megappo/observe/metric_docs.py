@@ -129,6 +129,10 @@ METRICS: dict[str, MetricDoc] = {
     "reward/given": MetricDoc(
         "score", "Mean score as functions gave it, where training makes others of it (`reward.scale`, ...).", "rises"
     ),
+    "reward/running_mean": MetricDoc(
+        "score", "Mean of all scores so far that `reward.normalize` goes by; after penalties.", "rises"
+    ),
+    "reward/running_std": MetricDoc("score", "Their standard deviation.", "steady"),
     "reward/clipped": MetricDoc("fraction", "Scores beyond `reward.clip`.", "near 0"),
     **SOURCES,
     "group/spread": MetricDoc(

@@ -13,7 +13,9 @@ from pathlib import Path
 
 from megappo.config import ConfigError
 from megappo.config.folder_texts import read_object
+from megappo.config.hub import cached_folder
 from megappo.config.judge import JudgeServerSettings
+from megappo.config.model_files import model_folder
 from megappo.config.reward import RewardSettings
 from megappo.plan.sizes import size_words
 from megappo.reshard.files import counted_files
@@ -37,23 +39,39 @@ class RewardServerMemory:
 
 
 @lru_cache(maxsize=8)
-def reward_parameters(folder: str | None) -> int:
-    """Weights in the safetensors files of a reward model's folder, from their headers; 0 without a folder. Raises
-    ConfigError for a file that is none, and for an index that is none."""
+def reward_parameters(path: str | None) -> int:
+    """Weights of a reward model, by the headers of the safetensors files in its folder or in the hub's cache; of one
+    that is on the hub alone, by its configuration. 0 without a path. Raises ConfigError for a file that is none, and
+    for an index that is none."""
     from safetensors import SafetensorError, safe_open
 
+    if path is None:
+        return 0
+    folder = Path(path) if Path(path).is_dir() else cached_folder(path)
+    if folder is None:
+        return _declared_parameters(model_folder(path, weights=False, key="reward.model_path"))
     total = 0
     try:
-        files = counted_files(Path(folder)) if folder is not None else []
+        files = counted_files(folder)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    for path in files:
+    for file in files:
         try:
-            with safe_open(path, framework="numpy") as file:
-                total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+            with safe_open(file, framework="numpy") as opened:
+                total += sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
         except SafetensorError as error:
-            raise ConfigError(f"{path} of a reward is no whole safetensors file ({error}); copy it anew") from error
+            raise ConfigError(f"{file} of a reward is no whole safetensors file ({error}); copy it anew") from error
     return total
+
+
+def _declared_parameters(folder: Path) -> int:
+    """Of the model that transformers would make of a folder's configuration, of which no weight is made."""
+    import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    with torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(folder))
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def reward_bytes(reward: RewardSettings, world_size: int, *, on_cuda: bool) -> float:

@@ -31,11 +31,11 @@ from megappo.ppo.methods import check_methods
 from megappo.ppo.models import ROLES, ModelBuilder
 from megappo.reshard.further import FurtherLayers
 from megappo.reshard.stream import WeightStream
-from megappo.rewards.judge_server import start_judges
-from megappo.rewards.own_servers import OwnServers
-from megappo.rewards.registry import check_golds
+from megappo.rewards.judge_server import judge_servers
+from megappo.rewards.own_servers import OwnServers, start_servers
+from megappo.rewards.registry import check_prompts
 from megappo.rewards.scorer import RewardScorer
-from megappo.rewards.shared_model import start_model_server
+from megappo.rewards.shared_model import model_servers
 from megappo.runtime.interrupts import NeverStop, Stop
 from megappo.runtime.process import Runtime
 from megappo.types import Prompt, RoutingShape
@@ -175,13 +175,14 @@ def training_prompts(config: Config) -> TrainingPrompts:
 def check_answers(config: Config, train: TrainingPrompts, validation: Iterable[PromptDataset]) -> None:
     """Raises ValueError for prompts whose answer the reward cannot compare with."""
     for data in (*(train.sources if isinstance(train, MixedPrompts) else (train,)), *validation):
-        check_golds(config.reward, [data[i] for i in range(len(data))], data.source)
+        check_prompts(config.reward, [data[i] for i in range(len(data))], data.source)
 
 
-def _start_reward_servers(config: Config, runtime: Runtime) -> OwnServers:
-    if config.reward.model_server is not None:
-        return start_model_server(config, config.reward.model_server, runtime)
-    return start_judges(config, runtime)
+def start_reward_servers(config: Config, runtime: Runtime) -> OwnServers:
+    """Start what rewards need that is the run's own, without waiting for it; a collective of the world where that is
+    anything. Raises ValueError on every rank where one cannot be started."""
+    wanted = model_servers(config, runtime) | judge_servers(config, runtime)
+    return start_servers(wanted, runtime) if wanted else OwnServers()
 
 
 def assemble(config: Config, derived: Derived, runtime: Runtime, purpose: Purpose | None = None) -> Parts:
@@ -208,7 +209,7 @@ def assemble(config: Config, derived: Derived, runtime: Runtime, purpose: Purpos
     generation = find_generation(config.rollout)
     stage = set_stage(config, tokenizer, stop_token_ids, rows)
     trusts = config.model.trust_remote_code
-    servers = _start_reward_servers(config, runtime)
+    servers = start_reward_servers(config, runtime)
     time = config.data.template_time
     reward = RewardScorer(config.reward, runtime.device, servers, trust_remote_code=trusts, template_time=time)
     if purpose.training:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -11,30 +13,85 @@ from megappo.runtime.tally import Tally
 from megappo.types import Rollouts
 
 
-def shaped(
-    scores_B: Tensor, rollouts: Rollouts, config: Config, device: torch.device
-) -> tuple[Tensor, dict[str, float]]:
-    """The scores (B,) float32 of this rank as its samples are trained on, and what was made of them over all ranks.
+class RewardShaper:
+    """Makes the scores that are trained on; every rank has the same one."""
 
-    In this order, where the settings say so: `reward.truncated_score` for an answer that the length limit ended (ORZ),
-    `reward.truncated_penalty` off it (the penalty for a missing end of TRL), `reward.overlong` (DAPO), and clip(scale *
-    score + shift). A collective of the whole world.
-    """
-    reward, given_B, tally = config.reward, scores_B, Tally()
-    if reward.truncated_score is not None:
-        scores_B = torch.where(rollouts.truncated_B, reward.truncated_score, scores_B)
-    scores_B = scores_B - reward.truncated_penalty * rollouts.truncated_B
-    if reward.overlong is not None:
-        most, buffer = config.rollout.max_response_tokens, reward.overlong.buffer_tokens
-        penalty_B = overlong_penalty(rollouts.response_lengths_B, most_tokens=most, buffer_tokens=buffer)
-        penalty_B = reward.overlong.penalty * penalty_B
-        tally.mean("reward/overlong", penalty_B)
-        scores_B = scores_B + penalty_B
-    scores_B = reward.scale * scores_B + reward.shift
-    if reward.clip is not None:
-        low, high = reward.clip
-        tally.mean("reward/clipped", (scores_B < low) | (scores_B > high))
-        scores_B = scores_B.clamp(low, high)
-    if reward.is_shaped:
+    def __init__(self, config: Config, device: torch.device) -> None:
+        self._config, self._device = config, device
+        self._count, self._mean, self._squares = 0.0, 0.0, 0.0
+        """Of all scores so far, before `reward.normalize`: how many, their mean, and the sum of their squared
+        deviations from it."""
+
+    def state_dict(self) -> list[float]:
+        """What `reward.normalize` goes by, in JSON's types."""
+        return [self._count, self._mean, self._squares]
+
+    def load_state_dict(self, state: Sequence[float]) -> None:
+        """Take back what `state_dict` gave; nothing of a run that did not normalize."""
+        if state:
+            self._count, self._mean, self._squares = state
+
+    def shape(self, scores_B: Tensor, rollouts: Rollouts) -> tuple[Tensor, dict[str, float]]:
+        """The scores (B,) float32 of this rank as its samples are trained on, and what was made of them over all ranks.
+
+        In this order, where the settings say so: `reward.truncated_score` for an answer that the length limit ended
+        (ORZ), `reward.truncated_penalty` off it (the penalty for a missing end of TRL), `reward.overlong` (DAPO),
+        `reward.normalize` by all scores so far, this step's included, and clip(scale * score + shift). A collective of
+        the whole world.
+        """
+        reward, given_B, tally = self._config.reward, scores_B, Tally()
+        if not reward.is_shaped:
+            return scores_B, {}
+        scores_B = self._punished(scores_B, rollouts, tally)
+        if reward.normalize is not None:
+            scores_B = self._normalized(scores_B)
+        scores_B = reward.scale * scores_B + reward.shift
+        if reward.clip is not None:
+            low, high = reward.clip
+            tally.mean("reward/clipped", (scores_B < low) | (scores_B > high))
+            scores_B = scores_B.clamp(low, high)
         tally.mean("reward/given", given_B)
-    return scores_B, tally.reduce(None, device) if reward.is_shaped else {}
+        return scores_B, tally.reduce(None, self._device) | self._running()
+
+    def _punished(self, scores_B: Tensor, rollouts: Rollouts, tally: Tally) -> Tensor:
+        reward = self._config.reward
+        if reward.truncated_score is not None:
+            scores_B = torch.where(rollouts.truncated_B, reward.truncated_score, scores_B)
+        scores_B = scores_B - reward.truncated_penalty * rollouts.truncated_B
+        if reward.overlong is not None:
+            most, buffer = self._config.rollout.max_response_tokens, reward.overlong.buffer_tokens
+            penalty_B = overlong_penalty(rollouts.response_lengths_B, most_tokens=most, buffer_tokens=buffer)
+            penalty_B = reward.overlong.penalty * penalty_B
+            tally.mean("reward/overlong", penalty_B)
+            scores_B = scores_B + penalty_B
+        return scores_B
+
+    def _normalized(self, scores_B: Tensor) -> Tensor:
+        """By the running mean and the unbiased deviation, as TRL's and PPO's for games are: a score that all samples
+        share has none and is not divided."""
+        batch = Tally()
+        batch.total("count", len(scores_B))
+        batch.mean_and_std("scores", scores_B)
+        found = batch.reduce(None, self._device)
+        self._add(found["count"], found["scores/mean"], found["scores/std"])
+        if self._config.reward.normalize == "mean_std":
+            scores_B = scores_B - self._mean
+        return scores_B / (self._std or 1.0)
+
+    def _add(self, count: float, mean: float, std: float) -> None:
+        """A step's scores to those before (Chan et al. 1979)."""
+        if not count:
+            return
+        total, apart = self._count + count, mean - self._mean
+        self._squares += count * std**2 + apart**2 * self._count * count / total
+        self._mean += apart * count / total
+        self._count = total
+
+    @property
+    def _std(self) -> float:
+        return (self._squares / (self._count - 1.0)) ** 0.5 if self._count > 1.0 else 0.0
+
+    def _running(self) -> dict[str, float]:
+        if self._config.reward.normalize is None:
+            return {}
+        return {"reward/running_mean": self._mean, "reward/running_std": self._std}

@@ -41,7 +41,7 @@ from megappo.ppo.reporting import Reporter
 from megappo.ppo.right_prompts import note_right_prompts
 from megappo.ppo.sampling import sample_seed
 from megappo.ppo.selection import Selection
-from megappo.ppo.shaping import shaped
+from megappo.ppo.shaping import RewardShaper
 from megappo.ppo.updates import (
     MinibatchUpdate,
     NonFiniteUpdateError,
@@ -69,6 +69,7 @@ class Trainer:
         self.parts, self.config, self.reporter, self.checkpoints = parts, parts.config, reporter, checkpoints
         self.algorithm = self.config.algorithm
         self.experience_maker = ExperienceMaker(self.algorithm, parts.runtime.device)
+        self.shaper = RewardShaper(self.config, parts.runtime.device)
         self.penalty = PenaltyController(self.algorithm.penalty.coef, self.algorithm.penalty.target)
         self.responses = responses_of(parts)
         self.cache_gauge = CacheGauge(parts.engine, parts.runtime)
@@ -186,6 +187,7 @@ class Trainer:
             "penalty": self.penalty.state_dict(),
             "jumps": {name: watch.state_dict() for name, watch in self.jump_watches.items()},
             "cursor": self.responses.cursor_state(),
+            **({} if self.config.reward.normalize is None else {"scores": self.shaper.state_dict()}),
             **({} if self.parts.curriculum is None else {"curriculum": self.parts.curriculum.state_dict()}),
         }
 
@@ -196,6 +198,7 @@ class Trainer:
             self.parts.curriculum.load_state_dict(state.get("curriculum", ()))
         self.experience_maker.kl_controller.load_state_dict(state["kl_controller"])
         self.penalty.load_state_dict(state["penalty"])
+        self.shaper.load_state_dict(state.get("scores", ()))
         self.step, self.weight_version = state["step"], state["weight_version"]
         self.actor_changed, self.is_open = state["actor_changed"], state.get("is_open", False)
         for name, watch in self.jump_watches.items():
@@ -239,7 +242,7 @@ class Trainer:
             self.let_engine_go(rollouts)
         self.metrics |= metrics
         self.reporter.samples(self.step, rollouts, scores_B)
-        scores_B, found = shaped(scores_B, rollouts, self.config, self.parts.runtime.device)
+        scores_B, found = self.shaper.shape(scores_B, rollouts)
         self.metrics |= found
         self.metrics |= source_metrics(rollouts, scores_B, self.parts)
         return rollouts, scores_B

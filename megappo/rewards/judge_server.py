@@ -10,24 +10,23 @@ from megappo.config.judge import JudgeSettings
 from megappo.engines.sglang.spec import ServerSpec
 from megappo.errors import RunError
 from megappo.plan.cache import PlannedCache
-from megappo.rewards.own_servers import OwnServer, OwnServers, own_cores, own_gpus, start_servers
+from megappo.rewards.own_servers import OwnServer, own_cores, own_gpus
 from megappo.runtime.objects import agreed
 from megappo.runtime.process import Runtime
 from megappo.runtime.sglang_cpu import require_sglang
 
 
-def start_judges(config: Config, runtime: Runtime) -> OwnServers:
-    """Start the servers of judges that have their own, without waiting for them; a collective of the world where there
-    are any. Raises ValueError on every rank where one cannot be started."""
+def judge_servers(config: Config, runtime: Runtime) -> dict[str, OwnServer]:
+    """The servers to start for judges that have their own; a collective of the world where there are any. Raises
+    ValueError on every rank where SGLang is lacking on one."""
     wanted = {}
     for name, judge in config.reward.judges.items():
         if judge.server is not None:
             spec = partial(_spec, config, name, judge, on_cuda=runtime.on_cuda)
-            wanted[name] = OwnServer(judge.server, _key(config, name), spec, "/v1")
-    if not wanted:
-        return OwnServers()
-    agreed(require_sglang, (RunError,))
-    return start_servers(wanted, runtime, "a judge")
+            wanted[name] = OwnServer(judge.server, _key(config, name), "a judge", spec, "/v1")
+    if wanted:
+        agreed(require_sglang, (RunError,))
+    return wanted
 
 
 def _key(config: Config, name: str) -> str:

@@ -41,8 +41,9 @@ class _EndEvent:
 class _Kept:
     """A server and the thread that keeps it running."""
 
-    def __init__(self, spec: ServerSpec, port: int, key: str) -> None:
+    def __init__(self, spec: ServerSpec, called: str, port: int, key: str) -> None:
         self._spec, self._port, self._key, self._ending = spec, port, key, _EndEvent()
+        self.called = called
         self.problem: str | None = None
         """Why it is given up."""
         self._thread = threading.Thread(target=self._keep, name="megappo-reward-server", daemon=True)
@@ -73,14 +74,12 @@ class OwnServers:
     """Where each listens, by the names of what they are for; the same on all ranks."""
     kept: Sequence[_Kept] = ()
     """Those that this rank has started."""
-    called: str = "a judge"
-    """Whose they are, for people."""
 
     def check(self) -> None:
         """Raises RunError where one of this rank's was given up."""
         for kept in self.kept:
             if kept.problem is not None:
-                raise RunError(f"{self.called}'s server cannot be kept running: {kept.problem}")
+                raise RunError(f"{kept.called}'s server cannot be kept running: {kept.problem}")
 
     def close(self) -> None:
         """End this rank's servers and all that they made."""
@@ -97,13 +96,15 @@ class OwnServer:
     settings: OwnServerSettings
     key: str
     """Where its settings stand."""
+    called: str
+    """Whose it is, for people."""
     spec: Callable[[int], ServerSpec]
     """What to start on a machine on which so many ranks train; called on the rank that starts it. Raises RunError."""
     path: str = ""
     """What follows its address where it is asked."""
 
 
-def start_servers(wanted: Mapping[str, OwnServer], runtime: Runtime, called: str) -> OwnServers:
+def start_servers(wanted: Mapping[str, OwnServer], runtime: Runtime) -> OwnServers:
     """Start servers without waiting for them, each on the first rank of its machine; a collective of the world. Raises
     ValueError on every rank where one cannot be started."""
     hosts = of_all_ranks(machine_here())
@@ -124,12 +125,12 @@ def start_servers(wanted: Mapping[str, OwnServer], runtime: Runtime, called: str
             spec, port, secret = replace(spec, host=host, address=reached), free_port(host), secrets.token_hex(16)
             url = f"http://{named_in_url(reached)}:{port}{server.path}"
             places[name] = ServerPlace(url, spec.called, secret, own.start_timeout_seconds)
-            kept.append(_Kept(spec, port, secret))
+            kept.append(_Kept(spec, server.called, port, secret))
         return places, kept
 
     places, kept = agreed(started, (RunError, OSError))
     everywhere = {name: place for of_rank in of_all_ranks(places) for name, place in of_rank.items()}
-    return OwnServers(everywhere, kept, called)
+    return OwnServers(everywhere, kept)
 
 
 def own_cores() -> tuple[int, ...]:

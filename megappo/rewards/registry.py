@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args, get_origin, get_type_hints
 
+from megappo.errors import show
 from megappo.plugins import check_call, check_choice, load_function, signature_of
 from megappo.rewards.http import scores, secret_headers
 from megappo.rewards.judge import judge_key
@@ -62,15 +63,30 @@ def check_reward(settings: RewardSettings) -> None:
         secret_headers(**settings.options)
 
 
-def check_golds(settings: RewardSettings, prompts: Sequence[Prompt], source: str) -> None:
-    """Raises ValueError where a rule cannot compare with the answer of a prompt, before a run begins; `source` names
-    where they are from."""
-    for rule in sorted({str(term.function) for _, term in settings.terms.values()} & GOLDS.keys()):
-        problems = [(prompt.index, problem) for prompt in prompts if (problem := _gold_problem(rule, prompt.answer))]
-        if problems:
-            first, problem = problems[0]
-            others = f" (and so for {len(problems) - 1} more prompts)" if len(problems) > 1 else ""
-            raise ValueError(f"prompt {first} of '{source}': {problem}{others}")
+def check_prompts(settings: RewardSettings, prompts: Sequence[Prompt], source: str) -> None:
+    """Raises ValueError for prompts whose answers no function is for, or with whose own answer a rule cannot compare,
+    before a run begins; `source` names where they are from."""
+    rules = {name: str(term.function) for name, (_, term) in settings.terms.items()}
+    problems: dict[str, list[tuple[int, str]]] = {}
+    for prompt in prompts:
+        own = [rule for name, rule in rules.items() if settings.is_for(name, prompt.metadata)]
+        if not own:
+            problems.setdefault("", []).append((prompt.index, _without_function(settings, prompt)))
+        for rule in own:
+            if rule in GOLDS and (problem := _gold_problem(rule, prompt.answer)):
+                problems.setdefault(rule, []).append((prompt.index, problem))
+    for _, found in sorted(problems.items()):
+        first, problem = found[0]
+        others = f" (and so for {len(found) - 1} more prompts)" if len(found) > 1 else ""
+        raise ValueError(f"prompt {first} of '{source}': {problem}{others}")
+
+
+def _without_function(settings: RewardSettings, prompt: Prompt) -> str:
+    named = sorted({source for term in settings.functions.values() for source in term.data_sources or ()})
+    return (
+        f"its data_source is {show(prompt.metadata.get('data_source'))}, and reward.functions are for "
+        f"{', '.join(named)}; add it to the data_sources of one, or a function without them"
+    )
 
 
 def _gold_problem(rule: str, answer: str | None) -> str:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megappo.config.model_files import model_folder
+from megappo.config.reward import MODEL
 from megappo.config.schema import RewardSettings
 from megappo.rewards.numbers import score_problem
 from megappo.rewards.registry import OF_ENVIRONMENT, check_reward
@@ -68,40 +70,36 @@ class RewardScorer:
         """By the names of `RewardSettings.terms`."""
         self._model: RewardModel | SharedRewardModel | None = None
         self._remote: RemoteRewardModel | None = None
-        if settings.model_path is not None and settings.model_remote is not None:
+        try:
+            if settings.model_path is not None:
+                self._load_or_ask(settings.model_path)
+            for name, (_, term) in settings.terms.items():
+                if term.function not in (MODEL, OF_ENVIRONMENT):
+                    self._pools[name] = self._pool(name, term)
+        except (ValueError, RuntimeError, OSError):
+            self.close()
+            raise
+
+    def _load_or_ask(self, path: str) -> None:
+        """Have the reward model here, or know where it is."""
+        settings = self._settings
+        if self._servers is not None and settings.model_server is not None:
+            from megappo.rewards.shared_model import SERVED, SharedRewardModel
+
+            place = self._servers.places[SERVED]
+            self._model = SharedRewardModel(place, settings.model_server, self._servers.check)
+            return
+        remote, trusts, now = settings.model_remote, self._trust_remote_code, self._template_time
+        folder = str(model_folder(path, weights=remote is None, key="reward.model_path"))
+        if remote is not None:
             from megappo.rewards.remote_model import RemoteRewardModel
 
-            self._remote = RemoteRewardModel(
-                settings.model_path,
-                settings.model_remote,
-                trust_remote_code=trust_remote_code,
-                template_time=template_time,
-            )
-        elif settings.model_path is not None:
-            self._model = self._load_or_share(settings.model_path)
-        elif settings.function != OF_ENVIRONMENT:
-            try:
-                for name, (_, term) in settings.terms.items():
-                    self._pools[name] = self._pool(name, term)
-            except (ValueError, RuntimeError, OSError):
-                self.close()
-                raise
-
-    def _load_or_share(self, path: str) -> RewardModel | SharedRewardModel:
-        if self._servers is not None and self._settings.model_server is not None:
-            from megappo.rewards.shared_model import MODEL, SharedRewardModel
-
-            return SharedRewardModel(self._servers.places[MODEL], self._settings.model_server, self._servers.check)
+            self._remote = RemoteRewardModel(folder, remote, trust_remote_code=trusts, template_time=now)
+            return
         from megappo.rewards.model import RewardModel
 
-        dtype = getattr(torch, self._settings.model_dtype(on_cuda=self._device.type == "cuda"))
-        return RewardModel(
-            path,
-            dtype=dtype,
-            device=self._device,
-            trust_remote_code=self._trust_remote_code,
-            template_time=self._template_time,
-        )
+        dtype = getattr(torch, settings.model_dtype(on_cuda=self._device.type == "cuda"))
+        self._model = RewardModel(folder, dtype=dtype, device=self._device, trust_remote_code=trusts, template_time=now)
 
     def _pool(self, name: str, term: RewardSettings) -> RewardPool:
         place = self._servers.places.get(name or "judge") if self._servers is not None else None
@@ -129,7 +127,8 @@ class RewardScorer:
         tally.mean("reward/failures", torch.arange(B) < len(result.failures))
         tally.mean("reward/timeouts", torch.arange(B) < result.timeouts)
         for name, scores_B in scored.of_terms.items():
-            tally.mean(f"reward/{name}", scores_B)
+            own = [self._settings.is_for(name, prompt.metadata) for prompt in rollouts.prompts]
+            tally.mean(f"reward/{name}", scores_B, torch.tensor(own, dtype=torch.bool))
         for name, verdicts in scored.verdicts.items():
             tally.mean(f"reward/{name}/unreadable", torch.arange(verdicts.samples) < verdicts.unreadable)
             tally.maximum(f"reward/{name}/seconds", torch.tensor([verdicts.seconds]))
@@ -177,34 +176,39 @@ class RewardScorer:
         return _Worth(RewardResult(scores_B, failures, late), every, found.verdicts)
 
     def _scored(self, rollouts: Rollouts, chosen: Sequence[int]) -> _Worth:
-        """Of some samples, in the order of `chosen`."""
-        if self._pools:
-            return self._by_functions([_request(rollouts, b) for b in chosen])
+        """Of some samples, in the order of `chosen`, by each function that is for their prompts."""
+        judges, found, verdicts = self._settings.judges, dict[str, RewardResult](), dict[str, _Verdicts]()
+        requests = [_request(rollouts, b) for b in chosen] if self._pools else []
+        for name, (_, term) in self._settings.terms.items():
+            if term.function == OF_ENVIRONMENT:
+                return _Worth(RewardResult(torch.zeros(len(chosen)), []))
+            own = [i for i, b in enumerate(chosen) if self._settings.is_for(name, rollouts.prompts[b].metadata)]
+            if term.function == MODEL:
+                found[name] = _spread(self._by_model(rollouts, [chosen[i] for i in own]), own, len(chosen))
+                continue
+            started = time.monotonic()
+            result = self._pools[name].run([requests[i] for i in own])
+            found[name] = _spread(result, own, len(chosen))
+            if (metric := name or "judge") in judges:
+                seconds = time.monotonic() - started
+                verdicts[metric] = _Verdicts(len(own), len(result.notes), seconds)
+        of_terms = {name: result.scores for name, result in found.items() if name}
+        return _Worth(self._sum(found), of_terms, verdicts)
+
+    def _by_model(self, rollouts: Rollouts, chosen: Sequence[int]) -> RewardResult:
+        """Of some samples, by the reward model."""
         model = self._remote or self._model
-        if model is None:
-            return _Worth(RewardResult(torch.zeros(len(chosen)), []))
+        assert model is not None, "settings with `model` have a path"
         chat = model.has_chat_template  # then prompts go to it as messages
-        prompts = [p.metadata.get(CHAT_MESSAGES, p.text) if chat else p.text for p in rollouts.prompts]
-        given = [(prompts[b], rollouts.responses[b]) for b in chosen]
-        asked, said = [prompt for prompt, _ in given], [response for _, response in given]
+        prompts, said = [rollouts.prompts[b] for b in chosen], [rollouts.responses[b] for b in chosen]
+        asked = [p.metadata.get(CHAT_MESSAGES, p.text) if chat else p.text for p in prompts]
         if self._remote is None:
             assert self._model is not None
-            return _Worth(self._finite(self._model.score(asked, said), "the reward model gave"))
+            return self._finite(self._model.score(asked, said), "the reward model gave")
         found = self._remote.try_each(asked, said)
         failures = [(i, score) for i, score in enumerate(found) if isinstance(score, str)]
         numbers = [self._settings.failure_score if isinstance(score, str) else score for score in found]
-        return _Worth(RewardResult(torch.tensor(numbers, dtype=torch.float32), failures))
-
-    def _by_functions(self, requests: Sequence[RewardRequest]) -> _Worth:
-        judges, found, verdicts = self._settings.judges, dict[str, RewardResult](), dict[str, _Verdicts]()
-        for name, pool in self._pools.items():
-            started = time.monotonic()
-            found[name] = pool.run(requests)
-            if (metric := name or "judge") in judges:
-                seconds = time.monotonic() - started
-                verdicts[metric] = _Verdicts(len(requests), len(found[name].notes), seconds)
-        of_terms = {name: result.scores for name, result in found.items() if name}
-        return _Worth(self._sum(found), of_terms, verdicts)
+        return RewardResult(torch.tensor(numbers, dtype=torch.float32), failures)
 
     def _sum(self, found: dict[str, RewardResult]) -> RewardResult:
         """The weighted sum; a sample that failed with any function has the score of a failure."""
@@ -235,6 +239,16 @@ class RewardScorer:
             pool.close()
         if self._servers is not None:
             self._servers.close()
+
+
+def _spread(result: RewardResult, places: Sequence[int], samples: int) -> RewardResult:
+    """A result of some of so many samples, which stand at these places, as one of all; the others have 0."""
+    if len(places) == samples:
+        return result
+    scores_B = torch.zeros(samples)
+    scores_B[list(places)] = result.scores
+    failures = [(places[i], reason) for i, reason in result.failures]
+    return RewardResult(scores_B, failures, frozenset(places[i] for i in result.late))
 
 
 def _request(rollouts: Rollouts, b: int) -> RewardRequest:

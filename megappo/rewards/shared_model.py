@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megappo.config import Config
+from megappo.config.model_files import model_folder
 from megappo.config.own_server import RewardModelServerSettings
 from megappo.engines.sglang.client import Endpoint, ServerFailure, call
 from megappo.engines.sglang.spec import ServerSpec
@@ -19,16 +20,15 @@ from megappo.errors import RunError
 from megappo.plan.cache import PlannedCache
 from megappo.rewards.http import ServerPlace
 from megappo.rewards.model import check_folder
-from megappo.rewards.own_servers import OwnServer, OwnServers, own_cores, own_gpus, start_servers
+from megappo.rewards.own_servers import OwnServer, own_cores, own_gpus
 from megappo.runtime.objects import agreed
 from megappo.runtime.process import Runtime
 from megappo.runtime.waiting import wait_until
 
-MODEL = "model"
-"""Its name among `OwnServers.places`."""
+SERVED = "reward model"
+"""Its name, also among `OwnServers.places`, where no judge has one with a space."""
 REQUEST_SAMPLES = 64
 _KEY = "reward.model_server"
-_CALLED = "reward model"
 _PAUSE_SECONDS = 0.5
 
 
@@ -55,14 +55,21 @@ class _ModelServerSpec(ServerSpec):
         }
 
 
-def start_model_server(config: Config, server: RewardModelServerSettings, runtime: Runtime) -> OwnServers:
-    """Start the process that holds `reward.model_path`, without waiting for it; a collective of the world. Raises
-    ValueError on every rank for a folder that cannot be one, and where it cannot be started."""
-    folder = config.reward.model_path
-    assert folder is not None, "a validator saw to it"
-    agreed(partial(check_folder, folder, trust_remote_code=config.model.trust_remote_code))
-    spec = partial(_spec, config, server, Path(folder).absolute(), on_cuda=runtime.on_cuda)
-    return start_servers({MODEL: OwnServer(server, _KEY, spec)}, runtime, f"the {_CALLED}")
+def model_servers(config: Config, runtime: Runtime) -> dict[str, OwnServer]:
+    """The process to start that holds `reward.model_path`, where `reward.model_server` wants one; a collective of the
+    world then. Raises ValueError on every rank for a folder that cannot be one."""
+    server, path = config.reward.model_server, config.reward.model_path
+    if server is None:
+        return {}
+    assert path is not None, "a validator saw to it"
+
+    def checked() -> Path:
+        folder = model_folder(path, key="reward.model_path").absolute()
+        check_folder(str(folder), trust_remote_code=config.model.trust_remote_code)
+        return folder
+
+    spec = partial(_spec, config, server, agreed(checked), on_cuda=runtime.on_cuda)
+    return {SERVED: OwnServer(server, _KEY, f"the {SERVED}", spec)}
 
 
 def _spec(
@@ -78,7 +85,7 @@ def _spec(
         cache=PlannedCache(None, 0),
         devices=own_gpus(config, server, _KEY, ranks_here) if on_cuda else (),
         cores=() if on_cuda else own_cores(),
-        called=_CALLED,
+        called=SERVED,
         key=_KEY,
         batch_tokens=server.batch_tokens,
         template_time=config.data.template_time,
@@ -90,7 +97,7 @@ class SharedRewardModel:
 
     def __init__(self, place: ServerPlace, settings: RewardModelServerSettings, check: Callable[[], None]) -> None:
         """`check` raises where the process is given up, on the rank that started it."""
-        self._endpoint = Endpoint(0, place.url, place.key, 0, called=_CALLED)
+        self._endpoint = Endpoint(0, place.url, place.key, 0, called=SERVED)
         self._settings, self._check = settings, check
         self._has_chat_template: bool | None = None
 
@@ -134,6 +141,6 @@ class SharedRewardModel:
         ):
             raise RunError(
                 f"{failures[-1]}, nor after {_KEY}.start_timeout_seconds and timeout_seconds; look at engines/"
-                f"{_CALLED.replace(' ', '-')}.log in the run directory"
+                f"{SERVED.replace(' ', '-')}.log in the run directory"
             )
         return answers[0]

@@ -18,7 +18,7 @@ from megappo.config.data import DataSourceSettings
 from megappo.config.reward import RewardSettings
 from megappo.data.prepare import SETS, TEST_PUZZLES, boxed
 from megappo.data.sources import Record, read_records
-from megappo.rewards.registry import check_golds
+from megappo.rewards.registry import check_prompts
 from megappo.rewards.rules import gsm8k, math_verify
 from megappo.types import Prompt
 
@@ -81,7 +81,7 @@ def test_gsm8k_of_a_folder_of_the_hub(tmp_path: Path, capsys: pytest.CaptureFixt
     assert list(row) == ["data_source", "prompt", "ability", "reward_model", "extra_info"]
     assert row["reward_model"] == {"style": "rule", "ground_truth": "7"} and row["ability"] == "math"
     prompts = [Prompt(i, (0,), "p", record.answer, {}) for i, record in enumerate((first, second))]
-    check_golds(RewardSettings(function="gsm8k"), prompts, "data")
+    check_prompts(RewardSettings(function="gsm8k"), prompts, "data")
     assert gsm8k(prompt="", response="so #### 12,500", answer=second.answer, metadata={}) == 1
 
 

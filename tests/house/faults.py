@@ -46,9 +46,10 @@ from tests.support.striking import FAULTS, NAP_SECONDS, WORDS, Fault, Point, str
 
 RANKS = 2
 WITHIN_SECONDS = 10.0
-LIMIT_SECONDS = 6.0
-"""Of every phase, where a rank hangs."""
-STARTS_WITHIN_SECONDS = 60.0
+LIMIT_SECONDS, LIMIT_SECONDS_WITH_SERVERS = 6.0, 90.0
+"""Of every phase, where a rank hangs; one of them waits for the servers' start."""
+STARTS_WITHIN_SECONDS = 180.0
+"""With servers."""
 LEFT_WITHIN_SECONDS = 5.0
 NOTED = ROOT / "tests" / "house" / "faults.json"
 """What was tried when everything held last."""
@@ -82,9 +83,14 @@ RUNS = {
         "rollout.max_lag=3",
     ),
     "resumed": ("actor.optimizer.schedule=constant", "run.steps=3"),
+    "servers": (),
+    "servers in flight": ("rollout.ahead=2", "rollout.max_lag=3"),
 }  # fmt: skip
 """The actor on TP2 and the critic on PP2; data parallel; two turns and a tool; those one step ahead; prompts always in
-flight; a run that goes on after its second step. Checkpoints are asynchronous but in the first."""
+flight; a run that goes on after its second step; SGLang beside the ranks on a shared device; SGLang on its own, always
+answering. Checkpoints are asynchronous but in the first."""
+CONFIGURATIONS = {"servers": "sglang_quickstart", "servers in flight": "sglang_disaggregated"}
+"""Of those that are not the quickstart."""
 
 
 class Ended(NamedTuple):
@@ -117,10 +123,11 @@ def rank_main(rank: int, port: int, words: Sequence[str], folder: Path, fault: F
 
 def run(name: str, folder: Path, fault: Fault | None, *more: str) -> Ended:
     """A run in a folder, to its end or until it is later than it may be."""
-    limits = [f"runtime.phase_timeout_seconds={LIMIT_SECONDS:g}"] if fault is not None and fault.kind == "hang" else []
+    hangs = fault is not None and fault.kind == "hang"
+    limits = [f"runtime.phase_timeout_seconds={_limit(name):g}"] if hangs else []
     words = [
         "train",
-        "configs/quickstart.yaml",
+        f"configs/{CONFIGURATIONS.get(name, 'quickstart')}.yaml",
         f"run.directory={folder / 'run'}",
         *_SMALL,
         *RUNS[name],
@@ -136,7 +143,8 @@ def run(name: str, folder: Path, fault: Fault | None, *more: str) -> Ended:
     while any(process.is_alive() for process in ranks) and time.monotonic() < latest:
         if at is None and struck.exists():
             at = json.loads(struck.read_text())["seconds"]
-            latest = at + (STARTS_WITHIN_SECONDS if fault is None or fault.kind == "nap" else 3 * WITHIN_SECONDS)
+            ends = fault is not None and fault.kind != "nap"
+            latest = at + (3 * WITHIN_SECONDS + hangs * _limit(name) if ends else STARTS_WITHIN_SECONDS)
         time.sleep(0.02)
     ended = time.monotonic()
     codes = [process.exitcode for process in ranks]
@@ -146,6 +154,10 @@ def run(name: str, folder: Path, fault: Fault | None, *more: str) -> Ended:
     told: dict[str, Any] = json.loads(struck.read_text()) if struck.exists() else {"seconds": ended, "newest": -1}
     said = [(folder / f"said-{rank}").read_text(errors="replace") for rank in range(RANKS)]
     return Ended(codes, said, ended - told["seconds"] if struck.exists() else None, told["newest"], _left_behind())
+
+
+def _limit(name: str) -> float:
+    return LIMIT_SECONDS_WITH_SERVERS if name in CONFIGURATIONS else LIMIT_SECONDS
 
 
 def _left_behind() -> list[str]:
@@ -173,11 +185,11 @@ def _children() -> list[psutil.Process]:
     return living
 
 
-def judge(fault: Fault, ended: Ended, directory: Path) -> str:
-    """What is wrong with an end, "" where nothing is."""
+def judge(name: str, fault: Fault, ended: Ended, directory: Path) -> str:
+    """What is wrong with an end of a run, "" where nothing is."""
     if ended.seconds is None:
         return "" if not any(ended.codes) else f"ended with {ended.codes} before its fault"
-    most = WITHIN_SECONDS + (LIMIT_SECONDS if fault.kind == "hang" else 0.0)
+    most = WITHIN_SECONDS + (_limit(name) if fault.kind == "hang" else 0.0)
     if None in ended.codes:
         return f"rank {ended.codes.index(None)} hangs"
     if lost := _lost(ended, directory):
@@ -241,9 +253,10 @@ def _lost(ended: Ended, directory: Path) -> str:
     return f"{newest.name} is damaged: {damaged}" if damaged else ""
 
 
-def _is_too_early(point: Point) -> bool:
-    """Whether it is in what makes the way out, without which nobody can be told anything yet."""
-    return point.collective.startswith("init_process_group") and "megappo/runtime/" in point.function
+def _is_of_the_way_out(point: Point) -> bool:
+    """Whether it is in what makes the way out, without which nobody can be told anything yet, or in what bounds it."""
+    makes = point.collective.startswith("init_process_group") and "megappo/runtime/" in point.function
+    return makes or point.thread == "closing"
 
 
 def draw(points: Sequence[Point], chance: random.Random) -> Point:
@@ -286,7 +299,7 @@ class Matrix:
                 assert ended.codes == [0] * RANKS, ended.said
                 texts = [(folder / f"trace-{rank}").read_text() for rank in range(RANKS)]
             of_ranks = [[Point(*json.loads(line)) for line in text.splitlines()] for text in texts]
-            self._points[name] = [[point for point in points if not _is_too_early(point)] for points in of_ranks]
+            self._points[name] = [[point for point in points if not _is_of_the_way_out(point)] for points in of_ranks]
         return self._points[name]
 
     def try_kind(self, name: str, kind: str, wanted: str, *, each: int) -> None:
@@ -298,7 +311,7 @@ class Matrix:
             fault = Fault(kind, rank, draw(there, chance))
             with self._begun(name) as folder:
                 ended = run(name, folder, fault)
-                problem = judge(fault, ended, folder / "run")
+                problem = judge(name, fault, ended, folder / "run")
             self.outcomes.append(Outcome(name, fault, problem, ended))
             print(self.outcomes[-1].line, flush=True)
 
@@ -319,7 +332,7 @@ class Matrix:
             for left in ("struck", *(f"said-{rank}" for rank in range(RANKS))):
                 (folder / left).unlink(missing_ok=True)
             ended = run(name, folder, fault, *settings)
-            self.outcomes.append(Outcome(name, fault, judge(fault, ended, folder / "run"), ended))
+            self.outcomes.append(Outcome(name, fault, judge(name, fault, ended, folder / "run"), ended))
             print(self.outcomes[-1].line, flush=True)
             done += ended.seconds is not None
             if not any(ended.codes):

@@ -248,6 +248,13 @@ class Suite:
         return unsteady
 
 
+def files_of(name: str) -> list[str]:
+    """A file of tests, or those of a folder."""
+    if not Path(ROOT, name).is_dir():
+        return [name]
+    return [os.path.relpath(path, ROOT) for path in sorted(Path(ROOT, name).rglob("test_*.py"))]
+
+
 def is_of(outcome: Outcome, file: str) -> bool:
     """Whether a test is one of a file's; pytest names files beginning at a folder of its choice."""
     return Path(file).as_posix().endswith(outcome.test.partition("::")[0])
@@ -292,7 +299,7 @@ def note_exhaustive(parts: Sequence[Part]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", metavar="FILE")
+    parser.add_argument("files", nargs="*", metavar="FILE", help="or a folder")
     parser.add_argument("--quick", action="store_true", help="only what is quick; see tests/README.md")
     parser.add_argument("--all", action="store_true", help="also what is exhaustive; see tests/README.md")
     parser.add_argument("--light", action="store_true", help="only what depends on versions; see tests/README.md")
@@ -300,7 +307,7 @@ def main() -> int:
     parser.add_argument("--types", action=argparse.BooleanOptionalAction, default=True, help="mypy beside the tests")
     parser.add_argument("--measure", action="store_true", help="write seconds.json anew")
     given = parser.parse_args()
-    files = given.files or [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests").rglob("test_*.py"))]
+    files = [file for name in given.files or ["tests"] for file in files_of(name)]
     for plugin in ("_hypothesis_pytestplugin", "hypothesis"):
         importlib.import_module(plugin)  # which every process of pytest loads
     gc.collect()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.suite import parts_of
+from tests.house.suite import files_of, parts_of
 from tests.support.harness import start
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
@@ -80,6 +80,13 @@ def test_a_process_that_dies_and_a_file_that_cannot_be_read_fail(tmp_path: Path)
     assert code == 1 and "1 passed, 2 failed, 1 skipped" in said
     assert "test_takes_its_process_down" in said and "pytest ended with 7" in said
     assert "No module named 'no_such_module'" in said
+
+
+def test_a_folder_is_its_files() -> None:
+    found = files_of("tests/house")
+    assert "tests/house/test_suite.py" in found and all(file.startswith("tests/house/test_") for file in found)
+    assert files_of("tests/house/test_suite.py") == ["tests/house/test_suite.py"]
+    assert found == [file for file in files_of("tests") if file.startswith("tests/house/")]
 
 
 def test_what_takes_longest_begins(tmp_path: Path) -> None:

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from megappo.checkpoint.changes import compare_settings
 from megappo.config import ConfigError, load_config
 from megappo.config.rules import kept_rules
-from megappo.ppo.shaping import shaped
+from megappo.ppo.shaping import RewardShaper
 from tests.support.places import BASE
 from tests.support.rewards import rollouts
 
@@ -30,12 +31,14 @@ def world(tmp_path: Path) -> Iterator[None]:
 
 
 def made_of(given: torch.Tensor, **reward: Any) -> tuple[list[float], dict[str, float]]:
-    config = load_config(
-        BASE, ["rollout.max_response_tokens=4", *(f"reward.{n}={json.dumps(v)}" for n, v in reward.items())]
-    )
-    scores, metrics = shaped(given, rollouts("a", "b", "c", "d"), config, torch.device("cpu"))
+    scores, metrics = shaper(**reward).shape(given, rollouts("a", "b", "c", "d"))
     assert scores.dtype == torch.float32
     return scores.tolist(), metrics
+
+
+def shaper(**reward: Any) -> RewardShaper:
+    words = ["rollout.max_response_tokens=4", *(f"reward.{n}={json.dumps(v)}" for n, v in reward.items())]
+    return RewardShaper(load_config(BASE, words), torch.device("cpu"))
 
 
 @pytest.mark.usefixtures("world")
@@ -62,12 +65,39 @@ def test_scores_are_made_in_the_order_that_is_said(
     assert made_of(GIVEN, **reward) == (pytest.approx(scores, abs=1e-7), pytest.approx(metrics, abs=1e-7))
 
 
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("kind", ["std", "mean_std"])
+def test_normalized_by_all_scores_so_far(kind: str) -> None:
+    """Mean and unbiased deviation in float64 over everything until now, also after a checkpoint; then scale, clip."""
+    draw = np.random.default_rng()
+    made, before = shaper(normalize=kind, scale=2.0, clip=[-3, 3]), np.zeros(0)
+    for count in (3, 1, 40, 7):
+        given = (1e4 + 3 * draw.standard_normal(count)).astype(np.float32)
+        before = np.concatenate([before, given.astype(np.float64)])
+        scores, metrics = made.shape(torch.from_numpy(given), rollouts(*"a" * count))
+        mean, std = before.mean(), before.std(ddof=1)
+        wanted = np.clip(2 * (given - (mean if kind == "mean_std" else 0.0)) / std, -3, 3)
+        np.testing.assert_allclose(scores.numpy(), wanted, rtol=1e-3, atol=2e-3)  # 1e4 has steps of 1e-3 in float32
+        assert metrics["reward/running_mean"] == pytest.approx(mean, rel=1e-12)
+        assert metrics["reward/running_std"] == pytest.approx(std, rel=1e-6)
+        state = json.loads(json.dumps(made.state_dict()))
+        made = shaper(normalize=kind, scale=2.0, clip=[-3, 3])
+        made.load_state_dict(state)
+
+
+@pytest.mark.usefixtures("world")
+def test_equal_scores_are_not_divided() -> None:
+    assert made_of(torch.full((4,), 3.0), normalize="std")[0] == [3.0] * 4
+    assert made_of(torch.full((4,), 3.0), normalize="mean_std")[0] == [0.0] * 4
+
+
 @pytest.mark.parametrize(
     ("setting", "sentence"),
     [
         ("reward.clip=[1, 1]", "clip is [1.0, 1.0], must be a lower and a higher number"),
         ("reward.clip=[.nan, 1]", "reward.clip.0 is nan, must be a finite number"),
         ("reward.clip=3", "reward.clip is 3"),
+        ("reward.normalize=running", "reward.normalize is 'running', must be std or mean_std"),
         ("reward.scale=0", "reward.scale is 0, must be above 0"),
         ("reward.truncated_penalty=-1", "reward.truncated_penalty is -1, must be at least 0"),
     ],
@@ -81,7 +111,7 @@ def test_what_is_no_bound_is_refused(setting: str, sentence: str) -> None:
 def test_an_environment_scales_its_own_rewards() -> None:
     environment = "rollout.environment={name: guess}"
     problems = list(kept_rules(load_config(BASE, [environment, "reward.scale=2"])))
-    assert any("reward.scale, shift and clip are for the scores of functions" in problem for problem in problems)
+    assert any("reward.normalize, scale, shift and clip are for the scores of" in problem for problem in problems)
     assert not list(kept_rules(load_config(BASE, [environment, "reward.truncated_penalty=1"])))
 
 

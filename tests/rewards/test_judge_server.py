@@ -19,7 +19,7 @@ from megappo.doctor.software import generation_finding
 from megappo.errors import RunError
 from megappo.plan.machines import MACHINES
 from megappo.plan.planner import make_plan, read_models
-from megappo.rewards.judge_server import start_judges
+from megappo.ppo.parts import start_reward_servers
 from megappo.rewards.own_servers import own_gpus
 from megappo.rewards.scorer import RewardScorer
 from megappo.runtime.process import Runtime
@@ -92,7 +92,7 @@ def judged(folder: Path, server: dict[str, Any] | None = None, *words: str, **ch
 
 
 def scored(config: Config, *responses: str) -> list[float]:
-    scorer = RewardScorer(config.reward, HERE.device, start_judges(config, HERE))
+    scorer = RewardScorer(config.reward, HERE.device, start_reward_servers(config, HERE))
     try:
         scores_B, metrics = scorer.score(rollouts(*responses))
         assert metrics["reward/failures"] == 0.0
@@ -141,7 +141,7 @@ def test_a_judge_that_cannot_be_kept_running_ends_the_run(tmp_path: Path) -> Non
 
 def test_a_machine_that_there_is_not(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"judge.server.machine is 3, the trainers have 1, from 0 on"):
-        start_judges(judged(tmp_path / "run", {"machine": 3}), HERE)
+        start_reward_servers(judged(tmp_path / "run", {"machine": 3}), HERE)
 
 
 @pytest.mark.parametrize(

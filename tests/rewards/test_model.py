@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from tokenizers import processors
 from transformers import (
     BertConfig,
@@ -18,7 +19,10 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
+from megappo.config import ConfigError
+from megappo.config.reward import reward_rules
 from megappo.config.schema import RewardSettings
+from megappo.plan.rewards import reward_parameters
 from megappo.rewards.model import RewardModel, batches_of
 from megappo.rewards.scorer import RewardScorer
 from megappo.rewards.workers import RewardError
@@ -54,6 +58,31 @@ def test_scores_do_not_depend_on_the_batch(
     ids = torch.tensor([[ALPHABET.index(c) for c in prompts[2] + responses[2]]])
     hidden = llama.model(input_ids=ids).last_hidden_state[:, -1]
     torch.testing.assert_close(together[2], llama.score(hidden).squeeze().detach(), atol=1e-5, rtol=1e-5)
+
+
+def test_a_reward_model_of_the_hub(tmp_path: Path, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its name: where the hub's cache of this machine has it, its scores and its size; its size also without the
+    weights."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    kept, name = tmp_path / "models--some--reward", "some/reward"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text("0123")
+    folder = save(kept / "snapshots" / "0123", llama)
+    given, count = rollouts("a", "b"), sum(p.numel() for p in llama.parameters())
+    settings = RewardSettings(function="model", model_path=name)
+    assert not list(reward_rules(settings))
+    found = RewardScorer(settings, torch.device("cpu")).score_local(given)
+    torch.testing.assert_close(found, load(folder).score(["1+1="] * 2, given.responses))
+    reward_parameters.cache_clear()
+    assert reward_parameters(name) == count
+    (Path(folder) / "model.safetensors").unlink()
+    reward_parameters.cache_clear()
+    assert reward_parameters(name) == count
+    with pytest.raises(ConfigError, match=r"reward.model_path 'some/reward' .* does not hold its weights"):
+        RewardScorer(settings, torch.device("cpu"))
+    missing = RewardSettings(function="model", model_path="./nowhere")
+    assert [problem[:50] for problem in reward_rules(missing)] == ["reward.model_path './nowhere' is not a folder (fro"]
 
 
 def test_a_template_that_fails_is_one_sentence(tmp_path: Path, llama: Any) -> None:

@@ -15,7 +15,7 @@ from megappo.config.data import DataSourceSettings
 from megappo.config.schema import RewardSettings
 from megappo.data.sources import read_records
 from megappo.rewards.arithmetic import answer_then_end
-from megappo.rewards.registry import argument_names, check_golds, check_reward, resolve
+from megappo.rewards.registry import argument_names, check_prompts, check_reward, resolve
 from megappo.rewards.rules import RULES
 from megappo.types import Prompt
 from tests.support.places import QUICKSTART
@@ -133,9 +133,9 @@ def test_an_answer_that_is_not_one_number_pays_nothing(rule: str, gold: str) -> 
 def test_answers_are_refused_before_a_run(reward: dict[str, Any], answers: list[str | None], sentence: str) -> None:
     prompts = [Prompt(i, (0,), "p", answer, {}) for i, answer in enumerate(answers)]
     with pytest.raises(ValueError, match=sentence):
-        check_golds(RewardSettings(**reward), prompts, "data")
-    check_golds(RewardSettings(function="exact"), prompts, "data")
-    check_golds(RewardSettings(**reward), prompts[:1] if answers[0] in ("3", "#### 3") else [], "data")
+        check_prompts(RewardSettings(**reward), prompts, "data")
+    check_prompts(RewardSettings(function="exact"), prompts, "data")
+    check_prompts(RewardSettings(**reward), prompts[:1] if answers[0] in ("3", "#### 3") else [], "data")
 
 
 @pytest.mark.waits

@@ -8,20 +8,24 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
+from math import isnan
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from pydantic import ValidationError
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from megappo.config import ConfigError, load_config
 from megappo.config.schema import RewardSettings
 from megappo.rewards.http import post
+from megappo.rewards.registry import check_prompts
 from megappo.rewards.scorer import RewardScorer
 from megappo.rewards.workers import RewardError
 from megappo.types import Episode, Episodes, Rollouts
 from tests.support.places import BASE
-from tests.support.rewards import rollouts, serving
+from tests.support.rewards import LLAMA, rollouts, save, serving
 
 pytestmark = pytest.mark.waits
 
@@ -80,6 +84,81 @@ def test_several_rewards_are_summed_and_shown() -> None:
     means = {"right": 1 / 3, "mood": (1 + 1 - 9) / 3, "short": (21 + 22 + 123) / 3, "talk": (3 + 3 + 103) / 3}
     failures = {"reward/failures": pytest.approx(1 / 3), "reward/timeouts": 0.0}
     assert metrics == {f"reward/{name}": pytest.approx(mean) for name, mean in means.items()} | failures
+
+
+def of_sources(given: Rollouts, *sources: str) -> Rollouts:
+    """Whose prompts are from these data sets."""
+    prompts = [replace(p, metadata={"data_source": s}) for p, s in zip(given.prompts, sources, strict=True)]
+    return replace(given, prompts=tuple(prompts))
+
+
+def test_the_data_source_chooses_among_functions() -> None:
+    """What a function is not for adds nothing, also where it would fail there; its mean is over its own samples."""
+    functions = {
+        "sums": {"function": "exact", "weight": 3.0, "data_sources": ["sums"]},
+        "mood": {"function": "several_rewards:moody", "data_sources": ["talk", "jokes"], "weight": 0.5},
+        "long": {"function": "several_rewards:told", "batch": True, "weight": 0.1},
+    }
+    given = of_sources(rollouts("2", "bad", "good", "3", "bad"), "sums", "sums", "jokes", "sums", "talk")
+    scores, metrics = scored({"functions": functions, "failure_score": -9.0}, given)
+    assert scores == pytest.approx([3 + 0.2, 0.2, 0.5 + 0.2, 0.2, -9.0])
+    means = {"sums": 1 / 3, "mood": (1 - 9) / 2, "long": (4 * 2 + 102) / 5, "failures": 1 / 5, "timeouts": 0.0}
+    assert metrics == {f"reward/{name}": pytest.approx(mean) for name, mean in means.items()}
+
+
+def test_a_function_for_no_sample_of_the_step_is_not_asked() -> None:
+    functions = {"a": {"function": "exact", "data_sources": ["a"]}, "b": {"function": "exact", "data_sources": ["b"]}}
+    scores, metrics = scored({"functions": functions}, of_sources(rollouts("2", "3"), "a", "a"))
+    assert scores == [1.0, 0.0] and metrics["reward/a"] == 0.5 and isnan(metrics["reward/b"])
+
+
+def test_prompts_that_no_function_is_for_are_told_before_a_run() -> None:
+    functions = {
+        "sums": {"function": "gsm8k", "data_sources": ["sums"]},
+        "talk": {"function": "several_rewards:moody", "data_sources": ["talk"]},
+    }
+    settings = RewardSettings.model_validate({"functions": functions})
+    prompts = of_sources(rollouts("", "", ""), "sums", "talk", "sums").prompts
+    check_prompts(settings, [replace(p, answer="#### 2") for p in prompts], "data")
+    with pytest.raises(ValueError, match=r"prompt 0 of 'data': .*'1/2'.*\(and so for 1 more prompts\)"):  # not talk's
+        check_prompts(settings, [replace(p, answer="1/2") for p in prompts], "data")
+    others = [*of_sources(rollouts("", ""), "code", "talk").prompts, replace(prompts[0], metadata={})]
+    sentence = (
+        r"prompt 0 of 'data': its data_source is 'code', and reward.functions are for sums, talk; add it to the "
+        r"data_sources of one, or a function without them \(and so for 1 more prompts\)"
+    )
+    with pytest.raises(ValueError, match=sentence):
+        check_prompts(settings, others, "data")
+
+
+def test_a_reward_model_is_one_of_several(tmp_path: Path) -> None:
+    """Its scores are those that it gives alone, and they are summed with the others'."""
+    torch.manual_seed(0)
+    folder = save(tmp_path, LlamaForSequenceClassification(LlamaConfig(**LLAMA, num_labels=1)))
+    given = of_sources(rollouts("2", "3", "2"), "sums", "talk", "talk")
+    alone, _ = scored({"function": "model", "model_path": folder}, given)
+    functions = {
+        "right": {"function": "exact", "weight": 2.0},
+        "liked": {"function": "model", "weight": 0.5, "data_sources": ["talk"]},
+    }
+    scores, metrics = scored({"functions": functions, "model_path": folder}, given)
+    assert scores == pytest.approx([2.0, 0.5 * alone[1], 2 + 0.5 * alone[2]], abs=1e-6)
+    assert metrics["reward/liked"] == pytest.approx((alone[1] + alone[2]) / 2, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("functions", "path", "sentence"),
+    [
+        ({"a": {"function": "model"}}, None, "model_path belongs to function: model; set both or neither"),
+        ({"a": {"function": "exact"}}, "folder", "model_path belongs to function: model; set both or neither"),
+        ({"a": {"function": "model"}, "b": {"function": "model"}}, "folder", "functions has 'model' twice"),
+        ({"a": {"function": "environment"}}, None, "functions has 'environment', which stands alone"),
+        ({"a": {"function": "exact", "data_sources": []}}, None, "data_sources"),
+    ],
+)
+def test_what_cannot_stand_among_functions(functions: dict[str, Any], path: str | None, sentence: str) -> None:
+    with pytest.raises(ValidationError, match=sentence):
+        RewardSettings.model_validate({"functions": functions, "model_path": path})
 
 
 @pytest.mark.parametrize(
@@ -143,7 +222,6 @@ def test_functions_see_the_whole_conversation() -> None:
     [
         ("reward.functions={a: {function: exact}}", "function and functions are all given; give one of them"),
         ("reward={functions: {mean: {function: exact}}}", "'mean', which is no name of a metric of its own"),
-        ("reward={functions: {a: {function: model}}}", "functions has 'model', which stands alone"),
         ("reward={functions: {a: {function: exact}}, batch: true}", "options and batch are those of a single function"),
         ("reward={workers: 1}", "none of function, judge, functions is given"),
     ],

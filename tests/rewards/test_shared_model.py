@@ -24,13 +24,14 @@ from megappo.errors import RunError
 from megappo.plan.machines import MACHINES
 from megappo.plan.planner import make_plan, read_models
 from megappo.plan.rewards import reward_parameters
+from megappo.ppo.parts import start_reward_servers
 from megappo.rewards import model_server
 from megappo.rewards.http import ServerPlace
 from megappo.rewards.model import RewardModel
 from megappo.rewards.own_servers import OwnServers
 from megappo.rewards.remote_model import RemoteRewardModel
 from megappo.rewards.scorer import RewardScorer
-from megappo.rewards.shared_model import MODEL, SharedRewardModel, start_model_server
+from megappo.rewards.shared_model import SERVED, SharedRewardModel
 from megappo.rewards.workers import RewardError
 from megappo.runtime.process import Runtime
 from tests.support.data import ALPHABET
@@ -81,15 +82,15 @@ def test_every_way_to_a_reward_model_tells_its_template_one_time(
         own = judged(tmp_path, {"threads": 1})
         config = own.model_copy(update={"data": own.data.model_copy(update={"template_time": time})})
         assert config.reward.model_server is not None
-        started = start_model_server(config, config.reward.model_server, HERE)
+        started = start_reward_servers(config, HERE)
         scorer = RewardScorer(config.reward, HERE.device, started)
         try:
             scores.append(RewardScorer(judged(tmp_path, None).reward, HERE.device, template_time=time))
             expected = scores[-1].score_local(samples)
             torch.testing.assert_close(scorer.score_local(samples), expected, atol=1e-5, rtol=1e-5)
             monkeypatch.delenv("http_proxy", raising=False)
-            monkeypatch.setenv("REWARD_KEY", started.places[MODEL].key)
-            elsewhere = judged(tmp_path, None, model_remote={"url": started.places[MODEL].url, "key": "REWARD_KEY"})
+            monkeypatch.setenv("REWARD_KEY", started.places[SERVED].key)
+            elsewhere = judged(tmp_path, None, model_remote={"url": started.places[SERVED].url, "key": "REWARD_KEY"})
             remote = RewardScorer(elsewhere.reward, HERE.device, template_time=time)
             torch.testing.assert_close(remote.score_local(samples), expected, atol=1e-5, rtol=1e-5)
         finally:
@@ -108,14 +109,14 @@ def test_scores_are_those_of_a_copy_also_after_it_has_died(
     assert settings is not None and folder is not None
     samples = rollouts(*("ab" * (7 * n % 25) + "c" for n in range(130)))
     copy = RewardScorer(judged(tmp_path, None).reward, HERE.device)
-    started = start_model_server(config, settings, HERE)
+    started = start_reward_servers(config, HERE)
     scorer = RewardScorer(config.reward, HERE.device, started)
     try:
         expected = copy.score_local(samples)
         assert len({round(score, 3) for score in expected.tolist()}) == 25
         torch.testing.assert_close(scorer.score_local(samples), expected, atol=1e-5, rtol=1e-5)
         (process,) = servers()
-        shared = SharedRewardModel(started.places[MODEL], settings, started.check)
+        shared = SharedRewardModel(started.places[SERVED], settings, started.check)
         texts, responses = [f"{n}+1=" for n in range(5)], ["a" * n for n in range(5)]
         own = RewardModel(folder, dtype=torch.float32, device=HERE.device)
         torch.testing.assert_close(shared.score(texts, responses), own.score(texts, responses), atol=1e-5, rtol=1e-5)
@@ -123,8 +124,8 @@ def test_scores_are_those_of_a_copy_also_after_it_has_died(
         with pytest.raises(RunError, match="become no token of the reward model"):
             shared.score([""], [""])
         monkeypatch.delenv("http_proxy")  # a server elsewhere may be behind one
-        monkeypatch.setenv("REWARD_KEY", started.places[MODEL].key)
-        elsewhere = {"url": started.places[MODEL].url, "key": "REWARD_KEY"}
+        monkeypatch.setenv("REWARD_KEY", started.places[SERVED].key)
+        elsewhere = {"url": started.places[SERVED].url, "key": "REWARD_KEY"}
         remote = RewardScorer(judged(tmp_path, None, model_remote=elsewhere).reward, HERE.device)
         torch.testing.assert_close(remote.score_local(samples), expected, atol=1e-5, rtol=1e-5)
         read = RemoteRewardModel(folder, RemoteModelSettings.model_validate(elsewhere)).try_each(
@@ -135,12 +136,12 @@ def test_scores_are_those_of_a_copy_also_after_it_has_died(
         monkeypatch.setenv("REWARD_KEY", "guessed")
         with pytest.raises(RewardError, match=r"/classify: HTTP 401"):
             RewardScorer(judged(tmp_path, None, model_remote=elsewhere).reward, HERE.device).score_local(samples)
-        stranger = Endpoint(0, started.places[MODEL].url, "guessed", 0)
+        stranger = Endpoint(0, started.places[SERVED].url, "guessed", 0)
         with pytest.raises(ServerFailure, match=r"refused /score \(401\)"):
             call(stranger, "/score", {"prompts": texts, "responses": responses}, timeout_seconds=5)
         assert servers() == [process] and process.is_running()
 
-        broken = Endpoint(0, started.places[MODEL].url, started.places[MODEL].key, 0)
+        broken = Endpoint(0, started.places[SERVED].url, started.places[SERVED].key, 0)
         with pytest.raises(ServerFailure, match="cannot be reached for /score"):
             call(broken, "/score", {"prompts": texts}, timeout_seconds=5)  # which it cannot compute
         torch.testing.assert_close(scorer.score_local(samples), expected, atol=1e-5, rtol=1e-5)
@@ -152,7 +153,7 @@ def test_scores_are_those_of_a_copy_also_after_it_has_died(
     assert "missing 1 required positional argument: 'responses'" in log.read_text()
     said = capsys.readouterr()
     assert "reward model (http://127.0.0.1:" in said.err and "it is started again" in said.err
-    assert started.places[MODEL].key not in said.err + said.out + log.read_text()
+    assert started.places[SERVED].key not in said.err + said.out + log.read_text()
 
 
 def test_a_shared_model_without_a_score_costs_its_own_sample(tmp_path: Path) -> None:
@@ -165,7 +166,7 @@ def test_a_shared_model_without_a_score_costs_its_own_sample(tmp_path: Path) -> 
         for letter, worth in (("x", math.nan), ("y", math.inf)):
             model.model.embed_tokens.weight[ALPHABET.index(letter)] = worth
     model.save_pretrained(folder)
-    started = start_model_server(config, settings, HERE)
+    started = start_reward_servers(config, HERE)
     scorer, failures = RewardScorer(config.reward, HERE.device, started), dict[int, str]()
     try:
         scores_B, metrics = scorer.score(rollouts("a", "x", "c", "cy"), failures)
@@ -194,7 +195,7 @@ def test_code_in_a_folder_runs_only_where_it_is_trusted(
 
     def started(given: Config) -> OwnServers | None:
         settings = given.reward.model_server
-        return None if settings is None else start_model_server(given, settings, HERE)
+        return None if settings is None else start_reward_servers(given, HERE)
 
     with pytest.raises(ValueError, match=r"cannot be loaded .*trust_remote_code"):
         RewardScorer(config.reward, HERE.device, started(config))
@@ -295,7 +296,7 @@ def test_what_cannot_be_loaded_is_one_sentence(
     labels = {"id2label": {"0": "a", "1": "b", "2": "c"}, "label2id": {"a": 0, "b": 1, "c": 2}}
     (tmp_path / "model" / "config.json").write_text(json.dumps(told | labels))
     with pytest.raises(ValueError, match=r"has 3 labels, must have 1"):
-        start_model_server(config, config.reward.model_server, HERE)
+        start_reward_servers(config, HERE)
     (finding,) = [f for f in settings_findings(config, read_models(config, None).models, 2) if f.check == "reward"]
     assert finding.state == "broken" and "has 3 labels, must have 1" in finding.words
     (tmp_path / "model" / "config.json").write_text(json.dumps(told))
@@ -331,7 +332,7 @@ def test_the_plan_the_doctor_and_a_dry_run_know_of_it(tmp_path: Path, capsys: py
     )
     reward = f"reward={json.dumps(config.reward.model_dump(exclude_defaults=True))}"
     assert main(["train", "configs/quickstart.yaml", "--dry-run", reward]) == 0
-    assert "GB, which one process on machine 0 for all ranks loads" in " ".join(capsys.readouterr().out.split())
+    assert "weights, which one process on machine 0 for all ranks loads" in " ".join(capsys.readouterr().out.split())
 
 
 def test_without_a_model_there_is_no_server_for_it() -> None:
