@@ -153,7 +153,7 @@ def test_what_a_step_keeps_is_the_same_after_a_kill(tmp_path: Path) -> None:
         "checkpoint.keep_best=eval/hard/pass@3", "evaluation.every_steps=2",
         "run.steps=3", "checkpoint.every_steps=1", "rollout.dynamic_sampling={max_rounds: 3}",
         "reward={functions: {number: {function: number, weight: 2}, exact: {function: exact}}}",
-        "reward.overlong={buffer_tokens: 1}", "reward.scale=2", "reward.shift=0.5",
+        "reward.overlong={buffer_tokens: 1}", "reward.normalize=std", "reward.scale=2", "reward.shift=0.5",
         "rollout.generation=configs.examples.segments:segments",
         "rollout.generation_options={tokens: 4}",
         "algorithm.mask_truncated=true", "algorithm.positive_nll_coef=0.1",
@@ -172,7 +172,7 @@ def test_what_a_step_keeps_is_the_same_after_a_kill(tmp_path: Path) -> None:
         assert 0 < line["response/truncated"] <= -line["reward/overlong"] < 1  # some end with the last token
         total = 2 * line["reward/number"] + line["reward/exact"]  # of all rounds
         assert 0 < total < line["reward/given"] and line["actor/nll_loss"] > 0
-        shaped = 2 * (line["reward/given"] + line["reward/overlong"]) + 0.5
+        shaped = 2 * (line["reward/given"] + line["reward/overlong"]) / line["reward/running_std"] + 0.5
         assert line["reward/mean"] == pytest.approx(shaped, abs=1e-6)
         sources = [(line[f"source/{n}/prompts"], line[f"source/{n}/reward_mean"]) for n in ("few", "many")]
         assert sum(prompts for prompts, _ in sources) == 10
