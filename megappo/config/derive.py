@@ -360,6 +360,8 @@ def _algorithm_words(config: Config) -> str:
         words.append(f"clip {algorithm.clip_low:g} low, {algorithm.clip_high:g} high")
     elif algorithm.policy_loss == "penalty":
         words.append(f"adaptive penalty towards {algorithm.penalty.target:g} nats per token")
+    elif algorithm.band_edges is not None:
+        words.append("policy loss {} ({:g} low, {:g} high)".format(algorithm.policy_loss, *algorithm.band_edges))
     else:
         words.append(f"policy loss {algorithm.policy_loss}")
     if algorithm.kl_in_reward is not None:
