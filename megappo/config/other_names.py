@@ -120,6 +120,7 @@ COUNTERPARTS: dict[str, Counterpart] = {
         "critic.warmup_steps", "in these steps only the critic learns", "critic_warmup", "num_critic_only_steps",
         "freezing_actor_steps",
     ),
+    **_same("critic.freeze", "", "freeze_attention", "freeze_param_patterns"),
     **_same("", _OWN_LOSS, "vf_coef"),
     **_same("critic.path", "", "critic_pretrain", "critic_model_path"),
     **_same("model.path", "", "pretrain", "hf_checkpoint", "model_name_or_path", "model_name", "sft_model_path"),

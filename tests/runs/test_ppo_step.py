@@ -183,6 +183,20 @@ OF_BANDS = {
     ]
     for name, (band, layout) in BUILT_IN.items()
 }
+# Critics of which a part is frozen: what the settings say, and names of the oracle's parameters.
+EXPERTS_OF_ALL = "model.layers.*.mlp.experts.*"
+FROZEN: dict[str, tuple[str, list[str]]] = {
+    "frozen-sp2": (r"self_attn", ["critic.freeze=attention", *SP2]),
+    "frozen-dp2-distributed": (
+        r"self_attn|embed_tokens",
+        ["critic.freeze=[attention, embeddings]", "critic.recompute=full", *SHARDED, *OFFLOAD],
+    ),
+    "frozen-pp2": (
+        r"embed_tokens|layers\.0\.mlp",
+        ["critic.freeze=[embeddings, 'model.layers.0.mlp.*']", *TWO_PROCESSES["pp2"]],
+    ),
+    "frozen-cp2-ep2-experts": (r"mlp\.experts", [f"critic.freeze=['{EXPERTS_OF_ALL}']", *CP2, *EP2]),
+}
 # Models with caps, norms behind layers and layers that differ.
 GEMMA = {
     "sp2-recompute-gemma2": [*SP2, *(f"{r}.recompute=full" for r in ("actor", "critic"))],
@@ -216,6 +230,7 @@ WITH_ORACLE = {
         **GEMMA,
         **OF_USERS,
         **OF_BANDS,
+        **{name: overrides for name, (_, overrides) in FROZEN.items()},
     },
     3: THREE_PROCESSES,
     4: {**FOUR_PROCESSES, **FOUR_EXPERTS},
@@ -389,7 +404,9 @@ def oracle(world: World, name: str) -> tuple[dict[str, Any], Any, ValueModel]:
         settings.is_bypassed, settings.aggregation = name.startswith("dis"), "token-mean"
     if "balanced" in name:
         settings.actor_balance, settings.critic_balance = BALANCE["actor"], BALANCE["critic"]
-    return oracle_step(world.folder(name), world.samples_of(name), settings, world.result(name)["minibatches"])
+    frozen = FROZEN[name][0] if name in FROZEN else None
+    minibatches = world.result(name)["minibatches"]
+    return oracle_step(world.folder(name), world.samples_of(name), settings, minibatches, frozen=frozen)
 
 
 def oracle_step(
@@ -398,8 +415,11 @@ def oracle_step(
     settings: Settings,
     minibatches: dict[str, list[list[int]]],
     adapters: Path | None = None,
+    *,
+    frozen: str | None = None,
 ) -> tuple[dict[str, Any], Any, ValueModel]:
-    """What was measured in the step, and the models behind it. `adapters`: what actor and critic train."""
+    """What was measured in the step, and the models behind it. `adapters`: what actor and critic train. `frozen`: which
+    parameters of the critic are not."""
     actor, reference, trunk = (
         AutoModelForCausalLM.from_pretrained(
             p, dtype=torch.float32, experts_implementation="eager", attn_implementation="eager"
@@ -414,6 +434,9 @@ def oracle_step(
     head.weight.data.copy_(drawn)
     head.bias.data.zero_()
     critic = ValueModel(trunk, head)
+    for name, parameter in critic.trunk.named_parameters():
+        if frozen is not None and re.search(frozen, name):
+            parameter.requires_grad_(False)
     samples = [
         Sample(
             torch.tensor(s["tokens"]),
@@ -567,6 +590,24 @@ def test_losses_of_ones_own_are_clipped_too(world: World, name: str) -> None:
     metrics = world.result(name)["metrics"]
     assert 0.05 < metrics["actor/clipfrac"] < 0.95 and metrics["actor/clipfrac_lower"] == 0
     assert ("actor/sequence_ratio" in metrics) == (name == "gspo-tp2")
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_what_is_frozen_of_a_critic_stays_as_it_was(world: World, name: str) -> None:
+    """To the last bit, over four updates of it; everything else moved, as the actor's did."""
+    result = world.result(name)
+    assert result["metrics"]["critic/updates"] == 4
+    start = dict(stored_parameters(AutoModelForCausalLM.from_pretrained(world.folder(name), dtype=torch.float32)))
+    trained = {role: load_file(world.out(name) / f"{role}.safetensors") for role in ("actor", "critic")}
+    pattern, kept = FROZEN[name][0], 0
+    for key, tensor in start.items():
+        if key not in trained["critic"]:
+            continue  # the output layer, which a critic has none of
+        is_frozen = re.search(pattern, key) is not None
+        assert torch.equal(trained["critic"][key], tensor) == is_frozen, key
+        assert not torch.equal(trained["actor"][key], tensor), key
+        kept += is_frozen
+    assert kept > 0
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
