@@ -28,6 +28,7 @@ from triton.compiler import ASTSource
 
 from megappo_kernels.gpu import gae, head, layers, objectives, rows, whiten
 from megappo_kernels.objectives import FUNCTIONS, Objective, PolicyObjective, ValueObjective, inputs_of
+from megappo_kernels.surrogates import gspo
 
 _KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
 SHARED_BYTES = {capability: kib * 1024 for capability, kib in _KIB.items()}
@@ -146,6 +147,8 @@ def _objective_variants(few: bool, objective: type[Objective]) -> Iterator[Varia
     """With and without what is optional of numbers and settings, and with each function that a setting can name."""
     pointer, number, hints = Kind("*fp32"), Kind("fp32"), get_type_hints(objective)
     numbers = {name: (pointer,) if must else (None, pointer) for name, must in inputs_of(objective.formula).items()}
+    if "sequence_log_ratio" in numbers:
+        numbers["sequence_log_ratio"] = (None,)  # type: ignore[assignment]  # but for the one loss that takes it
     settings: dict[str, tuple[Any, ...]] = {
         name: (None, number) if type(None) in get_args(hints[name]) else (number,)
         for name in (field.name for field in fields(objective))
@@ -154,6 +157,8 @@ def _objective_variants(few: bool, objective: type[Objective]) -> Iterator[Varia
     for chosen in _switches(few, **numbers, **settings):
         if "kl" in chosen and chosen["ref_logprob"] is None and chosen["kl"] is not settings["kl"][0]:
             continue  # there is nothing to estimate
+        if chosen.get("policy_loss") is gspo:
+            chosen["sequence_log_ratio"] = pointer
         given = objective().settings()._replace(**{name: chosen[name] for name in settings})
         arguments: dict[str, Any] = {name: _kind(name) for name in objectives.objective_kernel.arg_names}
         arguments |= {"numbers": tuple(chosen[n] for n in numbers), "settings": objectives.compiled_settings(given)}

@@ -18,6 +18,7 @@ from megappo_kernels.backend import runs_triton
 from megappo_kernels.metrics import combine, measure
 from megappo_kernels.objectives import Objective, PolicyObjective, ValueObjective, inputs_of, metric_kind
 from megappo_kernels.own_losses import own_slopes
+from megappo_kernels.sequences import sequence_log_ratio
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ def evaluate(
     if isinstance(objective, PolicyObjective) and callable(objective.policy_loss):
         slopes, metrics, mask = own_slopes(objective, given, context_group)
         return Evaluation(slopes, measure(metrics, mask))
+    if isinstance(objective, PolicyObjective) and objective.sees_sequences:
+        given = {**given, "sequence_log_ratio": sequence_log_ratio(given, context_group)}
     numbers = {name: given[name] if must else given.get(name) for name, must in inputs_of(objective.formula).items()}
     first, mask = given[objective.trained[0]], given["mask"]
     if runs_triton(first):

@@ -64,6 +64,10 @@ def shown(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
             numbers[name] = float(total[name]) / count
     if "returns.m2" in total and count:
         numbers["explained_variance"] = _explained_variance({n: float(x) for n, x in total.items()})
+    if "token_weight.m2" in total and count:
+        square = float(total["token_weight.mean"]) ** 2
+        mean_square = square + float(total["token_weight.m2"]) / count
+        numbers["effective_sample_size"] = square / mean_square if mean_square else 0.0
     return numbers
 
 

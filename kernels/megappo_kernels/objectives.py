@@ -16,20 +16,9 @@ import inspect
 from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple
 
-
-class _Torch:
-    def __getattr__(self, name: str) -> Any:
-        import torch
-
-        return getattr(torch, name)
-
-
-xp: Any = _Torch()
-"""torch; in what Triton compiles, its language."""
-Numbers: TypeAlias = Any
-"""A number for each token: a tensor, or a block of Triton's."""
+from megappo_kernels.surrogates import POLICY_LOSSES, Numbers, clamped, xp
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to +- this before exp, so that no wild token can overflow a batch; beyond, slopes are 0."""
@@ -53,11 +42,6 @@ class Metric(NamedTuple):
 def _tuple_type(name: str, names: tuple[str, ...]) -> Any:
     """Triton knows named tuples, but neither dictionaries nor dataclasses."""
     return namedtuple(name, names)
-
-
-def clamped(x: Numbers, low: Numbers, high: Numbers) -> Numbers:
-    """`x` within [low, high]; NaN stays NaN."""
-    return xp.where(x > high, high, xp.where(x < low, low, x))
 
 
 # -- KL(policy || reference) --
@@ -103,37 +87,6 @@ def kl_estimate(gap: Numbers, kind: str) -> Numbers:
 # -- The policy --
 
 
-class Surrogate(NamedTuple):
-    """What rewards advantages: a loss, its slope in `logprob`, and what is reported of it."""
-
-    loss: Numbers
-    slope: Numbers
-    clipfrac: Numbers
-    clipfrac_lower: Numbers
-
-
-def clip(s: Any, log_ratio: Numbers, ratio: Numbers, advantages: Numbers) -> Surrogate:
-    """PPO-clip (Schulman et al. 2017, eq. 7), bounded where the advantage is negative (Ye et al. 2020, eq. 5)."""
-    plain = -advantages * ratio
-    limited = -advantages * clamped(ratio, 1 - s.clip_low, 1 + s.clip_high)
-    is_clipped = limited > plain
-    loss, slope = xp.where(is_clipped, limited, plain), xp.where(is_clipped, 0.0, plain)
-    is_bounded = xp.zeros_like(is_clipped)
-    if s.dual_clip is not None:
-        bound = -advantages * s.dual_clip
-        is_bounded = (advantages < 0) & (bound < loss)
-        loss, slope = xp.where(is_bounded, bound, loss), xp.where(is_bounded, 0.0, slope)
-    return Surrogate(loss, slope, is_clipped, is_bounded)
-
-
-def penalty(s: Any, log_ratio: Numbers, ratio: Numbers, advantages: Numbers) -> Surrogate:
-    """-ratio * A + penalty_coef * KL(old || new), estimated by k3 (Schulman et al. 2017, eq. 8)."""
-    plain, never = -ratio * advantages, xp.zeros_like(ratio)
-    loss = plain + s.penalty_coef * (ratio - 1 - log_ratio)
-    return Surrogate(loss, plain + s.penalty_coef * (ratio - 1), never, never)
-
-
-POLICY_LOSSES: Mapping[str, Callable[..., Surrogate]] = {"clip": clip, "penalty": penalty}
 POLICY_METRICS: Mapping[str, Metric] = {
     "loss": Metric("term", "1", "Whole policy loss: the sum of the next four.", "no trend is needed"),
     "pg_loss": Metric("term", "1", "Policy gradient part, clipped or with penalty.", "near 0, mostly below"),
@@ -155,11 +108,27 @@ POLICY_METRICS: Mapping[str, Metric] = {
     "entropy": Metric(
         "mean", "nats per token", "Entropy of the policy at the sampling temperature.", "falls slowly, stays above 0"
     ),
+    "masked_below": Metric(
+        "mean", "fraction", "Tokens below the loss's band: clipped, left out, or of `cispo` held at its edge.",
+        "below 0.1; advice where more than 0.2 are left out",
+    ),
+    "masked_above": Metric("mean", "fraction", "Tokens above the band.", "below 0.1, as below"),
+    "band_position": Metric(
+        "mean", "1", "Mean place in the band: 0 at its lower edge, 1 at its upper one (of `sapo` the gate).",
+        "steady, near where a ratio of 1 lies",
+    ),
+    "token_weight": Metric("spread"),
+    "effective_sample_size": Metric(
+        "derived", "fraction", "(sum of w)^2 / (tokens x sum of w^2) of what multiplies advantages in the slope.",
+        "above 0.5; 1 before the first update",
+    ),
     "ref_kl": Metric(
         "mean", "nats per token", "KL to the reference by `kl_in_loss.kind`, or k3 without `kl_in_loss`.", "below 0.5"
     ),
 }  # fmt: skip
-PolicyMetrics = _tuple_type("PolicyMetrics", tuple(name for name in POLICY_METRICS if name != "loss"))
+PolicyMetrics = _tuple_type(
+    "PolicyMetrics", tuple(name for name in POLICY_METRICS if name not in ("loss", "effective_sample_size"))
+)
 
 
 def policy_loss(
@@ -172,17 +141,27 @@ def policy_loss(
     ref_logprob: Numbers = None,
     importance_weights: Numbers = None,
     nll_weights: Numbers = None,
+    sequence_log_ratio: Numbers = None,
 ) -> tuple[tuple[Numbers, ...], Any]:
     """weights * (importance * surrogate - entropy_coef * entropy + kl_coef * KL(policy || reference))
     - nll_weights * logprob.
 
+    `sequence_log_ratio`: the mean of a token's sequence, which the surrogate gets in the place of the token's own.
     Returns the slopes in `logprob` and `entropy`, and PolicyMetrics.
     """
     gap = logprob - old_logprob
     log_ratio = clamped(gap, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratio = xp.exp(log_ratio)
-    surrogate = s.policy_loss(s, log_ratio, ratio, advantages)
-    loss, slope = surrogate.loss, xp.where(xp.abs(gap) > LOG_RATIO_LIMIT, 0.0, surrogate.slope)
+    shared, shared_ratio = log_ratio, ratio
+    if sequence_log_ratio is not None:
+        shared, shared_ratio = sequence_log_ratio, xp.exp(sequence_log_ratio)
+    surrogate = s.policy_loss(s, logprob, old_logprob, shared, shared_ratio, advantages)
+    is_far = xp.abs(gap) > LOG_RATIO_LIMIT
+    loss, slope, weight = (
+        surrogate.loss,
+        xp.where(is_far, 0.0, surrogate.slope),
+        xp.where(is_far, 0.0, surrogate.weight),
+    )
     if importance_weights is not None:
         loss, slope = loss * importance_weights, slope * importance_weights
     ref_kl = xp.zeros_like(logprob)
@@ -204,6 +183,10 @@ def policy_loss(
         ratio=ratio,
         ratio_max=ratio,
         entropy=entropy,
+        masked_below=surrogate.below,
+        masked_above=surrogate.above,
+        band_position=surrogate.position,
+        token_weight=weight,
         ref_kl=ref_kl,
     )
     return (slope, -s.entropy_coef * weights), metrics
@@ -286,6 +269,14 @@ class PolicyObjective(Objective, formula=policy_loss, trained=("logprob", "entro
     dual_clip: float | None = None
     """Bound c > 1 of the loss where the advantage is negative."""
     penalty_coef: float = 0.0
+    band_low: float = 0.2
+    band_high: float = 0.2
+    """Of the losses in BANDS: from 1 - band_low to 1 + band_high of the ratio, or so far down and up."""
+    gate_positive: float = 1.0
+    gate_negative: float = 1.05
+    """`sapo`'s temperatures: the larger, the sooner a token's slope fades."""
+    weight_cap: float = 20.0
+    """Largest weight of a token with `dppo_tv` and `dppo_kl`."""
     entropy_coef: float = 0.0
     kl: str = "low_var_kl"
     kl_coef: float = 0.0
@@ -297,8 +288,10 @@ class PolicyObjective(Objective, formula=policy_loss, trained=("logprob", "entro
 
     @property
     def sees_sequences(self) -> bool:
-        """Whether a token's slope depends on the other tokens of its sequence."""
-        return callable(self.policy_loss) and "sequence_mean" in taken_by(self.policy_loss, OFFERED)
+        """Whether a token's slope depends on the other tokens of its sequence, so that all have to be there."""
+        if callable(self.policy_loss):
+            return "sequence_mean" in taken_by(self.policy_loss, OFFERED)
+        return self.policy_loss == "gspo"
 
     @property
     def slopes_in_entropy(self) -> bool:

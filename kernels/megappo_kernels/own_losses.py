@@ -26,7 +26,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megappo_kernels.objectives import LOG_RATIO_LIMIT, OFFERED, PolicyObjective, Surrogate, inputs_of, taken_by
+from megappo_kernels.objectives import LOG_RATIO_LIMIT, OFFERED, PolicyObjective, inputs_of, taken_by
+from megappo_kernels.sequences import mean_over
+from megappo_kernels.surrogates import Surrogate
+
+_OF_BANDS = ("masked_below", "masked_above", "band_position", "token_weight")
+"""Metrics that only the function itself could know."""
 
 
 def own_slopes(
@@ -43,16 +48,17 @@ def own_slopes(
     if not len(counts_N):  # a token that does not count shows what there is to report
         numbers = {name: x.new_zeros(1) for name, x in numbers.items()}
         sequences_N, counts_N = torch.full_like(numbers["logprob"], -1, dtype=torch.int64), mask.new_zeros(1)
-    loss_N, slopes, extra = _differentiated(objective, numbers, _mean_over(sequences_N, context_group))
+    loss_N, slopes, extra = _differentiated(objective, numbers, mean_over(sequences_N, context_group))
     nothing = torch.zeros_like(loss_N)
-    constant = Surrogate(loss_N, nothing, nothing, nothing)
+    constant = Surrogate(loss_N, *[nothing] * (len(Surrogate._fields) - 1))
     settings = objective.settings()._replace(policy_loss=lambda *_: constant)
     others, metrics = objective.formula(settings, **numbers)
     whole = {
         name: torch.zeros_like(given[name]).masked_scatter_(mask, own + other)
         for name, own, other in zip(objective.trained, slopes, others, strict=True)
     }
-    return whole, metrics._asdict() | extra, counts_N
+    known = {name: x for name, x in metrics._asdict().items() if name not in _OF_BANDS}
+    return whole, known | extra, counts_N
 
 
 def _differentiated(
@@ -75,51 +81,6 @@ def _differentiated(
         weights = numbers["weights"] * numbers.get("importance_weights", 1.0)
         slopes = torch.autograd.grad((weights * loss_N).sum(), (logprob, entropy), materialize_grads=True)
     return loss_N.detach(), slopes, {name: x.detach() for name, x in extra.items()}
-
-
-def _mean_over(sequences_N: Tensor | None, group: dist.ProcessGroup | None) -> Callable[[Tensor], Tensor]:
-    """`sequence_mean`; as products of matrices, whose sums have the same order every time."""
-
-    def mean(x_N: Tensor) -> Tensor:
-        if sequences_N is None:
-            raise ValueError("the policy loss wants means over sequences; say which tokens are whose: inputs.sequences")
-        if group is None:
-            _, index_N = torch.unique(sequences_N, return_inverse=True)
-        else:  # a number of its own for the token that does not count, as other ranks have those of sequence 0
-            index_N = sequences_N + 1
-        member_NS = torch.nn.functional.one_hot(index_N, _largest(index_N, group) + 1).to(x_N.dtype)
-        sums_S: Tensor = _SumOver.apply(x_N @ member_NS, group)
-        counts_S: Tensor = _SumOver.apply(member_NS.sum(0), group)
-        return member_NS @ (sums_S / counts_S.clamp(min=1))
-
-    return mean
-
-
-def _largest(index_N: Tensor, group: dist.ProcessGroup | None) -> int:
-    largest = index_N.amax()
-    if group is not None:
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    return int(largest)
-
-
-class _SumOver(torch.autograd.Function):
-    """The sum over ranks, which each of them uses."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        ctx.group = group
-        return _summed(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _summed(grads[0], ctx.group), None
-
-
-def _summed(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    x = x.clone()
-    if group is not None:
-        dist.all_reduce(x, group=group)
-    return x
 
 
 def _check(loss_N: Any, extra: Any, logprob_N: Tensor) -> None:

@@ -78,13 +78,19 @@ def compare_settings(before: Mapping[str, Any], now: Mapping[str, Any], steps: t
     return Changes(tuple(harmless), tuple(dangerous))
 
 
-def lora_changes(before: Mapping[str, Any], now: Config) -> str | None:
-    """Why the checkpoint's weights are not those of these settings' roles at all: adapters are no weights."""
+def tensor_changes(before: Mapping[str, Any], now: Config) -> str | None:
+    """Why the checkpoint's tensors are not those of these settings' roles at all: adapters are no weights, and what is
+    frozen has no moments."""
     for role, settings in now.trained.items():
         old = (before.get(role) or {}).get("lora")
         new = None if settings.lora is None else settings.lora.model_dump(mode="json")
         if old != new:
             return f"{role}.lora {show(old)} and not {show(new)}, so its checkpoints hold other tensors"
+    if now.critic is not None:
+        frozen = sorted((before.get("critic") or {}).get("freeze", ()))
+        if frozen != sorted(now.critic.freeze):
+            words = f"critic.freeze {show(frozen)} and not {show(sorted(now.critic.freeze))}"
+            return f"{words}, so its checkpoints hold other moments"
     return None
 
 

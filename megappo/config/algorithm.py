@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
@@ -10,9 +10,10 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 from megappo.algo.aggregation import Aggregation
 from megappo.algo.estimators import NAMES
 from megappo.config.base import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Settings, Text
-from megappo.errors import show
+from megappo.errors import either, show
 from megappo.plugins import check_choice, is_import_path
-from megappo_kernels.objectives import POLICY_LOSSES, KLKind
+from megappo_kernels.objectives import KLKind
+from megappo_kernels.surrogates import BANDS, POLICY_LOSSES
 
 _DEFAULT_TARGET_NATS = {"token": 0.01, "response": 6.0}
 
@@ -57,6 +58,26 @@ class PenaltySettings(Settings):
     target: PositiveFloat = 0.01
     """KL per token in nats that the weight is adapted to: what the step's updates end at, which takes a forward pass of
     the actor more (Schulman et al. 2017, section 4)."""
+
+
+class BandSettings(Settings):
+    low: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Down to 1 - low of the ratio; with `dppo_tv` so far down in probability, with `dppo_kl` in nats. 1: any ratio.
+    Default: 0.8 with `dis` (SAO), 1 with `cispo` (ScaleRL), 3e-4 with `gspo` (its paper), 0.2 with `dppo_tv`, 0.05 with
+    `dppo_kl` (DPPO)."""
+    high: PositiveFloat | None = None
+    """Up to 1 + high of the ratio, or so far up. Default: 3 with `dis`, 4 with `cispo`, 4e-4 with `gspo`, 0.2 with
+    `dppo_tv`, 0.05 with `dppo_kl`, of the same sources."""
+    cap: PositiveFloat | None = None
+    """Largest weight of a token with `dppo_tv` and `dppo_kl`; default: 20 (verl)."""
+
+
+class GateSettings(Settings):
+    positive: Annotated[float, Field(gt=0, le=50)] = 1.0
+    """Temperature of tokens whose advantage is above 0: the larger, the sooner slopes fade as ratios leave 1 (Gao et
+    al. 2025, "SAPO")."""
+    negative: Annotated[float, Field(gt=0, le=50)] = 1.05
+    """Temperature of the other tokens."""
 
 
 class CorrectionSettings(Settings):
@@ -154,8 +175,10 @@ class AlgorithmSettings(Settings):
     whiten_advantages: bool = True
     """Whiten over the global batch where the estimator allows it."""
     policy_loss: Text = "clip"
-    """`clip` (PPO-clip), `penalty` (an adaptive KL penalty against the old policy), or one of your own:
-    `package.module:function`."""
+    """`clip` (PPO-clip), `penalty` (an adaptive KL penalty against the old policy), `dis` (of SAO: tokens outside a
+    band around the engine's own probabilities are left out), `cispo` (ratios as bounded weights), `gspo` (ratios of
+    sequences), `sapo` (a soft gate), `dppo_tv` or `dppo_kl` (tokens are left out by their change of probability), or
+    one of your own: `package.module:function`."""
     policy_loss_options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of a policy loss of your own."""
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
@@ -164,6 +187,11 @@ class AlgorithmSettings(Settings):
     """Ratios are clipped above at 1 + clip_high."""
     dual_clip: Annotated[float, Field(gt=1, le=1e9)] | None = 3.0
     """Lower bound c*A of the objective where A < 0 (Ye et al. 2020); null: off."""
+    band: BandSettings | None = None
+    """Where ratios are left alone by `policy_loss: dis`, `cispo`, `gspo`, `dppo_tv` and `dppo_kl`; default: the loss's
+    own. `clip` has clip_low and clip_high."""
+    gate: GateSettings | None = None
+    """Settings of `policy_loss: sapo`; default: the paper's."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
     positive_nll_coef: NonNegativeFloat = 0.0
@@ -202,6 +230,14 @@ class AlgorithmSettings(Settings):
     jumps: JumpSettings = JumpSettings()
     """Updates that are written to jumps.jsonl with the samples they were made of."""
 
+    @property
+    def band_edges(self) -> tuple[float, float] | None:
+        """low and high of the policy loss's band, its own where none are given; None where it has no band."""
+        own, given = BANDS.get(self.policy_loss), self.band or BandSettings()
+        if own is None:
+            return None
+        return (own[0] if given.low is None else given.low, own[1] if given.high is None else given.high)
+
     def replays_routing(self, experts: int) -> bool:
         """Whether the actor, which has so many experts, goes by the engine's routing where it gets one."""
         return experts > 0 and self.router_replay is not False
@@ -221,9 +257,27 @@ class AlgorithmSettings(Settings):
         for key, name in (("estimator", self.estimator), ("policy_loss", self.policy_loss)):
             if getattr(self, f"{key}_options") and not is_import_path(name):
                 raise ValueError(f"{key}_options are for functions of your own, and {key} is '{name}'; remove them")
+        for problem in self._unused():
+            raise ValueError(problem)
+        if self.policy_loss == "dis" and self.old_logprob != "bypass":
+            raise ValueError(
+                f"policy_loss is dis, whose ratios are to the engine's own log-probabilities, but old_logprob is "
+                f"{self.old_logprob}; set old_logprob: bypass"
+            )
         if self.mismatch_every_steps > 1 and self.old_logprob != "bypass":
             raise ValueError(
                 f"mismatch_every_steps is {self.mismatch_every_steps}, but with old_logprob {self.old_logprob} every "
                 "step needs the actor's scores; remove it, or set old_logprob: bypass"
             )
         return self
+
+    def _unused(self) -> Iterator[str]:
+        """Settings of another policy loss."""
+        loss = self.policy_loss
+        if self.band is not None and loss not in BANDS:
+            instead = {"clip": "set clip_low and clip_high", "sapo": "set gate"}.get(loss, "remove it")
+            yield f"band is given, but policy_loss '{loss}' has none; {instead}, or policy_loss to {either(BANDS)}"
+        if self.band is not None and self.band.cap is not None and not loss.startswith("dppo_"):
+            yield f"band.cap is {self.band.cap:g}, but policy_loss '{loss}' caps no weights; remove it"
+        if self.gate is not None and loss != "sapo":
+            yield f"gate is given, but policy_loss is '{loss}'; remove it, or set policy_loss: sapo"

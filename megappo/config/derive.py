@@ -12,10 +12,12 @@ from megappo.config import expert_rules, lora_rules, rules
 from megappo.config.data import DataSettings
 from megappo.config.engine import ENGINES
 from megappo.config.environment import environment_rules
+from megappo.config.freeze_rules import freeze_rules
 from megappo.config.grid import Grid
 from megappo.config.in_flight_rules import in_flight_rules
 from megappo.config.model_files import load_architectures
 from megappo.config.reward import reward_rules
+from megappo.config.roles import CriticSettings
 from megappo.config.rules import RoleSpec, format_ranks, kl_target_notes
 from megappo.config.schema import Config
 from megappo.config.tokens import stop_token_rules
@@ -143,6 +145,7 @@ def _problems(
     yield from lora_rules.base_rules(config)
     for role in roles:
         yield from lora_rules.target_rules(role)
+        yield from freeze_rules(role)
     placed = {role.name: list(rules.placement_rules(role, world_size)) for role in roles}
     for found in placed.values():
         yield from found
@@ -341,6 +344,8 @@ def _role_rows(name: str, config: Config, numbers: RoleNumbers) -> list[tuple[st
     layout += ", sequence parallel" if settings.layout.sequence_parallel else ""
     lora = settings.lora
     layout += f", adapters of rank {lora.rank}" if lora is not None else ""
+    if isinstance(settings, CriticSettings) and settings.freeze:
+        layout += f", frozen: {' and '.join(settings.freeze)}"
     optimizer = settings.optimizer
     updates = (
         f"{settings.epochs} epochs x {numbers.minibatches_per_step} minibatches of {settings.minibatch_sequences} = "
@@ -360,6 +365,8 @@ def _algorithm_words(config: Config) -> str:
         words.append(f"clip {algorithm.clip_low:g} low, {algorithm.clip_high:g} high")
     elif algorithm.policy_loss == "penalty":
         words.append(f"adaptive penalty towards {algorithm.penalty.target:g} nats per token")
+    elif algorithm.band_edges is not None:
+        words.append("policy loss {} ({:g} low, {:g} high)".format(algorithm.policy_loss, *algorithm.band_edges))
     else:
         words.append(f"policy loss {algorithm.policy_loss}")
     if algorithm.kl_in_reward is not None:

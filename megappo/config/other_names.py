@@ -27,6 +27,7 @@ _FOLLOWS = "it follows from minibatch_sequences, microbatch_budget_tokens and th
 _ALWAYS = "microbatches are always packed by tokens"
 _OWN_LOSS = "actor and critic have losses and optimizers of their own; set critic.optimizer.learning_rate"
 _LAUNCHER = "the launcher says how many ranks there are: torchrun --nproc-per-node, or sbatch --nodes"
+_LOSS_TYPE = "TRL and ms-swift mean both by it: the loss, and how token losses become one number"
 _PARTS = "a ratio below 1 - clip_low, or above 1 + clip_high, has no slope; set both"
 
 
@@ -101,7 +102,19 @@ COUNTERPARTS: dict[str, Counterpart] = {
     **_same("algorithm.clip_high", "", "clip_ratio_high", "ratio_clip_max", "epsilon_high", "eps_clip_high"),
     **_same("algorithm.dual_clip", "", "clip_ratio_c", "ratio_clip_c", "eps_clip_c", "dual_clip_ratio"),
     **_same("algorithm.entropy_coef", "", "entropy_coeff", "ent_coef", "entropy_loss_coef"),
-    **_same("algorithm.loss_aggregation", "", "loss_agg_mode", "loss_type", "token_level_loss"),
+    **_same("algorithm.loss_aggregation", "", "loss_agg_mode", "token_level_loss"),
+    **_same("algorithm.policy_loss algorithm.loss_aggregation", _LOSS_TYPE, "loss_type"),
+    **_same("algorithm.policy_loss", "", "loss_mode", "policy_loss_type", "loss_fn", "loss_fn_type"),
+    **_same("algorithm.policy_loss", "ratios of sequences are policy_loss: gspo", "importance_sampling_level",
+            "sequence_level_importance_ratios"),
+    **_same("algorithm.policy_loss", "set it to sapo", "use_sapo_loss"),
+    **_same("algorithm.policy_loss", "set it to dis, with old_logprob: bypass", "sao"),
+    **_same("algorithm.gate.positive", "", "tau_pos", "sapo_tau_pos", "sapo_temperature_pos"),
+    **_same("algorithm.gate.negative", "", "tau_neg", "sapo_tau_neg", "sapo_temperature_neg"),
+    **_same("algorithm.band.low", "", "dppo_mask_low", "delta_low", "mask_ratio_low"),
+    **_same("algorithm.band.high", "", "dppo_mask_high", "delta_high", "mask_ratio_high"),
+    **_same("algorithm.band.low algorithm.band.high", _BOTH, "dppo_delta"),
+    **_same("algorithm.band.cap", "", "dppo_is_cap"),
     **_same("algorithm.whiten_advantages", "", "normalize_advantages", "whiten_rewards"),
     **_same("algorithm.mask_truncated", "", "mask_truncated_completions", "overlong_filtering"),
     # roles
@@ -110,6 +123,7 @@ COUNTERPARTS: dict[str, Counterpart] = {
         "critic.warmup_steps", "in these steps only the critic learns", "critic_warmup", "num_critic_only_steps",
         "freezing_actor_steps",
     ),
+    **_same("critic.freeze", "", "freeze_attention", "freeze_param_patterns"),
     **_same("", _OWN_LOSS, "vf_coef"),
     **_same("critic.path", "", "critic_pretrain", "critic_model_path"),
     **_same("model.path", "", "pretrain", "hf_checkpoint", "model_name_or_path", "model_name", "sft_model_path"),

@@ -253,6 +253,23 @@ class ActorSettings(TrainedRoleSettings):
     """The policy that is trained."""
 
 
+def _one_or_several(value: object) -> object:
+    """One sentence, where a union would have one for each of its members."""
+    names = [value] if isinstance(value, str) else value
+    if isinstance(names, list | tuple) and all(type(name) is str and name for name in names):
+        different: list[object] = list(names)
+        if len(set(different)) == len(different) <= _MOST_PATTERNS:
+            return tuple(different)
+    raise ValueError(
+        f"{show(value)} must be attention, embeddings, or a list of at most {_MOST_PATTERNS} different words and "
+        "patterns of names such as [attention, 'model.layers.0.mlp.*']"
+    )
+
+
+_MOST_PATTERNS = 100
+Freeze = Annotated[tuple[str, ...], Field(strict=False), BeforeValidator(_one_or_several)]
+
+
 class CriticSettings(TrainedRoleSettings):
     """The value model: a trunk like the actor's, its output layer a scalar head."""
 
@@ -263,6 +280,10 @@ class CriticSettings(TrainedRoleSettings):
     """Standard deviation of a new value head, where the folder has none; 0 makes every first value 0."""
     value_clip: PositiveFloat | None = 0.2
     """Clip range of the value loss around the old values; null: no clipping."""
+    freeze: Freeze = ()
+    """What of the trunk stays as it is, without gradient and optimizer state: `attention` (SAO), `embeddings`, or a
+    list of these and of patterns of Hugging Face names, such as `[attention, 'model.layers.0.mlp.*']`. With `lora` the
+    adapters of what is named. Default: nothing."""
     warmup_steps: NonNegativeInt = 0
     """First steps in which only the critic is updated: critic warm-up, or value pretraining."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -28,6 +28,7 @@ from megappo.config.roles import OffloadSettings
 from megappo.errors import RunError
 from megappo.families.adapters import LoraShape, RowOrder, adapter_parameters, adapters
 from megappo.families.architecture import ArchitectureConfig
+from megappo.families.frozen import frozen_parameters
 from megappo.families.parameters import EMBEDDING, OUTPUT_LAYER, Parameter, canonical_names, embedding, model_parameters
 from megappo.families.rope import rotary
 from megappo.families.weights import ValueHeadWeights, WeightSource, read_shard
@@ -36,10 +37,10 @@ from megappo.megatron.beyond import around_layers, core_attention, norms_after
 from megappo.megatron.delta_net import GatedDeltaNet, GatedSelfAttention
 from megappo.megatron.experts import use_grouped_experts
 from megappo.megatron.heads import LogprobHead, ValueHead
-from megappo.megatron.held import HeldAdapter, HeldParameter
+from megappo.megatron.held import HeldAdapter, HeldParameter, global_names
 from megappo.megatron.latent_attention import LatentSelfAttention
 from megappo.megatron.layout import Layout
-from megappo.megatron.lora import Switch, attach_adapters
+from megappo.megatron.lora import Switch, attach_adapters, freeze
 from megappo.megatron.normed_values import normed_values
 from megappo.megatron.rotary import PackedRotary, rotate
 from megappo.megatron.router import RouterChoice
@@ -74,6 +75,8 @@ class BuildOptions:
     """Weight of the load-balancing loss of each layer's experts."""
     lora: LoraShape | None = None
     """Adapters that are trained in place of the weights."""
+    freeze: tuple[str, ...] = ()
+    """What is not trained, see `families.frozen`."""
     accelerations: Accelerations = field(default_factory=Accelerations)
     offload: OffloadSettings = field(default_factory=OffloadSettings)
     """What leaves the device while the role rests."""
@@ -148,7 +151,7 @@ class RoleModel:
             global_name: (parameter, place)
             for chunk in self.chunks
             for name, parameter in chunk.named_parameters()
-            for global_name, place in _global_names(chunk, name, canonical)
+            for global_name, place in global_names(chunk, name, canonical)
         }
 
     def check_names(self) -> None:
@@ -180,22 +183,6 @@ class RoleModel:
         if parameter.megatron == EMBEDDING:
             return self.chunks[0].pre_process
         return self.chunks[-1].post_process and not (self.is_critic and parameter.megatron == OUTPUT_LAYER)
-
-
-def _global_names(chunk: GPTModel, name: str, canonical: Mapping[str, str]) -> Iterator[tuple[str, int | None]]:
-    """What the map calls a parameter, or each part of one that holds several, with its place: Megatron numbers the
-    layers of a chunk from 0, the map those of the model, and the map has a name for each expert."""
-    parts = name.split(".")
-    if parts[:2] != ["decoder", "layers"]:
-        yield name, None
-        return
-    layer = chunk.decoder.layers[int(parts[2])]
-    prefix, in_layer = f"decoder.layers.{layer.layer_number - 1}", ".".join(parts[3:])
-    if parts[3:5] == ["mlp", "experts"]:
-        for place, expert in enumerate(layer.mlp.local_expert_indices):
-            yield f"{prefix}.mlp.experts.{expert}.{'.'.join(parts[5:])}", place
-    else:
-        yield f"{prefix}.{canonical.get(in_layer, in_layer)}", None
 
 
 def transformer_config(arch: ArchitectureConfig, layout: Layout, options: BuildOptions) -> TransformerConfig:
@@ -336,6 +323,7 @@ def build_model(
         switch = attach_adapters(arch, layout, options.lora, chunks, is_critic=options.is_critic)
     model = RoleModel(arch, layout, options, config, chunks, switch)
     model.check_names()
+    freeze(model.trained_here(), frozen_parameters(arch, options.freeze, options.lora), chunks)
     for number, layer in enumerate(layer for chunk in chunks for layer in chunk.decoder.layers):
         if layer.layer_number - 1 in arch.expert_layers:
             RouterChoice(layer, number, layout.tensor_rank, layout.sample_group)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,3 +56,19 @@ class HeldAdapter(NamedTuple):
     a: HeldParameter
     b: HeldParameter
     order: RowOrder
+
+
+def global_names(chunk: Any, name: str, canonical: Mapping[str, str]) -> Iterator[tuple[str, int | None]]:
+    """What the map calls a parameter, or each part of one that holds several, with its place: Megatron numbers the
+    layers of a chunk from 0, the map those of the model, and the map has a name for each expert."""
+    parts = name.split(".")
+    if parts[:2] != ["decoder", "layers"]:
+        yield name, None
+        return
+    layer = chunk.decoder.layers[int(parts[2])]
+    prefix, in_layer = f"decoder.layers.{layer.layer_number - 1}", ".".join(parts[3:])
+    if parts[3:5] == ["mlp", "experts"]:
+        for place, expert in enumerate(layer.mlp.local_expert_indices):
+            yield f"{prefix}.mlp.experts.{expert}.{'.'.join(parts[5:])}", place
+    else:
+        yield f"{prefix}.{canonical.get(in_layer, in_layer)}", None

@@ -17,7 +17,7 @@ Shape legend: P rows of all A of a parameter, O rows of its B, I inputs, L exper
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,8 +35,9 @@ from torch.nn.functional import linear
 from megappo.families.adapters import Adapter, LoraShape, RowOrder, adapters
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.declaration import Shape
-from megappo.families.parameters import shard_shape
+from megappo.families.parameters import Parameter, shard_shape
 from megappo.megatron.experts import expert_products
+from megappo.megatron.held import HeldParameter
 from megappo.megatron.layout import Layout
 
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -147,6 +148,16 @@ def attach_adapters(
                 shapes = [shard_shape(arch, p, layout.grid.tp, arch.vocab_size) for p in (adapter.a, adapter.b)]
                 _attach(layers[adapter.base.layer], adapter, shapes, (lora.scale, order, switch), layout)
     return switch
+
+
+def freeze(held: Iterable[HeldParameter], frozen: Iterable[Parameter], chunks: Sequence[GPTModel]) -> None:
+    """Train none of the frozen among what a rank would train."""
+    names = {parameter.megatron for parameter in frozen}
+    for one in held:
+        if one.entry.megatron in names:
+            one.parameter.requires_grad_(False)
+    if names and chunks[0].pre_process:
+        chunks[0].embedding.register_forward_hook(_begin_gradients)
 
 
 def _begin_gradients(_embedding: nn.Module, _inputs: Any, hidden: Tensor) -> None:

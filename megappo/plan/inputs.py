@@ -17,6 +17,7 @@ from megappo.config.roles import ActorSettings, CriticSettings, OffloadSettings
 from megappo.config.rules import RoleSpec
 from megappo.families.adapters import LoraShape, adapter_parameters, expert_adapter_parameters
 from megappo.families.architecture import ArchitectureConfig, expert_number_bytes
+from megappo.families.frozen import frozen_parameters
 from megappo.families.parameters import EMBEDDING, OUTPUT_LAYER, expert_parameters, model_parameters, shard_shape
 from megappo.families.served import Served
 from megappo.plan.rewards import reward_bytes
@@ -77,6 +78,8 @@ class RoleSetup:
     """There is a load-balancing loss."""
     lora: LoraShape | None = None
     """Adapters that are trained in place of the weights."""
+    freeze: tuple[str, ...] = ()
+    """What is not trained, see `families.frozen`."""
     scored_steps: float = 1.0
     """Of all steps, the part in which it scores the samples."""
     shares_weights: bool = False
@@ -140,7 +143,7 @@ class RoleSetup:
         """Parameters on one rank of a stage, adapters included."""
         layers, special = self.stage_layers, self.stage_special_layers
         shared = stage_parameters(self.arch, self.grid.tp, layers, self.padded_vocab, self.is_critic, special)
-        of_adapters = 0 if self.lora is None else self.trained_parameters(stage) - self._trained_head(stage)
+        of_adapters = 0 if self.lora is None else self._adapters(stage)
         return shared[stage] + self.expert_parameters(stage) + of_adapters
 
     def router_biases(self, stage: int) -> int:
@@ -160,18 +163,33 @@ class RoleSetup:
     def trained_parameters(self, stage: int) -> int:
         """Those of them that have gradients: with adapters these alone, and a critic's head."""
         if self.lora is None:
-            return self.parameters(stage) - self.fixed_parameters(stage)
+            return self.parameters(stage) - self.fixed_parameters(stage) - sum(self._frozen(stage))
+        return self._adapters(stage) - sum(self._frozen(stage)) + self._trained_head(stage)
+
+    def _adapters(self, stage: int) -> int:
+        assert self.lora is not None
         dense, others = self.stage_special_layers[stage], self.expert_layers(stage)
         first, last = (layer_adapters(self.arch, self.lora, self.grid.tp, n) for n in (0, self.arch.layers - 1))
-        return dense * first + others * last + self.trained_expert_parameters(stage) + self._trained_head(stage)
+        return dense * first + others * last + self._expert_adapters(stage)
+
+    def _frozen(self, stage: int) -> tuple[int, int]:
+        """Parameters that are frozen on one rank of a stage, or adapters of these: dense ones, and of experts."""
+        if not self.freeze:
+            return 0, 0
+        dense, of_expert = frozen_elements(self.arch, self.freeze, self.lora, self.grid.tp, self.padded_vocab)
+        here = [n for n in range(self.arch.layers) if self._stage_count((n,))[stage]]
+        ends = dense[_FIRST] * (stage == 0) + dense[self.arch.layers] * (stage == self.grid.pp - 1)
+        return ends + sum(dense[n] for n in here), self.experts_per_rank * sum(of_expert[n] for n in here)
 
     def _trained_head(self, stage: int) -> int:
         return self.arch.hidden_size + 1 if self.is_critic and stage == self.grid.pp - 1 else 0
 
     def trained_expert_parameters(self, stage: int) -> int:
         """Those of them that belong to experts."""
-        if self.lora is None:
-            return self.expert_parameters(stage)
+        every = self.expert_parameters(stage) if self.lora is None else self._expert_adapters(stage)
+        return every - self._frozen(stage)[1]
+
+    def _expert_adapters(self, stage: int) -> int:
         return self.expert_layers(stage) * self.experts_per_rank * expert_adapter_parameters(self.arch, self.lora)
 
     @property
@@ -325,6 +343,7 @@ def trained_role(
         dtype_bytes=_BYTES[config.model.dtype],
         balances_experts=settings.router_aux_loss_coef > 0,
         lora=None if settings.lora is None else settings.lora.of(arch),
+        freeze=settings.freeze if isinstance(settings, CriticSettings) else (),
         routing_bytes=_routing_bytes(arch) if name == "actor" and config.algorithm.replays_routing(arch.experts) else 0,
         offload=settings.offload,
         on_host=settings.optimizer.on_host,
@@ -395,3 +414,24 @@ def largest_adapter(arch: ArchitectureConfig, lora: LoraShape, tp: int, experts_
     here = [p for p in every if p.layer in (0, arch.layers - 1)]
     held = [1 if p.expert is None else experts_here for p in here]
     return max(n * math.prod(shard_shape(arch, p, tp, arch.vocab_size)) for n, p in zip(held, here, strict=True))
+
+
+_FIRST = -1
+"""In the place of a layer's number, what stands before all layers; what comes after them has the next number."""
+
+
+@lru_cache(maxsize=64)
+def frozen_elements(
+    arch: ArchitectureConfig, freeze: tuple[str, ...], lora: LoraShape | None, tp: int, padded_vocab: int
+) -> tuple[Counter[int], Counter[int]]:
+    """Of each layer, elements on one tensor parallel rank that are frozen, or adapters of these; and of an expert."""
+    dense, of_expert = Counter[int](), Counter[int]()
+    for parameter in frozen_parameters(arch, freeze, lora):
+        count = math.prod(shard_shape(arch, parameter, tp, padded_vocab))
+        if parameter.layer is None:
+            dense[_FIRST if parameter.megatron == EMBEDDING else arch.layers] += count
+        elif parameter.expert is None:
+            dense[parameter.layer] += count
+        elif parameter.expert == 0:
+            of_expert[parameter.layer] += count
+    return dense, of_expert

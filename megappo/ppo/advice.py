@@ -11,6 +11,7 @@ from megappo.config.algorithm import AlgorithmSettings
 _PATIENCE_STEPS = 10
 _QUIET_STEPS = 20
 _EARLY_STEPS = 5
+_MUCH_LEFT_OUT = 0.2
 _LARGE_REWARD = 1e9  # the largest that an environment may give; the square of much larger ones leaves float32
 # Rewards whose spread is below this share of their size are equal up to the rounding of the moments it is made of.
 _EQUAL = 1e-6
@@ -18,6 +19,9 @@ _EQUAL = 1e-6
 ADVICE = {
     "clipfrac": "More than half of the tokens hit the clip range, so most of the update is thrown away: "
     "lower actor.optimizer.learning_rate or actor.epochs.",
+    "masked": "More than a fifth of the tokens lie outside the policy loss's band and are left out, as the policy is "
+    "far from the one that sampled them: lower rollout.ahead, actor.epochs or actor.optimizer.learning_rate, or widen "
+    "algorithm.band.",
     "explained_variance": "The critic has long predicted returns worse than their mean would, so advantages are noise: "
     "raise critic.optimizer.learning_rate or critic.epochs, or give it a head start with critic.warmup_steps.",
     "kl_target": "KL to the reference has been above its target for many steps, so the policy drifts: "
@@ -64,6 +68,7 @@ class Advisor:
         kl = algorithm.kl_in_reward
         self._kl_target = kl.target_nats if kl is not None and kl.controller == "adaptive" else None
         self._kl_name = "kl/per_response" if kl is not None and kl.per == "response" else "kl/mean"
+        self._leaves_out = algorithm.policy_loss in ("dis", "dppo_tv", "dppo_kl")
         self._mismatch_warn_nats = algorithm.mismatch_warn_nats
         self._streaks: dict[str, int] = defaultdict(int)
         self._last_said: dict[str, int] = {}
@@ -89,7 +94,8 @@ class Advisor:
         is_large = largest_reward(metrics) > _LARGE_REWARD
 
         found = {
-            "clipfrac": value("actor/clipfrac") > 0.5,
+            "clipfrac": value("actor/clipfrac") > 0.5 and not self._leaves_out,
+            "masked": self._leaves_out and value("actor/masked_below") + value("actor/masked_above") > _MUCH_LEFT_OUT,
             "truncated": value("response/truncated") > 0.5,
             "mismatch": value("mismatch/own_weights" if value("rollout/lag") > 0 else "mismatch/mean")
             > self._mismatch_warn_nats,

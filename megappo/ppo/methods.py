@@ -49,13 +49,27 @@ def find_objective(algorithm: AlgorithmSettings, penalty_coef: float) -> PolicyO
     """
     kl, name = algorithm.kl_in_loss, algorithm.policy_loss
     given: dict[str, Any] = {f.name: getattr(algorithm, f.name, f.default) for f in fields(PolicyObjective)}
-    given |= {"penalty_coef": penalty_coef} | ({} if kl is None else {"kl": kl.kind, "kl_coef": kl.coef})
+    given |= (
+        _band(algorithm) | {"penalty_coef": penalty_coef} | ({} if kl is None else {"kl": kl.kind, "kl_coef": kl.coef})
+    )
     if is_import_path(name):
         loss, options = load_function(name, "algorithm.policy_loss"), algorithm.policy_loss_options
         what, remedy = f"algorithm.policy_loss '{name}'", "change its parameters or algorithm.policy_loss_options"
         check_call(loss, taken_by(loss, OFFERED), options, what=what, remedy=remedy, offered=OFFERED)
         given["policy_loss"] = partial(loss, **options)
     return PolicyObjective(**given)
+
+
+def _band(algorithm: AlgorithmSettings) -> dict[str, float]:
+    """Of the losses that have one: its edges, what is largest in it, and the temperatures of `sapo`'s gate."""
+    found, edges = {}, algorithm.band_edges
+    if edges is not None:
+        found = {"band_low": edges[0], "band_high": edges[1]}
+    if algorithm.band is not None and algorithm.band.cap is not None:
+        found["weight_cap"] = algorithm.band.cap
+    if algorithm.gate is not None:
+        found |= {"gate_positive": algorithm.gate.positive, "gate_negative": algorithm.gate.negative}
+    return found
 
 
 def check_methods(config: Config) -> None:

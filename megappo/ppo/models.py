@@ -10,7 +10,7 @@ from typing import Any
 from megappo.config import Config, ConfigError, Derived, RoleNumbers
 from megappo.config.model_files import load_architecture, model_folder, model_paths, role_folder
 from megappo.config.pipeline import chunk_layers, even_layers, stage_layers
-from megappo.config.roles import OffloadSettings, TrainedRoleSettings
+from megappo.config.roles import CriticSettings, OffloadSettings, TrainedRoleSettings
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.flops import sample_cost
 from megappo.families.weights import WeightSource
@@ -206,6 +206,7 @@ class ModelBuilder:
                 "deallocate_pipeline_outputs": settings.layout.deallocate_pipeline_outputs,
                 "router_aux_loss_coef": settings.router_aux_loss_coef,
                 "lora": None if settings.lora is None else settings.lora.of(arch),
+                "freeze": settings.freeze if isinstance(settings, CriticSettings) else (),
             }
         return BuildOptions(
             dtype=DTYPES[self._config.model.dtype],

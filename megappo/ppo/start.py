@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from megappo.checkpoint.changes import compare_settings, keep_kl_unit, lora_changes
+from megappo.checkpoint.changes import compare_settings, keep_kl_unit, tensor_changes
 from megappo.checkpoint.files import Marker, finished, put_all_in_place
 from megappo.checkpoint.select import select_checkpoint
 from megappo.checkpoint.versions import PACKAGES, recorded_versions
@@ -59,7 +59,7 @@ def choose_start(config: Config, derived: Derived, runtime: Runtime) -> Start:
     folder, marker, sentences = chosen
     steps = (run_steps(marker), derived.steps)
     given, (then, config) = config, keep_kl_unit(marker.content["settings"], config)
-    other = lora_changes(then, config)
+    other = tensor_changes(then, config)
     if other is not None:
         raise ConfigError(
             f"run.directory '{config.run.path}' holds a run with {other}; set it back, or choose another run.directory"

@@ -424,6 +424,11 @@ def test_metrics_of_the_policy_loss() -> None:
         "ratio": up + down + far,
         "ratio_max": far,
         "entropy": 6.0,
+        "masked_below": 1.0,
+        "masked_above": 1.0,
+        "band_position": 2.0,
+        "token_weight.mean": 0.0,  # all three are clipped or bounded
+        "token_weight.m2": 0.0,
         "ref_kl": 0.5 - 0.5,
         "count": 3.0,
         "pg_loss": 0.5 * -1.2 + 0.25 * 0.8 + 0.25 * 3,

@@ -43,6 +43,11 @@ def test_a_misspelt_name_of_the_section_comes_first() -> None:
 
 
 TYPED = {
+    "actor.loss_mode=cispo": "did you mean algorithm.policy_loss?",
+    "algorithm.loss_type=sapo": "algorithm.policy_loss? (TRL and ms-swift",
+    "importance_sampling_level=sequence": "algorithm.policy_loss? (ratios of sequences",
+    "actor.tau_pos=1.0": "did you mean algorithm.gate.positive?",
+    "dppo_mask_high=0.2": "did you mean algorithm.band.high?",
     "kl_coef=0.1": "algorithm.kl_in_reward.coef?",
     "algorithm.init_kl_coef=0.1": "algorithm.kl_in_reward.coef?",
     "algorithm.kl_penalty=kl": "algorithm.kl_in_reward.kind?",

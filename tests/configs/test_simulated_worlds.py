@@ -118,6 +118,34 @@ def test_adapters_are_built_as_planned_and_take_little(name: str) -> None:
     assert all(few < 0.05 * many for many, few in zip(*bytes_of, strict=True)), bytes_of
 
 
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("qwen3_8b_8gpu_math", ["critic.freeze=[attention, embeddings]"]),
+        ("qwen3_8b_8gpu_math", ["critic.freeze=[attention, 'model.layers.1?.mlp.down_proj.*']", f"critic.{LORA}"]),
+        (
+            "qwen3_30b_a3b_4node_math",
+            ["critic.path=null", "critic.freeze=['model.layers.*.mlp.experts.*', model.norm.weight]"],
+        ),
+    ],
+)
+def test_what_is_frozen_has_no_gradients_and_no_state(name: str, overrides: list[str]) -> None:
+    """As planned, on the first rank and the last; both are less than where all is trained. Of a pattern for experts, or
+    with adapters, which are frozen in their place."""
+    path, world = WORLDS[name]
+    free = [text for text in overrides if not text.startswith("critic.freeze")]
+    for rank in (0, world - 1)[: 1 if "a3b" in name else 2]:
+        bytes_of = []
+        for given in (free, overrides):
+            config = settings(path, *given)
+            setup, critic = planned(config, world), on_rank(config, rank, world)["critic"]
+            check(critic, next(role for role in setup.roles if role.name == "critic"), setup)
+            assert isinstance(critic, TrainedRole)
+            width = setup.actor.dtype_bytes
+            bytes_of.append((gradient_bytes(critic.optimizer), optimizer_bytes(critic.optimizer.megatron, width)))
+        assert all(few < 0.9 * many for many, few in zip(*bytes_of, strict=True)), bytes_of
+
+
 @pytest.mark.parametrize("name", WORLDS)
 def test_microbatches_are_the_planned_ones(name: str) -> None:
     """Of a minibatch in which every sample has its full length."""

@@ -69,6 +69,16 @@ def test_mismatch_is_compared_with_its_setting() -> None:
     assert said(AlgorithmSettings(), [{"mismatch/mean": 0.9, "rollout/lag": 1.0}]) == []  # what was learned since
 
 
+def test_tokens_outside_a_band_are_too_many_where_they_are_left_out() -> None:
+    masked = {"actor/masked_below": 0.15, "actor/masked_above": 0.06, "actor/clipfrac": 0.7}
+    left_out = [AlgorithmSettings(policy_loss=name) for name in ("dppo_tv", "dppo_kl")]
+    for algorithm in (*left_out, AlgorithmSettings(policy_loss="dis", old_logprob="bypass")):
+        assert said(algorithm, [masked] * 22) == [(1, "masked"), (21, "masked")]
+        assert said(algorithm, [masked | {"actor/masked_above": 0.04}]) == []
+    for name in ("clip", "cispo", "gspo"):  # clipped tokens count for something, or are asked for in another way
+        assert said(AlgorithmSettings(policy_loss=name), [masked]) == [(1, "clipfrac")]
+
+
 def test_entropy_is_compared_with_its_early_mean() -> None:
     early = [{"actor/entropy": 2.0}] * 5
     assert said(ADAPTIVE, [*early, {"actor/entropy": 0.21}]) == []

@@ -163,6 +163,40 @@ GSPO = [
     f"algorithm.policy_loss_options={{low: {GSPO_CLIP}, high: {GSPO_CLIP}}}",
     "algorithm.loss_aggregation=seq-mean-token-mean",
 ]
+# Those that megappo has, each in another layout; the rest differ from these by a formula alone. An engine that says
+# about what the policy does leaves tokens on both sides of the band.
+ENGINES_OWN = -5.2
+BUILT_IN: dict[str, tuple[dict[str, float], list[str]]] = {
+    "dis-tp2": ({"band_low": 0.3, "band_high": 0.5}, ["algorithm.old_logprob=bypass", *TWO_PROCESSES["tp2"]]),
+    "gspo-cp2": ({"band_low": GSPO_CLIP, "band_high": GSPO_CLIP}, CP2),
+    "sapo-pp2": ({"gate_positive": 4.0, "gate_negative": 8.0}, TWO_PROCESSES["pp2"]),
+    "dppo_kl-dp2": ({"band_low": 1e-4, "band_high": 2e-4, "weight_cap": 1.2}, []),
+}
+_GIVEN = {"band_low": "band.low", "band_high": "band.high", "weight_cap": "band.cap"} | {
+    f"gate_{sign}": f"gate.{sign}" for sign in ("positive", "negative")
+}
+OF_BANDS = {
+    name: [
+        f"algorithm.policy_loss={name.split('-')[0]}",
+        *(f"algorithm.{_GIVEN[key]}={value}" for key, value in band.items()),
+        *layout,
+    ]
+    for name, (band, layout) in BUILT_IN.items()
+}
+# Critics of which a part is frozen: what the settings say, and names of the oracle's parameters.
+EXPERTS_OF_ALL = "model.layers.*.mlp.experts.*"
+FROZEN: dict[str, tuple[str, list[str]]] = {
+    "frozen-sp2": (r"self_attn", ["critic.freeze=attention", *SP2]),
+    "frozen-dp2-distributed": (
+        r"self_attn|embed_tokens",
+        ["critic.freeze=[attention, embeddings]", "critic.recompute=full", *SHARDED, *OFFLOAD],
+    ),
+    "frozen-pp2": (
+        r"embed_tokens|layers\.0\.mlp",
+        ["critic.freeze=[embeddings, 'model.layers.0.mlp.*']", *TWO_PROCESSES["pp2"]],
+    ),
+    "frozen-cp2-ep2-experts": (r"mlp\.experts", [f"critic.freeze=['{EXPERTS_OF_ALL}']", *CP2, *EP2]),
+}
 # Models with caps, norms behind layers and layers that differ.
 GEMMA = {
     "sp2-recompute-gemma2": [*SP2, *(f"{r}.recompute=full" for r in ("actor", "critic"))],
@@ -188,7 +222,16 @@ ON_HOST_ROUNDED = ["model.dtype=bfloat16", *(f"{r}.optimizer.on_host=0.5" for r 
 ROUNDED = {"one-bfloat16": ["model.dtype=bfloat16"], "cp2-bfloat16": [*CP2, "model.dtype=bfloat16"]}
 WITH_ORACLE = {
     1: ONE_PROCESS,
-    2: {**TWO_PROCESSES, **UNEVEN_CHUNKS, "pp2-tied": TWO_PROCESSES["pp2"], **TWO_EXPERTS, **GEMMA, **OF_USERS},
+    2: {
+        **TWO_PROCESSES,
+        **UNEVEN_CHUNKS,
+        "pp2-tied": TWO_PROCESSES["pp2"],
+        **TWO_EXPERTS,
+        **GEMMA,
+        **OF_USERS,
+        **OF_BANDS,
+        **{name: overrides for name, (_, overrides) in FROZEN.items()},
+    },
     3: THREE_PROCESSES,
     4: {**FOUR_PROCESSES, **FOUR_EXPERTS},
     8: EIGHT_PROCESSES,
@@ -324,6 +367,8 @@ class World:
 
     def samples_of(self, scenario: str) -> list[dict[str, Any]]:
         """What the step is made of."""
+        if scenario == "dis-tp2":
+            return [{**sample, "engine": ENGINES_OWN} for sample in self.samples]
         return with_routing(self.samples) if "replay" in scenario else self.samples
 
     def ran(self, scenario: str) -> str:
@@ -352,11 +397,16 @@ def oracle(world: World, name: str) -> tuple[dict[str, Any], Any, ValueModel]:
         settings.aggregation = "seq-mean-token-mean"
     if name in OF_USERS:
         settings.policy_loss = name.split("-")[0]
-    if "gspo" in name:
+    if name == "gspo-tp2":
         settings.clip_low = settings.clip_high = GSPO_CLIP
+    if name in BUILT_IN:
+        settings.policy_loss, settings.band = name.split("-")[0], BUILT_IN[name][0]
+        settings.is_bypassed, settings.aggregation = name.startswith("dis"), "token-mean"
     if "balanced" in name:
         settings.actor_balance, settings.critic_balance = BALANCE["actor"], BALANCE["critic"]
-    return oracle_step(world.folder(name), world.samples_of(name), settings, world.result(name)["minibatches"])
+    frozen = FROZEN[name][0] if name in FROZEN else None
+    minibatches = world.result(name)["minibatches"]
+    return oracle_step(world.folder(name), world.samples_of(name), settings, minibatches, frozen=frozen)
 
 
 def oracle_step(
@@ -365,8 +415,11 @@ def oracle_step(
     settings: Settings,
     minibatches: dict[str, list[list[int]]],
     adapters: Path | None = None,
+    *,
+    frozen: str | None = None,
 ) -> tuple[dict[str, Any], Any, ValueModel]:
-    """What was measured in the step, and the models behind it. `adapters`: what actor and critic train."""
+    """What was measured in the step, and the models behind it. `adapters`: what actor and critic train. `frozen`: which
+    parameters of the critic are not."""
     actor, reference, trunk = (
         AutoModelForCausalLM.from_pretrained(
             p, dtype=torch.float32, experts_implementation="eager", attn_implementation="eager"
@@ -381,6 +434,9 @@ def oracle_step(
     head.weight.data.copy_(drawn)
     head.bias.data.zero_()
     critic = ValueModel(trunk, head)
+    for name, parameter in critic.trunk.named_parameters():
+        if frozen is not None and re.search(frozen, name):
+            parameter.requires_grad_(False)
     samples = [
         Sample(
             torch.tensor(s["tokens"]),
@@ -534,6 +590,33 @@ def test_losses_of_ones_own_are_clipped_too(world: World, name: str) -> None:
     metrics = world.result(name)["metrics"]
     assert 0.05 < metrics["actor/clipfrac"] < 0.95 and metrics["actor/clipfrac_lower"] == 0
     assert ("actor/sequence_ratio" in metrics) == (name == "gspo-tp2")
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_what_is_frozen_of_a_critic_stays_as_it_was(world: World, name: str) -> None:
+    """To the last bit, over four updates of it; everything else moved, as the actor's did."""
+    result = world.result(name)
+    assert result["metrics"]["critic/updates"] == 4
+    start = dict(stored_parameters(AutoModelForCausalLM.from_pretrained(world.folder(name), dtype=torch.float32)))
+    trained = {role: load_file(world.out(name) / f"{role}.safetensors") for role in ("actor", "critic")}
+    pattern, kept = FROZEN[name][0], 0
+    for key, tensor in start.items():
+        if key not in trained["critic"]:
+            continue  # the output layer, which a critic has none of
+        is_frozen = re.search(pattern, key) is not None
+        assert torch.equal(trained["critic"][key], tensor) == is_frozen, key
+        assert not torch.equal(trained["actor"][key], tensor), key
+        kept += is_frozen
+    assert kept > 0
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_losses_with_a_band_are_in_and_out_of_it(world: World, name: str) -> None:
+    metrics = world.result(name)["metrics"]
+    outside = metrics["actor/masked_below"], metrics["actor/masked_above"]
+    assert all(share > 0.02 for share in outside) or name == "sapo-pp2", outside
+    assert sum(outside) == pytest.approx(metrics["actor/clipfrac"], abs=1e-9) and sum(outside) < 0.95
+    assert 0 < metrics["actor/band_position"] < 1 and 0 < metrics["actor/effective_sample_size"] < 1
 
 
 @pytest.mark.parametrize("name", FIRST_UPDATE)

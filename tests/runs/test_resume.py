@@ -60,8 +60,9 @@ def test_killed_at_every_stage(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kills", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_killed_with_everything_that_has_a_state(tmp_path: Path, kills: int) -> None:
-    """bfloat16, tied embeddings on TP2 x uneven PP2, one optimizer over CP2 x DP2, adaptive KL, penalty, a part of the
-    optimizers on the host. What leaves the device while roles rest is something else in every attempt."""
+    """bfloat16, tied embeddings on TP2 x uneven PP2, one optimizer over CP2 x DP2, adaptive KL, penalty, parts of the
+    optimizers on the host, and of the critic frozen. What leaves the device while roles rest is something else in every
+    attempt."""
     model = write_model(tmp_path / "model", "llama", 3, vocab_size=16, tie_word_embeddings=True)
     settings = (
         "run.steps=6", "checkpoint.every_steps=2", f"model.path={model}", "model.init=pretrained",
@@ -71,7 +72,7 @@ def test_killed_with_everything_that_has_a_state(tmp_path: Path, kills: int) -> 
         "algorithm.policy_loss=penalty",
         "algorithm.kl_in_reward={kind: kl, coef: 0.1, controller: adaptive, target: 0.5, horizon: 1000}",
         "actor.optimizer.schedule=cosine", "actor.optimizer.warmup_updates=3", "actor.optimizer.on_host=0.5",
-        "critic.optimizer.on_host=0.3",
+        "critic.optimizer.on_host=0.3", "critic.freeze=[attention, embeddings]",
     )  # fmt: skip
     killed = tmp_path / "killed"
     everything = [f"{role}.offload=true" for role in ("actor", "critic", "reference")]

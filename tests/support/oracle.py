@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.support.oracles.policy_losses import surrogate
+
 
 @dataclass
 class Sample:
@@ -173,6 +175,10 @@ class Settings:
     weight_decay: float
     adam_eps: float
     policy_loss: str = "clip"
+    band: dict[str, float] | None = None
+    """Not None: a loss of `policy_losses`, with these settings."""
+    is_bypassed: bool = False
+    """The engine's log-probabilities are the old ones."""
     importance_cap: float | None = None
     """Not None: samples are weighted by what the engine's policy differs from the trainer's, so much at most."""
     reject_above: float = math.inf
@@ -241,7 +247,8 @@ def ppo_step(
         old = []
         for s in samples:
             with routed(actor.model, s.routing):
-                old.append(policy_outputs(actor, s, settings.temperature)[0])
+                scored = policy_outputs(actor, s, settings.temperature)[0]
+                old.append(torch.full_like(scored, s.engine) if settings.is_bypassed else scored)
         ref = [policy_outputs(reference, s, settings.temperature)[0] for s in samples]
         values = [critic(s) for s in samples]
     advantages, returns = [], []
@@ -329,6 +336,10 @@ def _log_ratio(logp: Tensor, old: Tensor) -> Tensor:
 
 def _surrogate(logp: Tensor, old: Tensor, A: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
     """Loss at each token of a sequence, and where it was clipped."""
+    if settings.band is not None:
+        one = torch.zeros(len(logp), dtype=torch.int64)
+        loss, below, above, _, _ = surrogate(settings.policy_loss, logp, old, A, one == 0, one, **settings.band)
+        return loss, below | above
     ratio = torch.exp(_log_ratio(logp, old))
     if settings.policy_loss == "cispo":
         return -ratio.detach().clamp(max=1 + settings.clip_high) * A * logp, ratio > 1 + settings.clip_high

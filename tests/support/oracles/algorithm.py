@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megappo.algo.aggregation import Aggregation, token_weights
+from tests.support.oracles import policy_losses
 from tests.support.oracles.kernels import masked_whiten_stats
 
 LOG_RATIO_LIMIT = 20.0
@@ -156,6 +157,8 @@ def policy_loss(
     kl_coef: float = 0.0,
     importance_weights: Tensor | None = None,
     nll_weights: Tensor | None = None,
+    sequences: Tensor | None = None,
+    **band: float,
 ) -> Loss:
     """Policy loss: sum of weights * (importance * objective - entropy_coef * entropy + kl_coef * KL(policy||ref))
     - nll_weights * logprob.
@@ -170,6 +173,8 @@ def policy_loss(
         policy_loss: `clip`, or `penalty` (PPO with a KL penalty, Schulman et al. 2017, eq. 8: -ratio * A +
             penalty_coef * KL(old || new), estimated by k3 on samples of the old policy).
         entropy: of the distribution at each token, nats; only measured where entropy_coef is 0.
+        sequences: whose each token is.
+        band: settings of the losses in `policy_losses`.
         importance_weights: constants from `correction.importance_weights`.
 
     Returns:
@@ -180,11 +185,21 @@ def policy_loss(
     logprob, advantages = clean(logprob, mask), clean(advantages, mask)
     log_ratio = (logprob - clean(old_logprob, mask)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratio = log_ratio.exp()
+    below = above = is_bounded = torch.zeros_like(mask)
     if policy_loss == "penalty":
         objective = -ratio * advantages + penalty_coef * (ratio - 1 - log_ratio)
-        is_clipped = is_bounded = torch.zeros_like(mask)
-    else:
+        is_clipped, place, weight = below, log_ratio.sigmoid(), torch.where(log_ratio.abs() < 20, ratio, 0.0)
+    elif policy_loss == "clip":
         objective, is_clipped, is_bounded = _clipped_objective(ratio, advantages, clip_low, clip_high, dual_clip)
+        below, above = is_clipped & (ratio < 1), is_clipped & (ratio > 1)
+        place = (ratio.clamp(1 - clip_low, 1 + clip_high) - 1 + clip_low) / (clip_low + clip_high)
+        weight = slope_of(objective, logprob) / -advantages
+    else:
+        found = policy_losses.surrogate(
+            policy_loss, logprob, clean(old_logprob, mask), advantages, mask, sequences, **band
+        )
+        objective, below, above, is_bounded, place = found
+        is_clipped, weight = below | above, slope_of(objective, logprob) / -advantages
     if importance_weights is not None:
         objective = objective * clean(importance_weights, mask).detach()
     weights = clean(weights, mask)
@@ -198,11 +213,19 @@ def policy_loss(
     )
     metrics = _ratio_metrics(log_ratio, mask, is_clipped, is_bounded)
     metrics |= _detached_sums({"entropy": entropy, "ref_kl": ref_kl, "count": mask})
+    bands = {"masked_below": below & mask, "masked_above": above & mask, "band_position": clean(place, mask)}
+    _, mean, m2 = masked_whiten_stats(weight.detach(), mask)
+    metrics |= _detached_sums(bands) | {"token_weight.mean": mean, "token_weight.m2": m2}
     nll_loss = -(clean(nll_weights, mask) * logprob).sum() if nll_weights is not None else torch.zeros_like(pg_loss)
     terms = {"pg_loss": pg_loss, "entropy_loss": entropy_loss, "kl_loss": kl_loss, "nll_loss": nll_loss}
     metrics |= {name: term.detach() for name, term in terms.items()}
     loss = pg_loss + entropy_loss + kl_loss + nll_loss
     return Loss(loss, metrics | {"loss": loss.detach()})
+
+
+def slope_of(objective: Tensor, logprob: Tensor) -> Tensor:
+    """Of each token's term in its own log-probability."""
+    return torch.autograd.grad(objective.sum(), logprob, retain_graph=True)[0]
 
 
 def _ratio_metrics(log_ratio: Tensor, mask: Tensor, is_clipped: Tensor, is_bounded: Tensor) -> dict[str, Tensor]:

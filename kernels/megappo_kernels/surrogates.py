@@ -1,0 +1,196 @@
+"""What rewards advantages in a policy loss: the ways that `algorithm.policy_loss` can name, forward and slope.
+
+Written in the words that torch and Triton's language share, as `objectives` says. Each gets the settings `s` and by
+token the log-probabilities of the policy and of the old one, their log-ratio within +-20, its exponential and the
+advantage.
+
+Nothing here needs torch before it is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+
+class _Torch:
+    def __getattr__(self, name: str) -> Any:
+        import torch
+
+        return getattr(torch, name)
+
+
+xp: Any = _Torch()
+"""torch; in what Triton compiles, its language."""
+Numbers: TypeAlias = Any
+"""A number for each token: a tensor, or a block of Triton's."""
+
+ALMOST_NOTHING = 1e-8
+"""Added to probabilities whose logarithm is taken."""
+
+
+def clamped(x: Numbers, low: Numbers, high: Numbers) -> Numbers:
+    """`x` within [low, high]; NaN stays NaN."""
+    return xp.where(x > high, high, xp.where(x < low, low, x))
+
+
+class Surrogate(NamedTuple):
+    """What rewards advantages: a loss, its slope in `logprob`, and what is reported of it."""
+
+    loss: Numbers
+    slope: Numbers
+    clipfrac: Numbers
+    clipfrac_lower: Numbers
+    below: Numbers
+    above: Numbers
+    """Whether the token lies outside the loss's band, where it is left out or held at the edge."""
+    weight: Numbers
+    """What multiplies the advantage in the slope."""
+    position: Numbers
+    """Where the token lies in the band: 0 at its lower edge or below, 1 at its upper edge or above."""
+
+
+def position(x: Numbers, low: Numbers, high: Numbers) -> Numbers:
+    """Where `x` lies from `low` (0) to `high` (1)."""
+    return (clamped(x, low, high) - low) / (high - low)
+
+
+def limited(ratio: Numbers, advantages: Numbers, low: Numbers, high: Numbers) -> Surrogate:
+    """max(-ratio * A, -clipped ratio * A), the ratio clipped to [low, high]."""
+    plain = -advantages * ratio
+    within = -advantages * clamped(ratio, low, high)
+    is_clipped = within > plain
+    loss, slope = xp.where(is_clipped, within, plain), xp.where(is_clipped, 0.0, plain)
+    below, above = is_clipped & (ratio < low), is_clipped & (ratio > high)
+    weight = xp.where(is_clipped, 0.0, ratio)
+    never = xp.zeros_like(is_clipped)
+    return Surrogate(loss, slope, is_clipped, never, below, above, weight, position(ratio, low, high))
+
+
+def weighted(
+    logprob: Numbers,
+    advantages: Numbers,
+    weight: Numbers,
+    below: Numbers,
+    above: Numbers,
+    is_capped: Numbers,
+    place: Numbers,
+) -> Surrogate:
+    """-weight * A * logprob, the weight constant in the gradient."""
+    slope = -advantages * weight
+    return Surrogate(slope * logprob, slope, below | above, is_capped, below, above, weight, place)
+
+
+def clip(
+    s: Any, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
+) -> Surrogate:
+    """PPO-clip (Schulman et al. 2017, eq. 7), bounded where the advantage is negative (Ye et al. 2020, eq. 5)."""
+    x = limited(ratio, advantages, 1 - s.clip_low, 1 + s.clip_high)
+    if s.dual_clip is not None:
+        bound = -advantages * s.dual_clip
+        is_bounded = (advantages < 0) & (bound < x.loss)
+        loss, slope = xp.where(is_bounded, bound, x.loss), xp.where(is_bounded, 0.0, x.slope)
+        weight = xp.where(is_bounded, 0.0, x.weight)
+        x = Surrogate(loss, slope, x.clipfrac, is_bounded, x.below, x.above, weight, x.position)
+    return x
+
+
+def penalty(
+    s: Any, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
+) -> Surrogate:
+    """-ratio * A + penalty_coef * KL(old || new), estimated by k3 (Schulman et al. 2017, eq. 8). No band: the position
+    is ratio / (1 + ratio)."""
+    plain, never = -ratio * advantages, xp.zeros_like(ratio)
+    loss, slope = plain + s.penalty_coef * (ratio - 1 - log_ratio), plain + s.penalty_coef * (ratio - 1)
+    return Surrogate(loss, slope, never, never, never, never, ratio, ratio / (1 + ratio))
+
+
+def dis(
+    s: Any, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
+) -> Surrogate:
+    """Direct double-sided importance sampling: -f(ratio) * A * logprob, f(r) = r within [1 - band_low, 1 + band_high]
+    and 0 outside, whatever the advantage's sign. The old log-probability is the engine's.
+
+    Hou et al. 2026, "SAO" (arXiv 2607.07508), section 3.1; GLM-5 2026 (arXiv 2602.15763). f is a weight, constant in
+    the gradient, which is that of -ratio * A within the band: the slope is the same with it or without. The papers'
+    band is open; here its edges belong to it.
+    """
+    low, high = 1 - s.band_low, 1 + s.band_high
+    below, above = ratio < low, ratio > high
+    weight = xp.where(below | above, 0.0, ratio)
+    never = xp.zeros_like(below)
+    return weighted(logprob, advantages, weight, below, above, never, position(ratio, low, high))
+
+
+def cispo(
+    s: Any, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
+) -> Surrogate:
+    """-clip(ratio, 1 - band_low, 1 + band_high) * A * logprob, the clipped ratio constant in the gradient: every token
+    keeps a slope (MiniMax 2025, "MiniMax-M1", eq. 4 and 5)."""
+    low, high = 1 - s.band_low, 1 + s.band_high
+    below, above = ratio < low, ratio > high
+    never, weight = xp.zeros_like(below), clamped(ratio, low, high)
+    return weighted(logprob, advantages, weight, below, above, never, position(ratio, low, high))
+
+
+def gspo(
+    s: Any, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
+) -> Surrogate:
+    """PPO-clip of the geometric mean of a sequence's ratios, within [1 - band_low, 1 + band_high].
+
+    Zheng et al. 2025, "Group Sequence Policy Optimization", in the form for advantages of tokens (GSPO-token, eq. 13
+    to 15), whose gradient is that of eq. 5 where a sequence's advantages are equal. `ratio` is the sequence's here.
+    """
+    return limited(ratio, advantages, 1 - s.band_low, 1 + s.band_high)
+
+
+def sapo(
+    s: Any, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
+) -> Surrogate:
+    """-4 / tau * sigmoid(tau * (ratio - 1)) * A, with tau gate_positive where A > 0 and gate_negative elsewhere (Gao et
+    al. 2025, "Soft Adaptive Policy Optimization", arXiv 2511.20347). No band: the position is the gate."""
+    tau = xp.where(advantages > 0, s.gate_positive, xp.zeros_like(ratio) + s.gate_negative)
+    x = tau * (ratio - 1)
+    small = xp.exp(-xp.abs(x))
+    gate = xp.where(x < 0, small, 1.0) / (1 + small)
+    weight = 4 * ratio * small / ((1 + small) * (1 + small))
+    never = xp.zeros_like(ratio)
+    return Surrogate(-advantages * gate * (4 / tau), -advantages * weight, never, never, never, never, weight, gate)
+
+
+def dppo(s: Any, logprob: Numbers, ratio: Numbers, advantages: Numbers, change: Numbers) -> Surrogate:
+    """-min(ratio, weight_cap) * A * logprob, the weight constant in the gradient, 0 where a token's `change` is
+    further than band_low down, with A < 0, or band_high up, with A > 0."""
+    below, above = (advantages < 0) & (change < -s.band_low), (advantages > 0) & (change > s.band_high)
+    is_capped = ratio > s.weight_cap
+    weight = xp.where(below | above, 0.0, xp.where(is_capped, s.weight_cap, ratio))
+    return weighted(logprob, advantages, weight, below, above, is_capped, position(change, -s.band_low, s.band_high))
+
+
+def dppo_tv(
+    s: Any, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
+) -> Surrogate:
+    """Tokens are left out by how far their probability moved, new - old: the total variation of "this token or another"
+    (DPPO with binary TV, arXiv 2602.04879, eq. 11 to 13). The ratio is capped as verl does it."""
+    return dppo(s, logprob, ratio, advantages, xp.exp(logprob) - xp.exp(old_logprob))
+
+
+def dppo_kl(
+    s: Any, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
+) -> Surrogate:
+    """The same by KL(old || new) of "this token or another", in nats, with the sign of the change (DPPO with binary KL,
+    arXiv 2602.04879, eq. 14)."""
+    new, old = xp.exp(logprob), xp.exp(old_logprob)
+    not_new, not_old = clamped(1 - new, 0.0, 1.0), clamped(1 - old, 0.0, 1.0)  # rounding leaves logprobs above 0
+    divergence = not_old * xp.log((not_old + ALMOST_NOTHING) / (not_new + ALMOST_NOTHING)) - old * log_ratio
+    return dppo(s, logprob, ratio, advantages, xp.where(new > old, divergence, -divergence))
+
+
+POLICY_LOSSES: Mapping[str, Callable[..., Surrogate]] = {
+    f.__name__: f for f in (clip, penalty, dis, cispo, gspo, sapo, dppo_tv, dppo_kl)
+}
+BANDS: Mapping[str, tuple[float, float]] = {
+    "dis": (0.8, 3.0), "cispo": (1.0, 4.0), "gspo": (3e-4, 4e-4), "dppo_tv": (0.2, 0.2), "dppo_kl": (0.05, 0.05),
+}  # fmt: skip
+"""band_low and band_high of the losses that have them, where nothing else is said: of SAO; ScaleRL (Khatri et al. 2025:
+weights up to 5, none too small); GSPO; and of DPPO's users."""

@@ -1,0 +1,21 @@
+"""Rules of what is frozen of a critic; see `rules`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megappo.config.roles import CriticSettings
+from megappo.families.architecture import ArchitectureConfig
+from megappo.families.frozen import freeze_problems
+
+if TYPE_CHECKING:
+    from megappo.config.rules import RoleSpec
+
+
+def freeze_rules(role: RoleSpec) -> Iterator[str]:
+    """What is frozen is there, and every layer keeps something to train."""
+    settings, arch = role.settings, role.shape
+    if isinstance(settings, CriticSettings) and settings.freeze and isinstance(arch, ArchitectureConfig):
+        lora = None if settings.lora is None else settings.lora.of(arch)
+        yield from (f"{role.name}.freeze: {words}" for words in freeze_problems(arch, settings.freeze, lora))

@@ -1,0 +1,66 @@
+"""Which parameters of a model that is trained stay as they are."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from functools import lru_cache
+
+from megappo.families.adapters import LoraShape, adapters
+from megappo.families.architecture import ArchitectureConfig
+from megappo.families.parameters import EMBEDDING, Parameter, model_parameters
+
+WORDS = ("attention", "embeddings")
+"""Besides patterns of names: what belongs to attention of either kind, norms of queries and keys included but not those
+of layers; the embedding of tokens."""
+
+
+def _matches(parameter: Parameter, freeze: tuple[str, ...]) -> list[bool]:
+    """Of each of its Hugging Face tensors, whether it is frozen."""
+    is_named = ("attention" in freeze and ".self_attention." in parameter.megatron) or (
+        "embeddings" in freeze and parameter.megatron == EMBEDDING
+    )
+    return [is_named or any(fnmatchcase(name, pattern) for pattern in freeze) for name in parameter.hf]
+
+
+@lru_cache(maxsize=64)
+def frozen_parameters(
+    arch: ArchitectureConfig, freeze: tuple[str, ...], lora: LoraShape | None = None
+) -> tuple[Parameter, ...]:
+    """What of a model is not trained; with adapters, the adapters of that, as they alone are trained.
+
+    `freeze`: words, and patterns of Hugging Face names as shells have them, each of all or none of the tensors that
+    Megatron has in one parameter.
+    """
+    if not freeze:
+        return ()
+    if lora is None:
+        return tuple(p for p in model_parameters(arch) if all(_matches(p, freeze)))
+    return tuple(p for x in adapters(arch, lora) if all(_matches(x.base, freeze)) for p in (x.a, x.b))
+
+
+def freeze_problems(arch: ArchitectureConfig, freeze: tuple[str, ...], lora: LoraShape | None) -> Iterator[str]:
+    """What is wrong with patterns for a model, and its remedy."""
+    parameters = list(model_parameters(arch))
+    for pattern in (text for text in freeze if text not in WORDS):
+        if not any(fnmatchcase(name, pattern) for p in parameters for name in p.hf):
+            yield f"'{pattern}' matches no tensor of a {arch.family}, such as {parameters[1].hf[0]}; correct it"
+    of_experts = defaultdict[tuple[int | None, str], set[bool]](set)
+    for parameter in parameters:
+        found = _matches(parameter, freeze)
+        if len(set(found)) > 1:
+            frozen, other = (parameter.hf[found.index(is_frozen)] for is_frozen in (True, False))
+            yield f"{frozen} would be frozen and {other} not, which Megatron has in one parameter; name both, or none"
+            return
+        if parameter.expert is not None:
+            of_experts[parameter.layer, parameter.megatron.rpartition(".experts.")[2].partition(".")[2]] |= set(found)
+    if any(len(found) > 1 for found in of_experts.values()):
+        yield "some experts of a layer would be frozen and some not; write * in the place of their numbers"
+        return
+    names = {p.megatron for p in frozen_parameters(arch, freeze, lora)}
+    trained = parameters if lora is None else [x.a for x in adapters(arch, lora)]
+    left = {p.layer for p in trained if p.megatron not in names}
+    empty = next((layer for layer in range(arch.layers) if layer not in left), None)
+    if empty is not None:
+        yield f"nothing of layer {empty} is left to train; freeze less of it"
