@@ -98,7 +98,7 @@ def make_trainer(config: Config, runtime: Runtime, tokens: int) -> Trainer:
     size = Size(1, samples, tokens)
     actor = Echo(placement("actor", config, size), models.actor, runtime)
     critic = Echo(placement("critic", config, size), models.critic, runtime) if config.critic is not None else None
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = load_tokenizer(config)
     prompts = read_prompts(config.data, tokenizer)
     given: dict[str, Any] = dict.fromkeys(Parts.__dataclass_fields__)
     given |= {

@@ -144,7 +144,7 @@ def trl_side(turns: Turns, run: Run) -> None:
 
     config = run.read()
     torch.set_num_threads(run.threads)
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = load_tokenizer(config)
     stop = resolve_stop_token_ids(role_folder(config, "actor"), tokenizer, config.rollout.stop_token_ids)
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(padding_token(tokenizer, stop))
     tokenizer.padding_side = "left"

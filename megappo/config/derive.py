@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from megappo.config import expert_rules, lora_rules, rules
+from megappo.config.chat_template import template_rules
 from megappo.config.data import DataSettings
 from megappo.config.engine import ENGINES
 from megappo.config.environment import environment_rules
@@ -139,6 +140,7 @@ def _problems(
     """All broken rules; those that need a role's replicas are checked only where its ranks are right."""
     yield from rules.algorithm_rules(config)
     yield from rules.section_rules(config, steps)
+    yield from template_rules(config)
     yield from reward_rules(config.reward)
     yield from lora_rules.base_rules(config)
     for role in roles:

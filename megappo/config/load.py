@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megappo import __version__
+from megappo.config.chat_template import read_template
 from megappo.config.explain import Key, dotted, explain, find_field, names_in, section_of, unknown_key
 from megappo.config.schema import Config
 from megappo.config.yaml_core import DEEPEST_NESTING, LONGEST_TEXT_CHARACTERS, dump_yaml, parse_yaml
@@ -41,6 +42,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
             continue
         key, value = _parse_override(override)
         _set(data, key, _with_own_files(value, Path(path).parent))
+        read_template(data, Path(path).parent)
         given.append((key, value))
     _replace_length(data, given)
     _replace_engines(data, given)
@@ -53,7 +55,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
 
 
 def _read_sections(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What a file holds, with whole paths of Python files."""
+    """What a file holds, with whole paths of Python files, and the text of a chat template."""
     data = parse_yaml(read_text(Path(path)), str(path))
     if data is None:
         needed = ", ".join(name for name, field in Config.model_fields.items() if field.is_required())
@@ -61,6 +63,7 @@ def _read_sections(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds {show(data)}, must be sections of `key: value` lines")
     found: dict[str, Any] = _with_own_files(data, Path(path).parent)
+    read_template(found, Path(path).parent)
     return found
 
 

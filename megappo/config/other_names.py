@@ -78,6 +78,8 @@ COUNTERPARTS: dict[str, Counterpart] = {
     **_same("data.train.answer_key", "", "label_key"),
     **_same("data.overlong_prompts", "", "filter_overlong_prompts", "truncation"),
     **_same("data.shuffle", "", "rollout_shuffle"),
+    **_same("data.chat_template", "", "custom_chat_template", "chat_template_path", "input_template"),
+    **_same("data.chat_template_options", "", "chat_template_kwargs", "apply_chat_template_kwargs"),
     **_same("reward.function", "", "custom_reward_function", "custom_rm_path", "rm_type", "reward_funcs"),
     **_same("reward.model_path", "", "reward_pretrain", "reward_model_path"),
     **_same("reward.overlong.buffer_tokens", "", "overlong_buffer_len", "overlong_buffer"),

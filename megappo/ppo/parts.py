@@ -168,7 +168,7 @@ class Parts:
 
 def training_prompts(config: Config) -> TrainingPrompts:
     """The prompts to train on. Raises ValueError where data or tokenizer cannot be read."""
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = load_tokenizer(config)
     return read_prompts(config.data, tokenizer, tool_schemas(config), token_rows(config, tokenizer))
 
 
@@ -187,7 +187,7 @@ def _start_reward_servers(config: Config, runtime: Runtime) -> OwnServers:
 def assemble(config: Config, derived: Derived, runtime: Runtime, purpose: Purpose | None = None) -> Parts:
     """Make every part; a collective of the whole world. Data and reward errors come before any model is built."""
     purpose = purpose if purpose is not None else Purpose()
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = load_tokenizer(config)
     rows = token_rows(config, tokenizer, training=purpose.training)
     prompts = purpose.prompts
     if prompts is None:
