@@ -19,7 +19,7 @@ from megappo.config.model_files import load_architectures
 from megappo.config.reward import reward_rules
 from megappo.config.rules import RoleSpec, format_ranks, kl_target_notes
 from megappo.config.schema import Config
-from megappo.config.tokens import stop_token_rules
+from megappo.config.tokens import response_length_rules, stop_token_rules
 from megappo.errors import ConfigError
 from megappo.families.architecture import ModelShape, padded_vocab_size
 
@@ -141,6 +141,7 @@ def _problems(
     yield from rules.algorithm_rules(config)
     yield from rules.section_rules(config, steps)
     yield from template_rules(config)
+    yield from response_length_rules(config)
     yield from reward_rules(config.reward)
     yield from lora_rules.base_rules(config)
     for role in roles:

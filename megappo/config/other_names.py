@@ -66,6 +66,10 @@ COUNTERPARTS: dict[str, Counterpart] = {
     **_same(
         "data.max_prompt_tokens", "", "max_prompt_length", "prompt_max_len", "rollout_max_prompt_len", "max_prompt_len",
     ),
+    **_same("rollout.stop", "", "stop_strings", "stop_sequences", "rollout_stop"),
+    **_same("rollout.stop_token_ids", "", "stop_token", "rollout_stop_token_ids"),
+    **_same("rollout.max_total_tokens", "", "rollout_max_context_len", "max_total_sequence_length", "max_model_len"),
+    **_same("rollout.min_response_tokens", "", "min_new_tokens", "min_tokens", "generate_min_len", "min_length"),
     **_same("rollout.sglang.memory_fraction", "", "gpu_memory_utilization", "vllm_gpu_memory_utilization",
             "mem_fraction_static", "sglang_mem_fraction_static"),
     **_same("rollout.sglang.tensor_parallel", "", "vllm_tensor_parallel_size", "rollout_num_gpus_per_engine", "gen_tp"),

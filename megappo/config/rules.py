@@ -311,7 +311,7 @@ def length_rules(config: Config, shapes: dict[str, ModelShape]) -> Iterator[str]
     for name, shape in shapes.items():
         room = shape.max_position_embeddings
         for section, response in lengths.items():
-            if prompt + response > room:
+            if config.rollout.total_tokens(prompt, response) > room:
                 fits = room - prompt
                 remedy = f"set {section}.max_response_tokens to at most {fits}" if fits > 0 else "shorten both"
                 yield (

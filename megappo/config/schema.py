@@ -182,6 +182,14 @@ class RolloutSettings(Settings):
     """Must be 0: truncated sampling biases the ratios."""
     stop_token_ids: TokenIds = ()
     """Tokens that end a response, besides the model's own end-of-sequence tokens."""
+    stop: Annotated[tuple[Text, ...], Field(strict=False, max_length=16)] = ()
+    """Texts that end a response or a turn, wherever tokens begin and end: `["</answer>", "\\n\\nQuestion:"]`. Their
+    tokens stay in the response, in what rewards read and in what is trained on."""
+    max_total_tokens: PositiveInt | None = None
+    """Longest prompt and response together, or all of an episode; default: what both limits allow."""
+    min_response_tokens: NonNegativeInt = 0
+    """Stop tokens are not sampled before a response, or a turn, has so many tokens; log-probabilities of engines are of
+    what was sampled."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Type of the engine's weights; default: the model's."""
     generate_batch_sequences: PositiveInt = 64
@@ -214,6 +222,15 @@ class RolloutSettings(Settings):
     def keeps_when_stopped(self) -> bool:
         """Whether a run that is told to stop keeps responses of the step that it gives up."""
         return self.in_flight or self.when_stopped == "keep"
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether servers look at the texts of tokens, and so need the tokenizer."""
+        return bool(self.stop) or self.min_response_tokens > 0
+
+    def total_tokens(self, prompt: int, response: int) -> int:
+        """Longest prompt and response together, with such limits of each."""
+        return prompt + response if self.max_total_tokens is None else min(prompt + response, self.max_total_tokens)
 
     @property
     def batch_sequences(self) -> int:
@@ -352,4 +369,4 @@ class Config(Settings):
     @property
     def max_sequence_tokens(self) -> int:
         """Longest prompt and response together, evaluation aside."""
-        return self.data.max_prompt_tokens + self.rollout.max_response_tokens
+        return self.rollout.total_tokens(self.data.max_prompt_tokens, self.rollout.max_response_tokens)

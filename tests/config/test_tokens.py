@@ -20,7 +20,7 @@ from megappo.config import check_run, load_config
 from megappo.config.data import DataSettings, DataSourceSettings
 from megappo.config.environment import EnvironmentSettings
 from megappo.config.model_files import load_tokenizer, read_architecture, resolve_stop_token_ids, token_rows
-from megappo.config.tokens import TokenRows, decoded, whole_ids
+from megappo.config.tokens import TokenRows, decoded, response_length_rules, whole_ids
 from megappo.data import PromptDataset, read_prompts
 from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
 from megappo.environments.chat import ChatTokens
@@ -39,7 +39,7 @@ from megappo.runtime.interrupts import NeverStop
 from megappo.types import Prompt
 from tests.support.data import character_tokenizer
 from tests.support.episodes import PARAMS, TOKENIZER, SayingEngine, asked, tokenizer
-from tests.support.places import ROOT, TINY
+from tests.support.places import BASE, ROOT, TINY
 from tests.support.worlds import QUICKSTART, megappo
 
 ADDED = "<tool>"
@@ -484,3 +484,22 @@ def test_the_stage_of_episodes_has_the_time_of_the_run() -> None:
     config = load_config(ROOT / QUICKSTART, words)
     stage = set_stage(config, tokenizer(CLOCK), (END,), TokenRows(16, "m"))
     assert stage is not None and stage.shared.template_time == MOMENT
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ("rollout.min_response_tokens=65", "rollout.min_response_tokens 65 is above rollout.max_response_tokens 64"),
+        (
+            "rollout.max_total_tokens=20",
+            "leaves no room for a response of 1 behind a prompt of data.max_prompt_tokens 20",
+        ),
+        ("rollout.max_total_tokens=21", ""),
+    ],
+)
+def test_limits_leave_room_for_a_response(given: str, sentence: str) -> None:
+    config = load_config(BASE, ["data.max_prompt_tokens=20", "rollout.max_response_tokens=64", given])
+    assert sentence in "".join(response_length_rules(config))
+    if not sentence:
+        assert list(response_length_rules(config)) == []
+        assert config.max_sequence_tokens == 21
