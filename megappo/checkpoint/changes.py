@@ -122,7 +122,8 @@ def _is_of_reward_server(settings: Mapping[str, Any], key: str) -> bool:
 
 
 def _decays(settings: Mapping[str, Any], role: str) -> bool:
-    return settings.get(f"{role}.optimizer.schedule", "constant") != "constant"
+    schedule = settings.get(f"{role}.optimizer.schedule", "constant")
+    return schedule not in ("constant", "inverse_sqrt") or bool(settings.get(f"{role}.optimizer.warmup_ratio"))
 
 
 def _shown(settings: Mapping[str, Any], key: str) -> str:

@@ -22,7 +22,12 @@ from megappo.config.yaml_core import DEEPEST_NESTING, LONGEST_TEXT_CHARACTERS, d
 from megappo.errors import ConfigError, secret_settings, shortened, show, writing
 from megappo.plugins import own_file
 
-_LENGTHS = (("run", "steps"), ("run", "epochs"))
+_ALTERNATIVES: tuple[tuple[Key, Key], ...] = (
+    (("run", "steps"), ("run", "epochs")),
+    *(((role, "minibatch_sequences"), (role, "minibatches")) for role in ("actor", "critic")),
+    *(((role, "optimizer", "warmup_updates"), (role, "optimizer", "warmup_ratio")) for role in ("actor", "critic")),
+)
+"""Settings of which one is given."""
 _URLS, _ENGINES = ("rollout", "sglang", "urls"), ("rollout", "sglang", "engines")
 
 
@@ -44,7 +49,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         _set(data, key, _with_own_files(value, Path(path).parent))
         read_template(data, Path(path).parent)
         given.append((key, value))
-    _replace_length(data, given)
+    _replace_alternatives(data, given)
     _replace_engines(data, given)
     if secrets := list(dict.fromkeys(secret_settings(data))):
         raise ConfigError([_no_secret(key) for key in secrets])
@@ -158,15 +163,17 @@ def _no_secret(key: str) -> str:
     return f"{key} looks like a secret, which a run would write into its files; {remedy}"
 
 
-def _replace_length(data: dict[str, Any], given: Sequence[tuple[Key, Any]]) -> None:
-    """An override of one of `run.steps` and `run.epochs` takes the place of the other in the file."""
-    lengths = {key[1]: value for key, value in given if key in _LENGTHS}
-    if len(lengths) == 1:
-        (name,) = lengths
-        other = "steps" if name == "epochs" else "epochs"
-        run = data.get("run")
-        if lengths[name] is not None and isinstance(run, dict) and other in run:
-            run[other] = None
+def _replace_alternatives(data: dict[str, Any], given: Sequence[tuple[Key, Any]]) -> None:
+    """An override of one of two settings takes the place of the other in the file."""
+    overrides = dict(given)
+    for pair in _ALTERNATIVES:
+        for key, other in (pair, pair[::-1]):
+            if overrides.get(key) is not None and other not in overrides:
+                section: Any = data
+                for name in other[:-1]:
+                    section = section.get(name) if isinstance(section, dict) else None
+                if isinstance(section, dict):
+                    section.pop(other[-1], None)
 
 
 def _replace_engines(data: dict[str, Any], given: Sequence[tuple[Key, Any]]) -> None:

@@ -45,6 +45,7 @@ COUNTERPARTS: dict[str, Counterpart] = {
         "verl means the prompts of a step, OpenRLHF the samples of an update",
     ),
     **_same("ROLE.minibatch_sequences", _PROMPTS, "ppo_mini_batch_size", "mini_batch_size"),
+    **_same("ROLE.minibatches", "", "num_mini_batches", "num_minibatches", "num_steps_per_rollout"),
     **_same("ROLE.minibatch_sequences", "samples of an update", "global_batch_size", "train_global_batch_size"),
     **_same(
         "ROLE.microbatch_budget_tokens", _TOKENS, "micro_batch_size", "micro_train_batch_size", "ppo_micro_batch_size",
@@ -127,10 +128,8 @@ COUNTERPARTS: dict[str, Counterpart] = {
     **_same("ROLE.optimizer.min_learning_rate", "", "min_lr"),
     **_same("ROLE.optimizer.schedule", "", "lr_scheduler_type", "lr_decay_style", "lr_scheduler"),
     **_same("ROLE.optimizer.warmup_updates", _UPDATES, "lr_warmup_steps", "lr_warmup_iters", "optimizer.warmup_steps"),
-    **_same(
-        "ROLE.optimizer.warmup_updates", f"{_UPDATES}, and is a number, not a share",
-        "warmup_ratio", "lr_warmup_ratio", "lr_warmup_steps_ratio",
-    ),
+    **_same("ROLE.optimizer.warmup_ratio", "", "lr_warmup_ratio", "lr_warmup_steps_ratio", "lr_warmup_fraction"),
+    **_same("ROLE.optimizer.decay_ratio", "", "lr_wsd_decay_iters", "wsd_decay_ratio"),
     **_same("ROLE.optimizer.clip_grad_norm", "", "max_grad_norm", "grad_clip", "clip_grad", "max_norm"),
     **_same("ROLE.optimizer.eps", "", "adam_epsilon", "adam_eps"),
     **_same("ROLE.optimizer.beta1 ROLE.optimizer.beta2", _BOTH, "betas", "adam_betas"),

@@ -135,6 +135,16 @@ class ModelSettings(Settings):
     trust_remote_code: bool = False
     """Allow Python code from the folders of models, the reward model's among them, to run."""
 
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _has_the_range_of_gradients(cls, dtype: object) -> object:
+        if dtype in ("float16", "fp16", "half"):
+            raise ValueError(
+                f"{show(dtype)} ends at 65504 and loses small gradients, which want a scaled loss, and megappo scales "
+                "none; set bfloat16, or float32 on GPUs without it"
+            )
+        return dtype
+
 
 class DynamicSamplingSettings(Settings):
     max_rounds: Annotated[int, Field(gt=1, le=1000)] = 4
