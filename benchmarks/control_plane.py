@@ -299,7 +299,7 @@ def settings(path: str, samples: int, directory: str) -> Config:
     config = load_config(path)
     per_prompt = min(config.rollout.samples_per_prompt, samples)
     size = config.rollout.batch_sequences
-    minibatches = {name: max(1, samples * r.minibatch_sequences // size) for name, r in config.trained.items()}
+    minibatches = {name: max(1, samples * r.minibatch_sizes(size)[0] // size) for name, r in config.trained.items()}
     overrides = [f"{name}.minibatch_sequences={n}" for name, n in minibatches.items()]
     return load_config(
         path,

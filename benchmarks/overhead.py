@@ -98,7 +98,7 @@ def make_trainer(config: Config, runtime: Runtime, tokens: int) -> Trainer:
     size = Size(1, samples, tokens)
     actor = Echo(placement("actor", config, size), models.actor, runtime)
     critic = Echo(placement("critic", config, size), models.critic, runtime) if config.critic is not None else None
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = load_tokenizer(config)
     prompts = read_prompts(config.data, tokenizer)
     given: dict[str, Any] = dict.fromkeys(Parts.__dataclass_fields__)
     given |= {
@@ -161,7 +161,7 @@ def sized(given: Config, samples: int) -> list[str]:
     """Overrides by which a step has so many samples, in as many updates as before."""
     per_prompt = given.rollout.samples_per_prompt
     size = given.rollout.batch_sequences
-    minibatches = {name: max(1, samples * role.minibatch_sequences // size) for name, role in given.trained.items()}
+    minibatches = {name: max(1, samples * r.minibatch_sizes(size)[0] // size) for name, r in given.trained.items()}
     return [
         f"rollout.prompts_per_step={samples // per_prompt}",
         *(f"{name}.minibatch_sequences={n}" for name, n in minibatches.items()),

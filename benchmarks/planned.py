@@ -68,7 +68,7 @@ class Size:
             f"rollout.prompts_per_step={max(1, self.samples // per_prompt)}",
             f"data.max_prompt_tokens={prompt_tokens}",
             *(
-                f"{name}.minibatch_sequences={max(1, self.samples * role.minibatch_sequences // before)}"
+                f"{name}.minibatch_sequences={max(1, self.samples * role.minibatch_sizes(before)[0] // before)}"
                 for name, role in given.trained.items()
             ),
             "algorithm.mismatch_stop_nats=1e9",

@@ -45,7 +45,7 @@ class World:
         times = self.processes if self.kind == "weak" else 1
         yield f"rollout.prompts_per_step={times * config.rollout.prompts_per_step}"
         for name, role in config.trained.items():
-            yield f"{name}.minibatch_sequences={times * role.minibatch_sequences}"
+            yield f"{name}.minibatch_sequences={times * role.minibatch_sizes(config.rollout.batch_sequences)[0]}"
             if self.axis != "data":
                 yield f"{name}.layout.{self.axis}_parallel={self.processes}"
 

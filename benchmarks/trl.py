@@ -234,7 +234,7 @@ def plan_run(arguments: argparse.Namespace, directory: str) -> tuple[Run, Config
     run = Run(arguments.config, given, directory, profile, arguments.precision, arguments.threads, seed=1)
     config = run.read()
     check(config)
-    minibatch = config.actor.minibatch_sequences
+    minibatch = config.actor.minibatch_sizes(config.rollout.batch_sequences)[0]
     microbatch = arguments.trl_microbatch or minibatch
     if minibatch % microbatch:
         raise ValueError(f"--trl-microbatch {microbatch} does not divide the minibatch of {minibatch}; change one")

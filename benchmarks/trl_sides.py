@@ -144,7 +144,7 @@ def trl_side(turns: Turns, run: Run) -> None:
 
     config = run.read()
     torch.set_num_threads(run.threads)
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = load_tokenizer(config)
     stop = resolve_stop_token_ids(role_folder(config, "actor"), tokenizer, config.rollout.stop_token_ids)
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(padding_token(tokenizer, stop))
     tokenizer.padding_side = "left"
@@ -255,7 +255,7 @@ def trl_settings(config: Config, run: Run, stop: int) -> dict[str, str | float |
         "output_dir": str(config.run.path), "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
         "use_cpu": True, "seed": run.seed, "total_episodes": batch * 10**6,
         "per_device_train_batch_size": run.trl_microbatch, "gradient_accumulation_steps": batch // run.trl_microbatch,
-        "num_mini_batches": batch // config.actor.minibatch_sequences, "num_ppo_epochs": config.actor.epochs,
+        "num_mini_batches": len(config.actor.minibatch_sizes(batch)), "num_ppo_epochs": config.actor.epochs,
         "local_rollout_forward_batch_size": config.rollout.generate_batch_sequences, "num_sample_generations": 0,
         "response_length": run.profile.longest, "stop_token_id": stop, "temperature": config.rollout.temperature,
         "kl_coef": kl.coef, "kl_estimator": _ESTIMATORS[kl.kind], "cliprange": algorithm.clip_high,
@@ -286,7 +286,7 @@ def _trl_trainer(config: Config, run: Run, tokenizer: Any, stop: int, judge: _Ju
         train_dataset=[{"input_ids": [stop]}] * batch, optimizers=(optimizer, constant),
     )  # fmt: skip
     # An update for each minibatch: TRL itself would make one for as many microbatches as there are in a whole step.
-    trainer.accelerator.gradient_accumulation_steps = config.actor.minibatch_sequences // run.trl_microbatch
+    trainer.accelerator.gradient_accumulation_steps = config.actor.minibatch_sizes(batch)[0] // run.trl_microbatch
     return trainer
 
 

@@ -21,10 +21,17 @@ def segments(
     """Each answer, asked for by so many tokens at a time; every rank asks equally often, if only for nothing."""
     found: list[Any] = [None] * len(requests)
     for first in range(0, params.max_new_tokens, tokens):
-        left = [i for i, done in enumerate(found) if done is None or done.truncated]
+        room = [request.most_tokens(params) - first for request in requests]
+        left = [i for i, done in enumerate(found) if done is None or (done.truncated and room[i] > 0)]
         begun = {i: found[i].token_ids if found[i] else () for i in left}
         further = [
-            replace(requests[i], token_ids=requests[i].token_ids + begun[i], seed=requests[i].seed + first)
+            replace(
+                requests[i],
+                token_ids=requests[i].token_ids + begun[i],
+                seed=requests[i].seed + first,
+                max_new_tokens=room[i],
+                min_new_tokens=max(0, requests[i].least_tokens(params) - first),
+            )
             for i in left
         ]
         most = min(tokens, params.max_new_tokens - first)

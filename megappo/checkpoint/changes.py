@@ -24,7 +24,7 @@ nobody."""
 _DANGEROUS = (
     "run.seed", "model", "actor.start_from", "critic.start_from", "critic.path",
     "critic.value_head_std", "actor.lora", "critic.lora", "reference", "data.train", "data.mixture", "data.curriculum",
-    "data.apply_chat_template", "data.template_time",
+    "data.apply_chat_template", "data.chat_template", "data.chat_template_options", "data.template_time",
     "data.system_prompt", "data.max_prompt_tokens", "data.overlong_prompts", "data.shuffle", "reward.function",
     "reward.functions", "reward.judge", "reward.options", "reward.batch", "reward.model_path", "reward.overlong",
     "reward.truncated_score", "reward.truncated_penalty", "reward.normalize", "reward.scale", "reward.shift",
@@ -128,7 +128,8 @@ def _is_of_reward_server(settings: Mapping[str, Any], key: str) -> bool:
 
 
 def _decays(settings: Mapping[str, Any], role: str) -> bool:
-    return settings.get(f"{role}.optimizer.schedule", "constant") != "constant"
+    schedule = settings.get(f"{role}.optimizer.schedule", "constant")
+    return schedule not in ("constant", "inverse_sqrt") or bool(settings.get(f"{role}.optimizer.warmup_ratio"))
 
 
 def _shown(settings: Mapping[str, Any], key: str) -> str:

@@ -161,7 +161,7 @@ def _write_huggingface(
     target: Path, further: FurtherLayers, source: TensorSource, config: Config, model: Path, role: str
 ) -> None:
     arch = further.arch
-    dtype, wide, tokenizer = DTYPES[config.model.dtype], wide_tensors(arch), load_tokenizer(config.model)
+    dtype, wide, tokenizer = DTYPES[config.model.dtype], wide_tensors(arch), load_tokenizer(config)
     tensors = ((name, tensor.to(torch.float32 if name in wide else dtype)) for name, tensor in source.tensors())
     if role == "critic":
         write_critic(target, arch, chain(tensors, _head_tensors(source, dtype)), tokenizer)

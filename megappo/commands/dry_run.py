@@ -11,6 +11,7 @@ from pathlib import Path
 from megappo.commands import whole_option
 from megappo.config import Config, ConfigError, Derived, derive, print_table, resolve
 from megappo.config.base import LARGEST_WORLD
+from megappo.config.chat_template import thinking_notes
 from megappo.config.model_files import (
     load_architecture,
     load_tokenizer,
@@ -124,9 +125,11 @@ def _print_part(part: Rows) -> tuple[str, ...]:
 
 def _prompts(config: Config, models: Models, ranks: int) -> Rows:
     """Tokenizer, prompts of training and validation, stop tokens."""
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = load_tokenizer(config)
     rows = token_rows(config, tokenizer)
     yield "tokenizer", f"{type(tokenizer).__name__}, {len(tokenizer)} tokens"
+    for note in thinking_notes(config, str(tokenizer.chat_template or "")):
+        yield "tokenizer", note
     stops = resolve_stop_token_ids(
         model_folder(config.model.path, weights=False), tokenizer, config.rollout.stop_token_ids, rows
     )
@@ -198,7 +201,7 @@ def _reward(config: Config) -> Rows:
     if servers:
         yield "reward", f"a judge, {' and '.join(servers)}, whose server the run starts"
         return
-    stop = load_tokenizer(config.model).eos_token or ""
+    stop = load_tokenizer(config).eos_token or ""
     for name, source in config.data.sources.items():
         limited = source.model_copy(update={"limit": _SCORED_SAMPLES})
         best, empty = _scores(config, read_records(limited), stop)

@@ -160,7 +160,7 @@ def make_service(config: Config, *, host: str | None, port: int, index: int, lin
     host = host or config.rollout.servers.host or "127.0.0.1"
     check_address(host, port)
     folder = model_folder(config.model.path, weights=False)
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = load_tokenizer(config)
     rows = token_rows(config, tokenizer, training=False)
     stops = resolve_stop_token_ids(folder, tokenizer, config.rollout.stop_token_ids, rows)
     spec = ServerSpec.of(config, folder, stops, on_cuda=runs_on_cuda(config.runtime), device_bytes=device_bytes())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import keyword
 from collections import Counter
 from collections.abc import Iterable
 from datetime import datetime
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -19,6 +21,20 @@ HUB_PREFIX = "datasets:"
 _LONGEST_NAME_CHARACTERS = 60
 _LARGEST_REWARD = 1e9
 _Reward = Annotated[float, Field(ge=-_LARGEST_REWARD, le=_LARGEST_REWARD)]
+
+
+_TOLD_ALREADY = {
+    "messages": "the data",
+    "tools": "rollout.environment, where it has some",
+    "add_generation_prompt": "what is rendered",
+    "strftime_now": "data.template_time",
+}
+"""Variables of chat templates that a run sets itself."""
+
+
+def is_template(text: str) -> bool:
+    """Whether this is the text of a chat template rather than the path of one."""
+    return "{{" in text or "{%" in text
 
 
 class DataSourceSettings(Settings):
@@ -111,6 +127,11 @@ class DataSettings(Settings):
     of a source with `samples` (1), `temperature` (0: greedy), `pass_at` (such as [1, 4]) and `right_above` (0.5)."""
     apply_chat_template: bool = True
     """Render prompts with the tokenizer's chat template; false: prompts are plain text."""
+    chat_template: Annotated[str, Field(min_length=1)] | None = None
+    """Template in place of the tokenizer's: a file beside the configuration, or else in the working directory, whose
+    text becomes the setting, or the text. Exported models have it."""
+    chat_template_options: Annotated[dict[Text, Any], Field(max_length=100)] = Field(default_factory=dict)
+    """What the template is told besides messages and tools, by its own names: `{enable_thinking: false}`."""
     system_prompt: str | None = None
     """System message put before prompts that have none."""
     template_time: str | None = None
@@ -137,6 +158,26 @@ class DataSettings(Settings):
         if self.validation is None:
             return sets
         return {"": ValidationSetSettings.model_validate(self.validation.model_dump()), **sets}
+
+    @field_validator("chat_template")
+    @classmethod
+    def _is_a_template(cls, template: str | None) -> str | None:
+        if template is None or is_template(template):
+            return template
+        raise ValueError(
+            f"{show(template)} is no file beside the configuration or in {Path.cwd()}, and no template, which has "
+            "{{ or {%; give the path of a file"
+        )
+
+    @field_validator("chat_template_options")
+    @classmethod
+    def _can_be_told(cls, options: dict[str, Any]) -> dict[str, Any]:
+        for name in options:
+            if name in _TOLD_ALREADY:
+                raise ValueError(f"{name} is told by {_TOLD_ALREADY[name]}; remove it")
+            if not (name.isascii() and name.isidentifier() and not keyword.iskeyword(name)):
+                raise ValueError(f"{show(name)} is no name in a template; use letters, digits and _, no digit first")
+        return options
 
     @field_validator("template_time")
     @classmethod

@@ -9,6 +9,8 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from megappo.config import expert_rules, lora_rules, rules
+from megappo.config.batch_rules import batch_rules, warmup_rules
+from megappo.config.chat_template import template_rules
 from megappo.config.data import DataSettings
 from megappo.config.engine import ENGINES
 from megappo.config.environment import environment_rules
@@ -20,7 +22,7 @@ from megappo.config.reward import reward_rules
 from megappo.config.roles import CriticSettings
 from megappo.config.rules import RoleSpec, format_ranks, kl_target_notes
 from megappo.config.schema import Config
-from megappo.config.tokens import stop_token_rules
+from megappo.config.tokens import response_length_rules, stop_token_rules
 from megappo.errors import ConfigError
 from megappo.families.architecture import ModelShape, padded_vocab_size
 
@@ -141,6 +143,8 @@ def _problems(
     """All broken rules; those that need a role's replicas are checked only where its ranks are right."""
     yield from rules.algorithm_rules(config)
     yield from rules.section_rules(config, steps)
+    yield from template_rules(config)
+    yield from response_length_rules(config)
     yield from reward_rules(config.reward)
     yield from lora_rules.base_rules(config)
     for role in roles:
@@ -169,12 +173,12 @@ def _problems(
     for role in roles:
         if placed[role.name]:
             continue
-        batch_problems = list(rules.batch_rules(config, role, world_size))
+        batch_problems = list(batch_rules(config, role, world_size))
         yield from batch_problems
         if not batch_problems:
             updates = _trained_steps(config, role, steps) * role.settings.updates(config.rollout.batch_sequences)
             if updates:
-                yield from rules.warmup_rules(role, updates)
+                yield from warmup_rules(role, updates)
 
 
 def _trained_steps(config: Config, role: RoleSpec, steps: int | None) -> int:
@@ -190,7 +194,7 @@ def role_numbers(config: Config, role: RoleSpec, world_size: int, steps: int) ->
         grid=role.layout.grid(world_size),
         vpp=role.layout.virtual_pipeline_chunks,
         padded_vocab_size=padded_vocab_size(role.shape.vocab_size, tp, config.model.pad_vocab_to_multiple_of),
-        minibatches_per_step=settings.minibatches(batch),
+        minibatches_per_step=len(settings.minibatch_sizes(batch)),
         updates_per_step=settings.updates(batch),
         total_updates=steps * settings.updates(batch),
     )
@@ -347,10 +351,11 @@ def _role_rows(name: str, config: Config, numbers: RoleNumbers) -> list[tuple[st
     if isinstance(settings, CriticSettings) and settings.freeze:
         layout += f", frozen: {' and '.join(settings.freeze)}"
     optimizer = settings.optimizer
+    sizes = " or ".join(map(str, sorted(set(settings.minibatch_sizes(config.rollout.batch_sequences)))))
     updates = (
-        f"{settings.epochs} epochs x {numbers.minibatches_per_step} minibatches of {settings.minibatch_sequences} = "
+        f"{settings.epochs} epochs x {numbers.minibatches_per_step} minibatches of {sizes} = "
         f"{numbers.updates_per_step} per step, {numbers.total_updates} in all; learning rate "
-        f"{optimizer.learning_rate:g} {optimizer.schedule}, warm-up {optimizer.warmup_updates}"
+        f"{optimizer.learning_rate:g} {optimizer.schedule}, warm-up {optimizer.warmup(numbers.total_updates)}"
     )
     return [
         (name, f"{layout}, vocabulary padded to {numbers.padded_vocab_size}"),

@@ -15,13 +15,19 @@ from typing import Any
 from pydantic import ValidationError
 
 from megappo import __version__
+from megappo.config.chat_template import read_template
 from megappo.config.explain import Key, dotted, explain, find_field, names_in, section_of, unknown_key
 from megappo.config.schema import Config
 from megappo.config.yaml_core import DEEPEST_NESTING, LONGEST_TEXT_CHARACTERS, dump_yaml, parse_yaml
 from megappo.errors import ConfigError, secret_settings, shortened, show, writing
 from megappo.plugins import own_file
 
-_LENGTHS = (("run", "steps"), ("run", "epochs"))
+_ALTERNATIVES: tuple[tuple[Key, Key], ...] = (
+    (("run", "steps"), ("run", "epochs")),
+    *(((role, "minibatch_sequences"), (role, "minibatches")) for role in ("actor", "critic")),
+    *(((role, "optimizer", "warmup_updates"), (role, "optimizer", "warmup_ratio")) for role in ("actor", "critic")),
+)
+"""Settings of which one is given."""
 _URLS, _ENGINES = ("rollout", "sglang", "urls"), ("rollout", "sglang", "engines")
 
 
@@ -41,8 +47,9 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
             continue
         key, value = _parse_override(override)
         _set(data, key, _with_own_files(value, Path(path).parent))
+        read_template(data, Path(path).parent)
         given.append((key, value))
-    _replace_length(data, given)
+    _replace_alternatives(data, given)
     _replace_engines(data, given)
     if secrets := list(dict.fromkeys(secret_settings(data))):
         raise ConfigError([_no_secret(key) for key in secrets])
@@ -53,7 +60,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
 
 
 def _read_sections(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What a file holds, with whole paths of Python files."""
+    """What a file holds, with whole paths of Python files, and the text of a chat template."""
     data = parse_yaml(read_text(Path(path)), str(path))
     if data is None:
         needed = ", ".join(name for name, field in Config.model_fields.items() if field.is_required())
@@ -61,6 +68,7 @@ def _read_sections(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds {show(data)}, must be sections of `key: value` lines")
     found: dict[str, Any] = _with_own_files(data, Path(path).parent)
+    read_template(found, Path(path).parent)
     return found
 
 
@@ -155,15 +163,17 @@ def _no_secret(key: str) -> str:
     return f"{key} looks like a secret, which a run would write into its files; {remedy}"
 
 
-def _replace_length(data: dict[str, Any], given: Sequence[tuple[Key, Any]]) -> None:
-    """An override of one of `run.steps` and `run.epochs` takes the place of the other in the file."""
-    lengths = {key[1]: value for key, value in given if key in _LENGTHS}
-    if len(lengths) == 1:
-        (name,) = lengths
-        other = "steps" if name == "epochs" else "epochs"
-        run = data.get("run")
-        if lengths[name] is not None and isinstance(run, dict) and other in run:
-            run[other] = None
+def _replace_alternatives(data: dict[str, Any], given: Sequence[tuple[Key, Any]]) -> None:
+    """An override of one of two settings takes the place of the other in the file."""
+    overrides = dict(given)
+    for pair in _ALTERNATIVES:
+        for key, other in (pair, pair[::-1]):
+            if overrides.get(key) is not None and other not in overrides:
+                section: Any = data
+                for name in other[:-1]:
+                    section = section.get(name) if isinstance(section, dict) else None
+                if isinstance(section, dict):
+                    section.pop(other[-1], None)
 
 
 def _replace_engines(data: dict[str, Any], given: Sequence[tuple[Key, Any]]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megappo.config.chat_template import set_template
 from megappo.config.folder_texts import OF_TOKENIZERS, check_texts, read_object
 from megappo.config.hub import hub_folder, may_be_hub_name
 from megappo.config.schema import Config, ModelSettings
@@ -117,22 +118,25 @@ def tokenizer_folder(model: ModelSettings) -> Path:
     return own if own.is_dir() else hub_folder(model.tokenizer, key="model.tokenizer")
 
 
-def load_tokenizer(model: ModelSettings) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model. Raises ConfigError where there is none."""
+def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
+    """The tokenizer of a run, with its chat template. Raises ConfigError where there is none, or no such template."""
     from transformers import AutoTokenizer
 
+    model = config.model
     place, key = tokenizer_folder(model), "model.tokenizer" if model.tokenizer else "model.path"
     try:
         check_texts(place, OF_TOKENIZERS)
     except ValueError as error:
         raise ConfigError(f"{key}: {error}") from None
     try:
-        return AutoTokenizer.from_pretrained(place, trust_remote_code=model.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=model.trust_remote_code)
     except Exception as error:  # transformers, and the folder's own code, over any content
         raise ConfigError(
             f"{key} '{place}' holds no tokenizer that can be loaded ({reason(error)}); set "
             "model.tokenizer to the folder or hub name of one"
         ) from error
+    set_template(tokenizer, config.data)
+    return tokenizer
 
 
 def resolve_stop_token_ids(

@@ -35,7 +35,7 @@ def chunk_layers(
         recompute=settings.recompute,
         recompute_modules=settings.recompute_modules,
     )
-    share = config.rollout.max_response_tokens / tokens
+    share = min(config.rollout.max_response_tokens, tokens) / tokens
     return balanced_layers(arch.layers, stages, chunks, head_in_layers=head * share / layer)
 
 

@@ -98,10 +98,15 @@ class OptimizerSettings(Settings):
     """Peak learning rate of AdamW."""
     min_learning_rate: NonNegativeFloat = 0.0
     """Where a decaying schedule ends."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Decay over all updates of the run."""
+    schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "constant"
+    """Decay after the warm-up: over all updates of the run (`linear`, `cosine`), with one over the square root of the
+    updates (`inverse_sqrt`), or linearly in the last of them (`wsd`: warm-up, stable, decay)."""
+    decay_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
+    """Share of the run's updates, the last ones, in which `wsd` decays."""
     warmup_updates: NonNegativeInt = 0
     """Optimizer updates of linear warm-up from 0."""
+    warmup_ratio: Decay = 0.0
+    """The same as a share of the run's updates, rounded down; one of both is given."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay; biases and norms are exempt."""
     beta1: Decay = 0.9
@@ -144,6 +149,24 @@ class OptimizerSettings(Settings):
                 "overlap_param_gather is true, which Megatron has only together with overlap_grad_reduce; "
                 "set overlap_grad_reduce to true, or remove overlap_param_gather"
             )
+        return self
+
+    def warmup(self, total_updates: int) -> int:
+        """Updates of linear warm-up in a run of so many."""
+        return self.warmup_updates or int(self.warmup_ratio * total_updates)
+
+    def decay(self, total_updates: int) -> int:
+        """The last updates of so many, in which `wsd` decays."""
+        return max(1, round(self.decay_ratio * total_updates))
+
+    @model_validator(mode="after")
+    def _warms_up_once(self) -> OptimizerSettings:
+        if self.warmup_updates and self.warmup_ratio:
+            raise ValueError(
+                f"warmup_updates {self.warmup_updates} and warmup_ratio {self.warmup_ratio:g} are both given; keep one"
+            )
+        if "decay_ratio" in self.model_fields_set and self.schedule != "wsd" and self.decay_ratio != 0.1:
+            raise ValueError(f"decay_ratio is of the schedule wsd, and schedule is {self.schedule}; remove it")
         return self
 
     @model_validator(mode="after")
@@ -220,8 +243,12 @@ class TrainedRoleSettings(Settings):
     besides); null: train all weights."""
     epochs: PositiveInt = 1
     """Passes over the step's samples."""
-    minibatch_sequences: PositiveInt
-    """Samples per optimizer update over all data parallel ranks; divides the step's samples."""
+    minibatch_sequences: PositiveInt | None = None
+    """Samples per optimizer update over all data parallel ranks; divides the step's samples. Either this or
+    `minibatches` is given."""
+    minibatches: PositiveInt | None = None
+    """Optimizer updates in each pass over the step's samples; where they cannot be equally large, the first ones have a
+    sample more."""
     microbatch_budget_tokens: PositiveInt = 8192
     """Most tokens in one packed microbatch, over all ranks that share it out; not below the longest possible sample."""
     router_aux_loss_coef: NonNegativeFloat = 0.0
@@ -240,13 +267,27 @@ class TrainedRoleSettings(Settings):
     """What `selective` computes again in backward: the attention kernel (`core_attn`; on GPUs it keeps little), MLPs
     (`mlp`), layers of experts (`moe`)."""
 
-    def minibatches(self, batch_sequences: int) -> int:
-        """Minibatches in one pass over a step's samples, each an update."""
-        return batch_sequences // self.minibatch_sequences
+    def minibatch_sizes(self, batch_sequences: int) -> list[int]:
+        """Samples of each minibatch of a pass over a step's, the larger ones first."""
+        if self.minibatch_sequences is not None:
+            return [self.minibatch_sequences] * (batch_sequences // self.minibatch_sequences)
+        count = self.minibatches or 1
+        return [batch_sequences // count + (n < batch_sequences % count) for n in range(count)]
 
     def updates(self, batch_sequences: int) -> int:
         """Updates in a step."""
-        return self.minibatches(batch_sequences) * self.epochs
+        return len(self.minibatch_sizes(batch_sequences)) * self.epochs
+
+    @model_validator(mode="after")
+    def _has_minibatches(self) -> TrainedRoleSettings:
+        if self.minibatch_sequences is None and self.minibatches is None:
+            raise ValueError("minibatch_sequences is missing; add it (samples of an update), or minibatches (updates)")
+        if self.minibatch_sequences is not None and self.minibatches is not None:
+            raise ValueError(
+                f"minibatch_sequences {self.minibatch_sequences} and minibatches {self.minibatches} are both given; "
+                "keep one of them"
+            )
+        return self
 
 
 class ActorSettings(TrainedRoleSettings):

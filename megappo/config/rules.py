@@ -107,11 +107,11 @@ def section_rules(config: Config, steps: int | None) -> Iterator[str]:
             "evaluation is given but there is nothing to evaluate on; add data.validation or data.validation_sets, or "
             "set evaluation to null"
         )
-    if config.critic is not None and steps is not None and config.critic.warmup_steps >= steps:
+    if config.critic is not None and steps is not None and config.critic.warmup_steps > steps:
         which = f"run.steps {steps}" if config.run.epochs is None else f"the {steps} steps of run.epochs"
         yield (
-            f"critic.warmup_steps {config.critic.warmup_steps} must be below {which}, or the actor is never trained; "
-            f"set at most {steps - 1}"
+            f"critic.warmup_steps {config.critic.warmup_steps} is above {which}; set {steps} to train the critic "
+            "alone, or fewer to train the actor after it"
         )
     if config.checkpoint is None and not config.run.export_final_model:
         yield (
@@ -269,39 +269,6 @@ def vocabulary_rules(config: Config, roles: Iterable[RoleSpec]) -> Iterator[str]
             )
 
 
-def batch_rules(config: Config, role: RoleSpec, world_size: int) -> Iterator[str]:
-    """A role's minibatches and microbatches fit the step's samples."""
-    batch, grid = config.rollout.batch_sequences, role.layout.grid(world_size)
-    dp = grid.dp
-    size, key = role.settings.minibatch_sequences, f"{role.name}.minibatch_sequences"
-    valid = [d for d in divisors(batch) if d >= dp]
-    nearest = f"the nearest is {nearest_numbers(size, valid)}" if valid else "raise rollout.prompts_per_step"
-    if size < dp:
-        yield f"{key} {size} is below the {dp} data parallel replicas, which each need a sample; {nearest}"
-    elif batch % size:
-        yield (
-            f"{key} {size} does not divide the step's {batch} samples (rollout.prompts_per_step "
-            f"{config.rollout.prompts_per_step} x samples_per_prompt {config.rollout.samples_per_prompt}); {nearest}"
-        )
-    longest = grid.padded(config.max_sequence_tokens)
-    if role.settings.microbatch_budget_tokens < longest:
-        yield (
-            f"{role.name}.microbatch_budget_tokens {role.settings.microbatch_budget_tokens} is below the longest "
-            f"sample (data.max_prompt_tokens {config.data.max_prompt_tokens} + rollout.max_response_tokens "
-            f"{config.rollout.max_response_tokens}); set at least {longest}"
-        )
-
-
-def warmup_rules(role: RoleSpec, total_updates: int) -> Iterator[str]:
-    """The learning rate reaches its peak."""
-    warmup = role.settings.optimizer.warmup_updates
-    if warmup and warmup >= total_updates:
-        yield (
-            f"{role.name}.optimizer.warmup_updates {warmup} must be below the run's {total_updates} updates of the "
-            f"{role.name}; set at most {max(0, total_updates - 1)}"
-        )
-
-
 def length_rules(config: Config, shapes: dict[str, ModelShape]) -> Iterator[str]:
     """Prompt and response fit every model's positions; `shapes` is keyed by the model's name in sentences."""
     lengths = {"rollout": config.rollout.max_response_tokens}
@@ -311,7 +278,7 @@ def length_rules(config: Config, shapes: dict[str, ModelShape]) -> Iterator[str]
     for name, shape in shapes.items():
         room = shape.max_position_embeddings
         for section, response in lengths.items():
-            if prompt + response > room:
+            if config.rollout.total_tokens(prompt, response) > room:
                 fits = room - prompt
                 remedy = f"set {section}.max_response_tokens to at most {fits}" if fits > 0 else "shorten both"
                 yield (

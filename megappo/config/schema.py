@@ -135,6 +135,16 @@ class ModelSettings(Settings):
     trust_remote_code: bool = False
     """Allow Python code from the folders of models, the reward model's among them, to run."""
 
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _has_the_range_of_gradients(cls, dtype: object) -> object:
+        if dtype in ("float16", "fp16", "half"):
+            raise ValueError(
+                f"{show(dtype)} ends at 65504 and loses small gradients, which want a scaled loss, and megappo scales "
+                "none; set bfloat16, or float32 on GPUs without it"
+            )
+        return dtype
+
 
 class DynamicSamplingSettings(Settings):
     max_rounds: Annotated[int, Field(gt=1, le=1000)] = 4
@@ -182,6 +192,14 @@ class RolloutSettings(Settings):
     """Must be 0: truncated sampling biases the ratios."""
     stop_token_ids: TokenIds = ()
     """Tokens that end a response, besides the model's own end-of-sequence tokens."""
+    stop: Annotated[tuple[Text, ...], Field(strict=False, max_length=16)] = ()
+    """Texts that end a response or a turn, wherever tokens begin and end: `["</answer>", "\\n\\nQuestion:"]`. Their
+    tokens stay in the response, in what rewards read and in what is trained on."""
+    max_total_tokens: PositiveInt | None = None
+    """Longest prompt and response together, or all of an episode; default: what both limits allow."""
+    min_response_tokens: NonNegativeInt = 0
+    """Stop tokens are not sampled before a response, or a turn, has so many tokens; log-probabilities of engines are of
+    what was sampled."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Type of the engine's weights; default: the model's."""
     generate_batch_sequences: PositiveInt = 64
@@ -214,6 +232,15 @@ class RolloutSettings(Settings):
     def keeps_when_stopped(self) -> bool:
         """Whether a run that is told to stop keeps responses of the step that it gives up."""
         return self.in_flight or self.when_stopped == "keep"
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether servers look at the texts of tokens, and so need the tokenizer."""
+        return bool(self.stop) or self.min_response_tokens > 0
+
+    def total_tokens(self, prompt: int, response: int) -> int:
+        """Longest prompt and response together, with such limits of each."""
+        return prompt + response if self.max_total_tokens is None else min(prompt + response, self.max_total_tokens)
 
     @property
     def batch_sequences(self) -> int:
@@ -352,4 +379,4 @@ class Config(Settings):
     @property
     def max_sequence_tokens(self) -> int:
         """Longest prompt and response together, evaluation aside."""
-        return self.data.max_prompt_tokens + self.rollout.max_response_tokens
+        return self.rollout.total_tokens(self.data.max_prompt_tokens, self.rollout.max_response_tokens)

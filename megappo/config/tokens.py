@@ -51,6 +51,22 @@ def stop_token_rules(config: Config, shapes: Mapping[str, ModelShape]) -> Iterat
         )
 
 
+def response_length_rules(config: Config) -> Iterator[str]:
+    """Limits of responses leave room for one."""
+    rollout, prompt = config.rollout, config.data.max_prompt_tokens
+    least, total = rollout.min_response_tokens, rollout.max_total_tokens
+    if least > rollout.max_response_tokens:
+        yield (
+            f"rollout.min_response_tokens {least} is above rollout.max_response_tokens {rollout.max_response_tokens}; "
+            f"set at most {rollout.max_response_tokens}"
+        )
+    if total is not None and total < prompt + max(least, 1):
+        yield (
+            f"rollout.max_total_tokens {total} leaves no room for a response of {max(least, 1)} behind a prompt of "
+            f"data.max_prompt_tokens {prompt}; set at least {prompt + max(least, 1)}, or lower data.max_prompt_tokens"
+        )
+
+
 _PROBES = ("a", "0")
 """Texts that most tokenizers have an ordinary token for."""
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from megappo.config import Config
+    from megappo.engines.stopping import StopTexts
     from megappo.reshard.stream import WeightStream
     from megappo.runtime.interrupts import Stop
     from megappo.runtime.process import Runtime
@@ -35,6 +36,10 @@ class SamplingParams:
     """Take the most likely token; log-probabilities are still those of the scaled distribution."""
     routing: RoutingShape | None = None
     """Not None: say which experts each token was sent to, in these sizes. Only a `RoutingEngine` is asked."""
+    stop_texts: StopTexts | None = None
+    """Not None: texts that end a response too; `stopping.stopped` says where."""
+    min_new_tokens: int = 0
+    """Stop tokens are not sampled before there are so many; log-probabilities are of the distribution without them."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +52,22 @@ class GenerateRequest:
     """Number of its prompt among those of all ranks; all samples of a prompt have the same."""
     max_new_tokens: int | None = None
     """Fewer than the parameters' for this request alone; None: as many."""
+    min_new_tokens: int | None = None
+    """Fewer as well."""
 
     def most_tokens(self, params: SamplingParams) -> int:
         """How many it may get."""
         return params.max_new_tokens if self.max_new_tokens is None else min(self.max_new_tokens, params.max_new_tokens)
+
+    @property
+    def most_in_all(self) -> int | None:
+        """Most tokens of prompt and response together; None where only the parameters limit the response."""
+        return None if self.max_new_tokens is None else len(self.token_ids) + self.max_new_tokens
+
+    def least_tokens(self, params: SamplingParams) -> int:
+        """How many it gets before a stop token may be sampled."""
+        own = params.min_new_tokens if self.min_new_tokens is None else self.min_new_tokens
+        return min(own, params.min_new_tokens, self.most_tokens(params))
 
 
 @dataclass(frozen=True)
@@ -58,11 +75,11 @@ class Completion:
     """One response."""
 
     token_ids: tuple[int, ...]
-    """As sampled, at least one; the stop token is included."""
+    """As sampled, at least one; the stop token, or those of the text that ended it, are included."""
     logprobs: tuple[float, ...]
-    """Natural logarithms, of the temperature-scaled distribution."""
+    """Natural logarithms, of the temperature-scaled distribution that was sampled."""
     truncated: bool
-    """The length limit ended it, not a stop token."""
+    """The length limit ended it, neither a stop token nor a text."""
     weight_version: int
     routing: Tensor | None = field(default=None, compare=False)
     """(T - 1, L, K) in the host's memory, of prompt and response, where it was asked for; see `RoutingShape`."""

@@ -15,7 +15,9 @@ def _seed_of_rest(seed: int, tokens: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def continued(request: GenerateRequest, partial: Completion | None, most_tokens: int) -> GenerateRequest:
+def continued(
+    request: GenerateRequest, partial: Completion | None, most_tokens: int, least_tokens: int = 0
+) -> GenerateRequest:
     """What is asked for the rest of an answer that was broken off. The seed is another, as engines may count the
     positions of a response from its own beginning."""
     if partial is None:
@@ -25,6 +27,7 @@ def continued(request: GenerateRequest, partial: Completion | None, most_tokens:
         token_ids=request.token_ids + partial.token_ids,
         seed=_seed_of_rest(request.seed, len(partial.token_ids)),
         max_new_tokens=most_tokens - len(partial.token_ids),
+        min_new_tokens=max(0, least_tokens - len(partial.token_ids)),
     )
 
 

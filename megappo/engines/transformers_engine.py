@@ -15,12 +15,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
+from transformers import (
+    AutoModelForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from megappo.config import Config
 from megappo.config.model_files import load_architecture
 from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
 from megappo.engines.rows import check_requests
+from megappo.engines.stopping import StopTexts, stopped
 from megappo.errors import first_of
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.parameters import model_parameters
@@ -54,6 +61,7 @@ class _Sampler(LogitsProcessor):
         self._uniforms_BS = torch.stack(
             [torch.rand(params.max_new_tokens, generator=torch.Generator().manual_seed(r.seed)) for r in requests]
         ).to(device)
+        self._least = [request.least_tokens(params) for request in requests]
         self.tokens: list[Tensor] = []
         self.logprobs: list[Tensor] = []
 
@@ -63,6 +71,10 @@ class _Sampler(LogitsProcessor):
             raise _AskedToStop
         # `generate` hands over a float32 copy of its own; every pass over (B, V) counts.
         shifted_BV = scores.float().div_(self._params.temperature)
+        not_yet = [b for b, least in enumerate(self._least) if len(self.tokens) < least]
+        if not_yet and self._params.stop_token_ids:
+            for token in self._params.stop_token_ids:
+                shifted_BV[not_yet, token] = -torch.inf
         shifted_BV.sub_(shifted_BV.amax(-1, keepdim=True))
         exp_BV = shifted_BV.exp()
         sum_B1 = exp_BV.sum(-1, keepdim=True)
@@ -79,6 +91,17 @@ class _Sampler(LogitsProcessor):
         self.tokens.append(choice_B1[:, 0])
         self.logprobs.append((shifted_BV.gather(1, choice_B1) - sum_B1.log())[:, 0])
         return shifted_BV.fill_(-torch.inf).scatter_(1, choice_B1, 0.0)
+
+
+class _Stopper(StoppingCriteria):
+    """Which sequences of a batch a text has ended, looked at after each token; what is found is cut exactly later."""
+
+    def __init__(self, texts: StopTexts, prompt_tokens: int) -> None:
+        self._texts, self._prompt_tokens = texts, prompt_tokens
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        answers = input_ids[:, self._prompt_tokens :].tolist()
+        return torch.tensor([self._texts.ends_now(ids) for ids in answers], device=input_ids.device)
 
 
 def _destinations(model: Any, arch: ArchitectureConfig) -> dict[str, Tensor]:
@@ -234,6 +257,7 @@ class TransformersEngine:
         for row, request in enumerate(requests):
             ids[row, longest - len(request.token_ids) :] = torch.tensor(request.token_ids)
             attention[row, longest - len(request.token_ids) :] = 1
+        texts = params.stop_texts
         sampler = _Sampler(requests, params, self._device, self.on_tokens, self._stop)
         with _noted_experts(self._model, self._arch, params.routing) as noted:
             self._model.generate(
@@ -241,6 +265,7 @@ class TransformersEngine:
                 attention_mask=attention.to(self._device),
                 logits_processor=LogitsProcessorList([sampler]),
                 do_sample=False,
+                stopping_criteria=None if texts is None else StoppingCriteriaList([_Stopper(texts, longest)]),
                 max_new_tokens=max(request.most_tokens(params) for request in requests),
                 eos_token_id=list(params.stop_token_ids) or None,
                 pad_token_id=0,
@@ -251,9 +276,9 @@ class TransformersEngine:
             self._cut(tokens[: (most := request.most_tokens(params))], logprobs[:most], params)
             for request, tokens, logprobs in zip(requests, tokens_BS.tolist(), logprobs_BS.tolist(), strict=True)
         ]
-        if params.routing is None:
-            return completions
-        return _with_routing(requests, completions, noted, params.routing)
+        if params.routing is not None:
+            completions = _with_routing(requests, completions, noted, params.routing)
+        return [stopped(completion, params) for completion in completions]
 
     def _cut(self, tokens: list[int], logprobs: list[float], params: SamplingParams) -> Completion:
         """End a response after its first stop token; what the batch went on with is not part of it."""

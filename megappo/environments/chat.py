@@ -68,6 +68,10 @@ class ChatTokens:
             )
         return new[stop + closed :]
 
+    def ends(self, token_ids: Sequence[int]) -> bool:
+        """Whether a stop token ended what the model said, not a limit or a text of `rollout.stop`."""
+        return token_ids[-1] in self._stops
+
     def opening(self, messages: Sequence[Message]) -> list[int]:
         """The tokens of a conversation, to where the model speaks. Raises ValueError where the template refuses it."""
         return self._ids(messages, goes_on=True)

@@ -107,7 +107,9 @@ class Session:
             raise LimitReached("turns")
         heard = self._take_heard()
         left = params.max_new_tokens - len(current.tokens)
-        room = min(left, self._shared.most_prompt_tokens + params.max_new_tokens - len(current.seen)) - len(heard)
+        whole = self._shared.most_prompt_tokens + params.max_new_tokens
+        whole = min(whole, self._request.most_in_all or whole)
+        room = min(left, whole - len(current.seen)) - len(heard)
         if room < 1:
             raise LimitReached("tokens")
         current.hear(heard)
@@ -287,7 +289,7 @@ class Session:
             if not self._current.turns:
                 raise NonsenseError("observed a message before the model's first turn; write it into the prompt")
             heard, self._heard_messages = self._heard_messages, []
-            ids = self._shared.chat.between(self._messages, heard, closed=not self._current.is_cut)
+            ids = self._shared.chat.between(self._messages, heard, closed=self._shared.chat.ends(self._current.tokens))
             self._messages += heard
             return self._readable(ids)
         heard_ids, self._heard = self._heard, []

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 
 from megappo.config.tokens import without_row
 from megappo.engines.protocol import Completion, GenerateRequest, Line, SamplingParams
+from megappo.engines.stopping import stopped
 from megappo.engines.stretches import continued, ended, joined
 from megappo.environments.loop import OWNER, TICK_SECONDS, BlockedLoopError
 from megappo.environments.protocol import LimitReached, NonsenseError
@@ -210,7 +211,8 @@ class Table:
         if self._line is None or self._line.is_over or wanted is None:
             return
         if playing.partial is not None:
-            wanted = continued(wanted, playing.partial[1], wanted.most_tokens(self._params))
+            most, least = wanted.most_tokens(self._params), wanted.least_tokens(self._params)
+            wanted = continued(wanted, playing.partial[1], most, least)
         self._line.send(playing.began.number, wanted)
         playing.sent = True
 
@@ -249,7 +251,8 @@ class Table:
         before = None if playing.partial is None else playing.partial[1]
         if news.broken_off and not news.token_ids:
             return None
-        found = ended(joined(before, news), self._params.stop_token_ids, request.most_tokens(self._params))
+        found = stopped(joined(before, news), self._params)
+        found = ended(found, self._params.stop_token_ids, request.most_tokens(self._params))
         # What the model has no row for is not sent back to go on from: the session refuses it.
         goes_on = found.broken_off and without_row(found.token_ids, self._house.stage().shared.vocabulary) is None
         playing.partial = (request, found) if goes_on else None

@@ -20,6 +20,8 @@ from megappo.megatron.optimizer_state import MOMENTS, OptimizerState
 from megappo.megatron.schedule import finalize_summed_grads
 from megappo.runtime.megatron_cpu import fix_gradient_norm, gather_one_by_one, param_groups_of_role
 
+_STYLES = {"inverse_sqrt": "inverse-square-root", "wsd": "WSD"}
+"""Megatron's names, where they are not ours."""
 PIECE = 2**17
 """Elements whose float32 copy stays in a core's cache."""
 
@@ -63,16 +65,19 @@ def _is_fused(optimizer: Any) -> bool:
     return isinstance(optimizer, torch.optim.AdamW) and all(group["fused"] for group in optimizer.param_groups)
 
 
-def _schedule(optimizer: Any, settings: OptimizerSettings, total_updates: int) -> OptimizerParamScheduler:
-    """Of the learning rate, which is set at every update."""
+def rate_schedule(optimizer: Any, settings: OptimizerSettings, total_updates: int) -> OptimizerParamScheduler:
+    """Of the learning rate of a role that has so many updates in the run; `step` sets it after each."""
+    warmup = settings.warmup(total_updates)
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=0.0 if settings.warmup_updates else settings.learning_rate,
+        init_lr=0.0 if warmup else settings.learning_rate,
         max_lr=settings.learning_rate,
         min_lr=settings.min_learning_rate,
-        lr_warmup_steps=settings.warmup_updates,
-        lr_decay_steps=max(total_updates, settings.warmup_updates + 1),
-        lr_decay_style=settings.schedule,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=max(total_updates, warmup + 1),
+        lr_decay_style=_STYLES.get(settings.schedule, settings.schedule),
+        wsd_decay_steps=settings.decay(total_updates),
+        lr_wsd_decay_style="linear",
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,
         wd_incr_steps=0,
@@ -132,7 +137,7 @@ class RoleOptimizer:
             inner.optimizer = PartlyOnHost(inner.optimizer, settings.on_host, self._weight_storages())
         self._on_host = [inner.optimizer for inner in self._inners if isinstance(inner.optimizer, PartlyOnHost)]
         self.state = OptimizerState(self.megatron, model.layout.groups.dp_cp, model.layout.groups.expt_dp)
-        self._schedule = _schedule(self.megatron, settings, total_updates)
+        self._schedule = rate_schedule(self.megatron, settings, total_updates)
 
     def _spare_memory(self, *, adds_at_once: bool) -> None:
         """Go through a CPU's memory as seldom as can be.

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from megappo.config import Config, ConfigError, derive, resolve
 from megappo.config.base import LARGEST_WORLD
-from megappo.config.model_files import load_architectures
+from megappo.config.chat_template import template_in, thinking_notes
+from megappo.config.model_files import load_architectures, tokenizer_folder
 from megappo.config.rules import rank_words
 from megappo.plan.cache import check_cache
 from megappo.plan.costs import StageCost, step_costs, step_seconds
@@ -130,7 +131,7 @@ class Planning:
     machine: Machine
     gpus: int
     notes: tuple[str, ...]
-    """Where models were read that are not on this machine."""
+    """Where models were read that are not on this machine, and what is unwise."""
 
     @property
     def plan(self) -> Plan:
@@ -151,7 +152,15 @@ def planning(
         raise ConfigError(f"gpus is {gpus}, must be a whole number from 1 to {LARGEST_WORLD}; give fewer or more")
     named = default_machine(config) if machine is None else find_machine(os.fspath(machine))
     found = read_models(config, None if beside is None else Path(beside))
-    return Planning(config, found.models, named, fewest_ranks(config) if gpus is None else gpus, found.notes)
+    notes = (*found.notes, *thinking_notes(config, _template(config, known=not found.notes)))
+    return Planning(config, found.models, named, fewest_ranks(config) if gpus is None else gpus, notes)
+
+
+def _template(config: Config, *, known: bool) -> str:
+    """The chat template of the tokenizer; "" where its folder is not on this machine. `known`: all models are."""
+    place = config.model.tokenizer or config.model.path
+    is_here = Path(place).is_dir() or (known and config.model.tokenizer is None)
+    return template_in(tokenizer_folder(config.model)) if is_here else ""
 
 
 def make_plan(config: Config, models: Models, machine: Machine, gpus: int) -> Plan:

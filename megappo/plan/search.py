@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megappo.config import Config, ConfigError, derive, resolve
+from megappo.config.batch_rules import batch_rules
 from megappo.config.load import flat_settings
 from megappo.config.roles import LayoutSettings
 from megappo.config.rules import (
     RoleSpec,
-    batch_rules,
     parallel_rules,
     placement_rules,
     valid_tensor_parallel,

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from megappo.config.schema import RolloutSettings
 from megappo.engines.protocol import Completion, Engine, GenerateRequest, SamplingParams
 from megappo.engines.rows import check_answers, check_requests
+from megappo.engines.stopping import stopped
 from megappo.errors import RunError
 from megappo.plugins import check_call, load_function
 from megappo.types import Prompt
@@ -76,10 +77,11 @@ def generated(
                 "rollout.generation returned something else than completions with a log-probability for each of their "
                 "tokens, at least one; fix it"
             )
-        if len(each.token_ids) > params.max_new_tokens:
+    for each, request in zip(found, requests, strict=True):
+        if len(each.token_ids) > request.most_tokens(params):
             raise RunError(
-                f"rollout.generation returned {len(each.token_ids)} tokens, above the limit of {params.max_new_tokens} "
-                "in params.max_new_tokens; heed it"
+                f"rollout.generation returned {len(each.token_ids)} tokens, above the limit of "
+                f"{request.most_tokens(params)} in request.most_tokens(params); heed it"
             )
     check_answers(found, rows, "rollout.generation")
-    return found
+    return [stopped(each, params) for each in found]

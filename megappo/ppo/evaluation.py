@@ -52,7 +52,8 @@ def _evaluate_set(
     def seed_of(sample_id: int) -> int:
         return sample_id if params.greedy else sample_seed(config.run.seed, _STEP_OF_SEEDS, sample_id)
 
-    wanted = request_samples(prompts, samples_per_prompt=settings.samples, seed_of=seed_of)
+    most = config.rollout.max_total_tokens
+    wanted = request_samples(prompts, samples_per_prompt=settings.samples, seed_of=seed_of, max_total_tokens=most)
     answers = parts.answer(wanted.prompts, wanted.requests, params)
     rollouts = finish_rollout(wanted, answers, parts.tokenizer, parts.vocabulary, parts.answerer)
     failures = dict[int, str]()

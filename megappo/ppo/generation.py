@@ -185,6 +185,7 @@ class Responses:
             prompts_of_rank(parts.train_prompts, indices, parts.runtime),
             samples_per_prompt=config.rollout.samples_per_prompt,
             seed_of=lambda sample_id: sample_seed(config.run.seed, step, first_seed + sample_id),
+            max_total_tokens=config.rollout.max_total_tokens,
         )
 
 

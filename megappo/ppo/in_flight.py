@@ -15,12 +15,13 @@ from typing import Any
 from megappo.config.in_flight_rules import longest_lag
 from megappo.engines.protocol import Completion, GenerateRequest, HoldingEngine, InFlightEngine
 from megappo.engines.rows import check_answers
+from megappo.engines.stopping import stopped
 from megappo.engines.stretches import continued, ended, joined
 from megappo.ppo.arrivals import ArrivalsRecord, ReplayedArrivals, numbers_of, rollouts_of
 from megappo.ppo.generation import Kept, Responses
 from megappo.ppo.in_flight_state import KEY, State, read_state, written_state
 from megappo.ppo.parts import Parts
-from megappo.ppo.sampling import sample_seed
+from megappo.ppo.sampling import room_behind, sample_seed
 from megappo.ppo.tickets import Group, choose
 from megappo.runtime.objects import of_all_ranks
 from megappo.types import Prompt, Rollouts
@@ -248,6 +249,7 @@ class InFlight:
                 self._prompt(group).token_ids,
                 sample_seed(self._parts.config.run.seed, _STEP_OF_SEEDS, number),
                 group.ticket,
+                room_behind(self._prompt(group), self._settings.max_total_tokens),
             )
             self._samples[number] = _Sample(request, answers.get(number))
 
@@ -287,14 +289,14 @@ class InFlight:
     def _note(self, news: Mapping[int, Completion]) -> None:
         """Take answers, and tell all ranks what is finished. Raises RunError as `check_answers` does."""
         check_answers(news.values(), self._parts.vocabulary, self._parts.answerer, news)
-        most, stops = self._params.max_new_tokens, self._params.stop_token_ids
         for number, answer in news.items():
             sample = self._samples.get(number)
             if sample is None:  # dropped, while the engine kept it
                 continue
             sample.under_way = False
             if answer.token_ids:
-                sample.answer = ended(joined(sample.answer, answer), stops, most)
+                whole = stopped(joined(sample.answer, answer), self._params)
+                sample.answer = ended(whole, self._params.stop_token_ids, sample.request.most_tokens(self._params))
         self._agree()
 
     def _count_cut(self) -> None:
@@ -308,7 +310,8 @@ class InFlight:
         wanted: dict[int, GenerateRequest] = {}
         for number, sample in self._samples.items():
             if not sample.finished and not sample.under_way:
-                wanted[number] = continued(sample.request, sample.answer, self._params.max_new_tokens)
+                most, least = sample.request.most_tokens(self._params), sample.request.least_tokens(self._params)
+                wanted[number] = continued(sample.request, sample.answer, most, least)
                 sample.under_way = True
         if wanted and self._episodes is not None:
             samples = self._settings.samples_per_prompt

@@ -22,6 +22,7 @@ from megappo.engines.protocol import (
     SamplingParams,
 )
 from megappo.engines.registry import make_engine
+from megappo.engines.stopping import StopTexts
 from megappo.environments.registry import set_stage, tool_schemas
 from megappo.environments.runner import EpisodeRunner, PendingEpisodes
 from megappo.megatron.roles import Role
@@ -124,7 +125,10 @@ class Parts:
         greedily at 0. `trained_on`: the actor runs on them too."""
         routing = self.replayed_routing if trained_on else None
         scale = temperature or self.config.rollout.temperature
-        return SamplingParams(scale, most_tokens, self.stop_token_ids, temperature == 0.0, routing)
+        rollout = self.config.rollout
+        texts = StopTexts(rollout.stop, self.tokenizer) if rollout.stop else None
+        least = rollout.min_response_tokens
+        return SamplingParams(scale, most_tokens, self.stop_token_ids, temperature == 0.0, routing, texts, least)
 
     def answer(
         self,
@@ -168,7 +172,7 @@ class Parts:
 
 def training_prompts(config: Config) -> TrainingPrompts:
     """The prompts to train on. Raises ValueError where data or tokenizer cannot be read."""
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = load_tokenizer(config)
     return read_prompts(config.data, tokenizer, tool_schemas(config), token_rows(config, tokenizer))
 
 
@@ -188,7 +192,7 @@ def start_reward_servers(config: Config, runtime: Runtime) -> OwnServers:
 def assemble(config: Config, derived: Derived, runtime: Runtime, purpose: Purpose | None = None) -> Parts:
     """Make every part; a collective of the whole world. Data and reward errors come before any model is built."""
     purpose = purpose if purpose is not None else Purpose()
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = load_tokenizer(config)
     rows = token_rows(config, tokenizer, training=purpose.training)
     prompts = purpose.prompts
     if prompts is None:

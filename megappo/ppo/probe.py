@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ def probe_engines(parts: Parts) -> dict[str, float]:
         return {}
     request = GenerateRequest(parts.train_prompts[0].token_ids[:_PROMPT_TOKENS], seed=0, prompt_id=0)
     params = parts.sampling(min(_RESPONSE_TOKENS, config.rollout.max_response_tokens), temperature=0.0, trained_on=True)
+    params = replace(params, min_new_tokens=0)  # of the actor's distribution
     started = time.monotonic()
     answers = engine.probe(request, params)
     check_answers(answers.values(), parts.vocabulary, parts.answerer)
@@ -56,7 +58,8 @@ def probe_rollout(parts: Parts) -> None:
     rank = parts.runtime.rank
     prompts = Prompts((parts.train_prompts[rank % len(parts.train_prompts)],), first_position=rank)
     wanted = request_samples(prompts, samples_per_prompt=1, seed_of=lambda sample_id: sample_id)
-    completions = parts.engine.generate(wanted.requests, parts.sampling(1, trained_on=True))
+    params = replace(parts.sampling(1, trained_on=True), min_new_tokens=0)
+    completions = parts.engine.generate(wanted.requests, params)
     rollouts = finish_rollout(wanted, completions, parts.tokenizer, parts.vocabulary, parts.answerer)
     logprob_BR = _as_the_actor_says(parts, rollouts)
     check_mismatch(logprob_BR, rollouts, parts.config.algorithm, parts.runtime, parts.engine.version)

@@ -8,6 +8,7 @@ from itertools import chain
 from megappo.checkpoint.files import finished
 from megappo.checkpoint.randomness import seed_generators
 from megappo.config import Config, Derived
+from megappo.config.chat_template import thinking_notes
 from megappo.config.model_files import model_folder
 from megappo.config.schema import PHASES
 from megappo.data import PromptDataset, TrainingPrompts
@@ -159,6 +160,7 @@ def data_lines(parts: Parts, *, training: bool = True) -> list[str]:
     """How many prompts there are, what became of the others, and which tokens are unknown."""
     train, validation = parts.train_prompts, parts.validation_prompts
     lines = [_count_words(train, "training prompts")] if training else []
+    lines += thinking_notes(parts.config, str(parts.tokenizer.chat_template or "")) if training else []
     lines += [_count_words(data, f"validation prompts{name and f' of {name}'}") for name, data in validation.items()]
     sources = (train.sources if isinstance(train, MixedPrompts) else (train,)) if training else ()
     return lines + [w for data in (*sources, *validation.values()) if (w := unknown_words(data, parts.tokenizer))]

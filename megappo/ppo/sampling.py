@@ -44,7 +44,14 @@ class SampleRequests:
     requests: tuple[GenerateRequest, ...]
 
 
-def request_samples(prompts: Prompts, *, samples_per_prompt: int, seed_of: Callable[[int], int]) -> SampleRequests:
+def room_behind(prompt: Prompt, max_total_tokens: int | None) -> int | None:
+    """Most tokens of a response to it, where prompt and response together have a limit."""
+    return None if max_total_tokens is None else max_total_tokens - len(prompt.token_ids)
+
+
+def request_samples(
+    prompts: Prompts, *, samples_per_prompt: int, seed_of: Callable[[int], int], max_total_tokens: int | None = None
+) -> SampleRequests:
     """Sample every prompt `samples_per_prompt` times.
 
     `seed_of` gives the seed of a sample by its position in the step's global batch.
@@ -53,7 +60,7 @@ def request_samples(prompts: Prompts, *, samples_per_prompt: int, seed_of: Calla
     first = prompts.first_position * samples_per_prompt
     sample_ids = tuple(range(first, first + len(repeated)))
     requests = tuple(
-        GenerateRequest(p.token_ids, seed_of(i), i // samples_per_prompt)
+        GenerateRequest(p.token_ids, seed_of(i), i // samples_per_prompt, room_behind(p, max_total_tokens))
         for p, i in zip(repeated, sample_ids, strict=True)
     )
     return SampleRequests(repeated, sample_ids, samples_per_prompt, requests)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -38,9 +39,9 @@ class NonFiniteUpdateError(RunError):
 
 def draw_minibatches(settings: TrainedRoleSettings, batch_sequences: int, seed: int) -> list[frozenset[int]]:
     """Sample ids of each update of a step, a new order each epoch; the same on every rank with the same seed."""
-    generator, size = torch.Generator().manual_seed(seed), settings.minibatch_sequences
+    generator, ends = torch.Generator().manual_seed(seed), [0, *accumulate(settings.minibatch_sizes(batch_sequences))]
     orders = [torch.randperm(batch_sequences, generator=generator).tolist() for _ in range(settings.epochs)]
-    return [frozenset(order[n : n + size]) for order in orders for n in range(0, batch_sequences, size)]
+    return [frozenset(order[start:end]) for order in orders for start, end in pairwise(ends)]
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from pydantic import ValidationError
 from rich.console import Console
 
 from megappo.config import (
@@ -23,8 +26,11 @@ from megappo.config import (
 from megappo.config import print_table as print_config_table
 from megappo.config.grid import Grid
 from megappo.config.model_files import read_architecture
+from megappo.config.roles import CriticSettings, OptimizerSettings
 from megappo.errors import either
 from megappo.families import FAMILIES
+from megappo.megatron.optimization import rate_schedule
+from megappo.ppo.updates import draw_minibatches
 from tests.support.config import SHAPE
 from tests.support.places import BASE
 
@@ -100,7 +106,7 @@ BROKEN: list[tuple[int, tuple[str, ...], list[str]]] = [
     (1, ("reference=null", "algorithm.kl_in_reward=null", "algorithm.kl_in_loss.coef=1"), ["kl_in_loss needs a ref"]),
     (1, ("algorithm.kl_in_reward=null",), ["reference is given but no KL term", "reference=null"]),
     (1, ("data.validation=null",), ["nothing to evaluate on", "add data.validation"]),
-    (1, ("critic.warmup_steps=10",), ["critic.warmup_steps 10", "below run.steps 10", "set at most 9"]),
+    (1, ("critic.warmup_steps=11",), ["critic.warmup_steps 11 is above run.steps 10", "set 10 to train the"]),
     (1, ("reward={function: model, model_path: nowhere}",), ["reward.model_path 'nowhere' is not a folder"]),
     (2, ("actor.layout.first_rank=2",), ["first_rank 2 is outside the world of 2 ranks", "set at most 1"]),
     (2, ("actor.layout.ranks=3",), ["first_rank 0 + ranks 3 = 3", "actor.layout.ranks to 2", "start 3 processes"]),
@@ -159,6 +165,13 @@ BROKEN: list[tuple[int, tuple[str, ...], list[str]]] = [
     (1, ("actor.minibatch_sequences=5",), ["5 does not divide the step's 16 samples", "prompts_per_step 8", "4 or 8"]),
     (1, ("critic.minibatch_sequences=32",), ["critic.minibatch_sequences 32 does not divide", "the nearest is 16"]),
     (8, ("actor.minibatch_sequences=4",), ["4 is below the 8 data parallel replicas", "the nearest is 8"]),
+    (1, ("actor.minibatches=17",), ["actor.minibatches 17 leaves 0 of the step's 16 samples", "set at most 16"]),
+    (8, ("critic.minibatches=3",), ["critic.minibatches 3 leaves 5 of the step's 16 samples", "set at most 2"]),
+    (
+        1,
+        ("actor.optimizer={learning_rate: 1, schedule: wsd, decay_ratio: 0.6, warmup_ratio: 0.5}",),
+        ["actor.optimizer.decay_ratio 0.6 has the learning rate fall before the warm-up of 10 of 20 updates is over"],
+    ),
     (1, ("actor.microbatch_budget_tokens=127",), ["actor.microbatch_budget_tokens 127", "set at least 128"]),
     (1, ("critic.microbatch_budget_tokens=127",), ["critic.microbatch_budget_tokens 127", "set at least 128"]),
     (1, ("evaluation.max_response_tokens=200",), ["64 + evaluation.max_response_tokens 200 = 264", "to at most 192"]),
@@ -253,6 +266,85 @@ def test_numbers_on_one_rank() -> None:
     assert (actor.grid, actor.vpp, actor.padded_vocab_size) == (Grid(range(1), 1, 1), 1, 97)
 
 
+def test_a_critic_may_be_trained_alone() -> None:
+    derived = derive(config_with("critic.warmup_steps=10", "critic.minibatches=3"), 1, SHAPE)
+    assert derived.critic is not None
+    assert (derived.actor.total_updates, derived.critic.total_updates) == (0, 60)
+    assert (
+        "3 minibatches of 5 or 6 = 6 per step"
+        in dict(describe(config_with("critic.minibatches=3"), derived))["critic updates"]
+    )
+
+
+def test_minibatches_by_their_number_differ_by_one_sample() -> None:
+    """12 updates of the critic in a step of 8,192 samples, as ORZ has it; each sample is in one of each epoch."""
+    given = {"optimizer": {"learning_rate": 1.0}, "epochs": 2}
+    settings = CriticSettings.model_validate({**given, "minibatches": 12})
+    drawn = draw_minibatches(settings, 8192, seed=5)
+    assert [len(ids) for ids in drawn] == ([683] * 8 + [682] * 4) * 2
+    assert all(sorted(n for ids in drawn[e : e + 12] for n in ids) == list(range(8192)) for e in (0, 12))
+    by_size = CriticSettings.model_validate({**given, "minibatch_sequences": 2048})
+    by_number = CriticSettings.model_validate({**given, "minibatches": 4})
+    assert draw_minibatches(by_size, 8192, seed=5) == draw_minibatches(by_number, 8192, seed=5)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({}, "minibatch_sequences is missing; add it (samples of an update), or minibatches (updates)"),
+        (
+            {"minibatch_sequences": 4, "minibatches": 2},
+            "minibatch_sequences 4 and minibatches 2 are both given",
+        ),
+        (
+            {"minibatches": 2, "optimizer": {"learning_rate": 1.0, "warmup_updates": 3, "warmup_ratio": 0.1}},
+            "warmup_updates 3 and warmup_ratio 0.1 are both given; keep one",
+        ),
+        (
+            {"minibatches": 2, "optimizer": {"learning_rate": 1.0, "decay_ratio": 0.2}},
+            "decay_ratio is of the schedule wsd, and schedule is constant; remove it",
+        ),
+    ],
+)
+def test_one_of_two_settings_is_given(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValidationError, match=re.escape(sentence)):
+        CriticSettings.model_validate({"optimizer": {"learning_rate": 1.0}, **given})
+
+
+def test_an_override_takes_the_place_of_its_alternative() -> None:
+    role = config_with("actor.minibatches=4", "actor.optimizer.warmup_ratio=0.25").actor
+    assert (role.minibatch_sequences, role.minibatches) == (None, 4)
+    assert (role.optimizer.warmup_updates, role.optimizer.warmup(20)) == (0, 5)
+
+
+def test_float16_is_refused_with_the_reason() -> None:
+    with pytest.raises(ConfigError, match="'float16' ends at 65504 and loses small gradients.*; set bfloat16"):
+        config_with("model.dtype=float16")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "rates"),
+    [
+        ({"schedule": "inverse_sqrt", "warmup_ratio": 0.2}, {1: 0.25, 4: 1.0, 9: 2 / 3, 16: 0.5}),
+        ({"schedule": "inverse_sqrt"}, {1: 1.0, 4: 0.5, 16: 0.25}),
+        (
+            {"schedule": "wsd", "decay_ratio": 0.25, "warmup_ratio": 0.1, "min_learning_rate": 0.5},
+            {0: 0.0, 1: 0.5, 2: 1.0, 15: 1.0, 16: 0.9, 18: 0.7, 20: 0.5},
+        ),
+        ({"schedule": "linear", "warmup_ratio": 0.24}, {2: 0.5, 4: 1.0, 12: 0.5, 20: 0.0}),  # 4.8 updates are 4
+    ],
+)
+def test_the_learning_rate_after_so_many_updates(optimizer: dict[str, Any], rates: dict[int, float]) -> None:
+    """Of a run with 20 of them, with a peak of 1."""
+    adam = torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+    schedule = rate_schedule(adam, OptimizerSettings.model_validate({"learning_rate": 1.0, **optimizer}), 20)
+    found = {0: adam.param_groups[0]["lr"]}
+    for update in range(1, 21):
+        schedule.step(increment=1)
+        found[update] = adam.param_groups[0]["lr"]
+    assert {update: found[update] for update in rates} == pytest.approx(rates)
+
+
 def test_epochs_are_steps_where_the_prompts_are_counted() -> None:
     """8 prompts a step: every prompt is taken so often, the last step is filled up from the next pass."""
     config = config_with("run.epochs=2.5", "critic.warmup_steps=4")
@@ -262,7 +354,7 @@ def test_epochs_are_steps_where_the_prompts_are_counted() -> None:
     assert (derived.actor.total_updates, derived.critic.total_updates) == (6, 14)
     assert dict(describe(config, derived))["run"].startswith("base: 2.5 epochs of 20 prompts = 7 steps, seed 3")
     assert derive(config_with("run.epochs=0.1"), 1, SHAPE, prompts=1600).steps == 20  # not a step for 0.1's rounding
-    with pytest.raises(ConfigError, match=r"warmup_steps 4 must be below the 3 steps of run\.epochs"):
+    with pytest.raises(ConfigError, match=r"warmup_steps 4 is above the 3 steps of run\.epochs"):
         derive(config_with("run.epochs=1", "critic.warmup_steps=4"), 1, SHAPE, prompts=20)
 
 

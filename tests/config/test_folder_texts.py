@@ -66,7 +66,7 @@ def read_all(folder: Path) -> tuple[int, ...]:
     """Everything that a run reads of a folder before it builds models; returns the tokens that end a response."""
     config = config_of(folder)
     load_architecture(folder, config.model)
-    ends = resolve_stop_token_ids(folder, load_tokenizer(config.model), ())
+    ends = resolve_stop_token_ids(folder, load_tokenizer(config), ())
     weight_sources(config, ROLES)
     return ends
 

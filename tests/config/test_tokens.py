@@ -20,7 +20,7 @@ from megappo.config import check_run, load_config
 from megappo.config.data import DataSettings, DataSourceSettings
 from megappo.config.environment import EnvironmentSettings
 from megappo.config.model_files import load_tokenizer, read_architecture, resolve_stop_token_ids, token_rows
-from megappo.config.tokens import TokenRows, decoded, whole_ids
+from megappo.config.tokens import TokenRows, decoded, response_length_rules, whole_ids
 from megappo.data import PromptDataset, read_prompts
 from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
 from megappo.environments.chat import ChatTokens
@@ -39,7 +39,7 @@ from megappo.runtime.interrupts import NeverStop
 from megappo.types import Prompt
 from tests.support.data import character_tokenizer
 from tests.support.episodes import PARAMS, TOKENIZER, SayingEngine, asked, tokenizer
-from tests.support.places import ROOT, TINY
+from tests.support.places import BASE, ROOT, TINY
 from tests.support.worlds import QUICKSTART, megappo
 
 ADDED = "<tool>"
@@ -141,7 +141,7 @@ def test_stop_tokens_that_no_model_has_are_refused(overrides: list[str], sentenc
 def test_stop_tokens_of_tokenizer_and_generation_config_have_rows(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model", add_token)
     config = load_config(ROOT / QUICKSTART, [f"model.path={model}"])
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = load_tokenizer(config)
     rows = token_rows(config, tokenizer)
     assert (rows.count, resolve_stop_token_ids(model, tokenizer, (3,), rows)) == (16, (1, 3))
     (model / "generation_config.json").write_text('{"eos_token_id": [1, 16]}')
@@ -172,7 +172,7 @@ def test_responses_end_where_the_models_files_say(
     model = tiny_model(tmp_path / "model", **config)
     if generation is not None:
         (model / "generation_config.json").write_text(json.dumps(generation))
-    words = load_tokenizer(load_config(ROOT / QUICKSTART, [f"model.path={model}"]).model)
+    words = load_tokenizer(load_config(ROOT / QUICKSTART, [f"model.path={model}"]))
     assert resolve_stop_token_ids(model, words, ()) == stops
     assert resolve_stop_token_ids(model, words, (3,), TokenRows(16, "it")) == (stops[0], 3, *stops[1:])
     if 12 in stops or 14 in stops:
@@ -191,10 +191,10 @@ def test_roles_have_rows_for_what_the_actor_samples(tmp_path: Path) -> None:
     for role in ("critic", "reference"):
         config = load_config(ROOT / QUICKSTART, [f"{role}.path={small}"])
         with pytest.raises(ConfigError, match=rf"{role}.path '.*small' has rows for 12 tokens .* samples from 15; use"):
-            token_rows(config, load_tokenizer(config.model))
-        assert token_rows(config, load_tokenizer(config.model), training=False).count == 16
+            token_rows(config, load_tokenizer(config))
+        assert token_rows(config, load_tokenizer(config), training=False).count == 16
     config = load_config(ROOT / QUICKSTART, [f"model.path={wide}", f"critic.path={TINY}"])
-    assert token_rows(config, load_tokenizer(config.model)) == TokenRows(16, str(TINY))
+    assert token_rows(config, load_tokenizer(config)) == TokenRows(16, str(TINY))
 
 
 END = len(TOKENIZER)
@@ -484,3 +484,22 @@ def test_the_stage_of_episodes_has_the_time_of_the_run() -> None:
     config = load_config(ROOT / QUICKSTART, words)
     stage = set_stage(config, tokenizer(CLOCK), (END,), TokenRows(16, "m"))
     assert stage is not None and stage.shared.template_time == MOMENT
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ("rollout.min_response_tokens=65", "rollout.min_response_tokens 65 is above rollout.max_response_tokens 64"),
+        (
+            "rollout.max_total_tokens=20",
+            "leaves no room for a response of 1 behind a prompt of data.max_prompt_tokens 20",
+        ),
+        ("rollout.max_total_tokens=21", ""),
+    ],
+)
+def test_limits_leave_room_for_a_response(given: str, sentence: str) -> None:
+    config = load_config(BASE, ["data.max_prompt_tokens=20", "rollout.max_response_tokens=64", given])
+    assert sentence in "".join(response_length_rules(config))
+    if not sentence:
+        assert list(response_length_rules(config)) == []
+        assert config.max_sequence_tokens == 21

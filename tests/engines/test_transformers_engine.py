@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from megappo.config import ConfigError, load_config
 from megappo.config.model_files import read_architecture
 from megappo.config.schema import RolloutSettings
+from megappo.config.tokens import decoded
 from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams, ServedEngine, SleepingEngine
 from megappo.engines.rows import check_answers
+from megappo.engines.stopping import StopTexts
 from megappo.engines.transformers_engine import TransformersEngine
 from megappo.errors import Interrupted, RunError
 from megappo.families.architecture import ArchitectureConfig
@@ -143,6 +146,62 @@ def test_tokens_without_a_row_are_named(engine: TransformersEngine) -> None:
         asked = [*requests(2), GenerateRequest((3, strange, 4), seed=9, prompt_id=9)]
         with pytest.raises(RunError, match=f"wants an answer to token {strange}, for which the model has no row"):
             engine.generate(asked, PARAMS)
+
+
+def two_letters() -> PreTrainedTokenizerFast:
+    """Each of the model's tokens has two letters."""
+    words = {chr(97 + i // 16) + chr(97 + i % 16): i for i in range(VOCAB)}
+    made = Tokenizer(models.WordLevel(words, unk_token="aa"))
+    made.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+def test_a_text_ends_an_answer_where_it_first_stands_in_it(engine: TransformersEngine) -> None:
+    """Here its two letters are of two tokens, or of one; before it all is as it is without."""
+    words, free = two_letters(), replace(PARAMS, stop_token_ids=(), max_new_tokens=30)
+    whole = engine.generate(requests(), free)
+    texts = [decoded(words, answer.token_ids) for answer in whole]
+    across = texts[0][3:5]
+    found = engine.generate(requests(), replace(free, stop_texts=StopTexts((across, "no such text"), words)))
+    places = [text.find(across) for text in texts]
+    lengths = [30 if place < 0 else (place + 1) // 2 + 1 for place in places]
+    assert [len(answer.token_ids) for answer in found] == lengths
+    assert lengths[0] <= 3 and 30 in lengths
+    assert any(place % 2 for place in places)
+    for answer, truth in zip(found, whole, strict=True):
+        length = len(answer.token_ids)
+        assert (answer.token_ids, answer.truncated) == (truth.token_ids[:length], length == 30)
+        assert answer.logprobs == pytest.approx(truth.logprobs[:length], abs=1e-5)
+    asked: list[None] = []
+    engine.on_tokens = lambda: asked.append(None)
+    engine.generate(requests()[:1], replace(free, stop_texts=StopTexts((across,), words)))
+    engine.on_tokens = lambda: None
+    assert len(asked) == lengths[0]  # nothing was made beyond
+
+
+def test_no_answer_ends_before_its_least_tokens(engine: TransformersEngine, model) -> None:  # type: ignore[no-untyped-def]
+    """Log-probabilities are of what was sampled: without the stop tokens as long as they cannot come."""
+    ends = tuple(range(0, VOCAB, 2))
+    params, asked = replace(PARAMS, stop_token_ids=ends, min_new_tokens=3), requests()
+    asked[1] = replace(asked[1], min_new_tokens=1)
+    found = engine.generate(asked, params)
+    assert len({len(answer.token_ids) for answer in found}) > 2
+    for number, (request, done) in enumerate(zip(asked, found, strict=True)):
+        least = 1 if number == 1 else 3
+        assert all(token % 2 for token in done.token_ids[:least])
+        logits = model(torch.tensor([request.token_ids + done.token_ids])).logits[0, len(request.token_ids) - 1 : -1]
+        logits[:least, ::2] = -torch.inf
+        logp = (logits / PARAMS.temperature).log_softmax(-1)
+        truth = logp.gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(done.logprobs), truth, rtol=0, atol=1e-5)
+
+
+def test_prompt_and_answer_together_have_a_limit(engine: TransformersEngine) -> None:
+    prompts = Prompts(tuple(Prompt(i, (3,) * (i + 1), "", None, {}) for i in range(8)), 0)
+    wanted = request_samples(prompts, samples_per_prompt=1, seed_of=lambda i: i, max_total_tokens=10)
+    found = engine.generate(wanted.requests, replace(PARAMS, stop_token_ids=(), max_new_tokens=6))
+    assert [len(answer.token_ids) for answer in found] == [6, 6, 6, 6, 5, 4, 3, 2]
+    assert all(answer.truncated for answer in found)
 
 
 def ones_own(path: str, **options: Any) -> RolloutSettings:

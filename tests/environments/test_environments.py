@@ -20,6 +20,7 @@ from megappo.config.data import DataSourceSettings
 from megappo.config.environment import EnvironmentSettings, ToolSettings
 from megappo.config.schema import RewardSettings
 from megappo.data.sources import read_records
+from megappo.engines.stopping import StopTexts
 from megappo.environments.chat import ChatTokens
 from megappo.environments.guess import GuessNumber, numbers
 from megappo.environments.mathematics import calculate, python
@@ -479,6 +480,30 @@ def test_a_chat_goes_on_as_its_template_says() -> None:
         assert text_of(completion.token_ids) == f"{end}\n{words}" + end.removesuffix("<|im_end|>" if most else "")
         assert completion.episode is not None
         assert [t.stop - t.start for t in completion.episode.turns] == [2 if most else 5] * 2
+
+
+def test_a_turn_that_a_text_ended_is_closed_by_the_template() -> None:
+    """It keeps the tokens of the text, and is not cut."""
+    params = replace(PARAMS, stop_texts=StopTexts(("es", "No"), TOKENIZER))
+    made = runner(Chatty(), SayingEngine(lambda request: "Yes. No."), template=CHATML)
+    [completion] = made.generate(*asked(1, "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"), params)
+    made.close()
+    said = [{"role": "user", "content": text} for text in ("one", "two")]
+    words = tokenizer(CHATML).apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    assert text_of(completion.token_ids) == f"Yes<|im_end|>\n{words}Yes"
+    assert completion.episode is not None and not completion.truncated
+    assert [t.stop - t.start for t in completion.episode.turns] == [3, 3]
+
+
+def test_prompt_and_episode_together_have_a_limit() -> None:
+    prompts, requests = asked(1)
+    made = runner(Echo(5), SayingEngine(lambda request: "okay"))
+    [completion] = made.generate(prompts, [replace(requests[0], max_new_tokens=33)], PARAMS)
+    made.close()
+    assert completion.episode is not None and completion.episode.limit == "tokens"
+    # A turn has 5 tokens, and what is said behind it 14; of the second nothing is left for a third.
+    assert [turn.stop for turn in completion.episode.turns] == [5, 24]
+    assert completion.truncated
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from megappo.config.model_files import load_architecture
 from megappo.data.curriculum import Curriculum
 from megappo.data.cursor import Cursor
 from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
+from megappo.engines.stopping import StopTexts, stopped
 from megappo.engines.stretches import continued, ended, joined, token_versions
 from megappo.ppo.arrivals import ReplayedArrivals
 from megappo.ppo.generation import Kept
@@ -31,6 +32,7 @@ from megappo.ppo.measures import rollout_metrics
 from megappo.ppo.tickets import Group, choose
 from megappo.runtime.interrupts import NeverStop
 from megappo.types import Prompt, Rollouts
+from tests.support.episodes import TOKENIZER
 from tests.support.places import BASE, TINY
 
 PROMPTS = [Prompt(i, (2, 3 + i % 10), f"{i}", None, {}) for i in range(30)]
@@ -118,9 +120,28 @@ def test_an_answer_goes_on_from_its_tokens() -> None:
     assert joined(None, rest_of := Completion((1,), (-1.0,), False, 9)) is rest_of
 
 
+def test_a_text_ends_an_answer_across_where_it_was_broken_off() -> None:
+    """What an engine made beyond it under other weights is left out; the least tokens count from the beginning."""
+    said = tuple(TOKENIZER("hide.go", add_special_tokens=False)["input_ids"])
+    request, params = GenerateRequest((7,), 5, 0), SamplingParams(1.0, 9, (), min_new_tokens=4)
+    begun = Completion(said[:3], (-0.1, -0.2, -0.3), False, 4, broken_off=True)
+    rest = continued(request, begun, 9, request.least_tokens(params))
+    assert (rest.least_tokens(params), request.least_tokens(params)) == (1, 4)
+    routing = torch.arange(7).view(7, 1, 1)  # of the prompt and all tokens but the last
+    whole = joined(begun, Completion(said[3:], (-0.4, -0.5, -0.6, -0.7), True, 5, routing))
+    params = replace(params, stop_texts=StopTexts(("de",), TOKENIZER))
+    for answer in (whole, replace(whole, broken_off=True)):
+        found = stopped(answer, params)
+        assert (found.token_ids, found.logprobs) == (said[:4], (-0.1, -0.2, -0.3, -0.4))
+        assert not found.truncated and not found.broken_off
+        assert found.stretches == ((4, 3), (5, 1)) and found.weight_version == 4
+        assert found.routing is not None and found.routing.flatten().tolist() == [0, 1, 2, 3]
+    assert stopped(begun, params) is begun
+
+
 def test_an_answer_that_was_broken_off_at_its_end_is_whole() -> None:
-    stopped = Completion((3, STOP), (-1.0, -1.0), False, 2, broken_off=True)
-    assert not ended(stopped, (STOP,), 9).broken_off and not ended(stopped, (STOP,), 9).truncated
+    at_end = Completion((3, STOP), (-1.0, -1.0), False, 2, broken_off=True)
+    assert not ended(at_end, (STOP,), 9).broken_off and not ended(at_end, (STOP,), 9).truncated
     full = Completion((3, 4), (-1.0, -1.0), False, 2, broken_off=True)
     assert ended(full, (STOP,), 2).truncated and not ended(full, (STOP,), 2).broken_off
     assert ended(full, (STOP,), 3) is full

@@ -232,6 +232,22 @@ def test_every_option_at_once(tmp_path: Path) -> None:
     assert steps[3]["correction/weight_mean"] == pytest.approx(1, abs=1e-3)
 
 
+def test_a_critic_is_trained_alone_in_as_many_updates_as_are_named(tmp_path: Path) -> None:
+    """40 samples in 3 minibatches, which have 14, 13 and 13 of them; the actor stays what it was."""
+    lines = quickstart(
+        tmp_path / "run", *SHORT, "critic.minibatch_sequences=null", "critic.minibatches=3", "critic.epochs=1",
+        "critic.warmup_steps=2", "actor.layout={}", "critic.layout={}",
+        "critic.optimizer={learning_rate: 1.0e-3, schedule: wsd, warmup_ratio: 0.4, decay_ratio: 0.4}",
+        "rollout.samples_per_prompt=4", processes=1,
+    )  # fmt: skip
+    steps = {line["step"]: line for line in lines}
+    assert [steps[n]["critic/updates"] for n in (1, 2)] == [3, 3]
+    assert steps[1]["critic/loss"] != steps[2]["critic/loss"]
+    assert not any(name.startswith("actor/") and name != "actor/mfu" for line in lines for name in line)
+    assert [steps[n]["critic/learning_rate"] for n in (1, 2)] == pytest.approx([1e-3, 5e-4])
+    assert steps[2]["mismatch/max"] < 1e-4
+
+
 def test_the_penalty_follows_what_the_updates_ended_at(tmp_path: Path) -> None:
     """With one update a step, before which the KL is 0: the weight rises where the step ended above the target."""
     lines = quickstart(

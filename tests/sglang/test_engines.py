@@ -115,6 +115,27 @@ def test_an_engine_says_which_experts_computed_a_token(
         assert found[layout]["changed"] < 0.01
 
 
+def test_a_text_ends_an_answer_where_it_first_stands_in_it(scenario: Callable[[str], Found]) -> None:
+    """Also where it takes more tokens than SGLang looks at; what comes before is as it is without."""
+    for found in scenario(TWO):
+        case = found["texts"]
+        assert case["lengths"] == [end or whole for end, whole in zip(case["ends"], case["whole"], strict=True)]
+        assert case["lengths"] != case["whole"]
+        assert not any(case["truncated"])
+        assert case["same_tokens"]
+        assert case["gap"] < EXACT
+
+
+def test_no_answer_ends_before_its_least_tokens(scenario: Callable[[str], Found]) -> None:
+    """The two tokens that may come first share out all probability."""
+    for found in scenario(TWO):
+        case = found["least"]
+        assert case["first"] == [3, 4]
+        assert case["sum"] == pytest.approx(1, abs=EXACT)
+        assert case["later"] > 5
+        assert case["unbound"] > 5
+
+
 @pytest.mark.parametrize(
     ("name", "accident"),
     [("two_engines", "kill"), pytest.param("struck_engines", "stop", marks=exhaustive), ("broadcast_engine", "kill")],

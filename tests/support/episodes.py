@@ -12,6 +12,7 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 
 from megappo.config.environment import EnvironmentSettings
 from megappo.engines.protocol import Completion, GenerateRequest, Line, Listener, SamplingParams, Talk
+from megappo.engines.stopping import stopped
 from megappo.environments.chat import ChatTokens
 from megappo.environments.gateway.server import Gateway
 from megappo.environments.protocol import Environment
@@ -55,7 +56,8 @@ class SayingEngine:
     def answer(self, request: GenerateRequest, params: SamplingParams) -> Completion:
         ids = [*TOKENIZER(self.say(request), add_special_tokens=False)["input_ids"], END]
         kept = ids[: request.most_tokens(params)]
-        return Completion(tuple(kept), tuple(-float(i) for i in kept), len(kept) < len(ids), self.version)
+        answer = Completion(tuple(kept), tuple(-float(i) for i in kept), len(kept) < len(ids), self.version)
+        return stopped(answer, params)
 
     def generate(
         self,

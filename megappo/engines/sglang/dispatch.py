@@ -29,6 +29,7 @@ from megappo.engines.sglang.client import HEALTH, Endpoint, ServerFailure
 from megappo.engines.sglang.dealing import Deal
 from megappo.engines.sglang.homes import Homes
 from megappo.engines.sglang.server import EngineError
+from megappo.engines.stopping import stopped
 from megappo.observe.progress import PROGRESS, SAMPLES
 from megappo.runtime.interrupts import Stop
 from megappo.types import RoutingShape
@@ -323,12 +324,12 @@ class Round:
         if len(answers) != len(group):
             raise ServerFailure(f"{endpoint.name} gave {len(answers)} answers to {len(group)} requests")
         self._outcome.cache[endpoint.index] = self._outcome.cache.get(endpoint.index, CacheUse()) + _cache_use(texts)
-        if self._params.routing is None:
-            return answers
-        return [
-            replace(answer, routing=_routing(text, self._requests[i], self._params.routing, endpoint))
-            for i, answer, text in zip(group, answers, texts, strict=True)
-        ]
+        if self._params.routing is not None:
+            answers = [
+                replace(answer, routing=_routing(text, self._requests[i], self._params.routing, endpoint))
+                for i, answer, text in zip(group, answers, texts, strict=True)
+            ]
+        return [stopped(answer, self._params) for answer in answers]
 
 
 @contextmanager
@@ -356,6 +357,10 @@ def _sampling(request: GenerateRequest, params: SamplingParams) -> dict[str, Any
         "sampling_seed": request.seed,
         "skip_special_tokens": False,
     }
+    if params.stop_texts is not None:  # it looks at as many tokens as a text mostly has, so that it may stop late
+        chosen |= {"stop": list(params.stop_texts.texts), "no_stop_trim": True}
+    if least := request.least_tokens(params):
+        chosen["min_new_tokens"] = least
     if params.greedy:
         chosen |= {"top_k": 1} if params.temperature == 1.0 else {"top_p": _GREEDY_TOP_P}
     return chosen

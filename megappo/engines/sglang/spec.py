@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import megappo
 from megappo.config import Config
 from megappo.config.engine import SGLangSettings
-from megappo.config.model_files import load_architecture
+from megappo.config.model_files import load_architecture, tokenizer_folder
 from megappo.engines.sglang.bond import PEERS, ServerPart
 from megappo.engines.sglang.compilers import cuda_home
 from megappo.engines.sglang.gpus import visible_devices
@@ -59,6 +59,8 @@ class ServerSpec:
     """Whether the model has experts whose weights in a server are compared with the actor's."""
     returns_routing: bool = False
     """Whether it says which experts computed a token, where a request asks for it."""
+    tokenizer: Path | None = None
+    """Its folder, where the server has to know the texts of tokens or which of them end a response."""
     seed: int = 0
     host: str = "127.0.0.1"
     """Interface that it listens on."""
@@ -86,6 +88,7 @@ class ServerSpec:
             dtype=config.model.dtype,
             settings=config.rollout.servers,
             stop_token_ids=stop_token_ids,
+            tokenizer=tokenizer_folder(config.model).absolute() if config.rollout.reads_text else None,
             trust_remote_code=config.model.trust_remote_code,
             log_directory=config.run.path.absolute() / "engines",
             further=arch.declaration.further(arch.hf_config),
@@ -150,7 +153,8 @@ class ServerSpec:
         return {
             "load-format": "dummy",  # weights come from the actor only
             "disable-shared-experts-fusion": True,  # each stands where the map says
-            "skip-tokenizer-init": True,  # tokens in, tokens out
+            # Tokens in, tokens out; texts that end a response are looked for by the server all the same.
+            **({"skip-tokenizer-init": True} if self.tokenizer is None else {"tokenizer-path": str(self.tokenizer)}),
             "extra-metric-labels": json.dumps(own_stack(os.environ).labels()),  # whom it can form a group with
             # The actor's weights are plain, however those of its folder are stored.
             "json-model-override-args": json.dumps(

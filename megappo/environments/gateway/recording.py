@@ -46,7 +46,7 @@ class _Conversation:
         """What follows the last turn. Raises ValueError where the template changes earlier ones."""
         said: Message = {"role": "assistant", "content": PLACEHOLDER}
         before = [said if i in self.replies else message for i, message in enumerate(self.messages)]
-        return self.chat.between(before, heard, closed=not self.trajectory.is_cut)
+        return self.chat.between(before, heard, closed=self.chat.ends(self.trajectory.tokens))
 
 
 class Recorder:

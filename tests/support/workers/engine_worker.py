@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import math
 import os
+import re
 import signal
 import socket
 import sys
@@ -25,6 +27,7 @@ from unittest.mock import patch
 import psutil
 import torch.distributed as dist
 from aiohttp import ClientSession
+from transformers import AutoTokenizer
 
 import megappo.ppo.parts
 from megappo.config import derive_run, load_config
@@ -35,6 +38,7 @@ from megappo.engines.sglang.client import call
 from megappo.engines.sglang.guard import session_pids, shared_files
 from megappo.engines.sglang.inspection import check_room
 from megappo.engines.sglang.transport import BroadcastTransport, Loaded, SharedTransport, share_buffers
+from megappo.engines.stopping import StopTexts
 from megappo.megatron.placed import announce, place
 from megappo.plan.cache import PlannedCache
 from megappo.ppo.measures import check_mismatch
@@ -225,6 +229,49 @@ def disturbed_rollout(bench: Bench, number: int) -> dict[str, Any]:
     }
 
 
+def ended_by_texts(bench: Bench) -> dict[str, Any]:
+    """The same requests with and without a text that ends them, which stands in one of the answers. Most tokens have no
+    text, so that a text has mostly more tokens than its own."""
+    engine, tokenizer = bench.engine, AutoTokenizer.from_pretrained(ROOT / "configs/models/tiny_arithmetic")
+    assert engine is not None
+    asked, free = requests(bench.runtime.rank), replace(LONG, stop_token_ids=())
+    whole = engine.generate(asked, free)
+    text = next(m[0] for c in whole if (m := re.search(r"\d\d", tokenizer.decode(c.token_ids))))
+    found = engine.generate(asked, replace(free, stop_texts=StopTexts((text,), tokenizer)))
+    ends = []
+    for answer in whole:
+        ids = answer.token_ids
+        texts = [tokenizer.decode(ids[: n + 1], skip_special_tokens=False) for n in range(len(ids))]
+        ends.append(next((n + 1 for n, so_far in enumerate(texts) if text in so_far), 0))
+    return {
+        "ends": ends,
+        "whole": [len(c.token_ids) for c in whole],
+        "lengths": [len(c.token_ids) for c in found],
+        "same_tokens": all(w.token_ids[: len(c.token_ids)] == c.token_ids for w, c in zip(whole, found, strict=True)),
+        "gap": max(
+            abs(x - y) for w, c in zip(whole, found, strict=True) for x, y in zip(w.logprobs, c.logprobs, strict=False)
+        ),
+        "truncated": [c.truncated for c in found if len(c.token_ids) < LONG.max_new_tokens],
+    }
+
+
+def of_at_least(bench: Bench) -> dict[str, Any]:
+    """Two tokens of samples of one prompt, where all but two of the tokens end an answer, and not before the second."""
+    engine = bench.engine
+    assert engine is not None
+    asked = [replace(request, token_ids=(5, 6, 7)) for request in requests(bench.runtime.rank)]
+    ends = tuple(token for token in range(VOCAB) if token not in (3, 4))
+    params = replace(LONG, max_new_tokens=2, stop_token_ids=ends)
+    found = engine.generate(asked, replace(params, min_new_tokens=1))
+    first = {c.token_ids[0]: c.logprobs[0] for c in found}
+    return {
+        "first": sorted(first),
+        "sum": sum(math.exp(x) for x in first.values()),
+        "later": len({c.token_ids[1] for c in found}),
+        "unbound": len({c.token_ids[0] for c in engine.generate(asked, params)}),
+    }
+
+
 @contextmanager
 def loading(replacement: Callable[[Loaded], Loaded]) -> Iterator[None]:
     """Parcels go through `replacement` on their way."""
@@ -293,7 +340,10 @@ def cut_sync(bench: Bench, trainer: Trainer, victim: int = 0) -> dict[str, Any]:
 def two_engines(folder: Path, runtime: Runtime) -> dict[str, Any]:
     """Llama, two servers of one rank each, one looked after by each trainer rank."""
     bench = Bench(folder, runtime, "llama", "engines: 2", tie_word_embeddings=False)
+    bench.overrides.append("rollout.stop=[no model says so]")  # so that servers know the texts of tokens
     found: dict[str, Any] = {"TP2": after_an_update(bench, "{tensor_parallel: 2}")}
+    found["texts"] = ended_by_texts(bench)
+    found["least"] = of_at_least(bench)
     found["kill"] = disturbed_rollout(bench, signal.SIGKILL)
     found["PP2"] = after_an_update(bench, "{pipeline_parallel: 2}")
     trainer = following(bench, "{tensor_parallel: 2}")
