@@ -37,7 +37,7 @@ def batch_rules(config: Config, role: RoleSpec, world_size: int) -> Iterator[str
 
 def _count_rules(role: RoleSpec, batch: int, dp: int) -> Iterator[str]:
     """Every data parallel replica has a sample of each of so many minibatches."""
-    count = role.settings.minibatches or 1
+    count = role.settings.minibatch_count(batch)
     if batch // count < dp:
         remedy = f"set at most {batch // dp}" if batch >= dp else "raise rollout.prompts_per_step"
         yield (

@@ -137,8 +137,8 @@ class DataSettings(Settings):
     template_time: str | None = None
     """What chat templates are told that ask for the date or the time, such as 2025-11-25 or 2025-11-25 09:30:00. Null:
     when the run began, which its checkpoints hold; the time of an evaluation or a dry run."""
-    max_prompt_tokens: PositiveInt
-    """Longest prompt after tokenisation."""
+    max_prompt_tokens: PositiveInt = 1024
+    """Longest prompt after tokenisation (OpenRLHF's default)."""
     overlong_prompts: Literal["drop", "truncate", "error"] = "drop"
     """What happens to longer ones: counted and dropped, cut at the left, or refused."""
     shuffle: bool = True

@@ -53,10 +53,18 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     _replace_engines(data, given)
     if secrets := list(dict.fromkeys(secret_settings(data))):
         raise ConfigError([_no_secret(key) for key in secrets])
+    _name_after(data, Path(path))
     try:
         return Config.model_validate(data)
     except ValidationError as error:
         raise ConfigError(explain(error)) from None
+
+
+def _name_after(data: dict[str, Any], path: Path) -> None:
+    """A run that has no name has its file's."""
+    run = data.setdefault("run", {})
+    if isinstance(run, dict):
+        run.setdefault("name", path.stem)
 
 
 def _read_sections(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -102,8 +102,9 @@ class RewardSettings(Settings):
     """Keyword arguments of the function."""
     batch: bool = False
     """The Python function takes lists and returns a list, one score per sample."""
-    workers: Processes = 1
-    """Worker processes per rank."""
+    workers: Processes | None = None
+    """Worker processes per rank, of each function; default: half of its share of the machine's cores, 8 at most, and
+    one with `batch`."""
     timeout_seconds: Seconds = 10.0
     """Time limit per sample; a worker that exceeds it is killed and replaced."""
     worker_memory_gigabytes: PositiveFloat = 8.0

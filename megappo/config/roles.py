@@ -231,6 +231,9 @@ class LoraSettings(Settings):
         return self
 
 
+MINIBATCHES = 4
+
+
 class TrainedRoleSettings(Settings):
     """What actor and critic have in common."""
 
@@ -244,13 +247,15 @@ class TrainedRoleSettings(Settings):
     epochs: PositiveInt = 1
     """Passes over the step's samples."""
     minibatch_sequences: PositiveInt | None = None
-    """Samples per optimizer update over all data parallel ranks; divides the step's samples. Either this or
-    `minibatches` is given."""
+    """Samples per optimizer update over all data parallel ranks; divides the step's samples. Or `minibatches` is
+    given."""
     minibatches: PositiveInt | None = None
     """Optimizer updates in each pass over the step's samples; where they cannot be equally large, the first ones have a
-    sample more."""
+    sample more. Default: 4 (PPO's usual, as in TRL and verl's example for GSM8K), where there is no
+    `minibatch_sequences`."""
     microbatch_budget_tokens: PositiveInt = 8192
-    """Most tokens in one packed microbatch, over all ranks that share it out; not below the longest possible sample."""
+    """Most tokens in one packed microbatch, over all ranks that share it out; not below the longest possible sample,
+    for which a default has room."""
     router_aux_loss_coef: NonNegativeFloat = 0.0
     """Weight of a loss that spreads a sample's tokens evenly over the experts of a layer (Megatron's `seq_aux_loss`):
     mean over samples, sum over layers; 0: none."""
@@ -267,11 +272,15 @@ class TrainedRoleSettings(Settings):
     """What `selective` computes again in backward: the attention kernel (`core_attn`; on GPUs it keeps little), MLPs
     (`mlp`), layers of experts (`moe`)."""
 
+    def minibatch_count(self, batch_sequences: int) -> int:
+        """How many there are in a pass, where their size is not given."""
+        return self.minibatches or min(MINIBATCHES, batch_sequences)
+
     def minibatch_sizes(self, batch_sequences: int) -> list[int]:
         """Samples of each minibatch of a pass over a step's, the larger ones first."""
         if self.minibatch_sequences is not None:
             return [self.minibatch_sequences] * (batch_sequences // self.minibatch_sequences)
-        count = self.minibatches or 1
+        count = self.minibatch_count(batch_sequences)
         return [batch_sequences // count + (n < batch_sequences % count) for n in range(count)]
 
     def updates(self, batch_sequences: int) -> int:
@@ -280,8 +289,6 @@ class TrainedRoleSettings(Settings):
 
     @model_validator(mode="after")
     def _has_minibatches(self) -> TrainedRoleSettings:
-        if self.minibatch_sequences is None and self.minibatches is None:
-            raise ValueError("minibatch_sequences is missing; add it (samples of an update), or minibatches (updates)")
         if self.minibatch_sequences is not None and self.minibatches is not None:
             raise ValueError(
                 f"minibatch_sequences {self.minibatch_sequences} and minibatches {self.minibatches} are both given; "
@@ -290,8 +297,21 @@ class TrainedRoleSettings(Settings):
         return self
 
 
+class ActorOptimizerSettings(OptimizerSettings):
+    learning_rate: PositiveFloat = 1e-6
+    """Peak learning rate of AdamW."""
+
+
+class CriticOptimizerSettings(OptimizerSettings):
+    learning_rate: PositiveFloat = 5e-6
+    """Peak learning rate of AdamW."""
+
+
 class ActorSettings(TrainedRoleSettings):
     """The policy that is trained."""
+
+    optimizer: ActorOptimizerSettings = ActorOptimizerSettings()
+    """AdamW and its schedule; a learning rate of 1e-6 where none is given, as of DAPO, Open-Reasoner-Zero and verl."""
 
 
 def _one_or_several(value: object) -> object:
@@ -314,6 +334,8 @@ Freeze = Annotated[tuple[str, ...], Field(strict=False), BeforeValidator(_one_or
 class CriticSettings(TrainedRoleSettings):
     """The value model: a trunk like the actor's, its output layer a scalar head."""
 
+    optimizer: CriticOptimizerSettings = CriticOptimizerSettings()
+    """AdamW and its schedule; a learning rate of 5e-6 where none is given, as of Open-Reasoner-Zero."""
     path: PathText | None = None
     """Hugging Face folder of the trunk, and of a scalar head as transformers' classifiers, TRL and OpenRLHF write it;
     default: the actor's model."""

@@ -7,6 +7,7 @@ sections have files of their own: `roles`, `algorithm`, `data`, `engine`, `envir
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -33,7 +34,7 @@ from megappo.config.data import DataSettings
 from megappo.config.engine import ENGINES, SGLangSettings
 from megappo.config.environment import SINGLE_TURN, EnvironmentSettings
 from megappo.config.reward import RewardSettings
-from megappo.config.roles import ActorSettings, CriticSettings, ReferenceSettings
+from megappo.config.roles import ActorSettings, CriticSettings, ReferenceSettings, TrainedRoleSettings
 from megappo.errors import show
 from megappo.plugins import check_choice, is_import_path
 
@@ -42,11 +43,14 @@ PHASES = (
     "checkpoint", "export",
 )  # fmt: skip
 """What the watchdog tells apart; each lasts until the next begins."""
+_BUDGET, _ROOM_TOKENS = "microbatch_budget_tokens", 1024
+"""What is filled in of a role, and what it is a multiple of, so that every layout can pad a sample in it."""
 
 
 class RunSettings(Settings):
-    name: PathText
-    """Name of the experiment; the default run directory is `runs/<name>`, which it cannot leave."""
+    name: PathText = "run"
+    """Name of the experiment; the default run directory is `runs/<name>`, which it cannot leave. Default: that of the
+    configuration file."""
     directory: PathFromText | None = None
     """Where everything the run writes goes."""
     private: bool = False
@@ -175,12 +179,12 @@ class RolloutSettings(Settings):
     replay_arrivals: PathText | None = None
     """The folder `arrivals` of a run that recorded them: steps are trained on the same samples, to the last bit, and no
     engine is asked for any."""
-    prompts_per_step: int = Field(gt=0, le=2**24)
-    """Prompts in one PPO step over all ranks."""
+    prompts_per_step: int = Field(default=256, gt=0, le=2**24)
+    """Prompts in one PPO step over all ranks; recipes have 128 (Open-Reasoner-Zero) to 1,024 (verl, OpenRLHF)."""
     samples_per_prompt: int = Field(default=1, gt=0, le=2**16)
     """Responses drawn for each prompt."""
-    max_response_tokens: PositiveInt
-    """Longest response; of an episode, all turns and what the environment says between them."""
+    max_response_tokens: PositiveInt = 1024
+    """Longest response (OpenRLHF's default); of an episode, all turns and what the environment says between them."""
     when_stopped: Literal["drop", "keep"] = "drop"
     """What becomes of the responses that a step has when the run is told to stop: generated again, or kept in the
     checkpoint."""
@@ -336,6 +340,12 @@ class LoggingSettings(Settings):
     """Steps to trace: a torch trace of every rank and a page about all of them in `<directory>/profile`."""
 
 
+def _said(given: Mapping[str, Any], section: str, name: str, settings: type[Settings]) -> Any:
+    """A setting as it was written, or its default."""
+    found, default = given.get(section), settings.model_fields[name].default
+    return found.get(name, default) if isinstance(found, dict) else default
+
+
 class Config(Settings):
     """A whole run."""
 
@@ -345,15 +355,15 @@ class Config(Settings):
     """Device and threads."""
     model: ModelSettings
     """The actor's model."""
-    actor: ActorSettings
+    actor: ActorSettings = ActorSettings()
     """Layout, optimizer and batches of the policy."""
     critic: CriticSettings | None = None
-    """The value model; needed by `estimator: gae`."""
+    """The value model; with `estimator: gae` there is one where nothing is said of it."""
     reference: ReferenceSettings | None = None
     """The frozen policy; needed by a KL term."""
     data: DataSettings
     """Prompts."""
-    rollout: RolloutSettings
+    rollout: RolloutSettings = RolloutSettings()
     """Generation."""
     reward: RewardSettings
     """Scoring."""
@@ -365,6 +375,28 @@ class Config(Settings):
     """What a stopped run continues from; null: nothing."""
     logging: LoggingSettings = LoggingSettings()
     """What is written and shown."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, given: Any) -> Any:
+        """What follows from other settings where nothing is said of it: a critic for `gae`, and microbatches that have
+        room for the longest sample."""
+        if not isinstance(given, dict):
+            return given
+        filled = dict(given)
+        if "critic" not in given and _said(given, "algorithm", "estimator", AlgorithmSettings) == "gae":
+            filled["critic"] = {}
+        prompt = _said(given, "data", "max_prompt_tokens", DataSettings)
+        response = _said(given, "rollout", "max_response_tokens", RolloutSettings)
+        if type(prompt) is not int or type(response) is not int:
+            return filled  # which is refused
+        budget = -(-(prompt + response) // _ROOM_TOKENS) * _ROOM_TOKENS
+        for role in ("actor", "critic"):
+            settings = filled.get(role, {} if role == "actor" else None)
+            default = _said({role: settings}, role, _BUDGET, TrainedRoleSettings)
+            if isinstance(settings, dict) and _BUDGET not in settings and budget > default:
+                filled[role] = {**settings, _BUDGET: budget}
+        return filled
 
     @property
     def trained(self) -> dict[str, ActorSettings | CriticSettings]:

@@ -30,12 +30,13 @@ from megappo.rewards.judge import judge_options, judge_place
 from megappo.rewards.registry import RewardChoice
 from megappo.rewards.rules import RULES
 from megappo.rewards.variables import MARK, plain_variables
+from megappo.runtime.launchers import read_ranks
 from megappo.types import CHAT_MESSAGES
 
 _START_SECONDS = 120.0
 _END_SECONDS = 15.0
 _LOOK_SECONDS = 0.5
-_LARGEST_CHUNK = 64
+_LARGEST_CHUNK, _MOST_WORKERS = 64, 8
 _TIMED_OUT = "ran out of time"
 _DIED = "ended its worker process"
 _WROTE = "wrote into file descriptors that are not its own"
@@ -173,6 +174,17 @@ class _Job:
             self.notes[index] = reason
 
 
+def worker_count(settings: RewardSettings, environment: Mapping[str, str]) -> int:
+    """How many processes a rank has for a function. Its share of the cores that it may use is that of the ranks on its
+    machine, as far as the launcher's variables say."""
+    if settings.workers is not None:
+        return settings.workers
+    if settings.batch:
+        return 1
+    cores = len(os.sched_getaffinity(0)) // (read_ranks(environment).local_world_size or 1)
+    return min(_MOST_WORKERS, max(1, cores // 2))
+
+
 class RewardPool(AbstractContextManager["RewardPool"]):
     """Worker processes that apply one reward function; use as a context manager or `close` it."""
 
@@ -184,7 +196,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         `place`: of a judge's own server. `check` is called now and then, and raises what ends the run.
         Raises ValueError where the function cannot be used, RewardError where a worker ends or hangs in the import.
         """
-        if settings.batch and settings.workers > 1:
+        if settings.batch and (settings.workers or 1) > 1:
             raise ValueError(f"reward.workers is {settings.workers}, but reward.batch makes one call; set workers: 1")
         self._settings = settings
         assert settings.function is not None, "a pool has one function"
@@ -195,7 +207,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         self._choice = RewardChoice(settings.function, options, settings.batch)
         self.workers: list[Worker] = []
         try:
-            for _ in range(settings.workers):
+            for _ in range(worker_count(settings, os.environ)):
                 self.workers.append(self._worker())
             while not all(worker.ready for worker in self.workers):
                 self._collect(_Job([], deque()))

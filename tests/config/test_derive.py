@@ -291,7 +291,6 @@ def test_minibatches_by_their_number_differ_by_one_sample() -> None:
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({}, "minibatch_sequences is missing; add it (samples of an update), or minibatches (updates)"),
         (
             {"minibatch_sequences": 4, "minibatches": 2},
             "minibatch_sequences 4 and minibatches 2 are both given",

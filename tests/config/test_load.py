@@ -178,7 +178,7 @@ def test_every_problem_has_its_sentence(tmp_path: Path) -> None:
 
 
 TEXTS: list[tuple[str, list[str]]] = [
-    ("", ["is empty", "run, model, actor, data, rollout, reward"]),
+    ("", ["is empty", "run, model, data, reward"]),
     ("- a\n- b\n", ["holds ['a', 'b']", "must be sections"]),
     ("run:\n  name: a\n  steps: 1\n  name: b\n", ["line 4, column 3", "'name' stands twice", "remove one"]),
     ("run: {name: a\nmodel: 3\n", ["line 2", "not valid YAML"]),

@@ -1,0 +1,114 @@
+"""What is chosen where nothing is said, and that what is said stays as it is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megappo.config import Config, ConfigError, derive_run, load_config
+from megappo.config.schema import RewardSettings
+from megappo.observe.metrics import read_metrics
+from megappo.plan.machines import MACHINES
+from megappo.plan.planner import make_plan, read_models
+from megappo.rewards.workers import worker_count
+from tests.support.harness import start
+from tests.support.places import ROOT, TINY
+
+SHORT = """
+run: {steps: 2}
+model: {path: %s}
+data:
+  train: {source: 'megappo.data.arithmetic:sums', options: {max_operand: 4}}
+reward: {function: exact}
+"""
+
+
+@pytest.fixture
+def short(tmp_path: Path) -> Path:
+    path = tmp_path / "first_try.yaml"
+    path.write_text(SHORT % (ROOT / "configs" / "models" / "Qwen3-0.6B"))
+    return path
+
+
+def rates(config: Config) -> list[float]:
+    return [role.optimizer.learning_rate for role in config.trained.values()]
+
+
+def test_a_short_file_is_what_recipes_have(short: Path) -> None:
+    config = load_config(short)
+    assert config.run.path == Path("runs/first_try") and rates(config) == [1e-6, 5e-6]
+    assert config.max_sequence_tokens == 2048 and config.rollout.batch_sequences == 256
+    found = derive_run(config, 8)
+    assert found.critic is not None
+    assert [role.updates_per_step for role in (found.actor, found.critic)] == [4, 4]
+    assert config.actor.minibatch_sizes(256) == [64] * 4 and config.actor.minibatch_sizes(3) == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("machine", "ranks"), [("h100", 8), ("h100", 1), ("cpu", 1)])
+def test_the_plan_has_room_for_it(short: Path, machine: str, ranks: int) -> None:
+    config = load_config(short, ["rollout.engine=transformers"])
+    plan = make_plan(config, read_models(config, None).models, MACHINES[machine], ranks)
+    assert plan.fits, plan.verdict
+
+
+def test_what_is_said_stays(short: Path) -> None:
+    words = [
+        "run.name=own", "actor.optimizer={schedule: linear, learning_rate: 3e-7}", "critic.optimizer.schedule=cosine",
+        "actor.minibatch_sequences=128", "critic.minibatches=1", "rollout.prompts_per_step=128",
+    ]  # fmt: skip
+    config = load_config(short, words)
+    assert config.run.name == "own" and rates(config) == [3e-7, 5e-6]
+    assert config.critic is not None
+    sizes = [role.minibatch_sizes(config.rollout.batch_sequences) for role in config.trained.values()]
+    assert sizes == [[128], [128]]
+    with pytest.raises(ConfigError, match="'gae' needs a critic; add the section critic"):
+        derive_run(load_config(short, ["critic=null"]), 1)
+    alone = load_config(short, ["algorithm.estimator=grpo", "rollout.samples_per_prompt=4"])
+    assert alone.critic is None
+    derive_run(alone, 1)
+
+
+def test_a_microbatch_has_room_for_the_longest_sample(short: Path) -> None:
+    """Which a budget of the user's is refused without."""
+    long = "rollout.max_response_tokens=16000"
+    config = load_config(short, [long])
+    assert [role.microbatch_budget_tokens for role in config.trained.values()] == [17408, 17408]
+    derive_run(config, 4)
+    for words in (["actor.layout={tensor_parallel: 2, context_parallel: 2, sequence_parallel: true}"], ["critic={}"]):
+        derive_run(load_config(short, [long, *words]), 4)
+    assert load_config(short).actor.microbatch_budget_tokens == 8192
+    with pytest.raises(ConfigError, match=r"critic.microbatch_budget_tokens 8192 is below the longest sample"):
+        derive_run(load_config(short, [long, "critic.microbatch_budget_tokens=8192"]), 4)
+    for wrong in ("rollout.max_response_tokens=long", "data={}", "actor=3", "critic=[]"):
+        with pytest.raises(ConfigError):
+            load_config(short, [wrong])
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "settings", "workers"),
+    [
+        (2, 1, {}, 1), (2, 2, {}, 1), (16, 1, {}, 8), (16, 4, {}, 2), (192, 8, {}, 8), (1, 1, {}, 1),
+        (192, 8, {"batch": True}, 1), (2, 2, {"workers": 5}, 5),
+    ],
+)  # fmt: skip
+def test_reward_workers_follow_the_cores(
+    monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, settings: dict[str, object], workers: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _process: set(range(cores)))
+    given = RewardSettings.model_validate({"function": "exact", **settings})
+    launched = {"WORLD_SIZE": str(ranks), "RANK": "0", "LOCAL_WORLD_SIZE": str(ranks)}
+    assert worker_count(given, launched if ranks > 1 else {}) == workers
+
+
+@pytest.mark.slow
+@pytest.mark.waits
+def test_a_short_file_trains(short: Path) -> None:
+    """The tokenizer of the tiny model has no chat template, and the model a short context."""
+    short.write_text(SHORT % f"{TINY}, init: random")
+    words = ["data.apply_chat_template=false", "data.max_prompt_tokens=8", "rollout.max_response_tokens=3"]
+    done = start("megappo", "train", short, f"run.directory={short.parent / 'run'}", *words, processes=1)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    lines = read_metrics(short.parent / "run" / "metrics.jsonl")[-2:]
+    assert [(line["step"], line["actor/updates"], line["critic/updates"]) for line in lines] == [(1, 4, 4), (2, 4, 4)]
