@@ -117,6 +117,7 @@ COUNTERPARTS: dict[str, Counterpart] = {
     **_same("", _OWN_LOSS, "vf_coef"),
     **_same("critic.path", "", "critic_pretrain", "critic_model_path"),
     **_same("model.path", "", "pretrain", "hf_checkpoint", "model_name_or_path", "model_name", "sft_model_path"),
+    **_same("reference.refresh_every_steps", "", "ref_model_sync_steps", "ref_update_interval", "sync_ref_model"),
     **_same("reference.path", "", "ref_load", "ref_model_path", "reference_model_path"),
     "ref": Counterpart(("reference",)),
     "ref_model": Counterpart(("reference",)),

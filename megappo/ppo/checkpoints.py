@@ -20,14 +20,14 @@ from megappo.checkpoint.files import CheckpointError, Marker, step_folder
 from megappo.checkpoint.identity import BASE, FURTHER, architecture_digest, architecture_fields, weights_digest
 from megappo.checkpoint.randomness import random_states, restore_random_states
 from megappo.checkpoint.reader import load_values
-from megappo.checkpoint.shards import load_shards, role_shards, role_updates
+from megappo.checkpoint.shards import load_shards, load_weights, role_shards, role_updates, weight_shards
 from megappo.checkpoint.versions import recorded_versions
 from megappo.checkpoint.writer import REMEDY, CheckpointWriter, Snapshot
 from megappo.config import Config
 from megappo.config.model_files import role_folder
 from megappo.config.schema import CheckpointSettings
 from megappo.errors import Interrupted, RunError
-from megappo.megatron.roles import LocalRole, Update, base_of
+from megappo.megatron.roles import LocalRole, Role, Update, base_of
 from megappo.observe.messages import tell
 from megappo.plugins import own_files
 from megappo.ppo.generation import Kept
@@ -41,6 +41,8 @@ from megappo.runtime.objects import from_rank
 
 _CLOSE_SECONDS = 60.0
 _RESPONSES = "responses"
+_REFERENCE = "reference"
+"""What a reference's weights are called beside those of the actor, on whose ranks it stands."""
 _ENGINE_WEIGHTS = "engine-weights"
 _MOST_FAILURES = 3
 """So often in a row a checkpoint may not be written before the run ends."""
@@ -93,6 +95,9 @@ class Resumed:
         if lacking:
             raise ValueError(f"{self._folder} holds no {lacking[0]}; remove it from the settings, or start a new run")
         load_shards(self._folder, self._roles, updates, self._parts.runtime)
+        before = self._marker.content["settings"].get("reference") or {}
+        if before.get("refresh_every_steps") and (reference := _changing_reference(self._parts)) is not None:
+            load_weights(self._folder, reference, _REFERENCE, self._parts.runtime)
         state: dict[str, Any] = self._marker.content["trainer"]
         if self._parts.config.run.force_resume and self._has_other_data():
             # Other data are begun at their beginning.
@@ -287,6 +292,8 @@ class Checkpoints:
         runtime = self._parts.runtime
         settings = self._parts.config.model_dump(mode="json")
         shards = {key: shard for role in self._roles for key, shard in role_shards(role).items()}
+        if (reference := _changing_reference(self._parts)) is not None:
+            shards |= weight_shards(reference, _REFERENCE)
         content = {
             "trainer": boundary.trainer,
             "updates": {role.placement.name: role_updates(role) for role in self._roles},
@@ -321,6 +328,12 @@ class Checkpoints:
         """Let a checkpoint under way be finished where the run ends early."""
         if self._writer is not None:
             self._writer.abandon(_CLOSE_SECONDS)
+
+
+def _changing_reference(parts: Parts) -> Role | None:
+    """The reference, where it is not that of its folder for good."""
+    settings = parts.config.reference
+    return parts.reference if settings is not None and settings.refresh_every_steps else None
 
 
 def _time_left(config: Config) -> tuple[str, float | None]:

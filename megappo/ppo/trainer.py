@@ -220,6 +220,7 @@ class Trainer:
         experience = self.estimate_advantages(scored)
         self.update_critic(placed, experience)
         self.update_actor(placed, experience)
+        self.refresh_reference()
         if self.config.rollout.ahead != 1:
             self.sync_weights()
         self.metrics |= self.reporter.end_step(self.metrics)
@@ -350,6 +351,13 @@ class Trainer:
             self.metrics["actor/penalty_coef"] = self.penalty.value
             if metrics["actor/updates"]:
                 self.adapt_penalty(placed.actor, experience)
+
+    def refresh_reference(self) -> None:
+        """The reference becomes the actor, every `reference.refresh_every_steps` steps."""
+        settings = self.config.reference
+        if settings is not None and settings.refresh_every_steps and self.step % settings.refresh_every_steps == 0:
+            assert self.parts.reference is not None
+            self.parts.reference.take_weights(self.parts.actor)
 
     def adapt_penalty(self, actor: PlacedBatch, experience: Experience) -> None:
         """Move the weight of KL(old || new) by the KL that the step's updates ended at. The updates measure it before

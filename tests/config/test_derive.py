@@ -26,7 +26,7 @@ from megappo.config import (
 from megappo.config import print_table as print_config_table
 from megappo.config.grid import Grid
 from megappo.config.model_files import read_architecture
-from megappo.config.roles import CriticSettings, OptimizerSettings
+from megappo.config.roles import CriticSettings, OptimizerSettings, ReferenceSettings
 from megappo.config.schema import EvaluationSettings
 from megappo.errors import either
 from megappo.families import FAMILIES
@@ -117,6 +117,7 @@ BROKEN: list[tuple[int, tuple[str, ...], list[str]]] = [
         ("checkpoint.keep_best=eval/reward_mean", "evaluation=null"),
         ["checkpoint.keep_best is 'eval/reward_mean', and nothing is evaluated; add evaluation"],
     ),
+    (1, ("reference.refresh_every_steps=3", "actor.lora={rank: 2, alpha: 4}"), ["with actor.lora only adapters are"]),
     (1, ("run.max_hours=2", "checkpoint=null"), ["run.max_hours 2 stops the run with a checkpoint", "remove either"]),
     (1, ("critic.warmup_steps=11",), ["critic.warmup_steps 11 is above run.steps 10", "set 10 to train the"]),
     (1, ("reward={function: model, model_path: nowhere}",), ["reward.model_path 'nowhere' is not a folder"]),
@@ -360,6 +361,12 @@ def test_the_learning_rate_after_so_many_updates(optimizer: dict[str, Any], rate
 def test_a_best_checkpoint_may_be_found_before_the_last_step() -> None:
     for every in ("checkpoint.every_steps=1", "checkpoint.keep_every_steps=5"):
         derive(config_with("checkpoint.keep_best=eval/reward_mean", every), 1, SHAPE)
+
+
+@pytest.mark.parametrize("other", [{"path": "elsewhere"}, {"share_actor_base": True}])
+def test_a_reference_of_its_own_is_not_refreshed(other: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="refresh_every_steps 3 has the reference take the actor's weights"):
+        ReferenceSettings.model_validate({"refresh_every_steps": 3, **other})
 
 
 @pytest.mark.parametrize(("before", "steps"), [(True, [0, 4, 8, 10]), (False, [4, 8, 10])])
