@@ -280,8 +280,9 @@ def finished(directory: Path) -> dict[Path, Marker]:
     return markers
 
 
-def prune(directory: Path, keep_last: int, keep_best: str | None) -> list[str]:
-    """Delete all finished checkpoints but the newest and the best; a sentence for each that cannot be deleted.
+def prune(directory: Path, keep_last: int, keep_best: str | None, keep_every: int | None = None) -> list[str]:
+    """Delete all finished checkpoints but the newest, the best and those of every so many steps; a sentence for each
+    that cannot be deleted.
 
     `keep_best` is the name of a metric, with a `-` in front where the lowest is best. Damaged ones are left to be
     looked at; unfinished ones are overwritten when their step comes again.
@@ -293,6 +294,8 @@ def prune(directory: Path, keep_last: int, keep_best: str | None) -> list[str]:
     kept: set[Path | None] = set(list(markers)[:keep_last])
     if keep_best is not None:
         kept.add(best(markers, keep_best))
+    if keep_every is not None:
+        kept.update(folder for folder, marker in markers.items() if marker.step and marker.step % keep_every == 0)
     sentences = []
     for folder in sorted(markers.keys() - kept):
         try:

@@ -88,6 +88,32 @@ def role_shards(role: Role) -> dict[str, ShardedTensor]:
     return shards
 
 
+def weight_shards(role: Role, name: str) -> dict[str, ShardedTensor]:
+    """The weights alone of a role that is not trained, under a name of its own; otherwise as `role_shards`."""
+    if not isinstance(role, LocalRole):
+        return {}
+    shards: dict[str, ShardedTensor] = {}
+    entries = list(_entries(role.model))
+    for number in sorted(_written_here(role.layout, entries)):
+        weight = role.read_shard(entries[number].held).float().to("cpu", copy=True)
+        shards |= _sharded(role, entries[number], "weight", weight, name)
+    return shards
+
+
+def load_weights(folder: Path, role: Role, name: str, runtime: Runtime) -> None:
+    """Put a role's weights where `weight_shards` had them; a collective of the world. Raises as `load_shards`."""
+    wanted: dict[str, ShardedTensor] = {}
+    if isinstance(role, LocalRole):
+        for entry in _entries(role.model):
+            wanted |= _sharded(role, entry, "weight", torch.zeros(entry.held.shape, dtype=torch.float32), name)
+    read_tensors(folder, wanted, runtime)
+    if isinstance(role, LocalRole):
+        role.wake()
+        for entry in _entries(role.model):
+            entry.held.shard.copy_(torch.cat([wanted[key].data for key in _keys(name, entry, "weight")]))
+        role.rest()
+
+
 def _written_here(layout: Layout, entries: Sequence[_Entry]) -> set[int]:
     """Which of its entries this rank writes: the ranks that hold the same share them out by their sizes."""
     grid, copy = layout.grid, layout.replica * layout.grid.cp + layout.context_rank
@@ -109,20 +135,22 @@ def _written_here(layout: Layout, entries: Sequence[_Entry]) -> set[int]:
     return found
 
 
-def _sharded(role: LocalRole, entry: _Entry, kind: str, tensor: Tensor) -> dict[str, ShardedTensor]:
-    """Shards of one of a parameter's tensors; they share its memory."""
+def _sharded(
+    role: LocalRole, entry: _Entry, kind: str, tensor: Tensor, name: str | None = None
+) -> dict[str, ShardedTensor]:
+    """Shards of one of a parameter's tensors, under the role's name or another; they share its memory."""
     layout = role.layout
     place = () if entry.of.axis is None else ((entry.of.axis, layout.tensor_rank, layout.grid.tp),)
     rows = [sum(entry.of.tensors[name][0] for name in names) for names in entry.of.stored.values()]
     parts = tensor.split([len(tensor) * part // sum(rows) for part in rows])
     return {
         key: ShardedTensor.from_rank_offsets(key, part, *place, allow_shape_mismatch=entry.of.kind == "vocab")
-        for key, part in zip(_keys(role, entry, kind), parts, strict=True)
+        for key, part in zip(_keys(name or role.placement.name, entry, kind), parts, strict=True)
     }
 
 
-def _keys(role: Role, entry: _Entry, kind: str) -> list[str]:
-    return [f"{role.placement.name}.{kind}.{name}" for name in entry.of.stored]
+def _keys(role: str, entry: _Entry, kind: str) -> list[str]:
+    return [f"{role}.{kind}.{name}" for name in entry.of.stored]
 
 
 def load_shards(folder: Path, roles: Sequence[Role], updates: Mapping[str, int], runtime: Runtime) -> None:
@@ -176,7 +204,8 @@ def _restore(role: TrainedRole, loaded: Mapping[str, ShardedTensor], updates: in
     role.wake()
     for entry in _entries(role.model):
         tensors = {
-            kind: torch.cat([loaded[key].data for key in _keys(role, entry, kind)]) for kind in entry.kinds(updates)
+            kind: torch.cat([loaded[key].data for key in _keys(role.placement.name, entry, kind)])
+            for kind in entry.kinds(updates)
         }
         role.optimizer.state.restore(entry.held, tensors, updates)
     role.optimizer.continue_after(updates)

@@ -175,7 +175,8 @@ class CheckpointWriter:
             files.write_marker(folder, marker)
             files.put_in_place(folder, final)
             # The checkpoint is written, whatever an old one does, such as a file that is busy on NFS.
-            self._warnings += files.prune(self._directory, self._settings.keep_last, self._settings.keep_best)
+            kept = (self._settings.keep_last, self._settings.keep_best, self._settings.keep_every_steps)
+            self._warnings += files.prune(self._directory, *kept)
 
     def _together(self, step: int, work: Callable[[], Any]) -> list[Any]:
         """Do a rank's part and wait for all others; raises CheckpointError on every rank where one failed."""

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 def base_rules(config: Config) -> Iterator[str]:
     """A reference that is the actor without adapters."""
     reference = config.reference
+    if reference is not None and reference.refresh_every_steps and config.actor.lora is not None:
+        yield (
+            "reference.refresh_every_steps is set, but with actor.lora only adapters are trained, which the reference "
+            "does without; remove one of them"
+        )
     if reference is None or not reference.share_actor_base:
         return
     if config.actor.lora is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from megappo.config.schema import Config
@@ -9,8 +10,9 @@ from megappo.errors import nearest_word
 from megappo.observe.metric_docs import METRICS
 
 
-def keep_best_rules(config: Config) -> Iterator[str]:
-    """The best checkpoint is chosen by a metric that there is."""
+def keep_best_rules(config: Config, steps: int | None) -> Iterator[str]:
+    """The best checkpoint is chosen by a metric that there is where one is written; `steps` of the run, None where not
+    known."""
     wanted = config.checkpoint.keep_best if config.checkpoint is not None else None
     if wanted is None:
         return
@@ -20,6 +22,27 @@ def keep_best_rules(config: Config) -> Iterator[str]:
             f"checkpoint.keep_best is '{wanted}', must be a metric of the run (a `-` in front: lowest is best); "
             f"the nearest is '{nearest_word(name, known)}'"
         )
+        return
+    yield from _is_there(config, wanted, name, steps)
+
+
+def _is_there(config: Config, wanted: str, name: str, steps: int | None) -> Iterator[str]:
+    """A checkpoint holds the metrics of its own step."""
+    if name.startswith("critic/") and config.critic is None:
+        yield f"checkpoint.keep_best is '{wanted}', and there is no critic; name another metric"
+    if not name.startswith("eval/"):
+        return
+    evaluation, checkpoint = config.evaluation, config.checkpoint
+    if evaluation is None:
+        yield f"checkpoint.keep_best is '{wanted}', and nothing is evaluated; add evaluation, or name another metric"
+    elif checkpoint is not None and steps is not None:
+        periods = [every for every in (checkpoint.every_steps, checkpoint.keep_every_steps) if every is not None]
+        if all(math.lcm(every, evaluation.every_steps) >= steps for every in periods):
+            yield (
+                f"checkpoint.keep_best is '{wanted}', and no step before the last has both an evaluation "
+                f"(evaluation.every_steps {evaluation.every_steps}) and a checkpoint (checkpoint.every_steps "
+                f"{checkpoint.every_steps}); set checkpoint.every_steps to {evaluation.every_steps}"
+            )
 
 
 def _metrics_of(config: Config) -> list[str]:

@@ -134,6 +134,7 @@ COUNTERPARTS: dict[str, Counterpart] = {
     **_same("", _OWN_LOSS, "vf_coef"),
     **_same("critic.path", "", "critic_pretrain", "critic_model_path"),
     **_same("model.path", "", "pretrain", "hf_checkpoint", "model_name_or_path", "model_name", "sft_model_path"),
+    **_same("reference.refresh_every_steps", "", "ref_model_sync_steps", "ref_update_interval", "sync_ref_model"),
     **_same("reference.path", "", "ref_load", "ref_model_path", "reference_model_path"),
     "ref": Counterpart(("reference",)),
     "ref_model": Counterpart(("reference",)),
@@ -165,6 +166,9 @@ COUNTERPARTS: dict[str, Counterpart] = {
     **_same(
         "checkpoint.every_steps", "", "save_freq", "save_steps", "save_interval", "save_period", "ckpt_interval",
     ),
+    **_same("checkpoint.huggingface_every_steps", "", "save_hf_interval", "hf_save_freq", "save_hf_ckpt"),
+    **_same("run.max_hours", "", "max_time", "timeout_hours", "checkpoint_must_save_by", "exit_duration_in_mins"),
+    **_same("evaluation.before_training", "", "val_before_train", "val_at_start", "eval_on_start"),
     **_same("checkpoint.keep_last", "", "max_ckpt_num", "save_total_limit", "max_actor_ckpt_to_keep", "keep_top_k"),
     **_same("evaluation.every_steps", "", "test_freq", "eval_steps", "eval_interval", "val_period", "eval_freq"),
     **_same("run.directory", "", "default_local_dir", "output_dir", "save_path", "ckpt_path", "save"),

@@ -360,11 +360,24 @@ class ReferenceSettings(Settings):
 
     path: PathText | None = None
     """Hugging Face folder; default: `model.path`, also where the actor has `start_from`."""
+    refresh_every_steps: PositiveInt | None = None
+    """Put the actor's weights in the place of the reference's after every so many steps, so that a KL term holds the
+    actor to what it was then; checkpoints hold them. Null: never."""
     share_actor_base: bool = False
     """Compute with the actor's weights, its adapters (`actor.lora`) off, in place of a copy of them."""
     offload: Annotated[OffloadSettings, BeforeValidator(_weights_alone)] = OffloadSettings()
     """Whether the weights leave the device while the role rests: `true`, `false`, or `{weights: true}`; it has neither
     gradients nor an optimizer."""
+
+    @model_validator(mode="after")
+    def _is_the_actor_of_before(self) -> ReferenceSettings:
+        other = "path" if self.path is not None else "share_actor_base" if self.share_actor_base else ""
+        if self.refresh_every_steps is not None and other:
+            raise ValueError(
+                f"refresh_every_steps {self.refresh_every_steps} has the reference take the actor's weights, and with "
+                f"{other} it is no copy of the actor; remove one of them"
+            )
+        return self
 
     @model_validator(mode="after")
     def _has_weights_alone(self) -> ReferenceSettings:

@@ -124,7 +124,12 @@ def section_rules(config: Config, steps: int | None) -> Iterator[str]:
             "reference would be drawn at random by model.init, while the actor begins with actor.start_from; "
             "set model.path to a folder with weights and model.init to pretrained, or reference to null"
         )
-    yield from metric_rules.keep_best_rules(config)
+    yield from metric_rules.keep_best_rules(config, steps)
+    if config.checkpoint is None and config.run.max_hours is not None:
+        yield (
+            f"run.max_hours {config.run.max_hours:g} stops the run with a checkpoint, and checkpoint is null; remove "
+            "either of them"
+        )
     directory = config.runtime.offload_directory
     if directory is not None and not directory.is_dir():
         yield (

@@ -60,6 +60,9 @@ class RunSettings(Settings):
     epochs: PositiveFloat | None = None
     """Passes over `data.train` in place of `steps`; the last step is filled up from the next pass. With `data.mixture`:
     as many prompts as so many passes over all of its sources have."""
+    max_hours: Annotated[float, Field(gt=0.0, le=10_000.0)] | None = None
+    """Stop with a checkpoint before the process has run for so long, so that the same command goes on; null: only
+    before the end that SLURM has set for the job."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of initialisation, shuffling and sampling."""
     export_final_model: bool = True
@@ -304,9 +307,15 @@ class RolloutSettings(Settings):
 
 class EvaluationSettings(Settings):
     every_steps: PositiveInt
-    """Evaluate after every so many steps, and before the first."""
+    """Evaluate after every so many steps, and after the last."""
+    before_training: bool = True
+    """Also before the first step."""
     max_response_tokens: PositiveInt | None = None
     """Longest response; default: the rollout's."""
+
+    def is_due(self, step: int, steps: int) -> bool:
+        """Whether there is one after a step of so many; 0: before the first."""
+        return self.before_training if step == 0 else step % self.every_steps == 0 or step == steps
 
 
 class CheckpointSettings(Settings):
@@ -321,6 +330,11 @@ class CheckpointSettings(Settings):
     """Newest checkpoints to keep; with 1 there is none to fall back to where the newest is damaged."""
     keep_best: Text | None = None
     """Also keep the one with the highest value of this metric (a `-` in front: the lowest), such as reward/mean."""
+    keep_every_steps: PositiveInt | None = None
+    """Also write one after every so many steps, and keep these for good; null: none."""
+    huggingface_every_steps: PositiveInt | None = None
+    """Write the actor as a Hugging Face folder after every so many steps, to `<directory>/huggingface/step-...`, and
+    keep all of them; null: at the end alone."""
     asynchronous: bool = True
     """Write in the background from a copy in the host's memory while training goes on."""
 

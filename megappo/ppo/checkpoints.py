@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -13,18 +15,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megappo.checkpoint.clock import Clock
+from megappo.checkpoint.clock import Clock, Deadline
 from megappo.checkpoint.files import CheckpointError, Marker, step_folder
 from megappo.checkpoint.identity import BASE, FURTHER, architecture_digest, architecture_fields, weights_digest
 from megappo.checkpoint.randomness import random_states, restore_random_states
 from megappo.checkpoint.reader import load_values
-from megappo.checkpoint.shards import load_shards, role_shards, role_updates
+from megappo.checkpoint.shards import load_shards, load_weights, role_shards, role_updates, weight_shards
 from megappo.checkpoint.versions import recorded_versions
 from megappo.checkpoint.writer import REMEDY, CheckpointWriter, Snapshot
+from megappo.config import Config
 from megappo.config.model_files import role_folder
 from megappo.config.schema import CheckpointSettings
-from megappo.errors import RunError
-from megappo.megatron.roles import LocalRole, Update, base_of
+from megappo.errors import Interrupted, RunError
+from megappo.megatron.roles import LocalRole, Role, Update, base_of
 from megappo.observe.messages import tell
 from megappo.plugins import own_files
 from megappo.ppo.generation import Kept
@@ -33,10 +36,13 @@ from megappo.ppo.start import Start, checkpoints_directory
 from megappo.ppo.updates import MinibatchUpdate, RoleUpdates
 from megappo.reshard.slices import Receiver
 from megappo.reshard.stream import WeightStream
+from megappo.runtime.launchers import seconds_to_end
 from megappo.runtime.objects import from_rank
 
 _CLOSE_SECONDS = 60.0
 _RESPONSES = "responses"
+_REFERENCE = "reference"
+"""What a reference's weights are called beside those of the actor, on whose ranks it stands."""
 _ENGINE_WEIGHTS = "engine-weights"
 _MOST_FAILURES = 3
 """So often in a row a checkpoint may not be written before the run ends."""
@@ -89,6 +95,9 @@ class Resumed:
         if lacking:
             raise ValueError(f"{self._folder} holds no {lacking[0]}; remove it from the settings, or start a new run")
         load_shards(self._folder, self._roles, updates, self._parts.runtime)
+        before = self._marker.content["settings"].get("reference") or {}
+        if before.get("refresh_every_steps") and (reference := _changing_reference(self._parts)) is not None:
+            load_weights(self._folder, reference, _REFERENCE, self._parts.runtime)
         state: dict[str, Any] = self._marker.content["trainer"]
         if self._parts.config.run.force_resume and self._has_other_data():
             # Other data are begun at their beginning.
@@ -157,6 +166,9 @@ class Checkpoints:
         self._roles = parts.trained
         self._saved_step = -1 if start.is_open else start.step
         self._clock = Clock(self._settings.every_minutes if self._settings is not None else None, time.monotonic())
+        now, (self._why_ends, left) = time.monotonic(), _time_left(parts.config)
+        self._deadline = Deadline(None if left is None else now + left, now)
+        self._began_writing = now
         self._writer: CheckpointWriter | None = None
         self._failures = 0
         """Checkpoints in a row that could not be written."""
@@ -180,9 +192,23 @@ class Checkpoints:
         if self._has_failed(wait=False):
             return True
         is_late = self._clock.is_late(time.monotonic())
-        if step == self._parts.derived.steps or step % self._settings.every_steps == 0:
+        periods = (self._settings.every_steps, self._settings.keep_every_steps)
+        if step == self._parts.derived.steps or any(every and step % every == 0 for every in periods):
             return True
         return from_rank(is_late)  # ranks may disagree about what is late
+
+    def start_clock(self) -> None:
+        """The first step begins."""
+        self._deadline.start(time.monotonic())
+
+    def stop_in_time(self) -> None:
+        """Raise Interrupted on every rank where another step might end too late; a collective of the world, once for
+        every step but the last."""
+        why = from_rank(self._why_ends if self._deadline.is_near(time.monotonic()) else "")
+        if why:
+            if self._parts.runtime.is_main:
+                tell(f"another step may not end in time before {why}: stopping with a checkpoint")
+            raise Interrupted(signal.SIGUSR1)
 
     def save(self, boundary: Boundary, *, wait: bool) -> None:
         """Write a checkpoint of the end of a step, unless there is one; with `wait` it is on disk afterwards.
@@ -195,6 +221,7 @@ class Checkpoints:
         self._clock.restart(time.monotonic())
         while boundary.step != self._saved_step:
             self._saved_step = boundary.step
+            self._began_writing = time.monotonic()
             self._writer.begin(self._snapshot(boundary))
             if not self._has_failed(wait=wait or not self._settings.asynchronous) or not wait:
                 break
@@ -208,6 +235,7 @@ class Checkpoints:
         if not problem:
             if was_under_way and not self._writer.is_busy:
                 self._failures = 0
+                self._deadline.wrote(time.monotonic() - self._began_writing)
             return False
         self._saved_step, self._failures = -1, self._failures + 1
         if self._failures >= _MOST_FAILURES:
@@ -264,6 +292,8 @@ class Checkpoints:
         runtime = self._parts.runtime
         settings = self._parts.config.model_dump(mode="json")
         shards = {key: shard for role in self._roles for key, shard in role_shards(role).items()}
+        if (reference := _changing_reference(self._parts)) is not None:
+            shards |= weight_shards(reference, _REFERENCE)
         content = {
             "trainer": boundary.trainer,
             "updates": {role.placement.name: role_updates(role) for role in self._roles},
@@ -298,6 +328,22 @@ class Checkpoints:
         """Let a checkpoint under way be finished where the run ends early."""
         if self._writer is not None:
             self._writer.abandon(_CLOSE_SECONDS)
+
+
+def _changing_reference(parts: Parts) -> Role | None:
+    """The reference, where it is not that of its folder for good."""
+    settings = parts.config.reference
+    return parts.reference if settings is not None and settings.refresh_every_steps else None
+
+
+def _time_left(config: Config) -> tuple[str, float | None]:
+    """What ends the run first, in words, and in how many seconds it does; None where nothing is known to."""
+    own, slurm = config.run.max_hours, seconds_to_end(os.environ)
+    if config.checkpoint is None or (own is None and slurm is None):
+        return "", None
+    if own is not None and (slurm is None or 3600 * own <= slurm):
+        return f"run.max_hours {own:g}", 3600 * own
+    return "the end that SLURM has set for the job", slurm
 
 
 def _weights_home(parts: Parts) -> int | None:

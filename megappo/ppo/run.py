@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from contextlib import closing
-from itertools import chain
 
 from megappo.checkpoint.files import finished
 from megappo.checkpoint.randomness import seed_generators
 from megappo.config import Config, Derived
 from megappo.config.chat_template import thinking_notes
-from megappo.config.model_files import model_folder
 from megappo.config.schema import PHASES
 from megappo.data import PromptDataset, TrainingPrompts
 from megappo.data.mixture import MixedPrompts
@@ -18,13 +16,12 @@ from megappo.errors import Interrupted
 from megappo.observe.progress import PROGRESS
 from megappo.ppo.checkpoints import Checkpoints
 from megappo.ppo.evaluation import evaluate_policy
+from megappo.ppo.exports import export_actor
 from megappo.ppo.likeness import check_ranks
 from megappo.ppo.parts import Parts, Purpose, assemble
 from megappo.ppo.reporting import Reporter
 from megappo.ppo.start import Start, at_one_time, checkpoints_directory, choose_start
 from megappo.ppo.trainer import Trainer
-from megappo.reshard.slices import Receiver
-from megappo.reshard.writer import write_policy
 from megappo.runtime.failures import Failure
 from megappo.runtime.interrupts import interruptible
 from megappo.runtime.lock import HeldDirectory, locked_directory
@@ -171,22 +168,9 @@ def _count_words(data: TrainingPrompts | PromptDataset, called: str) -> str:
 
 
 def _save(parts: Parts, reporter: Reporter) -> None:
-    """The actor in Hugging Face's format."""
-    config = parts.config
-    if not config.run.export_final_model:
+    if not parts.config.run.export_final_model:
         return
-    out = config.run.path / "final"
-    whole = parts.weights.to([Receiver(0)])
+    out = parts.config.run.path / "final"
+    export_actor(parts, out)
     if parts.runtime.is_main:
-        write_policy(
-            out,
-            parts.actor.arch,
-            chain(whole, parts.further_layers.exported(parts.weights.dtype)),
-            parts.tokenizer,
-            started_from=model_folder(config.model.path, weights=False),
-            stop_token_ids=parts.stop_token_ids,
-        )
         reporter.message(f"the trained actor is in {out}")
-    else:
-        for _ in whole:
-            pass

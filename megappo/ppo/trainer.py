@@ -21,6 +21,7 @@ from megappo.ppo.cache_gauge import CacheGauge
 from megappo.ppo.checkpoints import Boundary, Checkpoints, Resumed
 from megappo.ppo.evaluation import evaluate_policy
 from megappo.ppo.experience import ExperienceMaker
+from megappo.ppo.exports import export_actor
 from megappo.ppo.in_flight import responses_of
 from megappo.ppo.jumps import Jump, JumpWatch, describe_samples
 from megappo.ppo.measures import (
@@ -91,6 +92,8 @@ class Trainer:
     def train(self) -> None:
         """All steps that are left, with evaluations and checkpoints in between."""
         self.begin()
+        if self.checkpoints is not None:
+            self.checkpoints.start_clock()
         while self.step < self.parts.derived.steps:
             self.step += 1
             self.ppo_step()
@@ -148,13 +151,19 @@ class Trainer:
         self._note_boundary()
 
     def end_step(self) -> None:
-        """Write a checkpoint where one is due, and stop if asked to."""
+        """Write the actor and a checkpoint where they are due, and stop if asked to, or where time is up."""
+        every = None if self.config.checkpoint is None else self.config.checkpoint.huggingface_every_steps
+        if every is not None and self.step % every == 0:
+            with self.reporter.stage("export"):
+                export_actor(self.parts, self.config.run.path / "huggingface" / f"step-{self.step:06d}")
         if self.checkpoints is not None and self.checkpoints.is_due(self.step):
             with self.reporter.stage("checkpoint") as elapsed:
                 self.checkpoints.save(self.boundary, wait=self.step == self.parts.derived.steps)
             self.next_metrics = {"time/checkpoint": elapsed.seconds}
         if self.step < self.parts.derived.steps:
             self.parts.stop.check()
+            if self.checkpoints is not None:
+                self.checkpoints.stop_in_time()
 
     def _note_boundary(self) -> None:
         self.responses.forget(self.step)
@@ -214,6 +223,7 @@ class Trainer:
         experience = self.estimate_advantages(scored)
         self.update_critic(placed, experience)
         self.update_actor(placed, experience)
+        self.refresh_reference()
         if self.config.rollout.ahead != 1:
             self.sync_weights()
         self.metrics |= self.reporter.end_step(self.metrics)
@@ -345,6 +355,13 @@ class Trainer:
             if metrics["actor/updates"]:
                 self.adapt_penalty(placed.actor, experience)
 
+    def refresh_reference(self) -> None:
+        """The reference becomes the actor, every `reference.refresh_every_steps` steps."""
+        settings = self.config.reference
+        if settings is not None and settings.refresh_every_steps and self.step % settings.refresh_every_steps == 0:
+            assert self.parts.reference is not None
+            self.parts.reference.take_weights(self.parts.actor)
+
     def adapt_penalty(self, actor: PlacedBatch, experience: Experience) -> None:
         """Move the weight of KL(old || new) by the KL that the step's updates ended at. The updates measure it before
         each of them, the first one 0, so it takes a forward pass more."""
@@ -413,9 +430,9 @@ class Trainer:
             self.weight_version, self.actor_changed = self.parts.engine.version, False
 
     def evaluate_if_due(self) -> None:
-        """Answers to the validation prompts, every `evaluation.every_steps` steps and before the first."""
+        """Answers to the validation prompts, where they are due."""
         evaluation = self.config.evaluation
-        if evaluation is not None and self.step % evaluation.every_steps == 0:
+        if evaluation is not None and evaluation.is_due(self.step, self.parts.derived.steps):
             self.responses.settle(weights_changed=self.actor_changed)
             self._note_recovery()
             self._sync_if_behind()

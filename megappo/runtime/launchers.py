@@ -145,6 +145,13 @@ def tell_torchrun(environment: Mapping[str, str], sentences: Sequence[str], code
     return environment.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0"
 
 
+def seconds_to_end(environment: Mapping[str, str]) -> float | None:
+    """Until SLURM ends the job (`SLURM_JOB_END_TIME`, from SLURM 22.05 on); None where it does not say. The time of day
+    is read here once, as SLURM knows no other."""
+    end = environment.get("SLURM_JOB_END_TIME", "")
+    return max(0.0, float(end) - time.time()) if end.isascii() and end.isdecimal() and len(end) < 12 else None
+
+
 def binds_one_device(environment: Mapping[str, str]) -> bool:
     """Whether a launcher may have given each rank a device of its own to see (`--gpus-per-task`, `--gpu-bind`)."""
     if "TORCHELASTIC_RUN_ID" in environment:

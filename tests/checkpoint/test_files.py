@@ -64,6 +64,11 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path, runtime: Runtime, asyn
     assert kept(tmp_path) == [6]
 
 
+def test_milestones_are_kept(tmp_path: Path, runtime: Runtime) -> None:
+    write(tmp_path, runtime, *range(1, 9), keep_last=2, keep_best=None, keep_every_steps=3)
+    assert kept(tmp_path) == [8, 7, 6, 3]
+
+
 def test_a_checkpoint_is_written_by_a_thread_on_the_ranks_device(
     tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:

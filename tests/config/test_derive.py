@@ -26,7 +26,8 @@ from megappo.config import (
 from megappo.config import print_table as print_config_table
 from megappo.config.grid import Grid
 from megappo.config.model_files import read_architecture
-from megappo.config.roles import CriticSettings, OptimizerSettings
+from megappo.config.roles import CriticSettings, OptimizerSettings, ReferenceSettings
+from megappo.config.schema import EvaluationSettings
 from megappo.errors import either
 from megappo.families import FAMILIES
 from megappo.megatron.optimization import rate_schedule
@@ -106,6 +107,18 @@ BROKEN: list[tuple[int, tuple[str, ...], list[str]]] = [
     (1, ("reference=null", "algorithm.kl_in_reward=null", "algorithm.kl_in_loss.coef=1"), ["kl_in_loss needs a ref"]),
     (1, ("algorithm.kl_in_reward=null",), ["reference is given but no KL term", "reference=null"]),
     (1, ("data.validation=null",), ["nothing to evaluate on", "add data.validation"]),
+    (
+        1,
+        ("checkpoint.keep_best=eval/reward_mean", "checkpoint.every_steps=4"),
+        ["no step before the last has both an evaluation (evaluation.every_steps 5)", "every_steps to 5"],
+    ),
+    (
+        1,
+        ("checkpoint.keep_best=eval/reward_mean", "evaluation=null"),
+        ["checkpoint.keep_best is 'eval/reward_mean', and nothing is evaluated; add evaluation"],
+    ),
+    (1, ("reference.refresh_every_steps=3", "actor.lora={rank: 2, alpha: 4}"), ["with actor.lora only adapters are"]),
+    (1, ("run.max_hours=2", "checkpoint=null"), ["run.max_hours 2 stops the run with a checkpoint", "remove either"]),
     (1, ("critic.warmup_steps=11",), ["critic.warmup_steps 11 is above run.steps 10", "set 10 to train the"]),
     (1, ("reward={function: model, model_path: nowhere}",), ["reward.model_path 'nowhere' is not a folder"]),
     (2, ("actor.layout.first_rank=2",), ["first_rank 2 is outside the world of 2 ranks", "set at most 1"]),
@@ -342,6 +355,23 @@ def test_the_learning_rate_after_so_many_updates(optimizer: dict[str, Any], rate
         schedule.step(increment=1)
         found[update] = adam.param_groups[0]["lr"]
     assert {update: found[update] for update in rates} == pytest.approx(rates)
+
+
+def test_a_best_checkpoint_may_be_found_before_the_last_step() -> None:
+    for every in ("checkpoint.every_steps=1", "checkpoint.keep_every_steps=5"):
+        derive(config_with("checkpoint.keep_best=eval/reward_mean", every), 1, SHAPE)
+
+
+@pytest.mark.parametrize("other", [{"path": "elsewhere"}, {"share_actor_base": True}])
+def test_a_reference_of_its_own_is_not_refreshed(other: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="refresh_every_steps 3 has the reference take the actor's weights"):
+        ReferenceSettings.model_validate({"refresh_every_steps": 3, **other})
+
+
+@pytest.mark.parametrize(("before", "steps"), [(True, [0, 4, 8, 10]), (False, [4, 8, 10])])
+def test_evaluations_are_due_at_the_last_step_and_where_they_are_wanted(before: bool, steps: list[int]) -> None:
+    settings = EvaluationSettings(every_steps=4, before_training=before)
+    assert [step for step in range(11) if settings.is_due(step, 10)] == steps
 
 
 def test_epochs_are_steps_where_the_prompts_are_counted() -> None:

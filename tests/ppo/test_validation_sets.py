@@ -130,5 +130,5 @@ def test_the_best_checkpoint_is_that_of_a_set_that_there_is(wanted: str, known: 
         "data.train=null", MIXTURE, f"checkpoint.keep_best={wanted}",
         "data.validation_sets={hard: {source: x.jsonl, samples: 4, temperature: 1.0, pass_at: [1, 4]}}",
     )  # fmt: skip
-    problems = list(keep_best_rules(config))
+    problems = list(keep_best_rules(config, None))
     assert problems == [] if known else f"keep_best is '{wanted}', must be a metric of the run" in problems[0]

@@ -61,15 +61,15 @@ def test_killed_at_every_stage(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kills", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_killed_with_everything_that_has_a_state(tmp_path: Path, kills: int) -> None:
     """bfloat16, tied embeddings on TP2 x uneven PP2, one optimizer over CP2 x DP2, adaptive KL, penalty, parts of the
-    optimizers on the host, and of the critic frozen. What leaves the device while roles rest is something else in every
-    attempt."""
+    optimizers on the host, and of the critic frozen, a reference that is the actor of step 3. What leaves the device
+    while roles rest is something else in every attempt."""
     model = write_model(tmp_path / "model", "llama", 3, vocab_size=16, tie_word_embeddings=True)
     settings = (
         "run.steps=6", "checkpoint.every_steps=2", f"model.path={model}", "model.init=pretrained",
         "model.tokenizer=configs/models/tiny_arithmetic", "model.dtype=bfloat16", "algorithm.mismatch_stop_nats=5",
         "actor.layout={tensor_parallel: 2, pipeline_parallel: 2, pipeline_layers: [3, 1]}",
-        "critic.layout={context_parallel: 2}", "critic.optimizer.distributed=true", "reference={}",
-        "algorithm.policy_loss=penalty",
+        "critic.layout={context_parallel: 2}", "critic.optimizer.distributed=true",
+        "reference.refresh_every_steps=3", "algorithm.policy_loss=penalty",
         "algorithm.kl_in_reward={kind: kl, coef: 0.1, controller: adaptive, target: 0.5, horizon: 1000}",
         "actor.optimizer.schedule=cosine", "actor.optimizer.warmup_updates=3", "actor.optimizer.on_host=0.5",
         "critic.optimizer.on_host=0.3", "critic.freeze=[attention, embeddings]",
@@ -90,6 +90,8 @@ def test_killed_with_everything_that_has_a_state(tmp_path: Path, kills: int) -> 
     output = attempts(tmp_path, whole, *attempted, train(killed, *settings, *last, processes=4))
     assert "changed since then" not in output
     assert_same_run(tmp_path / "whole", killed, 6)
+    kls = {line["step"]: line["kl/mean"] for line in timeless(killed / "metrics.jsonl") if line["step"]}
+    assert [step for step, kl in kls.items() if abs(kl) < 1e-6] == [1, 4]  # the actor is its own reference
 
 
 def test_episodes_that_are_killed(tmp_path: Path) -> None:

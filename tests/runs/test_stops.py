@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megappo.checkpoint.files import read_marker, stamp, write_marker
 from megappo.config.schema import PHASES
@@ -51,6 +52,30 @@ def test_signals_stop_with_a_checkpoint_and_nothing_is_lost(tmp_path: Path) -> N
     assert "continuing after step 0 from" in output
     assert "Traceback" not in output
     assert_same_run(tmp_path / "whole", run, 5)
+
+
+def test_a_run_stops_before_its_time_is_up(tmp_path: Path) -> None:
+    """Without a signal, at the end of a step; it is evaluated where it should be, and leaves its milestones."""
+    settings = (
+        "run.steps=3", "evaluation.every_steps=2", "evaluation.before_training=false", "data.validation.limit=4",
+        "checkpoint.every_steps=100", "checkpoint.keep_last=1", "checkpoint.keep_every_steps=2",
+        "checkpoint.huggingface_every_steps=2",
+    )  # fmt: skip
+    run = tmp_path / "run"
+    limited = train(run, *settings, "run.max_hours=0.001", expect="85")  # less than stopping may take
+    output = attempts(tmp_path, limited, train(run, *settings))
+    assert "another step may not end in time before run.max_hours 0.001: stopping with a checkpoint" in output
+    assert "stopped after step 1 with a checkpoint" in output and "continuing after step 1 from" in output
+    lines = timeless(run / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert ["eval/reward_mean" in line for line in lines] == [False, True, True]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000002", "step-000003"]
+    (exported,) = (run / "huggingface").iterdir()
+    assert exported.name == "step-000002"
+    final = load_file(run / "final" / "model.safetensors")
+    found = load_file(exported / "model.safetensors")
+    assert found.keys() == final.keys()
+    assert not all(torch.equal(found[name], final[name]) for name in final)  # of a step before
 
 
 def test_generation_is_given_up_at_once_and_nothing_is_lost(tmp_path: Path) -> None:

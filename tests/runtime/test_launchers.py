@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from megappo.runtime.launchers import (
     job_of,
     launcher_of,
     read_ranks,
+    seconds_to_end,
     tasks_per_node,
 )
 from megappo.runtime.store import address_towards, another_connection, await_all, free_port, listening_store
@@ -313,3 +315,12 @@ def test_where_a_store_listens(
     other = served("127.0.0.1", store.port, 2, False, seconds)
     other.set("met", "here")
     assert store.get("met") == b"here"
+
+
+def test_slurm_says_when_the_job_ends() -> None:
+    now = time.time()
+    assert seconds_to_end({"SLURM_JOB_END_TIME": f"{now + 3600:.0f}"}) == pytest.approx(3600, abs=5)
+    assert seconds_to_end({"SLURM_JOB_END_TIME": f"{now - 60:.0f}"}) == 0
+    for text in ("", "NONE", "-1", "9" * 12):
+        assert seconds_to_end({"SLURM_JOB_END_TIME": text}) is None
+    assert seconds_to_end({}) is None

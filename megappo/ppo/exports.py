@@ -1,0 +1,36 @@
+"""The actor in Hugging Face's format, at the end of a run and in between."""
+
+from __future__ import annotations
+
+import shutil
+from itertools import chain
+from pathlib import Path
+
+from megappo.config.model_files import model_folder
+from megappo.ppo.parts import Parts
+from megappo.reshard.slices import Receiver
+from megappo.reshard.writer import write_policy
+
+
+def export_actor(parts: Parts, out: Path) -> None:
+    """Write the actor to a folder, in the place of one that is there; a collective of the world. The folder has its
+    name once it is whole. Raises OSError on the main rank where it cannot be written."""
+    config = parts.config
+    whole = parts.weights.to([Receiver(0)])
+    if not parts.runtime.is_main:
+        for _ in whole:
+            pass
+        return
+    unfinished = out.with_name(f"{out.name}.writing")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    write_policy(
+        unfinished,
+        parts.actor.arch,
+        chain(whole, parts.further_layers.exported(parts.weights.dtype)),
+        parts.tokenizer,
+        started_from=model_folder(config.model.path, weights=False),
+        stop_token_ids=parts.stop_token_ids,
+    )
+    if out.exists():
+        shutil.rmtree(out)
+    unfinished.rename(out)
