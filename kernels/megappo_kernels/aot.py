@@ -79,7 +79,7 @@ def _switches(few: bool, **choices: tuple[Any, ...]) -> Iterator[dict[str, Any]]
             yield dict(zip(choices, values, strict=True))
 
 
-_POINTERS = {"labels": "*i64", "starts": "*i64", "mask": "*u8"}
+_POINTERS = {"labels": "*i64", "starts": "*i64", "mask": "*u8", "borders": "*u8"}
 _FLOATS = "inverse_temperature cap gamma"
 _INTEGERS = (
     "row_stride stats_stride out_stride columns rows features units splits row_tiles n length heads width token_stride "
@@ -179,7 +179,8 @@ def variants(capability: int, *, few: bool = False) -> Iterator[Variant]:
             yield replace(variant, name=f"{variant.name} odd", aligned=False)
     for objective in (PolicyObjective, ValueObjective):
         yield from _objective_variants(few, objective)
-    for switches, mask in itertools.product(_switches(few, PACKED=(False, True)), ("*u8", "*fp32")):
+    of_gae = _switches(few, PACKED=(False, True), BORDERS=(False, True))
+    for switches, mask in itertools.product(of_gae, ("*u8", "*fp32")):
         yield _variant(gae.gae_kernel, switches, {"BLOCK": gae.BLOCK}, gae.WARPS, mask=mask)
     yield from _layer_variants()
     yield _variant(whiten.whiten_kernel, {}, {"BLOCK": whiten.BLOCK}, whiten.WARPS)

@@ -4,8 +4,9 @@ From the last token to the first, with m the mask, n the next value and g the ru
 
     n' = (1-m) n + m v        g' = (1-m + m gamma lam) g + m gamma n + m (r - v)
 
-Masked tokens are as if they were not there: values and rewards pass over them undecayed. Each step is an affine map of
-(n, g), and affine maps compose, so the recursion is an associative scan.
+Masked tokens are as if they were not there: values and rewards pass over them undecayed. With `borders` gamma and lam
+are 1 but where a border is, such as the end of a turn: what lies between two of them is one step of time. A token is an
+affine map of (n, g), and affine maps compose, so the recursion is an associative scan.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ def gae(
     lam: float | Tensor,
     bootstrap: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    borders: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Advantages (not whitened) and returns = advantages + values; both 0 where the mask is 0.
 
@@ -37,6 +39,7 @@ def gae(
         gamma: discount.
         lam: trace decay; a number, or (B,) or (S,) one of each sequence.
         bootstrap: (B,) or (S,) value of the state after each sequence's last token; default: 0, the sequence ended.
+        borders: the mask's shape, bool: the tokens after which gamma and lam apply; None: all.
         cu_seqlens: (S + 1,) int64 starts of the packed sequences and N at the end; None: padded.
 
     Raises ValueError for shapes that do not fit. Masked positions may hold anything.
@@ -45,6 +48,8 @@ def gae(
         raise ValueError(
             f"rewards {tuple(rewards.shape)}, values {tuple(values.shape)} and mask {tuple(mask.shape)} differ in shape"
         )
+    if borders is not None and (borders.shape != values.shape or borders.dtype != torch.bool):
+        raise ValueError(f"borders is {borders.dtype} {tuple(borders.shape)}, must be bool {tuple(values.shape)}")
     if values.dim() != (2 if cu_seqlens is None else 1):
         raise ValueError(f"values has shape {tuple(values.shape)}; pass (B, T), or (N,) with cu_seqlens")
     sequences = len(values) if cu_seqlens is None else len(cu_seqlens) - 1
@@ -61,11 +66,13 @@ def gae(
     if runs_triton(values):
         from megappo_kernels.gpu.gae import launch_gae
 
-        advantages = launch_gae(rewards, values_clean, mask, gamma, lam, bootstrap.to(values.dtype), cu_seqlens)
+        given = (gamma, lam, bootstrap.to(values.dtype), cu_seqlens)
+        advantages = launch_gae(rewards, values_clean, mask, borders, *given)
     elif cu_seqlens is not None:
-        advantages = _packed(rewards, values_clean, mask, gamma, lam, bootstrap.to(values.dtype), cu_seqlens)
+        given = (gamma, lam, bootstrap.to(values.dtype), cu_seqlens)
+        advantages = _packed(rewards, values_clean, mask, borders, *given)
     else:
-        advantages = _padded(rewards, values_clean, mask, gamma, lam, bootstrap.to(values.dtype))
+        advantages = _padded(rewards, values_clean, mask, borders, gamma, lam, bootstrap.to(values.dtype))
     advantages = advantages.masked_fill_(~valid, 0.0)
     return advantages, advantages + values_clean
 
@@ -74,6 +81,7 @@ def _packed(
     rewards_N: Tensor,
     values_N: Tensor,
     mask_N: Tensor,
+    borders_N: Tensor | None,
     gamma: float,
     lam_S: Tensor,
     bootstrap_S: Tensor,
@@ -89,31 +97,50 @@ def _packed(
     def unpack(packed_N: Tensor) -> Tensor:
         return packed_N.new_zeros(inside_ST.shape).masked_scatter_(inside_ST, packed_N)
 
-    padded = (unpack(rewards_N), unpack(values_N), unpack(mask_N))
+    padded = (unpack(rewards_N), unpack(values_N), unpack(mask_N), None if borders_N is None else unpack(borders_N))
     return _padded(*padded, gamma, lam_S, bootstrap_S)[inside_ST]
 
 
 def _padded(
-    rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, gamma: float, lam_B: Tensor, bootstrap_B: Tensor
+    rewards_BT: Tensor,
+    values_BT: Tensor,
+    mask_BT: Tensor,
+    borders_BT: Tensor | None,
+    gamma: float,
+    lam_B: Tensor,
+    bootstrap_B: Tensor,
 ) -> Tensor:
     if not values_BT.numel():
         return torch.zeros_like(values_BT)
     decay_B = (gamma * lam_B).to(values_BT.dtype)
+    discount: float | Tensor = gamma
+    if borders_BT is not None:
+        discount = torch.where(borders_BT, gamma, torch.ones_like(values_BT))
     if mask_BT.dtype != torch.bool:
-        return _steps(rewards_BT, values_BT, mask_BT, gamma, decay_B, bootstrap_B)
-    deltas_BT = rewards_BT + gamma * _next_values(values_BT, mask_BT, bootstrap_B) - values_BT
+        decay = decay_B if borders_BT is None else torch.where(borders_BT, decay_B[:, None], 1.0).T
+        return _steps(rewards_BT, values_BT, mask_BT, discount, decay, bootstrap_B)
+    deltas_BT = rewards_BT + discount * _next_values(values_BT, mask_BT, bootstrap_B) - values_BT
     deltas_BT = deltas_BT.masked_fill_(~mask_BT, 0.0)
-    return _decayed_sums(deltas_BT, mask_BT, decay_B)
+    return _decayed_sums(deltas_BT, mask_BT if borders_BT is None else mask_BT & borders_BT, decay_B)
 
 
 def _steps(
-    rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, gamma: float, decay_B: Tensor, bootstrap_B: Tensor
+    rewards_BT: Tensor,
+    values_BT: Tensor,
+    mask_BT: Tensor,
+    discount: float | Tensor,
+    decay: Tensor,
+    bootstrap_B: Tensor,
 ) -> Tensor:
-    """The recursion for fractional masks, step by step; (T, B) layout, so each step reads contiguous memory."""
+    """The recursion for fractional masks, step by step; (T, B) layout, so each step reads contiguous memory.
+
+    `discount`: a number, or (B, T); `decay`: (B,) or (T, B).
+    """
     mask_TB = mask_BT.to(values_BT.dtype).T.contiguous()
     values_TB = values_BT.T.contiguous()
     surplus_TB = (rewards_BT - values_BT).T * mask_TB
-    decay_TB, reach_TB = 1 - mask_TB + mask_TB * decay_B, mask_TB * gamma
+    reach_TB = mask_TB * (discount.T if isinstance(discount, Tensor) else discount)
+    decay_TB = 1 - mask_TB + mask_TB * decay
     advantages_TB = torch.empty_like(values_TB)
     following_B, running_B = bootstrap_B.clone(), torch.zeros_like(bootstrap_B)
     for t in range(len(values_TB) - 1, -1, -1):
@@ -136,7 +163,7 @@ def _next_values(values_BT: Tensor, mask_BT: Tensor, bootstrap_B: Tensor) -> Ten
 
 
 def _decayed_sums(deltas_BT: Tensor, mask_BT: Tensor, decay_B: Tensor) -> Tensor:
-    """g_t = (decay if valid else 1) * g_{t+1} + delta_t, from the right; delta is 0 where masked.
+    """g_t = (decay where the mask is True, else 1) * g_{t+1} + delta_t, from the right.
 
     Rows are cut into pieces of about sqrt(T) tokens. All pieces advance one token at a time together, then the carries
     run over the pieces, and each position receives its piece's carry times the decay of the tokens in between.

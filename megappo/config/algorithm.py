@@ -168,7 +168,10 @@ class AlgorithmSettings(Settings):
     estimator_options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of an estimator of your own."""
     gamma: Fraction = 1.0
-    """Discount per token."""
+    """Discount per token, or per turn."""
+    discount_at: Literal["token", "turn"] = "token"
+    """Where gamma and lambda apply: at every token, or where a turn of an episode ends, so that what a model says at a
+    stretch is one step of time (`gae_timestep_unit` of AReaL)."""
     lam: Annotated[LambdaSettings, BeforeValidator(_number_or_roles)] = LambdaSettings()
     """GAE's lambda: a number, or one for the actor and one for the critic. A score reaches a token that lies so many
     tokens before it times lambda to the power of them: 0.95 leaves nothing after a thousand."""
@@ -259,6 +262,10 @@ class AlgorithmSettings(Settings):
                 raise ValueError(f"{key}_options are for functions of your own, and {key} is '{name}'; remove them")
         for problem in self._unused():
             raise ValueError(problem)
+        if self.discount_at == "turn" and self.lam.actor.length_adaptive is not None:
+            raise ValueError(
+                "lam.actor.length_adaptive goes by the tokens of a sample, but discount_at is turn; give a number"
+            )
         if self.policy_loss == "dis" and self.old_logprob != "bypass":
             raise ValueError(
                 f"policy_loss is dis, whose ratios are to the engine's own log-probabilities, but old_logprob is "

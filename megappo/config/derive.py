@@ -365,7 +365,8 @@ def _role_rows(name: str, config: Config, numbers: RoleNumbers) -> list[tuple[st
 
 def _algorithm_words(config: Config) -> str:
     algorithm = config.algorithm
-    words = [f"{algorithm.estimator} (gamma {algorithm.gamma:g}, lambda {algorithm.lam.words})"]
+    at = ", by turns" if algorithm.discount_at == "turn" else ""
+    words = [f"{algorithm.estimator} (gamma {algorithm.gamma:g}, lambda {algorithm.lam.words}{at})"]
     if algorithm.policy_loss == "clip":
         words.append(f"clip {algorithm.clip_low:g} low, {algorithm.clip_high:g} high")
     elif algorithm.policy_loss == "penalty":

@@ -96,6 +96,7 @@ COUNTERPARTS: dict[str, Counterpart] = {
     # algorithm
     **_same("algorithm.estimator", "", "adv_estimator", "advantage_estimator"),
     **_same("algorithm.lam", "", "lambd", "gae_lambda"),
+    **_same("algorithm.discount_at", "", "gae_timestep_unit"),
     **_same("algorithm.kl_in_reward.coef", "", "kl_coef", "init_kl_coef"),
     **_same("algorithm.kl_in_reward.kind", "", "kl_penalty", "kl_estimator"),
     **_same("algorithm.kl_in_reward.target", "", "kl_target"),

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megappo.algo.estimators import NAMES, Estimator, builtin
+from megappo.algo.estimators import NAMES, builtin
 from megappo.config import expert_rules, metric_rules, sharing_rules
 from megappo.config.engine import ENGINES
+from megappo.config.estimator_rules import estimator_rules
 from megappo.config.roles import ActorSettings, CriticSettings, LayoutSettings
 from megappo.config.schema import Config
 from megappo.config.server_words import word_rules
@@ -32,29 +33,6 @@ class RoleSpec:
     def layout(self) -> LayoutSettings:
         """The role's parallel layout."""
         return self.settings.layout
-
-
-def estimator_rules(config: Config, estimator: Estimator) -> Iterator[str]:
-    """What the estimator needs of the other sections."""
-    if estimator.needs_critic and config.critic is None:
-        without = either(name for name in NAMES if not builtin(name).needs_critic)
-        yield f"algorithm.estimator '{estimator.name}' needs a critic; add the section critic, or set {without}"
-    if not estimator.takes_values and config.critic is not None:
-        yield (
-            f"critic is given but algorithm.estimator '{estimator.name}' has none; "
-            "remove it (critic=null) or set algorithm.estimator to gae"
-        )
-    samples = config.rollout.samples_per_prompt
-    if estimator.compares_samples and samples < 2:
-        yield (
-            f"rollout.samples_per_prompt is {samples}, algorithm.estimator '{estimator.name}' compares the samples of "
-            "a prompt; set at least 2"
-        )
-    if not config.algorithm.lam.is_one and not estimator.tells_lambdas_apart:
-        yield (
-            f"algorithm.lam is not one number, but algorithm.estimator '{estimator.name}' does not tell the actor's "
-            "from the critic's; give one, or set algorithm.estimator to gae"
-        )
 
 
 def algorithm_rules(config: Config) -> Iterator[str]:

@@ -6,6 +6,7 @@ Works on this rank's own samples; only statistics are exchanged. B samples of th
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,16 @@ def trained_tokens(rollouts: Rollouts, algorithm: AlgorithmSettings) -> Tensor:
     """(B, R) bool: response tokens that count in the losses, where nothing else is said of them."""
     mask_BR = rollouts.response_mask_BR
     return mask_BR & ~rollouts.truncated_B[:, None] if algorithm.mask_truncated else mask_BR
+
+
+def turn_ends(rollouts: Rollouts) -> Tensor:
+    """(B, R) bool: the last token of each turn of the model; without an environment a response is one turn."""
+    if rollouts.episodes is None:
+        return on_last_tokens(torch.ones(len(rollouts.response_mask_BR)), rollouts.response_mask_BR) > 0
+    ends_BR = torch.zeros_like(rollouts.response_mask_BR)
+    for ends_R, episode in zip(ends_BR, rollouts.episodes.of_samples, strict=True):
+        ends_R[[turn.stop - 1 for turn in episode.turns]] = True
+    return ends_BR
 
 
 def groups_differ_G(totals_B: Tensor, group_ids_B: Tensor) -> Tensor:
@@ -68,7 +79,7 @@ class ExperienceMaker:
             group_ids=scored.rollouts.group_ids_B,
             gamma=self._algorithm.gamma,
             **lambdas(self._algorithm, mask_BR),
-            gae=self._gae,
+            gae=partial(self._gae, borders=self._borders(scored.rollouts)),
         )
         if self._algorithm.whiten_advantages and self._estimator.whitens:
             advantages_BR = masked_whiten(advantages_BR, mask_BR, self._global_stats(advantages_BR, mask_BR))
@@ -109,13 +120,25 @@ class ExperienceMaker:
             tally.mean("kl/per_response", kl.sum(-1))
         return apply_kl_to_rewards(scores=scores, kl=kl, mask=mask_BR, coef=self.kl_controller.value)
 
+    def _borders(self, rollouts: Rollouts) -> Tensor | None:
+        """(B, R) bool: tokens after which gamma and lambda apply; None: after all."""
+        return turn_ends(rollouts) if self._algorithm.discount_at == "turn" else None
+
     def _gae(
-        self, *, rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor
+        self,
+        *,
+        rewards: Tensor,
+        values: Tensor,
+        mask: Tensor,
+        gamma: float,
+        lam: float | Tensor,
+        borders: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """GAE on the device it is fast on."""
         here = (x.to(self._device) for x in (rewards, values, mask))
         lam = lam.to(self._device) if isinstance(lam, Tensor) else lam
-        advantages_BR, returns_BR = gae(*here, gamma=gamma, lam=lam)
+        borders = None if borders is None else borders.to(self._device)
+        advantages_BR, returns_BR = gae(*here, gamma=gamma, lam=lam, borders=borders)
         return advantages_BR.to(rewards.device), returns_BR.to(rewards.device)
 
     def _global_stats(self, values_BR: Tensor, mask_BR: Tensor) -> Tensor:

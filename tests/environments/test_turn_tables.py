@@ -9,12 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from megappo.config import ConfigError, derive, load_config
 from megappo.config.algorithm import AlgorithmSettings
 from megappo.engines.protocol import Completion
 from megappo.ppo.experience import ExperienceMaker
+from megappo.ppo.methods import check_methods
 from megappo.ppo.sampling import SampleRequests, finish_rollout
 from megappo.types import Episode, Prompt, Rollouts, Scored, Turn
+from tests.support.config import SHAPE
 from tests.support.episodes import TOKENIZER
+from tests.support.places import BASE
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 
@@ -97,6 +101,69 @@ def test_rewards_land_on_the_last_token_that_the_model_said() -> None:
     """With gamma 0 a token's return is its own reward; the score stands on no tool's token."""
     _, returns = estimated(gamma=0.0, lam=1.0)
     torch.testing.assert_close(returns, table(REWARDS), rtol=0, atol=1e-7)
+
+
+# gamma = lambda = 0.5 at the ends of turns alone, 1 within them. Deltas at these ends, with half of the value of the
+# next turn's first token: 0.125, 0.5, 0.75 and -0.625, 0.75, -0.25; what follows an end counts a quarter.
+BY_TURN = (
+    {0: 0.15625, 1: 0.40625, 2: 0.15625, 5: 0.125, 6: 0.625, 8: 0.5, 9: 0.75},
+    {0: -0.484375, 1: 0.5625, 4: -0.75, 5: -0.25},
+)
+# Without a critic, what a turn and those after it got, each later one halved: 0.25 + (0.5 + 1 / 2) / 2, ...
+DISCOUNTED = (
+    {0: 0.75, 1: 0.75, 2: 0.75, 5: 1.0, 6: 1.0, 8: 1.0, 9: 1.0},
+    {0: 0.0625, 1: 0.625, 4: 0.25, 5: 0.25},
+)
+
+
+def test_by_turns_values_and_traces_decay_where_turns_end() -> None:
+    given: dict[str, Any] = {"gamma": 0.5, "lam": 0.5, "discount_at": "turn"}
+    advantages, returns = estimated(**given)
+    torch.testing.assert_close(advantages, table(BY_TURN), rtol=0, atol=1e-7)
+    torch.testing.assert_close(returns, table(BY_TURN) + table(VALUES), rtol=0, atol=1e-7)
+    _, returns = estimated(**given, estimator="reinforce_plus_plus")
+    torch.testing.assert_close(returns, table(DISCOUNTED), rtol=0, atol=1e-7)
+
+
+def test_with_one_gamma_and_lambda_turns_are_as_tokens() -> None:
+    for by_token, by_turn in zip(estimated(lam=1.0), estimated(lam=1.0, discount_at="turn"), strict=True):
+        torch.testing.assert_close(by_turn, by_token, rtol=0, atol=1e-6)
+
+
+def own_estimator(*, rewards: Tensor, mask: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
+    """Discounts by itself."""
+    return gamma * rewards * mask, rewards * mask
+
+
+ENVIRONMENT = ("rollout.environment={name: tests.examples.lookup:Lookup}", "reward.function=environment")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ((), "algorithm.discount_at is turn, but without rollout.environment a response is one turn; set it to token"),
+        ((*ENVIRONMENT, "algorithm.estimator=grpo", "critic=null"), "algorithm.estimator 'grpo' takes no `gae`"),
+        ((*ENVIRONMENT, "algorithm.estimator=rloo", "critic=null"), "algorithm.estimator 'rloo' takes no `gae`"),
+        (
+            (*ENVIRONMENT, "algorithm.estimator=tests.environments.test_turn_tables:own_estimator", "critic=null"),
+            "test_turn_tables:own_estimator' takes no `gae`, which knows where turns end",
+        ),
+        ((*ENVIRONMENT, "algorithm.lam={actor: {length_adaptive: 0.05}}"), "goes by the tokens of a sample, but"),
+    ],
+)
+def test_who_knows_of_no_turns_is_refused(overrides: tuple[str, ...], words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        config = load_config(BASE, ["algorithm.discount_at=turn", *overrides])
+        derive(config, 1, SHAPE)
+        check_methods(config)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus"])
+def test_who_leaves_time_to_gae_is_not(estimator: str) -> None:
+    more = () if estimator == "gae" else ("critic=null",)
+    given = ["algorithm.discount_at=turn", *ENVIRONMENT, f"algorithm.estimator={estimator}", *more]
+    derive(load_config(BASE, given), 1, SHAPE)
 
 
 @pytest.mark.parametrize("name", TABLES)

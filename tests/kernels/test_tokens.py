@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any, get_args
 
 import pytest
@@ -318,6 +319,51 @@ def test_gae_with_a_lambda_for_each_sequence(backend: Any) -> None:
                 torch.testing.assert_close(mine, torch.cat(wanted), rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match=r"lam has shape \(3,\), must be a number or \(4,\)"):
         gae(rewards, values, rewards > 0, gamma=1, lam=lam[:3])
+
+
+def by_borders(
+    rewards: Tensor, values: Tensor, mask: Tensor, borders: Tensor, gamma: float, lam: float, bootstrap: Tensor
+) -> Tensor:
+    """Token by token, with the decay of each."""
+    advantages = torch.zeros_like(values)
+    for row in range(len(values)):
+        following, running = float(bootstrap[row]), 0.0
+        for t in reversed(range(values.shape[1])):
+            m = float(mask[row, t])
+            if not m:
+                continue
+            reach, trace = (gamma, gamma * lam) if borders[row, t] else (1.0, 1.0)
+            r, v = float(rewards[row, t]), float(values[row, t])
+            running = (1 - m + m * trace) * running + m * reach * following + m * (r - v)
+            following = (1 - m) * following + m * v
+            advantages[row, t] = running
+    return advantages
+
+
+@pytest.mark.parametrize("fractional", [False, True], ids=["whole", "fractional"])
+def test_gae_that_decays_at_borders_alone(fractional: bool) -> None:
+    """Padded and packed, by torch and by Triton, with holes that hold rubbish."""
+    g = torch.Generator().manual_seed(21)
+    rewards, values = (torch.randn(3, 70, generator=g, dtype=torch.float64) for _ in range(2))
+    mask = torch.rand(3, 70, generator=g) < 0.7
+    borders = (torch.rand(3, 70, generator=g) < 0.2) & mask
+    bootstrap = torch.randn(3, generator=g, dtype=torch.float64)
+    given = mask * torch.rand(3, 70, generator=g, dtype=torch.float64) if fractional else mask
+    rewards[~mask], values[~mask] = math.nan, -1e30
+    wanted = by_borders(rewards, values, given, borders, 0.9, 0.8, bootstrap)
+    assert not torch.allclose(gae(rewards, values, given, gamma=0.9, lam=0.8, bootstrap=bootstrap)[0], wanted)
+    starts = torch.arange(4) * 70
+    for backend, kind, tolerance in (("torch", torch.float64, 1e-9), ("triton", torch.float32, 1e-5)):
+        x = [y.to(kind) if y.is_floating_point() else y for y in (rewards, values, given, bootstrap)]
+        flat = [y.flatten() for y in x[:3]]
+        options: dict[str, Any] = {"gamma": 0.9, "lam": 0.8, "bootstrap": x[3]}
+        with use_backend(backend):  # type: ignore[arg-type]
+            padded, _ = gae(*x[:3], **options, borders=borders)
+            packed, _ = gae(*flat, **options, borders=borders.flatten(), cu_seqlens=starts)
+        for mine in (padded, packed.view(3, 70)):
+            torch.testing.assert_close(mine.double(), wanted, rtol=tolerance, atol=tolerance)
+    with pytest.raises(ValueError, match=r"borders is torch.float64 \(3, 70\), must be bool \(3, 70\)"):
+        gae(rewards, values, given, gamma=1, lam=1, borders=rewards)
 
 
 def test_policy_loss_and_slopes_by_hand() -> None:

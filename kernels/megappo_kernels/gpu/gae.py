@@ -22,12 +22,13 @@ def compose(a1, b1, c1, d1, e1, a2, b2, c2, d2, e2):
 
 @triton.jit(
     do_not_specialize=["length"],
-    do_not_specialize_on_alignment=["rewards", "values", "mask", "lam", "bootstrap", "advantages", "starts"],
+    do_not_specialize_on_alignment=["rewards", "values", "mask", "borders", "lam", "bootstrap", "advantages", "starts"],
 )
 def gae_kernel(
     rewards,
     values,
     mask,
+    borders,
     lam,
     bootstrap,
     advantages,
@@ -35,6 +36,7 @@ def gae_kernel(
     length,
     gamma,
     PACKED: tl.constexpr,
+    BORDERS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Padded: sequence i is row i of (B, length). Packed: it lies between starts[i] and starts[i + 1]."""
@@ -54,9 +56,11 @@ def gae_kernel(
         m = tl.load(mask + first + positions, mask=inside, other=0.0).to(tl.float32)
         v = tl.load(values + first + positions, mask=inside, other=0.0).to(tl.float32)
         r = tl.load(rewards + first + positions, mask=inside, other=0.0).to(tl.float32)
-        a, b, c, d, e = tl.associative_scan(
-            (1 - m, m * v, 1 - m + m * decay, m * gamma, m * (r - v)), 0, compose, reverse=True
-        )
+        reach, trace = m * gamma, m * decay
+        if BORDERS:
+            ends = tl.load(borders + first + positions, mask=inside, other=0) != 0
+            reach, trace = tl.where(ends, reach, m), tl.where(ends, trace, m)
+        a, b, c, d, e = tl.associative_scan((1 - m, m * v, 1 - m + trace, reach, m * (r - v)), 0, compose, reverse=True)
         n, g = a * n0 + b, c * g0 + d * n0 + e
         tl.store(advantages + first + positions, g, mask=inside)
         # The leftmost lane has seen the whole block.
@@ -68,6 +72,7 @@ def launch_gae(
     rewards: Tensor,
     values: Tensor,
     mask: Tensor,
+    borders: Tensor | None,
     gamma: float,
     lam_S: Tensor,
     bootstrap: Tensor,
@@ -81,6 +86,7 @@ def launch_gae(
         rewards.contiguous(),
         values.contiguous(),
         (mask.view(torch.uint8) if mask.dtype == torch.bool else mask).contiguous(),
+        advantages if borders is None else borders.contiguous().view(torch.uint8),
         lam_S.float().contiguous(),
         bootstrap,
         advantages,
@@ -88,6 +94,7 @@ def launch_gae(
         values.shape[-1],
         gamma,
         PACKED=cu_seqlens is not None,
+        BORDERS=borders is not None,
         BLOCK=BLOCK,
         num_warps=WARPS,
     )

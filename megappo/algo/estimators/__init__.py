@@ -9,7 +9,8 @@ An estimator gets, by keyword, those of these that it has parameters for:
     gamma        the setting
     lam          of the advantages: a number, or where it is `length_adaptive` (B,) one of each sample
     critic_lam   of the returns, which the critic learns: a number
-    gae          a function of rewards, values, mask, gamma and lam, by keyword, that does GAE
+    gae          a function of rewards, values, mask, gamma and lam, by keyword, that does GAE: by tokens or by turns,
+                 as `algorithm.discount_at` says
 
 and returns advantages and returns, both (B, T), 0 at masked positions. Whitening over the global batch follows where
 the settings ask for it, unless the function is `unwhitened`.
@@ -73,6 +74,11 @@ class Estimator:
     def tells_lambdas_apart(self) -> bool:
         """Whether the critic may have a lambda of its own."""
         return "critic_lam" in taken_by(self.compute, ARGUMENTS)
+
+    @property
+    def discounts_by_turn(self) -> bool:
+        """Whether it leaves it to `gae` where gamma and lambda apply."""
+        return "gae" in taken_by(self.compute, ARGUMENTS)
 
     @property
     def compares_samples(self) -> bool:
