@@ -343,7 +343,7 @@ ABSURD = {
     ),
     "digits": ("run: {seed: " + "9" * 4300 + "}", "no setting takes a whole number of 4300 characters"),
     "hexadecimal digits": ("run: {seed: 0x" + "f" * 9000 + "}", "no setting takes a whole number of 9002 characters"),
-    "unknown keys": ("\n".join(f"k{i}: 1" for i in range(2400)), "2386 more settings are wrong; correct these first"),
+    "unknown keys": ("\n".join(f"k{i}: 1" for i in range(2400)), "2384 more settings are wrong; correct these first"),
     "an alias bomb": (BOMB, "more than 5000 values or 50 levels, anchors written out"),
     "too much text": ("# " + "x" * 100_000, "has more than 100000 characters"),
 }
