@@ -6,7 +6,6 @@ import argparse
 import os
 import socket
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -21,7 +20,7 @@ from megappo.doctor.network import clock_finding, group_findings, group_kinds, m
 from megappo.doctor.settings import settings_findings
 from megappo.doctor.software import software_findings
 from megappo.plan.here import resolve_here
-from megappo.plan.planner import fewest_ranks, read_models
+from megappo.plan.planner import fewest_ranks, models_beside, read_models
 from megappo.runtime.device import own_device
 from megappo.runtime.launchers import Ranks, read_ranks
 from megappo.runtime.objects import of_all_ranks
@@ -46,7 +45,7 @@ def run(arguments: argparse.Namespace) -> bool:
     if ranks.local_rank == 0:
         own = [*software_findings(config), *device_findings(config, ranks), *machine_findings(config, ranks)]
     if config is not None:
-        models = read_models(config, Path(path).parent / "models").models
+        models = read_models(config, models_beside(path)).models
         world_size = ranks.world_size if ranks.world_size > 1 else fewest_ranks(config)
         derived = derive(config, world_size, models.actor, models.critic, models.reference)
         if ranks.local_rank == 0:

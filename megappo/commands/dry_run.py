@@ -38,7 +38,7 @@ from megappo.plan.here import resolve_here, this_machine
 from megappo.plan.inputs import Models
 from megappo.plan.machine_file import find_machine
 from megappo.plan.machines import Machine
-from megappo.plan.planner import default_machine, fewest_ranks, make_plan, read_models
+from megappo.plan.planner import default_machine, fewest_ranks, make_plan, models_beside, read_models
 from megappo.plan.rewards import reward_parameters
 from megappo.plan.search import remedy
 from megappo.plugins import is_import_path
@@ -75,7 +75,7 @@ def dry_run(
     given, machine = config, this_machine() if machine_name is None else find_machine(machine_name)
     config = resolve_here(config) if machine_name is None else resolve(config, on_cuda=machine.is_cuda)
     ranks = _ranks(config, gpus_text)
-    models = read_models(config, Path(config_path).parent / "models").models
+    models = read_models(config, models_beside(config_path)).models
     derived = derive(config, ranks, models.actor, models.critic, models.reference)
     print_table(config, derived)
     problems: list[str] = []

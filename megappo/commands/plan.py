@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from rich.console import Console
 
@@ -11,7 +10,7 @@ from megappo.commands import add_config_arguments, add_machine_arguments, whole_
 from megappo.config import ConfigError, load_config
 from megappo.config.base import LARGEST_WORLD
 from megappo.plan.engines import other_engine
-from megappo.plan.planner import planning
+from megappo.plan.planner import models_beside, planning
 from megappo.plan.search import best_layouts, remedy
 from megappo.plan.tables import plan_view, search_view, to_json
 
@@ -32,7 +31,7 @@ def run(arguments: argparse.Namespace) -> bool:
     """
     config, as_json = load_config(arguments.config, arguments.overrides), arguments.json
     asked = None if arguments.gpus is None else whole_option("--gpus", arguments.gpus, 1, LARGEST_WORLD)
-    found = planning(config, arguments.machine, asked, Path(arguments.config).parent / "models")
+    found = planning(config, arguments.machine, asked, models_beside(arguments.config))
     models, machine, gpus = found.models, found.machine, found.gpus
     console = Console()
     if arguments.search:

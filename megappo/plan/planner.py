@@ -103,6 +103,13 @@ def read_models(config: Config, beside: Path | None) -> PlannedModels:
     return PlannedModels(models, tuple(dict.fromkeys(notes)))
 
 
+def models_beside(configuration: str | os.PathLike[str]) -> Path:
+    """Where `read_models` looks for what a configuration file plans without a network: `models` beside it, or a folder
+    higher."""
+    here = Path(configuration).parent
+    return next((folder for folder in (here / "models", here / ".." / "models") if folder.is_dir()), here / "models")
+
+
 def default_machine(config: Config) -> Machine:
     """The machine of a plan that names none: the CPU where the settings ask for it, an H100 otherwise."""
     return MACHINES["cpu" if config.runtime.device == "cpu" else "h100"]
