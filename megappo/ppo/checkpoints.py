@@ -37,7 +37,7 @@ from megappo.ppo.updates import MinibatchUpdate, RoleUpdates
 from megappo.reshard.slices import Receiver
 from megappo.reshard.stream import WeightStream
 from megappo.runtime.launchers import seconds_to_end
-from megappo.runtime.objects import from_rank
+from megappo.runtime.objects import from_rank, of_all_ranks
 
 _CLOSE_SECONDS = 60.0
 _RESPONSES = "responses"
@@ -116,11 +116,14 @@ class Resumed:
             restore_random_states(load_values(self._folder / f"random-{runtime.rank:05d}.pt"))
 
     def kept_responses(self) -> list[Kept]:
-        """What every rank had generated one step ahead; nothing where the run goes on with other data."""
+        """What every rank had generated one step ahead; nothing where the run goes on with other data. A collective of
+        the world, as ranks share out the files: all of them reading all would be as many reads as ranks times ranks."""
         if self._has_other_data():
             return []
-        names = sorted(name for name in self._marker.files if name.startswith(f"{_RESPONSES}-"))
-        return [load_values(self._folder / name) for name in names]
+        names, runtime = sorted(n for n in self._marker.files if n.startswith(f"{_RESPONSES}-")), self._parts.runtime
+        own = {name: load_values(self._folder / name) for name in names[runtime.rank :: runtime.world_size]}
+        found = {name: kept for of_rank in of_all_ranks(own) for name, kept in of_rank.items()}
+        return [found[name] for name in names]
 
     def metrics(self) -> dict[str, float]:
         """The metrics of the step that the checkpoint was written after."""

@@ -1,0 +1,50 @@
+"""Responses that a checkpoint keeps, for a run with other ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megappo.checkpoint.files import Marker
+from megappo.ppo import checkpoints
+
+CURSOR = {"fingerprint": "f", "seed": 1, "shuffle": True}
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 7])
+def test_ranks_share_out_the_files_and_have_them_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """Of a run of five ranks: each file is read by one rank, and all have what five ranks kept, in their order."""
+    names = [f"responses-{n:05d}.pt" for n in range(5)]
+    kept = {name: {1: {"numbers_B": torch.tensor([n])}} for n, name in enumerate(names)}
+    files: dict[str, Any] = dict.fromkeys(["shards.distcp", *reversed(names), "random-00000.pt"])
+    marker = Marker(1, files, {"trainer": {"cursor": CURSOR}})
+    read, shares = list[str](), list[dict[str, Any]]()
+    monkeypatch.setattr(checkpoints, "load_values", lambda path: read.append(path.name) or kept[path.name])
+
+    def gathered(own: dict[str, Any]) -> list[dict[str, Any]]:
+        """The first time round each rank's share is noted, the second time all have come."""
+        if len(shares) < ranks:
+            shares.append(own)
+        return shares if len(shares) == ranks else [kept]
+
+    monkeypatch.setattr(checkpoints, "of_all_ranks", gathered)
+
+    def found(rank: int) -> list[Any]:
+        parts: Any = SimpleNamespace(
+            runtime=SimpleNamespace(rank=rank, world_size=ranks),
+            cursor=SimpleNamespace(state_dict=lambda: CURSOR),
+            trained=(),
+        )
+        return checkpoints.Resumed(parts, tmp_path, marker, {}).kept_responses()
+
+    for rank in range(ranks):
+        found(rank)
+    assert sorted(read) == names
+    for rank in range(ranks):
+        assert [of_rank[1]["numbers_B"].tolist() for of_rank in found(rank)] == [[n] for n in range(5)]
