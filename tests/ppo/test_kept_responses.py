@@ -25,7 +25,12 @@ def test_ranks_share_out_the_files_and_have_them_all(
     files: dict[str, Any] = dict.fromkeys(["shards.distcp", *reversed(names), "random-00000.pt"])
     marker = Marker(1, files, {"trainer": {"cursor": CURSOR}})
     read, shares = list[str](), list[dict[str, Any]]()
-    monkeypatch.setattr(checkpoints, "load_values", lambda path: read.append(path.name) or kept[path.name])
+
+    def load(path: Path) -> Any:
+        read.append(path.name)
+        return kept[path.name]
+
+    monkeypatch.setattr(checkpoints, "load_values", load)
 
     def gathered(own: dict[str, Any]) -> list[dict[str, Any]]:
         """The first time round each rank's share is noted, the second time all have come."""
