@@ -183,7 +183,7 @@ def test_what_a_step_keeps_is_the_same_after_a_kill(tmp_path: Path) -> None:
         assert line["source/few/right"] + line["source/many/right"] == line["curriculum/right"] > 0
     assert line["curriculum/resting"] > 0
     evaluated = [line for line in timeless(killed / "metrics.jsonl") if "eval/hard/pass@1" in line]
-    assert [line["step"] for line in evaluated] == [0, 2]
+    assert [line["step"] for line in evaluated] == [0, 2, 3]  # the last step is always evaluated
     named = [n for n in {*evaluated[1]} if n.startswith(("source/", "curriculum/", "eval/"))]
     assert {re.sub(r"^(source|eval)/\w+/(pass@)?\d?", r"\1/NAME/\2", n).replace("@", "@K") for n in named} <= {*METRICS}
     assert all(0 <= e["eval/hard/pass@1"] <= e["eval/hard/pass@3"] <= 1 and "eval/reward_mean" in e for e in evaluated)
