@@ -50,7 +50,9 @@ FIELDS = {
     "GenerateRequest": ["token_ids", "seed", "prompt_id", "max_new_tokens"],
     "Prompt": ["index", "token_ids", "text", "answer", "metadata", "source"],
     "Reply": ["token_ids", "logprobs", "text", "raw_text", "truncated", "weight_version"],
-    "SamplingParams": ["temperature", "max_new_tokens", "stop_token_ids", "greedy", "routing"],
+    "SamplingParams": [
+        "temperature", "max_new_tokens", "stop_token_ids", "greedy", "routing", "stop_texts", "min_new_tokens",
+    ],
 }  # fmt: skip
 SESSION = ["generate", "observe", "observe_token_ids", "reward", "serve", "turns", "use", "using"]
 """Of what a session has, beside `prompt` and `seed`; more may come."""

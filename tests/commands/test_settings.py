@@ -41,7 +41,7 @@ def test_every_setting_is_found_by_its_name(capsys: pytest.CaptureFixture[str]) 
         ("actor.ppo_mini_batch_size", ["verl counts prompts there", "actor.minibatch_sequences ("]),
         ("vf_coef", ["there is no setting 'vf_coef': actor and critic have losses"]),
         ("clip_", ["actor.optimizer.clip_grad_norm", "algorithm.clip_low", "algorithm.clip_high"]),
-        ("", ["actor.optimizer, critic.optimizer", "run: Name, length, seed."]),
+        ("", ["\nactor.optimizer\n", "\ncritic.optimizer\n", "run: Name, length, seed."]),
     ],
 )
 def test_a_name_leads_to_what_it_means(name: str, lines: list[str], capsys: pytest.CaptureFixture[str]) -> None:
