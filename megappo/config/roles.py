@@ -283,6 +283,10 @@ class TrainedRoleSettings(Settings):
         count = self.minibatch_count(batch_sequences)
         return [batch_sequences // count + (n < batch_sequences % count) for n in range(count)]
 
+    def largest_minibatch(self, batch_sequences: int) -> int:
+        """Samples of the largest, also where a step has fewer than `minibatch_sequences`, which the rules refuse."""
+        return self.minibatch_sequences or self.minibatch_sizes(batch_sequences)[0]
+
     def updates(self, batch_sequences: int) -> int:
         """Updates in a step."""
         return len(self.minibatch_sizes(batch_sequences)) * self.epochs

@@ -283,6 +283,9 @@ METRICS: dict[str, MetricDoc] = {
     "time/checkpoint": MetricDoc(
         "seconds", "How long training stood still for the checkpoint before the step.", "below 5% of time/step"
     ),
+    "time/export": MetricDoc(
+        "seconds", "How long training stood still for the actor in Hugging Face's format.", "rare enough not to matter"
+    ),
     "time/step": MetricDoc("seconds", "The whole step.", "a little more than its stages"),
     "tokens_per_second": MetricDoc(
         "tokens/s", "Prompt and response tokens of the step by its time, all ranks.", "steady"

@@ -337,7 +337,7 @@ def trained_role(
         reduces_in_backward=settings.optimizer.reduces_in_backward(on_cuda=on_cuda),
         gathers_in_forward=settings.optimizer.gathers_in_forward(on_cuda=on_cuda),
         microbatch_budget_tokens=settings.microbatch_budget_tokens,
-        minibatch_sequences=settings.minibatch_sizes(config.rollout.batch_sequences)[0],
+        minibatch_sequences=settings.largest_minibatch(config.rollout.batch_sequences),
         updates_per_step=numbers.updates_per_step,
         padded_vocab=numbers.padded_vocab_size,
         dtype_bytes=_BYTES[config.model.dtype],

@@ -47,7 +47,7 @@ METHODS = {
 FIELDS = {
     "Completion": ["token_ids", "logprobs", "truncated", "weight_version", "routing", "episode", "broken_off",
                    "stretches"],
-    "GenerateRequest": ["token_ids", "seed", "prompt_id", "max_new_tokens"],
+    "GenerateRequest": ["token_ids", "seed", "prompt_id", "max_new_tokens", "min_new_tokens"],
     "Prompt": ["index", "token_ids", "text", "answer", "metadata", "source"],
     "Reply": ["token_ids", "logprobs", "text", "raw_text", "truncated", "weight_version"],
     "SamplingParams": [

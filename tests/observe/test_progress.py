@@ -120,26 +120,26 @@ def test_the_live_view_shows_the_counts(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_updates_count_minibatches(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(BASE, ["actor.minibatch_sequences=4", "actor.epochs=2"])
-    minibatches = updates.draw_minibatches(config.actor, 10, seed=1)
-    assert [len(ids) for ids in minibatches] == [4, 4, 2] * 2
-    assert frozenset.union(*minibatches[:3]) == frozenset.union(*minibatches[3:]) == set(range(10))
+    minibatches = updates.draw_minibatches(config.actor, 12, seed=1)
+    assert [len(ids) for ids in minibatches] == [4, 4, 4] * 2
+    assert frozenset.union(*minibatches[:3]) == frozenset.union(*minibatches[3:]) == set(range(12))
     seen: list[str] = []
 
     def update(number: int, task: object, **more: object) -> Update:
         seen.append(PROGRESS.text().split(": ")[1])
         return Update(True, True, {}, 1.0, 1e-3)
 
-    samples = Samples(torch.arange(10), (torch.ones(5, dtype=torch.int64),) * 10, torch.full((10,), 3))
+    samples = Samples(torch.arange(12), (torch.ones(5, dtype=torch.int64),) * 12, torch.full((12,), 3))
     batch: Any = SimpleNamespace(minibatches=minibatches, samples=samples, update=update)
     batch.with_fields, batch.role = (
         lambda fields: batch,
         SimpleNamespace(runtime=SimpleNamespace(device="cpu"), rest=lambda: None),
     )
     monkeypatch.setattr(updates, "all_gather_varying", lambda local: [local])
-    fields = {"mask": torch.ones(10, 3, dtype=torch.bool)}
+    fields = {"mask": torch.ones(12, 3, dtype=torch.bool)}
     PROGRESS.enter("update_actor")
     found = list(updates.RoleUpdates(batch, config, fields, partial(updates.ValueTask, None)).run())
     PROGRESS.leave()
-    assert [len(done.chosen) for done in found] == [4, 4, 2] * 2
-    assert [done.weights.tokens for done in found] == [12, 12, 6] * 2
+    assert [len(done.chosen) for done in found] == [4, 4, 4] * 2
+    assert [done.weights.tokens for done in found] == [12, 12, 12] * 2
     assert seen == [f"{n} of 6 minibatches" for n in range(6)]
