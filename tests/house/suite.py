@@ -233,11 +233,11 @@ class Suite:
     def again(self, folder: Path) -> list[Outcome]:
         """Run what waits and failed once more, each test by itself; those that passed."""
         unsteady: list[Outcome] = []
-        for outcome in [outcome for outcome in self.failed if outcome.waits]:
+        for number, outcome in enumerate([outcome for outcome in self.failed if outcome.waits]):
             print(f"once more, by itself: {outcome.test}", flush=True)
             (file,) = {f for part in self._parts if outcome in part.outcomes for f in part.files if is_of(outcome, f)}
             test = f"{file}::{outcome.test.partition('::')[2]}"
-            alone = Part([test], 0.0, 1, folder / f"again-{len(unsteady)}-{self.counts['failed']}")
+            alone = Part([test], 0.0, 1, folder / f"again-{number}")
             trial = Suite([alone], 1, self._options)
             trial.run(None)
             if trial.counts["passed"] and not trial.counts["failed"]:

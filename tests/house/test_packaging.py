@@ -191,7 +191,9 @@ def interpreter(
     (site / "parent.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     what = ["-e", str(ROOT)] if request.param == "editable" else [str(wheel)]
     install = [*PIP, "--python", str(python), "install", *NO_DEPENDENCIES]
-    subprocess.run([*install, "kernels==0.17.2", *what], check=True, cwd=folder)
+    # Without the path of the repository, where pip would find what a build left there to be installed already.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run([*install, "kernels==0.17.2", *what], check=True, cwd=folder, env=environment)
     yield python
     clean()
 

@@ -70,6 +70,12 @@ def test_what_passes_at_the_second_time_is_unsteady(tmp_path: Path, count: int, 
     assert f"unsteady: {count}, at most 3" in said and "AssertionError: not yet" in said.split("unsteady:")[1]
 
 
+def test_one_that_stays_wrong_is_not_held_against_the_others(tmp_path: Path) -> None:
+    code, said = suite(tmp_path, a_wrong=WRONG, unsteady=UNSTEADY.format(count=2))
+    assert code == 1 and "\n2 passed, 2 failed, 0 skipped\n" in said
+    assert said.count("once more, by itself") == 3
+
+
 def test_what_does_not_wait_has_one_chance(tmp_path: Path) -> None:
     code, said = suite(tmp_path, unsteady=UNSTEADY.format(count=1).replace("@pytest.mark.waits\n", ""))
     assert (code, "0 passed, 1 failed, 0 skipped" in said, "once more" in said) == (1, True, False)
