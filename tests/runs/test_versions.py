@@ -19,11 +19,13 @@ pytestmark = [
     pytest.mark.versions,
     pytest.mark.skipif(not OTHER, reason="one environment is here; tests/run.sh --light has two"),
 ]
+EVALUATED = "evaluation.every_steps=1"
+"""As the last step of a run is, whatever its number."""
 
 
 def train(python: str, directory: Path, steps: int) -> str:
     """What a run of the quickstart on two ranks prints, up to a step."""
-    settings = (f"run.steps={steps}", "checkpoint.every_steps=1", "actor.optimizer.schedule=constant")
+    settings = (f"run.steps={steps}", "checkpoint.every_steps=1", "actor.optimizer.schedule=constant", EVALUATED)
     command = ["launch/torchrun.sh", "2", "train", "configs/quickstart.yaml", f"run.directory={directory}"]
     done = subprocess.run(
         ["bash", *command, *SMALL, *settings], cwd=ROOT, env=os.environ | {"MEGAPPO_PYTHON": python},
