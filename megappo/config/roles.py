@@ -231,7 +231,8 @@ class LoraSettings(Settings):
         return self
 
 
-MINIBATCHES = 4
+_MINIBATCHES = 4
+"""Updates in a pass where nothing is said of them."""
 
 
 class TrainedRoleSettings(Settings):
@@ -251,7 +252,7 @@ class TrainedRoleSettings(Settings):
     given."""
     minibatches: PositiveInt | None = None
     """Optimizer updates in each pass over the step's samples; where they cannot be equally large, the first ones have a
-    sample more. Default: 4 (PPO's usual, as in TRL and verl's example for GSM8K), where there is no
+    sample more. Default: 4 (1,024 samples in updates of 256 in verl's example for GSM8K), where there is no
     `minibatch_sequences`."""
     microbatch_budget_tokens: PositiveInt = 8192
     """Most tokens in one packed microbatch, over all ranks that share it out; not below the longest possible sample,
@@ -274,7 +275,7 @@ class TrainedRoleSettings(Settings):
 
     def minibatch_count(self, batch_sequences: int) -> int:
         """How many there are in a pass, where their size is not given."""
-        return self.minibatches or min(MINIBATCHES, batch_sequences)
+        return self.minibatches or min(_MINIBATCHES, batch_sequences)
 
     def minibatch_sizes(self, batch_sequences: int) -> list[int]:
         """Samples of each minibatch of a pass over a step's, the larger ones first."""

@@ -46,9 +46,12 @@ def test_a_short_file_is_what_recipes_have(short: Path) -> None:
     assert config.actor.minibatch_sizes(256) == [64] * 4 and config.actor.minibatch_sizes(3) == [1, 1, 1]
 
 
-@pytest.mark.parametrize(("machine", "ranks"), [("h100", 8), ("h100", 1), ("cpu", 1)])
-def test_the_plan_has_room_for_it(short: Path, machine: str, ranks: int) -> None:
-    config = load_config(short, ["rollout.engine=transformers"])
+@pytest.mark.parametrize(
+    ("machine", "ranks", "engine"), [("h100", 8, "sglang"), ("h100", 1, "sglang"), ("cpu", 1, "transformers")]
+)
+def test_the_plan_has_room_for_it(short: Path, machine: str, ranks: int, engine: str) -> None:
+    """With the engine that it has there."""
+    config = load_config(short, [f"rollout.engine={engine}"])
     plan = make_plan(config, read_models(config, None).models, MACHINES[machine], ranks)
     assert plan.fits, plan.verdict
 
