@@ -136,7 +136,7 @@ def _layer_variants() -> Iterator[Variant]:
             wide = {"gate_up", "out", "grad", "grad_gate_up"} & set(kernel.arg_names)
             operands = dict.fromkeys(wide, kind)
             yield _variant(kernel, {"WEIGHTED": weighted}, sizes, layers.WARPS, stages=3, **operands)
-        operands = dict.fromkeys(("x", "cosine", "sine", "out"), kind)
+        operands = {"x": kind, "out": kind, "cosine": "*fp32", "sine": "*fp32"}
         for back in (False, True):
             sizes = {"HEADS": layers.HEADS, "HALF": 64}
             switches = {"BACK": back}

@@ -82,12 +82,14 @@ class _SwiGLU(torch.autograd.Function):
 def rotate_pairs(x_THD: Tensor, cosine_T1D: Tensor, sine_T1D: Tensor) -> Tensor:
     """Turn each pair of channels i and i + D/2 by its token's angles, whose cosines and sines the second half repeats.
 
+    Of the type of `x`; computed in float32 where either is, so that angles need not be rounded to bfloat16.
+
     Source: Su et al. 2021, "RoFormer" (arXiv:2104.09864), equation 34, with the pairs of GPT-NeoX.
     """
     if runs_triton(x_THD):
         found: Tensor = _Rotation.apply(x_THD, cosine_T1D, sine_T1D)
         return found
-    if x_THD.dtype == torch.bfloat16 and not x_THD.is_cuda:
+    if x_THD.dtype != cosine_T1D.dtype:
         turned: Tensor = _TorchRotation.apply(x_THD, cosine_T1D, sine_T1D)
         return turned
     first, second = x_THD.chunk(2, dim=-1)
@@ -95,25 +97,26 @@ def rotate_pairs(x_THD: Tensor, cosine_T1D: Tensor, sine_T1D: Tensor) -> Tensor:
 
 
 class _TorchRotation(torch.autograd.Function):
-    """One tensor is made, and the second product is rounded once, with the sum."""
+    """Computed in the type of the angles and rounded once, to that of `x`."""
 
     @staticmethod
     def forward(ctx: Any, x_THD: Tensor, cosine_T1D: Tensor, sine_T1D: Tensor) -> Tensor:
         ctx.save_for_backward(cosine_T1D, sine_T1D)
-        return _turned_by_torch(x_THD, cosine_T1D, sine_T1D, direction=1)
+        return _turned_by_torch(x_THD, cosine_T1D, sine_T1D)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor, None, None]:
-        return _turned_by_torch(grad_THD, *ctx.saved_tensors, direction=-1), None, None
+        cosine_T1D, sine_T1D = ctx.saved_tensors
+        return _turned_by_torch(grad_THD, cosine_T1D, -sine_T1D), None, None
 
 
-def _turned_by_torch(x_THD: Tensor, cosine_T1D: Tensor, sine_T1D: Tensor, *, direction: int) -> Tensor:
-    found = x_THD * cosine_T1D
+def _turned_by_torch(x_THD: Tensor, cosine_T1D: Tensor, sine_T1D: Tensor) -> Tensor:
+    found = torch.empty(x_THD.shape, dtype=x_THD.dtype, device=x_THD.device)
     (first, second), (of_first, of_second) = x_THD.chunk(2, dim=-1), found.chunk(2, dim=-1)
-    sine = sine_T1D.chunk(2, dim=-1)[0]
-    of_first.addcmul_(second, sine, value=-direction)
-    of_second.addcmul_(first, sine, value=direction)
+    cosine, sine = cosine_T1D.chunk(2, dim=-1)[0], sine_T1D.chunk(2, dim=-1)[0]
+    of_first.copy_(torch.addcmul(first * cosine, second, -sine))
+    of_second.copy_(torch.addcmul(second * cosine, first, sine))
     return found
 
 

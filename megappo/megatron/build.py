@@ -389,7 +389,7 @@ def _build_chunk(
     if options.has_engine_layers:
         model.rotary_pos_emb.inv_freq = frequencies[0]
     else:
-        model.rotary_pos_emb = PackedRotary(frequencies, options.dtype)
+        model.rotary_pos_emb = PackedRotary(frequencies)
     around_layers(model, arch)
     if last and options.value_head_std is not None:
         model.output_layer = ValueHead(layout, arch.hidden_size, options.dtype, options.device)

@@ -22,10 +22,10 @@ from megappo_kernels.layers import rotate_pairs
 class PackedRotary(nn.Module):
     """Stands at GPTModel's `rotary_pos_emb`, with the two methods that GPTModel calls."""
 
-    def __init__(self, inverse_frequencies: Sequence[Tensor], dtype: torch.dtype) -> None:
-        """`inverse_frequencies`: (d/2,) float32 of each kind, on the model's device; `dtype`: of the activations."""
+    def __init__(self, inverse_frequencies: Sequence[Tensor]) -> None:
+        """`inverse_frequencies`: (d/2,) float32 of each kind, on the model's device."""
         super().__init__()
-        self.inverse_frequencies, self.dtype = inverse_frequencies, dtype
+        self.inverse_frequencies = inverse_frequencies
 
     def get_rotary_seq_len(
         self, _context: Any, _decoder: Any, _input: Any, _config: Any, packed_seq_params: PackedSegments
@@ -34,8 +34,9 @@ class PackedRotary(nn.Module):
         return packed_seq_params.positions
 
     def forward(self, positions: Tensor, *, packed_seq: bool, cp_group: Any) -> Tensor:
-        """(t,) -> (2, t, 1, d), cosine and sine, in one tensor, as Megatron takes a pair for queries and keys; of
-        several kinds of rope, those of all behind one another, flat, of which `of_kind` gives those of one."""
+        """(t,) -> (2, t, 1, d), cosine and sine, in one tensor, as Megatron takes a pair for queries and keys; in
+        float32, as SGLang has them. Of several kinds of rope, those of all behind one another, flat, of which `of_kind`
+        gives those of one."""
         kinds = [self._cosine_sine(positions.float(), frequencies) for frequencies in self.inverse_frequencies]
         return kinds[0] if len(kinds) == 1 else torch.cat([kind.flatten() for kind in kinds])
 
@@ -49,7 +50,7 @@ class PackedRotary(nn.Module):
     def _cosine_sine(self, positions: Tensor, frequencies: Tensor) -> Tensor:
         angles = positions[:, None] * frequencies
         angles = torch.cat((angles, angles), dim=-1)[:, None]
-        return torch.stack((angles.cos(), angles.sin())).to(self.dtype)
+        return torch.stack((angles.cos(), angles.sin()))
 
 
 def rotate(x: Tensor, _cu_seqlens: Tensor, cosine_sine: Tensor, **_of_context_parallelism: Any) -> Tensor:

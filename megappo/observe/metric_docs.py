@@ -262,6 +262,11 @@ METRICS: dict[str, MetricDoc] = {
     "sync/load_seconds": MetricDoc("seconds", "Of it: waiting for engines to take buckets over (SGLang).", "small"),
     "sync/verify_seconds": MetricDoc("seconds", "Of it: fingerprints, where they do not hide (SGLang).", "small"),
     "sync/session_seconds": MetricDoc("seconds", "Of it: opening and closing, flushing caches (SGLang).", "below 0.1"),
+    "sync/wake_seconds": MetricDoc(
+        "seconds",
+        "Of it: the trainer gives memory back, servers start where they must and take theirs (SGLang).",
+        "steady; most of it on the trainers' GPUs",
+    ),
     "sync/probe_gap": MetricDoc(
         "nats", "Largest gap of a probe's log-probabilities after the sync (SGLang).", "as mismatch/max"
     ),

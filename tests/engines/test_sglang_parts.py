@@ -36,7 +36,7 @@ from megappo.engines.sglang.client import Endpoint
 from megappo.engines.sglang.inspection import check_routing
 from megappo.engines.sglang.server import EngineError
 from megappo.engines.sglang.spec import ServerSpec, unheard_variables
-from megappo.engines.sglang.sync import ServerSync, SyncRun
+from megappo.engines.sglang.sync import ServerSync, SyncRun, SyncSeconds
 from megappo.engines.sglang.transport import Loaded
 from megappo.errors import RunError
 from megappo.families.architecture import ArchitectureConfig, ModelShape
@@ -146,7 +146,7 @@ def test_threads_of_a_sync_work_on_the_device_of_their_rank(monkeypatch: pytest.
     receiver = Receiver(0)
     monkeypatch.setattr(Fingerprints, "of_bucket", lambda *_: work())
     server = ServerSync(Endpoint(0, "", "", 0), Watched(), [receiver], 0)
-    run = SyncRun([server], EngineShape(arch(), 1), 60.0, verify=True)
+    run = SyncRun([server], EngineShape(arch(), 1), 60.0, True, SyncSeconds())
     run.load([(Parcel(receiver, (), ()), torch.empty(0))])
     run.settle()
     assert len(set(worked)) == 2 and threading.get_ident() not in worked

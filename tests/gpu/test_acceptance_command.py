@@ -28,8 +28,8 @@ ON_A_CPU = [step.name for step in STEPS if step.part < 3]
 """tests/sglang runs the third part: its servers take long to start."""
 
 
-def step(name: str, *, seconds: float = 0.0, most: float = 60.0) -> Step:
-    return Step(name, 1, f"tests.gpu.steps_that_fail:{name}", seconds, most, "")
+def step(name: str, *, seconds: float = 0.0, most: float = 60.0, part: int = 1) -> Step:
+    return Step(name, part, f"tests.gpu.steps_that_fail:{name}", seconds, most, "")
 
 
 def run(folder: Path, steps: Sequence[Step], seconds: float = 120.0) -> Report:
@@ -146,6 +146,12 @@ def test_a_step_that_goes_wrong_ends_alone(tmp_path: Path) -> None:
     assert len(set(processes)) == 3, "nothing runs on in a process in which something went wrong"
     assert report.verdict == "failed"
     assert "Traceback" in (tmp_path / "log").read_text()
+
+
+def test_steps_with_servers_have_processes_of_their_own(tmp_path: Path) -> None:
+    report = run(tmp_path, [step("sound", part=part) for part in (2, 2, 3, 3, 2)])
+    first, second, *others = (row.numbers["pid"] for row in report.rows)
+    assert first == second and len({first, *others}) == 4
 
 
 def test_a_step_has_a_deadline_and_all_have_a_budget(tmp_path: Path) -> None:

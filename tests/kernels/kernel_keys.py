@@ -73,7 +73,7 @@ def layers_of(size: int, dtype: torch.dtype) -> None:
     gate_up = torch.randn(size, 2 * FEATURES, dtype=dtype, requires_grad=True)
     for weights in (None, torch.rand(size)):
         swiglu(gate_up, weights).sum().backward()
-    qkv, angles = torch.randn(size, 2, 6, 16, dtype=dtype, requires_grad=True), torch.randn(2, size, 1, 16).to(dtype)
+    qkv, angles = torch.randn(size, 2, 6, 16, dtype=dtype, requires_grad=True), torch.randn(2, size, 1, 16)
     for x in (qkv[:, :, :4].reshape(size, 8, 16), qkv[:, :, 4]):
         rotate_pairs(x, *angles).backward(torch.ones(size, x.shape[1], 16, dtype=dtype))
 

@@ -184,7 +184,7 @@ def test_what_a_stage_keeps(recompute: str, cuda: bool, sharing: int) -> None:
     setup = role(tp=TP, recompute=recompute, sequence_parallel=sharing > 1)
     of = {name: layer_bytes_per_token(setup, recompute=name, fused=cuda) for name in (recompute, "none")}
     whole = of["none"] if recompute == "full" else 0.0  # one layer, while its backward runs
-    rotary = sum([D * 2] * 2)
+    rotary = sum([D * 4] * 2)  # in float32
     assert kept_bytes(setup, 0, work(on_cuda=cuda)) == pytest.approx(
         77 * (2 * (3 * of[recompute] + rotary) + whole), rel=1e-12
     )
@@ -195,7 +195,7 @@ def test_what_a_stage_keeps(recompute: str, cuda: bool, sharing: int) -> None:
 def test_a_recomputed_mlp_is_whole_for_one_layer() -> None:
     setup = role(recompute="selective", recompute_modules=("mlp",))
     dropped, whole = (layer_bytes_per_token(setup, recompute=name, fused=True) for name in ("selective", "none"))
-    expected = 77 * (2 * (3 * dropped + 4 * D) + whole - dropped)
+    expected = 77 * (2 * (3 * dropped + 8 * D) + whole - dropped)
     assert kept_bytes(setup, 0, work()) == pytest.approx(expected, rel=1e-12)
 
 
@@ -208,7 +208,7 @@ def test_ranks_that_share_out_samples_keep_the_keys_of_others(recompute: str, ag
     alone = layer_bytes_per_token(role(recompute="none"), recompute="none", fused=True)
     whole = alone + 2.5 * 2 * K * 2 / 3
     kept = layer_bytes_per_token(role(recompute="selective"), recompute="selective", fused=True)
-    expected = 2 * (3 * (kept if again else whole) + 4 * D) + (whole - kept if again else 0)
+    expected = 2 * (3 * (kept if again else whole) + 8 * D) + (whole - kept if again else 0)
     assert kept_bytes(setup, 0, work()) == pytest.approx(26 * expected, rel=1e-12)
     handed_over = 26 * (1 + 3) * 2 * K * 2 / 3  # what this rank gives, and what all do
     passing = 26 * (sum(mlp(arch(), 2, fused=True)) / 3 + 2 * H * 2)
@@ -222,7 +222,7 @@ def test_what_a_small_minibatch_keeps() -> None:
     assert setup.microbatch_tokens(30) == 60 and role().microbatch_tokens(30) == 77
     assert role(cp=2, minibatch_sequences=5).microbatch_tokens(30) == 64  # padded to fours
     per_token = layer_bytes_per_token(setup, recompute="none", fused=True)
-    assert kept_bytes(setup, 0, work()) == pytest.approx(60 * (3 * per_token + 4 * D), rel=1e-12)
+    assert kept_bytes(setup, 0, work()) == pytest.approx(60 * (3 * per_token + 8 * D), rel=1e-12)
 
 
 @pytest.mark.parametrize("e", [2, 4])

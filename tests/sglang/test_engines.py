@@ -79,6 +79,9 @@ def test_an_engine_says_what_the_updated_actor_says(scenario: Callable[[str], Fo
         assert case["without_sync"] > 1e-2
         assert case["after_sync"] < EXACT
         assert case["probe"] < EXACT
+        assert 0 < case["phases"] <= 1
+    starts = [case["wake"] for found in scenario(name) for case in found.values() if "wake" in case]
+    assert max(starts) > 1, "the first sync is told to have waited for servers that start"
 
 
 @pytest.mark.parametrize(("name", "layout"), LAYOUTS)

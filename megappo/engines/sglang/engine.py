@@ -257,8 +257,10 @@ class SGLangEngine:
             self._homes.forget()
         problems: dict[int, str] = {}
         for _ in range(self.settings.sync_attempts):
-            self._give_back()
-            self._revive()
+            self._sync_seconds = SyncSeconds()
+            with self._sync_seconds.timed("wake"):
+                self._give_back()
+                self._revive()
             stale = [e for e in self._endpoints if e.index not in self.current]
             if not stale:
                 return
@@ -298,11 +300,13 @@ class SGLangEngine:
             server.release(CACHES)  # one that has just started
             server.resume(WEIGHTS)
 
-        problems = self._each_own(stale, make_ready)
+        with self._sync_seconds.timed("wake"):
+            problems = self._each_own(stale, make_ready)
         problems |= self._sync([endpoint for endpoint in stale if endpoint.index not in problems])
-        self._give_back()
-        synced = [endpoint for endpoint in stale if endpoint.index not in problems]
-        return problems | self._each_own(synced, lambda server: server.resume(CACHES))
+        with self._sync_seconds.timed("wake"):
+            self._give_back()
+            synced = [endpoint for endpoint in stale if endpoint.index not in problems]
+            return problems | self._each_own(synced, lambda server: server.resume(CACHES))
 
     def _sync(self, stale: Sequence[Endpoint]) -> dict[int, str]:
         """Send the weights; what went wrong, by server, the same on every rank."""
@@ -316,12 +320,11 @@ class SGLangEngine:
             for e in stale
             if rank == e.sender or any(receiver.rank == rank for receiver in feeders[e.index])
         ]
-        run = SyncRun(mine, shape, given.sync_timeout_seconds, given.verify, given.pause)
+        run = SyncRun(mine, shape, given.sync_timeout_seconds, given.verify, self._sync_seconds, given.pause)
         run.begin()
         run.give_up(_merged(of_all_ranks(run.problems)))  # nothing is sent before all sessions are open
         self._send(run, weights, [receiver for e in stale for receiver in feeders[e.index]])
         run.finish(self._version)
-        self._sync_seconds = run.seconds
         return _merged(of_all_ranks(run.problems))
 
     def _send(self, run: SyncRun, weights: WeightStream, receivers: Sequence[Receiver]) -> None:
@@ -336,12 +339,12 @@ class SGLangEngine:
                 p.receiver: buffers[p.receiver][number % 2] if buffers else weights.buffer(p.n_bytes)
                 for p in bucket.parcels
             }
-            with run.timed("gather"):
+            with self._sync_seconds.timed("gather"):
                 weights.deliver(delivery, bucket, flats)
             run.settle()
             if shared:
                 # After it this bucket is whole, and the one before it has left its buffer on every rank.
-                with run.timed("gather"):
+                with self._sync_seconds.timed("gather"):
                     dist.barrier()
             self._runtime.synchronize()  # the server's streams know nothing of ours
             run.load([(parcel, flats[parcel.receiver]) for parcel in bucket.parcels])

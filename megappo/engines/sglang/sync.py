@@ -31,6 +31,17 @@ class SyncSeconds:
     """Waiting for servers to take buckets over, beyond what hid behind gathering."""
     verify: float = 0.0
     session: float = 0.0
+    wake: float = 0.0
+    """Before and after: the trainer gives memory back, servers start where they must, and take theirs."""
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Count what happens inside as time of a phase."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            setattr(self, phase, getattr(self, phase) + time.monotonic() - started)
 
 
 @dataclass
@@ -83,24 +94,16 @@ class SyncRun:
     shape: EngineShape
     timeout_seconds: float
     verify: bool
+    seconds: SyncSeconds
+    """Counted on."""
     pause: str = "abort"
     """What servers do with requests meanwhile: `rollout.sglang.pause`."""
-    seconds: SyncSeconds = field(default_factory=SyncSeconds)
     _expected: list[Future[dict[tuple[int, str], str]]] = field(default_factory=list)
     _fingerprints: dict[Receiver, Fingerprints] = field(default_factory=dict)
     _in_use: Loaded = ()
 
     def __post_init__(self) -> None:
         self._pool = thread_pool(2 * len(self.servers) + 1, "megappo-sync")
-
-    @contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
-        """Count what happens inside as time of a phase."""
-        started = time.monotonic()
-        try:
-            yield
-        finally:
-            setattr(self.seconds, phase, getattr(self.seconds, phase) + time.monotonic() - started)
 
     @property
     def problems(self) -> dict[int, str]:
@@ -109,7 +112,7 @@ class SyncRun:
 
     def begin(self) -> None:
         """Open a session on each of this rank's own servers; one that a broken sync left open is closed first."""
-        with self.timed("session"):
+        with self.seconds.timed("session"):
             self._on_own(self._open)
 
     def give_up(self, problems: Mapping[int, str]) -> None:
@@ -142,10 +145,10 @@ class SyncRun:
 
     def settle(self) -> None:
         """Wait until nothing is being loaded by this rank."""
-        with self.timed("load"):
+        with self.seconds.timed("load"):
             for server in self.servers:
                 server.settle()
-        with self.timed("verify"):
+        with self.seconds.timed("verify"):
             for expected in self._expected:
                 expected.result()
 
@@ -153,12 +156,12 @@ class SyncRun:
         """Close the sessions, compare what arrived, and only then give it its version."""
         self.settle()
         self._report()
-        with self.timed("session"):
+        with self.seconds.timed("session"):
             self._on_own(lambda server: self._call(server, "/end_weight_update"))
         if self.verify:
-            with self.timed("verify"):
+            with self.seconds.timed("verify"):
                 self._on_own(self._compare)
-        with self.timed("session"):
+        with self.seconds.timed("session"):
             if self.pause != "in_place":  # which goes on with the keys and values of older weights
                 # A server that is paused does not look again whether it is idle, and is at once.
                 flush = "/flush_cache" if self.pause == "retract" else "/flush_cache?timeout=10"

@@ -32,11 +32,18 @@ class Step:
     """It is ended after so many."""
     proves: str
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether it has a process of its own: a server must not find what an earlier one left. The others go on in
+        the process of the step before."""
+        return self.part == 3
+
 
 _HERE = "tests.gpu.acceptance"
 STEPS = (
     Step("machine", 1, f"{_HERE}.machine:describe", 5, 60, "versions, memory, measured matrix rate and copy rate"),
     Step("kernels", 1, f"{_HERE}.kernels:exactness", 30, 120, "every kernel against float64, repeated bit for bit"),
+    Step("losses", 1, f"{_HERE}.losses:every_policy_loss", 30, 120, "every policy loss against float64, its time"),
     Step("kernel-times", 1, f"{_HERE}.kernels:times", 60, 180, "the head beside public kernels and its floor"),
     Step("oracle", 1, f"{_HERE}.ppo_step:against_oracle", 60, 200, "a PPO step in float32 against the oracle"),
     Step("mfu", 1, f"{_HERE}.ppo_step:speed", 30, 120, "updates in bfloat16: seconds, tokens/s, MFU"),

@@ -89,8 +89,12 @@ def run_steps(
                 reason = f"needs {step.seconds:g} s, of {seconds:g} s for this part {max(left, 0):.0f} are left"
                 report.add(step.name, skipped(_WHOLE, reason))
                 continue
+            if step.is_alone and worker is not None:
+                worker.end()
+                worker = None
             worker = worker if worker is not None else Worker(place, given, log)
-            if not _run(worker, step, report, left, left if place.tiny else min(step.most_seconds, left)):
+            most = left if place.tiny else min(step.most_seconds, left)
+            if not _run(worker, step, report, left, most) or step.is_alone:
                 worker.end()
                 worker = None
     finally:

@@ -116,9 +116,10 @@ def after_an_update(bench: Bench, layout: str) -> dict[str, Any]:
     """Sync, step the optimizer, sync, sample: how far the engine is from the trainer then."""
     trainer = bench.trainer(layout)
     parts = trainer.parts
+    assert isinstance(parts.engine, SGLangEngine)
     with counted(parts.weights) as count:
         trainer.sync_weights()
-    first = trainer.metrics["sync/probe_gap"]
+    first, wake = trainer.metrics["sync/probe_gap"], parts.engine.sync_phases()["wake"]
     trainer.step = 1
     rollouts = trainer.responses.of_step(1, weights_changed=False)
     placed, scored = trainer.forward(rollouts, score_by_length(rollouts))
@@ -137,6 +138,8 @@ def after_an_update(bench: Bench, layout: str) -> dict[str, Any]:
         "replayed": trainer.metrics.get("mismatch/router_replayed", 0.0),
         "changed": trainer.metrics.get("mismatch/router_changed", 0.0),
         "version": float(parts.engine.version),
+        "wake": wake,
+        "phases": sum(parts.engine.sync_phases().values()) / trainer.metrics["sync/seconds"],
     }
 
 
