@@ -59,17 +59,21 @@ class _StageWork:
         self._compute_rate = machine.flops(dtype_bytes) * (compute_share or machine.compute_share)
         self._seconds = dict.fromkeys(("compute", "memory", "launches", "links", "host"), 0.0)
 
-    def run(self, *, flops: float, memory_bytes: float, layers: float, times: float = 1.0) -> float:
+    def run(
+        self, *, flops: float, memory_bytes: float, layers: float, times: float = 1.0, in_trainer: bool = False
+    ) -> float:
         """Kernels: `flops` and `memory_bytes` of one rank in `layers` forward passes of a layer, `times` over. Returns
         the seconds of one time."""
+        machine = self.machine
+        launch = machine.trainer_launch_seconds_per_layer if in_trainer else machine.launch_seconds_per_layer
         bounds = {
             "compute": flops / self._compute_rate,
-            "memory": memory_bytes / (self.machine.memory_bandwidth * self.machine.bandwidth_share),
-            "launches": layers * self.machine.launch_seconds_per_layer,
+            "memory": memory_bytes / (machine.memory_bandwidth * machine.bandwidth_share),
+            "launches": layers * launch,
         }
         self.memory_bytes += times * memory_bytes
         slowest = max(bounds, key=lambda name: bounds[name])
-        counted = tuple(bounds) if self.machine.is_measured else (slowest,)
+        counted = tuple(bounds) if machine.is_measured else (slowest,)
         for name in counted:
             self._seconds[name] += times * bounds[name]
         return sum(bounds[name] for name in counted)
@@ -231,6 +235,7 @@ def _pipeline(spent: _StageWork, role: RoleSetup, work: Workload, *, train: bool
         memory_bytes=passes * (weights * e + activation_bytes) + (8 * gradients if train else 0),
         layers=layers * passes * _launches(role),
         times=slots,
+        in_trainer=True,
     )
     samples = times * role.replica_sequences * work.sequence_tokens * role.grid.dp
     response_share = work.response_tokens / work.sequence_tokens

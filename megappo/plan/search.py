@@ -1,8 +1,9 @@
 """Layouts that fit: the one nearest to a configuration's, and the fastest ones for a number of devices.
 
 The search goes over TP, PP, EP, recomputation, the microbatch budget, sequence parallelism and the distributed
-optimizer of each trained role, and over the engine's batch. Roles are sized one by one, those that others beat in
-memory and in order are dropped, and what is left is combined in order until something fits.
+optimizer of each trained role, and over the engine's batch or its share of the memory. The one for speed goes over CP
+and what leaves the device while a role rests as well, and over the TP of servers. Roles are sized one by one, those
+that others beat in memory and in order are dropped, and what is left is combined in order until something fits.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 from megappo.config import Config, ConfigError, derive, resolve
 from megappo.config.batch_rules import batch_rules
 from megappo.config.load import flat_settings
-from megappo.config.roles import LayoutSettings
+from megappo.config.roles import LayoutSettings, OffloadSettings
 from megappo.config.rules import (
     RoleSpec,
     parallel_rules,
@@ -26,15 +27,18 @@ from megappo.config.rules import (
 )
 from megappo.config.schema import RolloutSettings
 from megappo.errors import divisors, show
-from megappo.plan.costs import forward_cost, rollout_cost, update_cost
+from megappo.plan.costs import forward_cost, rollout_cost, sync_cost, update_cost
 from megappo.plan.inputs import Models, RoleSettings, RoleSetup, Setup, Workload, reference_role, trained_role, workload
 from megappo.plan.machines import MACHINES, Machine
-from megappo.plan.memory import engine_memory, rank_memory, role_memory
+from megappo.plan.memory import engine_memory, rank_memory, role_memory, server_memory
 from megappo.plan.planner import make_plan
 from megappo.plan.servers import Servers
 
 _DEEPEST_PIPELINE = 16
 _RECOMPUTE = ("none", "selective", "full")
+_CONTEXTS, _CONTEXT_TOKENS = (2, 4, 8), 8192
+"""CP that is tried, where each of its ranks has so many tokens of the longest sample at least."""
+_SERVER_RANKS = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ class _Choice(NamedTuple):
     at_rest: float
     """Bytes that stay, mean over all ranks of the world."""
     peak: float
-    """Bytes at the worst stage of an update."""
+    """Bytes at the worst moment of its turns."""
 
 
 class _Batch(NamedTuple):
@@ -91,7 +95,7 @@ class _Batch(NamedTuple):
     seconds: float
     """Seconds of the rollout."""
     n_bytes: float
-    """Bytes of the engine."""
+    """Bytes of the engine on a trainer's device during the rollout."""
 
 
 def nearest_fit(
@@ -115,7 +119,7 @@ def best_layouts(config: Config, models: Models, machine: Machine, gpus: int, co
     config = resolve(config, on_cuda=machine.is_cuda)
     _check_step(config, models)
     task = _Search(config, _everywhere(config), models, machine, gpus, by_speed=True)
-    return list(itertools.islice(_fits(task), count))
+    return sorted(itertools.islice(_fits(task), count), key=lambda proposal: proposal.step_seconds)
 
 
 def remedy(config: Config, models: Models, machine: Machine, gpus: int) -> tuple[str, Proposal | None]:
@@ -184,7 +188,8 @@ def _fits(task: _Search) -> Iterator[Proposal]:
 
 
 def _fits_memory(task: _Search, roles: Sequence[_Choice], rollout: RolloutSettings, usable_bytes: float) -> bool:
-    config = task.config.model_copy(update={"rollout": rollout})
+    settings = {choice.role.name: choice.settings for choice in roles}  # by which the engine knows whether it rests
+    config = task.config.model_copy(update={**settings, "rollout": rollout})
     actor, critic = roles[0].role, roles[1].role if len(roles) > 1 else None
     reference = None if config.reference is None else reference_role(config, actor, task.models, roles[0].settings)
     setup = Setup(actor, critic, reference, _work(task, config))
@@ -200,13 +205,15 @@ def _choices(task: _Search, name: str) -> Iterator[_Choice]:
         on_cuda = task.machine.is_cuda
         role = trained_role(task.config, name, task.models, task.gpus, on_cuda=on_cuda, settings=settings)
         stages = [role_memory(role, stage, work) for stage in range(role.grid.pp)]
-        peak = max(m.resident + max(m.update, m.forward) for m in stages)
+        peak = max(m.at_rest + max(m.updating, m.scoring) for m in stages)
         at_rest = sum(m.at_rest for m in stages) / role.grid.pp * len(role.grid.ranks) / task.gpus
         if peak <= share.usable_bytes:
             scored = [role]
             if name == "actor" and reference is not None:
                 scored.append(reference_role(task.config, role, task.models, settings))
             seconds = update_cost(role, work, share).seconds + forward_cost(scored, work, share).seconds
+            if name == "actor":
+                seconds += sync_cost(Setup(role, None, None, work), share).seconds
             changes = _distance(task.config.trained[name], settings)
             choice = _Choice(settings, role, changes, seconds, at_rest, peak)
             found.setdefault((role.grid.tp, role.grid.pp), []).append(choice)
@@ -226,13 +233,15 @@ def _settings(task: _Search, name: str) -> Iterator[RoleSettings]:
     budgets = sorted({given.microbatch_budget_tokens, *(longest * 2**n for n in range(4))})
     experts = divisors(max(1, arch.experts))
     pipelines = range(1, min(_DEEPEST_PIPELINE, arch.layers) + 1)
-    for tp, pp, ep in itertools.product(valid_tensor_parallel(arch), pipelines, experts):
+    contexts, offloads = _contexts(task, given), _offloads(task, given)
+    for tp, pp, ep, cp in itertools.product(valid_tensor_parallel(arch), pipelines, experts, contexts):
         in_node = task.machine.shared_by_ranks or tp <= task.machine.devices_per_node
-        if tp * pp * given.layout.context_parallel > task.gpus or not in_node:
+        if tp * pp * cp > task.gpus or not in_node:
             continue
         vpp = given.layout.virtual_pipeline_chunks
         chunks = vpp if pp > 1 and arch.layers >= pp * vpp else 1
         sizes: dict[str, Any] = {"tensor_parallel": tp, "pipeline_parallel": pp, "virtual_pipeline_chunks": chunks}
+        sizes["context_parallel"] = cp
         if pp != given.layout.pipeline_parallel and isinstance(given.layout.pipeline_layers, tuple):
             sizes["pipeline_layers"] = "auto"
         sizes |= {"expert_parallel": ep} if arch.experts else {}
@@ -242,11 +251,29 @@ def _settings(task: _Search, name: str) -> Iterator[RoleSettings]:
             if not _is_valid(task, RoleSpec(name, placed, arch)):
                 continue
             shards = sorted({given.optimizer.distributed, True})
-            for recompute, budget, distributed in itertools.product(_RECOMPUTE, budgets, shards):
+            switches = itertools.product(_RECOMPUTE, budgets, shards, offloads)
+            for recompute, budget, distributed, offload in switches:
                 optimizer = given.optimizer.model_copy(update={"distributed": distributed})
                 changes = {"recompute": recompute, "microbatch_budget_tokens": budget, "optimizer": optimizer}
+                changes["offload"] = offload
                 if budget >= placed.layout.grid(task.gpus).padded(longest):
                     yield placed.model_copy(update=changes)
+
+
+def _contexts(task: _Search, given: RoleSettings) -> list[int]:
+    """CP that is tried: the given one, and for speed those that leave each rank enough of the longest sample."""
+    if not task.by_speed:
+        return [given.layout.context_parallel]
+    fitting = (cp for cp in _CONTEXTS if cp * _CONTEXT_TOKENS <= task.config.max_sequence_tokens)
+    return sorted({given.layout.context_parallel, 1, *fitting})
+
+
+def _offloads(task: _Search, given: RoleSettings) -> list[OffloadSettings]:
+    """What leaves the device while a role rests: what is given, and for speed, on GPUs, nothing and all of it."""
+    if not (task.by_speed and task.machine.is_cuda):
+        return [given.offload]
+    nothing, everything = OffloadSettings(), OffloadSettings(weights=True, gradients=True, optimizer=True)
+    return [given.offload, *(offload for offload in (nothing, everything) if offload != given.offload)]
 
 
 def _is_valid(task: _Search, role: RoleSpec) -> bool:
@@ -257,7 +284,8 @@ def _is_valid(task: _Search, role: RoleSpec) -> bool:
 
 
 def _distance(given: RoleSettings, tried: RoleSettings) -> float:
-    """Doublings of TP, PP and EP count 1, other doublings and steps of recomputation a half, switches a quarter."""
+    """Doublings of TP, PP, CP and EP and what leaves the device count 1, other doublings and steps of recomputation a
+    half, switches a quarter."""
 
     def doublings(a: int, b: int) -> float:
         return abs(math.log2(a / b))
@@ -270,28 +298,59 @@ def _distance(given: RoleSettings, tried: RoleSettings) -> float:
         + 0.5 * doublings(given.microbatch_budget_tokens, tried.microbatch_budget_tokens)
         + 0.25 * (given.layout.sequence_parallel != tried.layout.sequence_parallel)
         + 0.25 * (given.optimizer.distributed != tried.optimizer.distributed)
+        + doublings(given.layout.context_parallel, tried.layout.context_parallel)
+        + (given.offload != tried.offload)
     )
 
 
 def _engine_batches(task: _Search) -> Iterator[_Batch]:
-    """The embedded engine's batch and halves of it; for SGLang beside trainers its share of the memory and less."""
+    """What an engine can be given that no other choice beats in memory and in order: the embedded engine's batch and
+    halves of it; for SGLang beside trainers its TP and its share of the memory."""
     given, arch, share = task.config.rollout, task.models.actor, task.machine.per_rank(task.gpus)
-    for n, rollout in enumerate(_rollouts(given, _work(task, task.config).servers)):
+    found = []
+    for rollout, changes in _rollouts(task, given):
         work = _work(task, task.config.model_copy(update={"rollout": rollout}))
-        n_bytes = 0.0 if work.servers is not None else engine_memory(arch, work).total  # servers may sleep
-        yield _Batch(rollout, 0.5 * n, rollout_cost(arch, work, share).seconds, n_bytes)
+        if work.servers is None:
+            n_bytes = engine_memory(arch, work).total
+        else:
+            n_bytes = 0.0 if work.servers.beside else server_memory(arch, work.servers, work).total
+        found.append(_Batch(rollout, changes, rollout_cost(arch, work, share).seconds, n_bytes))
+    kept: list[_Batch] = []
+    for batch in sorted(found, key=lambda b: task.order(b.changes, b.seconds)):
+        if not any(k.n_bytes <= batch.n_bytes for k in kept):
+            kept.append(batch)
+    yield from kept
 
 
-def _rollouts(given: RolloutSettings, servers: Servers | None) -> Iterator[RolloutSettings]:
-    yield given
+def _rollouts(task: _Search, given: RolloutSettings) -> Iterator[tuple[RolloutSettings, float]]:
+    """Settings of the engine and how many changes they are: half a change for a halving or a tenth, one for a doubling
+    of TP."""
+    yield given, 0.0
+    servers = _work(task, task.config).servers
     if servers is None:
-        batch = given.generate_batch_sequences
+        batch, halvings = given.generate_batch_sequences, 0
         while batch := batch // 2:
-            yield given.model_copy(update={"generate_batch_sequences": batch})
+            halvings += 1
+            yield given.model_copy(update={"generate_batch_sequences": batch}), 0.5 * halvings
     elif servers.colocated and servers.static_bytes:
-        for tenths in range(math.ceil(10 * given.servers.memory_fraction) - 1, 0, -1):
-            less = given.servers.model_copy(update={"memory_fraction": tenths / 10})
-            yield given.model_copy(update={"sglang": less})
+        its = given.servers
+        last = math.ceil(10 * its.memory_fraction)
+        for tp in _server_ranks(task, servers):
+            for tenth in range(1, 10 if task.by_speed else last):
+                changes = abs(math.log2(tp / its.tensor_parallel)) + 0.5 * max(1, abs(last - tenth))
+                other = its.model_copy(update={"tensor_parallel": tp, "memory_fraction": tenth / 10})
+                yield given.model_copy(update={"sglang": other}), changes
+
+
+def _server_ranks(task: _Search, servers: Servers) -> list[int]:
+    """TP of servers inside a node; only the given one where the search is not for speed, or it has more to divide."""
+    given, arch = servers.tensor_parallel, task.models.actor
+    if not task.by_speed or servers.nodes > 1 or servers.attention_groups > 1:
+        return [given]
+    most = min(task.machine.devices_per_node, task.gpus)
+    even = task.config.rollout.servers.expert_parallel
+    fitting = {n for n in _SERVER_RANKS if n <= most and task.gpus % n == 0 and arch.heads % n == 0 and n % even == 0}
+    return sorted(fitting | {given})
 
 
 def _work(task: _Search, config: Config) -> Workload:
@@ -330,5 +389,6 @@ def _words(task: _Search, settings: RoleSettings) -> str:
     words += [f"EP {layout.expert_parallel}"] if layout.expert_parallel > 1 else []
     words += ["sequence parallel"] if layout.sequence_parallel else []
     words += ["distributed optimizer"] if settings.optimizer.distributed else []
+    words += ["off the device while it rests"] if settings.offload.parts else []
     words += [f"recompute {settings.recompute}", f"{settings.microbatch_budget_tokens} tokens"]
     return ", ".join(words)

@@ -16,7 +16,7 @@ from megappo.plan.costs import update_cost
 from tests.support.places import ROOT
 from tests.support.plan import FFN, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, VOCAB, arch, machine, role, work
 
-MIDDLE = ROOT / "configs" / "qwen3_8b_8gpu_math.yaml"
+MIDDLE = ROOT / "tests/support/qwen3_8b_8gpu.yaml"
 HEADS_IN_LAYERS = (0.0, 0.4, 1.0, 1.5, 2.0, 5.3)
 
 

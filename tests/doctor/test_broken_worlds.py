@@ -429,7 +429,7 @@ def test_it_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     small = [
         f"{role}.layout.{key}"
         for role in ("actor", "critic")
-        for key in ("tensor_parallel=4", "sequence_parallel=false")
+        for key in ("tensor_parallel=1", "sequence_parallel=false")
     ]
     code, said = run(capsys, "plan", big, "--machine", "h100", "--gpus", "8", *small)
     assert code == 1
@@ -443,7 +443,8 @@ def test_it_does_not_fit_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     from megappo.plan.machines import MACHINES
 
     monkeypatch.setattr(settings, "this_machine", lambda: MACHINES["h100"])
-    code, found = findings(capsys, "configs/qwen3_8b_8gpu_math.yaml", "actor.microbatch_budget_tokens=65536")
+    wide = ("actor.layout.tensor_parallel=8", "actor.microbatch_budget_tokens=131072")
+    code, found = findings(capsys, "configs/qwen3_8b_8gpu_math.yaml", *wide)
     assert code == 1
     expect(found["room"], "broken", "does not fit: ranks 0-7 need", "the nearest layout that fits")
 

@@ -26,8 +26,8 @@ from tests.support.places import QUICKSTART, ROOT
 from tests.support.plan import machine
 
 SMALL = ROOT / "configs" / "qwen3_0.6b_1gpu_gsm8k.yaml"
-MIDDLE = ROOT / "configs" / "qwen3_8b_8gpu_math.yaml"
-EXPERTS = ROOT / "configs" / "qwen3_30b_a3b_4node_math.yaml"
+MIDDLE = ROOT / "tests/support/qwen3_8b_8gpu.yaml"
+EXPERTS = ROOT / "tests/support/qwen3_30b_a3b_4node.yaml"
 UNSAID = ("rollout.engine=null", "rollout.sglang=null")
 
 

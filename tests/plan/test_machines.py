@@ -95,7 +95,7 @@ def test_shares_of_a_machine() -> None:
 def test_assumptions_are_told() -> None:
     measured = dataclasses.replace(MACHINES["cpu"], is_measured=True)
     for machine, shares in (
-        (MACHINES["h100"], ["40%", "70%", "70%", "0.4 ms"]),
+        (MACHINES["h100"], ["40%", "70%", "70%", "1.4 ms"]),
         (measured, ["60%", "100%", "70%", "0.8 ms"]),
     ):
         told = ASSUMED.sentence(machine)

@@ -39,13 +39,15 @@ from tests.support.places import ROOT
 
 MODELS = ROOT / "configs" / "models"
 SMALL, MIDDLE, LARGE = (
-    ROOT / "configs" / f"{name}.yaml"
-    for name in ("qwen3_0.6b_1gpu_gsm8k", "qwen3_8b_8gpu_math", "qwen3_32b_2node_math")
+    ROOT / f"{name}.yaml"
+    for name in ("configs/qwen3_0.6b_1gpu_gsm8k", "tests/support/qwen3_8b_8gpu", "tests/support/qwen3_32b_2node")
 )
-ON = {SMALL: ("h100", 1), MIDDLE: ("h100", 8), LARGE: ("h200", 16)}
+SHIPPED, SHIPPED_LARGE = (ROOT / f"configs/{name}.yaml" for name in ("qwen3_8b_8gpu_math", "qwen3_32b_2node_math"))
+"""What the command is given: the models' configurations stand beside them."""
+ON = {SMALL: ("h100", 1), MIDDLE: ("h100", 8), LARGE: ("h200", 16), SHIPPED: ("h100", 8)}
 EMBEDDED = {
     path: ["rollout.engine=transformers", "rollout.sglang=null", f"rollout.generate_batch_sequences={batch}"]
-    for path, batch in {SMALL: 128, MIDDLE: 16, LARGE: 8}.items()
+    for path, batch in {SMALL: 128, MIDDLE: 16, LARGE: 8, SHIPPED: 16, SHIPPED_LARGE: 8}.items()
 }
 """They are planned with the engine inside the trainer here; test_plan_servers.py has SGLang's servers."""
 # The weights of the published safetensors files.
@@ -429,23 +431,23 @@ def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
 
 
 def test_json_round_trip(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = command(capsys, str(MIDDLE), "--machine", "h100", "--json", "--gpus", "8", *EMBEDDED[MIDDLE])
+    code, out, err = command(capsys, str(SHIPPED), "--machine", "h100", "--json", "--gpus", "8", *EMBEDDED[SHIPPED])
     assert (code, err) == (0, "")
     content = json.loads(out)
-    assert TypeAdapter(Plan).validate_python(content["plan"]) == plan(MIDDLE)
+    assert TypeAdapter(Plan).validate_python(content["plan"]) == plan(SHIPPED)
     assert content["layouts"] == []
     assert content["notes"] == [f"Qwen/Qwen3-8B is planned from {MODELS / 'Qwen3-8B' / 'config.json'}"]
     ranks = content["plan"]["ranks"][0]
     assert ranks["peak_bytes"] == max(ranks["stages"].values()) == ranks["stages"][ranks["peak_stage"]]
-    code, out, _ = command(capsys, str(LARGE), "--machine", "h100", "--json", *EMBEDDED[LARGE])
+    code, out, _ = command(capsys, str(SHIPPED_LARGE), "--machine", "h100", "--json", *EMBEDDED[SHIPPED_LARGE])
     assert code == 1
     content = json.loads(out)
     assert not content["plan"]["fits"] and content["layouts"][0]["machine"] == "h200"
-    code, out, _ = command(capsys, str(MIDDLE), "--gpus", "8", "--search", "--json", *EMBEDDED[MIDDLE])
+    code, out, _ = command(capsys, str(SHIPPED), "--gpus", "8", "--search", "--json", *EMBEDDED[SHIPPED])
     content = json.loads(out)
     proposals = [TypeAdapter(Proposal).validate_python(p) for p in content["layouts"]]
     assert content["plan"] is None
-    assert proposals == best_layouts(load(MIDDLE), models_of(MIDDLE), MACHINES["h100"], 8)
+    assert proposals == best_layouts(load(SHIPPED), models_of(SHIPPED), MACHINES["h100"], 8)
 
 
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -454,16 +456,16 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "quickstart on 2 x cpu: MB on" in out
     for word in ("actor", "critic", "engine", "update_critic", "update_actor", "sync", "fits: ", "assumed: 40%"):
         assert word in out
-    code, out, _ = command(capsys, str(MIDDLE), "--search", "--machine", "b200")
+    code, out, _ = command(capsys, str(SHIPPED), "--search", "--machine", "b200")
     assert code == 0 and "layouts on 8 x b200, the fastest first" in out and "actor: TP " in out
 
 
 def test_models_of_other_machines(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, out, _ = command(capsys, str(MIDDLE), "model.path=/data/models/Qwen3-8B", "critic.path=Qwen3-0.6B")
+    code, out, _ = command(capsys, str(SHIPPED), "model.path=/data/models/Qwen3-8B", "critic.path=Qwen3-0.6B")
     assert code == 0
     assert "/data/models/Qwen3-8B is planned from" in out and "Qwen3-0.6B is planned from" in out
     elsewhere = tmp_path / "run.yaml"
-    elsewhere.write_text(MIDDLE.read_text())
+    elsewhere.write_text(SHIPPED.read_text())
     assert command(capsys, str(elsewhere), f"model.path={MODELS / 'Qwen3-8B'}")[0] == 0
     code, _, err = command(capsys, str(elsewhere), "model.path=/data/models/Qwen3-8B")
     assert code == 2 and "there is no such folder" in err
@@ -482,7 +484,7 @@ def test_models_of_other_machines(capsys: pytest.CaptureFixture[str], tmp_path: 
     ],
 )
 def test_bad_input_is_a_sentence(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
-    code, out, err = command(capsys, str(MIDDLE), *arguments)
+    code, out, err = command(capsys, str(SHIPPED), *arguments)
     assert (code, out) == (2, "")
     assert words in err
     assert all(line.startswith("megappo: error: ") for line in err.splitlines())

@@ -16,7 +16,7 @@ from megappo.plan.servers import Servers, find_servers
 from tests.support.places import ROOT
 from tests.support.plan import arch, with_experts
 
-MIDDLE = ROOT / "configs" / "qwen3_8b_8gpu_math.yaml"
+MIDDLE = ROOT / "tests/support/qwen3_8b_8gpu.yaml"
 EMBEDDED = ("rollout.engine=transformers", "rollout.sglang=null")
 MODELS = Models(arch(), arch(layers=12), arch(hidden_size=41))
 

@@ -16,7 +16,7 @@ from megappo.plan.stopping import Stopping, stopping
 from tests.support.places import ROOT
 from tests.support.plan import HIDDEN, arch, machine, role, work
 
-MIDDLE = ROOT / "configs" / "qwen3_8b_8gpu_math.yaml"
+MIDDLE = ROOT / "tests/support/qwen3_8b_8gpu.yaml"
 WEIGHTS = 8_190_735_360
 """Of Qwen3-8B."""
 
@@ -62,7 +62,7 @@ def test_checkpoints_follow_the_time_of_a_step() -> None:
 
 
 def test_what_a_plan_says_of_stopping(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", str(MIDDLE), "--machine", "h100", "--gpus", "8"]
+    words = ["plan", "configs/qwen3_8b_8gpu_math.yaml", "--machine", "h100", "--gpus", "8"]
     assert main([*words, "--json"]) == 0
     stopping = json.loads(capsys.readouterr().out)["plan"]["stopping"]
     lead, every, lost = stopping["lead_seconds"], stopping["every_steps"], stopping["lost_seconds"]

@@ -20,7 +20,7 @@ from megappo.plan.tables import plan_view, search_view
 from tests.support.places import ROOT
 from tests.support.plan import arch
 
-MIDDLE = ROOT / "configs" / "qwen3_8b_8gpu_math.yaml"
+MIDDLE = ROOT / "tests/support/qwen3_8b_8gpu.yaml"
 EMBEDDED = ("rollout.engine=transformers", "rollout.sglang=null", "rollout.generate_batch_sequences=16")
 APART = ("rollout.sglang={placement: disaggregated, engines: 3}", "actor.layout={tensor_parallel: 4, ranks: 8}",
          "critic.layout={tensor_parallel: 8, first_rank: 8}")  # fmt: skip
