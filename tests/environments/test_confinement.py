@@ -1,0 +1,210 @@
+"""What a program of the model can do outside of its folder: nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megappo.config.environment import SandboxSettings, ToolSettings
+from megappo.environments.confinement import confine, landlock_abi, why_not
+from megappo.environments.protocol import ToolResult
+from megappo.environments.tool_calling import ToolCalling
+from megappo.environments.tool_pool import ToolPool
+
+pytestmark = pytest.mark.waits
+
+PYTHON = {"python": "megappo.environments.mathematics:python"}
+PROGRAMS = {"python": "code"}
+SECRET = "a-s3cret-of-a-neighbour"
+needs_landlock = pytest.mark.skipif(bool(why_not()), reason=f"programs are confined nowhere here: {why_not()}")
+
+
+class Neighbour:
+    """What stands outside of a program's folder: a file, a folder, a process with a secret, a port."""
+
+    def __init__(self, root: Path) -> None:
+        self.file, self.folder = root / "file", root / "folder"
+        self.file.write_text(SECRET)
+        self.file.chmod(0o600)
+        self.folder.mkdir()
+        self.process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={"KEY": SECRET})
+        self.server = socket.create_server(("127.0.0.1", 0))
+        self.server.setblocking(False)
+        self.before = self._state()
+
+    def _state(self) -> object:
+        found = self.file.stat()
+        told = (found.st_mode, found.st_mtime_ns, found.st_size, found.st_nlink, os.listdir(self.folder))
+        return told, os.sched_getaffinity(self.process.pid), os.getpriority(os.PRIO_PROCESS, self.process.pid)
+
+    def is_untouched(self) -> bool:
+        """Nobody has come in at the port either."""
+        try:
+            self.server.accept()
+        except BlockingIOError:
+            return self.process.poll() is None and self._state() == self.before
+        return False
+
+    def attacks(self) -> list[str]:
+        """Programs that try."""
+        file, folder, pid = str(self.file), str(self.folder), self.process.pid
+        port = self.server.getsockname()[1]
+        plain = [
+            f"print(open({file!r}).read())", f"open({file!r}, 'a').write('x')", f"open({folder + '/x'!r}, 'w')",
+            f"os.truncate({file!r}, 0)", f"os.chmod({file!r}, 0o777)", f"os.unlink({file!r})",
+            f"os.chown({file!r}, 1, 1)", f"os.rename({file!r}, 'mine')", f"os.replace('own', {file!r})",
+            f"os.link({file!r}, 'mine')",
+            f"os.link('own', {folder + '/x'!r})", f"os.symlink('own', {folder + '/x'!r})",
+            f"os.mkdir({folder + '/x'!r})", f"os.mkfifo({folder + '/x'!r})", f"os.rmdir({folder!r})",
+            f"os.utime({file!r}, (1, 1))",
+            f"os.setxattr({file!r}, 'user.x', b'1')", f"os.symlink({file!r}, 'mine'); print(open('mine').read())",
+            f"shutil.rmtree({folder!r})", f"shutil.copy({file!r}, 'mine'); print(open('mine').read())",
+            f"print(os.listdir({str(self.file.parent)!r}))", f"os.chdir({folder!r}); open('x', 'w')",
+            f"print(open('/proc/{pid}/environ').read())", f"print(open('/proc/{pid}/cmdline').read())",
+            f"print(open('/proc/{pid}/root{file}').read())", f"print(os.readlink('/proc/{pid}/fd/0'))",
+            f"open('/proc/{pid}/oom_score_adj', 'w').write('1000')", f"open('/proc/{pid}/mem', 'rb+')",
+            f"os.kill({pid}, 9)", f"signal.pidfd_send_signal(os.pidfd_open({pid}), 9)", "os.kill(os.getppid(), 9)",
+            f"os.sched_setaffinity({pid}, [0])",
+            f"resource.prlimit({pid}, resource.RLIMIT_CPU, (0, 0))", f"os.setpriority(os.PRIO_PROCESS, {pid}, 19)",
+            f"libc.ptrace(16, {pid}, 0, 0)", f"libc.process_vm_readv({pid}, 0, 0, 0, 0, 0)", 
+            "libc.shmget(1, 4096, 0o1666)", "print(os.listdir('/'))", "print(os.listdir('/proc'))",
+            f"socket.create_connection(('127.0.0.1', {port}))", f"urllib.request.urlopen('http://127.0.0.1:{port}')",
+            f"subprocess.run(['sh', '-c', 'cat {file}; echo x > {folder}/x; kill -9 {pid}'])",
+            f"print(subprocess.run(['sh', '-c', 'cat {file}; echo x > {folder}/x'], capture_output=True).stdout)",
+            "socket.socketpair(type=socket.SOCK_DGRAM)[0].sendto(b'x', '/dev/log')", "socket.create_server(('', 0))",
+            "open('/dev/shm/megappo-of-a-test', 'w')", f"open({tempfile.gettempdir() + '/megappo-of-a-test'!r}, 'w')",
+            "print(open('/etc/shadow').read())", "open(os.path.dirname(json.__file__) + '/megappo_of_a_test.py', 'w')",
+            "os.mkfifo('mine'); os.chmod('mine', 0o777); os.rename('mine', '../mine')",
+            f"os.setuid(65534); open({file!r})", "libc.unshare(0x10000000); libc.mount(b'none', b'/', b'tmpfs', 0, 0)",
+        ]  # fmt: skip
+        head = "import ctypes, json, os, resource, shutil, signal, socket, subprocess, urllib.request"
+        return [f"{head}\nlibc = ctypes.CDLL(None)\nopen('own', 'w').close()\n{code}" for code in plain]
+
+
+@pytest.fixture
+def neighbour(tmp_path: Path) -> Iterator[Neighbour]:
+    found = Neighbour(tmp_path)
+    yield found
+    found.process.kill()
+    found.process.wait()
+    found.server.close()
+
+
+def run(code: list[str], settings: ToolSettings) -> list[ToolResult]:
+    async def all_of_them() -> list[ToolResult]:
+        return list(await asyncio.gather(*(pool.call("python", {"code": program}) for program in code)))
+
+    pool = ToolPool(PYTHON, settings, PROGRAMS)
+    with asyncio.Runner() as loop:
+        found = loop.run(all_of_them())
+        pool.close()
+    return found
+
+
+@needs_landlock
+def test_a_program_of_the_model_has_no_rights_beyond_its_folder(neighbour: Neighbour) -> None:
+    """Files of others, their processes, the network and the machine's shared memory; with confined=false it has."""
+    attacks = neighbour.attacks()
+    found = run(attacks, ToolSettings(workers=2))
+    assert len(attacks) > 50 and neighbour.is_untouched()
+    for code, result in zip(attacks, found, strict=True):
+        assert SECRET not in result.text and "root:" not in result.text, (code, result)
+    left = (f"{place}/megappo-of-a-test" for place in ("/dev/shm", tempfile.gettempdir()))
+    assert not any(os.path.exists(path) for path in left)
+    free = run(attacks[:2], ToolSettings(workers=1, confined=False))
+    assert free[0].text == f"{SECRET}\n" and not neighbour.is_untouched()
+
+
+ORDINARY = """
+import asyncio, concurrent.futures, decimal, os, random, shutil, sqlite3, subprocess, sys, tempfile
+with open("a.txt", "w") as file:
+    file.write("one")
+shutil.copy("a.txt", "b.txt")
+os.chmod("b.txt", 0o600)
+print(open("b.txt").read(), len(os.listdir(os.path.expanduser("~"))))
+with tempfile.TemporaryDirectory() as folder:
+    open(os.path.join(folder, "x"), "w").close()
+print(subprocess.run([sys.executable, "-c", "import json; print(json.dumps([1]))"], capture_output=True, text=True))
+print(subprocess.run("echo two | tr a-z A-Z", shell=True, capture_output=True, text=True).stdout)
+with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    print(sum(pool.map(abs, range(4))))
+asyncio.run(asyncio.sleep(0))
+child = subprocess.Popen(["sleep", "100"])
+child.kill()
+print(child.wait(), random.SystemRandom().random() < 1, sqlite3.connect("d.db").execute("select 3").fetchone())
+"""
+
+
+@needs_landlock
+def test_ordinary_programs_run_in_their_folder() -> None:
+    (result,) = run([ORDINARY], ToolSettings(workers=1))
+    assert "Error" not in result.text and not result.failure, result
+    assert "one 2\n" in result.text and "TWO" in result.text and "-9 True (3,)" in result.text and "[1]" in result.text
+
+
+@needs_landlock
+@pytest.mark.parametrize("abi", range(3, landlock_abi() + 1))
+def test_kernels_of_any_age_keep_it_in(abi: int, neighbour: Neighbour, tmp_path: Path) -> None:
+    """Also those whose Landlock does not know of ports and signals yet."""
+    folder = tmp_path / "own"
+    folder.mkdir()
+    for code in neighbour.attacks():
+        pid = os.fork()
+        if pid == 0:
+            os.chdir(folder)
+            os.setsid()
+            os.dup2(os.open(os.devnull, os.O_RDWR), 1)
+            os.dup2(1, 2)
+            confine(str(folder), most_abi=abi)
+            try:
+                exec(code, {})
+            finally:
+                os._exit(0)
+        deadline = time.monotonic() + 20
+        while os.waitpid(pid, os.WNOHANG)[0] == 0:
+            if time.monotonic() > deadline:
+                os.kill(pid, signal.SIGKILL)
+                pytest.fail(f"does not end: {code}")
+            os.sched_yield()
+    assert neighbour.is_untouched()
+
+
+FILLS = "for n in range(1000):\n  with open(str(n), 'wb') as file: file.write(b'x' * 10**6)\n"
+HIDES = "import os\nkept = []\nfor n in range(200):\n  kept.append(open('x', 'wb', 0))\n  os.unlink('x')\n"
+HIDES += "  kept[-1].write(b'x' * 10**6)\n"
+MANY = "import os\nfor n in range(100000):\n  os.mkdir(str(n))\n"
+LARGE = "try: open('x', 'wb').write(b'x' * 200 * 10**6)\nexcept OSError: pass\n"
+
+
+def test_what_a_program_writes_is_bounded() -> None:
+    """In one file, in many, in such without a name, and in folders."""
+    wait = "import time\ntime.sleep(60)"
+    settings = ToolSettings(workers=2, timeout_seconds=90.0, memory_gigabytes=1.0)
+    found = run([*(code + wait for code in (LARGE, FILLS, HIDES, MANY)), "6 * 7"], settings)
+    assert [result.failure for result in found] == ["files", "files", "files", "files", ""]
+    assert "wrote more than it may" in found[0].text and found[-1].text == "42\n"
+    assert max(result.seconds for result in found) < 60
+
+
+def test_a_machine_that_confines_nobody_runs_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the settings say so; elsewhere they run, and tools that run nothing of the model's are there."""
+    monkeypatch.setattr("megappo.environments.tool_pool.why_not", lambda: "it is old")
+    environment = ToolCalling(tools=("python",))
+    with pytest.raises(ValueError, match=r"'python' runs what the model wrote, .* \(it is old\); set .*confined="):
+        ToolPool(environment.tools, ToolSettings(), environment.programs)
+    for settings in (ToolSettings(confined=False), ToolSettings(sandbox=SandboxSettings(url="http://127.0.0.1:9"))):
+        ToolPool(environment.tools, settings, environment.programs).close()
+    calculator = ToolPool(ToolCalling().tools, ToolSettings(workers=1))
+    with asyncio.Runner() as loop:
+        assert loop.run(calculator.call("calculator", {"expression": "6*7"})).text == "42"
+        calculator.close()
