@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from megappo.config.base import NonNegativeFloat, NonNegativeInt, PathText, PositiveInt, Ranks, Seconds, Settings, Text
 from megappo.config.engine import SGLangSettings
-from megappo.config.folder_texts import OF_TOKENIZERS, check_texts
+from megappo.config.folder_texts import OF_TOKENIZERS, check_texts, read_object
 from megappo.config.own_server import OwnServerSettings
 from megappo.errors import shortened, show
 
@@ -99,7 +99,9 @@ class JudgeSettings(Settings):
         except ValueError as error:
             return f"model: {error}"
         named = folder / "tokenizer_config.json"
-        has_template = any(folder.glob("*chat_template*")) or (named.is_file() and "chat_template" in named.read_text())
+        has_template = any(folder.glob("*chat_template*")) or (
+            named.is_file() and "chat_template" in read_object(named)
+        )
         if self.chat and not has_template:
             return f"model '{self.model}' has no chat template; set chat to false, and the prompt is continued"
         return None
