@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any
 
+import regex
 from pydantic import Field, model_validator
 
 from megappo.config.base import NonNegativeFloat, NonNegativeInt, PathText, PositiveInt, Ranks, Seconds, Settings, Text
@@ -169,8 +170,8 @@ def check_key_variable(name: str | None) -> None:
 
 def _check_pattern(pattern: str) -> None:
     try:
-        groups = re.compile(pattern).groups
-    except re.error as error:
+        groups = regex.compile(pattern).groups
+    except regex.error as error:
         raise ValueError(f"pattern '{pattern}' is no regular expression ({error}); fix it") from None
     if groups != 1:
         raise ValueError(
