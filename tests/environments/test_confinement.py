@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -20,75 +17,13 @@ from megappo.environments.confinement import confine, landlock_abi, why_not
 from megappo.environments.protocol import ToolResult
 from megappo.environments.tool_calling import ToolCalling
 from megappo.environments.tool_pool import ToolPool
+from tests.support.hostile import SECRET, Neighbour
 
 pytestmark = pytest.mark.waits
 
 PYTHON = {"python": "megappo.environments.mathematics:python"}
 PROGRAMS = {"python": "code"}
-SECRET = "a-s3cret-of-a-neighbour"
 needs_landlock = pytest.mark.skipif(bool(why_not()), reason=f"programs are confined nowhere here: {why_not()}")
-
-
-class Neighbour:
-    """What stands outside of a program's folder: a file, a folder, a process with a secret, a port."""
-
-    def __init__(self, root: Path) -> None:
-        self.file, self.folder = root / "file", root / "folder"
-        self.file.write_text(SECRET)
-        self.file.chmod(0o600)
-        self.folder.mkdir()
-        self.process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={"KEY": SECRET})
-        self.server = socket.create_server(("127.0.0.1", 0))
-        self.server.setblocking(False)
-        self.before = self._state()
-
-    def _state(self) -> object:
-        found = self.file.stat()
-        told = (found.st_mode, found.st_mtime_ns, found.st_size, found.st_nlink, os.listdir(self.folder))
-        return told, os.sched_getaffinity(self.process.pid), os.getpriority(os.PRIO_PROCESS, self.process.pid)
-
-    def is_untouched(self) -> bool:
-        """Nobody has come in at the port either."""
-        try:
-            self.server.accept()
-        except BlockingIOError:
-            return self.process.poll() is None and self._state() == self.before
-        return False
-
-    def attacks(self) -> list[str]:
-        """Programs that try."""
-        file, folder, pid = str(self.file), str(self.folder), self.process.pid
-        port = self.server.getsockname()[1]
-        plain = [
-            f"print(open({file!r}).read())", f"open({file!r}, 'a').write('x')", f"open({folder + '/x'!r}, 'w')",
-            f"os.truncate({file!r}, 0)", f"os.chmod({file!r}, 0o777)", f"os.unlink({file!r})",
-            f"os.chown({file!r}, 1, 1)", f"os.rename({file!r}, 'mine')", f"os.replace('own', {file!r})",
-            f"os.link({file!r}, 'mine')",
-            f"os.link('own', {folder + '/x'!r})", f"os.symlink('own', {folder + '/x'!r})",
-            f"os.mkdir({folder + '/x'!r})", f"os.mkfifo({folder + '/x'!r})", f"os.rmdir({folder!r})",
-            f"os.utime({file!r}, (1, 1))",
-            f"os.setxattr({file!r}, 'user.x', b'1')", f"os.symlink({file!r}, 'mine'); print(open('mine').read())",
-            f"shutil.rmtree({folder!r})", f"shutil.copy({file!r}, 'mine'); print(open('mine').read())",
-            f"print(os.listdir({str(self.file.parent)!r}))", f"os.chdir({folder!r}); open('x', 'w')",
-            f"print(open('/proc/{pid}/environ').read())", f"print(open('/proc/{pid}/cmdline').read())",
-            f"print(open('/proc/{pid}/root{file}').read())", f"print(os.readlink('/proc/{pid}/fd/0'))",
-            f"open('/proc/{pid}/oom_score_adj', 'w').write('1000')", f"open('/proc/{pid}/mem', 'rb+')",
-            f"os.kill({pid}, 9)", f"signal.pidfd_send_signal(os.pidfd_open({pid}), 9)", "os.kill(os.getppid(), 9)",
-            f"os.sched_setaffinity({pid}, [0])",
-            f"resource.prlimit({pid}, resource.RLIMIT_CPU, (0, 0))", f"os.setpriority(os.PRIO_PROCESS, {pid}, 19)",
-            f"libc.ptrace(16, {pid}, 0, 0)", f"libc.process_vm_readv({pid}, 0, 0, 0, 0, 0)", 
-            "libc.shmget(1, 4096, 0o1666)", "print(os.listdir('/'))", "print(os.listdir('/proc'))",
-            f"socket.create_connection(('127.0.0.1', {port}))", f"urllib.request.urlopen('http://127.0.0.1:{port}')",
-            f"subprocess.run(['sh', '-c', 'cat {file}; echo x > {folder}/x; kill -9 {pid}'])",
-            f"print(subprocess.run(['sh', '-c', 'cat {file}; echo x > {folder}/x'], capture_output=True).stdout)",
-            "socket.socketpair(type=socket.SOCK_DGRAM)[0].sendto(b'x', '/dev/log')", "socket.create_server(('', 0))",
-            "open('/dev/shm/megappo-of-a-test', 'w')", f"open({tempfile.gettempdir() + '/megappo-of-a-test'!r}, 'w')",
-            "print(open('/etc/shadow').read())", "open(os.path.dirname(json.__file__) + '/megappo_of_a_test.py', 'w')",
-            "os.mkfifo('mine'); os.chmod('mine', 0o777); os.rename('mine', '../mine')",
-            f"os.setuid(65534); open({file!r})", "libc.unshare(0x10000000); libc.mount(b'none', b'/', b'tmpfs', 0, 0)",
-        ]  # fmt: skip
-        head = "import ctypes, json, os, resource, shutil, signal, socket, subprocess, urllib.request"
-        return [f"{head}\nlibc = ctypes.CDLL(None)\nopen('own', 'w').close()\n{code}" for code in plain]
 
 
 @pytest.fixture
