@@ -114,7 +114,7 @@ def test_a_run_goes_on_with_200_hostile_responses(model: list[str], tmp_path: Pa
     with serving(Judge) as url:
         judge = {"url": f"{url}/v1", "model": "m", "prompt": "{answer}", "pattern": r"Score: (?:a|aa)*(\d+)$"}
         functions = {name: {"function": name} for name in ("reasoning_gym", "math_verify", "number")}
-        reward = {"function": None, "functions": functions | {"judge": {"judge": judge}}, "workers": 2}
+        reward: dict[str, Any] = {"function": None, "functions": functions | {"judge": {"judge": judge}}, "workers": 2}
         reward |= {"timeout_seconds": 2.0, "max_failure_fraction": 1.0}
         metrics, samples, _ = _train(
             tmp_path, said, *model, f"reward={json.dumps(reward)}", "run.steps=2", "data.apply_chat_template=false",
