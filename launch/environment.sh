@@ -162,6 +162,8 @@ ensure_environment() { # full, light, or light-alone: the light one where there 
     PATH="$folder/bin:$PATH"
 }
 
+PIP_PIN="pip==26.3 --hash=sha256:f3b60b20ffaadd4415ed7957212a38ac63fa4c5fa375bd0f4a797777940fad13"
+
 # What `du` says of a built environment, with a margin for what pip unpacks beside it.
 declare -A ENVIRONMENT_GIB=([light]=4 [full]=13)
 
@@ -183,9 +185,13 @@ build_environment() { # folder, interpreter, light|full
     check_space_for "${1%/*}" "$3" || return
     echo "megappo: building the environment of $pins in $1 with $("$2" --version) from $2 (a few minutes, once)" >&2
     "$2" -m venv "$1" &&
-        "$1/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade pip &&
+        install_pip "$1/bin/python" &&
         install_pins "$1/bin/python" "$ROOT/$pins" &&
         touch "$1/complete"
+}
+
+install_pip() { # interpreter: the one that installs the rest
+    "$1" -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r <(echo "$PIP_PIN")
 }
 
 install_pins() { # interpreter, file: first what has hashes, then what has none, with what its build needs

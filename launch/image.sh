@@ -12,8 +12,8 @@ rm -rf /var/lib/apt/lists/*
 python3 -m venv /opt/venv
 export PATH=/opt/venv/bin:$PATH
 cd /opt/megappo
-pip install --upgrade pip
 source launch/environment.sh
+install_pip "$(type -P python)"
 install_pins "$(type -P python)" "$(pins_of full "$(type -P python)")"
 # The build's own needs, which pip does not install without isolation.
 pip install cmake ninja packaging pybind11 setuptools wheel

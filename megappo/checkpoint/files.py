@@ -10,13 +10,13 @@ import math
 import os
 import re
 import shutil
-import stat
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from megappo.errors import RunError, show
+from megappo.observe.plain_files import check_plain, plain_text
 from megappo.runtime.waiting import pause
 
 T = TypeVar("T")
@@ -33,7 +33,8 @@ _KINDS: dict[str, type] = dict.fromkeys(
     ("trainer", "updates", "identity", "architectures", "settings", "versions", "metrics", "own_files"), dict
 ) | {"world_size": int, "steps": int}
 """What the parts of a marker's content are, where they are there."""
-_NO_FILE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG}
+_NO_FILE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG,
+            errno.EFBIG}  # fmt: skip
 """Errors that come of what lies there; others come of the file system, or of who may read it."""
 _TRIES, _PAUSE_SECONDS = 3, 0.5
 
@@ -83,7 +84,7 @@ def folders(directory: Path) -> list[tuple[int, Path]]:
 
 def stamp(path: Path) -> Stamp:
     """Size and checksum of a file. Raises OSError, also where it is a pipe or a device, which may have no end."""
-    _check_plain(path)
+    check_plain(path)
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return Stamp(os.fstat(file.fileno()).st_size, digest)
@@ -131,7 +132,7 @@ def read_marker(folder: Path) -> Marker:
     """The marker of a finished checkpoint. Raises DamagedError where it is not what `write_marker` wrote,
     UnreadableError where that cannot be said."""
     try:
-        written = json.loads(_patiently(folder / MARKER, _plain_text))
+        written = json.loads(_patiently(folder / MARKER, plain_text))
     except OSError as error:
         raise DamagedError(f"{MARKER} cannot be read: {error.strerror}") from error
     except UnreadableError:
@@ -172,17 +173,6 @@ def _stamps(told: object) -> dict[str, Stamp]:
         if not (isinstance(written, list) and [type(part) for part in written] == [int, str]):
             raise DamagedError(f"{MARKER} has no size and checksum of {show(name)}")
     return {name: Stamp(n_bytes, digest) for name, (n_bytes, digest) in told.items()}
-
-
-def _plain_text(path: Path) -> str:
-    _check_plain(path)
-    return path.read_text(encoding="utf-8")
-
-
-def _check_plain(path: Path) -> None:
-    """Raises OSError for what is no plain file."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(errno.EINVAL, "it is no plain file", str(path))
 
 
 def _digest(body: Mapping[str, Any]) -> str:

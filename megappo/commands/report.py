@@ -7,9 +7,10 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from megappo.errors import nearest_word, show
+from megappo.errors import nearest_word, one_line, reason, show
 from megappo.observe.charts import curve
 from megappo.observe.metrics import read_metrics
+from megappo.observe.plain_files import plain_text
 from megappo.observe.step_profile import newest_page
 
 _WINDOW_STEPS = 5
@@ -105,8 +106,16 @@ def _paths(directory: Path) -> list[str]:
         f"samples: {directory / 'samples.jsonl'}",
         f"configuration: {directory / 'config.yaml'}",
         *([f"trained actor: {directory / 'final'}"] if (directory / "final").is_dir() else []),
-        *(["", traced.read_text().rstrip()] if traced is not None else []),
+        *(["", *_page(traced)] if traced is not None else []),
     ]
+
+
+def _page(path: Path) -> list[str]:
+    """Its lines, without what a terminal would obey."""
+    try:
+        return [line if line.isprintable() else one_line(line) for line in plain_text(path).rstrip().splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        return [f"{path} cannot be read: {reason(error)}"]
 
 
 def _comparison(histories: list[_History], metric: str) -> str:

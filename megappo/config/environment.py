@@ -54,8 +54,11 @@ class ToolSettings(Settings):
     """Most processes of a call at the same time."""
     output_characters: int = Field(default=4000, gt=0, le=16000)
     """A longer result is cut in its middle."""
+    confined: bool = True
+    """Programs that the model writes get a folder of their own to write in, the interpreter and the system's programs
+    to read, and no network, by Linux's Landlock and seccomp. A run does not start where these are missing."""
     sandbox: SandboxSettings | None = None
-    """Run the programs that the model writes in a service over HTTP, instead of in workers with the trainer's rights.
+    """Run the programs that the model writes in a service over HTTP, instead of in workers of this machine.
     `timeout_seconds` and `memory_gigabytes` hold for them there."""
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megappo.errors import show
+from megappo.observe.plain_files import check_folder, plain_text
 
 OF_TOKENIZERS = (
     "tokenizer_config.json",
@@ -38,7 +39,9 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def check_texts(folder: Path, names: tuple[str, ...]) -> None:
-    """Raise ValueError for the first of these files that is there and cannot be read as what it is."""
+    """Raise ValueError for the first of these files that is there and cannot be read as what it is, and as
+    `check_folder`."""
+    check_folder(folder)
     for path in (folder / name for name in names):
         if path.exists():
             state = path.stat()
@@ -56,7 +59,7 @@ def _check(path: Path, changed_ns: int, size: int) -> None:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return plain_text(path)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}; {_AGAIN}") from None
     except UnicodeDecodeError as error:

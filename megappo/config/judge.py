@@ -6,11 +6,12 @@ import re
 from pathlib import Path
 from typing import Annotated, Any
 
+import regex
 from pydantic import Field, model_validator
 
 from megappo.config.base import NonNegativeFloat, NonNegativeInt, PathText, PositiveInt, Ranks, Seconds, Settings, Text
 from megappo.config.engine import SGLangSettings
-from megappo.config.folder_texts import OF_TOKENIZERS, check_texts
+from megappo.config.folder_texts import OF_TOKENIZERS, check_texts, read_object
 from megappo.config.own_server import OwnServerSettings
 from megappo.errors import shortened, show
 
@@ -99,7 +100,9 @@ class JudgeSettings(Settings):
         except ValueError as error:
             return f"model: {error}"
         named = folder / "tokenizer_config.json"
-        has_template = any(folder.glob("*chat_template*")) or (named.is_file() and "chat_template" in named.read_text())
+        has_template = any(folder.glob("*chat_template*")) or (
+            named.is_file() and "chat_template" in read_object(named)
+        )
         if self.chat and not has_template:
             return f"model '{self.model}' has no chat template; set chat to false, and the prompt is continued"
         return None
@@ -167,8 +170,8 @@ def check_key_variable(name: str | None) -> None:
 
 def _check_pattern(pattern: str) -> None:
     try:
-        groups = re.compile(pattern).groups
-    except re.error as error:
+        groups = regex.compile(pattern).groups
+    except regex.error as error:
         raise ValueError(f"pattern '{pattern}' is no regular expression ({error}); fix it") from None
     if groups != 1:
         raise ValueError(

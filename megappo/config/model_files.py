@@ -15,6 +15,7 @@ from megappo.errors import ConfigError, either, reason, show
 from megappo.families import FAMILIES, architecture
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.declaration import Family
+from megappo.observe.plain_files import check_folder
 from megappo.plugins import load
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ def read_config_json(folder: Path, *, key: str = "model.path") -> dict[str, Any]
     if not path.exists():
         raise ConfigError(f"{key} '{folder}' has no config.json; give a Hugging Face model folder")
     try:
+        check_folder(folder)
         return read_object(path)
     except ValueError as error:
         raise ConfigError(f"{key}: {error}") from None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megappo.errors import reason, shortened
+from megappo.observe.plain_files import check_plain
 
 if TYPE_CHECKING:
     import pyarrow
@@ -34,6 +35,7 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _bytes_of(path: Path) -> bytes:
     try:
+        check_plain(path)
         return path.read_bytes()
     except OSError as error:
         raise ValueError(f"data file '{path}' cannot be read ({error.strerror}); check its permissions") from error
@@ -59,6 +61,7 @@ def read_parquet(path: Path) -> pyarrow.Table:
     from pyarrow import parquet
 
     try:
+        check_plain(path)
         table = parquet.read_table(path)
         table.column_names  # noqa: B018 - raises for names that are not UTF-8
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:

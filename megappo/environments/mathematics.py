@@ -51,7 +51,7 @@ def _value(node: ast.expr) -> Any:
 def python(code: str) -> str:
     """What a program prints, then the value of its last line where that is an expression, or its error.
 
-    For code that is trusted as far as limits of time, memory and processes go: it can read what the trainer can.
+    Where it is called, `tool_worker` keeps what it may do.
     """
     printed, names = io.StringIO(), {"__name__": "__main__"}
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megappo.config.environment import ToolSettings
+from megappo.environments.confinement import why_not
 from megappo.environments.protocol import ToolResult
 from megappo.environments.sandbox import Sandbox
 from megappo.environments.tool_worker import LIMITS, ToolChoice
@@ -32,9 +33,16 @@ class ToolPool:
         self, functions: Mapping[str, str], settings: ToolSettings, programs: Mapping[str, str] | None = None
     ) -> None:
         """`functions`: import paths by the names of tools. `programs`: which argument of a tool is a program, to be run
-        in the sandbox where there is one. Raises ValueError for what cannot be imported, or a sandbox without use."""
+        in the sandbox where there is one. Raises ValueError for what cannot be imported, a sandbox without use, or
+        programs that this machine cannot confine."""
         for name, path in functions.items():
             load_function(path, f"tool '{name}'")
+        if programs and settings.confined and settings.sandbox is None and (problem := why_not()):
+            raise ValueError(
+                f"tool '{min(programs)}' runs what the model wrote, which this machine cannot keep in a folder "
+                f"({problem}); set rollout.environment.tools.sandbox, or rollout.environment.tools.confined=false "
+                "where programs of the model may do what you can"
+            )
         self._settings = settings
         self._choice = ToolChoice(
             dict(functions),
@@ -43,6 +51,7 @@ class ToolPool:
             settings.processes,
             settings.output_characters,
             tuple(n for n, path in functions.items() if path.startswith(_OURS) or n in (programs or {})),
+            settings.confined and not why_not(),
         )
         self._variables = plain_variables if set(self._choice.bare) == set(functions) else dict
         self._places = asyncio.Semaphore(settings.workers)

@@ -2,7 +2,8 @@
 
 It receives a ToolChoice once and answers ("ready", its process id) or ("broken", reason). Then it receives
 (number, tool, arguments), one at a time, and answers (number, failure, text). Each call runs in a process that it
-forks, with limits of its own; whatever the call starts is a descendant of the worker, and is ended with the call.
+forks, with limits and a folder of its own, which is all that a call of a bare tool can write in; whatever the call
+starts is a descendant of the worker, and is ended with the call.
 
 Must import nothing heavy: a killed worker is replaced in the time this takes.
 """
@@ -15,15 +16,17 @@ import os
 import resource
 import select
 import shutil
+import stat
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
 import psutil
 
+from megappo.environments.confinement import confine
 from megappo.plugins import load_function
 from megappo.rewards.channel import WorkerEnd
 from megappo.rewards.descendants import adopt_orphans, end_descendants, reap
@@ -34,6 +37,7 @@ LIMITS = {
     "time": "it ran out of time",
     "memory": "it used more memory than it may",
     "processes": "it started more processes than it may",
+    "files": "it wrote more than it may",
     "died": "its process ended",
     "raised": "it raised",
 }
@@ -43,7 +47,8 @@ _LOOK_SECONDS = 0.08
 """Between two looks at all descendants, which read /proc, whatever a call writes."""
 _MOST_TOLD_BYTES = 1 << 20
 """More than any answer has."""
-_MEGABYTES_OF_FILES = 100
+_BYTES_OF_FILES = 100 * 10**6
+_MOST_FILES = 5000
 _STARTS = ("os.fork", "os.forkpty", "os.posix_spawn", "subprocess.Popen")
 """Audit events of Python for processes that begin. What other programs start is counted from outside."""
 _BROKEN_CHARACTERS = 4000
@@ -61,6 +66,8 @@ class ToolChoice(NamedTuple):
     output_characters: int
     bare: tuple[str, ...] = ()
     """Tools that run what a model wrote, or only read it: they get no secrets, and nothing that the worker has open."""
+    confined: bool = False
+    """These are kept in their folder, by `confine`."""
 
 
 def cut(text: str, characters: int) -> str:
@@ -97,15 +104,18 @@ class _Call:
         if self._bare:
             kept = plain_variables(os.environ)
             os.environ.clear()
-            os.environ.update(kept)
+            os.environ.update(kept | dict.fromkeys(("HOME", "TMPDIR", "TMP", "TEMP", "PWD"), self._folder))
+            tempfile.tempdir = None  # as the worker has found it
             for descriptor in map(int, os.listdir("/proc/self/fd")):
                 if descriptor > 2 and descriptor != writer:
                     with suppress(OSError):  # that of the folder which was listed
                         os.close(descriptor)
         held = psutil.Process().memory_info().vms
         resource.setrlimit(resource.RLIMIT_AS, (held + self._choice.memory_bytes,) * 2)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (_MEGABYTES_OF_FILES * 10**6,) * 2)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (_BYTES_OF_FILES,) * 2)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if self._bare and self._choice.confined:
+            confine(self._folder)
         sys.addaudithook(self._count_start)
         own = os.getpid()
         try:
@@ -182,7 +192,31 @@ class _Call:
                 held += process.memory_info().rss
         if len(processes) > self._choice.processes or self._shared[1]:
             return "processes"
-        return "memory" if held > self._choice.memory_bytes + _SHARED_BYTES * len(processes) else ""
+        if held > self._choice.memory_bytes + _SHARED_BYTES * len(processes):
+            return "memory"
+        return "files" if _writes_too_much(self._folder, [process.pid for process in processes]) else ""
+
+
+def _writes_too_much(folder: str, processes: Iterable[int]) -> bool:
+    """Whether a folder, and files without a name that these processes have open, are more than a call may write."""
+    n_bytes, places = 0, [folder, *(f"/proc/{pid}/fd" for pid in processes)]
+    for number, path in enumerate(_below(places)):
+        with suppress(OSError):
+            found = os.stat(path) if path.startswith("/proc/") else os.lstat(path)
+            is_own = stat.S_ISREG(found.st_mode) and (not path.startswith("/proc/") or not found.st_nlink)
+            n_bytes += found.st_blocks * 512 if is_own else 0
+        if number > _MOST_FILES or n_bytes > _BYTES_OF_FILES:
+            return True
+    return False
+
+
+def _below(folders: list[str]) -> Iterator[str]:
+    for folder in folders:
+        with suppress(OSError), os.scandir(folder) as entries:
+            for entry in entries:
+                yield entry.path
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
 
 
 def _serve(pool: WorkerEnd) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from megappo.errors import reason
 from megappo.observe.appending import AppendedFile
 from megappo.observe.loggers import Contained, Logger, TensorBoardLogger, WandbLogger, make_logger
+from megappo.observe.plain_files import check_plain
 
 _METRICS_FILE = "metrics.jsonl"
 _SAMPLES_FILE = "samples.jsonl"
@@ -113,6 +114,10 @@ def _read(value: Any) -> Any:
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each complete line as text, its end included, and what it holds."""
+    try:
+        check_plain(path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}; put the run's own there") from error
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith("\n"):

@@ -4,7 +4,7 @@ weight may be."""
 from __future__ import annotations
 
 import math
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import torch
 from torch import Tensor
@@ -31,12 +31,17 @@ def tensor_files(folder: Path) -> dict[str, str]:
     if not isinstance(found, dict) or not found:
         raise ValueError(f"{path} is no index of safetensors, its weight_map is {show(found)}; fetch or save it again")
     for tensor, file in found.items():
-        if not isinstance(file, str) or not (folder / file).is_file():
+        if not isinstance(file, str) or not _is_inside(file) or not (folder / file).is_file():
             raise ValueError(
                 f"{path} names {show(file)} as the file of {shortened(tensor)}, and {folder} has no such file; "
                 "fetch or save the model again"
             )
     return found
+
+
+def _is_inside(file: str) -> bool:
+    path = PurePosixPath(file)
+    return not path.is_absolute() and ".." not in path.parts and "\0" not in file
 
 
 def counted_files(folder: Path) -> list[Path]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from megappo.config.judge import JudgeSettings, Template
 
 _SHOWN_CHARACTERS = 120
+_MATCH_SECONDS = 1.0
 
 
 class Noted(float):
@@ -92,12 +93,21 @@ class Reading:
         return number if self.scale is None else (number - low) / (high - low)
 
     def _last(self, said: str) -> str | None:
-        """The last number or choice, as it is written."""
+        """The last number or choice, as it is written. Raises ValueError where the pattern is not done in time."""
+        import regex  # reward workers that judge nothing start without it
+
         pattern = self.pattern
         if pattern is None:  # whole words, and the longer of two that begin alike
             words = "|".join(map(re.escape, sorted(self.choices, key=len, reverse=True)))
             pattern = rf"(?<!\w)({words})(?!\w)"
-        found = [match[1] for match in re.finditer(pattern, said) if match[1] is not None]
+        try:  # without holding the other verdicts of the batch up
+            matches = regex.finditer(pattern, said, timeout=_MATCH_SECONDS, concurrent=True)
+            found = [match[1] for match in matches if match[1] is not None]
+        except TimeoutError:
+            raise ValueError(
+                f"the judge's pattern is not done within {_MATCH_SECONDS:g} s with what it said; write one without "
+                "repetitions in repetitions"
+            ) from None
         return found[-1] if found else None
 
 

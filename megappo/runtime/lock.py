@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from megappo.errors import RunError
+from megappo.observe.plain_files import check_own
 from megappo.runtime.objects import attempt, from_rank
 from megappo.runtime.process import Runtime
 from megappo.runtime.waiting import wait_until
@@ -64,7 +65,7 @@ def locked_directory(directory: Path, runtime: Runtime, *, private: bool = False
     `private` directory is closed to others first.
 
     A file system without locks is used without. Raises ValueError on every rank where another job holds it for longer
-    than a job that is ending would, or where the directory cannot be written.
+    than a job that is ending would, where the directory cannot be written, or as `check_own`.
     """
     file, problem = attempt(lambda: _take(directory, private=private)) if runtime.is_main else (None, "")
     problem = from_rank(problem)
@@ -82,6 +83,7 @@ def _take(directory: Path, *, private: bool) -> TextIO:
     with contextlib.ExitStack() as undo:
         try:
             directory.mkdir(parents=True, exist_ok=True)
+            check_own(directory)
             if private:
                 directory.chmod(0o700)
             file = undo.enter_context((directory / "lock").open("a+", encoding="utf-8"))

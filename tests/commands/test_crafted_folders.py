@@ -6,13 +6,16 @@ import copy
 import json
 import os
 import random
+import resource
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -23,6 +26,7 @@ from megappo.commands.serve import make_service
 from megappo.config import load_config
 from megappo.engines.sglang.fleet import KEY_VARIABLE
 from megappo.plan.here import resolve_here
+from megappo.runtime.waiting import wait_until
 from tests.support.checkpoints import one_step_run
 from tests.support.places import BASE, ROOT, TINY
 
@@ -228,3 +232,125 @@ def test_folders_that_a_program_makes_run_no_code_and_change_nothing(
             assert not (crafted / "trace").exists() and MODULE not in sys.modules
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
         assert {path.name for path in tmp_path.iterdir()} == {"crafted", "kept", "path"}
+
+
+MODELS_OF_OTHERS = 50
+DEEP = '{"a":' * 50_000
+LARGE_BYTES = 2**40
+MEMORY_BYTES = 3 * 2**30
+"""More than any of these commands takes, above what the process has."""
+
+
+def damages(crafted: Path, victim: Path) -> dict[str, Callable[[Path], None]]:
+    """What a program does to a file of a folder, by name."""
+    touch = f"import pathlib; pathlib.Path({str(crafted / 'trace')!r}).touch()"
+
+    def pickled(path: Path) -> None:
+        path.write_bytes(b"cbuiltins\nexec\n(V" + touch.encode() + b"\ntR.")
+
+    def values(path: Path) -> None:
+        content = json.loads(path.read_text()) if path.suffix == ".json" else {}
+        for place in random.Random(path.name).sample(sorted(content), min(2, len(content))):
+            content[place] = HOSTILE[len(place) % len(HOSTILE)]
+        path.write_text(json.dumps(content))
+
+    def large(path: Path) -> None:
+        path.write_text("{")
+        os.truncate(path, LARGE_BYTES)
+
+    def elsewhere(path: Path) -> None:
+        names = {"x": "../../victim", "model.embed_tokens.weight": str(victim)}
+        path.write_text(json.dumps({"weight_map": names, "auto_map": {"AutoConfig": f"{MODULE}.OwnConfig"}}))
+
+    def deep(path: Path) -> None:
+        path.write_text(DEEP)
+
+    def tagged(path: Path) -> None:
+        path.write_text(f"!!python/object/apply:os.system ['touch {crafted}/trace']")
+
+    def linked(path: Path) -> None:
+        path.symlink_to(victim)
+
+    return {
+        "endless": _endless, "pipe": os.mkfifo, "empty": Path.touch, "large": large, "deep": deep,
+        "elsewhere": elsewhere, "pickle": pickled, "link": linked, "folder": Path.mkdir,
+        "yaml": tagged, "values": values,
+    }  # fmt: skip
+
+
+FILES = (
+    "model/config.json", "model/tokenizer.json", "model/tokenizer_config.json", "model/model.safetensors",
+    "model/model.safetensors.index.json", "model/generation_config.json", "model/chat_template.jinja",
+    "model/pytorch_model.bin", "model/value_head.safetensors", "run/config.yaml", "run/metrics.jsonl",
+    "run/metrics.jsonl.partial", "run/samples.jsonl", "run/lock", "run/checkpoints", "run/profile/step-000001.md",
+    "run/checkpoints/step-000001/checkpoint.json", "run/checkpoints/step-000001/.metadata",
+    "run/checkpoints/step-000002.new", "data.jsonl", "set/train-00000-of-00001.parquet", "set/test.jsonl",
+)  # fmt: skip
+
+
+def _nothing_runs() -> bool:
+    """Of what this process has started; reward workers of a run that could not begin end by themselves."""
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                return False
+    return True
+
+
+def _served(crafted: Path) -> int:
+    """What `megappo serve` makes of a model before it starts a server."""
+    try:
+        words = own_settings(crafted, "rollout.engine=sglang", f"run.directory={crafted / 'mine'}")
+        make_service(resolve_here(load_config(words[0], words[1:])), host=None, port=0, index=0, linger_seconds=0.0)
+    except ValueError:
+        return 2
+    return 0
+
+
+@pytest.mark.waits
+@pytest.mark.parametrize("number", range(MODELS_OF_OTHERS))
+def test_any_command_ends_on_any_folder_that_a_program_makes(
+    crafted: Path, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Devices, pipes, links, pickles, texts without end and names of other places, in a model, a run and a data set:
+    no file elsewhere changes, nothing runs, waits or takes the memory, and no process is left."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv(KEY_VARIABLE, "a key")
+    draw, victim = random.Random(number), tmp_path / "victim"
+    victim.write_text("mine\nand mine")
+    for name in ("set", "run/profile"):
+        (crafted / name).mkdir(exist_ok=True)
+    shutil.copy(crafted / "data.jsonl", crafted / "set/test.jsonl")
+    done = damages(crafted, victim)
+    for file in draw.sample(FILES, draw.randint(1, 3)):
+        place, kept = crafted / file, None
+        if place.is_dir():
+            shutil.rmtree(place)
+        elif place.exists():
+            kept = place.read_bytes()
+            place.unlink()
+        place.parent.mkdir(parents=True, exist_ok=True)
+        name = draw.choice(sorted(done))
+        if name == "values" and kept is not None:
+            place.write_bytes(kept)
+        done[name](place)
+    everything = {name: words for name, (words, _) in COMMANDS.items()}
+    everything["data"] = lambda root: ["data", "prepare", "math", str(root / "out"), "--from", str(root / "set")]
+    names = sorted(everything)
+    held = psutil.Process().memory_info().vms
+    _, hard = before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY_BYTES, hard))
+    try:
+        for name in names:
+            start = time.monotonic()
+            code = main(everything[name](crafted))
+            said = "".join(capsys.readouterr())
+            assert time.monotonic() - start < 30 and "Traceback" not in said, (name, said)
+            assert code in (0, 1, 2) and (code == 0 or "megappo: " in said), (name, code, said)
+        assert _served(crafted) in (0, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert not (crafted / "trace").exists() and MODULE not in sys.modules
+    assert victim.read_text() == "mine\nand mine" and victim.stat().st_nlink == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"crafted", "path", "victim"}
+    assert wait_until(_nothing_runs, 20.0, every_seconds=0.05)

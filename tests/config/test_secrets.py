@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +79,47 @@ def test_a_key_may_stand_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for content, words in ((None, "cannot be read"), ("", "a key in one line"), ("one\ntwo\n", "a key in one line")):
         if content is not None:
             file.write_text(content)
-        with pytest.raises(ConfigError, match=f"JUDGE_KEY_FILE names {file}, .*{words}"):
+            file.chmod(0o600)
+        with pytest.raises(ConfigError, match=f"JUDGE_KEY_FILE names {file}, which .*{words}"):
             key_of("JUDGE_KEY")
     file.write_text(f"{FILED}\n")
     assert key_of("JUDGE_KEY") == FILED and FILED not in one_line(f"it said {FILED}")
     assert secret_headers(key="JUDGE_KEY") == {"Authorization": f"Bearer {FILED}"}
-    monkeypatch.setenv("JUDGE_KEY", "another")
-    assert key_of("JUDGE_KEY") == "another", "the variable itself comes first"
+    assert secret_headers(headers_from_environment={"X-Key": "JUDGE_KEY"}) == {"X-Key": FILED}
+    file.write_text("changed-s3cret")
+    assert key_of("JUDGE_KEY") == "changed-s3cret", "it is read when it is needed"
+    monkeypatch.setenv("JUDGE_KEY", "variable-s3cret")
+    assert key_of("JUDGE_KEY") == "variable-s3cret", "the variable itself comes first"
+
+
+def test_a_file_with_a_key_is_read_by_its_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ssh has it: its own file is refused where others may read it, another's (root's, in a container) is not."""
+    file, pipe = tmp_path / "key", tmp_path / "pipe"
+    file.write_text(FILED)
+    os.mkfifo(pipe)
+    monkeypatch.setenv("JUDGE_KEY_FILE", str(file))
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    for mode in (0o644, 0o640, 0o620):
+        file.chmod(mode)
+        with pytest.raises(ConfigError, match=rf"others can read or write \(mode {mode:04o}\); chmod 600 it") as told:
+            key_of("JUDGE_KEY")
+        assert FILED not in str(told.value)
+    for mode in (0o600, 0o400):
+        file.chmod(mode)
+        assert key_of("JUDGE_KEY") == FILED
+    file.chmod(0o444)
+    own = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: own + 1)
+    assert key_of("JUDGE_KEY") == FILED
+    for path in (pipe, "/dev/zero", tmp_path):
+        monkeypatch.setenv("JUDGE_KEY_FILE", str(path))
+        with pytest.raises(ConfigError, match="is no plain file|cannot be read"):
+            key_of("JUDGE_KEY")
+    file.write_bytes(FILED.encode() + b"\xff")
+    monkeypatch.setenv("JUDGE_KEY_FILE", str(file))
+    with pytest.raises(ConfigError, match="cannot be read") as told:
+        key_of("JUDGE_KEY")
+    assert FILED not in str(told.value)
 
 
 def test_errors_hide_what_they_are_told() -> None:

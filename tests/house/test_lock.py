@@ -39,6 +39,13 @@ def test_whatever_is_no_build_of_torch_has_its_hashes(kind: str, python: str) ->
     assert "://" not in text, "which index has the files is nobody's business"
 
 
+def test_so_has_pip_itself() -> None:
+    """Which installs the rest; images take it from there, too."""
+    scripts = [path.read_text() for path in (ROOT / "launch").rglob("*.sh")]
+    assert re.search(r'^PIP_PIN="pip==\S+ --hash=sha256:[0-9a-f]{64}"$', "\n".join(scripts), re.MULTILINE)
+    assert not [text for text in scripts if re.search(r"install .*--upgrade", text)]
+
+
 def test_all_locks_have_the_same_versions() -> None:
     """But for torch with its Triton, and the Megatron-Core of the Python."""
     first, *others = ({n: v for n, v in pins(text).items() if n != "megatron-core"} for text in TEXTS.values())

@@ -25,9 +25,10 @@ case "$*" in
     --version) echo "Python ${0##*/python}.4" ;;
     -c*) [[ "$*" == *"!= '${0##*/python}'"* ]] ;;
     "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
-    *"--upgrade pip") ;;
     "-m pip install"*" --require-hashes "*)
-        head -n 1 "${@: -1}" >>"$BUILDS"
+        wanted=$(head -n 1 "${@: -1}")
+        [[ $wanted =~ ^pip== ]] && exit
+        echo "$wanted" >>"$BUILDS"
         until [ -z "${PIP_WAITS_FOR:-}" ] || [ -e "$PIP_WAITS_FOR" ]; do sleep 0.05; done ;;
     "-m megappo "*) printf '%s\n' "$PWD" "${PYTHONPATH%%:*}" "$@" ;;
 esac

@@ -19,6 +19,7 @@ from megappo.rewards.expressions import read_expression, read_literal, read_whol
 from megappo.rewards.rules import RULES, warm_up
 from megappo.rewards.unexecuted import SCORERS, ExecutedError, make_safe, nothing_executed
 from megappo.rewards.workers import RewardPool, RewardRequest
+from tests.support.hostile import hostile
 
 pytest.importorskip("reasoning_gym")
 pytest.importorskip("math_verify")
@@ -29,23 +30,6 @@ from reasoning_gym.factory import DATASETS
 TASKS = sorted(DATASETS.keys() - {"composite"})
 OPTIONS = {"seed": 1, "size": 20}
 ORIGINALS: dict[str, Any] = {"eval": builtins.eval, "parse_expr": sympy.parse_expr, "sympy": sympy, "sp": sympy}
-
-
-def hostile(touched: Path) -> list[str]:
-    """Imports, chains of attributes, powers, nesting, loops and what goes with them."""
-    touch = f"__import__('pathlib').Path('{touched}').touch()"
-    return [
-        touch, f"[{touch}]", f"[[{touch}]]", f"({touch} or 1)", f"f'{{{touch}}}'", f"1 if {touch} else 2",
-        f"(lambda: {touch})()", f"[{touch} for x in [1]]", f"exec(\"{touch}\")", f"S(\"{touch}\")",
-        f"sympify(\"{touch}\")", f"Integer(\"{touch}\")", f"{{'x': {touch}}}", f"open('{touched}', 'w')",
-        f"${touch}$", f"\\boxed{{{touch}}}", f"\\sqrt{{S({touch})}}",
-        "().__class__.__base__.__subclasses__()", "x.__class__.__mro__[1].__subclasses__()", "print.__self__",
-        "9**9**9**9", "$9^{9^{9^9}}$", "E**10**9", "2**-10**9", "1e999999999", "9!!!!!", "factorial(10**9)",
-        "binomial(10**9, 10**8)", "exp(exp(exp(exp(10))))", "[9]*10**10", "'x'*10**10", "10**10*'x'", "1<<10**10",
-        "(" * 5000 + "1" + ")" * 5000, "[" * 5000 + "]" * 5000, "-" * 5000 + "1", "+".join("1" * 9000), "{" * 3000,
-        "sin(" * 900 + "x" + ")" * 900, "1" * 5000, "\\frac{" * 500, "((x+1)**999)**999", "x!" * 900,
-        "[i for i in iter(int, 1)]", "(lambda f: f(f))(lambda f: f(f))", "sum(range(10**12))", "R999999999 U",
-    ]  # fmt: skip
 
 
 @pytest.mark.waits

@@ -203,15 +203,17 @@ def test_what_says_nothing_is_unreadable(said: str) -> None:
     assert score == 0.5 and isinstance(score, Noted) and score.note
 
 
-def test_a_pattern_that_takes_for_ever_ends(server: str) -> None:
-    """It costs the samples of its call, as every function does that hangs."""
-    hanging = judge(server, pattern=r"((?:a+)+)$", scale=None, timeout_seconds=0.5)
+def test_a_pattern_that_takes_for_ever_costs_its_own_sample(server: str) -> None:
+    """The others of its call have their scores, and the worker lives."""
+    hanging = judge(server, pattern=r"Score: (?:a|aa)+(\d)$", scale=None, unreadable=0.5)
+    responses = [f"{'a' * 60}!", "a3", f"{'a' * 70}!", "aa4", "none"]
     scorer = RewardScorer(RewardSettings.model_validate({"judge": hanging, "max_failure_fraction": 1.0}), CPU)
     try:
-        _, metrics = scorer.score(rollouts(f"{'a' * 60}!"))
-        assert metrics["reward/timeouts"] == 1.0
+        scores_B, metrics = scorer.score(rollouts(*responses))
     finally:
         scorer.close()
+    assert metrics["reward/timeouts"] == 0.0 and metrics["reward/failures"] == pytest.approx(0.4)
+    assert scores_B.tolist() == [0.0, 3.0, 0.0, 4.0, 0.5]
 
 
 GOOD = {"url": "http://judge:1/v1", "model": "m", "prompt": "{answer}", "pattern": "(.)"}

@@ -40,6 +40,33 @@ def test_a_directory_that_stays_is_fine(tmp_path: Path, runtime: Runtime, monkey
         held.check()
 
 
+@pytest.mark.parametrize("name", ["lock", "metrics.jsonl", "checkpoints", "profile/step-000001.md", "a.partial"])
+@pytest.mark.parametrize("what", ["file", "nothing", "folder", "pipe", "device"])
+def test_nothing_is_written_elsewhere(tmp_path: Path, runtime: Runtime, name: str, what: str) -> None:
+    """Through links that somebody has put into a directory, nor is a pipe waited for."""
+    place, victim, folder = tmp_path / "run" / name, tmp_path / "victim", tmp_path / "folder"
+    place.parent.mkdir(parents=True)
+    victim.write_text("mine")
+    folder.mkdir()
+    if what == "pipe":
+        os.mkfifo(place)
+    else:
+        leads = {"file": victim, "nothing": tmp_path / "new", "folder": folder, "device": Path("/dev/zero")}
+        place.symlink_to(leads[what])
+    told = f"{place} is (a link to .*, where the run would write|no plain file)"
+    with pytest.raises(ValueError, match=told), locked_directory(tmp_path / "run", runtime):
+        pass
+    assert victim.read_text() == "mine" and os.listdir(folder) == [] and not (tmp_path / "new").exists()
+
+
+def test_links_within_a_directory_and_to_it_are_fine(tmp_path: Path, runtime: Runtime) -> None:
+    (tmp_path / "real/checkpoints").mkdir(parents=True)
+    (tmp_path / "real/latest").symlink_to("checkpoints")
+    (tmp_path / "run").symlink_to(tmp_path / "real")
+    with locked_directory(tmp_path / "run", runtime) as held:
+        held.check()
+
+
 @pytest.mark.parametrize("how", ["removed", "replaced", "lock removed", "lock renamed", "another job"])
 def test_a_directory_that_is_lost_ends_the_run(
     tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, how: str

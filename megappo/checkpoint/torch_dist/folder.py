@@ -9,6 +9,7 @@ from pathlib import Path
 from megappo.checkpoint.files import MARKER
 from megappo.checkpoint.reader import METADATA
 from megappo.errors import either, shortened, whole_number
+from megappo.observe.plain_files import check_folder, plain_text
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -44,12 +45,21 @@ def find_iteration(path: Path, step: str | None) -> Path:
         )
     else:
         folder = _of_step(path, step)
+    check_folder(folder)
     _require_format(folder)
     return folder
 
 
+def _said(path: Path) -> str:
+    """The text of a file. Raises ValueError where there is none to be read."""
+    try:
+        return plain_text(path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}; fetch the checkpoint again") from error
+
+
 def _newest(path: Path) -> Path:
-    said = (path / TRACKER).read_text(errors="replace")[:_TRACKER_CHARACTERS].strip()
+    said = _said(path / TRACKER)[:_TRACKER_CHARACTERS].strip()
     if said != RELEASE and whole_number(said) is None:
         raise ValueError(f"{path / TRACKER} says '{said}', must be a number or {RELEASE}; write the iteration there")
     return _of_step(path, said)
@@ -77,9 +87,9 @@ def _require_format(folder: Path) -> None:
             raise ValueError(f"{folder} is in Megatron-LM's format fsdp_dtensor or torch_dcp; {_ADVICE}")
         raise ValueError(f"{folder} holds no {FORMAT_FILE}, so that it was never finished; give another iteration")
     try:
-        said = json.loads(path.read_text())
+        said = json.loads(_said(path))
         name, version = said["sharded_backend"], said["sharded_backend_version"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} does not name a format ({error!r}); fetch the checkpoint again") from error
     wanted = FORMAT["sharded_backend"], FORMAT["sharded_backend_version"]
     if (name, version) != wanted:

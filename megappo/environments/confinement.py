@@ -1,0 +1,198 @@
+"""Keeps a process that runs what a model wrote in a folder of its own: Landlock for files, seccomp for the rest.
+
+Neither needs rights or a setting of the machine, and both last for all that the process starts. Linux 6.2 or newer:
+before, Landlock does not keep files elsewhere from being emptied. Standard library only: workers start with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import struct
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+_OLDEST_ABI, _NETWORK_ABI, _DEVICES_ABI, _SIGNALS_ABI = 3, 4, 5, 6
+_EXECUTE, _READ_FILE, _READ_FOLDER = 1 << 0, 1 << 2, 1 << 3
+_WRITE_FILE, _TRUNCATE = 1 << 1, 1 << 14
+_EVERYTHING = (1 << 15) - 1
+_DEVICES = 1 << 15
+_OF_FILES = _EXECUTE | _READ_FILE | _WRITE_FILE | _TRUNCATE
+_NETWORK, _SIGNALS = 0b11, 0b11
+_READABLE = (
+    "/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime",
+    "/etc/passwd", "/etc/group", "/etc/nsswitch.conf", "/etc/ssl/certs", "/dev/zero", "/dev/random", "/dev/urandom",
+    "/proc/self", "/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/sys/devices/system/cpu",
+)  # fmt: skip
+_PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _FILTER = 38, 22, 24, 2
+_CAPABILITIES, _CAPABILITY_VERSION = 64, 0x20080522
+_LOAD, _IS, _IS_SET, _RETURN = 0x20, 0x15, 0x45, 0x06
+_NUMBER_AT, _MACHINE_AT, _FIRST_AT, _SECOND_AT = 0, 4, 16, 24
+_ALLOW, _FAIL, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
+_OTHER_ABI = 0x40000000
+"""Set in the numbers of x32."""
+_STREAM, _KIND_OF_SOCKET = 1, 0xF
+_MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+# By machine; 0 where it has none. What changes another's file without opening it is said to be done.
+_PRETENDED = {
+    "x86_64": (90, 91, 92, 93, 94, 132, 235, 260, 261, 268, 280, 452),  # chmod, chown and utime in all forms
+    "aarch64": (52, 53, 54, 55, 88, 452),
+}
+# Attributes of files, memory and priorities of other processes, keys, shared memory, namespaces, the kernel's machines
+# for tracing and for calls in bulk, and network sockets, of which a pair is in `_SOCKET_PAIR`.
+_REFUSED = {
+    "x86_64": (
+        188, 189, 190, 197, 198, 199, 463, 466, 469, 101, 310, 311, 312, 438, 440, 141, 251, 256, 279, 29, 30, 64, 68,
+        240, 241, 248, 249, 250, 321, 298, 323, 425, 272, 308, 41,
+    ),
+    "aarch64": (
+        5, 6, 7, 14, 15, 16, 463, 466, 469, 117, 270, 271, 272, 438, 440, 140, 30, 238, 239, 194, 196, 190, 186, 180,
+        181, 217, 218, 219, 280, 241, 282, 425, 97, 268, 198,
+    ),
+}  # fmt: skip
+# Whose first argument names a process, 0 being the caller: limits and places of others'.
+_OF_ITSELF = {"x86_64": (302, 203, 142, 144, 314), "aarch64": (261, 122, 118, 119, 274)}
+_SOCKET_PAIR = {"x86_64": 53, "aarch64": 199}
+# Where Landlock does not keep signals in: kill and tgkill to itself alone, and no other.
+_SIGNAL_ITSELF = {"x86_64": (62, 234), "aarch64": (129, 131)}
+_SIGNAL_OTHERS = {"x86_64": (200, 129, 297, 424), "aarch64": (130, 138, 240, 424)}
+
+
+@cache
+def landlock_abi() -> int:
+    """The version of this kernel's Landlock, 0 where there is none, or no table of system calls here."""
+    if platform.machine() not in _MACHINES or sys.platform != "linux":
+        return 0
+    with suppress(OSError):
+        return _call(_CREATE_RULESET, None, 0, 1)
+    return 0
+
+
+def why_not() -> str:
+    """Why this machine confines nobody; "" where it does."""
+    abi = landlock_abi()
+    if abi >= _OLDEST_ABI:
+        return ""
+    found = f"has version {abi} of Landlock" if abi else "has no Landlock"
+    return f"{platform.system()} {platform.release()} on {platform.machine()} {found}, and {_OLDEST_ABI} is needed"
+
+
+def confine(folder: str, *, most_abi: int = 99) -> None:
+    """Leave this process, and all that it starts, nothing but `folder` to write in, and the interpreter and the
+    system's programs to read: no network, no other process, no capability. For ever.
+
+    `most_abi`: as on a kernel of this version. Raises OSError where that cannot be had.
+    """
+    abi = min(landlock_abi(), most_abi)
+    if abi < _OLDEST_ABI:
+        raise OSError(errno.ENOSYS, why_not())
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    _drop_capabilities()
+    _restrict_files(folder, abi)
+    _prctl(_PR_SET_SECCOMP, _FILTER, _program(abi))
+
+
+def _restrict_files(folder: str, abi: int) -> None:
+    handled = _EVERYTHING | (_DEVICES if abi >= _DEVICES_ABI else 0)
+    attributes = struct.pack(
+        "QQQ", handled, _NETWORK if abi >= _NETWORK_ABI else 0, _SIGNALS if abi >= _SIGNALS_ABI else 0
+    )
+    size = 24 if abi >= _SIGNALS_ABI else 16 if abi >= _NETWORK_ABI else 8
+    rules = _call(_CREATE_RULESET, attributes[:size], size, 0)
+    try:
+        own = {sys.prefix, sys.base_prefix, sys.exec_prefix, str(Path(__file__).resolve().parents[1])}
+        for path in sorted(own.union(_READABLE)):
+            _allow(rules, path, _EXECUTE | _READ_FILE | _READ_FOLDER)
+        _allow(rules, os.devnull, _READ_FILE | _WRITE_FILE | _TRUNCATE)
+        _allow(rules, folder, handled)
+        _call(_RESTRICT_SELF, rules, 0)
+    finally:
+        os.close(rules)
+
+
+def _allow(rules: int, path: str, access: int) -> None:
+    try:
+        place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except OSError:  # this machine has none
+        return
+    try:
+        access = access if os.path.isdir(path) else access & _OF_FILES
+        _call(_ADD_RULE, rules, 1, struct.pack("=Qi", access, place), 0)
+    finally:
+        os.close(place)
+
+
+def _drop_capabilities() -> None:
+    """Of root in a container; others have none."""
+    for capability in range(_CAPABILITIES):
+        with suppress(OSError):
+            _prctl(_PR_CAPBSET_DROP, capability)
+    none = struct.pack("6I", *[0] * 6)
+    if _libc().capset(struct.pack("Ii", _CAPABILITY_VERSION, 0), none):
+        raise OSError(ctypes.get_errno(), "capabilities are not dropped")
+
+
+def _program(abi: int) -> ctypes.Array[ctypes.c_char]:
+    """The filter of system calls, as BPF."""
+    machine = platform.machine()
+    steps = [_step(_LOAD, _MACHINE_AT), _step(_IS, _MACHINES[machine], 1, 0), _step(_RETURN, _KILL)]
+    steps += [_step(_LOAD, _NUMBER_AT)]
+    if machine == "x86_64":
+        steps += [_step(_IS_SET, _OTHER_ABI, 0, 1), _step(_RETURN, _FAIL | errno.ENOSYS)]
+    refused = [*_REFUSED[machine], *(_SIGNAL_OTHERS[machine] if abi < _SIGNALS_ABI else ())]
+    steps += _each(_PRETENDED[machine], [_step(_RETURN, _FAIL)])
+    steps += _each(refused, [_step(_RETURN, _FAIL | errno.EPERM)])
+    steps += _each(_OF_ITSELF[machine], _only(_FIRST_AT, 0))
+    if abi < _SIGNALS_ABI:
+        steps += _each(_SIGNAL_ITSELF[machine], _only(_FIRST_AT, os.getpid()))
+    steps += _each([_SOCKET_PAIR[machine]], _only(_SECOND_AT, _STREAM, _KIND_OF_SOCKET))
+    body = b"".join([*steps, _step(_RETURN, _ALLOW)])
+    kept = ctypes.create_string_buffer(body, len(body))
+    header = struct.pack("HxxxxxxP", len(body) // 8, ctypes.addressof(kept))
+    program = ctypes.create_string_buffer(header, len(header))
+    _KEPT.append(kept)
+    return program
+
+
+_KEPT: list[object] = []
+"""What the kernel reads by its address."""
+
+
+def _only(place: int, value: int, mask: int = 0xFFFFFFFF) -> list[bytes]:
+    """Allow a call whose argument is this, and refuse another."""
+    return [
+        _step(_LOAD, place), _step(0x54, mask), _step(_IS, value, 1, 0),
+        _step(_RETURN, _FAIL | errno.EPERM), _step(_RETURN, _ALLOW),
+    ]  # fmt: skip
+
+
+def _each(numbers: Iterable[int], then: list[bytes]) -> list[bytes]:
+    """What is done with calls of these numbers; others go on behind it."""
+    return [step for number in numbers for step in (_step(_IS, number, 0, len(then)), *then)]
+
+
+def _step(code: int, value: int, if_so: int = 0, if_not: int = 0) -> bytes:
+    return struct.pack("HBBI", code, if_so, if_not, value)
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _call(number: int, *arguments: object) -> int:
+    found: int = _libc().syscall(number, *arguments)
+    if found < 0:
+        raise OSError(ctypes.get_errno(), f"system call {number}: {os.strerror(ctypes.get_errno())}")
+    return found
+
+
+def _prctl(option: int, *values: object) -> None:
+    if _libc().prctl(option, *values, *[0] * (4 - len(values))):
+        raise OSError(ctypes.get_errno(), f"prctl({option}): {os.strerror(ctypes.get_errno())}")

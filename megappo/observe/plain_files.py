@@ -1,0 +1,72 @@
+"""Files that somebody else may have put there: no device or pipe in a file's place, no link that leads elsewhere."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+LARGEST_TEXT_BYTES = 256 * 2**20
+"""Of a text that is read as a whole; the largest tokenizers have 40 MiB."""
+
+
+def check_plain(path: Path, most_bytes: int | None = None) -> None:
+    """Raises OSError for what is no plain file, which may have no end, or a larger one."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is no plain file", str(path))
+    if most_bytes is not None and found.st_size > most_bytes:
+        raise OSError(errno.EFBIG, f"it has {found.st_size} bytes, more than {most_bytes}", str(path))
+
+
+def plain_text(path: Path) -> str:
+    """The text of a file. Raises OSError, as `check_plain`, and UnicodeDecodeError."""
+    check_plain(path, LARGEST_TEXT_BYTES)
+    return path.read_text(encoding="utf-8")
+
+
+def check_folder(folder: Path) -> None:
+    """Raises ValueError where a folder holds devices or pipes, which whoever reads it would wait for, or texts that are
+    too large to be read as a whole."""
+    for entry in os.scandir(folder):
+        try:
+            found = entry.stat()
+        except OSError:  # a link to nothing, which is as if nothing was there
+            continue
+        if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode) or stat.S_ISSOCK(found.st_mode)):
+            raise ValueError(f"{entry.path} is no plain file; remove it, or fetch the folder again")
+        if entry.name.endswith((".json", ".jinja", ".txt")) and found.st_size > LARGEST_TEXT_BYTES:
+            raise ValueError(
+                f"{entry.path} has {found.st_size} bytes, and texts of a model have at most {LARGEST_TEXT_BYTES}; "
+                "fetch the folder again"
+            )
+
+
+def check_own(directory: Path) -> None:
+    """Raises ValueError where what is written below a directory could come to lie elsewhere, or be waited for: at links
+    that lead out of it, pipes and devices."""
+    root = directory.resolve()
+    for entry in _below(directory):
+        if entry.is_symlink() and not Path(entry.path).resolve().is_relative_to(root):
+            raise ValueError(
+                f"{entry.path} is a link to {os.readlink(entry.path)}, where the run would write; put in its place "
+                "what it leads to"
+            )
+        if not (entry.is_symlink() or entry.is_dir() or entry.is_file()) and not _is_socket(entry):
+            raise ValueError(f"{entry.path} is no plain file; remove it")
+
+
+def _below(directory: Path) -> Iterator[os.DirEntry[str]]:
+    folders = [str(directory)]
+    while folders:
+        with os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                yield entry
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+
+
+def _is_socket(entry: os.DirEntry[str]) -> bool:
+    return stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode)

@@ -1,0 +1,145 @@
+"""What a program of the model can do outside of its folder: nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megappo.config.environment import SandboxSettings, ToolSettings
+from megappo.environments.confinement import confine, landlock_abi, why_not
+from megappo.environments.protocol import ToolResult
+from megappo.environments.tool_calling import ToolCalling
+from megappo.environments.tool_pool import ToolPool
+from tests.support.hostile import SECRET, Neighbour
+
+pytestmark = pytest.mark.waits
+
+PYTHON = {"python": "megappo.environments.mathematics:python"}
+PROGRAMS = {"python": "code"}
+needs_landlock = pytest.mark.skipif(bool(why_not()), reason=f"programs are confined nowhere here: {why_not()}")
+
+
+@pytest.fixture
+def neighbour(tmp_path: Path) -> Iterator[Neighbour]:
+    found = Neighbour(tmp_path)
+    yield found
+    found.process.kill()
+    found.process.wait()
+    found.server.close()
+
+
+def run(code: list[str], settings: ToolSettings) -> list[ToolResult]:
+    async def all_of_them() -> list[ToolResult]:
+        return list(await asyncio.gather(*(pool.call("python", {"code": program}) for program in code)))
+
+    pool = ToolPool(PYTHON, settings, PROGRAMS)
+    with asyncio.Runner() as loop:
+        found = loop.run(all_of_them())
+        pool.close()
+    return found
+
+
+@needs_landlock
+def test_a_program_of_the_model_has_no_rights_beyond_its_folder(neighbour: Neighbour) -> None:
+    """Files of others, their processes, the network and the machine's shared memory; with confined=false it has."""
+    attacks = neighbour.attacks()
+    found = run(attacks, ToolSettings(workers=2))
+    assert len(attacks) > 50 and neighbour.is_untouched()
+    for code, result in zip(attacks, found, strict=True):
+        assert SECRET not in result.text and "root:" not in result.text, (code, result)
+    left = (f"{place}/megappo-of-a-test" for place in ("/dev/shm", tempfile.gettempdir()))
+    assert not any(os.path.exists(path) for path in left)
+    free = run(attacks[:2], ToolSettings(workers=1, confined=False))
+    assert free[0].text == f"{SECRET}\n" and not neighbour.is_untouched()
+
+
+ORDINARY = """
+import asyncio, concurrent.futures, decimal, os, random, shutil, sqlite3, subprocess, sys, tempfile
+with open("a.txt", "w") as file:
+    file.write("one")
+shutil.copy("a.txt", "b.txt")
+os.chmod("b.txt", 0o600)
+print(open("b.txt").read(), len(os.listdir(os.path.expanduser("~"))))
+with tempfile.TemporaryDirectory() as folder:
+    open(os.path.join(folder, "x"), "w").close()
+print(subprocess.run([sys.executable, "-c", "import json; print(json.dumps([1]))"], capture_output=True, text=True))
+print(subprocess.run("echo two | tr a-z A-Z", shell=True, capture_output=True, text=True).stdout)
+with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    print(sum(pool.map(abs, range(4))))
+asyncio.run(asyncio.sleep(0))
+child = subprocess.Popen(["sleep", "100"])
+child.kill()
+print(child.wait(), random.SystemRandom().random() < 1, sqlite3.connect("d.db").execute("select 3").fetchone())
+"""
+
+
+@needs_landlock
+def test_ordinary_programs_run_in_their_folder() -> None:
+    (result,) = run([ORDINARY], ToolSettings(workers=1))
+    assert "Error" not in result.text and not result.failure, result
+    assert "one 2\n" in result.text and "TWO" in result.text and "-9 True (3,)" in result.text and "[1]" in result.text
+
+
+@needs_landlock
+@pytest.mark.parametrize("abi", range(3, landlock_abi() + 1))
+def test_kernels_of_any_age_keep_it_in(abi: int, neighbour: Neighbour, tmp_path: Path) -> None:
+    """Also those whose Landlock does not know of ports and signals yet."""
+    folder = tmp_path / "own"
+    folder.mkdir()
+    for code in neighbour.attacks():
+        pid = os.fork()
+        if pid == 0:
+            os.chdir(folder)
+            os.setsid()
+            os.dup2(os.open(os.devnull, os.O_RDWR), 1)
+            os.dup2(1, 2)
+            confine(str(folder), most_abi=abi)
+            try:
+                exec(code, {})
+            finally:
+                os._exit(0)
+        deadline = time.monotonic() + 20
+        while os.waitpid(pid, os.WNOHANG)[0] == 0:
+            if time.monotonic() > deadline:
+                os.kill(pid, signal.SIGKILL)
+                pytest.fail(f"does not end: {code}")
+            os.sched_yield()
+    assert neighbour.is_untouched()
+
+
+FILLS = "for n in range(1000):\n  with open(str(n), 'wb') as file: file.write(b'x' * 10**6)\n"
+HIDES = "import os\nkept = []\nfor n in range(200):\n  kept.append(open('x', 'wb', 0))\n  os.unlink('x')\n"
+HIDES += "  kept[-1].write(b'x' * 10**6)\n"
+MANY = "import os\nfor n in range(100000):\n  os.mkdir(str(n))\n"
+LARGE = "try: open('x', 'wb').write(b'x' * 200 * 10**6)\nexcept OSError: pass\n"
+
+
+def test_what_a_program_writes_is_bounded() -> None:
+    """In one file, in many, in such without a name, and in folders."""
+    wait = "import time\ntime.sleep(60)"
+    settings = ToolSettings(workers=2, timeout_seconds=90.0, memory_gigabytes=1.0)
+    found = run([*(code + wait for code in (LARGE, FILLS, HIDES, MANY)), "6 * 7"], settings)
+    assert [result.failure for result in found] == ["files", "files", "files", "files", ""]
+    assert "wrote more than it may" in found[0].text and found[-1].text == "42\n"
+    assert max(result.seconds for result in found) < 60
+
+
+def test_a_machine_that_confines_nobody_runs_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the settings say so; elsewhere they run, and tools that run nothing of the model's are there."""
+    monkeypatch.setattr("megappo.environments.tool_pool.why_not", lambda: "it is old")
+    environment = ToolCalling(tools=("python",))
+    with pytest.raises(ValueError, match=r"'python' runs what the model wrote, .* \(it is old\); set .*confined="):
+        ToolPool(environment.tools, ToolSettings(), environment.programs)
+    for settings in (ToolSettings(confined=False), ToolSettings(sandbox=SandboxSettings(url="http://127.0.0.1:9"))):
+        ToolPool(environment.tools, settings, environment.programs).close()
+    calculator = ToolPool(ToolCalling().tools, ToolSettings(workers=1))
+    with asyncio.Runner() as loop:
+        assert loop.run(calculator.call("calculator", {"expression": "6*7"})).text == "42"
+        calculator.close()
