@@ -5,9 +5,10 @@ Usage: python -m tests.house.suite [--quick | --all | --light] [--sides N] [--me
 `bash tests/run.sh` is this in an environment that it builds.
 
 Each file has a process of its own, forked off this one when it has imported what most of them import. Those that take
-the most CPU seconds begin, by seconds.json, which `--measure` writes anew. mypy has a side until it is through. Tests
-that are marked `waits` and fail are run once more, each by itself, when all others are through: those that pass then
-are listed as unsteady. Exit code 1 where any other test fails, where more than three are unsteady, or where mypy does.
+the most CPU seconds begin, by seconds.json, which `--measure` writes anew, or what it says of the files behind it. mypy
+has a side until it is through. Tests that are marked `waits` and fail are run once more, each by itself, when all
+others are through: those that pass then are listed as unsteady. Exit code 1 where any other test fails, where more than
+three are unsteady, or where mypy does.
 """
 
 from __future__ import annotations
@@ -289,6 +290,11 @@ def by_file(parts: Sequence[Part], *, exhaustive: bool) -> dict[str, dict[str, f
     return dict(sorted(found.items()))
 
 
+def with_those_of(known: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """What is known of each file, in order, with what was found of some in place of it."""
+    return dict(sorted((known | found).items()))
+
+
 def note_exhaustive(parts: Sequence[Part]) -> None:
     """Keep what tests are exhaustive, and that all of them held at this commit today."""
     command = ["git", "describe", "--always", "--dirty"]
@@ -326,7 +332,9 @@ def main() -> int:
         print(said, end="")
         code = judged(suite, unsteady, parts)
     if given.measure:
-        SECONDS.write_text(json.dumps(by_file(parts, exhaustive=False), indent=1) + "\n")
+        others = json.loads(SECONDS.read_text()) if given.files else {}
+        known = {file: others[file] for file in others if Path(ROOT, file).exists()}
+        SECONDS.write_text(json.dumps(with_those_of(known, by_file(parts, exhaustive=False)), indent=1) + "\n")
     if given.all and not given.files and not code:
         note_exhaustive(parts)
     print(f"{cpu_seconds(os.getpid()) / 60:.1f} core-minutes")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.suite import files_of, parts_of
+from tests.house.suite import files_of, parts_of, with_those_of
 from tests.support.harness import start
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
@@ -102,3 +102,9 @@ def test_what_takes_longest_begins(tmp_path: Path) -> None:
     assert sorted(file for part in parts for file in part.files) == sorted(files)
     assert parts[0].files == files[1:3] and parts[0].name == "tests/slurm"
     assert [part.cpu_seconds for part in parts] == sorted((part.cpu_seconds for part in parts), reverse=True)
+
+
+def test_what_was_measured_of_some_files_takes_the_place_of_what_was_known_of_them() -> None:
+    known = {"b": {"cpu_seconds": 2.0, "tests": 1}, "c": {"cpu_seconds": 3.0, "tests": 1}}
+    found = with_those_of(known, {"c": {"cpu_seconds": 1.0, "tests": 2}, "a": {"cpu_seconds": 4.0, "tests": 1}})
+    assert [*found] == ["a", "b", "c"] and found["b"] == known["b"] and found["c"]["cpu_seconds"] == 1.0
