@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from megappo.cli import main
+from megappo.runtime.heap import put_off_collections
+from megappo.runtime.packages import quicken_packages_scan
 
 if __name__ == "__main__":
+    put_off_collections()  # until ranks have met
+    quicken_packages_scan()
+    from megappo.cli import main
+
     sys.exit(main())

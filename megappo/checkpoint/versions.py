@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import re
 from pathlib import Path
@@ -19,9 +20,13 @@ TORCH_VERSIONS = ((2, 11), (2, 14))
 """The first and the last that the tests load checkpoints of; requirements.txt allows the same."""
 
 
+_installed_version = functools.cache(installed_version)
+"""Read once, as it takes milliseconds and a process imports a package once."""
+
+
 def software_versions() -> dict[str, str]:
     """Versions of everything that computes."""
-    found = {package: installed_version(package) for package in _PACKAGES}
+    found = {package: _installed_version(package) for package in _PACKAGES}
     own = {"megappo": __version__, "python": platform.python_version()}
     return own | {package: version for package, version in found.items() if version is not None}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -36,7 +37,8 @@ class SectionFacts(NamedTuple):
     settings: tuple[SettingFacts, ...]
 
 
-def sections() -> list[SectionFacts]:
+@functools.cache
+def sections() -> tuple[SectionFacts, ...]:
     """Every kind of section, those that hold others before these."""
     schema = Config.model_json_schema()
     places: dict[str, list[str]] = {}
@@ -49,7 +51,7 @@ def sections() -> list[SectionFacts]:
         settings = [_facts(name, field, is_required=name in required) for name, field in section["properties"].items()]
         about = schema["properties"].get(paths[0], {}).get("description", "")
         found.append(SectionFacts(kind, tuple(paths), about, tuple(settings)))
-    return found
+    return tuple(found)
 
 
 def _facts(name: str, field: Mapping[str, Any], *, is_required: bool) -> SettingFacts:

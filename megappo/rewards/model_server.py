@@ -21,12 +21,14 @@ import threading
 import traceback
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from megappo.observe.messages import tell
-from megappo.rewards.model import RewardModel
+from megappo.runtime.heap import collect_as_usual, put_off_collections
+from megappo.runtime.packages import quicken_packages_scan
+
+if TYPE_CHECKING:
+    from megappo.rewards.model import RewardModel
 
 
 class _ScoreServer(ThreadingHTTPServer):
@@ -106,6 +108,12 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=Path, required=True)
     arguments = json.loads(parser.parse_args().config.read_text())
+    put_off_collections()
+    quicken_packages_scan()
+    import torch
+
+    from megappo.rewards.model import RewardModel
+
     device = torch.device(arguments["device"])
     try:
         model = RewardModel(
@@ -119,6 +127,7 @@ def main() -> int:
     except ValueError as error:
         tell(str(error))
         return 1
+    collect_as_usual()
     _ScoreServer(arguments, model).serve_forever()
     return 0
 

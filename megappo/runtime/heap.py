@@ -1,12 +1,39 @@
-"""What C's allocator does with memory that tensors on a CPU had; GNU's alone lets itself be told."""
+"""What C's allocator does with memory that tensors on a CPU had, which GNU's alone lets itself be told, and when Python
+looks for garbage."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 """Of malloc.h."""
+
+_SELDOM = 1_000_000, 10, 10
+"""Objects that are made between two searches for garbage, and such searches between larger ones."""
+
+
+@functools.cache
+def _usual() -> tuple[int, int, int]:
+    return gc.get_threshold()
+
+
+def put_off_collections() -> None:
+    """Hardly look for garbage until `collect_as_usual`; for a process that only imports.
+
+    A million objects come and stay, and by default Python looks through all of them after every quarter that is added:
+    one of six CPU seconds that a rank imports for.
+    """
+    _usual()
+    gc.set_threshold(*_SELDOM)
+
+
+def collect_as_usual() -> None:
+    """Look for garbage as before `put_off_collections`, but never in what is there now. Without it, do nothing."""
+    if gc.get_threshold() == _SELDOM:
+        gc.freeze()
+        gc.set_threshold(*_usual())
 
 
 @functools.cache

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -101,10 +103,29 @@ def hide_cuda_only_packages() -> None:
     """What comes with SGLang, and Megatron imports where it finds it.
 
     flash_mla needs libcuda and dies with OSError, which megatron.core does not guard against; flashinfer, for an
-    inference that is not used, takes seconds.
+    inference that is not used, and flash_attn, for a GPU's attention, take seconds.
     """
-    for package in ("flash_mla", "flashinfer"):
+    for package in ("flash_mla", "flashinfer", "flash_attn"):
         sys.modules.setdefault(package, None)  # type: ignore[arg-type]
+
+
+@contextmanager
+def _without_compiler() -> Iterator[None]:
+    """Let what is decorated with `torch.compile` meanwhile stay as it is, where nothing is compiled anyway.
+
+    Megatron decorates its fusions so (jit.py:24, moe/router.py:918), for which torch imports Dynamo and Inductor: two
+    of ten CPU seconds that a rank takes to start.
+    """
+    if os.environ.get("TORCHDYNAMO_DISABLE", "1") != "1":  # wanted by whoever set it
+        yield
+        return
+    torch_module: Any = torch
+    compiler = torch_module.compile
+    torch_module.compile = lambda function=None, **_options: function if function is not None else lambda f: f
+    try:
+        yield
+    finally:
+        torch_module.compile = compiler
 
 
 @functools.cache
@@ -124,7 +145,9 @@ def install() -> None:
     for name in ("FloatTensor", "HalfTensor", "BFloat16Tensor", "IntTensor"):
         setattr(cuda, name, getattr(torch, name))
 
-    import megatron.core.tensor_parallel.random as megatron_random
+    with _without_compiler():
+        import_module("megatron.core.models.gpt.gpt_layer_specs")  # with all that a model may be made of
+        import megatron.core.tensor_parallel.random as megatron_random
 
     # Without these two nothing raises, but the tracker's fork() neither switches nor restores the generator.
     module: Any = megatron_random

@@ -20,6 +20,7 @@ from megappo.errors import RunError, one_line, reason
 from megappo.runtime.device import prepare_device
 from megappo.runtime.failures import Failures
 from megappo.runtime.groups import allow_connections, collective_backend, join_world, stay_on_this_machine
+from megappo.runtime.heap import collect_as_usual
 from megappo.runtime.launchers import Ranks, adopt_launcher, job_of, read_ranks
 from megappo.runtime.nccl import share_settings
 from megappo.runtime.notices import Notices
@@ -178,6 +179,7 @@ def start_runtime(settings: RuntimeSettings, *, with_servers: bool = False) -> I
     runtime.failures.start()
     try:
         _prepare_megatron()
+        collect_as_usual()
         yield runtime
     except BaseException as error:
         runtime.failures.leave(error)

@@ -16,7 +16,7 @@ import yaml
 from megappo import api
 from megappo.observe.metrics import read_metrics
 from tests.house.commands import blocks
-from tests.support import outside
+from tests.support import outside, outside_reward
 from tests.support.harness import start
 from tests.support.places import QUICKSTART, ROOT, TINY
 
@@ -85,7 +85,7 @@ def test_names_and_signatures_are_frozen() -> None:
 
 def test_the_protocols_are_those_of_functions_that_run() -> None:
     """mypy compares them; these are the parts of a user's in tests/runs/test_outside.py."""
-    reward: api.RewardFunction = outside.digits
+    reward: api.RewardFunction = outside_reward.digits
     source: api.PromptSource = outside.questions
     estimator: api.AdvantageEstimator = outside.rest_of_rewards
     loss: api.PolicyLoss = outside.reinforce
@@ -136,14 +136,16 @@ def examples() -> Sequence[str]:
 def test_a_run_from_python_with_a_plug_in_of_each_kind(tmp_path: Path) -> None:
     """All examples of the page in one run."""
     run, *plug_ins = examples()
-    (tmp_path / "mine.py").write_text("\n".join(plug_ins))
+    (reward,) = (text for text in plug_ins if "def my_reward" in text)
+    (tmp_path / "scores.py").write_text(reward)  # whose workers import no more
+    (tmp_path / "mine.py").write_text("\n".join(text for text in plug_ins if text != reward))
     one_process(tmp_path, loggers={"mine:MyLogger": {"metric": "reward/max"}})
     settings = yaml.safe_load((tmp_path / "my-run.yaml").read_text())
     del settings["critic"]
     settings["data"] |= {"train": {"source": "mine:my_sums", "options": {"size": 8}}}
     settings["rollout"] |= {"engine": "mine:MyEngine", "environment": {"name": "mine:MyEnvironment", "max_turns": 3}}
     settings["rollout"] |= {"max_response_tokens": 12}
-    settings["reward"] = {"function": "mine:my_reward"}
+    settings["reward"] = {"function": "scores:my_reward"}
     settings["algorithm"] = {"estimator": "mine:my_estimator", "policy_loss": "mine:my_loss", "dual_clip": None}
     (tmp_path / "my-run.yaml").write_text(yaml.safe_dump(settings))
     said = ran(tmp_path, run.replace('"critic", role="critic"', '"actor"'))

@@ -471,7 +471,7 @@ CHAT = '{"prompt": "1+2=", "answer": "3"}\n'
         (["data.max_prompt_tokens=3"], "prompts of 'megappo.data.arithmetic:sums' are longer than"),
         (["reward.function=exakt"], "did you mean 'exact'?"),
         (
-            ["reward.function=tests.support.worlds:crashing"],
+            ["reward.function=tests.support.troubled:crashing"],
             "of 8 rewards failed, more than reward.max_failure_fraction",
         ),
         (["rollout.prompts_per_step=51"], "does not divide the step's 408 samples"),
@@ -486,7 +486,7 @@ def test_settings_data_and_rewards(overrides: list[str], words: str, capsys: pyt
 
 @pytest.mark.waits
 def test_a_reward_that_never_rewards(capsys: pytest.CaptureFixture[str]) -> None:
-    code, said = run(capsys, *DRY, "reward.function=tests.support.worlds:zero")
+    code, said = run(capsys, *DRY, "reward.function=tests.support.troubled:zero")
     assert code == 0
     assert "no written form of the answers scores above an empty response: look at one by hand" in said
 

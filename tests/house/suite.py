@@ -5,9 +5,10 @@ Usage: python -m tests.house.suite [--quick | --all | --light] [--sides N] [--me
 `bash tests/run.sh` is this in an environment that it builds.
 
 Each file has a process of its own, forked off this one when it has imported what most of them import. Those that take
-the most CPU seconds begin, by seconds.json, which `--measure` writes anew. mypy has a side until it is through. Tests
-that are marked `waits` and fail are run once more, each by itself, when all others are through: those that pass then
-are listed as unsteady. Exit code 1 where any other test fails, where more than three are unsteady, or where mypy does.
+longest begin, computing or waiting, by seconds.json, which `--measure` writes anew, or what it says of the files behind
+it. mypy has a side until it is through. Tests that are marked `waits` and fail are run once more, each by itself, when
+all others are through: those that pass then are listed as unsteady. Exit code 1 where any other test fails, where more
+than three are unsteady, or where mypy does.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from tests.support import (
 from tests.support.places import ROOT
 
 SECONDS = ROOT / "tests" / "house" / "seconds.json"
-"""CPU seconds and number of tests of each file, as they were measured."""
+"""Seconds, CPU seconds and number of tests of each file, as they were measured."""
 EXHAUSTIVE = ROOT / "tests" / "house" / "exhaustive.json"
 """What `--all` ran more when it was green last."""
 MOST_UNSTEADY = 3
@@ -65,8 +66,8 @@ class Part:
     """Files that one process runs."""
 
     files: list[str]
-    cpu_seconds: float
-    """By the last measurement."""
+    seconds: float
+    """That it takes at least, by the last measurement, in which others ran beside it."""
     tests: int
     """Of them that were there then; as soon as it is known, those that there are."""
     log: Path
@@ -82,7 +83,7 @@ class Part:
 
 
 def parts_of(files: Sequence[str], folder: Path) -> list[Part]:
-    """Those that take the most CPU seconds first."""
+    """Those that take longest first: whether they compute or wait, cores that others leave are theirs."""
     measured: dict[str, Any] = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
     groups: dict[str, list[str]] = {}
     for file in files:
@@ -91,9 +92,9 @@ def parts_of(files: Sequence[str], folder: Path) -> list[Part]:
     parts = []
     for number, group in enumerate(groups.values()):
         known = [measured.get(file, _UNKNOWN) for file in group]
-        seconds, tests = (sum(of_file[key] for of_file in known) for key in ("cpu_seconds", "tests"))
-        parts.append(Part(group, seconds, tests, folder / str(number)))
-    return sorted(parts, key=lambda part: -part.cpu_seconds)
+        seconds = sum(max(of_file["cpu_seconds"], of_file.get("seconds", 0.0)) for of_file in known)
+        parts.append(Part(group, seconds, sum(of_file["tests"] for of_file in known), folder / str(number)))
+    return sorted(parts, key=lambda part: -part.seconds)
 
 
 def start(part: Part, options: Sequence[str]) -> None:
@@ -278,15 +279,22 @@ def judged(suite: Suite, unsteady: Sequence[Outcome], parts: Sequence[Part]) -> 
 
 
 def by_file(parts: Sequence[Part], *, exhaustive: bool) -> dict[str, dict[str, float]]:
-    """CPU seconds and number of the tests that are marked so or are not."""
+    """Seconds, CPU seconds and number of the tests that are marked so or are not."""
     found: dict[str, dict[str, float]] = {}
+    nothing = {"cpu_seconds": 0.0, "seconds": 0.0, "tests": 0}
     for part in parts:
         for outcome in part.outcomes:
             if outcome.exhaustive == exhaustive:
-                of_file = found.setdefault(outcome.test.partition("::")[0], {"cpu_seconds": 0.0, "tests": 0})
+                of_file = found.setdefault(outcome.test.partition("::")[0], {**nothing})
                 of_file["cpu_seconds"] = round(of_file["cpu_seconds"] + outcome.cpu_seconds, 1)
+                of_file["seconds"] = round(of_file["seconds"] + outcome.seconds, 1)
                 of_file["tests"] += 1
     return dict(sorted(found.items()))
+
+
+def with_those_of(known: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """What is known of each file, in order, with what was found of some in place of it."""
+    return dict(sorted((known | found).items()))
 
 
 def note_exhaustive(parts: Sequence[Part]) -> None:
@@ -326,7 +334,9 @@ def main() -> int:
         print(said, end="")
         code = judged(suite, unsteady, parts)
     if given.measure:
-        SECONDS.write_text(json.dumps(by_file(parts, exhaustive=False), indent=1) + "\n")
+        others = json.loads(SECONDS.read_text()) if given.files else {}
+        known = {file: others[file] for file in others if Path(ROOT, file).exists()}
+        SECONDS.write_text(json.dumps(with_those_of(known, by_file(parts, exhaustive=False)), indent=1) + "\n")
     if given.all and not given.files and not code:
         note_exhaustive(parts)
     print(f"{cpu_seconds(os.getpid()) / 60:.1f} core-minutes")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +30,8 @@ class Outcome:
     """Why it was skipped, or what pytest shows of a failure."""
     cpu_seconds: float
     """Of all processes that belong to its file, in the meantime."""
+    seconds: float = 0.0
+    """How long it took."""
 
 
 def cpu_seconds(root: int) -> float:
@@ -58,7 +61,7 @@ class Telling:
         self._root = root
         self._told = told.open("a", buffering=1)
         self._reports: list[pytest.TestReport] = []
-        self._cpu_seconds = 0.0
+        self._cpu_seconds = self._begun = 0.0
 
     def _tell(self, what: dict[str, object]) -> None:
         self._told.write(json.dumps(what) + "\n")
@@ -72,7 +75,7 @@ class Telling:
             self._tell(asdict(Outcome(report.nodeid, "failed", False, False, report.longreprtext, 0.0)))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self._reports = []
+        self._reports, self._begun = [], time.monotonic()
         self._tell({"begins": nodeid})
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -84,7 +87,8 @@ class Telling:
         said = "\n".join(_words(report) for report in self._reports if report.outcome == ending != "passed")
         waits, exhaustive = (any(mark in r.keywords for r in self._reports) for mark in ("waits", "exhaustive"))
         before, self._cpu_seconds = self._cpu_seconds, cpu_seconds(self._root)
-        self._tell(asdict(Outcome(nodeid, ending, waits, exhaustive, said, self._cpu_seconds - before)))
+        took = self._cpu_seconds - before, time.monotonic() - self._begun
+        self._tell(asdict(Outcome(nodeid, ending, waits, exhaustive, said, *took)))
 
 
 def _words(report: pytest.TestReport) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from tests.house.suite import files_of, parts_of
+from tests.house.suite import files_of, parts_of, with_those_of
 from tests.support.harness import start
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
@@ -101,4 +102,21 @@ def test_what_takes_longest_begins(tmp_path: Path) -> None:
     parts = parts_of(files, tmp_path)
     assert sorted(file for part in parts for file in part.files) == sorted(files)
     assert parts[0].files == files[1:3] and parts[0].name == "tests/slurm"
-    assert [part.cpu_seconds for part in parts] == sorted((part.cpu_seconds for part in parts), reverse=True)
+    assert [part.seconds for part in parts] == sorted((part.seconds for part in parts), reverse=True)
+
+
+def test_what_waits_long_begins_before_what_computes_less_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {
+        "computes.py": {"cpu_seconds": 50.0, "seconds": 55.0, "tests": 1},
+        "waits.py": {"cpu_seconds": 2.0, "seconds": 80.0, "tests": 1},
+        "older.py": {"cpu_seconds": 60.0, "tests": 1},
+    }
+    (tmp_path / "seconds.json").write_text(json.dumps(known))
+    monkeypatch.setattr("tests.house.suite.SECONDS", tmp_path / "seconds.json")
+    assert [part.name for part in parts_of([*known], tmp_path)] == ["waits.py", "older.py", "computes.py"]
+
+
+def test_what_was_measured_of_some_files_takes_the_place_of_what_was_known_of_them() -> None:
+    known = {"b": {"cpu_seconds": 2.0, "tests": 1}, "c": {"cpu_seconds": 3.0, "tests": 1}}
+    found = with_those_of(known, {"c": {"cpu_seconds": 1.0, "tests": 2}, "a": {"cpu_seconds": 4.0, "tests": 1}})
+    assert [*found] == ["a", "b", "c"] and found["b"] == known["b"] and found["c"]["cpu_seconds"] == 1.0

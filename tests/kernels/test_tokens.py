@@ -243,9 +243,23 @@ def test_packed_gae_is_gae_of_each_sequence(backend: str, fractional: bool) -> N
                                    rtol=0, atol=tolerance)  # fmt: skip
 
 
-@pytest.mark.parametrize(("gamma", "lam"), cases(GAMMAS, quick=[(0.99, 0.95)]))
-@pytest.mark.parametrize("length", [1, 5, 1024, 2500])
-def test_triton_gae(length: int, gamma: float, lam: float) -> None:
+LENGTHS = [1, 5, 1024, 2500]
+
+
+@pytest.mark.parametrize(
+    ("gamma", "lam", "length"),
+    cases(
+        [(*discounts, length) for discounts in GAMMAS for length in LENGTHS],
+        quick=[(0.99, 0.95, length) for length in LENGTHS],
+        exhaustive=[
+            (*discounts, length)
+            for discounts in GAMMAS
+            if discounts not in ((0.99, 0.95), (1.0, 1.0))
+            for length in (1, 1024, 2500)
+        ],
+    ),
+)
+def test_triton_gae(gamma: float, lam: float, length: int) -> None:
     rewards, values, mask = rollout(3, length, seed=8)
     bootstrap = torch.tensor([0.3, -0.2, 1.0], dtype=torch.float64)
     truth = gae(rewards, values, mask, gamma=gamma, lam=lam, bootstrap=bootstrap)

@@ -316,7 +316,9 @@ def torchrun(*words: str, **variables: str) -> subprocess.Popen[str]:
 no_ipv6 = pytest.mark.skipif(listening_problem("::1", 0) is not None, reason="needs IPv6")
 
 
-@pytest.mark.parametrize("host", ["localhost", pytest.param("[::1]", marks=no_ipv6)])
+@pytest.mark.parametrize(
+    "host", [pytest.param("localhost", marks=pytest.mark.exhaustive), pytest.param("[::1]", marks=no_ipv6)]
+)
 def test_torchrun_on_two_machines(host: str) -> None:
     """The same line on both, which here are one."""
     from tests.support.worlds import closed_port

@@ -385,6 +385,12 @@ def test_where_no_layout_fits_a_larger_machine_is_named() -> None:
     words, proposal = remedy(config, models, MACHINES["h100"], 16)
     assert words == "no layout on 16 x h100 fits; 16 x h200 would do"
     assert proposal is not None and apply(LARGE, proposal).fits
+
+
+@pytest.mark.exhaustive
+def test_what_would_do_for_a_large_model_is_looked_for_on_more_machines() -> None:
+    """As for small ones in test_search.py; seconds of search."""
+    config, models = load(LARGE), models_of(LARGE)
     words, proposal = remedy(load(LARGE, "critic.path=null"), models_of_own_critic(), MACHINES["b200"], 8)
     assert proposal is not None and proposal.gpus > 8 and words.startswith("no layout on 8 x b200 fits; ")
     tiny = dataclasses.replace(MACHINES["h100"], memory_bytes=5e9, is_cuda=False, shared_by_ranks=False)

@@ -12,9 +12,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.waits]
 @pytest.mark.parametrize(
     ("run", "kinds"),
     [
-        ("split", "raise,nap,kill,hang@ppo/start.py:choose_start after"),
-        ("episodes", "raise,full,hang@CheckpointWriter._write after"),
-        ("ahead", "raise,full once,kill"),
+        ("split", "raise,nap,hang@ppo/start.py:choose_start after"),
+        ("episodes", "full,hang@CheckpointWriter._write after"),
+        ("ahead", "full once,kill"),
         ("resumed", "kill"),
     ],
 )

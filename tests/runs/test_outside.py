@@ -42,13 +42,14 @@ def megappo_with(folder: Path, part: str, *words: str, processes: int = 0) -> su
 
 
 def test_a_run_of_the_users_own_parts(tmp_path: Path) -> None:
-    file = tmp_path / "of_mine.py"
+    file, scoring = tmp_path / "of_mine.py", tmp_path / "scoring.py"
+    shutil.copy(ROOT / "tests" / "support" / "outside_reward.py", scoring)
     overrides = [
         f"run.directory={tmp_path / 'run'}",
         *SHORT,
         "rollout.engine=of_mine:PlainEngine",
         f"rollout.engine_options={{log: {tmp_path / 'asked'}}}",
-        f"reward.function={file}:digits",
+        f"reward.function={scoring}:digits",
         "algorithm.estimator=of_mine:rest_of_rewards",
         "algorithm.estimator_options={scale: 0.5}",
         "algorithm.policy_loss=of_mine:reinforce",
@@ -68,8 +69,8 @@ def test_a_run_of_the_users_own_parts(tmp_path: Path) -> None:
     assert "of_mine:rest_of_rewards (gamma" in said and "policy loss of_mine:reinforce" in said
     assert all(line["actor/surprise"] > 0 and line["actor/clipfrac"] == 0 for line in lines[1:])
     (marker,) = (tmp_path / "run" / "checkpoints").glob("*/checkpoint.json")
-    digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    assert read_marker(marker.parent).content["own_files"] == {str(file): digest}
+    digests = {str(own): hashlib.sha256(own.read_bytes()).hexdigest() for own in (file, scoring)}
+    assert read_marker(marker.parent).content["own_files"] == digests
     # Each rank was asked for its share of two steps and of the evaluations before the first and after the second.
     assert [(tmp_path / f"asked-{rank}").read_text().split() for rank in (0, 1)] == [["2", "40", "40", "2"]] * 2
 

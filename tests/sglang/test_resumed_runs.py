@@ -37,7 +37,8 @@ def test_one_step_ahead_stopped_killed_and_continued(tmp_path: Path) -> None:
     """Stopped while the servers owe the next step's responses: what is left of them is generated with the weights that
     were due, which are older than the actor's. Then killed while they generate: what was generated ahead is in the
     checkpoint, so it is trained on although newer weights are there. Weights rest meanwhile."""
-    settings = ("run.steps=4", "checkpoint.every_steps=1", "checkpoint.keep_last=9", "rollout.when_stopped=keep")
+    settings = ("run.steps=4", "checkpoint.every_steps=1", "checkpoint.keep_last=9", "rollout.when_stopped=keep",
+                "rollout.sglang.engines=1")  # fmt: skip
     config, run = "sglang_disaggregated", tmp_path / "killed"
     stop = {"rank": 1, "step": 2, "at": "update_critic", "signal": "SIGUSR1", "stall": "rollout", "after_answers": True}
     output = attempts(

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.gpu.acceptance.nodes import Shape
+from tests.gpu.acceptance.nodes import rows as node_rows
+from tests.gpu.acceptance.nodes import steps as node_steps
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import job_environment
 from tests.support.places import ROOT
@@ -42,8 +45,9 @@ def accept(
     "config", ["quickstart", pytest.param("sglang_quickstart", marks=[sglang, pytest.mark.exhaustive])]
 )
 def test_two_nodes_are_accepted(cluster: Cluster, tmp_path: Path, config: str) -> None:
-    """With the embedded engine, for which there is no broadcast; with servers, all of it."""
-    steps = STEPS if config == "sglang_quickstart" else [step for step in STEPS if step != "broadcast"]
+    """With servers, all of it; with the embedded engine, for which there is no broadcast, all but fifty steps that
+    learn, of which `test_a_score_that_rises_is_learning` has the judge."""
+    steps = STEPS if config == "sglang_quickstart" else [s for s in STEPS if s not in ("broadcast", "learning")]
     state, logs, rows = accept(cluster, tmp_path, f"configs/{config}.yaml", *SMALL, only=" ".join(steps))
     told = cluster.log(state) + (logs / "node-acceptance.md").read_text()
     assert state["JobState"] == "COMPLETED", told
@@ -64,10 +68,23 @@ def test_two_nodes_are_accepted(cluster: Cluster, tmp_path: Path, config: str) -
 def test_what_fails_does_not_end_the_others(cluster: Cluster, tmp_path: Path) -> None:
     """A configuration that no rank can read: each step that needs it fails, with its sentence; so does the job. The
     steps that nobody asked for are left out."""
-    only = [step for step in STEPS if step not in ("layouts", "broadcast", "learning")]
+    only = ["links", "engine", "engine-tp"]
     words = ("configs/quickstart.yaml", "actor.nonsense=1")
     state, _, rows = accept(cluster, tmp_path, *words, only=" ".join(only))
     assert (state["JobState"], state["ExitCode"]) == ("FAILED", "1:0")
     verdicts = {row["step"]: row["verdict"] for row in rows}
     assert verdicts == dict.fromkeys(only, "failed") | {"engine-tp": "skipped"}
     assert all("nonsense" in row["result"] for row in rows if row["step"] in ("links", "engine"))
+
+
+@pytest.mark.parametrize(("rise", "verdict"), [(0.01, "ok"), (-0.01, "failed")])
+def test_a_score_that_rises_is_learning(tmp_path: Path, rise: float, verdict: str) -> None:
+    (tmp_path / "learning").mkdir()
+    lines = [{"reward/mean": 0.5 + rise * n, "time/step": 1.0, "tokens_per_second": 9.0} for n in range(50)]
+    shape = Shape(2, 1, tmp_path)
+    (step,) = [s for s in node_steps(shape, ["configs/quickstart.yaml"]) if s.name == "learning"]
+    for count, expected in ((50, verdict), (49, "failed")):
+        written = "".join(json.dumps(line) + "\n" for line in lines[:count])
+        (tmp_path / "learning" / "metrics.jsonl").write_text(written)
+        found = {row.what: row.verdict for row in node_rows(step, shape, 0)}
+        assert found == {f"score over {count} steps": expected, "the last step": "measured"}

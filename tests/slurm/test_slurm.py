@@ -33,7 +33,7 @@ def submit(cluster: Cluster, folder: Path, *words: str, **settings: object) -> i
     return int(cluster.run(*command, "launch/slurm/ppo.sbatch", *words, cwd=ROOT, env=environment).strip())
 
 
-@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+@pytest.mark.parametrize("launcher", [pytest.param("srun", marks=pytest.mark.exhaustive), "torchrun"])
 def test_a_job_over_two_nodes_trains_like_torchrun(
     cluster: Cluster, torchrun_metrics: list[dict[str, Any]], tmp_path: Path, launcher: str
 ) -> None:
@@ -120,8 +120,10 @@ def test_an_interrupted_job_is_the_run_that_was_not(cluster: Cluster, tmp_path: 
     assert 2 <= len(numbers(metrics.parent)) < 20
     state = end_of_second_attempt(cluster, job)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), cluster.log(state)
-    assert "continuing after step" in cluster.log(state)
+    assert "continuing after step" in cluster.log(state) and "2 ranks on n[1-2]" in Path(state["StdOut"]).read_text()
     assert numbers(metrics.parent) == numbers(tmp_path / "whole")
+    logs = tmp_path / "logs" / str(job) / "attempt-1"
+    assert [(logs / "train" / f"exit-{rank}").read_text() for rank in (0, 1)] == ["0\n", "0\n"]
 
 
 CANCELLED = """

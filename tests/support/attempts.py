@@ -10,7 +10,7 @@ from tests.support.harness import launch
 
 SMALL = (
     "rollout.prompts_per_step=10", "actor.minibatch_sequences=40", "critic.minibatch_sequences=40",
-    "evaluation.every_steps=4", "logging.tensorboard=false",
+    "evaluation.every_steps=4", "logging.tensorboard=false", "actor.epochs=1", "critic.epochs=1",
 )  # fmt: skip
 
 

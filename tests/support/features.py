@@ -2,8 +2,10 @@
 
     python -m tests.support.features [--strength 3]
 
-lists the steps of `test_conformance.py`: a covering array, made greedily from a seed. With strength t every t
-features that go together meet in some step; the number of factors gives the whole product.
+lists the steps of `test_conformance.py`: a covering array. With strength t every t features that go together meet in
+some step; the number of factors gives the whole product. That of strength 2 stands in features.json, as it takes
+minutes to find one of so few processes: `--search 200` looks for so many seconds and writes it. Others are made
+greedily from a seed.
 """
 
 from __future__ import annotations
@@ -11,15 +13,25 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import json
 import math
 import operator
 import random
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
 
 ROLES = ("actor", "critic")
 ADAPTIVE_LAM, NLL_COEF = 0.2, 0.3
 _DRAWN, _SEED = 2000, 1
+_FEW_RANKS = 4
+_WRITTEN = Path(__file__).with_suffix(".json")
+"""Steps of up to so many ranks in which every two features meet: of each the levels that are not the plain ones."""
+_COST_OF_STEP, _COST_OF_RANK = 1.0, 1.2
+"""In CPU seconds."""
 _SMALLEST_MINIBATCH = 6
 """Samples, of which every replica needs one."""
 
@@ -215,6 +227,8 @@ def _choices(factors: Sequence[Sequence[Level]], places: tuple[int, ...]) -> Ite
 @functools.cache
 def covering(strength: int, most_ranks: int) -> list[Case]:
     """Cases of at most so many ranks in which all combinations of `strength` features meet that go together."""
+    if (strength, most_ranks) == (2, _FEW_RANKS):
+        return [_case(levels) for levels in json.loads(_WRITTEN.read_text())]
     draw = random.Random(_SEED)
     everything, met = map(list, zip(*features_met(min(strength, len(FACTORS)), most_ranks), strict=True))
     if strength >= len(FACTORS):
@@ -229,11 +243,52 @@ def covering(strength: int, most_ranks: int) -> list[Case]:
     return found
 
 
+def _case(named: Mapping[str, str]) -> Case:
+    """Of levels by their names, plain ones where none is named."""
+    return Case(tuple(next(x for x in levels if x.name == named.get(factor, "")) for factor, levels in FACTORS.items()))
+
+
+def search(seconds: float) -> list[Case]:
+    """Steps in which every two features meet, of as little CPU time as are found in this time: again and again some are
+    taken out of the best ones and others put in, until all meet again."""
+    draw, chance = random.Random(_SEED), np.random.default_rng(_SEED)
+    everything, met = map(list, zip(*features_met(2, _FEW_RANKS), strict=True))
+    words = range(math.ceil(max(x.bit_length() for x in met) / 64))
+    bits = np.array([[(x >> 64 * word) & (2**64 - 1) for word in words] for x in met], dtype=np.uint64)
+    every, ranks = np.bitwise_or.reduce(bits), np.array([case.ranks for case in everything])
+
+    def left_by(chosen: Sequence[int]) -> np.ndarray:
+        return every & ~np.bitwise_or.reduce(bits[list(chosen)], initial=np.uint64(0))
+
+    def cost(chosen: Sequence[int]) -> float:
+        return float((_COST_OF_STEP + _COST_OF_RANK * ranks[list(chosen)]).sum())
+
+    best, until = list[int](), time.monotonic() + seconds
+    while not best or time.monotonic() < until:
+        chosen = draw.sample(best, max(0, len(best) - draw.randint(2, 8)))
+        while (left := left_by(chosen)).any():
+            gained = np.bitwise_count(bits & left).sum(axis=1) / (draw.choice((1, 2, 4, 8)) + ranks)
+            chosen.append(int((gained * chance.uniform(1, 1.05, len(gained))).argmax()))
+        for case in sorted(chosen, key=lambda n: -ranks[n]):
+            if not left_by(rest := [n for n in chosen if n != case]).any():
+                chosen = rest
+        if not best or cost(chosen) <= cost(best):
+            best = chosen
+    return [everything[n] for n in sorted(best)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--strength", type=int, default=2)
-    parser.add_argument("--ranks", type=int, default=4, help="of the largest step")
+    parser.add_argument("--ranks", type=int, default=_FEW_RANKS, help="of the largest step")
+    parser.add_argument("--search", type=float, metavar="SECONDS", help="write features.json anew")
     arguments = parser.parse_args()
+    if arguments.search:
+        steps = [
+            {factor: case[factor].name for factor in FACTORS if case[factor].name} for case in search(arguments.search)
+        ]
+        lines = ",\n".join(f" {json.dumps(step)}" for step in steps)
+        _WRITTEN.write_text(f"[\n{lines}\n]\n")
     found = covering(arguments.strength, arguments.ranks)
     print("\n".join(f"{case.ranks} {case.name}" for case in found))
     print(len(found), "steps")

@@ -1,5 +1,6 @@
-"""What a user may bring along: an engine, a reward, a data source, an estimator and a policy loss. test_outside.py
-trains with a copy of this file that lies outside of the repository."""
+"""What a user may bring along, beside a reward: an engine, a data source, an estimator and a policy loss.
+
+test_outside.py trains with a copy of this file that lies outside of the repository."""
 
 from __future__ import annotations
 
@@ -63,11 +64,6 @@ class PlainEngine:
 
     def close(self) -> None:
         self._model = None
-
-
-def digits(*, prompt: str, response: str, answer: str | None, metadata: dict[str, Any]) -> float:
-    """How many characters of a response are digits."""
-    return sum(character.isdigit() for character in response) / 3
 
 
 def questions(*, size: int) -> Iterator[dict[str, str]]:

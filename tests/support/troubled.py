@@ -1,10 +1,11 @@
-"""Environments and rewards of a user that fail."""
+"""Environments and rewards of a user that fail, or never reward."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megappo.environments.session import Session
+if TYPE_CHECKING:  # reward workers import this file, and need no more
+    from megappo.environments.session import Session
 
 
 class Fails:
@@ -34,3 +35,13 @@ def fussy(*, prompt: str, response: str, answer: str | None, metadata: dict[str,
 def parsed(response: str, prompt: str) -> float:
     """Always fails."""
     raise ValueError(f"cannot read {prompt}")
+
+
+def zero(*, prompt: str, response: str, answer: str | None, metadata: dict[str, Any]) -> float:
+    """A reward that never rewards."""
+    return 0.0
+
+
+def crashing(*, prompt: str, response: str, answer: str | None, metadata: dict[str, Any]) -> float:
+    """A reward that always fails."""
+    raise KeyError("no such thing")

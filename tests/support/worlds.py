@@ -118,13 +118,3 @@ def answering(status: int, answer: dict[str, object]) -> Iterator[int]:
 def closed_port() -> int:
     """A port that nobody listens on."""
     return free_port("127.0.0.1")
-
-
-def zero(*, prompt: str, response: str, answer: str | None, metadata: dict[str, object]) -> float:
-    """A reward that never rewards."""
-    return 0.0
-
-
-def crashing(*, prompt: str, response: str, answer: str | None, metadata: dict[str, object]) -> float:
-    """A reward that always fails."""
-    raise KeyError("no such thing")

@@ -1,0 +1,109 @@
+"""What a process leaves out while it starts: modules for CUDA and compilers, searches for garbage, a scan of files."""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megappo.runtime import sglang_cpu
+from megappo.runtime.heap import collect_as_usual, put_off_collections
+from megappo.runtime.packages import packages_distributions
+from tests.support.harness import start
+
+PROGRAM = """
+import gc, json, runpy, sys
+from importlib import metadata
+before = gc.get_threshold()
+sys.argv[1:] = {words}
+try:
+    runpy.run_module("megappo", run_name="__main__", alter_sys=True)
+except SystemExit as ended:
+    code = ended.code
+loaded = [name for name in {modules} if sys.modules.get(name) is not None]
+found = {{"code": code, "loaded": loaded, "seldom": gc.get_threshold() > before}}
+found |= {{"scan": metadata.packages_distributions.__module__, "frozen": gc.get_freeze_count()}}
+print("found", json.dumps(found))
+"""
+UNWANTED = ["torch._inductor.lowering", "flash_attn", "flashinfer"]
+
+
+@pytest.fixture
+def usual() -> Iterator[None]:
+    """Python's collector is as it was."""
+    before = gc.get_threshold()
+    yield
+    gc.set_threshold(*before)
+
+
+def test_the_scan_finds_what_the_standard_librarys_finds() -> None:
+    """And packages that are listed and not there, as in what setuptools brings along."""
+    found, expected = packages_distributions(), dict(importlib.metadata.packages_distributions())
+    assert {name: found[name] for name in expected} == expected and "torch" in found
+    assert len(found) < len(expected) + 5
+
+
+def test_a_distribution_may_list_its_files_in_other_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, files in {
+        "declared-one": {"top_level.txt": "first\nsecond\n"},
+        "listed": {"RECORD": "third/__init__.py,,\nfourth.py,,\nlisted-1.dist-info/RECORD,,\nbare,,\n"},
+        "neither": {},
+    }.items():
+        folder = tmp_path / f"{name}-1.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+        for file, text in files.items():
+            (folder / file).write_text(text)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert packages_distributions() == {"first": ["declared-one"], "second": ["declared-one"], "third": ["listed"],
+                                        "fourth": ["listed"]}  # fmt: skip
+
+
+@pytest.mark.usefixtures("usual")
+def test_collections_that_were_put_off_are_made_again() -> None:
+    before, frozen = gc.get_threshold(), gc.get_freeze_count()
+    collect_as_usual()
+    assert (gc.get_threshold(), gc.get_freeze_count()) == (before, frozen)
+    put_off_collections()
+    put_off_collections()
+    assert gc.get_threshold()[0] > 100 * before[0]
+    collect_as_usual()
+    assert gc.get_threshold() == before and gc.get_freeze_count() > frozen
+
+
+@pytest.mark.waits
+def test_a_command_starts_without_what_it_has_no_use_for(tmp_path: Path) -> None:
+    """Where ranks have met, as in a run that is refused then, garbage is looked for as usual again, but not in what was
+    imported; `settings` ends before."""
+    run = ["train", "configs/quickstart.yaml", "actor.layout={}", "critic.layout={}"]
+    wrong = [*run, f"run.directory={tmp_path / 'run'}", "data.train.source=tests.support.no_such:module"]
+    for words, code, seldom in ((["settings", "actor.offload"], 0, True), (wrong, 2, False)):
+        (tmp_path / "program.py").write_text(PROGRAM.format(words=words, modules=UNWANTED))
+        done = start(tmp_path / "program.py")
+        found = json.loads(done.stdout.rpartition("found ")[2])
+        assert (found["code"], found["loaded"]) == (code, []), done.stdout + done.stderr
+        assert found["scan"] == "megappo.runtime.packages" and found["seldom"] == seldom
+        assert found["frozen"] > 100_000 or seldom
+
+
+@pytest.mark.usefixtures("usual")
+@pytest.mark.parametrize(("chosen", "cuda"), [(True, False), (False, False), (True, True)])
+def test_a_server_starts_without_what_is_for_cuda(chosen: bool, cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it was started by us, on a CPU; its collections go on before it forks."""
+    monkeypatch.setenv("SGLANG_PLATFORM", sglang_cpu.PLATFORM_NAME if chosen else "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(importlib.metadata, "packages_distributions", importlib.metadata.packages_distributions)
+    monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    monkeypatch.delitem(sys.modules, "flashinfer")
+    before = gc.get_threshold()
+    assert (sglang_cpu.activate() is None) == cuda
+    hastened = chosen and not cuda
+    assert ("flashinfer" in sys.modules) == hastened == (gc.get_threshold() != before)
+    assert (importlib.metadata.packages_distributions is packages_distributions) == hastened
