@@ -27,7 +27,6 @@ from tests.support.places import ROOT
 LARGE, LARGE_WORLD = ROOT / "configs" / "qwen3_235b_a22b_16node_dapo_math.yaml", 1024
 WORLDS = {path.stem: (path, trainer_ranks(path)) for path in CONFIGURATIONS} | {"1024": (LARGE, LARGE_WORLD)}
 SAMPLES, PLAN_SECONDS = 8192, 2.0
-STAYS = ("actor.offload=false",)
 
 
 @cache
@@ -42,7 +41,8 @@ def settings(path: Path, *more: str) -> Config:
         if part is not None and part.path is not None
         if (local := ROOT / "configs" / "models" / Path(part.path).name).is_dir()
     ]
-    return load_config(path, [*overrides, "model.init=random", "run.epochs=null", "run.steps=100", *STAYS, *more])
+    overrides += [f"{role}.offload=false" for role in raw.trained]
+    return load_config(path, [*overrides, "model.init=random", "run.epochs=null", "run.steps=100", *more])
 
 
 def planned(config: Config, world: int) -> Setup:
