@@ -168,8 +168,8 @@ def test_experts_on_more_ranks_take_less_memory_and_more_links() -> None:
     assert len({round(max(r.optimizer for ranks in f.ranks for r in ranks.roles) / 1e6) for f in found}) == 1
 
 
-@pytest.mark.parametrize("path", ON, ids=lambda p: p.stem)
-def test_shipped_configurations_fit_their_machine(path: Path) -> None:
+@pytest.mark.parametrize("path", [SMALL, MIDDLE, LARGE], ids=lambda p: p.stem)
+def test_configurations_fit_their_machine(path: Path) -> None:
     start = time.perf_counter()
     name, gpus = ON[path]
     found = make_plan(load_config(path), models_of(path), find_machine(name), gpus)
@@ -462,17 +462,19 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "quickstart on 2 x cpu: MB on" in out
     for word in ("actor", "critic", "engine", "update_critic", "update_actor", "sync", "fits: ", "assumed: 40%"):
         assert word in out
-    code, out, _ = command(capsys, str(SHIPPED), "--search", "--machine", "b200")
+    code, out, _ = command(capsys, str(SHIPPED), "--search", "--machine", "b200", "--gpus", "8")
     assert code == 0 and "layouts on 8 x b200, the fastest first" in out and "actor: TP " in out
 
 
 def test_models_of_other_machines(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, out, _ = command(capsys, str(SHIPPED), "model.path=/data/models/Qwen3-8B", "critic.path=Qwen3-0.6B")
+    code, out, _ = command(
+        capsys, str(SHIPPED), "--gpus", "8", "model.path=/data/models/Qwen3-8B", "critic.path=Qwen3-0.6B"
+    )
     assert code == 0
     assert "/data/models/Qwen3-8B is planned from" in out and "Qwen3-0.6B is planned from" in out
     elsewhere = tmp_path / "run.yaml"
     elsewhere.write_text(SHIPPED.read_text())
-    assert command(capsys, str(elsewhere), f"model.path={MODELS / 'Qwen3-8B'}")[0] == 0
+    assert command(capsys, str(elsewhere), "--gpus", "8", f"model.path={MODELS / 'Qwen3-8B'}")[0] == 0
     code, _, err = command(capsys, str(elsewhere), "model.path=/data/models/Qwen3-8B")
     assert code == 2 and "there is no such folder" in err
 
@@ -483,7 +485,7 @@ def test_models_of_other_machines(capsys: pytest.CaptureFixture[str], tmp_path: 
         (["--machine", "v100"], "--machine is 'v100', must be a100-40, a100-80, h100, h800,"),
         (["--gpus", "0"], "--gpus is '0', must be a whole number from 1 to"),
         (["--gpus", "many"], "--gpus is 'many', must be a whole number from 1 to"),
-        (["--gpus", "12"], "does not divide its 12 ranks"),
+        (["--gpus", "9"], "does not divide its 9 ranks"),
         (["actor.minibatch_sequences=7", "--search"], "actor.minibatch_sequences 7 does not divide"),
         (["actor.epoch=2"], "did you mean actor.epochs?"),
         (["--gpus", "1", "--search"], "no layout on 1 x h100 fits; "),
