@@ -7,7 +7,8 @@ Usage: torchrun --nproc-per-node N -m benchmarks.weight_sync CONFIG [key=value .
 CONFIG has `rollout.engine: sglang`; model, layout, servers and bucket size are taken from it. One run times in turns:
 - copy: the model's bytes copied once in this machine's memory (in its GPU's, on CUDA), a bucket at a time;
 - sync: megappo's weight sync, with its phases on the rank that waits longest: gather (conversion included), load
-  (waiting for the engine beyond what gathering hid), verify (fingerprints), session (opening, closing, flushing);
+  (waiting for the engine beyond what gathering hid), verify (fingerprints), session (opening, closing, flushing),
+  wake (memory that changes hands);
 - unverified: the same without comparing fingerprints;
 - verl, slime: what weight_sync_peers.py says they do, to the first server only, unverified.
 

@@ -26,7 +26,7 @@ def test_the_table(tmp_path: Path) -> None:
     rows = {row["way"]: row for row in found["rows"]}
     assert list(rows) == ["copy", "sync", "unverified", "verl", "slime"]
     assert all(row["seconds"] > 0 and row["gigabytes_per_second"] > 0 for row in rows.values())
-    assert rows["sync"]["phases"].keys() == {"gather", "load", "verify", "session"}
+    assert rows["sync"]["phases"].keys() == {"gather", "load", "verify", "session", "wake"}
     assert rows["sync"]["phases"]["verify"] > rows["unverified"]["phases"]["verify"]
     assert found["received_bytes"] == [0, 0]  # into memory that both ranks share
     assert "received: rank 0 0 GB, rank 1 0 GB" in done.stdout
