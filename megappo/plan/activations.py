@@ -187,7 +187,7 @@ def kept_bytes(role: RoleSetup, stage: int, work: Workload) -> float:
     microbatches = role.microbatches(work.sequence_tokens)
     in_flight, passes = (count(role, stage, microbatches) for count in (layers_in_flight, passes_in_flight))
     rotated = role.arch.rotary_channels or role.arch.head_dim
-    kept = (in_flight * per_token + passes * 2 * 4 * rotated) * tokens
+    kept = (in_flight * per_token + passes * 2 * 4 * rotated) * tokens  # cosine and sine are float32
     if not role.frees_outputs:
         # The schedule drops one when the next is there. The last chunk of the last stage has a loss instead.
         sent = float(min(passes + 1, microbatches * role.vpp))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _SHOWN_CHARACTERS = 120
 _MATCH_SECONDS = 1.0
+"""That a pattern may take to find its score in one answer."""
 
 
 class Noted(float):
