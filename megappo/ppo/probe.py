@@ -45,9 +45,14 @@ def probe_engines(parts: Parts) -> dict[str, float]:
         index: float((output_R[: len(answer.logprobs)] - torch.tensor(answer.logprobs)).abs().max())
         for output_R, (index, answer) in zip(outputs_BR, answers.items(), strict=True)
     }
-    default_nats = 1e-3 if config.model.dtype == "float32" else 0.5
-    gap = engine.judge(gaps, config.rollout.servers.probe_tolerance_nats or default_nats)
+    given_nats = config.rollout.servers.probe_tolerance_nats
+    gap = engine.judge(gaps, given_nats or default_tolerance_nats(config.model.dtype))
     return {"sync/probe_gap": gap, "sync/probe_seconds": time.monotonic() - started}
+
+
+def default_tolerance_nats(dtype: str) -> float:
+    """The largest difference of one token's log-probabilities that rounding in the models' `dtype` accounts for."""
+    return 1e-3 if dtype == "float32" else 0.5
 
 
 def probe_rollout(parts: Parts) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import hashlib
 import importlib.metadata
+import inspect
 import json
 import multiprocessing
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -22,6 +25,7 @@ import pytest
 import torch
 import yaml
 from torch import Tensor
+from torch.multiprocessing import reductions
 from transformers import PretrainedConfig
 
 from megappo.config.engine import SGLangSettings
@@ -37,7 +41,7 @@ from megappo.engines.sglang.inspection import check_routing
 from megappo.engines.sglang.server import EngineError
 from megappo.engines.sglang.spec import ServerSpec, unheard_variables
 from megappo.engines.sglang.sync import ServerSync, SyncRun, SyncSeconds
-from megappo.engines.sglang.transport import Loaded
+from megappo.engines.sglang.transport import Loaded, serialize
 from megappo.errors import RunError
 from megappo.families.architecture import ArchitectureConfig, ModelShape
 from megappo.families.blocks import Attention, Experts, GatedMlp, QueryKeyNorms, QueryKeyValueBiases
@@ -780,3 +784,27 @@ def test_a_server_has_the_loader_of_slices_where_it_is_given_some(
     spec = ServerSpec(tmp_path, "float32", given, (1,), False, tmp_path, CACHE)
     monkeypatch.setattr("megappo.engines.sglang.spec.own_stack", lambda _environment: SimpleNamespace(labels=dict))
     assert spec.arguments(1, "k").get("custom-weight-loader") == ([LOADER] if sliced else None)
+
+
+class OnCuda(Tensor):
+    """Says that it lies on a GPU."""
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+
+def opened(*arguments: Any) -> tuple[Any, ...]:
+    """What another process would open."""
+    return arguments
+
+
+def test_a_handle_of_cuda_memory_asks_the_server_to_wait_for_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that is started in the place of a killed one cannot open torch's events (tests/gpu, `server-killed`)."""
+    names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
+    assert names[-1] == "event_sync_required"
+    reduced = (opened, (*names[:-1], True))
+    monkeypatch.setattr(reductions, "reduce_tensor", lambda tensor: reduced)
+    payload = {"flattened_tensor": torch.zeros(2).as_subclass(OnCuda), "metadata": [3]}
+    found = pickle.loads(base64.b64decode(serialize(payload)))
+    assert found == {"flattened_tensor": (*names[:-1], False), "metadata": [3]}
