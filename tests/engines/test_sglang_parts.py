@@ -407,6 +407,25 @@ def test_a_server_gets_the_one_gpu_that_its_rank_sees(monkeypatch: pytest.Monkey
             find_engine(rollout)
 
 
+def test_a_server_may_run_on_the_cores_of_all_ranks_of_its_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Not on those alone to which a launcher has bound the rank that starts it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    third = Runtime(rank=2, world_size=4, local_rank=2, device=torch.device("cuda", 2))
+    found: list[tuple[int, ...]] = []
+    monkeypatch.setattr(
+        fleet, "of_all_ranks", lambda value: [(value[0], {2 * rank, 2 * rank + 1}) for rank in range(4)]
+    )
+    monkeypatch.setattr(Runtime, "release_cached_memory", lambda self: None)
+    monkeypatch.setattr(fleet, "agreed", lambda work, _caught: work())
+    monkeypatch.setattr(fleet, "start_server", lambda spec, *_, **__: found.append(spec.job_cores))
+    settings = SGLangSettings(tensor_parallel=2)
+    fleet.Fleet(ServerSpec(tmp_path, "bfloat16", settings, (1,), False, tmp_path, CACHE), third)
+    assert found == [tuple(range(8))]
+
+
 def test_servers_stand_on_gpus_that_there_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Where a rank sees all of the machine's GPUs, or some of them by names."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -429,10 +448,14 @@ def started_on_machines(
 ) -> list[ServerSpec]:
     """The specifications with which a rank of a world on such machines starts servers."""
     found: list[ServerSpec] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     address = [f"10.0.0.{host}" for host in hosts]
 
     def of_all(value: Any) -> list[Any]:
-        return address if isinstance(value, str) else list(hosts)
+        if isinstance(value, str):
+            return address
+        _, cores = value
+        return [(host, {10 * host + core for core in cores}) for host in hosts]
 
     def towards(to: str, _port: int) -> str:
         return "10.0.0.0" if to == "10.0.0.1" else "10.0.0.1" if hosts[rank] else "127.0.1.1"
@@ -455,6 +478,8 @@ def test_servers_of_several_machines_are_found_by_all(monkeypatch: pytest.Monkey
     for rank, expected in ((0, ("10.0.0.0", "10.0.0.0")), (1, None)):
         found = started_on_machines(monkeypatch, tmp_path, [0, 1], rank)
         assert [(spec.host, spec.address) for spec in found] == ([expected] if expected else [])
+    (first,) = started_on_machines(monkeypatch, tmp_path, [0, 1, 0], 0)
+    assert first.job_cores == first.cores == (0, 1), "the cores of its machine's ranks, and of no other's"
     (alone,) = started_on_machines(monkeypatch, tmp_path, [0, 0], 0)
     assert (alone.host, alone.address) == ("127.0.0.1", "")
     (everywhere,) = started_on_machines(monkeypatch, tmp_path, [0, 1], 0, host="0.0.0.0")
