@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megappo.runtime import process
 from megappo.runtime.device import allocator_options, plain_segments
 from megappo.runtime.process import Runtime
 
@@ -55,7 +54,6 @@ def freed(monkeypatch: pytest.MonkeyPatch, free: list[int]) -> int:
         asked.append(free[min(len(asked), len(free) - 1)])
         return asked[-1], 100
 
-    monkeypatch.setattr(process, "_LOOK_SECONDS", 1e-4)
     monkeypatch.setattr(torch.cuda, "mem_get_info", look)
     assert ON_A_GPU.await_freed_memory()
     return len(asked)
@@ -70,7 +68,5 @@ def test_memory_that_others_give_back_is_awaited(monkeypatch: pytest.MonkeyPatch
 
 def test_a_wait_for_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     growing = iter(range(10**9))
-    monkeypatch.setattr(process, "_LOOK_SECONDS", 1e-4)
-    monkeypatch.setattr(process, "_MOST_LOOK_SECONDS", 0.05)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(growing), 100))
-    assert not ON_A_GPU.await_freed_memory()
+    assert not ON_A_GPU.await_freed_memory(0.1)
