@@ -16,8 +16,8 @@ from megappo.config.reward import SERVER
 from megappo.errors import ConfigError, secret_settings, show
 
 _UNMENTIONED = (
-    "run.name", "run.directory", "run.private", "run.max_hours", "run.force_resume", "run.export_final_model",
-    "runtime", "logging", "rollout.save_to",
+    "run.name", "run.directory", "run.files", "run.private", "run.max_hours", "run.force_resume",
+    "run.export_final_model", "runtime", "logging", "rollout.save_to",
     "rollout.sglang.request_timeout_seconds", "actor.offload", "critic.offload", "reference.offload",
 )  # fmt: skip
 """Nothing that is learned depends on them; `request_timeout_seconds` mostly follows from the plan, and was set by

@@ -230,6 +230,7 @@ def describe(config: Config, derived: Derived) -> list[tuple[str, str]]:
     rollout, run = config.rollout, config.run
     rows = [
         ("run", f"{run.name}: {_length_words(config, derived)}, seed {run.seed}, in {run.path}"),
+        *([("settings", ", then ".join(run.files))] if len(run.files) > 1 else []),
         ("model", f"{config.model.path} ({config.model.init}, {config.model.dtype})"),
         (
             "world",

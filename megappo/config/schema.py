@@ -67,6 +67,8 @@ class RunSettings(Settings):
     """Seed of initialisation, shuffling and sampling."""
     export_final_model: bool = True
     """Write the actor as a Hugging Face folder (`<directory>/final`) at the end."""
+    files: Annotated[tuple[PathText, ...], Field(strict=False)] = ()
+    """Configuration files that the settings are of, each laid over those before it; written by megappo."""
     force_resume: bool = False
     """Continue from a checkpoint although settings changed that make it another run."""
 
