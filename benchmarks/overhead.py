@@ -151,7 +151,8 @@ def measure(config: Config, runtime: Runtime, tokens: int, repeat: int) -> Row:
                 stages.append({n.removeprefix("time/"): x for n, x in metrics.items() if n.startswith("time/")})
     finally:
         trainer.reporter.close()
-        trainer.parts.reward.close()
+        if trainer.parts.reward is not None:
+            trainer.parts.reward.close()
     medians = {name: statistics.median(step[name] for step in stages) for name in stages[0]}
     samples = config.rollout.batch_sequences
     return Row(samples, cpu, wall, statistics.median(cpu) / samples, medians)

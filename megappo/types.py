@@ -115,6 +115,17 @@ class Episode:
     left_out_tokens: int = 0
     """The model's in the others."""
 
+    @classmethod
+    def read(cls, told: Mapping[str, Any]) -> Episode:
+        """What `dataclasses.asdict` gave, after a way through JSON."""
+        ids = told.get("prompt_ids")
+        given = {
+            "turns": tuple(Turn(**turn) for turn in told["turns"]),
+            "tools": {name: ToolUse(**use) for name, use in told["tools"].items()},
+            "prompt_ids": None if ids is None else tuple(ids),
+        }
+        return cls(**{**told, **given})
+
 
 @dataclass(frozen=True)
 class Episodes:
@@ -215,3 +226,8 @@ class Experience:
     """Truncated weights for the gap between engine and trainer; None: all 1."""
     loss_mask_BR: Tensor
     """Response tokens the policy loss counts: the response mask without rejected samples."""
+    rewards_BR: Tensor | None = None
+    """Token rewards that advantages and returns are of: scores, and the weighted KL subtracted; None: not known."""
+    kl_BR: Tensor | None = None
+    """To the reference, as `kl_in_reward.kind` estimates it, in nats; 0 where nothing is generated. None without a
+    reference."""

@@ -16,15 +16,16 @@ from megappo.config.reward import SERVER
 from megappo.errors import ConfigError, secret_settings, show
 
 _UNMENTIONED = (
-    "run.name", "run.directory", "run.private", "run.max_hours", "run.force_resume", "run.export_final_model",
-    "runtime", "logging",
+    "run.name", "run.directory", "run.files", "run.private", "run.max_hours", "run.force_resume",
+    "run.export_final_model", "runtime", "logging", "rollout.save_to",
     "rollout.sglang.request_timeout_seconds", "actor.offload", "critic.offload", "reference.offload",
 )  # fmt: skip
 """Nothing that is learned depends on them; `request_timeout_seconds` mostly follows from the plan, and was set by
 nobody."""
 _DANGEROUS = (
     "run.seed", "model", "actor.start_from", "critic.start_from", "critic.path",
-    "critic.value_head_std", "actor.lora", "critic.lora", "reference", "data.train", "data.mixture", "data.curriculum",
+    "critic.value_head_std", "critic.pretraining", "rollout.load_from",
+    "actor.lora", "critic.lora", "reference", "data.train", "data.mixture", "data.curriculum",
     "data.apply_chat_template", "data.chat_template", "data.chat_template_options", "data.template_time",
     "data.system_prompt", "data.max_prompt_tokens", "data.overlong_prompts", "data.shuffle", "reward.function",
     "reward.functions", "reward.judge", "reward.options", "reward.batch", "reward.model_path", "reward.overlong",

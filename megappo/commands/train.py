@@ -24,6 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile", metavar="STEPS", help="trace these steps, such as 3 or 3,5-7, and say where their time goes"
     )
+    parser.add_argument(
+        "--critic-only",
+        action="store_true",
+        help="value pretraining: train the critic alone, on what another run saved (rollout.load_from)",
+    )
     add_machine_arguments(parser)
     add_config_arguments(parser, optional=True)
 
@@ -34,7 +39,12 @@ def run(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             "--machine and --gpus are for plan and for train --dry-run; torchrun sets the processes of a run"
         )
-    given = [arguments.config is not None, bool(arguments.overrides), arguments.profile is not None]
+    given = [
+        arguments.config is not None,
+        bool(arguments.overrides),
+        arguments.profile is not None,
+        arguments.critic_only,
+    ]
     if any(given) if arguments.replay is not None else not given[0]:
         raise ConfigError("train needs CONFIG, or --replay FOLDER alone, which holds its settings")
     if arguments.replay is not None:
@@ -45,7 +55,10 @@ def run(arguments: argparse.Namespace) -> None:
     if not arguments.dry_run and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGUSR1, _start_again)
     traced = [] if arguments.profile is None else [f"logging.profile_steps={_steps(arguments.profile)}"]
-    config = load_config(arguments.config, [*arguments.overrides, *traced])
+    overrides = [*arguments.overrides, *traced]
+    config = load_config(arguments.config, overrides)
+    if arguments.critic_only:
+        config = load_config(arguments.config, [*overrides, *_critic_only(config)])
     if not arguments.dry_run:
         train(config)
     elif is_main(os.environ):
@@ -59,6 +72,14 @@ def run(arguments: argparse.Namespace) -> None:
 def _start_again(_number: int, _frame: FrameType | None) -> None:
     """A scheduler's signal before the run listens to it: there is nothing to save yet, and all to do another time."""
     os._exit(REQUEUE)
+
+
+def _critic_only(config: Config) -> list[str]:
+    """Overrides that train the critic alone: there is no engine to evaluate, and no other actor to export."""
+    if config.critic is None:
+        raise ConfigError("--critic-only trains the critic, and there is none; add the section critic")
+    own = [] if config.critic.pretraining is not None else ["critic.pretraining={}"]
+    return [*own, "evaluation=null", "run.export_final_model=false"]
 
 
 def _steps(text: str) -> list[int]:

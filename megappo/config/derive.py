@@ -14,6 +14,7 @@ from megappo.config.chat_template import template_rules
 from megappo.config.data import DataSettings
 from megappo.config.engine import ENGINES
 from megappo.config.environment import environment_rules
+from megappo.config.experience_rules import experience_rules
 from megappo.config.freeze_rules import freeze_rules
 from megappo.config.grid import Grid
 from megappo.config.in_flight_rules import in_flight_rules
@@ -167,6 +168,7 @@ def _problems(
     yield from rules.engine_rules(config)
     yield from rules.kept_rules(config)
     yield from in_flight_rules(config, roles[0].shape)
+    yield from experience_rules(config, steps)
     yield from environment_rules(config)
     yield from rules.server_rules(config, roles[0].shape)
     yield from expert_rules.replay_rules(config, roles[0].shape)
@@ -182,7 +184,9 @@ def _problems(
 
 
 def _trained_steps(config: Config, role: RoleSpec, steps: int | None) -> int:
-    """Steps in which a role is updated; 0: not known. The actor waits while the critic warms up."""
+    """Steps in which a role is updated; 0: not known, or none. The actor waits while the critic warms up."""
+    if role.name == "actor" and config.pretrains_critic:
+        return 0
     waits = config.critic.warmup_steps if role.name == "actor" and config.critic is not None else 0
     return max(0, (steps or 0) - waits)
 
@@ -202,7 +206,7 @@ def role_numbers(config: Config, role: RoleSpec, world_size: int, steps: int) ->
 
 def _notes(config: Config, roles: list[RoleSpec], world_size: int) -> Iterator[str]:
     prompts = config.rollout.prompts_per_step
-    if config.rollout.engine == "transformers" and prompts < world_size:
+    if config.rollout.engine == "transformers" and prompts < world_size and config.rollout.load_from is None:
         yield (
             f"{world_size - prompts} of {world_size} ranks have nothing to generate: every rank has an engine, and "
             f"rollout.prompts_per_step is {prompts}"
@@ -226,6 +230,7 @@ def describe(config: Config, derived: Derived) -> list[tuple[str, str]]:
     rollout, run = config.rollout, config.run
     rows = [
         ("run", f"{run.name}: {_length_words(config, derived)}, seed {run.seed}, in {run.path}"),
+        *([("settings", ", then ".join(run.files))] if len(run.files) > 1 else []),
         ("model", f"{config.model.path} ({config.model.init}, {config.model.dtype})"),
         (
             "world",
@@ -306,6 +311,8 @@ def _length_words(config: Config, derived: Derived) -> str:
 
 def _engine_words(config: Config) -> str:
     rollout, servers = config.rollout, config.rollout.servers
+    if rollout.load_from is not None:
+        return f"no engine: samples of {rollout.load_from}"
     if not rollout.has_servers:
         return f"{rollout.engine} on every rank"
     if servers.urls:

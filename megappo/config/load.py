@@ -41,9 +41,12 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     """
     data = _read_sections(path)
     given: list[tuple[Key, Any]] = []
+    files = _files_of(data, path)
     for override in overrides:
         if "=" not in override and override.endswith((".yaml", ".yml")):
-            given += _laid_over(data, _read_sections(override))
+            layer = _read_sections(override)
+            files += _files_of(layer, override)
+            given += _laid_over(data, layer)
             continue
         key, value = _parse_override(override)
         _set(data, key, _with_own_files(value, Path(path).parent))
@@ -53,18 +56,26 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     _replace_engines(data, given)
     if secrets := list(dict.fromkeys(secret_settings(data))):
         raise ConfigError([_no_secret(key) for key in secrets])
-    _name_after(data, Path(path))
+    _name_after(data, Path(path), files)
     try:
         return Config.model_validate(data)
     except ValidationError as error:
         raise ConfigError(explain(error)) from None
 
 
-def _name_after(data: dict[str, Any], path: Path) -> None:
-    """A run that has no name has its file's."""
+def _files_of(data: dict[str, Any], path: str | os.PathLike[str]) -> list[Any]:
+    """A file, or those that settings which were written by a run are of."""
+    run = data.get("run")
+    written = run.pop("files", None) if isinstance(run, dict) else None
+    return written if written and isinstance(written, list) else [str(path)]
+
+
+def _name_after(data: dict[str, Any], path: Path, files: list[Any]) -> None:
+    """A run that has no name has its first file's; it has the names of all."""
     run = data.setdefault("run", {})
     if isinstance(run, dict):
         run.setdefault("name", path.stem)
+        run["files"] = files
 
 
 def _read_sections(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -75,6 +75,8 @@ COUNTERPARTS: dict[str, Counterpart] = {
     **_same("rollout.sglang.memory_fraction", "", "gpu_memory_utilization", "vllm_gpu_memory_utilization",
             "mem_fraction_static", "sglang_mem_fraction_static"),
     **_same("rollout.sglang.tensor_parallel", "", "vllm_tensor_parallel_size", "rollout_num_gpus_per_engine", "gen_tp"),
+    **_same("rollout.save_to", "", "save_debug_rollout_data", "rollout_data_dir"),
+    **_same("rollout.load_from", "", "load_debug_rollout_data", "debug_train_only"),
     **_same("rollout.dynamic_sampling", "", "filter_groups", "dynamic_filtering", "dynamic_sampling_filter_path"),
     **_same("rollout.temperature", "", "rollout_temperature", "sampling_temperature"),
     # data and rewards

@@ -336,6 +336,15 @@ _MOST_PATTERNS = 100
 Freeze = Annotated[tuple[str, ...], Field(strict=False), BeforeValidator(_one_or_several)]
 
 
+class PretrainingSettings(Settings):
+    """Value pretraining: the critic alone is trained, on what `rollout.load_from` names (`megappo train
+    --critic-only`)."""
+
+    held_out_samples: PositiveInt | None = None
+    """The last so many of the saved samples are not trained on; `critic/held_out_explained_variance` is of them.
+    Default: a tenth, and a step's at most."""
+
+
 class CriticSettings(TrainedRoleSettings):
     """The value model: a trunk like the actor's, its output layer a scalar head."""
 
@@ -354,6 +363,8 @@ class CriticSettings(TrainedRoleSettings):
     adapters of what is named. Default: nothing."""
     warmup_steps: NonNegativeInt = 0
     """First steps in which only the critic is updated: critic warm-up, or value pretraining."""
+    pretraining: PretrainingSettings | None = None
+    """Not null: value pretraining on saved experience, without an engine and without updates of the actor."""
 
 
 def _weights_alone(value: object) -> object:

@@ -297,7 +297,8 @@ def kept_rules(config: Config) -> Iterator[str]:
 def engine_rules(config: Config) -> Iterator[str]:
     """What is generated ahead is weighted for it."""
     rollout = config.rollout
-    if rollout.ahead and rollout.engine == "transformers" and not rollout.replays_arrivals:
+    answered = rollout.replays_arrivals or rollout.load_from is not None
+    if rollout.ahead and rollout.engine == "transformers" and not answered:
         ahead, engine = rollout.ahead, rollout.engine
         yield f"rollout.ahead is {ahead}, but the engine '{engine}' has no processes of its own; set it to 0"
     elif rollout.ahead and config.algorithm.old_logprob == "decoupled":
@@ -310,7 +311,7 @@ def engine_rules(config: Config) -> Iterator[str]:
 def server_rules(config: Config, shape: ModelShape) -> Iterator[str]:
     """What SGLang servers need of the other settings and of the actor's model, once `resolve` has chosen the engine."""
     rollout = config.rollout
-    if rollout.engine is None:
+    if rollout.engine is None or rollout.load_from is not None:
         return
     if not rollout.has_servers:
         if rollout.sglang is not None:

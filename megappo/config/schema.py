@@ -25,7 +25,6 @@ from megappo.config.base import (
     Processes,
     Seconds,
     Settings,
-    StepNumbers,
     Text,
     TokenIds,
     WholeSeconds,
@@ -33,6 +32,7 @@ from megappo.config.base import (
 from megappo.config.data import DataSettings
 from megappo.config.engine import ENGINES, SGLangSettings
 from megappo.config.environment import SINGLE_TURN, EnvironmentSettings
+from megappo.config.logs import LoggingSettings, SaveExperienceSettings
 from megappo.config.reward import RewardSettings
 from megappo.config.roles import ActorSettings, CriticSettings, ReferenceSettings, TrainedRoleSettings
 from megappo.errors import show
@@ -67,6 +67,8 @@ class RunSettings(Settings):
     """Seed of initialisation, shuffling and sampling."""
     export_final_model: bool = True
     """Write the actor as a Hugging Face folder (`<directory>/final`) at the end."""
+    files: Annotated[tuple[PathText, ...], Field(strict=False)] = ()
+    """Configuration files that the settings are of, each laid over those before it; written by megappo."""
     force_resume: bool = False
     """Continue from a checkpoint although settings changed that make it another run."""
 
@@ -182,6 +184,12 @@ class RolloutSettings(Settings):
     replay_arrivals: PathText | None = None
     """The folder `arrivals` of a run that recorded them: steps are trained on the same samples, to the last bit, and no
     engine is asked for any."""
+    save_to: PathText | None = None
+    """Folder that gets the experience of steps, of all of them where `logging.save_experience` does not say which;
+    default: `<directory>/experience` where that is given."""
+    load_from: PathText | None = None
+    """Folder of experience that another run saved: each step is trained on the samples and scores of the step of that
+    number, and no engine is started."""
     prompts_per_step: int = Field(default=256, gt=0, le=2**24)
     """Prompts in one PPO step over all ranks; recipes have 128 (Open-Reasoner-Zero) to 1,024 (verl, OpenRLHF)."""
     samples_per_prompt: int = Field(default=1, gt=0, le=2**16)
@@ -261,7 +269,7 @@ class RolloutSettings(Settings):
     @property
     def has_servers(self) -> bool:
         """Whether SGLang servers generate, in settings that `resolve` has completed."""
-        return self.engine == "sglang"
+        return self.engine == "sglang" and self.load_from is None
 
     @property
     def servers(self) -> SGLangSettings:
@@ -339,21 +347,6 @@ class CheckpointSettings(Settings):
     """Write in the background from a copy in the host's memory while training goes on."""
 
 
-class LoggingSettings(Settings):
-    tensorboard: bool = True
-    """Write TensorBoard events to `<directory>/tensorboard`."""
-    wandb_project: Text | None = None
-    """Log to this Weights & Biases project too."""
-    loggers: dict[Text, dict[str, Any]] = Field(default_factory=dict)
-    """Loggers of your own: `{"package.module:name": {option: value}}`, called with the options behind their paths."""
-    console: Literal["auto", "live", "plain", "quiet"] = "auto"
-    """`live`: a progress view that is redrawn; `plain`: a line per step; `auto`: live on a terminal."""
-    sample_texts: NonNegativeInt = 2
-    """Samples per step written to `<directory>/samples.jsonl`."""
-    profile_steps: StepNumbers = ()
-    """Steps to trace: a torch trace of every rank and a page about all of them in `<directory>/profile`."""
-
-
 def _said(given: Mapping[str, Any], section: str, name: str, settings: type[Settings]) -> Any:
     """A setting as it was written, or its default."""
     found, default = given.get(section), settings.model_fields[name].default
@@ -411,6 +404,23 @@ class Config(Settings):
             if isinstance(settings, dict) and _BUDGET not in settings and budget > default:
                 filled[role] = {**settings, _BUDGET: budget}
         return filled
+
+    @property
+    def saves_experience(self) -> SaveExperienceSettings | None:
+        """What is saved of steps' experience; None: nothing."""
+        given = self.logging.save_experience
+        return given or (None if self.rollout.save_to is None else SaveExperienceSettings())
+
+    @property
+    def experience_folder(self) -> Path:
+        """Where it is saved."""
+        given = self.rollout.save_to
+        return self.run.path / "experience" if given is None else Path(given)
+
+    @property
+    def pretrains_critic(self) -> bool:
+        """Whether the critic alone is trained, on saved experience."""
+        return self.critic is not None and self.critic.pretraining is not None
 
     @property
     def trained(self) -> dict[str, ActorSettings | CriticSettings]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from megappo.config import Config
 from megappo.config.engine import ENGINES
 from megappo.config.schema import RolloutSettings
+from megappo.engines.absent import absent_engine
 from megappo.engines.protocol import Engine, EngineFactory
 from megappo.plugins import check_call, load_function
 from megappo.runtime.interrupts import Stop
@@ -28,6 +29,8 @@ def find_engine(settings: RolloutSettings) -> EngineFactory:
     methods of an engine, and RunError without an SGLang that runs here, or the GPUs that its servers need.
     """
     assert settings.engine is not None, "the settings were not resolved"
+    if settings.load_from is not None:
+        return absent_engine
     if settings.has_servers:
         from megappo.engines.sglang.gpus import check_visible
 
@@ -45,13 +48,14 @@ def find_engine(settings: RolloutSettings) -> EngineFactory:
 def make_engine(config: Config, folder: Path, stop_token_ids: tuple[int, ...], runtime: Runtime, stop: Stop) -> Engine:
     """The engine of a run; a collective of the world. Raises as `find_engine` and what makes the engine do."""
     factory = find_engine(config.rollout)
+    options = {} if config.rollout.load_from is not None else config.rollout.engine_options
     engine = factory(
         config=config,
         folder=folder,
         stop_token_ids=stop_token_ids,
         runtime=runtime,
         stop=stop,
-        **config.rollout.engine_options,
+        **options,
     )
     _check_methods(engine, config.rollout)
     return engine
@@ -68,7 +72,7 @@ def _check_methods(engine: object, settings: RolloutSettings) -> None:
     needed = _NEEDED_IN_FLIGHT if settings.in_flight else _NEEDED_AHEAD if settings.ahead else ()
     if settings.ahead and settings.episodes is not None:
         needed = (*needed, "listen") if settings.in_flight else _NEEDED_TALKING_AHEAD
-    needed = () if settings.replays_arrivals else needed
+    needed = () if settings.replays_arrivals or settings.load_from is not None else needed
     if not all(callable(getattr(engine, name, None)) for name in needed):
         raise ValueError(
             f"rollout.ahead is {settings.ahead}, but rollout.engine '{settings.engine}' has no {' and '.join(needed)} "

@@ -148,6 +148,11 @@ METRICS: dict[str, MetricDoc] = {
         "score", "Mean return per token: what the critic learns to predict.", "follows reward/mean"
     ),
     **_of_updates("critic", VALUE_METRICS),
+    "critic/held_out_explained_variance": MetricDoc(
+        "1",
+        "The same after the step's updates, of samples that value pretraining holds out, and of returns as they came.",
+        "rises towards 1; above 0.5 the critic is ready",
+    ),
     "critic/grad_norm": MetricDoc("1", "Mean L2 norm of the critic's gradient before clipping.", "steady; no jumps"),
     "critic/learning_rate": MetricDoc("1", "Learning rate of the step's last critic update.", "as scheduled"),
     "critic/updates": MetricDoc("updates", "Critic updates applied in the step.", "epochs x minibatches"),

@@ -84,6 +84,8 @@ class RoleSetup:
     """Of all steps, the part in which it scores the samples."""
     shares_weights: bool = False
     """It computes with the actor's weights and has none."""
+    changes: bool = False
+    """It is not trained, but takes the actor's weights now and then, so that checkpoints hold its own."""
 
     @property
     def is_critic(self) -> bool:
@@ -362,7 +364,8 @@ def reference_role(config: Config, actor: RoleSetup, models: Models, settings: R
     untrained = replace(actor, trained=False, recompute="none", updates_per_step=0, scored_steps=1.0, offload=offload)
     shared = config.reference is not None and config.reference.share_actor_base
     untrained = replace(untrained, routing_bytes=0, balances_experts=False, lora=None, shares_weights=shared)
-    return replace(untrained, name="reference", arch=models.reference, chunk_layers=layers)
+    changes = config.reference is not None and config.reference.refresh_every_steps is not None
+    return replace(untrained, name="reference", arch=models.reference, chunk_layers=layers, changes=changes)
 
 
 @lru_cache(maxsize=4096)

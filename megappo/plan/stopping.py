@@ -72,7 +72,7 @@ def stopping(setup: Setup, stages: Sequence[StageCost], machine: Machine, step_s
     seconds = {stage.name: stage.seconds for stage in stages}
     finished = math.fsum(s for name, s in seconds.items() if name.startswith("update_") or name == "sync")
     piece = max(seconds["forward"], finished)
-    n_bytes = math.fsum(_state_bytes(role) for role in setup.trained)
+    n_bytes = math.fsum(_state_bytes(role) for role in setup.roles if role.trained or role.changes)
     nodes = 1 if machine.shared_by_ranks else math.ceil(setup.work.world_size / machine.devices_per_node)
     write = n_bytes / (nodes * ASSUMED.checkpoint_bytes_per_second)
     lead = _SLACK * (piece + 2 * write)
@@ -90,6 +90,9 @@ def stopping(setup: Setup, stages: Sequence[StageCost], machine: Machine, step_s
 
 
 def _state_bytes(role: RoleSetup) -> float:
-    """Weights, and of the optimizer main weights and moments in float32, or in float32 the moments alone."""
+    """Weights, and of the optimizer main weights and moments in float32, or in float32 the moments alone; of what is
+    not trained float32 weights."""
+    if not role.trained:
+        return 4.0 * model_sizes(role.arch)[0]
     optimizer_bytes = 12 if role.dtype_bytes == 2 else 8
     return float(model_sizes(role.arch)[0] * (role.dtype_bytes + optimizer_bytes))

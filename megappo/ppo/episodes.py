@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megappo.config.tokens import decoded
 from megappo.engines.protocol import Completion
-from megappo.types import Episode, Episodes, Prompt, ToolUse, Turn
+from megappo.types import Episode, Episodes, Prompt
 
 
 def own_tokens(completion: Completion) -> list[int]:
@@ -88,16 +88,4 @@ def kept_episodes(kept: Mapping[str, Tensor], count: int) -> list[Episode | None
     """What `keep_episodes` gave, for each of so many completions."""
     if "episodes" not in kept:
         return [None] * count
-    return [_episode(**told) for told in json.loads(bytes(kept["episodes"].tolist()))]
-
-
-def _episode(
-    *,
-    turns: list[dict[str, Any]],
-    tools: dict[str, dict[str, Any]],
-    prompt_ids: Sequence[int] | None = None,
-    **told: Any,
-) -> Episode:
-    uses = {name: ToolUse(**use) for name, use in tools.items()}
-    prompt = None if prompt_ids is None else tuple(prompt_ids)
-    return Episode(turns=tuple(Turn(**turn) for turn in turns), tools=uses, prompt_ids=prompt, **told)
+    return [Episode.read(told) for told in json.loads(bytes(kept["episodes"].tolist()))]

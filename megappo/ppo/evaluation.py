@@ -57,6 +57,7 @@ def _evaluate_set(
     answers = parts.answer(wanted.prompts, wanted.requests, params)
     rollouts = finish_rollout(wanted, answers, parts.tokenizer, parts.vocabulary, parts.answerer)
     failures = dict[int, str]()
+    assert parts.reward is not None, "rules refuse evaluations without an engine"
     totals_B = rollouts.totals_B(parts.reward.score_local(rollouts, failures))
     sentence = _failure_words(parts, rollouts, failures)
     graded_B = torch.tensor([b not in failures for b in range(len(totals_B))], dtype=torch.bool)

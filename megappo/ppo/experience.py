@@ -40,6 +40,14 @@ def turn_ends(rollouts: Rollouts) -> Tensor:
     return ends_BR
 
 
+def returns_to_go(rewards_BR: Tensor, rollouts: Rollouts, algorithm: AlgorithmSettings) -> Tensor:
+    """(B, R): the discounted sum of the rewards from each response token on, as they came (lambda 1)."""
+    borders = turn_ends(rollouts) if algorithm.discount_at == "turn" else None
+    mask_BR = rollouts.response_mask_BR
+    values_BR = torch.zeros_like(rewards_BR)
+    return gae(rewards_BR, values_BR, mask_BR, gamma=algorithm.gamma, lam=1.0, borders=borders)[1]
+
+
 def groups_differ_G(totals_B: Tensor, group_ids_B: Tensor) -> Tensor:
     """bool of each group: whether the rewards of its samples differ. Failed episodes, whose ids are negative, are in
     none."""
@@ -63,15 +71,19 @@ class ExperienceMaker:
         else:
             self.kl_controller = FixedKLController(kl.coef if kl is not None else 0.0)
 
-    def make(self, scored: Scored, step_sequences: int) -> tuple[Experience, dict[str, float]]:
+    def make(
+        self, scored: Scored, step_sequences: int, rewards_BR: Tensor | None = None
+    ) -> tuple[Experience, dict[str, float]]:
         """The step's experience and its metrics; a collective of the whole world.
 
         Args:
             scored: this rank's samples.
             step_sequences: samples of the step over all ranks, by which the adaptive controller moves.
+            rewards_BR: token rewards that are known already; None: scores, and the KL.
         """
-        tally, mask_BR = Tally(), scored.rollouts.response_mask_BR
-        rewards_BR = self._rewards(scored, tally)
+        tally, mask_BR, kl_BR = Tally(), scored.rollouts.response_mask_BR, None
+        if rewards_BR is None:
+            rewards_BR, kl_BR = self._rewards(scored, tally)
         advantages_BR, returns_BR = self._estimator(
             rewards=rewards_BR,
             values=scored.values_BR,
@@ -102,11 +114,12 @@ class ExperienceMaker:
             settings = self._algorithm.kl_in_reward
             per_response = settings is not None and settings.per == "response"
             self.kl_controller.update(numbers["kl/per_response" if per_response else "kl/mean"], step_sequences)
-        return Experience(scored, advantages_BR, returns_BR, weights_BR, loss_mask_BR), numbers
+        experience = Experience(scored, advantages_BR, returns_BR, weights_BR, loss_mask_BR, rewards_BR, kl_BR)
+        return experience, numbers
 
-    def _rewards(self, scored: Scored, tally: Tally) -> Tensor:
+    def _rewards(self, scored: Scored, tally: Tally) -> tuple[Tensor, Tensor | None]:
         """Token rewards (B, R): the score on the last token, minus the weighted KL on every token. What an environment
-        gave for a turn stands on the turn's last token."""
+        gave for a turn stands on the turn's last token. And that KL, where there is a reference."""
         mask_BR, episodes, scores = scored.rollouts.response_mask_BR, scored.rollouts.episodes, scored.scores_B
         if episodes is not None:
             scores = episodes.turn_rewards_BR + on_last_tokens(scores, mask_BR)
@@ -118,7 +131,8 @@ class ExperienceMaker:
             kl = torch.where(mask_BR, kl, 0.0)
             tally.mean("kl/mean", kl, mask_BR)
             tally.mean("kl/per_response", kl.sum(-1))
-        return apply_kl_to_rewards(scores=scores, kl=kl, mask=mask_BR, coef=self.kl_controller.value)
+        rewards_BR = apply_kl_to_rewards(scores=scores, kl=kl, mask=mask_BR, coef=self.kl_controller.value)
+        return rewards_BR, None if scored.ref_logprob_BR is None else kl
 
     def _borders(self, rollouts: Rollouts) -> Tensor | None:
         """(B, R) bool: tokens after which gamma and lambda apply; None: after all."""

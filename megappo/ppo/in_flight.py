@@ -22,6 +22,7 @@ from megappo.ppo.generation import Kept, Responses
 from megappo.ppo.in_flight_state import KEY, State, read_state, written_state
 from megappo.ppo.parts import Parts
 from megappo.ppo.sampling import room_behind, sample_seed
+from megappo.ppo.saved import LoadedSteps
 from megappo.ppo.tickets import Group, choose
 from megappo.runtime.objects import of_all_ranks
 from megappo.types import Prompt, Rollouts
@@ -321,9 +322,11 @@ class InFlight:
             self._engine.send(wanted, self._params)
 
 
-def responses_of(parts: Parts) -> Responses | InFlight | ReplayedArrivals:
+def responses_of(parts: Parts) -> Responses | InFlight | ReplayedArrivals | LoadedSteps:
     """What gives the steps of a run their samples."""
     settings = parts.config.rollout
+    if settings.load_from is not None:
+        return LoadedSteps(parts, Path(settings.load_from))
     if settings.replays_arrivals:
         assert settings.replay_arrivals is not None
         return ReplayedArrivals(parts, Path(settings.replay_arrivals))

@@ -19,8 +19,8 @@ from megappo.plugins import own_files
 from megappo.runtime.objects import of_all_ranks
 from megappo.runtime.process import Runtime
 
-_OF_A_MACHINE = ("runtime.", "data.template_time", "rollout.sglang.request_timeout_seconds")
-"""Settings that follow from the machine or the clock where they are not given."""
+_OF_A_MACHINE = ("runtime.", "run.files", "data.template_time", "rollout.sglang.request_timeout_seconds")
+"""Settings that follow from the machine or the clock where they are not given, or say where files are."""
 _MOST = 3
 
 

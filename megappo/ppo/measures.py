@@ -68,7 +68,7 @@ def source_metrics(rollouts: Rollouts, scores_B: Tensor, parts: Parts) -> dict[s
 
 def environment_metrics(rollouts: Rollouts, parts: Parts) -> dict[str, float]:
     """`episode/*`, `turn/*` and `tool/*` of a step; empty where no environment takes part."""
-    if parts.episodes is None:
+    if parts.config.rollout.episodes is None:
         return {}
     episodes = rollouts.episodes.of_samples if rollouts.episodes is not None else ()  # none on a rank without samples
     return episode_metrics(episodes, rollouts.response_lengths_B.tolist())

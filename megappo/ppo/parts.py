@@ -71,7 +71,8 @@ class Parts:
     """What lets prompts rest that are answered well, where `data.curriculum` asks for it."""
     validation_prompts: Mapping[str, PromptDataset]
     """Of each validation set, by its name; see `DataSettings.evaluated`."""
-    reward: RewardScorer
+    reward: RewardScorer | None
+    """None where samples have scores already (`rollout.load_from`)."""
     engine: Engine
     episodes: EpisodeRunner | None
     """What asks the engine where an environment takes part."""
@@ -89,7 +90,10 @@ class Parts:
 
     @property
     def trained(self) -> list[Role]:
-        """Actor and critic, where there is one."""
+        """Actor and critic, where there is one; in value pretraining that alone."""
+        if self.config.pretrains_critic:
+            assert self.critic is not None
+            return [self.critic]
         return [self.actor] if self.critic is None else [self.actor, self.critic]
 
     @property
@@ -164,7 +168,8 @@ class Parts:
 
     def close(self) -> None:
         """End worker processes and engines."""
-        self.reward.close()
+        if self.reward is not None:
+            self.reward.close()
         if self.episodes is not None:
             self.episodes.close()
         self.engine.close()
@@ -211,17 +216,19 @@ def assemble(config: Config, derived: Derived, runtime: Runtime, purpose: Purpos
     folder = role_folder(config, "actor")
     stop_token_ids = resolve_stop_token_ids(folder, tokenizer, config.rollout.stop_token_ids, rows)
     generation = find_generation(config.rollout)
-    stage = set_stage(config, tokenizer, stop_token_ids, rows)
     trusts = config.model.trust_remote_code
-    servers = start_reward_servers(config, runtime)
-    time = config.data.template_time
-    reward = RewardScorer(config.reward, runtime.device, servers, trust_remote_code=trusts, template_time=time)
+    reward, stage = None, None
+    if config.rollout.load_from is None:
+        stage = set_stage(config, tokenizer, stop_token_ids, rows)
+        servers, time = start_reward_servers(config, runtime), config.data.template_time
+        reward = RewardScorer(config.reward, runtime.device, servers, trust_remote_code=trusts, template_time=time)
     if purpose.training:
         check_methods(config)
-    roles = ROLES if purpose.training else ("actor",)
+    alone = purpose.training and config.pretrains_critic
+    roles = ("actor", "critic") if alone else ROLES if purpose.training else ("actor",)
     models = ModelBuilder(config, derived, runtime, roles=roles, resumed=purpose.resumed)
-    actor = models.actor(trained=purpose.training)
-    reference = models.reference(actor) if purpose.training else None
+    actor = models.actor(trained=purpose.training and not alone)
+    reference = models.reference(actor) if "reference" in roles else None
     critic = models.critic() if purpose.training else None
     weights = WeightStream(actor, config.rollout.sync_bucket_bytes)
     engine = make_engine(config, folder, stop_token_ids, runtime, purpose.stop)

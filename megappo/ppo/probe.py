@@ -68,8 +68,10 @@ def default_tolerance_nats(dtype: str) -> float:
 def probe_rollout(parts: Parts) -> None:
     """Compare engine and actor on one token per rank, by the way of a step's responses; a collective of the world.
 
-    Raises MismatchError where they are not the same model.
+    Nothing is compared without an engine (`rollout.load_from`). Raises MismatchError where they are not the same model.
     """
+    if parts.config.rollout.load_from is not None:
+        return
     rank = parts.runtime.rank
     prompts = Prompts((parts.train_prompts[rank % len(parts.train_prompts)],), first_position=rank)
     wanted = request_samples(prompts, samples_per_prompt=1, seed_of=lambda sample_id: sample_id)

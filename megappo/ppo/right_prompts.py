@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
-from megappo.data.curriculum import Curriculum
 from megappo.data.mixture import MixedPrompts
 from megappo.ppo.parts import Parts
 from megappo.runtime.objects import of_all_ranks
@@ -12,20 +13,26 @@ from megappo.types import Rollouts
 
 
 def note_right_prompts(
-    step: int, rollouts: Rollouts, scores_B: Tensor, curriculum: Curriculum, parts: Parts
+    step: int, rollouts: Rollouts, scores_B: Tensor, parts: Parts, before: Mapping[str, float]
 ) -> dict[str, float]:
-    """Tell the curriculum the prompts of all ranks whose rewards were above its limit; a collective of the world.
+    """Tell the curriculum, where there is one, the prompts of all ranks whose rewards were above its limit; a
+    collective of the world.
 
-    Returns how many they are, of each source of a mixture too, and how many prompts rest.
+    Returns how many they are, of each source of a mixture too, and how many prompts rest; `before` has those of the
+    rounds of the step before this one.
     """
+    curriculum = parts.curriculum
+    if curriculum is None:
+        return {}
     here = _right_positions(rollouts, scores_B, curriculum.right_above, parts)
     right = [position for of_rank in of_all_ranks(here) for position in of_rank]
     curriculum.note(step, right)
-    metrics = {"curriculum/right": float(len(right)), "curriculum/resting": float(parts.cursor.resting)}
+    metrics = {"curriculum/right": float(len(right))}
     if isinstance(parts.train_prompts, MixedPrompts):
         names = [parts.train_prompts[position].source for position in right]
         metrics |= {f"source/{name}/right": float(names.count(name)) for name in parts.train_prompts.names}
-    return metrics
+    summed = {name: before.get(name, 0.0) + number for name, number in metrics.items()}
+    return {**summed, "curriculum/resting": float(parts.cursor.resting)}
 
 
 def _right_positions(rollouts: Rollouts, scores_B: Tensor, above: float, parts: Parts) -> list[int]:

@@ -18,10 +18,10 @@ from megappo.ppo.checkpoints import Checkpoints
 from megappo.ppo.evaluation import evaluate_policy
 from megappo.ppo.exports import export_actor
 from megappo.ppo.likeness import check_ranks
+from megappo.ppo.loaded import trainer_of
 from megappo.ppo.parts import Parts, Purpose, assemble
 from megappo.ppo.reporting import Reporter
 from megappo.ppo.start import Start, at_one_time, checkpoints_directory, choose_start
-from megappo.ppo.trainer import Trainer
 from megappo.runtime.failures import Failure
 from megappo.runtime.interrupts import interruptible
 from megappo.runtime.lock import HeldDirectory, locked_directory
@@ -90,7 +90,7 @@ def _train_and_export(
         reporter.message(sentence)
     if start.sentences:  # there was a run before
         reporter.continue_after(start.step, is_open=start.is_open)
-    trainer = Trainer(parts, reporter, checkpoints)
+    trainer = trainer_of(parts, reporter, checkpoints)
     try:
         trainer.train()
     except Interrupted:

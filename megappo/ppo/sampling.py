@@ -26,10 +26,15 @@ def sample_seed(seed: int, step: int, sample_id: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def share_of_rank(count: int, runtime: Runtime) -> tuple[int, int]:
+    """The first of so many that are this rank's, and where the next rank's begin."""
+    return -(-count * runtime.rank // runtime.world_size), -(-count * (runtime.rank + 1) // runtime.world_size)
+
+
 def prompts_of_rank(dataset: PromptDataset | TrainingPrompts, indices: Sequence[int], runtime: Runtime) -> Prompts:
     """This rank's contiguous share of the step's prompts; shares differ by one at most, and the main rank's, which
     samples are shown of, is not the smaller one."""
-    first, stop = (-(-len(indices) * rank // runtime.world_size) for rank in (runtime.rank, runtime.rank + 1))
+    first, stop = share_of_rank(len(indices), runtime)
     return Prompts(tuple(dataset[i] for i in indices[first:stop]), first)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megappo.runtime.objects import of_all_ranks
-from megappo.types import Episodes, Rollouts
+from megappo.types import Episodes, Experience, Rollouts, Scored
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,6 @@ class Selection:
             scores.append(of_round.scores_B[rows])
         sample_ids_B = torch.tensor(ids, dtype=torch.int64)
         rollouts = joined(parts)
-        group_ids_B = sample_ids_B // self.samples_per_prompt
-        group_ids_B = torch.where(rollouts.group_ids_B < 0, -1 - sample_ids_B, group_ids_B)  # failed episodes
         metrics = {
             "group/spread": self.kept / self.drawn,
             "group/rounds": float(len(self.rounds)),
@@ -90,7 +88,7 @@ class Selection:
         }
         for name in self.rounds[0].metrics:
             metrics[name] = sum(len(r.spread) * r.metrics[name] for r in self.rounds) / self.drawn
-        return replace(rollouts, sample_ids_B=sample_ids_B, group_ids_B=group_ids_B), torch.cat(scores), metrics
+        return renumbered(rollouts, sample_ids_B, self.samples_per_prompt), torch.cat(scores), metrics
 
 
 def _spread(rollouts: Rollouts, scores_B: Tensor, samples_per_prompt: int) -> dict[int, bool]:
@@ -104,11 +102,27 @@ def _spread(rollouts: Rollouts, scores_B: Tensor, samples_per_prompt: int) -> di
     return {group: len(found) > 1 for group, found in rewards.items()}
 
 
+def renumbered(rollouts: Rollouts, sample_ids_B: Tensor, samples_per_prompt: int) -> Rollouts:
+    """The same samples in other places of the step's global batch; failed episodes stay groups of their own."""
+    group_ids_B = torch.where(rollouts.group_ids_B < 0, -1 - sample_ids_B, sample_ids_B // samples_per_prompt)
+    return replace(rollouts, sample_ids_B=sample_ids_B, group_ids_B=group_ids_B)
+
+
 def joined(parts: Sequence[tuple[Rollouts, Sequence[int]]]) -> Rollouts:
     """Some rows of several rollouts, one after the other."""
-    some = [(rollouts, list(rows)) for rollouts, rows in parts if rows] or [(parts[0][0], list[int]())]
-    longest = max((int(rollouts.response_lengths_B[b]) for rollouts, rows in some for b in rows), default=1)
-    return Rollouts(**_joined_fields(some, longest))
+    return Rollouts(**_joined_fields(*_chosen([(rollouts, rollouts, rows) for rollouts, rows in parts])))
+
+
+def joined_experience(parts: Sequence[tuple[Experience, Sequence[int]]]) -> Experience:
+    """The same of what updates need."""
+    return Experience(**_joined_fields(*_chosen([(whole, whole.scored.rollouts, rows) for whole, rows in parts])))
+
+
+def _chosen(parts: Sequence[tuple[Any, Rollouts, Sequence[int]]]) -> tuple[list[tuple[Any, list[int]]], int]:
+    """Those parts that any rows are of, one where none is, and the longest response of these rows."""
+    some = [(whole, rollouts, list(rows)) for whole, rollouts, rows in parts if rows] or [(*parts[0][:2], list[int]())]
+    longest = max((int(rollouts.response_lengths_B[b]) for _, rollouts, rows in some for b in rows), default=1)
+    return [(whole, rows) for whole, _, rows in some], longest
 
 
 def _joined_fields(parts: Sequence[tuple[Any, list[int]]], longest: int) -> dict[str, Any]:
@@ -121,8 +135,8 @@ def _joined_fields(parts: Sequence[tuple[Any, list[int]]], longest: int) -> dict
             found[each.name] = None
         elif isinstance(first, Tensor):
             found[each.name] = torch.cat([_widened(x, longest)[rows] for x, rows in values])
-        elif isinstance(first, Episodes):
-            found[each.name] = Episodes(**_joined_fields(values, longest))
+        elif isinstance(first, Episodes | Rollouts | Scored):
+            found[each.name] = type(first)(**_joined_fields(values, longest))
         else:
             found[each.name] = tuple(x[b] for x, rows in values for b in rows)
     return found

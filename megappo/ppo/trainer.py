@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 
 from megappo.algo.controllers import PenaltyController
-from megappo.data.curriculum import Curriculum
 from megappo.engines.protocol import SleepingEngine
 from megappo.errors import Interrupted
 from megappo.megatron.placed import PlacedBatch, announce, place
@@ -41,6 +40,7 @@ from megappo.ppo.probe import probe_engines, probe_rollout
 from megappo.ppo.reporting import Reporter
 from megappo.ppo.right_prompts import note_right_prompts
 from megappo.ppo.sampling import sample_seed
+from megappo.ppo.saved import ExperienceRecord
 from megappo.ppo.selection import Selection
 from megappo.ppo.shaping import RewardShaper
 from megappo.ppo.updates import (
@@ -59,7 +59,8 @@ from megappo.types import Experience, Rollouts, Scored
 class PlacedStep:
     """A step's samples on the ranks of each role, until the step is over."""
 
-    actor: PlacedBatch
+    actor: PlacedBatch | None
+    """None where it computes nothing."""
     critic: PlacedBatch | None
 
 
@@ -73,6 +74,7 @@ class Trainer:
         self.shaper = RewardShaper(self.config, parts.runtime.device)
         self.penalty = PenaltyController(self.algorithm.penalty.coef, self.algorithm.penalty.target)
         self.responses = responses_of(parts)
+        self.record = ExperienceRecord(parts)
         self.cache_gauge = CacheGauge(parts.engine, parts.runtime)
         self.step = 0
         self.weight_version = 0
@@ -113,6 +115,7 @@ class Trainer:
             self.metrics = resumed.metrics()
         else:
             self.sync_weights()
+        self.record.begin(self.step)
         self.finish_step()
         self.is_resuming = False
         if was_open and self.step:
@@ -251,6 +254,11 @@ class Trainer:
             rollouts, scores_B, metrics = selection.finish()
             self.let_engine_go(rollouts)
         self.metrics |= metrics
+        return self.shape(rollouts, scores_B)
+
+    def shape(self, rollouts: Rollouts, scores_B: Tensor) -> tuple[Rollouts, Tensor]:
+        """Samples of the step, and their scores as they are trained on."""
+        self.record.note(scores_B)
         self.reporter.samples(self.step, rollouts, scores_B)
         scores_B, found = self.shaper.shape(scores_B, rollouts)
         self.metrics |= found
@@ -287,21 +295,14 @@ class Trainer:
         """The responses of this rank with what failed noted, one score for each, and what the rewards of all ranks
         report."""
         failures = dict[int, str]()
+        assert self.parts.reward is not None, "samples that have scores come another way"
         with self.reporter.stage("reward", f"{len(rollouts.responses)} scores of {self.config.reward.words}"):
             scores_B, metrics = self.parts.reward.score(rollouts, failures)
             noted = tuple(failures.get(b, "") for b in range(len(scores_B)))
             rollouts = replace(rollouts, reward_failures=noted)
             self.reporter.note_failures(self.step, rollouts)
-            if self.parts.curriculum is not None:
-                self._note_right_prompts(rollouts, scores_B, self.parts.curriculum)
+            self.metrics |= note_right_prompts(self.step, rollouts, scores_B, self.parts, self.metrics)
         return rollouts, scores_B, metrics
-
-    def _note_right_prompts(self, rollouts: Rollouts, scores_B: Tensor, curriculum: Curriculum) -> None:
-        """Of every round of the step."""
-        found = note_right_prompts(self.step, rollouts, scores_B, curriculum, self.parts)
-        resting = found.pop("curriculum/resting")
-        self.metrics |= {name: self.metrics.get(name, 0.0) + count for name, count in found.items()}
-        self.metrics["curriculum/resting"] = resting
 
     def forward(self, rollouts: Rollouts, scores_B: Tensor) -> tuple[PlacedStep, Scored]:
         """Send the samples to the ranks of each role; old and reference log-probabilities and values of every response
@@ -333,7 +334,10 @@ class Trainer:
         """KL in the reward, advantages and returns, whitening over the global batch."""
         with self.reporter.stage("advantages"):
             experience, metrics = self.experience_maker.make(scored, self.parts.derived.batch_sequences)
+            problem = self.record.write(self.step, experience)
         self.metrics |= metrics
+        if problem:
+            self.reporter.message(problem)
         return experience
 
     def update_critic(self, placed: PlacedStep, experience: Experience) -> None:
@@ -346,6 +350,7 @@ class Trainer:
         """Epochs of policy updates, none while the critic warms up."""
         if self._actor_waits:
             return
+        assert placed.actor is not None
         with self.reporter.stage("update_actor"):
             metrics = self._run(actor_updates(placed.actor, experience, self.config, self.penalty.value), experience)
         self.metrics |= metrics

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from megappo.cli import main
-from megappo.config import ConfigError, load_config
+from megappo.config import ConfigError, derive, load_config, save_config
+from megappo.config.derive import describe
+from tests.support.config import SHAPE
 from tests.support.places import BASE
 
 
@@ -26,6 +28,18 @@ def test_the_later_one_wins_setting_by_setting(tmp_path: Path) -> None:
     assert (config.actor.epochs, config.algorithm.gamma) == (3, 0.5)
     assert config.reference is not None and config.critic == base.critic
     assert load_config(BASE, [second, "actor.epochs=7"]).actor.epochs == 7
+
+
+def test_the_record_names_the_files_in_their_order(tmp_path: Path) -> None:
+    """What a run writes of its settings gives equal ones, names of files among them, also below another layer."""
+    first, second = (layer(tmp_path, f"actor: {{epochs: {n}}}", f"{n}.yaml") for n in (2, 3))
+    config = load_config(BASE, [second, "actor.epochs=9", first])
+    assert config.run.files == (str(BASE), second, first) and config.actor.epochs == 2
+    save_config(config, tmp_path / "run" / "config.yaml")
+    assert load_config(tmp_path / "run" / "config.yaml") == config
+    assert load_config(tmp_path / "run" / "config.yaml", [second]).run.files == (str(BASE), second, first, second)
+    shown = dict(describe(config, derive(config, 1, SHAPE)))
+    assert shown["settings"] == f"{BASE}, then {second}, then {first}"
 
 
 def test_a_mapping_of_ones_own_names_is_one_value(tmp_path: Path) -> None:

@@ -17,7 +17,11 @@ from tests.support.configurations import head_command, head_commands
 from tests.support.harness import start
 from tests.support.places import ROOT, TINY
 
-RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))
+TWO_CORES = ROOT / "configs" / "recipes" / "sao_two_cores.yaml"
+RECIPES = sorted({*(ROOT / "configs" / "recipes").glob("*.yaml")} - {TWO_CORES})
+SAO = [path for path in RECIPES if path.stem.startswith("sao_")]
+_STEPS = 100
+"""Of the recipe for two cores."""
 ORZ_PROMPT = """\
 {{bos_token}}A conversation between User and Assistant. The User asks a question, and the Assistant solves it. The \
 Assistant first thinks about the reasoning process in the mind and then provides the User with the answer. The \
@@ -94,6 +98,7 @@ def test_a_recipe_runs_in_miniature(path: Path, tmp_path: Path) -> None:
         if settings.minibatch_sequences is not None:  # as many updates of a step as the recipe has
             count = len(settings.minibatch_sizes(config.rollout.batch_sequences))
             words += [f"{role}.minibatch_sequences=null", f"{role}.minibatches={min(count, 3)}"]
+    words += ["rollout.ahead=0"] if config.rollout.ahead else []  # the embedded engine has no processes of its own
     words += ["rollout.samples_per_prompt=4"] if config.rollout.samples_per_prompt > 1 else []
     if config.data.mixture is not None:
         for name, file in files.items():
@@ -116,5 +121,44 @@ def test_a_recipe_runs_in_miniature(path: Path, tmp_path: Path) -> None:
             assert second["reward/mean"] == pytest.approx(2 * second["reward/given"] - 1, abs=1e-6)
         case "verl_qwen2_7b_megatron":
             assert {"reward/gsm8k", "reward/math"} <= second.keys() and second["critic/updates"] == 3
+        case "sao_qwen3_30b_a3b" | "sao_glm4.5_air":
+            assert (second["actor/updates"], second["critic/updates"]) == (1, 2)
+            assert {"actor/masked_below", "actor/masked_above"} <= second.keys()
         case other:
             raise AssertionError(f"{other} is not looked at")
+
+
+def test_two_cores_have_the_settings_of_the_recipe() -> None:
+    """All that SAO says of a run; two epochs over small steps make several updates of the actor, and twice as many of
+    the critic."""
+    small = load_config(TWO_CORES)
+    for path in SAO:
+        whole = load_config(path)
+        assert whole.algorithm.model_copy(update={"entropy_coef": 0.1, "lam": small.algorithm.lam}) == small.algorithm
+        assert (whole.algorithm.lam.critic, small.algorithm.lam.critic) == (1.0, 1.0)
+        assert whole.critic is not None and small.critic is not None
+        assert whole.rollout.samples_per_prompt == small.rollout.samples_per_prompt == 1
+        for config in (whole, small):
+            assert config.critic is not None and config.critic.epochs == 2 * config.actor.epochs
+            assert (config.critic.freeze, config.critic.warmup_steps) == (("attention",), 10)
+
+
+@pytest.mark.slow
+@pytest.mark.waits
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize(("steps", "reward"), [(13, 0.0), pytest.param(_STEPS, 0.9, marks=pytest.mark.learning)])
+def test_sao_on_two_cores(tmp_path: Path, lag: int, steps: int, reward: float) -> None:
+    """The quickstart's sums, with the newest weights and with those of the step before: the actor waits for ten steps,
+    and tokens outside of the band are few."""
+    words = [f"run.directory={tmp_path / 'run'}", "logging.tensorboard=false", "evaluation=null"]
+    words += [f"run.steps={steps}", "actor.optimizer.schedule=constant"] if steps < _STEPS else []
+    words += ["rollout.engine=tests.support.ticking:TickingEngine", "rollout.ahead=1"] if lag else []
+    done = start("megappo", "train", TWO_CORES, *words, processes=2, timeout_seconds=590)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    waits, learns = lines[:10], lines[10:]
+    assert not any("actor/updates" in line for line in waits) and all(line["actor/updates"] == 4 for line in learns)
+    assert all(line["critic/updates"] == 8 for line in lines)
+    assert max(line["rollout/lag"] for line in lines) == lag
+    assert all(line["actor/masked_below"] + line["actor/masked_above"] < 0.2 for line in learns)
+    assert sum(line["reward/mean"] for line in lines[-5:]) / 5 > reward

@@ -45,6 +45,14 @@ def test_the_lead_covers_what_is_not_interrupted_and_two_checkpoints() -> None:
     assert stopping.lead_seconds % 60 == 0
 
 
+def test_a_checkpoint_holds_a_reference_that_changes() -> None:
+    """In float32, as it is written."""
+    kl = ("reference={}", "algorithm.kl_in_loss={coef: 0.01}")
+    fixed, changing = plan(*kl).stopping, plan(*kl, "reference.refresh_every_steps=10").stopping
+    assert fixed.checkpoint_bytes == plan().stopping.checkpoint_bytes
+    assert changing.checkpoint_bytes == fixed.checkpoint_bytes + 4 * WEIGHTS
+
+
 def test_more_to_finish_takes_longer_to_stop() -> None:
     base = plan().stopping.lead_seconds
     assert plan("actor.epochs=4", "critic.epochs=4").stopping.lead_seconds > base

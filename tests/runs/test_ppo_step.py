@@ -171,6 +171,8 @@ BUILT_IN: dict[str, tuple[dict[str, float], list[str]]] = {
     "gspo-cp2": ({"band_low": GSPO_CLIP, "band_high": GSPO_CLIP}, CP2),
     "sapo-pp2": ({"gate_positive": 4.0, "gate_negative": 8.0}, TWO_PROCESSES["pp2"]),
     "dppo_kl-dp2": ({"band_low": 1e-4, "band_high": 2e-4, "weight_cap": 1.2}, []),
+    "dppo_tv-cp2": ({"band_low": 1e-5, "band_high": 2e-5, "weight_cap": 1.2}, CP2),
+    "dppo_tv-mixed": ({"band_low": 1e-5, "band_high": 2e-5}, TWO_PROCESSES["mixed"]),
 }
 _GIVEN = {"band_low": "band.low", "band_high": "band.high", "weight_cap": "band.cap"} | {
     f"gate_{sign}": f"gate.{sign}" for sign in ("positive", "negative")

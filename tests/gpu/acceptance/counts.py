@@ -119,6 +119,7 @@ def _counts(place: Place, layers: int) -> dict[str, Counts]:
         rollout, scores_B = rollouts(samples(size, folder, ragged=False))
         t.step = 1
         placed, scored = t.forward(rollout, scores_B)
+        assert placed.actor is not None
         experience = t.estimate_advantages(scored)
         t.update_actor(placed, experience)  # compiled, allocated, tuned
         return {

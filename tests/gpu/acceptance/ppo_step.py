@@ -118,6 +118,7 @@ def one_step(t: Trainer, given: list[dict[str, Any]]) -> tuple[PlacedBatch, Expe
     experience = t.estimate_advantages(scored)
     t.update_critic(placed, experience)
     t.update_actor(placed, experience)
+    assert placed.actor is not None
     return placed.actor, experience
 
 

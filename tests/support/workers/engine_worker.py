@@ -102,6 +102,7 @@ class Bench:
             parts = assemble(config, derive_run(config, self.runtime.world_size), self.runtime)
         assert isinstance(parts.engine, SGLangEngine)
         self.engine, self.weights = parts.engine, parts.weights
+        assert parts.reward is not None
         parts.reward.close()
         return Trainer(parts, Reporter(config, parts.derived, self.runtime))
 

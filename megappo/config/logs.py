@@ -1,0 +1,35 @@
+"""What a run writes and shows of itself (`logging`)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from megappo.config.base import NonNegativeInt, PositiveInt, Settings, StepNumbers, Text
+
+
+class SaveExperienceSettings(Settings):
+    """Samples as steps train on them, to be looked at, or trained on again (`rollout.load_from`)."""
+
+    steps: StepNumbers = ()
+    """Numbers of the steps; default: all."""
+    samples: PositiveInt | None = None
+    """The first so many samples of each; default: all, which `rollout.load_from` wants."""
+
+
+class LoggingSettings(Settings):
+    tensorboard: bool = True
+    """Write TensorBoard events to `<directory>/tensorboard`."""
+    wandb_project: Text | None = None
+    """Log to this Weights & Biases project too."""
+    loggers: dict[Text, dict[str, Any]] = Field(default_factory=dict)
+    """Loggers of your own: `{"package.module:name": {option: value}}`, called with the options behind their paths."""
+    console: Literal["auto", "live", "plain", "quiet"] = "auto"
+    """`live`: a progress view that is redrawn; `plain`: a line per step; `auto`: live on a terminal."""
+    sample_texts: NonNegativeInt = 2
+    """Samples per step written to `<directory>/samples.jsonl`."""
+    save_experience: SaveExperienceSettings | None = None
+    """Not null: write samples with all that their updates are made of to `<directory>/experience`, as parquet."""
+    profile_steps: StepNumbers = ()
+    """Steps to trace: a torch trace of every rank and a page about all of them in `<directory>/profile`."""

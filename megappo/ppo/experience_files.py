@@ -1,0 +1,271 @@
+"""Files of experience: parquet with a row for each sample, all that a step's updates are made of among it.
+
+A rank writes its own samples. Numbers keep their bits. What a run does not have (a critic, a reference, an environment)
+has no column. `pandas.read_parquet` and the like read a file or the folder of a step as well.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megappo.data.tables import read_parquet
+from megappo.errors import ConfigError, reason
+from megappo.types import Episode, Episodes, Experience, Prompt, Rollouts, Scored
+
+if TYPE_CHECKING:
+    import pyarrow
+
+DATA_SOURCE = "data_source"
+"""Column, and metadata key, of the task that a sample is of, as verl's files have it."""
+_ROUTING, _ROUTING_SHAPE, _ROUTING_TYPE = "routing", "routing_shape", "routing_type"
+_PER_TOKEN = {
+    "token_versions": "token_versions_BR", "engine_logprobs": "engine_logprob_BR", "response_mask": "response_mask_BR",
+    "old_logprobs": "old_logprob_BR", "ref_logprobs": "ref_logprob_BR", "values": "values_BR", "kl": "kl_BR",
+    "token_rewards": "rewards_BR", "advantages": "advantages_BR", "returns": "returns_BR", "loss_mask": "loss_mask_BR",
+    "importance_weights": "importance_weights_BR",
+}  # fmt: skip
+"""Columns of a number for each response token, and the fields they are of."""
+_PER_SAMPLE = {
+    "sample_id": "sample_ids_B", "group_id": "group_ids_B", "truncated": "truncated_B",
+    "special_tokens": "special_tokens_B", "weight_version": "weight_versions_B",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SavedSamples:
+    """Samples of one rank in a step, as they are saved."""
+
+    experience: Experience
+    """`scored.scores_B` are what was trained on; environments' rewards of turns are not in them."""
+    given_B: Tensor
+    """float32: scores of the reward, before `reward.scale` and the like."""
+
+    @property
+    def sample_ids(self) -> list[int]:
+        """Of each, its position in the step's global batch."""
+        found: list[int] = self.experience.scored.rollouts.sample_ids_B.tolist()
+        return found
+
+
+def require_parquet() -> None:
+    """Raises ConfigError where nothing is installed that writes and reads these files."""
+    try:
+        import pyarrow.parquet  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"experience is saved as parquet, and pyarrow cannot be imported ({reason(error)}); pip install pyarrow"
+        ) from error
+
+
+def write_samples(path: Path, samples: SavedSamples, rows: Sequence[int]) -> None:
+    """Write those samples of a rank that stand at these places. Raises OSError."""
+    import pyarrow
+    from pyarrow import parquet
+
+    table = pyarrow.table(dict(_columns(samples, list(rows))))
+    parquet.write_table(table, path)
+
+
+def _columns(samples: SavedSamples, rows: list[int]) -> Iterator[tuple[str, pyarrow.Array]]:
+    import pyarrow
+
+    experience = samples.experience
+    scored, rollouts = experience.scored, experience.scored.rollouts
+    prompts, lengths_B = [rollouts.prompts[b] for b in rows], rollouts.response_lengths_B[rows]
+    lengths = lengths_B.tolist()
+    here_BR = torch.arange(rollouts.response_mask_BR.shape[1])[None] < lengths_B[:, None]
+
+    def of_tokens(values_BR: Tensor) -> pyarrow.Array:
+        return _lists(values_BR[rows][here_BR], lengths)
+
+    for name, key in _PER_SAMPLE.items():
+        yield name, pyarrow.array(getattr(rollouts, key)[rows].numpy())
+    yield "prompt_index", pyarrow.array([prompt.index for prompt in prompts], pyarrow.int64())
+    for name in ("text", "answer", "source"):
+        yield {"text": "prompt"}.get(name, name), _texts([getattr(prompt, name) for prompt in prompts])
+    yield DATA_SOURCE, _texts([_task(prompt) for prompt in prompts])
+    for name in ("responses", "raw_responses"):
+        yield name.removesuffix("s"), _texts([getattr(rollouts, name)[b] for b in rows])
+    failures = rollouts.reward_failures or ("",) * len(rollouts.prompts)
+    yield "reward_failure", _texts([failures[b] for b in rows])
+    yield "score", pyarrow.array(samples.given_B[rows].numpy())
+    yield "reward", pyarrow.array(scored.scores_B[rows].numpy())
+    ids = [rollouts.sequences[b] for b in rows]
+    asked = [sequence[: len(sequence) - length] for sequence, length in zip(ids, lengths, strict=True)]
+    said = [sequence[len(sequence) - length :] for sequence, length in zip(ids, lengths, strict=True)]
+    yield "prompt_tokens", _lists(_cat(asked), [len(tokens) for tokens in asked])
+    yield "response_tokens", _lists(_cat(said), lengths)
+    for name, key in _PER_TOKEN.items():
+        values_BR = next(getattr(x, key) for x in (rollouts, scored, experience) if hasattr(x, key))
+        if values_BR is not None:
+            yield name, of_tokens(values_BR)
+    yield "ratios", of_tokens((scored.old_logprob_BR - rollouts.engine_logprob_BR).exp())
+    if rollouts.episodes is not None:
+        yield "turn_rewards", of_tokens(rollouts.episodes.turn_rewards_BR)
+        yield "episode", _texts([json.dumps(asdict(rollouts.episodes.of_samples[b])) for b in rows])
+        yield "conversation", _texts([json.dumps(rollouts.episodes.conversations[b]) for b in rows])
+    if rollouts.routing is not None:
+        routing = [rollouts.routing[b].numpy() for b in rows]
+        yield _ROUTING, pyarrow.array([x.tobytes() for x in routing], pyarrow.binary())
+        yield _ROUTING_SHAPE, pyarrow.array([list(x.shape) for x in routing], pyarrow.list_(pyarrow.int64()))
+        yield _ROUTING_TYPE, _texts([str(x.dtype) for x in routing])
+
+
+def _task(prompt: Prompt) -> str | None:
+    found = prompt.metadata.get(DATA_SOURCE)
+    return found if isinstance(found, str) else None
+
+
+def _texts(values: Sequence[str | None]) -> pyarrow.Array:
+    """Half of a surrogate pair, which a model may write, is no UTF-8."""
+    import pyarrow
+
+    told = [None if text is None else text.encode("utf-8", "replace").decode("utf-8") for text in values]
+    return pyarrow.array(told, pyarrow.string())
+
+
+def _cat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(tensors)) if tensors else torch.zeros(0, dtype=torch.int64)
+
+
+def _lists(flat: Tensor, lengths: Sequence[int]) -> pyarrow.Array:
+    import pyarrow
+
+    offsets = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
+    return pyarrow.LargeListArray.from_arrays(pyarrow.array(offsets.numpy()), pyarrow.array(flat.contiguous().numpy()))
+
+
+def sample_ids_of(path: Path) -> list[int]:
+    """Ids of the samples of a file, in its order. Raises ValueError for one that is damaged."""
+    found: list[int] = _File(path, ("sample_id",)).numbers("sample_id").tolist()
+    return found
+
+
+def read_samples(path: Path) -> SavedSamples:
+    """What `write_samples` wrote. Raises ValueError for a file that is damaged, or is none of these."""
+    file = _File(path)
+    try:
+        rollouts = _rollouts(file)
+        scored = Scored(
+            rollouts=rollouts,
+            scores_B=file.numbers("reward"),
+            old_logprob_BR=file.tokens("old_logprobs"),
+            ref_logprob_BR=file.tokens_or_none("ref_logprobs"),
+            values_BR=file.tokens_or_none("values"),
+        )
+        experience = Experience(
+            scored=scored,
+            advantages_BR=file.tokens("advantages"),
+            returns_BR=file.tokens("returns"),
+            importance_weights_BR=file.tokens_or_none("importance_weights"),
+            loss_mask_BR=file.tokens("loss_mask"),
+            rewards_BR=file.tokens("token_rewards"),
+            kl_BR=file.tokens_or_none("kl"),
+        )
+        return SavedSamples(experience, file.numbers("score"))
+    except (TypeError, ValueError, RuntimeError, KeyError) as error:
+        raise ValueError(f"{path} holds no saved samples ({reason(error)}); name what a run saved") from error
+
+
+def _rollouts(file: _File) -> Rollouts:
+    asked, said = file.lists("prompt_tokens"), file.lists("response_tokens")
+    lengths_B = torch.tensor([len(tokens) for tokens in said], dtype=torch.int64)
+    texts = zip(
+        *(file.plain(name) for name in ("prompt_index", "prompt", "answer", "source", DATA_SOURCE)), strict=True
+    )
+    prompts = tuple(
+        Prompt(index, tuple(tokens.tolist()), text, answer, {} if task is None else {DATA_SOURCE: task}, source)
+        for tokens, (index, text, answer, source, task) in zip(asked, texts, strict=True)
+    )
+    return Rollouts(
+        prompts=prompts,
+        sample_ids_B=file.numbers("sample_id"),
+        group_ids_B=file.numbers("group_id"),
+        sequences=tuple(torch.cat(both) for both in zip(asked, said, strict=True)),
+        response_lengths_B=lengths_B,
+        engine_logprob_BR=file.tokens("engine_logprobs"),
+        response_mask_BR=file.tokens("response_mask"),
+        truncated_B=file.numbers("truncated"),
+        weight_versions_B=file.numbers("weight_version"),
+        responses=tuple(file.plain("response")),
+        raw_responses=tuple(file.plain("raw_response")),
+        special_tokens_B=file.numbers("special_tokens"),
+        episodes=_episodes(file),
+        token_versions_BR=file.tokens_or_none("token_versions"),
+        reward_failures=tuple(file.plain("reward_failure")),
+        routing=_routing(file),
+    )
+
+
+def _episodes(file: _File) -> Episodes | None:
+    if "episode" not in file:
+        return None
+    return Episodes(
+        tuple(Episode.read(json.loads(told)) for told in file.plain("episode")),
+        file.tokens("turn_rewards"),
+        tuple(tuple(json.loads(told)) for told in file.plain("conversation")),
+    )
+
+
+def _routing(file: _File) -> tuple[Tensor, ...] | None:
+    if _ROUTING not in file:
+        return None
+    kinds = {str(kind).removeprefix("torch."): kind for kind in (torch.uint8, torch.int16)}
+    told = zip(file.plain(_ROUTING), file.lists(_ROUTING_SHAPE), file.plain(_ROUTING_TYPE), strict=True)
+    return tuple(
+        torch.frombuffer(bytearray(content), dtype=kinds[kind]).view(shape.tolist()) for content, shape, kind in told
+    )
+
+
+class _File:
+    """The columns of a file. Raises ValueError for one that cannot be read, KeyError for a column that is not there."""
+
+    def __init__(self, path: Path, columns: Sequence[str] | None = None) -> None:
+        self._table = read_parquet(path, columns)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._table.column_names
+
+    def _column(self, name: str) -> pyarrow.Array:
+        """In one piece."""
+        found = self._table.column(name).combine_chunks()
+        return found.chunk(0) if hasattr(found, "chunk") else found
+
+    def plain(self, name: str) -> list[Any]:
+        """Texts, numbers or bytes of each row."""
+        return list(self._column(name).to_pylist())
+
+    def numbers(self, name: str) -> Tensor:
+        """(B,): one of each row."""
+        return _tensor(self._column(name))
+
+    def lists(self, name: str) -> tuple[Tensor, ...]:
+        """Those of each row."""
+        column = self._column(name)
+        lengths = column.value_lengths().to_pylist()
+        return _tensor(column.flatten()).split(lengths) if lengths else ()
+
+    def tokens(self, name: str) -> Tensor:
+        """(B, R), R the longest row, filled up with 0."""
+        column = self._column(name)
+        lengths_B = _tensor(column.value_lengths()).long()
+        here_BR = torch.arange(max(lengths_B.tolist(), default=1))[None] < lengths_B[:, None]
+        flat = _tensor(column.flatten())
+        found_BR = torch.zeros(here_BR.shape, dtype=flat.dtype)
+        found_BR[here_BR] = flat
+        return found_BR
+
+    def tokens_or_none(self, name: str) -> Tensor | None:
+        """The same of what not every run has."""
+        return self.tokens(name) if name in self else None
+
+
+def _tensor(column: pyarrow.Array) -> Tensor:
+    return torch.from_numpy(column.to_numpy(zero_copy_only=False).copy())

@@ -1,0 +1,176 @@
+"""Training on saved experience, without an engine: whole steps again, or the critic alone (value pretraining)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megappo.config.experience_rules import SavedStep, held_out, saved_steps
+from megappo.megatron.placed import announce, place
+from megappo.megatron.roles import Role
+from megappo.ppo.experience import returns_to_go, trained_tokens
+from megappo.ppo.experience_files import SavedSamples
+from megappo.ppo.measures import balance_metrics, routing_metrics
+from megappo.ppo.parts import Parts
+from megappo.ppo.sampling import sample_seed, share_of_rank
+from megappo.ppo.saved import LoadedSteps, check_tokens, joined_samples, read_some
+from megappo.ppo.selection import renumbered
+from megappo.ppo.trainer import PlacedStep, Trainer
+from megappo.runtime.objects import agreed
+from megappo.runtime.tally import Tally
+from megappo.types import Experience, Rollouts, Scored
+
+_EPOCHS = -4
+"""In place of a step's number, where the order of saved steps is drawn."""
+EXPLAINED = "critic/held_out_explained_variance"
+
+
+def trainer_of(parts: Parts, *given: Any) -> Trainer:
+    """What trains a run with these settings; `given` as `Trainer` takes it."""
+    if parts.config.pretrains_critic:
+        return CriticTrainer(parts, *given)
+    return (Trainer if parts.config.rollout.load_from is None else LoadedTrainer)(parts, *given)
+
+
+class LoadedTrainer(Trainer):
+    """Each step is trained on the saved samples of the step of its number, with the scores that they had; all else is
+    computed, so that an update comes out as it did, or as other settings have it."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        # Other settings lead to another actor than that which sampled; the gap says nothing of an engine.
+        self.algorithm = self.algorithm.model_copy(update={"mismatch_stop_nats": torch.inf})
+
+    def sample(self) -> tuple[Rollouts, Tensor]:
+        """This rank's samples of the step and their scores."""
+        assert isinstance(self.responses, LoadedSteps)
+        rollouts = self.generate()
+        self.let_engine_go(rollouts)
+        self.parts.stop.check()
+        return self.shape(rollouts, self.responses.given_B)
+
+
+class CriticTrainer(LoadedTrainer):
+    """The critic alone is trained, on samples of all saved steps; the actor stays as it is, and computes nothing."""
+
+    def __init__(self, parts: Parts, *given: Any) -> None:
+        super().__init__(parts, *given)
+        self._pool = SavedPool(parts)
+        self._held_out = agreed(self._pool.held_out)
+        self._saved = self._held_out
+
+    @property
+    def _critic(self) -> Role:
+        assert self.parts.critic is not None, "rules want one"
+        return self.parts.critic
+
+    def sample(self) -> tuple[Rollouts, Tensor]:
+        """This rank's samples of the step, with the rewards that they were trained with."""
+        with self.reporter.stage("rollout"):
+            self._saved = agreed(lambda: self._pool.of_step(self.step))
+        scored = self._saved.experience.scored
+        self.let_engine_go(scored.rollouts)
+        self.parts.stop.check()
+        return scored.rollouts, scored.scores_B
+
+    def forward(self, rollouts: Rollouts, scores_B: Tensor) -> tuple[PlacedStep, Scored]:
+        """Values of every response token; log-probabilities are the saved ones."""
+        with self.reporter.stage("forward"):
+            critic = place(self._critic, announce(rollouts, self.parts.runtime.device), self.minibatches("critic"))
+            values = critic.forward()
+        self.metrics |= balance_metrics([critic]) | routing_metrics(self._critic, self.parts.runtime)
+        return PlacedStep(None, critic), replace(self._saved.experience.scored, values_BR=values)
+
+    def estimate_advantages(self, scored: Scored) -> Experience:
+        """Returns of the saved rewards, by values of the critic as it is now."""
+        with self.reporter.stage("advantages"):
+            rewards_BR, samples = self._saved.experience.rewards_BR, self.parts.derived.batch_sequences
+            experience, metrics = self.experience_maker.make(scored, samples, rewards_BR)
+        self.metrics |= metrics
+        return experience
+
+    def update_critic(self, placed: PlacedStep, experience: Experience) -> None:
+        """Epochs of value updates, and what the critic knows then of samples that it never sees in them."""
+        super().update_critic(placed, experience)
+        with self.reporter.stage("forward"):
+            self.metrics[EXPLAINED] = self._explained_variance()
+
+    def update_actor(self, placed: PlacedStep, experience: Experience) -> None:
+        """The actor is not trained."""
+
+    def refresh_reference(self) -> None:
+        """There is none."""
+
+    def _explained_variance(self) -> float:
+        """1 - Var(return - value) / Var(return) over the tokens of all ranks' held-out samples, of returns as they came
+        (lambda 1); NaN where all are equal."""
+        experience, runtime = self._held_out.experience, self.parts.runtime
+        rollouts, rewards_BR = experience.scored.rollouts, experience.rewards_BR
+        assert rewards_BR is not None, "files have them"
+        values_BR = place(self._critic, announce(rollouts, runtime.device)).forward()
+        self._critic.rest()
+        returns_BR = returns_to_go(rewards_BR, rollouts, self.config.algorithm)
+        mask_BR, tally = trained_tokens(rollouts, self.config.algorithm), Tally()
+        tally.mean_and_std("error", returns_BR - values_BR, mask_BR)
+        tally.mean_and_std("return", returns_BR, mask_BR)
+        found = tally.reduce(None, runtime.device)
+        return 1 - (found["error/std"] / found["return/std"]) ** 2 if found["return/std"] else torch.nan
+
+
+class SavedPool:
+    """The samples of all saved steps: the last are held out, the others given one batch after the other, epoch after
+    epoch, the steps of an epoch in an order of its own."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts, config = parts, parts.config
+        assert config.rollout.load_from is not None, "rules want it"
+        self._steps = list(saved_steps(Path(config.rollout.load_from)).values())
+        left = held_out(config, sum(step.saved for step in self._steps))
+        self._trained = list[int]()
+        """Of each step, how many of its first samples are trained on."""
+        for step in reversed(self._steps):
+            kept = min(left, step.saved)
+            self._trained.insert(0, step.saved - kept)
+            left -= kept
+
+    def held_out(self) -> SavedSamples:
+        """This rank's share of those."""
+        places = [(s, i) for s, n in zip(self._steps, self._trained, strict=True) for i in range(n, s.saved)]
+        return self._read(places)
+
+    def of_step(self, step: int) -> SavedSamples:
+        """This rank's share of what a step of the run is trained on."""
+        samples, places = self._parts.derived.batch_sequences, list[tuple[SavedStep, int]]()
+        first = (step - 1) * samples
+        for saved, trained in self._in_order(first // sum(self._trained)):
+            places += [(saved, i) for i in range(trained)]
+            if len(places) >= first % sum(self._trained) + samples:
+                break
+        return self._read(places[first % sum(self._trained) :][:samples])
+
+    def _in_order(self, first_epoch: int) -> Iterator[tuple[SavedStep, int]]:
+        """The steps of this epoch and those after it, with how many of their samples are trained on."""
+        for epoch in count(first_epoch):
+            generator = torch.Generator().manual_seed(sample_seed(self._parts.config.run.seed, _EPOCHS, epoch))
+            for number in torch.randperm(len(self._steps), generator=generator).tolist():
+                yield self._steps[number], self._trained[number]
+
+    def _read(self, places: list[tuple[SavedStep, int]]) -> SavedSamples:
+        """This rank's share of these, numbered anew."""
+        first, stop = share_of_rank(len(places), self._parts.runtime)
+        mine = places[first:stop] or places[:1]
+        torn = (b for b in range(1, len(mine)) if mine[b][0] is not mine[b - 1][0] or mine[b][1] < mine[b - 1][1])
+        borders = [0, *torn, len(mine)]
+        parts = [(read_some(mine[a][0], [i for _, i in mine[a:b]]), range(b - a)) for a, b in pairwise(borders)]
+        samples = check_tokens(
+            joined_samples([(x, rows if stop > first else ()) for x, rows in parts]), self._parts.vocabulary
+        )
+        scored = samples.experience.scored
+        rollouts = renumbered(scored.rollouts, torch.arange(first, stop), 1)
+        return replace(samples, experience=replace(samples.experience, scored=replace(scored, rollouts=rollouts)))

@@ -1,0 +1,214 @@
+"""Experience of steps on the disk: written while a run trains, and what a run trains on again without an engine.
+
+`logging.save_experience` and `rollout.save_to` write, `rollout.load_from` reads. The folder of a step has a file of
+each rank (`experience_files`) and `step.json`; it gets its name when all of it is written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megappo.config.experience_rules import MARKER, SavedStep, folder_of_step, saved_steps
+from megappo.ppo.experience_files import SavedSamples, read_samples, require_parquet, sample_ids_of, write_samples
+from megappo.ppo.generation import Kept
+from megappo.ppo.parts import Parts
+from megappo.ppo.sampling import share_of_rank
+from megappo.ppo.selection import joined_experience
+from megappo.runtime.objects import agreed, attempt, of_all_ranks
+from megappo.types import Experience, Rollouts
+
+
+class ExperienceRecord:
+    """Writes the experience of steps; every rank calls every method."""
+
+    def __init__(self, parts: Parts) -> None:
+        """Raises ConfigError where nothing is installed that writes it."""
+        self._settings, self._config, self._runtime = parts.config.saves_experience, parts.config, parts.runtime
+        self._folder = parts.config.experience_folder
+        self._given_B = torch.zeros(0)
+        if self._settings is not None:
+            require_parquet()
+
+    def begin(self, step: int) -> None:
+        """The run goes on behind this step; those that it repeats are dropped. Raises ValueError on every rank where
+        the folder has steps of another run."""
+        if self._settings is not None:
+            agreed(lambda: self._forget_after(step) if self._runtime.is_main else None)
+
+    def _forget_after(self, step: int) -> None:
+        for saved in saved_steps(self._folder).values():
+            if saved.run != self._run:
+                raise ValueError(f"{self._folder} has experience of {saved.run}; name another folder, or remove it")
+            if saved.step > step:
+                shutil.rmtree(saved.folder)
+
+    @property
+    def _run(self) -> str:
+        return str(self._config.run.path.resolve())
+
+    def note(self, scores_B: Tensor) -> None:
+        """The scores of the step's samples as the reward gave them."""
+        self._given_B = scores_B
+
+    def write(self, step: int, experience: Experience) -> str:
+        """Write this rank's samples of a step, where it is to be saved. Returns why it could not be, on the main rank,
+        for its user: a run is worth more than its records."""
+        settings = self._settings
+        if settings is None or (settings.steps and step not in settings.steps):
+            return ""
+        rollouts, most = self._config.rollout, self._config.rollout.batch_sequences
+        ids = experience.scored.rollouts.sample_ids_B.tolist()
+        rows = [b for b, sample_id in enumerate(ids) if settings.samples is None or sample_id < settings.samples]
+        saved = SavedStep(
+            folder=self._folder / f".{folder_of_step(self._folder, step).name}",
+            step=step,
+            run=self._run,
+            ranks=self._runtime.world_size,
+            saved=min(most, settings.samples or most),
+            prompts_per_step=rollouts.prompts_per_step,
+            samples_per_prompt=rollouts.samples_per_prompt,
+            temperature=rollouts.temperature,
+        )
+        problem = self._everywhere(lambda: _clear(saved.folder), on_main=True)
+        if not problem:
+            samples = SavedSamples(experience, self._given_B)
+            problem = self._everywhere(lambda: write_samples(saved.file(self._runtime.rank), samples, rows))
+        if not problem:
+            problem = self._everywhere(lambda: _finish(saved, folder_of_step(self._folder, step)), on_main=True)
+        return f"the experience of step {step} is not saved: {problem}" if problem else ""
+
+    def _everywhere(self, work: Any, *, on_main: bool = False) -> str:
+        """Why work failed on any rank; "" where it did not."""
+        problem = "" if on_main and not self._runtime.is_main else attempt(work, (OSError,))[1]
+        return next(filter(None, of_all_ranks(problem)), "")
+
+
+def _clear(folder: Path) -> None:
+    """Make a folder of what was not finished."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+
+
+def _finish(saved: SavedStep, folder: Path) -> None:
+    """All files are there: the folder gets its name."""
+    told = {name: value for name, value in asdict(saved).items() if name != "folder"}
+    (saved.folder / MARKER).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    if folder.exists():
+        shutil.rmtree(folder)
+    os.replace(saved.folder, folder)
+
+
+def read_some(saved: SavedStep, wanted: Collection[int]) -> SavedSamples:
+    """Those samples of a step that have these ids, in their order, whichever ranks have saved them. Raises ValueError
+    for what is damaged, or not there."""
+    there = [saved.file(rank) for rank in range(saved.ranks)]
+    ids = [sample_ids_of(path) for path in there]
+    chosen = frozenset(wanted)
+    found = [
+        (path, [b for b, i in enumerate(of_file) if i in chosen]) for path, of_file in zip(there, ids, strict=True)
+    ]
+    parts = [(read_samples(path), rows) for path, rows in found if rows] or [(read_samples(there[0]), list[int]())]
+    whole = joined_samples(parts)
+    if len(whole.sample_ids) != len(wanted):
+        raise ValueError(f"{saved.folder} lacks samples that its {MARKER} says; bring the folder as it was saved")
+    places = {sample_id: b for b, sample_id in enumerate(whole.sample_ids)}
+    return joined_samples([(whole, [places[i] for i in sorted(wanted)])])
+
+
+def joined_samples(parts: Sequence[tuple[SavedSamples, Sequence[int]]]) -> SavedSamples:
+    """Some rows of several, one after the other."""
+    experience = joined_experience([(samples.experience, rows) for samples, rows in parts])
+    return SavedSamples(experience, torch.cat([samples.given_B[list(rows)] for samples, rows in parts]))
+
+
+def check_tokens(samples: SavedSamples, vocabulary: int) -> SavedSamples:
+    """Raises ValueError for tokens that models of so many rows have none for."""
+    sequences = samples.experience.scored.rollouts.sequences
+    largest = max((int(tokens.max()) for tokens in sequences), default=0)
+    if largest >= vocabulary:
+        raise ValueError(
+            f"saved samples have token {largest}, and the models have {vocabulary}; load what was saved with this "
+            "tokenizer"
+        )
+    return samples
+
+
+class LoadedSteps:
+    """Gives steps the samples that another run saved; a collective of the world. In place of `Responses`. On as many
+    ranks as saved them each has its own again, otherwise a share of the step's prompts."""
+
+    def __init__(self, parts: Parts, folder: Path) -> None:
+        self._parts, self._folder = parts, folder
+        require_parquet()
+        self._steps = agreed(lambda: saved_steps(folder))
+        self.given_B = torch.zeros(0)
+        """Scores of the step's samples, before `reward.scale` and the like."""
+
+    def of_step(self, step: int, *, weights_changed: bool) -> Rollouts:
+        """This rank's samples of a step. Raises ValueError on every rank where they cannot be read."""
+        self._parts.stop.check()
+        samples = agreed(lambda: check_tokens(self._read(step), self._parts.vocabulary))
+        self.given_B = samples.given_B
+        return samples.experience.scored.rollouts
+
+    def _read(self, step: int) -> SavedSamples:
+        if step not in self._steps:
+            raise ValueError(f"{self._folder} has no step {step}; end the run before it, by run.steps")
+        saved, runtime = self._steps[step], self._parts.runtime
+        if saved.ranks == runtime.world_size:
+            return read_samples(saved.file(runtime.rank))
+        first, stop = share_of_rank(saved.prompts_per_step, runtime)
+        return read_some(saved, range(first * saved.samples_per_prompt, stop * saved.samples_per_prompt))
+
+    def more(self, step: int, number: int, prompts: int) -> Rollouts:
+        """A saved step has what dynamic sampling chose."""
+        raise AssertionError("nobody asks for further rounds of a saved step")
+
+    def begin(self, step: int) -> None:
+        """Nothing is generated."""
+
+    def settle(self, *, weights_changed: bool) -> None:
+        """Nothing has to be waited for."""
+
+    def pause(self, *, stops: bool = False) -> None:
+        """Nothing is under way."""
+
+    def go_on(self) -> None:
+        """Nothing is sent."""
+
+    def metrics(self) -> dict[str, float]:
+        """Nothing waits."""
+        return {}
+
+    @property
+    def draws_on(self) -> bool:
+        """No prompts are drawn."""
+        return False
+
+    def is_torn(self, step: int) -> bool:
+        """Nothing is begun."""
+        return False
+
+    def cursor_state(self) -> Mapping[str, Any]:
+        """Where the cursor began: nothing is drawn."""
+        return self._parts.cursor.state_dict()
+
+    def forget(self, step: int) -> None:
+        """A step is done."""
+
+    def state_dict(self, step: int) -> Kept:
+        """The samples stay where they are."""
+        return {}
+
+    def load_state_dict(self, kept: Sequence[Kept]) -> None:
+        """Nothing was kept."""

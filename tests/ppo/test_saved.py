@@ -1,0 +1,244 @@
+"""Files of experience: what was written is read, to the last bit, by whoever asks for it; what is none is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pyarrow
+import pytest
+import torch
+from pyarrow import parquet
+from torch import Tensor
+
+from megappo.config import ConfigError, derive, load_config
+from megappo.config.experience_rules import MARKER, held_out, saved_steps
+from megappo.ppo.experience_files import SavedSamples, read_samples, sample_ids_of, write_samples
+from megappo.ppo.parts import Parts
+from megappo.ppo.saved import ExperienceRecord, check_tokens, read_some
+from megappo.types import Episode, Episodes, Experience, Prompt, Rollouts, Scored, ToolUse, Turn
+from tests.support.config import SHAPE
+from tests.support.places import BASE
+
+EPISODES = (
+    Episode((Turn(0, 2, 0.1), Turn(3, 4, 1 / 3)), tools={"find": ToolUse(2, 1, 0.25)}, prompt_ids=(5, 6)),
+    Episode((), failure="raised", reason="no \ud83d"),
+)
+
+
+def samples(lengths: Sequence[int], first: int = 0, *, whole: bool = True) -> SavedSamples:
+    """Samples of so many response tokens whose numbers are drawn; padding is NaN where there may be any. `whole`: of a
+    run with a reference, a critic, an environment and routing."""
+    generator, B, R = torch.Generator().manual_seed(first), len(lengths), max(lengths, default=1)
+    lengths_B = torch.tensor(lengths, dtype=torch.int64)
+    here_BR = torch.arange(R)[None] < lengths_B[:, None]
+
+    def numbers(_name: str) -> Tensor:
+        return torch.randn(B, R, generator=generator).masked_fill(~here_BR, torch.nan)
+
+    ids_B, mask_BR = torch.arange(first, first + B), here_BR & (torch.arange(R) != 1)
+    routing = tuple(torch.randint(0, 9, (n + 1, 2, 3), generator=generator, dtype=torch.int16) for n in lengths)
+    episodes = Episodes(
+        tuple(EPISODES[i % 2] for i in range(B)),
+        numbers("turn_rewards"),
+        tuple(({"by": "model", "text": "é", "reward": 0.5},) for _ in range(B)),
+    )
+    rollouts = Rollouts(
+        prompts=tuple(
+            Prompt(9 * i, (1, 2), f"p{i}", None if i else "a", {"data_source": "math"}, "s") for i in range(B)
+        ),
+        sample_ids_B=ids_B,
+        group_ids_B=torch.where(ids_B % 2 == 1, -1 - ids_B, ids_B // 2),
+        sequences=tuple(torch.tensor([1, 2, *range(10, 10 + n)]) for n in lengths),
+        response_lengths_B=lengths_B,
+        engine_logprob_BR=numbers("engine"),
+        response_mask_BR=mask_BR,
+        truncated_B=ids_B % 3 == 0,
+        weight_versions_B=ids_B + 7,
+        responses=tuple(f"r{i}" for i in range(B)),
+        raw_responses=tuple(f"r{i}<eos>" for i in range(B)),
+        special_tokens_B=ids_B % 2,
+        episodes=episodes if whole else None,
+        token_versions_BR=here_BR * (ids_B[:, None] + 3) if whole else None,
+        reward_failures=tuple("late" if i == 1 else "" for i in range(B)),
+        routing=routing if whole else None,
+    )
+    scored = Scored(
+        rollouts,
+        torch.randn(B, generator=generator),
+        numbers("old"),
+        numbers("ref") if whole else None,
+        numbers("values") if whole else None,
+    )
+    weights = numbers("weights") if whole else None
+    kl = numbers("kl") if whole else None
+    experience = Experience(scored, numbers("a"), numbers("r"), weights, mask_BR, numbers("rewards"), kl)
+    return SavedSamples(experience, torch.randn(B, generator=generator))
+
+
+def flat(value: Any, mask_BR: Tensor | None = None) -> Any:
+    """What is said, padding aside, to be compared."""
+    if isinstance(value, SavedSamples):
+        rollouts = value.experience.scored.rollouts
+        mask_BR = torch.arange(rollouts.response_mask_BR.shape[1])[None] < rollouts.response_lengths_B[:, None]
+    if isinstance(value, Tensor):
+        is_padded = mask_BR is not None and value.dim() == 2
+        return (str(value.dtype), (value[mask_BR] if is_padded else value).tolist())
+    if hasattr(value, "__dataclass_fields__"):
+        return {name: flat(getattr(value, name), mask_BR) for name in value.__dataclass_fields__}
+    if isinstance(value, tuple):
+        return [flat(inner) for inner in value]
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("lengths", [(4, 1, 6), (), (1,)])
+def test_what_was_written_is_read(tmp_path: Path, lengths: tuple[int, ...], whole: bool) -> None:
+    """Every field of samples with all there may be, and with little; half of a surrogate pair becomes a sign for it."""
+    given, path = samples(lengths, 4, whole=whole), tmp_path / "rank-00000.parquet"
+    write_samples(path, given, range(len(lengths)))
+    found = read_samples(path)
+    assert flat(found) == flat(given)
+    assert sample_ids_of(path) == given.sample_ids
+    ratios = (given.experience.scored.old_logprob_BR - given.experience.scored.rollouts.engine_logprob_BR).exp()
+    told = parquet.read_table(path).to_pylist()
+    assert [row["ratios"] for row in told] == [ratios[b, :n].tolist() for b, n in enumerate(lengths)]
+    assert all(row["data_source"] == "math" for row in told)
+
+
+def test_some_samples_of_several_ranks(tmp_path: Path) -> None:
+    """By their ids, from files of two ranks, in the order of ids; what is not there is told."""
+    folder = tmp_path / "step-000003"
+    folder.mkdir()
+    given = [samples((2, 3), 2), samples((5, 1), 0)]
+    told = {"step": 3, "run": "/runs/a", "ranks": 2, "saved": 4, "prompts_per_step": 2, "samples_per_prompt": 2}
+    (folder / MARKER).write_text(json.dumps(told | {"temperature": 1.0}))
+    saved = saved_steps(tmp_path)[3]
+    for rank, of_rank in enumerate(given):
+        write_samples(saved.file(rank), of_rank, range(2))
+    found = read_some(saved, [1, 3])
+    assert found.sample_ids == [1, 3] and found.experience.scored.rollouts.response_lengths_B.tolist() == [1, 3]
+    assert found.given_B.tolist() == [float(given[1].given_B[1]), float(given[0].given_B[1])]
+    assert read_some(saved, []).sample_ids == []
+    with pytest.raises(ValueError, match=r"step-000003 lacks samples that its step\.json says"):
+        read_some(saved, [3, 4])
+    assert check_tokens(found, 16) is found
+    with pytest.raises(ValueError, match=r"saved samples have token 12, and the models have 12; load what was saved"):
+        check_tokens(found, 12)
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    path = tmp_path / "rank-00000.parquet"
+    parquet.write_table(pyarrow.table({"sample_id": [1]}), path)
+    with pytest.raises(ValueError, match=r"holds no saved samples \(.*prompt_tokens.*\); name what a run saved"):
+        read_samples(path)
+    path.write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match=r"is not a readable parquet file"):
+        read_samples(path)
+    (tmp_path / "step-000001").mkdir()
+    (tmp_path / "step-000001" / MARKER).write_text("{}")
+    with pytest.raises(ValueError, match=r"step\.json cannot be read .*; bring the folder as it was saved"):
+        saved_steps(tmp_path)
+
+
+@pytest.fixture
+def record(tmp_path: Path, world_of_one: None) -> ExperienceRecord:
+    """Of a run that saves the first three samples of steps 1 and 2."""
+    del world_of_one
+    config = load_config(
+        BASE, [f"run.directory={tmp_path / 'run'}", "logging.save_experience={steps: [1, 2], samples: 3}"]
+    )
+    runtime = SimpleNamespace(is_main=True, rank=0, world_size=1)
+    return ExperienceRecord(cast(Parts, SimpleNamespace(config=config, runtime=runtime)))
+
+
+def test_a_record_has_the_steps_that_were_done(record: ExperienceRecord, tmp_path: Path) -> None:
+    """Not those that a run repeats, nor those of another run; nothing stays of what was not finished."""
+    folder, given = tmp_path / "run" / "experience", samples((2, 3, 1, 2))
+    record.begin(0)
+    record.note(given.given_B)
+    (folder / ".step-000002").mkdir(parents=True)
+    (folder / ".step-000002" / "rank-00007.parquet").write_text("of a run with more ranks")
+    assert [record.write(step, given.experience) for step in (1, 2, 3)] == ["", "", ""]
+    assert [(step, saved.saved) for step, saved in saved_steps(folder).items()] == [(1, 3), (2, 3)]
+    assert sorted(path.name for path in (folder / "step-000002").iterdir()) == ["rank-00000.parquet", MARKER]
+    assert read_samples(folder / "step-000002" / "rank-00000.parquet").sample_ids == [0, 1, 2]
+    record.begin(1)
+    assert list(saved_steps(folder)) == [1]
+    told = json.loads((folder / "step-000001" / MARKER).read_text())
+    (folder / "step-000001" / MARKER).write_text(json.dumps(told | {"run": "/runs/other"}))
+    with pytest.raises(ValueError, match=r"experience has experience of /runs/other; name another folder"):
+        record.begin(1)
+
+
+def test_a_record_that_cannot_be_written_is_a_sentence(record: ExperienceRecord, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "experience").write_text("a file in its place")
+    given = samples((2, 3))
+    record.note(given.given_B)
+    assert record.write(1, given.experience).startswith("the experience of step 1 is not saved: ")
+
+
+def save(folder: Path, step: int, **other: Any) -> None:
+    """The marker of a step of the base settings."""
+    told = {"step": step, "run": "/runs/a", "ranks": 1, "saved": 16, "prompts_per_step": 4, "samples_per_prompt": 4}
+    (folder / f"step-{step:06d}").mkdir(parents=True)
+    (folder / f"step-{step:06d}" / MARKER).write_text(json.dumps(told | {"temperature": 1.0} | other))
+
+
+def problems(*overrides: str) -> str:
+    """What rules say of the base settings with others, on one rank."""
+    sizes = [
+        "rollout.prompts_per_step=4",
+        "rollout.samples_per_prompt=4",
+        "evaluation=null",
+        "run.steps=2",
+        "actor.optimizer.warmup_updates=0",
+    ]
+    roles = [f"{role}.{x}" for role in ("actor", "critic") for x in ("layout={}", "minibatch_sequences=16")]
+    try:
+        derive(load_config(BASE, [*sizes, *roles, *overrides]), 1, SHAPE)
+    except ConfigError as error:
+        return " | ".join(error.problems)
+    return ""
+
+
+def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
+    """Before anything is loaded, in sentences; what can be has none."""
+    load = f"rollout.load_from={tmp_path}"
+    assert "holds no saved step" in problems(load)
+    for step in (1, 2):
+        save(tmp_path, step)
+    assert problems(load) == ""
+    assert "has no step 3, 4; set run.steps to 2, or save all steps there" in problems(load, "run.steps=4")
+    assert "has steps of 4 prompts x 4 samples, the run of 8 x 4" in problems(load, "rollout.prompts_per_step=8")
+    assert (
+        "rollout.temperature is 0.5, and log-probabilities in rollout.load_from are of 1; set it to that"
+        in problems(load, "rollout.temperature=0.5")
+    )
+    assert "starts no engine, which evaluation would ask" in problems(load, "evaluation={every_steps: 1}")
+    assert "draws no prompts, among which data.curriculum chooses" in problems(
+        load, "data.curriculum={right_above: 0.9}"
+    )
+    assert f"experience would be saved to {tmp_path}, which rollout.load_from reads" in problems(
+        load, f"rollout.save_to={tmp_path}"
+    )
+    assert "both given" in problems(load, "rollout.replay_arrivals=runs/a")
+    assert "nothing is named to train on; set rollout.load_from" in problems("critic.pretraining={}")
+    assert problems(load, "critic.pretraining={}", "run.steps=50") == ""
+    assert "has 32 samples, of which 20 are held out, fewer than the 16 of a step" in problems(
+        load, "critic.pretraining={held_out_samples: 20}"
+    )
+    save(tmp_path, 3, saved=5)
+    assert "has 5 of the 16 samples of step 3; save all (logging.save_experience without samples)" in problems(
+        load, "run.steps=3"
+    )
+    config = load_config(BASE, [load, "critic.pretraining={}"])
+    assert [held_out(config, n) for n in (5, 40, 10**6)] == [1, 4, 16]
+    with pytest.raises(ConfigError, match=r"logging\.save_experience\.samples"):
+        load_config(BASE, ["logging.save_experience={samples: 0}"])
+    assert replace(saved_steps(tmp_path)[3], saved=16).is_whole

@@ -1,0 +1,151 @@
+"""Experience that a run saves, and runs that train on it again without an engine; value pretraining among them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megappo.config.experience_rules import saved_steps
+from megappo.observe.metrics import read_metrics
+from megappo.ppo.experience_files import SavedSamples, read_samples
+from tests.support.attempts import attempts, killed_at, timeless, train
+from tests.support.harness import start
+
+pytestmark = [pytest.mark.slow, pytest.mark.waits]
+
+SHORT = ("run.steps=3", "checkpoint.every_steps=1", "evaluation=null", "data.validation=null")
+KL = ("reference={}", "algorithm.kl_in_reward={kind: kl, coef: 0.1, controller: adaptive, target: 0.5, horizon: 1000}",
+      "reward.normalize=mean_std", "reward.scale=2")  # fmt: skip
+TURNS = (
+    "rollout.environment={name: tests.examples.lookup:Lookup, max_turns: 2, max_turn_tokens: 3}",
+    "reward.function=environment", "rollout.max_response_tokens=9", "data.max_prompt_tokens=4",
+    "data.train={source: 'tests.examples.lookup:keys', options: {held_out: false}}", "algorithm.discount_at=turn",
+)  # fmt: skip
+OF_REWARDS = ("reward/failures", "reward/timeouts")
+"""Metrics that a run has not whose samples have scores already."""
+ONE = ("actor.layout={}", "critic.layout={}")
+
+
+def saved(run: Path) -> list[dict[str, torch.Tensor]]:
+    """The numbers of each saved step, all ranks together in the order of samples."""
+    steps = saved_steps(run / "experience").values()
+    return [by_name([read_samples(step.file(rank)) for rank in range(step.ranks)]) for step in steps]
+
+
+def by_name(of_ranks: list[SavedSamples]) -> dict[str, torch.Tensor]:
+    """Some of a step's numbers, those of tokens one after the other."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for experience in (samples.experience for samples in of_ranks):
+        scored, rollouts = experience.scored, experience.scored.rollouts
+        assert scored.values_BR is not None and experience.rewards_BR is not None
+        tokens = {
+            "old": scored.old_logprob_BR, "values": scored.values_BR, "rewards": experience.rewards_BR,
+            "advantages": experience.advantages_BR, "returns": experience.returns_BR,
+        }  # fmt: skip
+        if scored.ref_logprob_BR is not None and experience.kl_BR is not None:
+            tokens |= {"ref": scored.ref_logprob_BR, "kl": experience.kl_BR}
+        found.setdefault("scores", []).append(scored.scores_B)
+        found.setdefault("ids", []).append(rollouts.sample_ids_B)
+        for name, numbers_BR in tokens.items():
+            found.setdefault(name, []).append(numbers_BR[rollouts.response_mask_BR])
+    return {name: torch.cat(parts) for name, parts in found.items()}
+
+
+@pytest.mark.parametrize("task", [KL, TURNS], ids=["answers", "turns"])
+def test_loaded_steps_train_as_they_did(tmp_path: Path, task: tuple[str, ...]) -> None:
+    """Actor TP2, critic PP2. A run that is killed and goes on saves what the other does. What was saved trains again to
+    the same bits, also where that is killed; on data replicas, on context ranks and on one rank within 1e-4, where its
+    numbers are saved again, and are the same."""
+    whole, killed, again = (tmp_path / name for name in ("whole", "killed", "again"))
+    settings = (*SHORT, *task, "logging.save_experience={}")
+    load = (*SHORT, *task, f"rollout.load_from={whole / 'experience'}")
+    other = (*load, "logging.save_experience={}")
+    context = ("actor.layout={context_parallel: 2}", "critic.layout={tensor_parallel: 2}")
+    attempts(
+        tmp_path,
+        train(whole, *settings),
+        killed_at(killed, 3, "update_actor", 1, *settings, after_checkpoint=2),
+        train(killed, *settings),
+        killed_at(again, 2, "update_critic", 0, *load, after_checkpoint=1),
+        train(again, *load),
+        train(tmp_path / "replicas", *other, *ONE),
+        train(tmp_path / "context", *other, *context),
+        train(tmp_path / "one", *other, *ONE, processes=1),
+        timeout=280,
+    )
+    of_whole = saved(whole)
+    assert len(of_whole) == 3
+    for step, of_killed in zip(of_whole, saved(killed), strict=True):
+        assert all(torch.equal(step[name], of_killed[name]) for name in step)
+        assert step["ids"].tolist() == list(range(80))
+    lines = [{n: x for n, x in line.items() if n not in OF_REWARDS} for line in timeless(whole / "metrics.jsonl")]
+    assert lines == timeless(again / "metrics.jsonl")
+    final = "final/model.safetensors"
+    assert (whole / final).read_bytes() == (again / final).read_bytes()
+    assert (whole / "samples.jsonl").read_bytes() == (again / "samples.jsonl").read_bytes()
+    weights = load_file(whole / final)
+    for name in ("replicas", "context", "one"):
+        for of_run, step in zip(saved(tmp_path / name), of_whole, strict=True):
+            assert all(torch.allclose(of_run[key], step[key], rtol=0, atol=1e-4) for key in step)
+        theirs = load_file(tmp_path / name / final)
+        assert max(float((theirs[key] - weights[key]).abs().max()) for key in weights) < 1e-4
+
+
+def pretrain(run: Path, experience: Path, *overrides: str) -> tuple[str, ...]:
+    """The words of value pretraining."""
+    return ("train", "configs/quickstart.yaml", "--critic-only", f"run.directory={run}", *overrides,
+            "logging.tensorboard=false", f"rollout.load_from={experience}")  # fmt: skip
+
+
+def run_with(*words: str) -> str:
+    """A command on two ranks that ends well."""
+    done = start("megappo", *words, processes=2, timeout_seconds=590)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return done.stdout
+
+
+def test_a_critic_is_pretrained(tmp_path: Path) -> None:
+    """On the first samples of two steps. Those that are held out are not trained on, a run that goes on is the run that
+    did not stop, the actor is not moved, and a run begins with the critic."""
+    run, some = tmp_path / "run", "logging.save_experience={steps: [2, 4], samples: 60}"
+    attempts(tmp_path, train(run, "run.steps=4", "evaluation=null", some, f"rollout.save_to={tmp_path / 'saved'}"))
+    assert [(s.step, s.saved) for s in saved_steps(tmp_path / "saved").values()] == [(2, 60), (4, 60)]
+    alone = ("rollout.prompts_per_step=8", "critic.minibatch_sequences=64", "actor.minibatch_sequences=64",
+             "checkpoint.every_steps=2", "run.steps=5", "actor.optimizer.schedule=constant")  # fmt: skip
+    run_with(*pretrain(tmp_path / "critic", tmp_path / "saved", *alone))
+    run_with(*pretrain(tmp_path / "halves", tmp_path / "saved", *alone, "run.steps=3"))
+    run_with(*pretrain(tmp_path / "halves", tmp_path / "saved", *alone))
+    lines = timeless(tmp_path / "critic" / "metrics.jsonl")
+    assert lines == timeless(tmp_path / "halves" / "metrics.jsonl")
+    assert all("critic/held_out_explained_variance" in line and line["critic/updates"] == 2 for line in lines)
+    assert not any(name.startswith(("actor/", "mismatch/")) for line in lines for name in line)
+    assert not (tmp_path / "critic" / "final").exists()
+    assert "the critic begins with that of" in run_with(
+        "train", "configs/quickstart.yaml", f"run.directory={tmp_path / 'next'}", "run.steps=1", "evaluation=null",
+        f"critic.start_from={tmp_path / 'critic'}", *alone[:3],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("before", "steps", "samples"), [(22, 8, 2000), pytest.param(40, 20, 2000, marks=pytest.mark.learning)]
+)
+def test_a_pretrained_critic_explains_what_it_has_not_seen(
+    tmp_path: Path, before: int, steps: int, samples: int
+) -> None:
+    """The quickstart's task: the samples of five steps, of a policy that answers some sums, of which a tenth is held
+    out; and of new samples of that policy, before its first update."""
+    run, critic = tmp_path / "run", tmp_path / "critic"
+    numbers = list(range(before - 4, before + 1))
+    quick = ("logging.tensorboard=false", "evaluation=null", "actor.optimizer.schedule=constant")
+    words = ("train", "configs/quickstart.yaml", f"run.directory={run}", f"run.steps={before}", *quick)
+    run_with(*words, f"logging.save_experience={{steps: {numbers}}}")
+    assert sum(step.saved for step in saved_steps(run / "experience").values()) == samples
+    run_with(*pretrain(critic, run / "experience", f"run.steps={steps}"))
+    explained = [line["critic/held_out_explained_variance"] for line in read_metrics(critic / "metrics.jsonl")]
+    assert explained[0] < 0.2 and explained[-1] > 0.5
+    words = ("train", "configs/quickstart.yaml", f"run.directory={tmp_path / 'next'}", "run.steps=1", *quick)
+    run_with(*words, f"actor.start_from={run}", f"critic.start_from={critic}")
+    assert read_metrics(tmp_path / "next" / "metrics.jsonl")[-1]["critic/explained_variance"] > 0.4
