@@ -550,6 +550,7 @@ def leave(bench: Bench) -> dict[str, Any]:
     known["tokens"] = [fact["max_total_num_tokens"] for fact in facts]
     known["nccl"] = [sorted(nccl_variables(psutil.Process(session).environ())) for session in sessions]
     known["trainer_nccl"] = sorted(nccl_variables(os.environ))
+    known["compiler"] = ["cutlass" in Path(f"/proc/{session}/maps").read_text() for session in sessions]
     known["too_long"] = refused(lambda: check_room("server 0", facts[0], PlannedCache(None, CACHE_TOKENS + 1)))
     dist.barrier()  # every rank asks all servers, and ends its own
     bench.engine.close()
