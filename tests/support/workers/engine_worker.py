@@ -52,6 +52,7 @@ from megappo.runtime.process import Runtime, start_runtime
 from tests.support.in_flight_servers import broken_off, held, struck_in_flight
 from tests.support.models import VOCAB, write_model
 from tests.support.places import ROOT
+from tests.support.rewards import given_scores
 
 SHORT_WAITS = "stall_timeout_seconds: 3, health_timeout_seconds: 10, sync_timeout_seconds: 60"
 CACHE_TOKENS = 16384
@@ -98,11 +99,10 @@ class Bench:
         overrides += critic if layout == APART else ["critic=null", "algorithm.estimator=grpo"]
         config = load_config(ROOT / "configs/sglang_quickstart.yaml", overrides)
         make = megappo.ppo.parts.make_engine if self.engine is None else lambda *_: self.engine
-        with patch.object(megappo.ppo.parts, "make_engine", make):
+        with given_scores(), patch.object(megappo.ppo.parts, "make_engine", make):
             parts = assemble(config, derive_run(config, self.runtime.world_size), self.runtime)
         assert isinstance(parts.engine, SGLangEngine)
         self.engine, self.weights = parts.engine, parts.weights
-        parts.reward.close()
         return Trainer(parts, Reporter(config, parts.derived, self.runtime))
 
     def sessions(self) -> list[int]:
