@@ -43,7 +43,7 @@ class StageCost:
     """Sent by the busiest rank."""
     seconds: float
     bound_by: str
-    """`compute`, `memory`, `launches`, `links` or `host`: the largest part of the seconds."""
+    """`compute`, `memory`, `launches`, `links`, `host` or `waking`: the largest part of the seconds."""
     hidden_seconds: float = 0.0
     """Of communication beside kernels, which the seconds leave out."""
     host_bytes: float = 0.0
@@ -57,7 +57,7 @@ class _StageWork:
         self.machine = machine
         self.flops = self.memory_bytes = self.link_bytes = self.hidden_seconds = self.host_bytes = 0.0
         self._compute_rate = machine.flops(dtype_bytes) * (compute_share or machine.compute_share)
-        self._seconds = dict.fromkeys(("compute", "memory", "launches", "links", "host"), 0.0)
+        self._seconds = dict.fromkeys(("compute", "memory", "launches", "links", "host", "waking"), 0.0)
 
     def run(
         self, *, flops: float, memory_bytes: float, layers: float, times: float = 1.0, in_trainer: bool = False
@@ -97,6 +97,10 @@ class _StageWork:
     def wait(self, seconds: float) -> None:
         """Count messages whose latency matters and whose bytes do not."""
         self._seconds["links"] += seconds
+
+    def wake(self) -> None:
+        """Count the hand-over of memory between trainers and servers that sleep."""
+        self._seconds["waking"] += ASSUMED.waking_seconds
 
     def cost(self, name: str) -> StageCost:
         """What was counted as the cost of a stage."""
@@ -403,7 +407,7 @@ def sync_cost(setup: Setup, machine: Machine) -> StageCost:
 
     Loading on the same devices, where each rank of a server copies its part out of a trainer's memory, is never slower.
     Elsewhere a server receives the whole model, and a rank broadcasts its pipeline stage to one server after the other.
-    Verification is left out.
+    Servers that sleep take their memory back first. Verification is left out.
     """
     actor, servers = setup.actor, setup.work.servers
     traffic = sync_traffic(setup, machine.devices_per_node)
@@ -414,4 +418,6 @@ def sync_cost(setup: Setup, machine: Machine) -> StageCost:
     if servers is not None and not servers.colocated:
         n_bytes = float(model_sizes(actor.arch)[0] * actor.dtype_bytes)
         load.send(max(n_bytes, traffic.broadcast), inside_node=servers.shares_machine)
+    if servers is not None and servers.sleeps:
+        gather.wake()
     return max(gather.cost("sync"), load.cost("sync"), key=lambda cost: cost.seconds)

@@ -122,6 +122,9 @@ class Assumptions:
     """Of a few hundred kilobytes within a node, between the kernels of a CUDA graph."""
     small_all_reduce_between_nodes_seconds: float = 40e-6
     """The same between nodes."""
+    waking_seconds: float = 0.8
+    """Of a weight sync, until servers that sleep have their memory back and the trainer has given up its own: 0.70 to
+    0.85 in nine syncs on an H100, with 4 and with 34 GB that the server takes back."""
     deterministic_slowdown: float = 1.34
     """Times as long as otherwise that SGLang's deterministic inference takes on GPUs: its authors measured 34.35% more
     (https://lmsys.org/blog/2025-09-22-sglang-deterministic)."""
@@ -147,7 +150,8 @@ class Assumptions:
             "per layer and forward pass (none when SGLang decodes on GPUs, where a small all-reduce takes "
             f"{1e6 * self.small_all_reduce_seconds:g} us, between nodes "
             f"{1e6 * self.small_all_reduce_between_nodes_seconds:g}, and deterministic inference "
-            f"{self.deterministic_slowdown:g} times as long), {self.checkpoint_bytes_per_second / 1e9:g} GB/s of a "
+            f"{self.deterministic_slowdown:g} times as long), {self.waking_seconds:g} s of a sync until servers that "
+            f"sleep are awake, {self.checkpoint_bytes_per_second / 1e9:g} GB/s of a "
             f"checkpoint per node, {self.host_memory_bandwidth / 1e9:g} GB/s of the host's memory per GPU, "
             f"{self.memory_share:.0%} of memory less "
             f"{self.cuda_reserve_bytes / 1e9:g} GB per GPU for CUDA and NCCL, "

@@ -28,6 +28,7 @@ _BOUND_WORDS = {
     "launches": "kernel launches",
     "links": "communication",
     "host": "the link to the host's memory",
+    "waking": "servers that wake",
 }
 
 

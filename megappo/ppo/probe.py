@@ -1,7 +1,8 @@
-"""After a sync engines answer small prompts, and the actor says what it would have said."""
+"""After a sync engines answer a short and a long prompt, and the actor says what it would have said."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import replace
 
@@ -16,7 +17,8 @@ from megappo.ppo.parts import Parts
 from megappo.ppo.sampling import finish_rollout, request_samples, routing_of
 from megappo.types import Prompts, Samples
 
-_PROMPT_TOKENS = 8
+_PROMPT_TOKENS = (8, 1024)
+"""Engines take prompts of so different lengths by other kernels, or other CUDA graphs."""
 _RESPONSE_TOKENS = 8
 
 
@@ -28,26 +30,39 @@ def probe_engines(parts: Parts) -> dict[str, float]:
     engine, config = parts.engine, parts.config
     if not isinstance(engine, ServedEngine) or not config.rollout.servers.probes:
         return {}
-    request = GenerateRequest(parts.train_prompts[0].token_ids[:_PROMPT_TOKENS], seed=0, prompt_id=0)
     params = parts.sampling(min(_RESPONSE_TOKENS, config.rollout.max_response_tokens), temperature=0.0, trained_on=True)
     params = replace(params, min_new_tokens=0)  # of the actor's distribution
-    started = time.monotonic()
-    answers = engine.probe(request, params)
-    check_answers(answers.values(), parts.vocabulary, parts.answerer)
-    samples = Samples(
-        torch.tensor(list(answers), dtype=torch.int64),
-        tuple(torch.tensor(request.token_ids + answer.token_ids) for answer in answers.values()),
-        torch.tensor([len(answer.token_ids) for answer in answers.values()], dtype=torch.int64),
-        routing=None if params.routing is None else tuple(routing_of(answer) for answer in answers.values()),
-    )
-    outputs_BR = _as_the_actor_says(parts, samples)
-    gaps = {
-        index: float((output_R[: len(answer.logprobs)] - torch.tensor(answer.logprobs)).abs().max())
-        for output_R, (index, answer) in zip(outputs_BR, answers.items(), strict=True)
-    }
-    default_nats = 1e-3 if config.model.dtype == "float32" else 0.5
-    gap = engine.judge(gaps, config.rollout.servers.probe_tolerance_nats or default_nats)
-    return {"sync/probe_gap": gap, "sync/probe_seconds": time.monotonic() - started}
+    started, gaps = time.monotonic(), dict[int, float]()
+    for request in _requests(parts):
+        answers = engine.probe(request, params)
+        check_answers(answers.values(), parts.vocabulary, parts.answerer)
+        samples = Samples(
+            torch.tensor(list(answers), dtype=torch.int64),
+            tuple(torch.tensor(request.token_ids + answer.token_ids) for answer in answers.values()),
+            torch.tensor([len(answer.token_ids) for answer in answers.values()], dtype=torch.int64),
+            routing=None if params.routing is None else tuple(routing_of(answer) for answer in answers.values()),
+        )
+        for output_R, (index, answer) in zip(_as_the_actor_says(parts, samples), answers.items(), strict=True):
+            gap = (output_R[: len(answer.logprobs)] - torch.tensor(answer.logprobs)).abs().max()
+            gaps[index] = float(torch.maximum(gap, torch.tensor(gaps.get(index, 0.0))))  # NaN stays
+    given_nats = config.rollout.servers.probe_tolerance_nats
+    gap_nats = engine.judge(gaps, given_nats or default_tolerance_nats(config.model.dtype))
+    return {"sync/probe_gap": gap_nats, "sync/probe_seconds": time.monotonic() - started}
+
+
+def _requests(parts: Parts) -> list[GenerateRequest]:
+    """Short and, where the run's prompts may be longer, long: training prompts one after another."""
+    longest = parts.config.data.max_prompt_tokens
+    prompts = (parts.train_prompts[position] for position in range(len(parts.train_prompts)))
+    tokens = itertools.chain.from_iterable(prompt.token_ids for prompt in prompts)
+    found = tuple(itertools.islice(tokens, min(longest, max(_PROMPT_TOKENS))))
+    wanted = dict.fromkeys(found[:count] for count in _PROMPT_TOKENS)
+    return [GenerateRequest(token_ids, seed=0, prompt_id=0) for token_ids in wanted]
+
+
+def default_tolerance_nats(dtype: str) -> float:
+    """The largest difference of one token's log-probabilities that rounding in the models' `dtype` accounts for."""
+    return 1e-3 if dtype == "float32" else 0.5
 
 
 def probe_rollout(parts: Parts) -> None:

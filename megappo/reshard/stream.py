@@ -22,6 +22,7 @@ from megappo.families.declaration import Shape
 from megappo.families.parameters import OUTPUT_LAYER, Parameter, model_parameters
 from megappo.observe.progress import PROGRESS, WEIGHTS
 from megappo.reshard.slices import Holdings, Home, Receiver, SlicedCopy
+from megappo.runtime.device import plain_segments
 from megappo.runtime.objects import of_all_ranks
 
 if TYPE_CHECKING:
@@ -248,8 +249,9 @@ class WeightStream:
                 yield from parcel.tensors(flats[parcel.receiver]).items()
 
     def buffer(self, n_bytes: int) -> Tensor:
-        """New memory for a parcel."""
-        return torch.empty(n_bytes, dtype=torch.uint8, device=self.device)
+        """New memory for a parcel, which an engine's process may open."""
+        with plain_segments():
+            return torch.empty(n_bytes, dtype=torch.uint8, device=self.device)
 
     def deliver(self, delivery: Delivery, bucket: Bucket, flats: Mapping[Receiver, Tensor]) -> None:
         """Send what others want of a bucket, and fill the memory of this rank's receivers."""

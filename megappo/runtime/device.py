@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import torch
 
@@ -11,6 +13,9 @@ from megappo.config.schema import RuntimeSettings
 from megappo.errors import RunError
 from megappo.runtime.heap import keep_freed_memory
 from megappo.runtime.launchers import Ranks, binds_one_device
+
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""In which torch's allocator is told its options."""
 
 
 def runs_on_cuda(settings: RuntimeSettings) -> bool:
@@ -56,6 +61,27 @@ def thread_pool(workers: int, name: str) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(workers, thread_name_prefix=name)
     device = torch.cuda.current_device()
     return ThreadPoolExecutor(workers, thread_name_prefix=name, initializer=torch.cuda.set_device, initargs=(device,))
+
+
+def allocator_options(options: str) -> dict[str, str]:
+    """Those of torch's allocator by name, from one of its variables."""
+    pairs = (option.partition(":") for option in options.split(",") if option.strip())
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+@contextmanager
+def plain_segments() -> Iterator[None]:
+    """New memory of a GPU inside is for other processes to open, also where `expandable_segments` is on: those are file
+    descriptors of this process, which another one may not take under `ptrace_scope` or in many containers."""
+    told = [allocator_options(os.environ.get(name, "")) for name in ALLOCATOR_VARIABLES]
+    if not any(options.get("expandable_segments", "").lower() == "true" for options in told):
+        yield
+        return
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def check_device(settings: RuntimeSettings) -> None:

@@ -25,8 +25,10 @@ from megappo.runtime.launchers import Ranks, adopt_launcher, job_of, read_ranks
 from megappo.runtime.nccl import share_settings
 from megappo.runtime.notices import Notices
 from megappo.runtime.store import another_connection, await_all, listening_store
+from megappo.runtime.waiting import pause, wait_until
 
 _MOST_START_SECONDS = 1800
+_LOOK_SECONDS = 0.02
 """The longest that ranks wait for each other at the start."""
 
 _JOB_KEY, _JOB_PATIENCE = "megappo/job", datetime.timedelta(seconds=60)
@@ -109,6 +111,20 @@ class Runtime:
             torch.cuda.synchronize()
             torch.cuda.ipc_collect()  # what other processes had opened and have let go of
             torch.cuda.empty_cache()
+
+    def await_freed_memory(self, most_seconds: float = 5.0) -> bool:
+        """Wait while other processes give memory of the GPU back, until two looks find as much free; False where that
+        takes longer."""
+        if not self.on_cuda:
+            return True
+        seen = [torch.cuda.mem_get_info()[0]]
+
+        def is_over() -> bool:
+            seen.append(torch.cuda.mem_get_info()[0])
+            return seen[-1] <= seen[-2]
+
+        pause(_LOOK_SECONDS)
+        return wait_until(is_over, most_seconds, every_seconds=_LOOK_SECONDS)
 
     def memory(self) -> Memory:
         """What this rank and its device hold now."""

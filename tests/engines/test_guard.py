@@ -31,7 +31,7 @@ NAPS = [f"1000.{os.getpid()}{n}" for n in range(5)]
 """Seconds by which the processes of this test are known."""
 
 
-def guarded(tmp_path: Path, command: str) -> tuple[subprocess.Popen[bytes], int]:
+def guarded(tmp_path: Path, command: str, cores: str = "") -> tuple[subprocess.Popen[bytes], int]:
     """A shell command under a guard; returns the guard and the command's session."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
@@ -42,6 +42,7 @@ def guarded(tmp_path: Path, command: str) -> tuple[subprocess.Popen[bytes], int]
         str(guard_module.__file__),
         str(scratch),
         str(tmp_path / "log"),
+        cores,
         "--",
         "bash",
         "-c",
@@ -79,6 +80,23 @@ def test_a_guard_follows_its_command(tmp_path: Path) -> None:
         assert not Path(name).exists()  # seen open while the command lived
     finally:
         Path(name).unlink(missing_ok=True)
+
+
+def test_a_server_may_have_other_cores_than_its_owner(tmp_path: Path) -> None:
+    """Those of the whole job: a launcher may have bound the rank that starts the server to a few of them."""
+    ours = sorted(os.sched_getaffinity(0))
+    if len(ours) < 2:
+        pytest.skip("this machine gives the tests one core")
+    os.sched_setaffinity(0, ours[:1])
+    try:
+        guard, session = guarded(tmp_path, "sleep 1000", ",".join(map(str, ours)))
+        assert os.sched_getaffinity(session) == set(ours)
+        assert os.sched_getaffinity(guard.pid) == {ours[0]}
+    finally:
+        os.sched_setaffinity(0, ours)
+    assert guard.stdin is not None
+    guard.stdin.close()
+    assert guard.wait(15) == 0
 
 
 @pytest.fixture

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import hashlib
 import importlib.metadata
 import importlib.util
+import inspect
 import json
 import multiprocessing
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -23,6 +26,7 @@ import pytest
 import torch
 import yaml
 from torch import Tensor
+from torch.multiprocessing import reductions
 from transformers import PretrainedConfig
 
 from megappo.config.engine import SGLangSettings
@@ -38,7 +42,7 @@ from megappo.engines.sglang.inspection import check_routing
 from megappo.engines.sglang.server import EngineError
 from megappo.engines.sglang.spec import ServerSpec, unheard_variables
 from megappo.engines.sglang.sync import ServerSync, SyncRun, SyncSeconds
-from megappo.engines.sglang.transport import Loaded
+from megappo.engines.sglang.transport import Loaded, serialize
 from megappo.errors import RunError
 from megappo.families.architecture import ArchitectureConfig, ModelShape
 from megappo.families.blocks import Attention, Experts, GatedMlp, QueryKeyNorms, QueryKeyValueBiases
@@ -431,6 +435,25 @@ def test_a_server_gets_the_one_gpu_that_its_rank_sees(monkeypatch: pytest.Monkey
             find_engine(rollout)
 
 
+def test_a_server_may_run_on_the_cores_of_all_ranks_of_its_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Not on those alone to which a launcher has bound the rank that starts it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    third = Runtime(rank=2, world_size=4, local_rank=2, device=torch.device("cuda", 2))
+    found: list[tuple[int, ...]] = []
+    monkeypatch.setattr(
+        fleet, "of_all_ranks", lambda value: [(value[0], {2 * rank, 2 * rank + 1}) for rank in range(4)]
+    )
+    monkeypatch.setattr(Runtime, "release_cached_memory", lambda self: None)
+    monkeypatch.setattr(fleet, "agreed", lambda work, _caught: work())
+    monkeypatch.setattr(fleet, "start_server", lambda spec, *_, **__: found.append(spec.job_cores))
+    settings = SGLangSettings(tensor_parallel=2)
+    fleet.Fleet(ServerSpec(tmp_path, "bfloat16", settings, (1,), False, tmp_path, CACHE), third)
+    assert found == [tuple(range(8))]
+
+
 def test_servers_stand_on_gpus_that_there_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Where a rank sees all of the machine's GPUs, or some of them by names."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -453,10 +476,14 @@ def started_on_machines(
 ) -> list[ServerSpec]:
     """The specifications with which a rank of a world on such machines starts servers."""
     found: list[ServerSpec] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     address = [f"10.0.0.{host}" for host in hosts]
 
     def of_all(value: Any) -> list[Any]:
-        return address if isinstance(value, str) else list(hosts)
+        if isinstance(value, str):
+            return address
+        _, cores = value
+        return [(host, {10 * host + core for core in cores}) for host in hosts]
 
     def towards(to: str, _port: int) -> str:
         return "10.0.0.0" if to == "10.0.0.1" else "10.0.0.1" if hosts[rank] else "127.0.1.1"
@@ -479,6 +506,8 @@ def test_servers_of_several_machines_are_found_by_all(monkeypatch: pytest.Monkey
     for rank, expected in ((0, ("10.0.0.0", "10.0.0.0")), (1, None)):
         found = started_on_machines(monkeypatch, tmp_path, [0, 1], rank)
         assert [(spec.host, spec.address) for spec in found] == ([expected] if expected else [])
+    (first,) = started_on_machines(monkeypatch, tmp_path, [0, 1, 0], 0)
+    assert first.job_cores == first.cores == (0, 1), "the cores of its machine's ranks, and of no other's"
     (alone,) = started_on_machines(monkeypatch, tmp_path, [0, 0], 0)
     assert (alone.host, alone.address) == ("127.0.0.1", "")
     (everywhere,) = started_on_machines(monkeypatch, tmp_path, [0, 1], 0, host="0.0.0.0")
@@ -808,3 +837,27 @@ def test_a_server_has_the_loader_of_slices_where_it_is_given_some(
     spec = ServerSpec(tmp_path, "float32", given, (1,), False, tmp_path, CACHE)
     monkeypatch.setattr("megappo.engines.sglang.spec.own_stack", lambda _environment: SimpleNamespace(labels=dict))
     assert spec.arguments(1, "k").get("custom-weight-loader") == ([LOADER] if sliced else None)
+
+
+class OnCuda(Tensor):
+    """Says that it lies on a GPU."""
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+
+def opened(*arguments: Any) -> tuple[Any, ...]:
+    """What another process would open."""
+    return arguments
+
+
+def test_a_handle_of_cuda_memory_asks_the_server_to_wait_for_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that is started in the place of a killed one cannot open torch's events (tests/gpu, `server-killed`)."""
+    names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
+    assert names[-1] == "event_sync_required"
+    reduced = (opened, (*names[:-1], True))
+    monkeypatch.setattr(reductions, "reduce_tensor", lambda tensor: reduced)
+    payload = {"flattened_tensor": torch.zeros(2).as_subclass(OnCuda), "metadata": [3]}
+    found = pickle.loads(base64.b64decode(serialize(payload)))
+    assert found == {"flattened_tensor": (*names[:-1], False), "metadata": [3]}

@@ -446,7 +446,7 @@ def test_weights_for_servers_on_the_trainers_devices() -> None:
 
     def stage(m: Machine, ranks: int = 6, on_cuda: bool = True, **changes: Any) -> StageCost:
         actor = role(tp=1, dp=ranks // 2, first_rank=0)
-        given = servers(count=2, tensor_parallel=3, **changes)
+        given = servers(count=2, tensor_parallel=3, sleeps=False, **changes)
         return sync_cost(setup_of(actor, world_size=ranks, servers=given, on_cuda=on_cuda), m)
 
     assert memory_bytes(stage) == about(4 * (FIRST_BYTES + LAST_BYTES))
@@ -458,6 +458,18 @@ def test_weights_for_servers_on_the_trainers_devices() -> None:
     assert stage(machine(memory_bandwidth=1.0), sliced=True).memory_bytes < 4 * (FIRST_BYTES + LAST_BYTES) / 2
     shared = stage(machine(memory_bandwidth=1.0), on_cuda=False, shares_machine=True)
     assert (shared.memory_bytes, shared.link_bytes) == (about(4 * (FIRST_BYTES + LAST_BYTES) / 2), 0)
+
+
+def test_servers_that_sleep_are_awaited_in_a_sync() -> None:
+    """As long as on the H100, whatever the bytes; on infinitely fast memory nothing else is left."""
+
+    def stage(sleeps: bool) -> StageCost:
+        given = servers(sleeps=sleeps)
+        return sync_cost(setup_of(role(tp=1, dp=1, first_rank=0), world_size=1, servers=given, on_cuda=True), machine())
+
+    awake, asleep = stage(False), stage(True)
+    assert 0.7 < asleep.seconds - awake.seconds < 0.9
+    assert asleep.bound_by == "waking" != awake.bound_by
 
 
 @pytest.mark.parametrize(("count", "of_the_busiest"), [(1, 1), (2, 1), (3, 2), (7, 4)])

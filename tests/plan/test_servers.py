@@ -163,7 +163,7 @@ def test_time_of_servers() -> None:
     assert seconds(plan(memory_fraction=0.3, engines=4), "rollout") > seconds(base, "rollout")
     assert seconds(plan(memory_fraction=0.15), "rollout") > seconds(base, "rollout")  # fewer sequences at a time
     apart: dict[str, Any] = {"placement": "disaggregated", "engines": 8}
-    assert seconds(plan(**apart), "sync") > seconds(base, "sync")
+    assert seconds(plan(**apart), "sync") > seconds(base, "sync") - ASSUMED.waking_seconds
     more = plan(**{**apart, "engines": 16})
     assert seconds(more, "rollout") < seconds(plan(**apart), "rollout")
     assert seconds(more, "sync") == pytest.approx(2 * seconds(plan(**apart), "sync"))  # two for each sender

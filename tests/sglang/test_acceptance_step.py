@@ -33,7 +33,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_three_steps_through_a_server(rows: list[dict[str, Any]], name: str) -> None:
     found = [row for row in rows if row["step"] == name]
     held = [row["what"] for row in found if row["verdict"] == "ok"]
-    kinds = ("engine beside trainer, nats", "restarts")
+    kinds = ("engine beside trainer, nats", "engine beside trainer, nats, largest", "restarts")
     assert held == [*(f"step {n}: {kind}" for n in (1, 2, 3) for kind in kinds), "versions"]
     rates = [row["numbers"]["gigabytes_per_second"] for row in found if "sync with" in row["what"]]
     assert len(rates) == 3 and min(rates) > 0
@@ -48,4 +48,5 @@ def test_graphs_learning_and_a_killed_server(rows: list[dict[str, Any]]) -> None
         ("server-learning", "engine beside trainer, nats"),
         ("server-killed", "restarts"),
         ("server-killed", "engine beside trainer after the restart, nats"),
+        ("server-killed", "engine beside trainer after the restart, nats, largest"),
     }

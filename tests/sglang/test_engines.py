@@ -194,15 +194,16 @@ def test_inference_is_deterministic_where_the_settings_say_so(
 def test_a_server_on_the_trainers_gpus_wakes_in_the_order_in_which_there_is_room(
     scenario: Callable[[str], Found],
 ) -> None:
-    """Weights, sync, keys and values; every rank gives torch's cache back before each of the two that take memory."""
-    sleep = ["/flush_cache", "/release_memory_occupation cuda_graph kv_cache weights"]
+    """Weights, sync, keys and values; every rank gives torch's cache back before each of the two that take memory, and
+    waits where one of the server's ranks has answered for both."""
+    sleep = ["/flush_cache", "/release_memory_occupation cuda_graph kv_cache weights", "freed"]
     sync = ["/end_weight_update", "/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"]
     sync += ["/weights_checker", "/flush_cache", "/update_weight_version"]
     wake = ["cache", "/resume_memory_occupation weights", *sync, "cache"]
     wake += ["/resume_memory_occupation cuda_graph kv_cache"]
     starter, other = scenario(SHARDED)
     assert starter["asleep"]["events"] == sleep + wake
-    assert other["asleep"]["events"] == ["cache", "cache"]
+    assert other["asleep"]["events"] == ["freed", "cache", "cache"]
     for found in (starter, other):
         assert found["asleep"]["mismatch"] < EXACT
         assert found["asleep"]["restarts"] == 0

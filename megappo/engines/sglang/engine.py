@@ -401,8 +401,9 @@ class SGLangEngine:
         """See `ServedEngine.sleep`: colocated servers on GPUs, where the trainer can use their memory."""
         if self.fleet.can_sleep and not self._asleep:
             self._note_failures(self._each_own(self._endpoints, lambda server: server.release((*WEIGHTS, *CACHES))))
-            self._asleep = True
-            self.current = set()
+            if self.settings.tensor_parallel > 1:  # a server answers when its first rank has released (0.5.23)
+                self._runtime.await_freed_memory()
+            self._asleep, self.current = True, set()
 
     def _give_back(self) -> None:
         """Every rank gives back what torch's allocator keeps, before servers on the trainers' GPUs want it."""

@@ -81,7 +81,9 @@ class Fleet:
         """Start this rank's servers without waiting for them; a collective of the world."""
         self._settings, self._runtime = spec.settings, runtime
         runtime.release_cached_memory()
-        hosts = of_all_ranks(machine_here())
+        hosts, cores = zip(*of_all_ranks((machine_here(), os.sched_getaffinity(0))), strict=True)
+        self._cores_here = {c for host, of_rank in zip(hosts, cores, strict=True) if host == hosts[runtime.rank]
+                            for c in of_rank}  # fmt: skip
         self.feeding = Feeding(
             hosts,
             self._settings.tensor_parallel,
@@ -187,11 +189,11 @@ class Fleet:
             )
         if self._runtime.on_cuda:
             gpus = server_gpus(self._settings, index, self._runtime.device.index, self._ranks_here)
-            return replace(self._spec, devices=gpus, seed=index)
-        cores = sorted(os.sched_getaffinity(0))
+            return replace(self._spec, devices=gpus, job_cores=tuple(sorted(self._cores_here)), seed=index)
+        cores = sorted(self._cores_here)
         share = max(1, len(cores) // self._count)
         own = cores[index * share : (index + 1) * share] or cores
-        return replace(self._spec, cores=tuple(own), seed=index)
+        return replace(self._spec, cores=tuple(own), job_cores=tuple(cores), seed=index)
 
     # What a rank does for its servers; every method returns what all ranks must know
 

@@ -1,12 +1,13 @@
 """Keeps one server alive and nothing of it alive after its owner: two processes between trainer and server.
 
-    python guard.py SCRATCH LOG -- COMMAND...
+    python guard.py SCRATCH LOG CORES -- COMMAND...
 
-Starts COMMAND in a session of its own, its output in LOG. When the owner closes the guard's standard input, which also
-happens when the owner is killed, or when COMMAND ends, everything that COMMAND started is ended and what it left in
-/dev/shm and in SCRATCH is removed. The keeper, which started it, does that. The witness, which the owner knows, does it
-where the keeper was killed, and the keeper also ends where the witness was. Where both were killed at once the kernel
-kills the server. Standard library only: it must start at once and survive anything.
+Starts COMMAND in a session of its own, its output in LOG, on CORES, such as 0,1,2; empty: on those of the guard. When
+the owner closes the guard's standard input, which also happens when the owner is killed, or when COMMAND ends,
+everything that COMMAND started is ended and what it left in /dev/shm and in SCRATCH is removed. The keeper, which
+started it, does that. The witness, which the owner knows, does it where the keeper was killed, and the keeper also ends
+where the witness was. Where both were killed at once the kernel kills the server. Standard library only: it must start
+at once and survive anything.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ def clean_up(processes: ServerProcesses, files: set[str], scratch: str) -> None:
     shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _start(command: list[str], scratch: str, log: str) -> subprocess.Popen[bytes]:
+def _start(command: list[str], scratch: str, log: str, cores: set[int]) -> subprocess.Popen[bytes]:
     """The server, which the kernel kills as soon as this process is gone."""
     keeper, libc = os.getpid(), ctypes.CDLL(None)
 
@@ -148,6 +149,9 @@ def _start(command: list[str], scratch: str, log: str) -> subprocess.Popen[bytes
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if cores:
+            with suppress(OSError):  # none of them is this job's any more: those of the owner are left
+                os.sched_setaffinity(0, cores)
         if os.getppid() != keeper:  # it was gone before
             os._exit(1)
 
@@ -163,12 +167,12 @@ def _start(command: list[str], scratch: str, log: str) -> subprocess.Popen[bytes
         )
 
 
-def _keep(command: list[str], scratch: str, log: str, witness: int, report: int) -> None:
+def _keep(command: list[str], scratch: str, log: str, cores: set[int], witness: int, report: int) -> None:
     """Run the command until it, the owner or the witness ends. `witness` is a pipe that ends with the witness, which
     reads from `report` what it would have to know."""
     os.setsid()  # what kills the witness's session does not find this process
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    server = _start(command, scratch, log)
+    server = _start(command, scratch, log, cores)
     processes, files = ServerProcesses(server.pid, scratch, os.getpid()), set[str]()
     said = f"server {server.pid}\n"
     while server.poll() is None:
@@ -207,7 +211,8 @@ def _watch(scratch: str, report: int) -> None:
 
 def main() -> int:
     """Run the command until it or the owner ends."""
-    scratch, log, command = sys.argv[1], sys.argv[2], sys.argv[4:]
+    scratch, log, command = sys.argv[1], sys.argv[2], sys.argv[5:]
+    cores = {int(core) for core in sys.argv[3].split(",") if core}
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # Ctrl-C reaches the owner, whose end is our order
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -216,7 +221,7 @@ def main() -> int:
     if os.fork() == 0:
         os.close(alive)
         os.close(report)
-        _keep(command, scratch, log, witness, reports)
+        _keep(command, scratch, log, cores, witness, reports)
     else:
         os.close(witness)
         os.close(reports)

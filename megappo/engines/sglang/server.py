@@ -222,8 +222,8 @@ def start_server(
     log = spec.log_directory / (f"{name}-part-{node}.log" if node else f"{name}.log")
     if arguments.get("log-level", "warning") != "warning":  # below it SGLang writes all of its arguments into the log
         log.touch(mode=0o600)
-    command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")), str(scratch), str(log), "--"]
-    command += [sys.executable, "-m", spec.program, "--config", str(config)]
+    command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")), str(scratch), str(log)]
+    command += [",".join(map(str, spec.job_cores)), "--", sys.executable, "-m", spec.program, "--config", str(config)]
     try:
         guard = subprocess.Popen(
             command,

@@ -20,6 +20,7 @@ from megappo.engines.sglang.bond import PEERS, ServerPart
 from megappo.engines.sglang.compilers import cuda_home
 from megappo.engines.sglang.gpus import visible_devices
 from megappo.plan.cache import PlannedCache, server_cache
+from megappo.runtime.device import ALLOCATOR_VARIABLES, allocator_options
 from megappo.runtime.nccl import own_stack, share_settings
 from megappo.runtime.sglang_cpu import ENTRY_POINTS, PLATFORM_NAME
 from megappo.runtime.sglang_slices import LOADER, has_loader
@@ -32,7 +33,6 @@ _PREFILL_GRAPHS = "cuda-graph-backend-prefill"
 _ON_A_CPU = {"device": "cpu", "attention-backend": "torch_native", "disable-overlap-schedule": True}
 _SCRUBBED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR")
 _GLOO_ON_LOOPBACK = ("GLOO_SOCKET_IFNAME", "lo")
-_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _SCRUBBED_PREFIXES = ("TORCHELASTIC_", "ROLE_", "GROUP_", "MASTER_", "TORCH_NCCL_", "SGLANG_", "TRITON_INTERPRET")
 
 
@@ -50,7 +50,10 @@ class ServerSpec:
     devices: tuple[int, ...] = ()
     """GPUs by their number among those that this process sees; none on a CPU."""
     cores: tuple[int, ...] = ()
-    """CPU cores that it may use, on a machine without CUDA."""
+    """CPU cores that it computes on, on a machine without CUDA."""
+    job_cores: tuple[int, ...] = ()
+    """CPU cores of all ranks of this machine, on any of which its processes may run: a launcher may have bound the rank
+    that starts it to a few. Empty: those of that rank."""
     memory_saver: bool = False
     """Whether it can give its memory away."""
     deterministic: bool = False
@@ -172,7 +175,7 @@ class ServerSpec:
             if name == PEERS or (name not in _SCRUBBED and not name.startswith(_SCRUBBED_PREFIXES))
         }
         if self.memory_saver:
-            kept |= {name: _without_expandable_segments(kept[name]) for name in _ALLOCATOR_VARIABLES if name in kept}
+            kept |= {name: _without_expandable_segments(kept[name]) for name in ALLOCATOR_VARIABLES if name in kept}
         share_settings(kept)
         path = [str(_without_megatron(scratch)), str(Path(megappo.__file__).parents[1])]
         if package := _with_one_model(scratch, self.model_folder):
@@ -190,6 +193,7 @@ class ServerSpec:
         kept["SGLANG_HEALTH_CHECK_TIMEOUT"] = str(max(1, int(self.settings.health_timeout_seconds)))
         if self.settings.tensor_parallel > 1 and not self.deterministic:
             kept["SYNC_TOKEN_IDS_ACROSS_TP"] = "1"  # ranks that drew other tokens would wait for each other for ever
+            # (SGLang's log-probability is then of what its first rank drew, which `mismatch/max` would show)
         if self.memory_saver and self._frees_graphs:
             kept["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # or graphs keep their memory while the server sleeps
         if self.devices:
@@ -234,7 +238,8 @@ def unheard_variables(environment: Mapping[str, str]) -> list[str]:
 
 def _without_expandable_segments(options: str) -> str:
     """torch's allocator options without the one that torch_memory_saver, which gives memory away, refuses."""
-    return ",".join(option for option in options.split(",") if option.split(":")[0].strip() != "expandable_segments")
+    told = allocator_options(options)
+    return ",".join(f"{name}:{value}" for name, value in told.items() if name != "expandable_segments")
 
 
 def _without_megatron(scratch: Path) -> Path:

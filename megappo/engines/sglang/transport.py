@@ -130,8 +130,21 @@ def serialize(payload: Any) -> str:
 
         monkey_patch_torch_reductions()  # handles then name the device by its UUID
     out = io.BytesIO()
-    ForkingPickler(out).dump(payload)
+    _WithoutEvents(out).dump(payload)
     return base64.b64encode(out.getvalue()).decode()
+
+
+class _WithoutEvents(ForkingPickler):
+    """Handles of CUDA memory without the event that torch sends along for the other process to wait for. Weights are
+    there before their handles leave, and a server that was started in the place of a killed one could not open such
+    events (`cudaErrorMapBufferObjectFailed`, on an H100 with torch 2.11)."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """As torch reduces it, with the last argument of `rebuild_cuda_tensor`, `event_sync_required`, false."""
+        if not (isinstance(obj, Tensor) and obj.is_cuda):
+            return NotImplemented
+        rebuild, arguments = torch.multiprocessing.reductions.reduce_tensor(obj)
+        return rebuild, (*arguments[:-1], False)
 
 
 def share_by_name() -> None:

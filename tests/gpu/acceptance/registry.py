@@ -54,9 +54,9 @@ STEPS = (
     Step("counts", 2, f"{_HERE}.counts:per_layer", 20, 80, "launches and waits of the host per layer"),
     Step("memory", 2, f"{_HERE}.memory:by_stage", 25, 120, "peak memory of each stage against the plan"),
     Step("resume", 2, f"{_HERE}.resume:killed_and_continued", 40, 150, "a run that is killed and goes on"),
-    Step("servers", 3, f"{_HERE}.servers:sleep_train_wake", 60, 240, "SGLang: sleep, train, wake, weights by IPC"),
+    Step("servers", 3, f"{_HERE}.servers:sleep_train_wake", 60, 300, "SGLang: sleep, train, wake, weights by IPC"),
     Step("server-learning", 3, f"{_HERE}.servers:learning", 60, 180, "a reward that rises through a server"),
     Step("server-experts", 3, f"{_HERE}.servers:experts", 60, 160, "the same with experts, and their routing"),
     Step("server-graphs", 3, f"{_HERE}.server_graphs:as_asked_and_as_default", 90, 240, "graphs: tokens/s, answers"),
-    Step("server-killed", 3, f"{_HERE}.servers:killed", 60, 150, "a server that is killed while it generates"),
+    Step("server-killed", 3, f"{_HERE}.servers:killed", 60, 300, "a server that is killed while it generates"),
 )

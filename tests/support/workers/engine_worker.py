@@ -387,6 +387,7 @@ def recorded(events: list[str]) -> Iterator[None]:
     with (
         patch.object(http.client.HTTPConnection, "request", request),
         patch.object(Runtime, "release_cached_memory", lambda self: note("cache")),
+        patch.object(Runtime, "await_freed_memory", lambda self: note("freed")),
     ):
         yield
 

@@ -1,0 +1,72 @@
+"""What is asked of torch's allocator and of a GPU's driver, with both played by the test."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megappo.runtime.device import allocator_options, plain_segments
+from megappo.runtime.process import Runtime
+
+ON_A_GPU = Runtime(rank=0, world_size=2, local_rank=0, device=torch.device("cuda", 0))
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the allocator was told."""
+    found: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", found.append)
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    return found
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_memory_for_other_processes_lies_in_no_expandable_segment(
+    name: str, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "max_split_size_mb:128, expandable_segments:True")
+    with pytest.raises(RuntimeError, match="out of memory"), plain_segments():
+        assert told == ["expandable_segments:False"]
+        raise RuntimeError("out of memory")
+    assert told == ["expandable_segments:False", "expandable_segments:True"]
+
+
+@pytest.mark.parametrize("options", ["", "expandable_segments:False", "max_split_size_mb:128"])
+def test_an_allocator_without_them_is_left_alone(
+    options: str, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", options)
+    with plain_segments():
+        pass
+    assert told == []
+
+
+def test_options_of_the_allocator() -> None:
+    assert allocator_options(" a:1,b : [256:1,>:4], ") == {"a": "1", "b": "[256:1", ">": "4]"}
+
+
+def freed(monkeypatch: pytest.MonkeyPatch, free: list[int]) -> int:
+    """How often the driver is asked while it says these numbers one after the other, the last one ever after."""
+    asked: list[int] = []
+
+    def look() -> tuple[int, int]:
+        asked.append(free[min(len(asked), len(free) - 1)])
+        return asked[-1], 100
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", look)
+    assert ON_A_GPU.await_freed_memory()
+    return len(asked)
+
+
+def test_memory_that_others_give_back_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until it grows no more."""
+    assert freed(monkeypatch, [40]) == 2
+    assert freed(monkeypatch, [10, 20, 40, 70, 70]) == 5
+    assert Runtime(rank=0, world_size=1, local_rank=0, device=torch.device("cpu")).await_freed_memory()
+
+
+def test_a_wait_for_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    growing = iter(range(10**9))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(growing), 100))
+    assert not ON_A_GPU.await_freed_memory(0.1)
