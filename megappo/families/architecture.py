@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ class ModelShape:
         wide = self.wide_attention
         return wide.head_dim if wide is not None and layer in wide.layers else self.head_dim
 
-    @property
+    @cached_property
     def mean_head_dim(self) -> float:
         """Channels of a head, as the mean of all layers with attention."""
         return sum(map(self.head_dim_of, self.attention_layers)) / len(self.attention_layers)
@@ -158,7 +159,7 @@ class ModelShape:
         """Channels of a token's queries, as the mean of all layers with attention."""
         return self.heads * self.mean_head_dim
 
-    @property
+    @cached_property
     def key_widths(self) -> tuple[int, ...]:
         """Channels of a token's keys in each layer with attention, and of its values."""
         return tuple(self.kv_heads_of(layer) * self.head_dim_of(layer) for layer in self.attention_layers)
@@ -214,7 +215,7 @@ class ModelShape:
         wide = self.wide_attention
         return self.linear_layers or (tuple(range(self.dense_layers)) if wide is None else wide.layers)
 
-    @property
+    @cached_property
     def attention_layers(self) -> tuple[int, ...]:
         """The layers in which tokens attend to those before them."""
         return tuple(n for n in range(self.layers) if n not in self.linear_layers)

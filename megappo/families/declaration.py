@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from megappo.families.architecture import ArchitectureConfig
@@ -170,7 +171,7 @@ class Family:
 
     def has_zero_centered_norms(self, arch: ArchitectureConfig) -> bool:
         """Whether norms multiply by 1 more than their weights."""
-        return bool(self.megatron(arch).get("layernorm_zero_centered_gamma"))
+        return _has_zero_centered_norms(self, arch)
 
     def norms_in_float32(self, arch: ArchitectureConfig, element_bytes: int) -> bool:
         """Whether they work on copies in float32 where no kernel does it, as those whose weights are around zero do."""
@@ -182,15 +183,27 @@ class Family:
         """Of all blocks of a layer but those that are recomputed by these modules; where layers differ, the most of
         the first and the last. Where linear attention or wider heads stand among others, their mean, but for what is
         there at once."""
-        blocks = [block for block in self.blocks if block.recompute_module not in without]
-        of_layers = []
-        is_mixed = arch.delta_net is not None or arch.wide_attention is not None
-        for layer in range(arch.layers) if is_mixed else {0, arch.layers - 1}:
-            here = [block for block in blocks if layer in block.layers(arch)]
-            found = [block.per_token(arch, element_bytes, fused=fused) for block in here]
-            of_layers.append(PerToken(*map(sum, zip(*found, strict=True))) if found else PerToken())
-        most = PerToken(*map(max, zip(*of_layers, strict=True)))
-        if not is_mixed:
-            return most
-        kept, _, moved = (sum(of_kind) / arch.layers for of_kind in zip(*of_layers, strict=True))
-        return PerToken(kept, most.live_elements, round(moved))
+        return _per_token(self, arch, element_bytes, fused, tuple(without))
+
+
+@lru_cache(maxsize=256)
+def _has_zero_centered_norms(family: Family, arch: ArchitectureConfig) -> bool:
+    return bool(family.megatron(arch).get("layernorm_zero_centered_gamma"))
+
+
+@lru_cache(maxsize=256)
+def _per_token(
+    family: Family, arch: ArchitectureConfig, element_bytes: int, fused: bool, without: tuple[str, ...]
+) -> PerToken:
+    blocks = [block for block in family.blocks if block.recompute_module not in without]
+    of_layers = []
+    is_mixed = arch.delta_net is not None or arch.wide_attention is not None
+    for layer in range(arch.layers) if is_mixed else {0, arch.layers - 1}:
+        here = [block for block in blocks if layer in block.layers(arch)]
+        found = [block.per_token(arch, element_bytes, fused=fused) for block in here]
+        of_layers.append(PerToken(*map(sum, zip(*found, strict=True))) if found else PerToken())
+    most = PerToken(*map(max, zip(*of_layers, strict=True)))
+    if not is_mixed:
+        return most
+    kept, _, moved = (sum(of_kind) / arch.layers for of_kind in zip(*of_layers, strict=True))
+    return PerToken(kept, most.live_elements, round(moved))

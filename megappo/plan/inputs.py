@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from megappo.config import Config, ConfigError, resolve
 from megappo.config.derive import role_numbers
@@ -97,7 +97,7 @@ class RoleSetup:
         layers = self.chunk_layers or even_layers(self.arch.layers, self.grid.pp * self.vpp)
         return layers[stage :: self.grid.pp]
 
-    @property
+    @cached_property
     def stage_layers(self) -> tuple[int, ...]:
         """Layers on a rank of each stage, of all its chunks."""
         return tuple(sum(self.chunks(stage)) for stage in range(self.grid.pp))
@@ -109,14 +109,18 @@ class RoleSetup:
         here = [sum(end - n <= layer < end for layer in layers) for n, end in zip(counts, ends, strict=True)]
         return tuple(sum(here[stage :: self.grid.pp]) for stage in range(self.grid.pp))
 
-    @property
+    @cached_property
     def stage_special_layers(self) -> tuple[int, ...]:
         """Those of them that are unlike the others."""
         return self._stage_count(self.arch.special_layers)
 
+    @cached_property
+    def _stage_dense_layers(self) -> tuple[int, ...]:
+        return self._stage_count(range(self.arch.dense_layers))
+
     def expert_layers(self, stage: int) -> int:
         """Layers with experts on a rank of a stage; in a dense model all, which have none."""
-        return self.stage_layers[stage] - self._stage_count(range(self.arch.dense_layers))[stage]
+        return self.stage_layers[stage] - self._stage_dense_layers[stage]
 
     def in_forward_pass(self, batch_sequences: int) -> RoleSetup:
         """The same role in a forward pass over all samples of the step."""
@@ -143,10 +147,15 @@ class RoleSetup:
 
     def parameters(self, stage: int) -> int:
         """Parameters on one rank of a stage, adapters included."""
+        return self._stage_parameters[stage]
+
+    @cached_property
+    def _stage_parameters(self) -> tuple[int, ...]:
         layers, special = self.stage_layers, self.stage_special_layers
         shared = stage_parameters(self.arch, self.grid.tp, layers, self.padded_vocab, self.is_critic, special)
-        of_adapters = 0 if self.lora is None else self._adapters(stage)
-        return shared[stage] + self.expert_parameters(stage) + of_adapters
+        of_adapters = (0 if self.lora is None else self._adapters(stage) for stage in range(self.grid.pp))
+        of_experts = map(self.expert_parameters, range(self.grid.pp))
+        return tuple(map(sum, zip(shared, of_experts, of_adapters, strict=True)))
 
     def router_biases(self, stage: int) -> int:
         """Those of them by which routers choose, in float32."""

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from megappo.observe.messages import tell
 from megappo.runtime.heap import collect_as_usual, put_off_collections
-from megappo.runtime.packages import quicken_packages_scan
+from megappo.runtime.packages import quicken_packages_scan, read_texts_only
 
 if TYPE_CHECKING:
     from megappo.rewards.model import RewardModel
@@ -110,6 +110,7 @@ def main() -> int:
     arguments = json.loads(parser.parse_args().config.read_text())
     put_off_collections()
     quicken_packages_scan()
+    read_texts_only()
     import torch
 
     from megappo.rewards.model import RewardModel

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megappo.errors import RunError, how_to_install
 from megappo.runtime.heap import collect_as_usual, put_off_collections
-from megappo.runtime.packages import installed_version, quicken_packages_scan
+from megappo.runtime.packages import installed_version, quicken_packages_scan, read_texts_only
 
 PLATFORM_NAME = "megappo_cpu"
 ENTRY_POINTS = {
@@ -55,6 +55,7 @@ def activate() -> str | None:
         sys.modules.setdefault("flashinfer", None)  # type: ignore[arg-type]
         put_off_collections()
         quicken_packages_scan()
+        read_texts_only()
     return "megappo.runtime.sglang_cpu.CpuPlatform"
 
 

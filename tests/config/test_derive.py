@@ -13,6 +13,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from rich.console import Console
+from transformers import AutoConfig
 
 from megappo.config import (
     Config,
@@ -579,3 +580,24 @@ def test_a_folder_for_what_rests_must_be_there() -> None:
     config = config_with("runtime.offload_directory=nowhere/at/all")
     with pytest.raises(ConfigError, match="runtime.offload_directory 'nowhere/at/all' is not a folder"):
         derive(config, 1, SHAPE, SHAPE, SHAPE)
+
+
+def test_a_config_json_is_made_sense_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until it changes; what one reader does with it is not seen by the next."""
+    model_folder(tmp_path)
+    from_pretrained, asked = AutoConfig.from_pretrained, []
+
+    def counting(*arguments: Any, **options: Any) -> Any:
+        asked.append(arguments)
+        return from_pretrained(*arguments, **options)
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", counting)
+    first, second = read_architecture(tmp_path), read_architecture(tmp_path)
+    assert len(asked) == 1 and first == second and first.hf_config is not second.hf_config
+    first.hf_config.eos_token_id = 77
+    assert read_architecture(tmp_path).hf_config.eos_token_id == second.hf_config.eos_token_id != 77
+    content = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**content, "rms_norm_eps": 0.125}))
+    assert read_architecture(tmp_path).norm_eps == 0.125 and len(asked) == 2
+    read_architecture(tmp_path, trust_remote_code=True)
+    assert len(asked) == 3

@@ -6,6 +6,7 @@ import argparse
 import base64
 import hashlib
 import importlib.metadata
+import importlib.util
 import inspect
 import json
 import multiprocessing
@@ -352,6 +353,39 @@ def test_servers_do_not_find_megatron(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import megappo.runtime.sglang_slices, megatron.core"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.stderr.splitlines()[-1] == "ImportError: servers have no use for Megatron-Core"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs the full environment")
+@pytest.mark.parametrize(
+    ("config", "module"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "llama"),
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, "qwen3_moe"),
+        ({"architectures": ["ForCausalLM"]}, ""),
+        ({"architectures": []}, ""),
+        ({}, ""),
+        (None, ""),
+    ],
+)
+def test_a_server_imports_its_own_model_alone(tmp_path: Path, config: dict[str, Any] | None, module: str) -> None:
+    """On a CPU, by a package in its import path, unless settings name another one; all models where SGLang does not
+    have it."""
+
+    def on_a_cpu(**settings: Any) -> dict[str, str]:
+        return on_a_gpu(tmp_path, devices=(), cores=(0,), **settings).environment(tmp_path)
+
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "SGLANG_EXTERNAL_MODEL_PACKAGE" not in on_a_gpu(tmp_path).environment(tmp_path)
+    environment = on_a_cpu()
+    name = environment.get("SGLANG_EXTERNAL_MODEL_PACKAGE")
+    assert (name is not None) == bool(module)
+    if name is not None:
+        (package,) = {Path(p, name) for p in environment["PYTHONPATH"].split(os.pathsep) if Path(p, name).is_dir()}
+        lines = [line for file in package.glob("*.py") for line in file.read_text().splitlines()]
+        assert lines == [f"from sglang.srt.models.{module} import EntryClass"]
+    own = SGLangSettings(environment={"SGLANG_EXTERNAL_MODEL_PACKAGE": "mine"})
+    assert on_a_cpu(settings=own)["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "mine"
 
 
 def test_decoding_servers_are_told_how_many_sequences_there_will_be() -> None:

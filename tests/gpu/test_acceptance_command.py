@@ -32,9 +32,9 @@ def step(name: str, *, seconds: float = 0.0, most: float = 60.0, part: int = 1) 
     return Step(name, part, f"tests.gpu.steps_that_fail:{name}", seconds, most, "")
 
 
-def run(folder: Path, steps: Sequence[Step], seconds: float = 120.0) -> Report:
+def run(folder: Path, steps: Sequence[Step], seconds: float = 120.0, *, tiny: bool = False) -> Report:
     report = Report(folder / "table", {"date": "today"})
-    place = Place("cpu", False, str(folder))
+    place = Place("cpu", tiny, str(folder))
     run_steps(steps, place, report, seconds=seconds, given=environment(), log=folder / "log")
     return report
 
@@ -152,6 +152,8 @@ def test_steps_with_servers_have_processes_of_their_own(tmp_path: Path) -> None:
     report = run(tmp_path, [step("sound", part=part) for part in (2, 2, 3, 3, 2)])
     first, second, *others = (row.numbers["pid"] for row in report.rows)
     assert first == second and len({first, *others}) == 4
+    report = run(tmp_path, [step("sound", part=part) for part in (2, 3, 3)], tiny=True)
+    assert len({row.numbers["pid"] for row in report.rows}) == 1, "of tiny sizes nothing is left that takes room"
 
 
 def test_a_step_has_a_deadline_and_all_have_a_budget(tmp_path: Path) -> None:

@@ -38,14 +38,14 @@ CHAT = (
 
 
 class Judge(BaseHTTPRequestHandler):
-    """Says again what it is shown, or what its pattern never ends with."""
+    """Says again what it is shown, or what its pattern never ends with, of which each costs a worker's time limit."""
 
     count: ClassVar[list[int]] = []
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.count.append(1)
-        said = "Score: " + (asked["messages"][0]["content"] if len(self.count) % 40 else "a" * 80 + "!")
+        said = "Score: " + (asked["messages"][0]["content"] if len(self.count) % 90 else "a" * 80 + "!")
         self.send_response(200)
         self.end_headers()
         self.wfile.write(json.dumps({"choices": [{"message": {"content": said}}]}).encode())

@@ -247,6 +247,7 @@ SCENARIOS = {
     2: {**WITH_ORACLE[2], **FIRST_UPDATE, **NON_FINITE, **ROUNDED, "one-bfloat16-on-host": ON_HOST_ROUNDED},
 }
 LARGE = (
+    "cispo-tp2", "gspo-tp2",
     "cp2-sp2-ep4-replay-experts", "cp2-dp2-ep4-balanced-experts", "sp2-ep2-balanced-qwen3_next",
     "sp2-ep2-balanced-gpt_oss", "sp2-ep2-balanced-glm4_moe", "cp4", "sp2-balanced-experts",
     "one-tied", "pp2-tied", "sp2", "cp2", "vpp2", "vpp2-dp2-overlap",

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import gc
+import importlib.machinery
 import importlib.metadata
+import importlib.util
 import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megappo.runtime import sglang_cpu
 from megappo.runtime.heap import collect_as_usual, put_off_collections
-from megappo.runtime.packages import packages_distributions
+from megappo.runtime.packages import packages_distributions, read_texts_only
 from tests.support.harness import start
 
 PROGRAM = """
 import gc, json, runpy, sys
-from importlib import metadata
+from importlib import metadata, util
 before = gc.get_threshold()
 sys.argv[1:] = {words}
 try:
@@ -28,6 +31,7 @@ except SystemExit as ended:
     code = ended.code
 loaded = [name for name in {modules} if sys.modules.get(name) is not None]
 found = {{"code": code, "loaded": loaded, "seldom": gc.get_threshold() > before}}
+found |= {{"images": util.find_spec.__module__}}
 found |= {{"scan": metadata.packages_distributions.__module__, "frozen": gc.get_freeze_count()}}
 print("found", json.dumps(found))
 """
@@ -65,6 +69,27 @@ def test_a_distribution_may_list_its_files_in_other_ways(tmp_path: Path, monkeyp
                                         "fourth": ["listed"]}  # fmt: skip
 
 
+def test_transformers_does_not_find_what_it_has_for_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else is told so, and it finds all else."""
+    monkeypatch.setattr(importlib.util, "find_spec", importlib.util.find_spec)
+    places = ("transformers.utils.import_utils", "transformers.utils", "program_of_mine")
+
+    def seen(name: str) -> list[bool]:
+        asked = "found = find(name) is not None"
+        found: list[dict[str, Any]] = [
+            {"__name__": place, "name": name, "find": importlib.util.find_spec} for place in places
+        ]
+        for variables in found:
+            exec(asked, variables)
+        return [variables["found"] for variables in found]
+
+    read_texts_only()
+    for name in ("scipy", "torchvision"):
+        is_here = importlib.machinery.PathFinder.find_spec(name) is not None
+        assert seen(name) == [False, is_here, is_here]
+    assert (seen("torch"), seen("no_such_package")) == ([True] * 3, [False] * 3)
+
+
 @pytest.mark.usefixtures("usual")
 def test_collections_that_were_put_off_are_made_again() -> None:
     before, frozen = gc.get_threshold(), gc.get_freeze_count()
@@ -88,7 +113,7 @@ def test_a_command_starts_without_what_it_has_no_use_for(tmp_path: Path) -> None
         done = start(tmp_path / "program.py")
         found = json.loads(done.stdout.rpartition("found ")[2])
         assert (found["code"], found["loaded"]) == (code, []), done.stdout + done.stderr
-        assert found["scan"] == "megappo.runtime.packages" and found["seldom"] == seldom
+        assert found["scan"] == found["images"] == "megappo.runtime.packages" and found["seldom"] == seldom
         assert found["frozen"] > 100_000 or seldom
 
 
@@ -98,7 +123,8 @@ def test_a_server_starts_without_what_is_for_cuda(chosen: bool, cuda: bool, monk
     """Where it was started by us, on a CPU; its collections go on before it forks."""
     monkeypatch.setenv("SGLANG_PLATFORM", sglang_cpu.PLATFORM_NAME if chosen else "")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    monkeypatch.setattr(importlib.metadata, "packages_distributions", importlib.metadata.packages_distributions)
+    monkeypatch.setattr(importlib.metadata, "packages_distributions", dict)
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec := importlib.util.find_spec)
     monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     monkeypatch.delitem(sys.modules, "flashinfer")
@@ -107,3 +133,4 @@ def test_a_server_starts_without_what_is_for_cuda(chosen: bool, cuda: bool, monk
     hastened = chosen and not cuda
     assert ("flashinfer" in sys.modules) == hastened == (gc.get_threshold() != before)
     assert (importlib.metadata.packages_distributions is packages_distributions) == hastened
+    assert (importlib.util.find_spec is not find_spec) == hastened

@@ -245,6 +245,12 @@ def test_servers_hold_the_tokens_that_they_were_told_to(scenario: Callable[[str]
         )
 
 
+@pytest.mark.parametrize("name", [TWO, EXPERTS])
+def test_servers_import_no_models_but_their_own(scenario: Callable[[str], Found], name: str) -> None:
+    """Others want libraries of NVIDIA's compiler."""
+    assert {fact for found in scenario(name) for fact in found["compiler"]} == {False}
+
+
 def test_the_processes_of_a_server_are_forked(scenario: Callable[[str], Found]) -> None:
     """The server itself, a detokenizer, and a scheduler for each of its two ranks."""
     assert [count for found in scenario(SHARDED) for count in found["forked"]] == [4]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
+import importlib.util
 import json
 import os
 from collections.abc import Mapping
@@ -201,6 +203,8 @@ class ServerSpec:
             kept["CUDA_VISIBLE_DEVICES"] = visible_devices(self.devices, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
         else:
             path.insert(0, str(_advertise_platform(scratch)))
+            if package := _with_one_model(scratch, self.model_folder):  # not tried on a GPU yet
+                kept["SGLANG_EXTERNAL_MODEL_PACKAGE"] = package
             ranks = self.settings.node_ranks
             share = max(1, len(self.cores) // ranks)
             threads = self.settings.threads or share
@@ -249,6 +253,35 @@ def _without_megatron(scratch: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "megatron.py").write_text('raise ImportError("servers have no use for Megatron-Core")\n')
     return folder
+
+
+def _with_one_model(scratch: Path, model_folder: Path) -> str | None:
+    """A package, in the folder that `_without_megatron` makes, with the class of the model alone; None where SGLang has
+    none under the name that the model's folder gives it.
+
+    Otherwise SGLang imports its two hundred files of models at its start, two of ten CPU seconds. With a package of
+    models from elsewhere it looks there first (srt/models/registry.py:137), and imports all others only where they are
+    asked for: a draft of another architecture, say.
+    """
+    config = model_folder / "config.json"
+    named = json.loads(config.read_text()).get("architectures") if config.exists() else None
+    module = _module_with(str(named[0])) if named else None
+    if module is None:
+        return None
+    package = scratch / "site" / "megappo_model"
+    package.mkdir(parents=True, exist_ok=True)
+    (package / "__init__.py").touch()
+    (package / "model.py").write_text(f"from sglang.srt.models.{module} import EntryClass\n")
+    return package.name
+
+
+@functools.cache
+def _module_with(architecture: str) -> str | None:
+    """The file of SGLang that has a class of this name."""
+    found = importlib.util.find_spec("sglang")
+    folders = found.submodule_search_locations if found is not None else None
+    files = Path(folders[0], "srt", "models").glob("*.py") if folders else ()
+    return next((file.stem for file in files if f"\nclass {architecture}(" in file.read_text()), None)
 
 
 def _advertise_platform(scratch: Path) -> Path:

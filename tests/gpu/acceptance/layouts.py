@@ -25,8 +25,11 @@ from tests.support.workers.ppo_step_worker import run
 SHAPE = {"hidden_size": 64, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 8}
 """Heads and experts for up to eight ranks."""
 EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4}
-SAMPLES = 32
-"""For up to 16 replicas with two minibatches."""
+
+
+def samples_of(ranks: int) -> int:
+    """Enough for as many replicas as there are ranks, up to 16, with two minibatches."""
+    return min(32, max(12, 4 * ranks))
 
 
 def layouts(ranks: int) -> dict[str, tuple[str, list[str]]]:
@@ -63,7 +66,8 @@ def against_oracle(place: Place, runtime: Runtime) -> Iterator[Row]:
 
 
 def _layout(place: Place, runtime: Runtime, name: str, family: str, overrides: list[str]) -> Iterator[Row]:
-    root, size = Path(place.scratch), Size(SAMPLES, 8, 24)
+    root, count = Path(place.scratch), samples_of(runtime.world_size)
+    size = Size(count, 8, 24)
     folder, reference = root / "model", root / "reference"
     if runtime.is_main:
         root.mkdir(parents=True)
@@ -74,21 +78,21 @@ def _layout(place: Place, runtime: Runtime, name: str, family: str, overrides: l
     given = samples(size, folder, ragged=True)
     content = settings(place, folder, size, "float32")
     content["actor"]["microbatch_budget_tokens"] = content["critic"]["microbatch_budget_tokens"] = 64
-    words = [*oracle_overrides(o, SHAPE["hidden_size"], reference, SAMPLES // 2), *overrides]
+    words = [*oracle_overrides(o, SHAPE["hidden_size"], reference, count // 2), *overrides]
     if runtime.is_main:
         write_settings(place, content)
     dist.barrier()
     found, out = root / "found.json", root / "out"
     run({"config": str(root / "settings.yaml"), "overrides": words, "samples": given, "out": str(out)}, runtime, found)
     if runtime.is_main:
-        mine = _stepped(json.loads(found.read_text()), out)
+        mine = _stepped(json.loads(found.read_text()), out, count)
         truth, weights = run_oracle(place, folder, reference, given, o, mine)
         yield from compared(name, load_file(folder / "model.safetensors"), mine, truth, weights)
 
 
-def _stepped(found: dict[str, Any], out: Path) -> Stepped:
+def _stepped(found: dict[str, Any], out: Path, count: int) -> Stepped:
     """What the ranks have left in files, in the order of the samples."""
-    per_sample = [found["samples"][str(i)] for i in range(SAMPLES)]
+    per_sample = [found["samples"][str(i)] for i in range(count)]
     critic = load_file(out / "critic.safetensors")
     return Stepped(
         {name: torch.cat([torch.tensor(s[name]) for s in per_sample]) for name in per_sample[0]},

@@ -34,8 +34,8 @@ class Step:
 
     @property
     def is_alone(self) -> bool:
-        """Whether it has a process of its own: a server must not find what an earlier one left. The others go on in
-        the process of the step before."""
+        """Whether it has a process of its own: a server must not find what an earlier one left on a GPU. The others go
+        on in the process of the step before, and all do where sizes are tiny."""
         return self.part == 3
 
 

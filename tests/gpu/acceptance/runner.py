@@ -89,12 +89,13 @@ def run_steps(
                 reason = f"needs {step.seconds:g} s, of {seconds:g} s for this part {max(left, 0):.0f} are left"
                 report.add(step.name, skipped(_WHOLE, reason))
                 continue
-            if step.is_alone and worker is not None:
+            is_alone = step.is_alone and not place.tiny
+            if is_alone and worker is not None:
                 worker.end()
                 worker = None
             worker = worker if worker is not None else Worker(place, given, log)
             most = left if place.tiny else min(step.most_seconds, left)
-            if not _run(worker, step, report, left, most) or step.is_alone:
+            if not _run(worker, step, report, left, most) or is_alone:
                 worker.end()
                 worker = None
     finally:

@@ -23,6 +23,7 @@ from megappo.megatron.placed import announce, place
 from megappo.ppo.parts import Parts, assemble
 from megappo.runtime.process import Runtime, start_runtime
 from megappo.types import Samples
+from tests.support.rewards import given_scores
 from tests.support.workers.plan_worker import SumOfOutputs
 
 
@@ -48,7 +49,8 @@ def main() -> None:
     case = json.loads(Path(sys.argv[1]).read_text())
     with start_runtime(RuntimeSettings(collective_timeout_seconds=120)) as runtime:
         config = resolve(load_config(case["config"], case["overrides"]), on_cuda=False)
-        parts = assemble(config, derive_run(config, runtime.world_size), runtime)
+        with given_scores():
+            parts = assemble(config, derive_run(config, runtime.world_size), runtime)
         writer = CheckpointWriter(Path(case["out"]), CheckpointSettings(keep_last=9), runtime, 60)
         updates = [write(parts, writer, 1)]
         announced = announce(samples_of_rank(case, runtime), runtime.device)

@@ -52,6 +52,7 @@ from megappo.runtime.process import Runtime, start_runtime
 from tests.support.in_flight_servers import broken_off, held, struck_in_flight
 from tests.support.models import VOCAB, write_model
 from tests.support.places import ROOT
+from tests.support.rewards import given_scores
 
 SHORT_WAITS = "stall_timeout_seconds: 3, health_timeout_seconds: 10, sync_timeout_seconds: 60"
 CACHE_TOKENS = 16384
@@ -98,12 +99,10 @@ class Bench:
         overrides += critic if layout == APART else ["critic=null", "algorithm.estimator=grpo"]
         config = load_config(ROOT / "configs/sglang_quickstart.yaml", overrides)
         make = megappo.ppo.parts.make_engine if self.engine is None else lambda *_: self.engine
-        with patch.object(megappo.ppo.parts, "make_engine", make):
+        with given_scores(), patch.object(megappo.ppo.parts, "make_engine", make):
             parts = assemble(config, derive_run(config, self.runtime.world_size), self.runtime)
         assert isinstance(parts.engine, SGLangEngine)
         self.engine, self.weights = parts.engine, parts.weights
-        assert parts.reward is not None
-        parts.reward.close()
         return Trainer(parts, Reporter(config, parts.derived, self.runtime))
 
     def sessions(self) -> list[int]:
@@ -552,6 +551,7 @@ def leave(bench: Bench) -> dict[str, Any]:
     known["tokens"] = [fact["max_total_num_tokens"] for fact in facts]
     known["nccl"] = [sorted(nccl_variables(psutil.Process(session).environ())) for session in sessions]
     known["trainer_nccl"] = sorted(nccl_variables(os.environ))
+    known["compiler"] = ["cutlass" in Path(f"/proc/{session}/maps").read_text() for session in sessions]
     known["too_long"] = refused(lambda: check_room("server 0", facts[0], PlannedCache(None, CACHE_TOKENS + 1)))
     dist.barrier()  # every rank asks all servers, and ends its own
     bench.engine.close()

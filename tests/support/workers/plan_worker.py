@@ -23,6 +23,7 @@ from megappo.megatron.schedule import PackedBatch
 from megappo.ppo.parts import assemble
 from megappo.runtime.process import Runtime, start_runtime
 from megappo.types import Samples
+from tests.support.rewards import given_scores
 
 
 def buffers(chunk: Any) -> list[Any]:
@@ -158,7 +159,8 @@ def main() -> None:
     case = json.loads(Path(sys.argv[1]).read_text())
     with start_runtime(RuntimeSettings(collective_timeout_seconds=120)) as runtime:
         config = resolve(load_config(case["config"], case["overrides"]), on_cuda=False)
-        parts = assemble(config, derive_run(config, runtime.world_size), runtime)
+        with given_scores():
+            parts = assemble(config, derive_run(config, runtime.world_size), runtime)
         mine = {name: measure(getattr(parts, name), case, runtime) for name in ("actor", "critic")}
         found: list[Any] = [None] * runtime.world_size
         dist.all_gather_object(found, mine)

@@ -27,6 +27,7 @@ from megappo.reshard.stream import WeightStream
 from megappo.runtime.objects import of_all_ranks
 from megappo.runtime.process import start_runtime
 from megappo.types import Episode, Episodes, Prompt, Rollouts
+from tests.support.rewards import given_scores
 
 
 def rollouts_of_rank(samples: list[dict[str, Any]], rank: int, world: int) -> Rollouts:
@@ -71,7 +72,8 @@ def episodes_of_samples(rewards: list[list[float | None]], R: int) -> Episodes:
 def run(scenario: dict[str, Any], runtime: Any, found: Path) -> None:
     """Build, score, estimate, update, save."""
     config = resolve(load_config(scenario["config"], scenario["overrides"]), on_cuda=runtime.device.type == "cuda")
-    parts = assemble(config, derive_run(config, runtime.world_size), runtime)
+    with given_scores():
+        parts = assemble(config, derive_run(config, runtime.world_size), runtime)
     trainer = Trainer(parts, Reporter(config, parts.derived, runtime))
     trainer.step = 1
     samples = scenario["samples"]
