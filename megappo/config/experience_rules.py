@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
 
 from megappo.errors import first_of, reason
+from megappo.observe.plain_files import plain_text
 
 if TYPE_CHECKING:
     from megappo.config.schema import Config
@@ -18,7 +21,7 @@ MARKER = "step.json"
 _MOST = 5
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(strict=True))
 class SavedStep:
     """A step whose experience is saved: what its marker says."""
 
@@ -26,12 +29,12 @@ class SavedStep:
     step: int
     run: str
     """Directory of the run that saved it."""
-    ranks: int
+    ranks: Annotated[int, Field(ge=1)]
     """Of that run, with a file each."""
-    saved: int
+    saved: Annotated[int, Field(ge=1)]
     """Samples that are there."""
-    prompts_per_step: int
-    samples_per_prompt: int
+    prompts_per_step: Annotated[int, Field(ge=1)]
+    samples_per_prompt: Annotated[int, Field(ge=1)]
     temperature: float
 
     @property
@@ -54,12 +57,18 @@ def saved_steps(folder: Path) -> dict[int, SavedStep]:
     found = {}
     for marker in sorted(folder.glob(f"step-*/{MARKER}")):
         try:
-            told: Mapping[str, Any] = json.loads(marker.read_text(encoding="utf-8"))
+            told: Mapping[str, Any] = json.loads(plain_text(marker))
             step = SavedStep(folder=marker.parent, **told)
         except (OSError, ValueError, TypeError) as error:
-            raise ValueError(f"{marker} cannot be read ({reason(error)}); bring the folder as it was saved") from error
+            why = ", ".join(map(_problem, error.errors())) if isinstance(error, ValidationError) else reason(error)
+            raise ValueError(f"{marker} cannot be read ({why}); bring the folder as it was saved") from error
         found[step.step] = step
     return found
+
+
+def _problem(found: Mapping[str, Any]) -> str:
+    """One of pydantic's, in its words."""
+    return f"{'.'.join(map(str, found['loc']))}: {found['msg']}"
 
 
 def experience_rules(config: Config, steps: int | None) -> Iterator[str]:

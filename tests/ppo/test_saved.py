@@ -242,3 +242,11 @@ def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"logging\.save_experience\.samples"):
         load_config(BASE, ["logging.save_experience={samples: 0}"])
     assert replace(saved_steps(tmp_path)[3], saved=16).is_whole
+
+
+@pytest.mark.parametrize(
+    "other", [{"ranks": "2"}, {"ranks": 0}, {"saved": -1}, {"samples_per_prompt": 1.5}, {"temperature": None}]
+)
+def test_a_marker_that_somebody_wrote_is_read_with_care(tmp_path: Path, other: dict[str, Any]) -> None:
+    save(tmp_path, 1, **other)
+    assert "step.json cannot be read" in problems(f"rollout.load_from={tmp_path}", "run.steps=1")

@@ -31,7 +31,6 @@ from megappo.ppo.reporting import Reporter
 from megappo.ppo.trainer import Trainer
 from megappo.runtime.process import Runtime, start_runtime
 from megappo.types import Samples
-from tests.support.rewards import given_scores
 
 SAMPLES = 30
 MODEL = Path("configs/models/tiny_arithmetic")
@@ -136,8 +135,7 @@ def check_step(directory: str, runtime: Runtime) -> None:
         "logging={tensorboard: false, console: quiet}",
     ]
     config = resolve(load_config("configs/quickstart.yaml", overrides), on_cuda=False)
-    with given_scores():
-        parts = assemble(config, derive_run(config, runtime.world_size), runtime)
+    parts = assemble(config, derive_run(config, runtime.world_size), runtime)
     trainer = Trainer(parts, Reporter(config, parts.derived, runtime))
     trainer.sync_weights()
     for step in (1, 2):
