@@ -272,6 +272,11 @@ class RolloutSettings(Settings):
         return self.engine == "sglang" and self.load_from is None
 
     @property
+    def broadcasts(self) -> bool:
+        """Whether trainers and servers are in groups over which weights are broadcast: where those stand elsewhere."""
+        return self.has_servers and self.servers.placement == "disaggregated"
+
+    @property
     def servers(self) -> SGLangSettings:
         """Settings of the SGLang servers, defaults where none are given."""
         return self.sglang if self.sglang is not None else SGLangSettings()

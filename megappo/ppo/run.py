@@ -37,7 +37,7 @@ def train(config: Config, derived: Derived, prompts: TrainingPrompts | None = No
     Raises Interrupted after a run that was asked to stop has written a checkpoint.
     """
     with (
-        start_runtime(config.runtime, with_servers=config.rollout.has_servers) as runtime,
+        start_runtime(config.runtime, with_servers=config.rollout.broadcasts) as runtime,
         watched(_watchdog(config, runtime)) as watchdog,
         locked_directory(config.run.path, runtime, private=config.run.private) as held,
     ):
@@ -130,7 +130,7 @@ def _unwatched(_phase: str, _waits_for: str = "") -> None:
 def evaluate(config: Config, derived: Derived, prompts: TrainingPrompts | None = None) -> dict[str, float]:
     """Score the model on `data.validation` and `data.validation_sets`; every rank calls this."""
     with (
-        start_runtime(config.runtime, with_servers=config.rollout.has_servers) as runtime,
+        start_runtime(config.runtime, with_servers=config.rollout.broadcasts) as runtime,
         watched(_watchdog(config, runtime)) as watchdog,
     ):
         check_ranks(config, runtime)

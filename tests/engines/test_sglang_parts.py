@@ -49,6 +49,7 @@ from megappo.families.blocks import Attention, Experts, GatedMlp, QueryKeyNorms,
 from megappo.families.declaration import Block, Family
 from megappo.families.parameters import model_parameters, tensor_shapes
 from megappo.plan.cache import PlannedCache
+from megappo.ppo import run
 from megappo.reshard.fingerprint import Fingerprints, differing
 from megappo.reshard.slices import EngineShape, Receiver
 from megappo.reshard.stream import Parcel
@@ -545,6 +546,24 @@ def test_trainers_and_servers_get_the_same_settings_of_nccl(
     assert {name: trainer[name] for name in nccl.SETTINGS} == nccl.SETTINGS | given
     told = json.loads(spec.arguments(1, "k")["extra-metric-labels"])
     assert nccl.read_labels(told) == nccl.own_stack(trainer)
+
+
+@pytest.mark.parametrize(("sglang", "expected"), [("{}", False), ("{placement: disaggregated, engines: 1}", True)])
+def test_trainers_without_a_group_with_servers_keep_the_defaults_of_nccl(
+    monkeypatch: pytest.MonkeyPatch, sglang: str, expected: bool
+) -> None:
+    """Which let it reduce in NVLink's switches."""
+    config = load_config(ROOT / "configs/sglang_quickstart.yaml", [f"rollout.sglang={sglang}"])
+    told: list[bool] = []
+
+    def start(_settings: Any, *, with_servers: bool) -> None:
+        told.append(with_servers)
+        raise RunError("that is all")
+
+    monkeypatch.setattr(run, "start_runtime", start)
+    with pytest.raises(RunError, match="that is all"):
+        run.train(config, SimpleNamespace())  # type: ignore[arg-type]
+    assert told == [expected]
 
 
 @pytest.mark.parametrize(
