@@ -118,9 +118,9 @@ class CriticTrainer(LoadedTrainer):
         returns_BR = returns_to_go(rewards_BR, rollouts, self.config.algorithm)
         mask_BR, tally = trained_tokens(rollouts, self.config.algorithm), Tally()
         tally.mean_and_std("error", returns_BR - values_BR, mask_BR)
-        tally.mean_and_std("return", returns_BR, mask_BR)
+        tally.mean_and_std("given", returns_BR, mask_BR)
         found = tally.reduce(None, runtime.device)
-        return 1 - (found["error/std"] / found["return/std"]) ** 2 if found["return/std"] else torch.nan
+        return 1 - (found["error/std"] / found["given/std"]) ** 2 if found["given/std"] else torch.nan
 
 
 class SavedPool:
