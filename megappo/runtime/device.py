@@ -71,8 +71,9 @@ def allocator_options(options: str) -> dict[str, str]:
 
 @contextmanager
 def plain_segments() -> Iterator[None]:
-    """New memory of a GPU inside is for other processes to open, also where `expandable_segments` is on: those are file
-    descriptors of this process, which another one may not take under `ptrace_scope` or in many containers."""
+    """Inside, torch allocates GPU memory that other processes can open by CUDA IPC, also where `expandable_segments` is
+    on: such segments are file descriptors of this process, which `ptrace_scope` and containers may keep others from
+    taking."""
     told = [allocator_options(os.environ.get(name, "")) for name in ALLOCATOR_VARIABLES]
     if not any(options.get("expandable_segments", "").lower() == "true" for options in told):
         yield
