@@ -165,7 +165,7 @@ class SavedRun:
             yield f"and {len(found) - len(shown)} more; --rows {len(found)} shows all"
         if lines:
             yield from ("", "all saved samples together:", *_told_sums(read_sums(files)))
-        yield from ("", "--sample K shows one token by token; what the numbers say: megappo/observe/README.md")
+        yield from ("", "--sample K shows one token by token; what the numbers say: megappo/observe/gae.md")
 
     def told_sample(self, step: SavedStep, given: str) -> Iterator[str]:
         """One sample, token by token."""
