@@ -50,15 +50,26 @@ ADVICE = {
 }
 """The sentence for each condition; dotted names in it are settings."""
 PAGES = {
+    "clipfrac": "trouble.md#the-policy-moves-too-far",
+    "masked": "trouble.md#the-policy-moves-too-far",
     "explained_variance": "gae.md#the-critic-learns-too-slowly",
     "critic_overshoots": "gae.md#the-critic-overshoots",
+    "kl_target": "trouble.md#kl-explodes",
+    "entropy": "trouble.md#entropy-collapses",
+    "same_reward": "trouble.md#the-reward-is-flat",
+    "same_in_groups": "trouble.md#the-reward-is-flat",
+    "truncated": "trouble.md#lengths-run-away",
+    "mismatch": "trouble.md#the-mismatch-grows",
+    "actor_nonfinite": "trouble.md#an-update-is-not-finite",
+    "critic_nonfinite": "trouble.md#an-update-is-not-finite",
+    "large_reward": "trouble.md#an-update-is-not-finite",
 }
 """Where more is said of a condition: a file of megappo/observe and a heading of it."""
 
 
 def told(name: str) -> str:
     """What a user is told of a condition: its sentence, and where there is more."""
-    return f"{ADVICE[name]} More in megappo/observe/{PAGES[name]}" if name in PAGES else ADVICE[name]
+    return f"{ADVICE[name]} More in megappo/observe/{PAGES[name]}"
 
 
 def largest_reward(metrics: Mapping[str, float]) -> float:

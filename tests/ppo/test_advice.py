@@ -10,6 +10,7 @@ import pytest
 from megappo.config.algorithm import AlgorithmSettings, KLInRewardSettings
 from megappo.config.base import Settings
 from megappo.config.schema import Config
+from megappo.observe.metric_docs import METRICS
 from megappo.ppo.advice import ADVICE, PAGES, Advisor, remedy_of_nonfinite, told
 from tests.house.documents import anchor
 from tests.support.places import ROOT
@@ -131,9 +132,37 @@ def test_a_critic_that_now_and_then_overshoots_is_too_slow() -> None:
     assert said(ADAPTIVE, metrics) == [(10, "explained_variance")]
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", ADVICE)
 def test_pages_of_advice_have_that_heading(name: str) -> None:
     page, heading = PAGES[name].split("#")
     text = (ROOT / "megappo" / "observe" / page).read_text()
     assert heading in [anchor(line.lstrip("# ")) for line in text.splitlines() if line.startswith("#")]
-    assert name in ADVICE and told(name).endswith(f" More in megappo/observe/{PAGES[name]}")
+    assert told(name).endswith(f" More in megappo/observe/{PAGES[name]}")
+
+
+TROUBLE = (ROOT / "megappo" / "observe" / "trouble.md").read_text()
+SYMPTOMS = dict(part.split("\n", 1) for part in TROUBLE.split("\n## ")[1:])
+
+
+def test_the_page_of_symptoms_has_them_all() -> None:
+    wanted = {"reward is flat", "kl explodes", "critic does not learn", "entropy collapses", "lengths run away",
+              "mismatch grows", "run hangs", "memory runs out", "servers restart"}  # fmt: skip
+    assert wanted <= {heading.lower().removeprefix("the ") for heading in SYMPTOMS}
+
+
+@pytest.mark.parametrize("symptom", SYMPTOMS)
+def test_a_symptom_has_metrics_and_settings_that_exist(symptom: str) -> None:
+    """Each row begins with a metric; all that looks like a metric or a setting is one."""
+    rows = [line.split(" | ") for line in SYMPTOMS[symptom].splitlines() if line.startswith("| `")]
+    assert rows and all(len(row) == 3 and all(row) for row in rows)
+    code = re.findall(r"`([^`]+)`", SYMPTOMS[symptom])
+    for row in rows:
+        assert re.findall(r"`([^`]+)`", row[0])[0] in METRICS
+    for name in code:
+        if re.fullmatch(r"[a-z]+/[A-Za-z_/@0-9]+", name):
+            assert name in METRICS, name
+    settings = [name.split(":")[0] for name in code if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+(: .*)?", name)]
+    settings = [name for name in settings if not name.endswith(".jsonl")]
+    assert settings
+    for name in settings:
+        field_type(name)
