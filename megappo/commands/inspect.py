@@ -120,7 +120,8 @@ class SavedRun:
         """Where the run says that it saved."""
         if not self._directory.is_dir():
             raise ValueError(f"{self._directory} is no directory; name that of a run")
-        return self._directory / "experience" if self._config is None else self._config.experience_folder
+        elsewhere = None if self._config is None else self._config.rollout.save_to
+        return self._directory / "experience" if elsewhere is None else Path(elsewhere)  # a run may have been moved
 
     @cached_property
     def _config(self) -> Config | None:

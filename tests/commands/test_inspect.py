@@ -195,6 +195,11 @@ def test_a_run_of_everything_and_of_little(tmp_path: Path, capsys: pytest.Captur
         assert told(capsys, tmp_path / f"{whole}")
 
 
+def test_a_run_that_was_moved_is_read_where_it_is(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    moved = run.rename(run.with_name("moved"))
+    assert listed(told(capsys, moved)) == ["0", "1", "2", "3"]
+
+
 def test_the_folder_that_a_run_names_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     run.mkdir()
