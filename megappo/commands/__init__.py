@@ -52,6 +52,7 @@ COMMANDS = {
     "data": Command("write GSM8K, MATH, DAPO or Countdown as configurations read them"),
     "settings": Command("say what can be set: a section, a setting, or what others call it"),
     "report": Command("show how a metric went in a run, or in several"),
+    "inspect": Command("show samples that a run saved, token by token: mask, reward, value, return, advantage"),
 }
 """By name, which is also the name of its module in this package."""
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from megappo.data.countdown import puzzles
-from megappo.data.tables import json_lines, read_parquet, shown, table_rows
+from megappo.data.tables import json_lines, shown, table_rows
 from megappo.errors import either, first_of, nearest_word, reason, writing
+from megappo.observe.parquet_files import read_parquet
 
 Rows = Iterator[dict[str, Any]]
 Located = Iterable[tuple[str, dict[str, Any]]]

@@ -16,8 +16,9 @@ from typing import Any
 from megappo.config.data import HUB_PREFIX, DataSourceSettings
 from megappo.data.hub_sets import read_table
 from megappo.data.prepare import SETS
-from megappo.data.tables import json_lines, read_parquet, shown, table_rows
+from megappo.data.tables import json_lines, shown, table_rows
 from megappo.errors import how_to_install, nearest_word
+from megappo.observe.parquet_files import read_parquet
 from megappo.plugins import check_call, is_import_path, load_function, users_code
 
 _ROLES = ("system", "user", "assistant", "tool")

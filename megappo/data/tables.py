@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,20 +53,6 @@ def _json_object(line: bytes, where: str) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ValueError(f'{where} holds {shown(fields)}, must be an object like {{"prompt": ...}}; fix it')
     return fields
-
-
-def read_parquet(path: Path, columns: Sequence[str] | None = None) -> pyarrow.Table:
-    """The table of a file; `columns`: these alone. Raises ValueError for one that is damaged."""
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        check_plain(path)
-        table = parquet.read_table(path, columns=None if columns is None else list(columns))
-        table.column_names  # noqa: B018 - raises for names that are not UTF-8
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not a readable parquet file ({reason(error)}); write it again") from error
-    return table
 
 
 def table_rows(table: pyarrow.Table, place: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal, TextIO
 
 from rich.console import Console, Group, RenderableType
@@ -17,7 +19,7 @@ from rich.text import Text
 
 from megappo.observe.charts import ASCII_BLOCKS, BLOCKS, sparkline
 from megappo.observe.messages import View
-from megappo.observe.progress import PROGRESS, StageProgress
+from megappo.observe.progress import PROGRESS, StageProgress, duration
 
 _LINE = (
     ("reward", "reward/mean", ".3f"),
@@ -37,6 +39,8 @@ _FAILURES = {"reward/failures": "failed rewards", "episode/failures": "failed ep
 """Metrics that are shown where they are not 0, and their labels."""
 _KEPT_STEPS = 60
 _SPARKLINE_COLUMNS = 24
+_KEPT_WARNINGS = 3
+_OF_STEP = re.compile(r"step \d+: ")
 # The progress bar's default forgets steps older than 30 seconds, and with them the ETA of any longer step.
 _ETA_WINDOW_SECONDS = 6 * 3600.0
 
@@ -45,9 +49,19 @@ class PlainView(View):
     """One line per step, and one a minute in a stage that takes longer."""
 
     def __init__(
-        self, stream: TextIO, total_steps: int, progress: StageProgress = PROGRESS, *, every_seconds: float = 60.0
+        self,
+        stream: TextIO,
+        total_steps: int,
+        progress: StageProgress = PROGRESS,
+        *,
+        every_seconds: float = 60.0,
+        clock: Callable[[], float] = time.time,
     ) -> None:
+        """`clock`: seconds since 1970, of which lines show the time of day here."""
         super().__init__(stream)
+        self._clock = clock
+        self._begun: tuple[int, float] | None = None
+        """The step that was the first here, and when it began."""
         self._total_steps, self._progress, self._every_seconds = total_steps, progress, every_seconds
         self._step: int | None = None
         self._closed = threading.Event()
@@ -56,8 +70,10 @@ class PlainView(View):
         self._thread: threading.Thread | None = None
 
     def begin_step(self, step: int) -> None:
-        """Note the step for the lines that follow."""
+        """Note the step for the lines that follow; the first one starts the clock of what is left."""
         self._step = step
+        if self._begun is None:
+            self._begun = (step, self._clock())
 
     def stage(self, name: str) -> None:
         """Count the lines of this stage; the first stage starts the thread that reports on long ones."""
@@ -74,13 +90,26 @@ class PlainView(View):
         while not self._closed.wait(min(1.0, self._every_seconds / 4)):
             if self._progress.seconds >= (self._lines + 1) * self._every_seconds:
                 self._lines = int(self._progress.seconds / self._every_seconds)
-                self.message(f"{'' if self._step is None else f'step {self._step}: '}{self._progress.text()}")
+                of_step = "" if self._step is None else f"step {self._step}: "
+                self.message(f"{of_step}{self._progress.text()} ({self._time_of_day()})")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The key metrics that there are."""
+        """The key metrics that there are, the time of day, and how long the steps that are left will take."""
         parts = [f"{label} {metrics[name]:{form}}" for label, name, form in _LINE if name in metrics]
         parts += [f"{label} {metrics[name]:.1%}" for name, label in _FAILURES.items() if metrics.get(name)]
+        parts += [self._time_of_day(), *self._left(step)]
         self.message("  ".join([f"step {step}/{self._total_steps}", *parts]))
+
+    def _time_of_day(self) -> str:
+        return time.strftime("%H:%M:%S", time.localtime(self._clock()))
+
+    def _left(self, step: int) -> list[str]:
+        """At the mean pace of the steps so far, evaluations and checkpoints between them included."""
+        if self._begun is None or step >= self._total_steps:
+            return []
+        first, since = self._begun
+        pace = (self._clock() - since) / (step + 1 - first)
+        return [f"ETA {duration(pace * (self._total_steps - step))}"]
 
 
 class _Doing:
@@ -94,7 +123,8 @@ class _Doing:
 
 
 class LiveView(View):
-    """Last message, progress with ETA, stage and what it has done, metrics and step times, redrawn in place."""
+    """Last message, progress with ETA, stage and what it has done, last warnings, metrics and step times, redrawn in
+    place."""
 
     def __init__(self, stream: TextIO, total_steps: int, progress: StageProgress = PROGRESS) -> None:
         """Nothing is drawn before the first call, so that a run that fails to start leaves the terminal alone."""
@@ -117,6 +147,7 @@ class LiveView(View):
         self._times: dict[str, float] = {}
         self._step: int | None = None
         self._note: str | None = None
+        self._warnings: list[str] = []
         self._live = Live(console=self._console, refresh_per_second=4, vertical_overflow="crop")
         self._closed = False
 
@@ -152,6 +183,21 @@ class LiveView(View):
         if before is not None:
             self._console.print(before, markup=False, highlight=False)
 
+    def warn(self, text: str) -> None:
+        """Show it below the bar until newer ones have taken its place, or the same was said again; it moves up into the
+        scrollback then."""
+        if self._closed:
+            self.message(text)
+            return
+        said = _OF_STEP.sub("", text)
+        again = [warning for warning in self._warnings if _OF_STEP.sub("", warning) == said]
+        kept = [*(warning for warning in self._warnings if warning not in again), text]
+        gone = again + kept[:-_KEPT_WARNINGS]
+        self._warnings = kept[-_KEPT_WARNINGS:]
+        self._draw()
+        for warning in gone:
+            self._console.print(warning, markup=False, highlight=False)
+
     def close(self) -> None:
         """Leave the last state on the screen."""
         if not self._closed:
@@ -161,7 +207,8 @@ class LiveView(View):
     def _draw(self) -> None:
         if self._closed:
             return
-        parts: list[RenderableType] = [self._progress, self._doing, self._table()]
+        warnings = [Text(warning, style="yellow") for warning in self._warnings]
+        parts: list[RenderableType] = [self._progress, self._doing, *warnings, self._table()]
         if self._note is not None:
             parts.insert(0, Text(self._note, style="yellow"))
         self._live.update(Group(*parts), refresh=self._live.is_started)

@@ -30,6 +30,10 @@ class View:
         """Print a line that stays, also where other lines are redrawn."""
         print(text, file=self._stream, flush=True)
 
+    def warn(self, text: str) -> None:
+        """Print a line that stays in sight while the run goes on, where there is a place for it."""
+        self.message(text)
+
     def close(self) -> None:
         """Give the terminal back; may be called twice."""
 
@@ -61,6 +65,11 @@ class SteadyView(View):
         with suppress(OSError):
             self._view.message(text)
 
+    def warn(self, text: str) -> None:
+        """As the other view does."""
+        with suppress(OSError):
+            self._view.warn(text)
+
     def close(self) -> None:
         """As the other view does."""
         with suppress(OSError):
@@ -78,11 +87,11 @@ class Messages:
         """A run's view is drawn from now on; None: no longer."""
         self._view = view
 
-    def tell(self, text: str) -> None:
-        """Print a line; above the view while a run is shown."""
+    def tell(self, text: str, *, warns: bool = False) -> None:
+        """Print a line; above the view while a run is shown, in which one that `warns` stays in sight."""
         with self._lock, suppress(OSError):  # nothing is left that could say that nothing can be said
             if self._view is not None:
-                self._view.message(text)
+                (self._view.warn if warns else self._view.message)(text)
             else:
                 print(f"megappo: {text}", file=sys.stderr, flush=True)
 

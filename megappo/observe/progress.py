@@ -31,6 +31,7 @@ class StageProgress:
         self._stage, self._waits_for, self._since = "", "", clock()
         self._counts: dict[str, _Count] = {}
         self._parts = 0
+        self._servers = (0, 0)
 
     def enter(self, stage: str, waits_for: str = "") -> None:
         """A stage begins. Counts are forgotten, except what is generated ahead and not finished."""
@@ -57,6 +58,11 @@ class StageProgress:
                 self._counts[what].done += number
                 self._counts[what].tokens += tokens
 
+    def note_servers(self, busy: int, of: int) -> None:
+        """So many of the engine's servers owe this rank answers; of 0 nothing is told."""
+        with self._lock:
+            self._servers = (busy, of)
+
     def forget(self) -> None:
         """What is counted was given up."""
         with self._lock:
@@ -75,25 +81,38 @@ class StageProgress:
             return self._clock() - self._since if self._stage else 0.0
 
     def text(self) -> str:
-        """One line: `rollout for 3 min 5 s: 12 of 64 samples of this rank, 1,234 tokens/s; waits for ...`."""
+        """One line: `rollout for 3 min 5 s: 12 of 64 samples of this rank, 1,234 tokens/s, about 13 min 20 s left, 3 of
+        4 servers busy; waits for ...`."""
         with self._lock:
             if not self._stage:
                 return ""
             now = self._clock()
-            counted = ", ".join(_words(name, count, now) for name, count in self._counts.items())
+            counts = [_words(name, count, now) for name, count in self._counts.items()]
+            busy, servers = self._servers
+            counts += [f"{busy} of {servers} servers busy"] if servers and {SAMPLES, EPISODES} & {*self._counts} else []
+            counted = ", ".join(counts)
             waits = f"; waits for {self._waits_for}" if self._waits_for else ""
-            return f"{self._stage} for {_duration(now - self._since)}{': ' if counted else ''}{counted}{waits}"
+            return f"{self._stage} for {duration(now - self._since)}{': ' if counted else ''}{counted}{waits}"
 
 
 def _words(name: str, count: _Count, now: float) -> str:
     words = f"{count.done:,} of {count.total:,} {name}"
     if count.tokens and now > count.since:
         words += f", {count.tokens / (now - count.since):,.0f} tokens/s"
+    if 0 < count.done < count.total:  # at the pace so far; long answers come last
+        words += f", about {duration((now - count.since) / count.done * (count.total - count.done))} left"
     return words
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """`5 s`, `3 min 5 s`, `2 h 3 min` or `4 d 2 h`."""
     minutes, rest = divmod(int(seconds), 60)
+    hours, minutes_left = divmod(minutes, 60)
+    days, hours_left = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours_left} h"
+    if hours:
+        return f"{hours} h {minutes_left} min"
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 

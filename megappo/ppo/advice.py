@@ -12,6 +12,7 @@ _PATIENCE_STEPS = 10
 _QUIET_STEPS = 20
 _EARLY_STEPS = 5
 _MUCH_LEFT_OUT = 0.2
+_OVERSHOT = -1.0  # explained variance of errors that vary twice as much as the returns
 _LARGE_REWARD = 1e9  # the largest that an environment may give; the square of much larger ones leaves float32
 # Rewards whose spread is below this share of their size are equal up to the rounding of the moments it is made of.
 _EQUAL = 1e-6
@@ -24,6 +25,8 @@ ADVICE = {
     "algorithm.band.",
     "explained_variance": "The critic has long predicted returns worse than their mean would, so advantages are noise: "
     "raise critic.optimizer.learning_rate or critic.epochs, or give it a head start with critic.warmup_steps.",
+    "critic_overshoots": "The critic's values have long been spread wider than the returns that they are to predict, "
+    "as updates that are too large leave them: lower critic.optimizer.learning_rate, or scale returns by reward.scale.",
     "kl_target": "KL to the reference has been above its target for many steps, so the policy drifts: "
     "lower actor.optimizer.learning_rate, or algorithm.kl_in_reward.horizon to let the weight rise faster.",
     "entropy": "Entropy fell below a tenth of what it was, so the policy hardly explores any more: "
@@ -46,6 +49,27 @@ ADVICE = {
     "1e9: scale what reward.function gives down.",
 }
 """The sentence for each condition; dotted names in it are settings."""
+PAGES = {
+    "clipfrac": "trouble.md#the-policy-moves-too-far",
+    "masked": "trouble.md#the-policy-moves-too-far",
+    "explained_variance": "gae.md#the-critic-learns-too-slowly",
+    "critic_overshoots": "gae.md#the-critic-overshoots",
+    "kl_target": "trouble.md#kl-explodes",
+    "entropy": "trouble.md#entropy-collapses",
+    "same_reward": "trouble.md#the-reward-is-flat",
+    "same_in_groups": "trouble.md#the-reward-is-flat",
+    "truncated": "trouble.md#lengths-run-away",
+    "mismatch": "trouble.md#the-mismatch-grows",
+    "actor_nonfinite": "trouble.md#an-update-is-not-finite",
+    "critic_nonfinite": "trouble.md#an-update-is-not-finite",
+    "large_reward": "trouble.md#an-update-is-not-finite",
+}
+"""Where more is said of a condition: a file of megappo/observe and a heading of it."""
+
+
+def told(name: str) -> str:
+    """What a user is told of a condition: its sentence, and where there is more."""
+    return f"{ADVICE[name]} More in megappo/observe/{PAGES[name]}"
 
 
 def largest_reward(metrics: Mapping[str, float]) -> float:
@@ -80,7 +104,7 @@ class Advisor:
         for name in self._conditions(metrics):
             if step - self._last_said.get(name, -_QUIET_STEPS) >= _QUIET_STEPS:
                 self._last_said[name] = step
-                said.append(ADVICE[name])
+                said.append(told(name))
         return said
 
     def _conditions(self, metrics: Mapping[str, float]) -> list[str]:
@@ -93,6 +117,9 @@ class Advisor:
         is_equal = value("reward/std") <= _EQUAL * max(1.0, abs(metrics.get("reward/mean", 0.0)))
         is_large = largest_reward(metrics) > _LARGE_REWARD
 
+        explained = value("critic/explained_variance")
+        overshoots = self._lasting("critic_overshoots", explained < _OVERSHOT)
+
         found = {
             "clipfrac": value("actor/clipfrac") > 0.5 and not self._leaves_out,
             "masked": self._leaves_out and value("actor/masked_below") + value("actor/masked_above") > _MUCH_LEFT_OUT,
@@ -102,7 +129,8 @@ class Advisor:
             "actor_nonfinite": nonfinite("actor") and not is_large,
             "critic_nonfinite": nonfinite("critic") and not is_large,
             "large_reward": is_large and (nonfinite("actor") or nonfinite("critic")),
-            "explained_variance": self._lasting("explained_variance", value("critic/explained_variance") < 0),
+            "explained_variance": self._lasting("explained_variance", explained < 0) and not overshoots,
+            "critic_overshoots": overshoots,
             "same_reward": self._lasting("same_reward", is_equal),
             "same_in_groups": self._lasting("same_in_groups", value("reward/group_spread") == 0 and not is_equal),
             "kl_target": self._kl_target is not None

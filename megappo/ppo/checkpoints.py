@@ -244,7 +244,7 @@ class Checkpoints:
         if self._failures >= _MOST_FAILURES:
             raise CheckpointError(f"{problem}, {self._failures} times in a row; {REMEDY}")
         if self._parts.runtime.is_main:
-            tell(f"{problem}; it is tried again, {_MOST_FAILURES} times in a row at most")
+            tell(f"{problem}; it is tried again, {_MOST_FAILURES} times in a row at most", warns=True)
         return True
 
     def save_interrupted(self, boundary: Boundary) -> str:

@@ -7,23 +7,22 @@ has no column. `pandas.read_parquet` and the like read a file or the folder of a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from megappo.data.tables import read_parquet
 from megappo.errors import ConfigError, reason
+from megappo.observe.parquet_files import ColumnFile
+from megappo.observe.saved_samples import DATA_SOURCE, TOKEN_TEXTS, no_samples
 from megappo.types import Episode, Episodes, Experience, Prompt, Rollouts, Scored
 
 if TYPE_CHECKING:
     import pyarrow
 
-DATA_SOURCE = "data_source"
-"""Column, and metadata key, of the task that a sample is of, as verl's files have it."""
 _ROUTING, _ROUTING_SHAPE, _ROUTING_TYPE = "routing", "routing_shape", "routing_type"
 _PER_TOKEN = {
     "token_versions": "token_versions_BR", "engine_logprobs": "engine_logprob_BR", "response_mask": "response_mask_BR",
@@ -64,16 +63,19 @@ def require_parquet() -> None:
         ) from error
 
 
-def write_samples(path: Path, samples: SavedSamples, rows: Sequence[int]) -> None:
-    """Write those samples of a rank that stand at these places. Raises OSError."""
+def write_samples(path: Path, samples: SavedSamples, rows: Sequence[int], text_of: Callable[[int], str]) -> None:
+    """Write those samples of a rank that stand at these places. `text_of`: of a token, for people; asked once for each
+    that there is. Raises OSError."""
     import pyarrow
     from pyarrow import parquet
 
-    table = pyarrow.table(dict(_columns(samples, list(rows))))
+    table = pyarrow.table(dict(_columns(samples, list(rows), text_of)))
     parquet.write_table(table, path)
 
 
-def _columns(samples: SavedSamples, rows: list[int]) -> Iterator[tuple[str, pyarrow.Array]]:
+def _columns(
+    samples: SavedSamples, rows: list[int], text_of: Callable[[int], str]
+) -> Iterator[tuple[str, pyarrow.Array]]:
     import pyarrow
 
     experience = samples.experience
@@ -102,6 +104,7 @@ def _columns(samples: SavedSamples, rows: list[int]) -> Iterator[tuple[str, pyar
     said = [sequence[len(sequence) - length :] for sequence, length in zip(ids, lengths, strict=True)]
     yield "prompt_tokens", _lists(_cat(asked), [len(tokens) for tokens in asked])
     yield "response_tokens", _lists(_cat(said), lengths)
+    yield TOKEN_TEXTS, _text_lists(_cat(said), lengths, text_of)
     for name, key in _PER_TOKEN.items():
         values_BR = next(getattr(x, key) for x in (rollouts, scored, experience) if hasattr(x, key))
         if values_BR is not None:
@@ -138,13 +141,25 @@ def _cat(tensors: Sequence[Tensor]) -> Tensor:
 def _lists(flat: Tensor, lengths: Sequence[int]) -> pyarrow.Array:
     import pyarrow
 
+    return _rows(pyarrow.array(flat.contiguous().numpy()), lengths)
+
+
+def _rows(flat: pyarrow.Array, lengths: Sequence[int]) -> pyarrow.Array:
+    import pyarrow
+
     offsets = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
-    return pyarrow.LargeListArray.from_arrays(pyarrow.array(offsets.numpy()), pyarrow.array(flat.contiguous().numpy()))
+    return pyarrow.LargeListArray.from_arrays(pyarrow.array(offsets.numpy()), flat)
+
+
+def _text_lists(flat: Tensor, lengths: Sequence[int], text_of: Callable[[int], str]) -> pyarrow.Array:
+    known, places = flat.unique(return_inverse=True)
+    texts = _texts([text_of(token) for token in known.tolist()])
+    return _rows(texts.take(_lists(places, [len(flat)]).flatten()), lengths)
 
 
 def sample_ids_of(path: Path) -> list[int]:
     """Ids of the samples of a file, in its order. Raises ValueError for one that is damaged."""
-    found: list[int] = _File(path, ("sample_id",)).numbers("sample_id").tolist()
+    found: list[int] = _File(path, ("sample_id",)).tensor("sample_id").tolist()
     return found
 
 
@@ -155,7 +170,7 @@ def read_samples(path: Path) -> SavedSamples:
         rollouts = _rollouts(file)
         scored = Scored(
             rollouts=rollouts,
-            scores_B=file.numbers("reward"),
+            scores_B=file.tensor("reward"),
             old_logprob_BR=file.tokens("old_logprobs"),
             ref_logprob_BR=file.tokens_or_none("ref_logprobs"),
             values_BR=file.tokens_or_none("values"),
@@ -169,13 +184,13 @@ def read_samples(path: Path) -> SavedSamples:
             rewards_BR=file.tokens("token_rewards"),
             kl_BR=file.tokens_or_none("kl"),
         )
-        return SavedSamples(experience, file.numbers("score"))
+        return SavedSamples(experience, file.tensor("score"))
     except (TypeError, ValueError, RuntimeError, KeyError) as error:
-        raise ValueError(f"{path} holds no saved samples ({reason(error)}); name what a run saved") from error
+        raise no_samples(path, error) from error
 
 
 def _rollouts(file: _File) -> Rollouts:
-    asked, said = file.lists("prompt_tokens"), file.lists("response_tokens")
+    asked, said = file.split("prompt_tokens"), file.split("response_tokens")
     lengths_B = torch.tensor([len(tokens) for tokens in said], dtype=torch.int64)
     texts = zip(
         *(file.plain(name) for name in ("prompt_index", "prompt", "answer", "source", DATA_SOURCE)), strict=True
@@ -186,17 +201,17 @@ def _rollouts(file: _File) -> Rollouts:
     )
     return Rollouts(
         prompts=prompts,
-        sample_ids_B=file.numbers("sample_id"),
-        group_ids_B=file.numbers("group_id"),
+        sample_ids_B=file.tensor("sample_id"),
+        group_ids_B=file.tensor("group_id"),
         sequences=tuple(torch.cat(both) for both in zip(asked, said, strict=True)),
         response_lengths_B=lengths_B,
         engine_logprob_BR=file.tokens("engine_logprobs"),
         response_mask_BR=file.tokens("response_mask"),
-        truncated_B=file.numbers("truncated"),
-        weight_versions_B=file.numbers("weight_version"),
+        truncated_B=file.tensor("truncated"),
+        weight_versions_B=file.tensor("weight_version"),
         responses=tuple(file.plain("response")),
         raw_responses=tuple(file.plain("raw_response")),
-        special_tokens_B=file.numbers("special_tokens"),
+        special_tokens_B=file.tensor("special_tokens"),
         episodes=_episodes(file),
         token_versions_BR=file.tokens_or_none("token_versions"),
         reward_failures=tuple(file.plain("reward_failure")),
@@ -218,46 +233,29 @@ def _routing(file: _File) -> tuple[Tensor, ...] | None:
     if _ROUTING not in file:
         return None
     kinds = {str(kind).removeprefix("torch."): kind for kind in (torch.uint8, torch.int16)}
-    told = zip(file.plain(_ROUTING), file.lists(_ROUTING_SHAPE), file.plain(_ROUTING_TYPE), strict=True)
+    told = zip(file.plain(_ROUTING), file.split(_ROUTING_SHAPE), file.plain(_ROUTING_TYPE), strict=True)
     return tuple(
         torch.frombuffer(bytearray(content), dtype=kinds[kind]).view(shape.tolist()) for content, shape, kind in told
     )
 
 
-class _File:
-    """The columns of a file. Raises ValueError for one that cannot be read, KeyError for a column that is not there."""
+class _File(ColumnFile):
+    """The columns of a file as tensors."""
 
-    def __init__(self, path: Path, columns: Sequence[str] | None = None) -> None:
-        self._table = read_parquet(path, columns)
+    def tensor(self, name: str) -> Tensor:
+        """(B,): one number of each row."""
+        return torch.from_numpy(self.numbers(name).copy())
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._table.column_names
-
-    def _column(self, name: str) -> pyarrow.Array:
-        """In one piece."""
-        found = self._table.column(name).combine_chunks()
-        return found.chunk(0) if hasattr(found, "chunk") else found
-
-    def plain(self, name: str) -> list[Any]:
-        """Texts, numbers or bytes of each row."""
-        return list(self._column(name).to_pylist())
-
-    def numbers(self, name: str) -> Tensor:
-        """(B,): one of each row."""
-        return _tensor(self._column(name))
-
-    def lists(self, name: str) -> tuple[Tensor, ...]:
-        """Those of each row."""
-        column = self._column(name)
-        lengths = column.value_lengths().to_pylist()
-        return _tensor(column.flatten()).split(lengths) if lengths else ()
+    def split(self, name: str) -> tuple[Tensor, ...]:
+        """The numbers of each row."""
+        lengths, flat = self.lists(name)
+        return torch.from_numpy(flat.copy()).split(lengths) if lengths else ()
 
     def tokens(self, name: str) -> Tensor:
         """(B, R), R the longest row, filled up with 0."""
-        column = self._column(name)
-        lengths_B = _tensor(column.value_lengths()).long()
-        here_BR = torch.arange(max(lengths_B.tolist(), default=1))[None] < lengths_B[:, None]
-        flat = _tensor(column.flatten())
+        lengths, numbers = self.lists(name)
+        flat, lengths_B = torch.from_numpy(numbers.copy()), torch.tensor(lengths, dtype=torch.int64)
+        here_BR = torch.arange(max(lengths, default=1))[None] < lengths_B[:, None]
         found_BR = torch.zeros(here_BR.shape, dtype=flat.dtype)
         found_BR[here_BR] = flat
         return found_BR
@@ -265,7 +263,3 @@ class _File:
     def tokens_or_none(self, name: str) -> Tensor | None:
         """The same of what not every run has."""
         return self.tokens(name) if name in self else None
-
-
-def _tensor(column: pyarrow.Array) -> Tensor:
-    return torch.from_numpy(column.to_numpy(zero_copy_only=False).copy())

@@ -150,7 +150,7 @@ class Reporter:
         PROGRESS.leave()
         self._view.step(step, shown)
         for sentence in (*self._advisor.observe(step, shown), *self._stragglers.observe(step, self._slow)):
-            self.message(f"step {step}: {sentence}")
+            self.message(f"step {step}: {sentence}", warns=True)
 
     def note_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show an evaluation; before the first step there is no line to carry it."""
@@ -174,7 +174,8 @@ class Reporter:
             first = next((reason for of_rank in of_all_ranks(failed[kind][:1]) for reason in of_rank), "")
             if first:
                 self._told_failures.add(kind)
-                self.message(f"step {step}: the first {kind} that failed: {one_line(first)}; {_FAILED[kind]}")
+                told = f"the first {kind} that failed: {one_line(first)}; {_FAILED[kind]}"
+                self.message(f"step {step}: {told}", warns=True)
 
     def samples(self, step: int, rollouts: Rollouts, scores_B: Tensor) -> None:
         """Write a few of this rank's texts."""
@@ -213,10 +214,10 @@ class Reporter:
             "its samples are in jumps.jsonl"
         )
 
-    def message(self, text: str) -> None:
-        """Print a line on the main rank."""
+    def message(self, text: str, *, warns: bool = False) -> None:
+        """Print a line on the main rank; one that `warns` stays in sight."""
         if self._runtime.is_main:
-            tell(text)
+            tell(text, warns=warns)
 
     def close(self) -> None:
         """Close files and restore the terminal."""

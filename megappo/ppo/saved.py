@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megappo.config.experience_rules import MARKER, SavedStep, folder_of_step, saved_steps
+from megappo.config.tokens import token_text
 from megappo.ppo.experience_files import SavedSamples, read_samples, require_parquet, sample_ids_of, write_samples
 from megappo.ppo.generation import Kept
 from megappo.ppo.parts import Parts
@@ -35,6 +37,7 @@ class ExperienceRecord:
         self._settings, self._config, self._runtime = parts.config.saves_experience, parts.config, parts.runtime
         self._folder = parts.config.experience_folder
         self._given_B = torch.zeros(0)
+        self._text_of = cache(partial(token_text, parts.tokenizer))
         if self._settings is not None:
             require_parquet()
 
@@ -81,10 +84,13 @@ class ExperienceRecord:
         problem = self._everywhere(lambda: _clear(saved.folder), on_main=True)
         if not problem:
             samples = SavedSamples(experience, self._given_B)
-            problem = self._everywhere(lambda: write_samples(saved.file(self._runtime.rank), samples, rows))
+            problem = self._everywhere(lambda: self._write(saved, samples, rows))
         if not problem:
             problem = self._everywhere(lambda: _finish(saved, folder_of_step(self._folder, step)), on_main=True)
         return f"the experience of step {step} is not saved: {problem}" if problem else ""
+
+    def _write(self, saved: SavedStep, samples: SavedSamples, rows: Sequence[int]) -> None:
+        write_samples(saved.file(self._runtime.rank), samples, rows, self._text_of)
 
     def _everywhere(self, work: Any, *, on_main: bool = False) -> str:
         """Why work failed on any rank; "" where it did not."""

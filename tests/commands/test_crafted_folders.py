@@ -112,6 +112,7 @@ COMMANDS: dict[str, tuple[Callable[[Path], list[str]], int]] = {
     "export": (lambda root: ["export", str(root / "run"), str(root / "out")], 2),
     "export for megatron": (lambda root: ["export", str(root / "run"), str(root / "out"), "--format", "torch_dist"], 2),
     "report": (lambda root: ["report", str(root / "run")], 0),
+    "inspect": (lambda root: ["inspect", str(root / "run")], 2),
     "plan": (lambda root: ["plan", *own_settings(root)], 0),
     "doctor": (lambda root: ["doctor", *own_settings(root)], 0),
     "dry run": (lambda root: ["train", *begun(root), "--dry-run"], 0),

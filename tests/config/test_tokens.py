@@ -20,7 +20,7 @@ from megappo.config import check_run, load_config
 from megappo.config.data import DataSettings, DataSourceSettings
 from megappo.config.environment import EnvironmentSettings
 from megappo.config.model_files import load_tokenizer, read_architecture, resolve_stop_token_ids, token_rows
-from megappo.config.tokens import TokenRows, decoded, response_length_rules, whole_ids
+from megappo.config.tokens import TokenRows, decoded, response_length_rules, token_text, whole_ids
 from megappo.data import PromptDataset, read_prompts
 from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
 from megappo.environments.chat import ChatTokens
@@ -503,3 +503,11 @@ def test_limits_leave_room_for_a_response(given: str, sentence: str) -> None:
     if not sentence:
         assert list(response_length_rules(config)) == []
         assert config.max_sequence_tokens == 21
+
+
+def test_a_token_by_itself_has_a_text() -> None:
+    """Blanks stay; a token that is half of a character has the tokenizer's name for it."""
+    made = Tokenizer(models.BPE({"a": 0, "Ã": 1, "Ġb": 2}, []))
+    made.decoder = decoders.ByteLevel()
+    words = PreTrainedTokenizerFast(tokenizer_object=made)
+    assert [token_text(words, token) for token in (1, 2)] == ["Ã", " b"]

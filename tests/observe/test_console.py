@@ -3,6 +3,7 @@
 import io
 import math
 import sys
+import time
 from typing import Any, Literal, get_args
 
 import pytest
@@ -32,6 +33,7 @@ def show(mode: Mode, stream: Any, *metrics: dict[str, float]) -> None:
         view.stage("rollout")
         view.step(step, numbers)
         view.message(f"step {step}: Entropie fällt [not markup] \ud800")
+        view.warn(f"step {step}: \ud800 [not markup]")
     view.close()
     view.close()
     view.message("after the end")
@@ -82,6 +84,29 @@ def test_live_shows_everything(monkeypatch: pytest.MonkeyPatch) -> None:
         assert f"step {step}: Entropie fällt [not markup]" in text
 
 
+def test_live_keeps_the_last_warnings_in_sight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of them, each once; messages take no place of theirs, and what is gone is above."""
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("LINES", "60")
+    stream, raw = terminal()
+    view = make_view("live", 9, stream)
+    MESSAGES.show_in(view)
+    view.begin_step(1)
+    for step, sentence in enumerate(("first", "second", "first", "third [bold]", "fourth"), start=1):
+        MESSAGES.tell(f"step {step}: the {sentence}", warns=True)
+        MESSAGES.tell(f"message {step}")
+    MESSAGES.show_in(None)
+    view.step(1, ALL)
+    view.close()
+    view.warn("after the end")
+    text = Text.from_ansi(raw.getvalue().decode()).plain
+    last = text[text.rindex("message 5") :]
+    shown = [line.strip() for line in last.splitlines() if line.startswith("step ") and ": the " in line]
+    assert shown == ["step 3: the first", "step 4: the third [bold]", "step 5: the fourth"]
+    assert "step 1: the first" in text and "step 2: the second" in text
+    assert text.endswith("after the end\n")
+
+
 def test_live_in_ascii_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     stream, raw = terminal("ascii")
@@ -115,22 +140,37 @@ def test_live_draws_nothing_before_it_is_used() -> None:
     assert raw.getvalue() == b""
 
 
-def test_plain_is_one_line_per_step() -> None:
-    stream = io.StringIO()
-    view = make_view("plain", 20, stream)
-    view.begin_step(7)
-    view.stage("rollout")
-    view.step(7, {"reward/mean": 0.5, "time/step": 1.25})
-    assert stream.getvalue() == "step 7/20  reward 0.500  s 1.25\n"
+def at(seconds: float) -> str:
+    """The time of day here."""
+    return time.strftime("%H:%M:%S", time.localtime(seconds))
+
+
+def test_plain_is_one_line_per_step_with_the_time_and_what_is_left() -> None:
+    """At the pace since the first step here; a run that goes on begins anew, and the last step has nothing left."""
+    stream, now = io.StringIO(), [1000.0]
+    view = PlainView(stream, 20, clock=lambda: now[0])
+    for step, later in ((7, 1090.0), (8, 1300.0), (20, 2000.0)):
+        view.begin_step(step)
+        view.step(step, {"reward/mean": 0.5, "time/step": 1.25})
+        now[0] = later
+        if step == 8:
+            view.step(9, {})
+    view.close()
+    assert stream.getvalue().splitlines() == [
+        f"step 7/20  reward 0.500  s 1.25  {at(1000)}  ETA 0 s",
+        f"step 8/20  reward 0.500  s 1.25  {at(1090)}  ETA 9 min 0 s",
+        f"step 9/20  {at(1300)}  ETA 18 min 20 s",
+        f"step 20/20  reward 0.500  s 1.25  {at(1300)}",
+    ]
 
 
 def test_what_fails_is_a_part_of_the_line() -> None:
     stream = io.StringIO()
-    view = make_view("plain", 20, stream)
+    view = PlainView(stream, 20, clock=lambda: 0.0)
     view.step(1, {"reward/mean": 0.5, "reward/failures": 0.48, "episode/failures": 0.0})
     view.step(2, {"reward/failures": 0.0, "episode/failures": 0.0125})
     view.step(3, {"reward/failures": 0.0, "episode/failures": 0.0})
-    said = stream.getvalue().splitlines()
+    said = [line.removesuffix(f"  {at(0)}") for line in stream.getvalue().splitlines()]
     assert said == ["step 1/20  reward 0.500  failed rewards 48.0%", "step 2/20  failed episodes 1.2%", "step 3/20"]
 
 

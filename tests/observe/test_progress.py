@@ -15,7 +15,7 @@ import torch
 from megappo.config import load_config
 from megappo.megatron.roles import Update
 from megappo.observe.console import LiveView, PlainView
-from megappo.observe.progress import PROGRESS, SAMPLES, StageProgress
+from megappo.observe.progress import PROGRESS, SAMPLES, StageProgress, duration
 from megappo.ppo import updates
 from megappo.types import Samples
 from tests.support.places import BASE
@@ -50,18 +50,23 @@ def test_a_line_says_what_is_done_how_fast_and_what_is_awaited() -> None:
     progress.add(SAMPLES, 8, tokens=150_000)
     progress.add(SAMPLES, 4, tokens=100_000)
     assert progress.text() == (
-        "rollout for 2 min 5 s: 12 of 32 samples of this rank, 2,000 tokens/s; waits for the 64 responses of all ranks"
+        "rollout for 2 min 5 s: 12 of 32 samples of this rank, 2,000 tokens/s, about 3 min 28 s left; "
+        "waits for the 64 responses of all ranks"
     )
+    progress.note_servers(3, 4)
+    assert "about 3 min 28 s left, 3 of 4 servers busy; waits" in progress.text()
+    progress.note_servers(0, 0)
     progress.enter("update_actor")  # the samples are generated ahead
     progress.expect("minibatches", 4)
     progress.add("minibatches", 1)
     assert progress.text().startswith(
-        "update_actor for 0 s: 12 of 32 samples of this rank, 2,000 tokens/s, 1 of 4 mini"
+        "update_actor for 0 s: 12 of 32 samples of this rank, 2,000 tokens/s, about 3 min 28 s left, 1 of 4 mini"
     )
+    progress.note_servers(1, 4)
     progress.add("minibatches", 2)  # the last update was refused
     progress.add(SAMPLES, 20)
     progress.enter("sync")
-    assert progress.text() == "sync for 0 s"
+    assert progress.text() == "sync for 0 s"  # what servers do is told beside samples alone
     progress.expect(SAMPLES, 32)
     progress.forget()  # they were given up
     progress.enter("checkpoint")
@@ -74,7 +79,8 @@ def test_a_line_says_what_is_done_how_fast_and_what_is_awaited() -> None:
 def test_plain_logs_get_a_line_in_every_interval_of_a_long_stage() -> None:
     clock, stream = Clock(), io.StringIO()
     progress = StageProgress(clock)
-    view = PlainView(stream, 9, progress, every_seconds=0.02)
+    view = PlainView(stream, 9, progress, every_seconds=0.02, clock=lambda: 0.0)
+    at = time.strftime("%H:%M:%S", time.localtime(0))
 
     def lines_after(seconds: float, expected: int) -> list[str]:
         clock.now += seconds
@@ -88,18 +94,24 @@ def test_plain_logs_get_a_line_in_every_interval_of_a_long_stage() -> None:
     view.begin_step(3)
     view.stage("rollout")
     assert lines_after(0.01, 0) == []
-    assert lines_after(0.02, 1) == ["step 3: rollout for 0 s; waits for the others"]
+    assert lines_after(0.02, 1) == [f"step 3: rollout for 0 s; waits for the others ({at})"]
     assert len(lines_after(0.02, 2)) == 2
     progress.enter("sync")
     view.stage("sync")
     assert len(lines_after(0.01, 2)) == 2
-    assert lines_after(60, 3)[2] == "step 3: sync for 1 min 0 s"
+    assert lines_after(60, 3)[2] == f"step 3: sync for 1 min 0 s ({at})"
     view.close()
     assert len(lines_after(60, 3)) == 3
 
 
 def test_the_default_interval_is_a_minute() -> None:
-    assert PlainView.__init__.__kwdefaults__ == {"every_seconds": 60.0}
+    assert PlainView.__init__.__kwdefaults__ == {"every_seconds": 60.0, "clock": time.time}
+
+
+def test_spans_of_time_have_two_units() -> None:
+    given = (0.9, 59, 60, 3599, 3600, 86399, 90000, 10**6)
+    said = ["0 s", "59 s", "1 min 0 s", "59 min 59 s", "1 h 0 min", "23 h 59 min", "1 d 1 h", "11 d 13 h"]
+    assert [duration(seconds) for seconds in given] == said
 
 
 @pytest.mark.waits
@@ -112,7 +124,7 @@ def test_the_live_view_shows_the_counts(monkeypatch: pytest.MonkeyPatch) -> None
     view.begin_step(1)
     progress.add(SAMPLES, 5)  # nobody tells the view
     deadline = time.monotonic() + 20
-    while "5 of 32 samples of this rank; waits for the others" not in stream.getvalue():
+    while "5 of 32 samples of this rank, about 0 s left; waits for the others" not in stream.getvalue():
         assert time.monotonic() < deadline, stream.getvalue()[-2000:]
         time.sleep(0.05)
     view.close()
@@ -142,4 +154,4 @@ def test_updates_count_minibatches(monkeypatch: pytest.MonkeyPatch) -> None:
     PROGRESS.leave()
     assert [len(done.chosen) for done in found] == [4, 4, 4] * 2
     assert [done.weights.tokens for done in found] == [12, 12, 12] * 2
-    assert seen == [f"{n} of 6 minibatches" for n in range(6)]
+    assert [text.partition(",")[0] for text in seen] == [f"{n} of 6 minibatches" for n in range(6)]

@@ -10,14 +10,17 @@ import pytest
 from megappo.config.algorithm import AlgorithmSettings, KLInRewardSettings
 from megappo.config.base import Settings
 from megappo.config.schema import Config
-from megappo.ppo.advice import ADVICE, Advisor, remedy_of_nonfinite
+from megappo.observe.metric_docs import METRICS
+from megappo.ppo.advice import ADVICE, PAGES, Advisor, remedy_of_nonfinite, told
+from tests.house.documents import anchor
+from tests.support.places import ROOT
 
 ADAPTIVE = AlgorithmSettings(kl_in_reward=KLInRewardSettings(coef=0.1, controller="adaptive", per="response"))
 
 
 def said(algorithm: AlgorithmSettings, steps: list[dict[str, float]]) -> list[tuple[int, str]]:
     """Step and condition of everything said."""
-    advisor, names = Advisor(algorithm), {sentence: name for name, sentence in ADVICE.items()}
+    advisor, names = Advisor(algorithm), {told(name): name for name in ADVICE}
     return [(step, names[s]) for step, metrics in enumerate(steps, start=1) for s in advisor.observe(step, metrics)]
 
 
@@ -46,6 +49,7 @@ def test_said_at_once_and_again_after_twenty_steps(metrics: dict[str, float], na
     ("metrics", "name"),
     [
         ({"critic/explained_variance": -0.1}, "explained_variance"),
+        ({"critic/explained_variance": -1.1}, "critic_overshoots"),
         ({"reward/std": 0.0}, "same_reward"),
         ({"reward/std": 3e-9, "reward/mean": 0.1}, "same_reward"),  # what rounding leaves of equal rewards
         ({"reward/std": 0.4, "reward/group_spread": 0.0}, "same_in_groups"),
@@ -121,3 +125,44 @@ def test_a_loss_that_large_rewards_made_is_not_blamed_on_the_learning_rate() -> 
         assert "scale what the reward gives" in remedy_of_nonfinite("critic", {"reward/min": -size, "reward/max": 0.0})
     of_small = remedy_of_nonfinite("critic", {"reward/min": 0.0, "reward/max": 1.0})
     assert of_small == "Lower critic.optimizer.learning_rate"
+
+
+def test_a_critic_that_now_and_then_overshoots_is_too_slow() -> None:
+    metrics = [{"critic/explained_variance": -2.0}] * 5 + [{"critic/explained_variance": -0.5}] * 5
+    assert said(ADAPTIVE, metrics) == [(10, "explained_variance")]
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_pages_of_advice_have_that_heading(name: str) -> None:
+    page, heading = PAGES[name].split("#")
+    text = (ROOT / "megappo" / "observe" / page).read_text()
+    assert heading in [anchor(line.lstrip("# ")) for line in text.splitlines() if line.startswith("#")]
+    assert told(name).endswith(f" More in megappo/observe/{PAGES[name]}")
+
+
+TROUBLE = (ROOT / "megappo" / "observe" / "trouble.md").read_text()
+SYMPTOMS = dict(part.split("\n", 1) for part in TROUBLE.split("\n## ")[1:])
+
+
+def test_the_page_of_symptoms_has_them_all() -> None:
+    wanted = {"reward is flat", "kl explodes", "critic does not learn", "entropy collapses", "lengths run away",
+              "mismatch grows", "run hangs", "memory runs out", "servers restart"}  # fmt: skip
+    assert wanted <= {heading.lower().removeprefix("the ") for heading in SYMPTOMS}
+
+
+@pytest.mark.parametrize("symptom", SYMPTOMS)
+def test_a_symptom_has_metrics_and_settings_that_exist(symptom: str) -> None:
+    """Each row begins with a metric; all that looks like a metric or a setting is one."""
+    rows = [line.split(" | ") for line in SYMPTOMS[symptom].splitlines() if line.startswith("| `")]
+    assert rows and all(len(row) == 3 and all(row) for row in rows)
+    code = re.findall(r"`([^`]+)`", SYMPTOMS[symptom])
+    for row in rows:
+        assert re.findall(r"`([^`]+)`", row[0])[0] in METRICS
+    for name in code:
+        if re.fullmatch(r"[a-z]+/[A-Za-z_/@0-9]+", name):
+            assert name in METRICS, name
+    settings = [name.split(":")[0] for name in code if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+(: .*)?", name)]
+    settings = [name for name in settings if not name.endswith(".jsonl")]
+    assert settings
+    for name in settings:
+        field_type(name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,64 +19,10 @@ from megappo.config.experience_rules import MARKER, held_out, saved_steps
 from megappo.ppo.experience_files import SavedSamples, read_samples, sample_ids_of, write_samples
 from megappo.ppo.parts import Parts
 from megappo.ppo.saved import ExperienceRecord, check_tokens, read_some
-from megappo.types import Episode, Episodes, Experience, Prompt, Rollouts, Scored, ToolUse, Turn
 from tests.support.config import SHAPE
+from tests.support.data import character_tokenizer
 from tests.support.places import BASE
-
-EPISODES = (
-    Episode((Turn(0, 2, 0.1), Turn(3, 4, 1 / 3)), tools={"find": ToolUse(2, 1, 0.25)}, prompt_ids=(5, 6)),
-    Episode((), failure="raised", reason="no \ud83d"),
-)
-
-
-def samples(lengths: Sequence[int], first: int = 0, *, whole: bool = True) -> SavedSamples:
-    """Samples of so many response tokens whose numbers are drawn; padding is NaN where there may be any. `whole`: of a
-    run with a reference, a critic, an environment and routing."""
-    generator, B, R = torch.Generator().manual_seed(first), len(lengths), max(lengths, default=1)
-    lengths_B = torch.tensor(lengths, dtype=torch.int64)
-    here_BR = torch.arange(R)[None] < lengths_B[:, None]
-
-    def numbers(_name: str) -> Tensor:
-        return torch.randn(B, R, generator=generator).masked_fill(~here_BR, torch.nan)
-
-    ids_B, mask_BR = torch.arange(first, first + B), here_BR & (torch.arange(R) != 1)
-    routing = tuple(torch.randint(0, 9, (n + 1, 2, 3), generator=generator, dtype=torch.int16) for n in lengths)
-    episodes = Episodes(
-        tuple(EPISODES[i % 2] for i in range(B)),
-        numbers("turn_rewards"),
-        tuple(({"by": "model", "text": "é", "reward": 0.5},) for _ in range(B)),
-    )
-    rollouts = Rollouts(
-        prompts=tuple(
-            Prompt(9 * i, (1, 2), f"p{i}", None if i else "a", {"data_source": "math"}, "s") for i in range(B)
-        ),
-        sample_ids_B=ids_B,
-        group_ids_B=torch.where(ids_B % 2 == 1, -1 - ids_B, ids_B // 2),
-        sequences=tuple(torch.tensor([1, 2, *range(10, 10 + n)]) for n in lengths),
-        response_lengths_B=lengths_B,
-        engine_logprob_BR=numbers("engine"),
-        response_mask_BR=mask_BR,
-        truncated_B=ids_B % 3 == 0,
-        weight_versions_B=ids_B + 7,
-        responses=tuple(f"r{i}" for i in range(B)),
-        raw_responses=tuple(f"r{i}<eos>" for i in range(B)),
-        special_tokens_B=ids_B % 2,
-        episodes=episodes if whole else None,
-        token_versions_BR=here_BR * (ids_B[:, None] + 3) if whole else None,
-        reward_failures=tuple("late" if i == 1 else "" for i in range(B)),
-        routing=routing if whole else None,
-    )
-    scored = Scored(
-        rollouts,
-        torch.randn(B, generator=generator),
-        numbers("old"),
-        numbers("ref") if whole else None,
-        numbers("values") if whole else None,
-    )
-    weights = numbers("weights") if whole else None
-    kl = numbers("kl") if whole else None
-    experience = Experience(scored, numbers("a"), numbers("r"), weights, mask_BR, numbers("rewards"), kl)
-    return SavedSamples(experience, torch.randn(B, generator=generator))
+from tests.support.saved import samples
 
 
 def flat(value: Any, mask_BR: Tensor | None = None) -> Any:
@@ -100,7 +45,7 @@ def flat(value: Any, mask_BR: Tensor | None = None) -> Any:
 def test_what_was_written_is_read(tmp_path: Path, lengths: tuple[int, ...], whole: bool) -> None:
     """Every field of samples with all there may be, and with little; half of a surrogate pair becomes a sign for it."""
     given, path = samples(lengths, 4, whole=whole), tmp_path / "rank-00000.parquet"
-    write_samples(path, given, range(len(lengths)))
+    write_samples(path, given, range(len(lengths)), str)
     found = read_samples(path)
     assert flat(found) == flat(given)
     assert sample_ids_of(path) == given.sample_ids
@@ -108,6 +53,7 @@ def test_what_was_written_is_read(tmp_path: Path, lengths: tuple[int, ...], whol
     told = parquet.read_table(path).to_pylist()
     assert [row["ratios"] for row in told] == [ratios[b, :n].tolist() for b, n in enumerate(lengths)]
     assert all(row["data_source"] == "math" for row in told)
+    assert [row["response_token_texts"] for row in told] == [[str(10 + i) for i in range(n)] for n in lengths]
 
 
 def test_some_samples_of_several_ranks(tmp_path: Path) -> None:
@@ -119,7 +65,7 @@ def test_some_samples_of_several_ranks(tmp_path: Path) -> None:
     (folder / MARKER).write_text(json.dumps(told | {"temperature": 1.0}))
     saved = saved_steps(tmp_path)[3]
     for rank, of_rank in enumerate(given):
-        write_samples(saved.file(rank), of_rank, range(2))
+        write_samples(saved.file(rank), of_rank, range(2), str)
     found = read_some(saved, [1, 3])
     assert found.sample_ids == [1, 3] and found.experience.scored.rollouts.response_lengths_B.tolist() == [1, 3]
     assert found.given_B.tolist() == [float(given[1].given_B[1]), float(given[0].given_B[1])]
@@ -153,7 +99,9 @@ def record(tmp_path: Path, world_of_one: None) -> ExperienceRecord:
         BASE, [f"run.directory={tmp_path / 'run'}", "logging.save_experience={steps: [1, 2], samples: 3}"]
     )
     runtime = SimpleNamespace(is_main=True, rank=0, world_size=1)
-    return ExperienceRecord(cast(Parts, SimpleNamespace(config=config, runtime=runtime)))
+    return ExperienceRecord(
+        cast(Parts, SimpleNamespace(config=config, runtime=runtime, tokenizer=character_tokenizer()))
+    )
 
 
 def test_a_record_has_the_steps_that_were_done(record: ExperienceRecord, tmp_path: Path) -> None:

@@ -217,6 +217,7 @@ def test_samples_and_tokens_are_counted() -> None:
     counts = [int(text.split(": ")[1].split(" of 9 samples")[0]) for text in seen]
     assert counts == sorted(set(counts)) and counts[0] == 0 and counts[-1] == 9 and len(counts) > 3
     assert "tokens/s" in seen[-1]
+    assert all("1 of 1 servers busy" in text for text in seen[:-1]) and "busy" not in seen[-1]
 
 
 def test_everything_is_under_way_at_once() -> None:

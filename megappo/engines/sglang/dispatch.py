@@ -158,6 +158,7 @@ class Round:
                     news = self._news()
                     if not calls and not news:
                         return  # nobody is left to ask
+                    PROGRESS.note_servers(sum(bool(lane.calls) for lane in self._lanes), len(self._lanes))
                     tasks = [*news, *(task for lane in self._lanes for task in lane.tasks)]
                     done, _ = await asyncio.wait(tasks, timeout=_WATCH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                     for call, lane in calls.items():
@@ -166,6 +167,7 @@ class Round:
                     for lane in list(self._lanes):
                         self._watch(session, lane)
             finally:
+                PROGRESS.note_servers(0, 0)
                 for lane in self._lanes:
                     for task in lane.tasks:
                         task.cancel()

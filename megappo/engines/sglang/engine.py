@@ -230,7 +230,7 @@ class SGLangEngine:
         self.current -= reasons.keys()
         if self._runtime.is_main:
             for reason in reasons.values():
-                tell(f"{reason}; it will be started again if need be")
+                tell(f"{reason}; it will be started again if need be", warns=True)
 
     def _start_round(self, requests: dict[int, GenerateRequest], params: SamplingParams) -> Round:
         return Round(self._ready, requests, params, self._version, self.settings, self.on_tokens, self._homes)

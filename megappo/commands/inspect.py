@@ -1,0 +1,291 @@
+"""`megappo inspect`: the samples of a step that a run saved, and one of them token by token, as GAE saw it."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from megappo.commands import whole_option
+from megappo.config.algorithm import AlgorithmSettings
+from megappo.config.experience_rules import SavedStep, saved_steps
+from megappo.config.load import load_config
+from megappo.config.schema import Config
+from megappo.errors import ConfigError, first_of, nearest_numbers, one_line, reason, shortened
+from megappo.observe.saved_samples import (
+    SampleLine,
+    SampleTokens,
+    StepSums,
+    TokenSpread,
+    read_lines,
+    read_sample,
+    read_sums,
+)
+
+_MOST_ROWS = 1_000_000
+_LARGEST_STEP = 10**9
+_TEXT_CHARACTERS, _TOKEN_CHARACTERS, _WHOLE_CHARACTERS = 32, 20, 600
+_SORTS = ("id", "reward", "length")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What follows `megappo inspect`."""
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run with logging.save_experience")
+    parser.add_argument("--step", metavar="N", help="a step that was saved (default: the last)")
+    parser.add_argument("--sample", metavar="K", help="its tokens; without it, the step's samples are listed")
+    parser.add_argument("--text", metavar="WORDS", help="list samples with these in the prompt or the response")
+    parser.add_argument(
+        "--reward", metavar="LOW:HIGH", help="list those with such a reward; --reward=-1:0, --reward=:0"
+    )
+    parser.add_argument("--length", metavar="LOW:HIGH", help="list those with so many response tokens")
+    parser.add_argument("--sort", choices=_SORTS, default="id", help="order of the list (default: %(default)s)")
+    parser.add_argument("--rows", metavar="N", default="40", help="most samples in the list (default: %(default)s)")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print them."""
+    saved = SavedRun(Path(arguments.run_dir))
+    step = saved.step(arguments.step)
+    if arguments.sample is not None:
+        print("\n".join(saved.told_sample(step, arguments.sample)))
+        return
+    wanted = SampleSearch(
+        arguments.text,
+        _bounds("--reward", arguments.reward),
+        _bounds("--length", arguments.length),
+        arguments.sort,
+        whole_option("--rows", arguments.rows, 1, _MOST_ROWS),
+    )
+    print("\n".join(saved.told_step(step, wanted)))
+
+
+def _bounds(option: str, given: str | None) -> tuple[float, float]:
+    """LOW:HIGH, either of which may be left out."""
+    if given is None:
+        return -math.inf, math.inf
+    low, colon, high = given.partition(":")
+    try:
+        bounds = float(low or "-inf"), float(high or "inf")
+    except ValueError:
+        bounds = math.nan, math.nan
+    if not colon or not bounds[0] <= bounds[1]:
+        raise ConfigError(f"{option} is '{shortened(one_line(given))}', must be LOW:HIGH, such as 0.5:1, 0.5: or :1")
+    return bounds
+
+
+@dataclass(frozen=True)
+class SampleSearch:
+    """Which samples are listed, and in which order."""
+
+    text: str | None
+    reward: tuple[float, float]
+    length: tuple[float, float]
+    sort: str
+    rows: int
+
+    @property
+    def chooses(self) -> bool:
+        """Whether any may be left out."""
+        return self.text is not None or {self.reward, self.length} != {(-math.inf, math.inf)}
+
+    def among(self, lines: Sequence[SampleLine]) -> list[SampleLine]:
+        """Those that are wanted, in order: the largest rewards and lengths first."""
+        found = [line for line in lines if self._wants(line)]
+        keys = {"id": lambda x: x.sample_id, "reward": lambda x: -x.reward, "length": lambda x: -x.length}
+        return sorted(found, key=keys[self.sort])
+
+    def _wants(self, line: SampleLine) -> bool:
+        is_said = self.text is None or any(self.text in text for text in (line.prompt, line.raw_response))
+        bounds = ((line.reward, self.reward), (line.length, self.length))
+        return is_said and all(low <= number <= high for number, (low, high) in bounds)
+
+
+class SavedRun:
+    """What a run saved of its steps. Raises ValueError where it saved none, or what is none of these."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        folder = directory if next(directory.glob("step-*/step.json"), None) else self._folder()
+        self._steps = saved_steps(folder)
+        if not self._steps:
+            raise ValueError(
+                f"{directory} has no saved experience (in {folder}); run it with 'logging.save_experience={{}}', or "
+                "for some steps and samples with 'logging.save_experience={steps: [1, 10], samples: 64}'"
+            )
+
+    def _folder(self) -> Path:
+        """Where the run says that it saved."""
+        if not self._directory.is_dir():
+            raise ValueError(f"{self._directory} is no directory; name that of a run")
+        elsewhere = None if self._config is None else self._config.rollout.save_to
+        return self._directory / "experience" if elsewhere is None else Path(elsewhere)  # a run may have been moved
+
+    @cached_property
+    def _config(self) -> Config | None:
+        """The run's own; None where there is none that can be read."""
+        return self._read_config[0]
+
+    @cached_property
+    def _read_config(self) -> tuple[Config | None, str]:
+        here = self._directory
+        path = next((p for p in (here / "config.yaml", here.parent / "config.yaml") if p.exists()), None)
+        try:
+            return (load_config(path), "") if path is not None else (None, "no config.yaml beside it")
+        except ConfigError as error:
+            return None, f"{path}: {reason(error)}"
+
+    def step(self, given: str | None) -> SavedStep:
+        """The one of a number, or the last."""
+        if given is None:
+            return self._steps[max(self._steps)]
+        number = whole_option("--step", given, 0, _LARGEST_STEP)
+        if number not in self._steps:
+            near = nearest_numbers(number, self._steps)
+            raise ConfigError(f"step {number} is not saved; saved are {first_of(sorted(self._steps), 8)}; take {near}")
+        return self._steps[number]
+
+    def told_step(self, step: SavedStep, search: SampleSearch) -> Iterator[str]:
+        """A line of each sample that is wanted, and what all of the step add up to."""
+        files, lines = list[Path](), list[SampleLine]()
+        for path in map(step.file, range(step.ranks)):
+            lines += read_lines(path)
+            files.append(path)
+        found = search.among(lines)
+        shown = found[: search.rows]
+        of_all = step.prompts_per_step * step.samples_per_prompt
+        yield f"step {step.step} of {self._directory}: {len(lines)} of its {of_all} samples are saved"
+        yield from self._settings()
+        if search.chooses:
+            yield f"{len(found)} are as asked for"
+        yield ""
+        yield from _listed(shown)
+        if len(found) > len(shown):
+            yield f"and {len(found) - len(shown)} more; --rows {len(found)} shows all"
+        if lines:
+            yield from ("", "all saved samples together:", *_told_sums(read_sums(files)))
+        yield from ("", "--sample K shows one token by token; what the numbers say: megappo/observe/gae.md")
+
+    def told_sample(self, step: SavedStep, given: str) -> Iterator[str]:
+        """One sample, token by token."""
+        wanted, known = whole_option("--sample", given, 0, _LARGEST_STEP), list[int]()
+        for path in map(step.file, range(step.ranks)):
+            ids = [line.sample_id for line in read_lines(path)]
+            if wanted in ids:
+                line, tokens, sums = read_sample(path, ids.index(wanted))
+                yield f"sample {wanted} of step {step.step} of {self._directory}"
+                yield from self._settings()
+                yield from (*_told_line(line), "", *_told_tokens(tokens), "", *_told_sums(sums))
+                return
+            known += ids
+        near = f"saved are {first_of(sorted(known), 8)}" if known else "none is saved"
+        raise ConfigError(f"step {step.step} has no sample {wanted}; {near}")
+
+    def _settings(self) -> Iterator[str]:
+        if self._config is None:
+            yield f"settings: not known ({one_line(self._read_config[1])})"
+        else:
+            yield f"settings: {_told_algorithm(self._config.algorithm)}"
+
+
+def _told_algorithm(algorithm: AlgorithmSettings) -> str:
+    parts = [f"estimator {algorithm.estimator}", f"gamma {algorithm.gamma:g}", f"lambda {algorithm.lam.words}"]
+    kl = algorithm.kl_in_reward
+    parts += [f"per {algorithm.discount_at}"] if algorithm.discount_at != "token" else []
+    parts += [f"KL in the reward times {kl.coef:g} ({kl.controller})"] if kl is not None else []
+    parts += ["advantages whitened"] if algorithm.whiten_advantages else []
+    parts += ["samples that were cut are left out of the losses"] if algorithm.mask_truncated else []
+    return one_line(", ".join(parts))
+
+
+def _listed(lines: Sequence[SampleLine]) -> Iterator[str]:
+    has_answer = any(line.answer is not None for line in lines)
+    columns = {
+        "sample": [str(line.sample_id) for line in lines],
+        "reward": [_number(line.reward) for line in lines],
+        "tokens": [str(line.length) for line in lines],
+        "cut": ["yes" if line.truncated else "" for line in lines],
+        "prompt": [_start(line.prompt) for line in lines],
+        "response": [_start(line.raw_response) for line in lines],
+        **({"right answer": [_start(line.answer or "") for line in lines]} if has_answer else {}),
+    }
+    yield from _table(columns, left=("prompt", "response", "right answer"))
+
+
+def _told_line(line: SampleLine) -> Iterator[str]:
+    cut = ", cut at the length limit" if line.truncated else ""
+    of = f" of {one_line(line.data_source)}" if line.data_source else ""
+    failed = " (its episode failed)" if line.group_id < 0 else ""
+    yield f"prompt {line.group_id}{of}{failed}: {_whole(line.prompt)}"
+    yield f"response, {line.length} tokens{cut}: {_whole(line.raw_response)}"
+    if line.answer is not None:
+        yield f"right answer: {_whole(line.answer)}"
+    scored = "" if line.score == line.reward else f", which the reward gave as {_number(line.score)}"
+    yield f"reward: {_number(line.reward)}{scored}"
+    if line.reward_failure:
+        yield f"the reward failed: {_whole(line.reward_failure)}"
+
+
+def _told_tokens(tokens: SampleTokens) -> Iterator[str]:
+    """A row of each. What GAE passes over has no value, return and advantage; a reward that lies there is shown."""
+    own = [bool(x) for x in tokens.columns["mask"]]
+    columns = {"position": [str(i) for i in range(len(own))], "id": [str(token) for token in tokens.ids]}
+    if tokens.texts is not None:
+        columns["token"] = [repr(shortened(text, _TOKEN_CHARACTERS)) for text in tokens.texts]
+    for name, numbers in tokens.columns.items():
+        is_plain = name in ("mask", "loss", "version", "reward")
+        shown = [_number(x) if is_plain or is_own else "-" for x, is_own in zip(numbers, own, strict=True)]
+        columns["old/engine" if name == "ratio" else name] = shown
+    yield from _table(columns, left=("token",))
+
+
+def _told_sums(sums: StepSums) -> Iterator[str]:
+    yield f"tokens: {sums.tokens}, the model's own {sums.own}, in the losses {sums.counted}"
+    yield (
+        f"rewards: sum {_number(sums.reward)}, on the last own token {_share(sums.reward_at_end)} of their size, "
+        f"on tokens that are not the model's {_share(sums.reward_elsewhere)}"
+    )
+    yield (
+        f"return of the first own token: {_number(sums.first_return)}, "
+        f"off the sum of rewards by {_number(sums.return_gap)} (with gamma 1 and lambda 1 by no more than rounding)"
+    )
+    yield f"returns: {_spread(sums.returns)}"
+    if sums.values is not None:
+        yield (
+            f"values: {_spread(sums.values)}; explained variance {sums.explained_variance:z.3f}, "
+            f"correlation with returns {sums.correlation:z.3f}"
+        )
+    yield f"advantages: {_spread(sums.advantages)}"
+
+
+def _table(columns: Mapping[str, Sequence[str]], left: Sequence[str]) -> Iterator[str]:
+    """Rows of cells that hold nothing that a terminal would obey."""
+    widths = {name: max(len(name), *map(len, cells), 0) for name, cells in columns.items()}
+    for row in ([*columns], *(list(cells) for cells in zip(*columns.values(), strict=True))):
+        placed = (
+            cell.ljust(widths[name]) if name in left else cell.rjust(widths[name])
+            for name, cell in zip(columns, row, strict=True)
+        )
+        yield "  ".join(placed).rstrip()
+
+
+def _number(value: float) -> str:
+    return f"{float(value):.4g}"
+
+
+def _share(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.1%}"
+
+
+def _spread(found: TokenSpread) -> str:
+    return f"mean {_number(found.mean)}, standard deviation {_number(found.std)}"
+
+
+def _start(text: str) -> str:
+    return shortened(one_line(text), _TEXT_CHARACTERS)
+
+
+def _whole(text: str) -> str:
+    return shortened(one_line(text), _WHOLE_CHARACTERS)

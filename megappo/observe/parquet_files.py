@@ -1,0 +1,104 @@
+"""Parquet files that somebody else may have written: their table, or their columns as numpy's arrays.
+
+Without torch, for which a command that shows numbers need not wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megappo.errors import reason
+from megappo.observe.plain_files import check_plain
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pyarrow
+
+
+def read_parquet(path: Path, columns: Sequence[str] | None = None) -> pyarrow.Table:
+    """The table of a file; `columns`: these alone, of those that it has. Raises ValueError for one that is damaged."""
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        check_plain(path)
+        there = None if columns is None else [name for name in parquet.read_schema(path).names if name in columns]
+        table = parquet.read_table(path, columns=there)
+        table.column_names  # noqa: B018 - raises for names that are not UTF-8
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not a readable parquet file ({reason(error)}); write it again") from error
+    return table
+
+
+class ColumnFile:
+    """The columns of a file. Raises ValueError for a file that cannot be read, and for a column that is not there or of
+    another kind."""
+
+    def __init__(self, path: Path, columns: Sequence[str] | None = None) -> None:
+        self._table = read_parquet(path, columns)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._table.column_names
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def _column(self, name: str) -> pyarrow.Array:
+        """In one piece."""
+        if name not in self:
+            raise ValueError(f"there is no column {name}")
+        found = self._table.column(name).combine_chunks()
+        return found.chunk(0) if hasattr(found, "chunk") else found
+
+    def row(self, number: int) -> ColumnFile:
+        """The same columns of one row."""
+        one = object.__new__(ColumnFile)
+        one._table = self._table.slice(number, 1)
+        return one
+
+    def plain(self, name: str) -> list[Any]:
+        """Texts, numbers or bytes of each row."""
+        return list(self._column(name).to_pylist())
+
+    def texts(self, name: str) -> list[str | None]:
+        """The same where they can be nothing but texts, or missing."""
+        found = self.plain(name)
+        if not all(text is None or isinstance(text, str) for text in found):
+            raise ValueError(f"column {name} has no texts")
+        return found
+
+    def numbers(self, name: str) -> np.ndarray[Any, Any]:
+        """(B,): one of each row."""
+        return _array(self._column(name), name)
+
+    def lists(self, name: str) -> tuple[list[int], np.ndarray[Any, Any]]:
+        """How many numbers each row has, and all of them, one row after the other."""
+        column = self._lists(name)
+        return column.value_lengths().to_pylist(), _array(column.flatten(), name)
+
+    def text_lists(self, name: str) -> list[list[str]]:
+        """The texts of each row."""
+        found = self._lists(name).to_pylist()
+        if not all(isinstance(text, str) for row in found for text in row):
+            raise ValueError(f"column {name} has no lists of texts")
+        return found
+
+    def _lists(self, name: str) -> pyarrow.Array:
+        import pyarrow
+
+        column, types = self._column(name), pyarrow.types
+        if not (types.is_list(column.type) or types.is_large_list(column.type)) or column.null_count:
+            raise ValueError(f"column {name} has no list in each row")
+        return column
+
+
+def _array(column: pyarrow.Array, name: str) -> np.ndarray[Any, Any]:
+    import pyarrow
+
+    kind, types = column.type, pyarrow.types
+    if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)) or column.null_count:
+        raise ValueError(f"column {name} has no numbers")
+    found: np.ndarray[Any, Any] = column.to_numpy(zero_copy_only=False)
+    return found

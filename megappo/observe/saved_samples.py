@@ -1,0 +1,237 @@
+"""Samples of a saved step as somebody looks at them: a line of each, the tokens of one, and what all tokens add up to.
+
+Read from the files that `megappo.ppo.experience_files` writes, without torch. Texts are what a model wrote: whoever
+shows them escapes them. B samples, N their response tokens, one sample after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megappo.errors import reason
+from megappo.observe.parquet_files import ColumnFile
+
+if TYPE_CHECKING:
+    import numpy as np
+
+DATA_SOURCE = "data_source"
+"""Column, and metadata key, of the task that a sample is of, as verl's files have it."""
+TOKEN_TEXTS = "response_token_texts"
+"""Column of the text of each response token."""
+_TOKENS, _MASK, _LOSS_MASK = "response_tokens", "response_mask", "loss_mask"
+_TOKEN_COLUMNS = {
+    "mask": _MASK, "loss": _LOSS_MASK, "reward": "token_rewards", "kl": "kl", "value": "values", "return": "returns",
+    "advantage": "advantages", "ratio": "ratios", "version": "token_versions",
+}  # fmt: skip
+"""What is shown of each token, and the columns that have it; not every run has all."""
+_NUMBERS = ("sample_id", "group_id", "reward", "score", "truncated", "weight_version")
+_TEXTS = ("prompt", "response", "raw_response", "answer", DATA_SOURCE, "reward_failure")
+
+
+@dataclass(frozen=True)
+class SampleLine:
+    """A sample without its tokens."""
+
+    sample_id: int
+    """Its position in the step's global batch."""
+    group_id: int
+    """Position of its prompt in the step; negative where its episode failed."""
+    reward: float
+    """What was trained on, rewards of turns aside."""
+    score: float
+    """What the reward function gave."""
+    length: int
+    """Response tokens, those of an environment among them."""
+    truncated: bool
+    weight_version: int
+    """Of the weights that generated it; the oldest, where there are several."""
+    prompt: str
+    response: str
+    raw_response: str
+    """With special tokens."""
+    answer: str | None
+    """The right one, where the data have it."""
+    data_source: str | None
+    reward_failure: str
+    """Why there is no score; "" where there is one."""
+
+
+@dataclass(frozen=True)
+class SampleTokens:
+    """The response tokens of a sample."""
+
+    ids: Sequence[int]
+    texts: Sequence[str] | None
+    """None in files of before they were saved."""
+    columns: Mapping[str, Sequence[float]]
+    """By `mask`, `loss`, `reward`, `kl`, `value`, `return`, `advantage`, `ratio` and `version`, those that the run
+    has."""
+
+
+@dataclass(frozen=True)
+class TokenSpread:
+    """Of numbers of tokens; NaN of none."""
+
+    mean: float
+    std: float
+
+    @classmethod
+    def of(cls, numbers_N: np.ndarray[Any, Any]) -> TokenSpread:
+        """In float64."""
+        if not len(numbers_N):
+            return cls(float("nan"), float("nan"))
+        numbers_N = numbers_N.astype("float64")
+        return cls(float(numbers_N.mean()), float(numbers_N.std()))
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """What the tokens of samples add up to, the numbers by which GAE is checked. Means are over own tokens: those that
+    the model made."""
+
+    tokens: int
+    own: int
+    counted: int
+    """Of them those that the losses count."""
+    reward: float
+    """Mean sum of a sample's token rewards."""
+    reward_at_end: float
+    """Share of the token rewards, by size, that lies on the last own token of a sample; NaN where there are none."""
+    reward_elsewhere: float
+    """Share that lies on tokens that are not the model's, where nothing may."""
+    first_return: float
+    """Mean return of the first own token."""
+    return_gap: float
+    """Mean size of that return less the sum of rewards; 0 with gamma and lambda of the critic 1."""
+    returns: TokenSpread
+    advantages: TokenSpread
+    values: TokenSpread | None
+    explained_variance: float
+    """1 - Var(return - value) / Var(return) of own tokens; NaN without a critic."""
+    correlation: float
+    """Of values and returns."""
+
+
+def no_samples(path: Path, error: Exception) -> ValueError:
+    """What to raise for a file that holds something else."""
+    return ValueError(f"{path} holds no saved samples ({reason(error)}); name what a run saved")
+
+
+@contextmanager
+def _samples_of(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, ValueError, OverflowError) as error:
+        raise no_samples(path, error) from error
+
+
+def read_lines(path: Path) -> list[SampleLine]:
+    """A line of each sample of a file. Raises ValueError for a file that is damaged, or is none of these."""
+    with _samples_of(path):
+        return _lines(ColumnFile(path, (*_NUMBERS, *_TEXTS, _MASK)))
+
+
+def _lines(file: ColumnFile) -> list[SampleLine]:
+    numbers = {name: file.numbers(name).tolist() for name in _NUMBERS}
+    texts = {name: file.texts(name) for name in _TEXTS}
+    lengths = file.lists(_MASK)[0]
+    return [
+        SampleLine(
+            sample_id=int(numbers["sample_id"][b]),
+            group_id=int(numbers["group_id"][b]),
+            reward=float(numbers["reward"][b]),
+            score=float(numbers["score"][b]),
+            length=lengths[b],
+            truncated=bool(numbers["truncated"][b]),
+            weight_version=int(numbers["weight_version"][b]),
+            prompt=texts["prompt"][b] or "",
+            response=texts["response"][b] or "",
+            raw_response=texts["raw_response"][b] or "",
+            answer=texts["answer"][b],
+            data_source=texts[DATA_SOURCE][b],
+            reward_failure=texts["reward_failure"][b] or "",
+        )
+        for b in range(len(file))
+    ]
+
+
+def read_sample(path: Path, place: int) -> tuple[SampleLine, SampleTokens, StepSums]:
+    """The sample that stands at a place of a file. Raises ValueError as `read_lines`."""
+    with _samples_of(path):
+        columns = (*_NUMBERS, *_TEXTS, _TOKENS, TOKEN_TEXTS, *_TOKEN_COLUMNS.values())
+        file = ColumnFile(path, columns).row(place)
+        line = _lines(file)[0]
+        ids: list[int] = file.lists(_TOKENS)[1].tolist()
+        found = {name: file.lists(column)[1].tolist() for name, column in _token_columns(file).items()}
+        found.setdefault("version", [line.weight_version] * len(ids))
+        if found["loss"] == found["mask"]:
+            del found["loss"]
+        texts = file.text_lists(TOKEN_TEXTS)[0] if TOKEN_TEXTS in file else None
+        if texts is not None and len(texts) != len(ids):
+            raise ValueError(f"{len(texts)} texts of {len(ids)} tokens")
+        return line, SampleTokens(ids, texts, found), _sums([file])
+
+
+def _token_columns(file: ColumnFile) -> dict[str, str]:
+    """What the file has of each token, and the column of it. Raises ValueError where one is longer than another."""
+    found = {name: column for name, column in _TOKEN_COLUMNS.items() if column in file}
+    lengths = file.lists(_TOKENS)[0]
+    for column in found.values():
+        if file.lists(column)[0] != lengths:
+            raise ValueError(f"column {column} has other lengths than {_TOKENS}")
+    return found
+
+
+def read_sums(paths: Sequence[Path]) -> StepSums:
+    """What the tokens of all samples of some files add up to. Raises ValueError as `read_lines`."""
+    files = []
+    for path in paths:
+        with _samples_of(path):
+            files.append(ColumnFile(path, (_TOKENS, *_TOKEN_COLUMNS.values())))
+            _token_columns(files[-1])
+    with _samples_of(paths[0].parent):
+        return _sums(files)
+
+
+def _sums(files: Sequence[ColumnFile]) -> StepSums:
+    import numpy as np
+
+    def of_tokens(name: str) -> np.ndarray[Any, Any]:
+        return np.concatenate([file.lists(_TOKEN_COLUMNS[name])[1] for file in files])
+
+    lengths = [length for file in files for length in file.lists(_MASK)[0]]
+    sample_N = np.repeat(np.arange(len(lengths)), lengths)
+    own_N, rewards_N, returns_N = of_tokens("mask").astype(bool), of_tokens("reward"), of_tokens("return")
+    places = np.flatnonzero(own_N)
+    spoken, first = np.unique(sample_N[places], return_index=True)
+    last = np.append(first[1:], len(places)) - 1
+    totals = np.bincount(sample_N[places], rewards_N[places], minlength=len(lengths))[spoken]
+    sizes_N = np.abs(rewards_N.astype("float64"))
+    whole = float(sizes_N.sum()) or float("nan")
+    first_returns = returns_N[places[first]]
+    returns, values = returns_N[places].astype("float64"), None
+    explained = correlation = float("nan")
+    if all(_TOKEN_COLUMNS["value"] in file for file in files):
+        values = of_tokens("value")[places].astype("float64")
+        if len(returns) and returns.var() > 0:
+            explained = float(1 - (returns - values).var() / returns.var())
+            correlation = float(np.corrcoef(returns, values)[0, 1]) if values.var() > 0 else 0.0
+    return StepSums(
+        tokens=len(own_N),
+        own=len(places),
+        counted=int(of_tokens("loss").astype(bool).sum()),
+        reward=TokenSpread.of(totals).mean,
+        reward_at_end=float(sizes_N[places[last]].sum()) / whole,
+        reward_elsewhere=float(sizes_N[~own_N].sum()) / whole,
+        first_return=TokenSpread.of(first_returns).mean,
+        return_gap=TokenSpread.of(np.abs(first_returns - totals)).mean,
+        returns=TokenSpread.of(returns),
+        advantages=TokenSpread.of(of_tokens("advantage")[places]),
+        values=None if values is None else TokenSpread.of(values),
+        explained_variance=explained,
+        correlation=correlation,
+    )

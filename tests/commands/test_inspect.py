@@ -1,0 +1,293 @@
+"""`megappo inspect`: samples of a step in a terminal, one of them token by token, and files that are none."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+import torch
+from pyarrow import parquet
+from torch import Tensor
+
+from megappo.cli import main
+from megappo.config import load_config, save_config
+from megappo.config.experience_rules import MARKER
+from megappo.ppo.experience_files import SavedSamples, write_samples
+from megappo.types import Experience, Prompt, Rollouts, Scored
+from tests.support.places import BASE
+from tests.support.saved import samples
+
+SPOKEN = "\x1b[2J"
+"""What clears a terminal that obeys it."""
+
+
+def rows(*numbers: Sequence[float], fill: float = 0.0) -> Tensor:
+    """(B, 3): padded on the right."""
+    return torch.tensor([[*row, *[fill] * (3 - len(row))] for row in numbers])
+
+
+def two_samples(first: int) -> SavedSamples:
+    """Worked out by hand, with gamma 1, lambda 0.5 and values 0.5: a right answer of three tokens, the second of which
+    an environment said, and a wrong one of one token, which was cut."""
+    mask_BR = rows([1, 0, 1], [1]).bool()
+    texts = (f"4{SPOKEN}!", "9")
+    rollouts = Rollouts(
+        prompts=tuple(Prompt(b, (1, 2), f"{b}+4=", "4" if b == 0 else None, {}, "") for b in range(2)),
+        sample_ids_B=torch.tensor([first, first + 1]),
+        group_ids_B=torch.tensor([0, -1]),
+        sequences=(torch.tensor([1, 2, 4, 5, 6]), torch.tensor([1, 2, 9])),
+        response_lengths_B=torch.tensor([3, 1]),
+        engine_logprob_BR=rows([-1.0, 0.0, -2.0], [-1.0]),
+        response_mask_BR=mask_BR,
+        truncated_B=torch.tensor([False, True]),
+        weight_versions_B=torch.tensor([7, 8]),
+        responses=texts,
+        raw_responses=tuple(f"{text}<eos>" for text in texts),
+        special_tokens_B=torch.zeros(2, dtype=torch.int64),
+        reward_failures=("", ""),
+    )
+    old_BR = rows([-0.5, 0.0, -2.0], [-1.0])
+    scored = Scored(rollouts, torch.tensor([1.0, -0.5]), old_BR, None, rows([0.5, 9.0, 0.5], [0.5]))
+    rewards_BR = rows([0.0, 0.0, 1.0], [-0.5])
+    advantages_BR, returns_BR = rows([0.25, 9.0, 0.5], [-1.0]), rows([0.75, 9.0, 1.0], [-0.5])
+    experience = Experience(scored, advantages_BR, returns_BR, None, mask_BR & ~rollouts.truncated_B[:, None],
+                            rewards_BR, None)  # fmt: skip
+    return SavedSamples(experience, torch.tensor([2.0, -0.5]))
+
+
+def text_of(token: int) -> str:
+    """Token 4 clears the terminal, token 5 begins a line."""
+    return {4: SPOKEN, 5: "é\n", 6: "ok"}.get(token, str(token))
+
+
+def save(folder: Path, step: int, *of_ranks: SavedSamples) -> None:
+    """A step as a run saves it."""
+    place = folder / f"step-{step:06d}"
+    place.mkdir(parents=True)
+    for rank, of_rank in enumerate(of_ranks):
+        write_samples(place / f"rank-{rank:05d}.parquet", of_rank, range(2), text_of)
+    told = {"step": step, "run": "/runs/a", "ranks": len(of_ranks), "saved": 2 * len(of_ranks)}
+    sizes = {"prompts_per_step": 4, "samples_per_prompt": 4, "temperature": 1.0}
+    (place / MARKER).write_text(json.dumps(told | sizes))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Steps 3 and 10, the later one of two ranks."""
+    directory = tmp_path / "run"
+    save(directory / "experience", 3, two_samples(0))
+    save(directory / "experience", 10, two_samples(0), two_samples(2))
+    overrides = [f"run.directory={directory}", "algorithm.lam={actor: 0.5, critic: 0.5}", "algorithm.gamma=1.0"]
+    save_config(load_config(BASE, overrides), directory / "config.yaml")
+    return directory
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> list[str]:
+    """The lines that the command prints, or its error."""
+    assert main(["inspect", *map(str, words)]) == code
+    said = capsys.readouterr()
+    assert all(line.isprintable() for line in (said.out + said.err).splitlines())
+    return (said.err if code else said.out).splitlines()
+
+
+def test_a_sample_token_by_token(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = told(capsys, run, "--sample", 2)
+    assert lines[0] == f"sample 2 of step 10 of {run}"
+    assert lines[1].startswith("settings: estimator gae, gamma 1, lambda 0.5, ")
+    assert lines[2:6] == [
+        "prompt 0: 0+4=",
+        r"response, 3 tokens: 4\x1b[2J!<eos>",
+        "right answer: 4",
+        "reward: 1, which the reward gave as 2",
+    ]
+    table = [line.split() for line in lines[7:11]]
+    assert table == [
+        ["position", "id", "token", "mask", "reward", "value", "return", "advantage", "old/engine", "version"],
+        ["0", "4", r"'\x1b[2J'", "1", "0", "0.5", "0.75", "0.25", "1.649", "7"],
+        ["1", "5", r"'é\n'", "0", "0", "-", "-", "-", "-", "7"],
+        ["2", "6", "'ok'", "1", "1", "0.5", "1", "0.5", "1", "7"],
+    ]
+    assert len({len(line) for line in lines[7:11]}) == 1
+    assert lines[12:] == [
+        "tokens: 3, the model's own 2, in the losses 2",
+        "rewards: sum 1, on the last own token 100.0% of their size, on tokens that are not the model's 0.0%",
+        "return of the first own token: 0.75, off the sum of rewards by 0.25 "
+        "(with gamma 1 and lambda 1 by no more than rounding)",
+        "returns: mean 0.875, standard deviation 0.125",
+        "values: mean 0.5, standard deviation 0; explained variance 0.000, correlation with returns 0.000",
+        "advantages: mean 0.375, standard deviation 0.125",
+    ]
+
+
+def test_a_cut_sample_shows_which_tokens_the_losses_count(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = told(capsys, run, "--step", 3, "--sample", 1)
+    assert lines[2:5] == [
+        "prompt -1 (its episode failed): 1+4=",
+        "response, 1 tokens, cut at the length limit: 9<eos>",
+        "reward: -0.5",
+    ]
+    assert [line.split() for line in lines[6:8]] == [
+        ["position", "id", "token", "mask", "loss", "reward", "value", "return", "advantage", "old/engine", "version"],
+        ["0", "9", "'9'", "1", "0", "-0.5", "0.5", "-0.5", "-1", "1", "8"],
+    ]
+    assert lines[9] == "tokens: 1, the model's own 1, in the losses 0"
+
+
+def test_rewards_where_nothing_may_be_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = two_samples(0)
+    astray = replace(given.experience, rewards_BR=rows([0.25, 0.5, 0.25], [0.0]))
+    save(tmp_path / "experience", 1, replace(given, experience=astray))
+    lines = told(capsys, tmp_path, "--sample", 0)
+    assert lines[1] == "settings: not known (no config.yaml beside it)"
+    assert (
+        "rewards: sum 0.5, on the last own token 25.0% of their size, on tokens that are not the model's 50.0%" in lines
+    )
+    assert [line.split()[4] for line in lines[7:11]] == ["reward", "0.25", "0.5", "0.25"]
+
+
+def listed(lines: list[str]) -> list[str]:
+    """Ids of the samples in a list."""
+    start = next(i for i, line in enumerate(lines) if line.startswith("sample "))
+    return [line.split()[0] for line in lines[start + 1 : lines.index("", start)]]
+
+
+def test_samples_are_listed_and_found(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = told(capsys, run)
+    assert lines[0] == f"step 10 of {run}: 4 of its 16 samples are saved"
+    assert lines[3:6] == [
+        "sample  reward  tokens  cut  prompt  response        right answer",
+        r"     0       1       3       0+4=    4\x1b[2J!<eos>  4",
+        "     1    -0.5       1  yes  1+4=    9<eos>",
+    ]
+    assert lines[10] == "tokens: 8, the model's own 6, in the losses 4"
+    assert (
+        "values: mean 0.5, standard deviation 0; explained variance 0.000, correlation with returns 0.000" in lines[11:]
+    )
+    assert listed(told(capsys, run, "--step", 3)) == ["0", "1"]
+    assert listed(told(capsys, run, "--text", "!<eos>")) == ["0", "2"]
+    assert listed(told(capsys, run, "--text", "1+4")) == ["1", "3"]
+    assert listed(told(capsys, run, "--reward", "0.5:")) == ["0", "2"]
+    assert listed(told(capsys, run, "--reward=-0.5:0", "--length", ":1")) == ["1", "3"]
+    assert listed(told(capsys, run, "--length", "2:3", "--sort", "reward")) == ["0", "2"]
+    assert listed(told(capsys, run, "--sort", "reward")) == ["0", "2", "1", "3"]
+    assert listed(told(capsys, run, "--sort", "length")) == ["0", "2", "1", "3"]
+    some = told(capsys, run, "--rows", 1, "--reward=:0")
+    assert "2 are as asked for" in some and "and 1 more; --rows 2 shows all" in some
+    assert told(capsys, run / "experience")[1:] == lines[1:]
+    assert "0 are as asked for" in told(capsys, run, "--text", "nowhere")
+
+
+def test_a_run_of_everything_and_of_little(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Columns are those that there are; KL and versions of tokens among them."""
+    for whole in (True, False):
+        save(tmp_path / f"{whole}" / "experience", 1, samples((4, 2), whole=whole))
+        names = told(capsys, tmp_path / f"{whole}", "--sample", 0)
+        header = next(line for line in names if line.startswith("position")).split()
+        assert ("kl" in header, "value" in header) == (whole, whole) and header[-1] == "version"
+        assert any(line.startswith("values: ") for line in names) == whole
+        assert told(capsys, tmp_path / f"{whole}")
+
+
+def test_a_run_that_was_moved_is_read_where_it_is(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    moved = run.rename(run.with_name("moved"))
+    assert listed(told(capsys, moved)) == ["0", "1", "2", "3"]
+
+
+def test_the_folder_that_a_run_names_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    save_config(load_config(BASE, [f"rollout.save_to={tmp_path / 'elsewhere'}"]), run / "config.yaml")
+    said = told(capsys, run, code=2)
+    assert (
+        f"has no saved experience (in {tmp_path / 'elsewhere'}); run it with 'logging.save_experience={{}}'" in said[0]
+    )
+    save(tmp_path / "elsewhere", 1, two_samples(0))
+    assert listed(told(capsys, run)) == ["0", "1"]
+    (run / "config.yaml").write_text("run: [\x1b[2J]\n")
+    save(run / "experience", 2, two_samples(0))
+    assert told(capsys, run)[1].startswith("settings: not known (")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--step", "4"), "step 4 is not saved; saved are 3, 10; take 3 or 10"),
+        (("--step", "-4"), "--step is '-4', must be a whole number from 0"),
+        (("--sample", "4"), "step 10 has no sample 4; saved are 0, 1, 2, 3"),
+        (("--sample", "x"), "--sample is 'x', must be a whole number"),
+        (("--reward", "1:0"), "--reward is '1:0', must be LOW:HIGH, such as 0.5:1"),
+        (("--length", "3"), "--length is '3', must be LOW:HIGH"),
+        (("--length", "a:"), "--length is 'a:', must be LOW:HIGH"),
+        (("--rows", "0"), "--rows is '0', must be a whole number from 1"),
+    ],
+)
+def test_what_is_not_there_is_a_sentence(
+    run: Path, words: tuple[str, str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sentence in told(capsys, run, f"{words[0]}={words[1]}", code=2)[0]
+
+
+def test_a_folder_of_no_run_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "is no directory; name that of a run" in told(capsys, tmp_path / "none", code=2)[0]
+    assert "has no saved experience" in told(capsys, tmp_path, code=2)[0]
+
+
+TWO = {"sample_id": [0, 1]}
+CRAFTED: dict[str, dict[str, Any]] = {
+    "column sample_id has no numbers": {"sample_id": ["0", "1"]},
+    "column reward has no numbers": {"reward": [None, 1.0]},
+    "column prompt has no texts": {"prompt": [1, 2]},
+    "column raw_response has no texts": {"raw_response": [{"a": 1}, {"a": 2}]},
+    "column response_mask has no list in each row": {"response_mask": [True, False]},
+    "column returns has no numbers": {"returns": [["1", "2", "3"], ["4"]]},
+    "column values has other lengths than response_tokens": {"values": [[0.5], [0.5, 0.5, 0.5]]},
+    "column token_rewards has no list in each row": {"token_rewards": [None, [1.0]]},
+    "column advantages has no numbers": {"advantages": [[0.5, None, 0.5], [0.5]]},
+    "column response_token_texts has no lists of texts": {"response_token_texts": [[1, 2, 3], [1]]},
+    "2 texts of 3 tokens": {"response_token_texts": [["a", "b"], ["c"]]},
+}
+
+
+@pytest.mark.parametrize("problem", CRAFTED)
+def test_files_that_somebody_wrote_are_read_with_care(
+    run: Path, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run / "experience" / "step-000003" / "rank-00000.parquet"
+    table = parquet.read_table(path)
+    for name, values in CRAFTED[problem].items():
+        column = pyarrow.array(values)
+        table = table.set_column(table.column_names.index(name), name, column)
+    parquet.write_table(table, path)
+    said = told(capsys, run, "--step", 3, "--sample", 0, code=2)
+    assert f"{path} holds no saved samples ({problem}); name what a run saved" in said[0]
+
+
+def test_files_that_lack_something(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A column; the file of a rank; and what the marker of somebody else says of ranks costs nothing."""
+    folder = run / "experience" / "step-000003"
+    table = parquet.read_table(folder / "rank-00000.parquet")
+    parquet.write_table(table.drop_columns(["response_token_texts"]), folder / "rank-00000.parquet")
+    assert " token " not in " ".join(told(capsys, run, "--step", 3, "--sample", 0)[7:8])
+    parquet.write_table(table.drop_columns(["returns"]), folder / "rank-00000.parquet")
+    assert "there is no column returns" in told(capsys, run, "--step", 3, code=2)[0]
+    marker = json.loads((folder / MARKER).read_text())
+    (folder / MARKER).write_text(json.dumps(marker | {"ranks": 10**15}))
+    assert "rank-00001.parquet is not a readable parquet file" in told(capsys, run, "--step", 3, code=2)[0]
+
+
+@pytest.mark.waits
+def test_it_does_not_wait_for_torch(run: Path) -> None:
+    code = (
+        "import sys; from megappo.cli import main; "
+        f"assert main(['inspect', {str(run)!r}]) == main(['inspect', {str(run)!r}, '--sample', '0']) == 0; "
+        "print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -1,0 +1,80 @@
+"""The worked run of megappo/observe/gae.md, and what is broken in it on purpose, are told apart as the page says."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from megappo.cli import main
+from megappo.config import load_config
+from megappo.config.experience_rules import saved_steps
+from megappo.observe.metrics import read_metrics
+from megappo.observe.saved_samples import StepSums, read_sums
+from megappo.ppo.advice import Advisor, told
+from tests.support.attempts import attempts
+from tests.support.places import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.waits]
+
+PAGE = ROOT / "megappo" / "observe" / "gae.md"
+
+
+def broken_on_the_page() -> dict[str, list[str]]:
+    """Settings of the runs of the page, by the names that it gives them."""
+    commands = re.findall(r"^megappo train (configs/quickstart.*)$", PAGE.read_text(), re.MULTILINE)
+    words = [shlex.split(command, comments=True) for command in commands]
+    return {next(w for w in line if w.startswith("run.name=")).removeprefix("run.name="): line for line in words}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    """All of them, one after the other."""
+    folder = tmp_path_factory.mktemp("runs")
+    lines = broken_on_the_page()
+    wanted = [
+        {"arguments": ["train", *words, f"run.directory={folder / name}", "runtime.device=cpu"], "processes": 1,
+         "expect": "0"}
+        for name, words in lines.items()
+    ]  # fmt: skip
+    attempts(folder, *wanted, timeout=280)
+    return {name: folder / name for name in lines}
+
+
+def sums_of(run: Path) -> StepSums:
+    """Of its last step."""
+    (saved,) = saved_steps(run / "experience").values()
+    return read_sums([saved.file(rank) for rank in range(saved.ranks)])
+
+
+def advice_of(run: Path) -> set[str]:
+    """What the run said of its critic."""
+    advisor = Advisor(load_config(run / "config.yaml").algorithm)
+    said = {s for line in read_metrics(run / "metrics.jsonl") for s in advisor.observe(line["step"], line)}
+    return {name for name in ("explained_variance", "critic_overshoots") if told(name) in said}
+
+
+def test_the_page_tells_five_breaks_apart(runs: Mapping[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(runs) == ["right", "mask", "reward", "lambda", "slow", "fast"]
+    sums = {name: sums_of(run) for name, run in runs.items()}
+    for name, found in sums.items():
+        assert found.tokens == found.own and found.reward_elsewhere == 0.0
+        assert (found.counted < 0.2 * found.own) == (name == "mask")
+        assert (found.reward_at_end < 0.9) == (name == "reward")
+        assert (found.return_gap > 0.05) == (name == "lambda")
+        assert found.values is not None
+        assert (found.values.std < 0.01 * found.returns.std) == (name == "slow")
+    assert sums["right"].explained_variance > 0.1 and sums["right"].correlation > 0.3
+    advice = {name: advice_of(run) for name, run in runs.items()}
+    assert advice.pop("slow") == {"explained_variance"}
+    assert advice.pop("fast") == {"critic_overshoots"}
+    assert advice["right"] == advice["lambda"] == set()
+    capsys.readouterr()
+    assert main(["inspect", str(runs["mask"])]) == 0
+    said = capsys.readouterr().out
+    assert "samples that were cut are left out of the losses" in said and ", in the losses " in said
+    assert main(["inspect", str(runs["lambda"]), "--sample", "0"]) == 0
+    assert "lambda 0, KL in the reward times 0.01 (fixed)" in capsys.readouterr().out
