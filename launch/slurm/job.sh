@@ -25,6 +25,7 @@ prepare_job() {
     container_command
     MASTER_ADDR=$(address_of "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)")
     export MASTER_ADDR OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+    export SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$(end_of_job)}
     (umask 077 && record_environment >"$LOGS/job.txt")
 }
 
@@ -71,6 +72,12 @@ container_command() {
             ;;
         *) fail "MEGAPPO_CONTAINER_RUNTIME is '$MEGAPPO_CONTAINER_RUNTIME', must be pyxis or apptainer" ;;
     esac
+}
+
+# When SLURM ends this job, in seconds since 1970, for versions that do not tell its processes (22.05 as Debian has it);
+# nothing where it has no end.
+end_of_job() {
+    SLURM_TIME_FORMAT=%s scontrol --oneliner show job "$SLURM_JOB_ID" | sed -n '1s/.* EndTime=\([0-9]*\) .*/\1/p'
 }
 
 # A node's name, or the address SLURM has for it where no name server knows the name.

@@ -9,6 +9,7 @@ from rich.console import Console
 from megappo.commands import add_config_arguments, add_machine_arguments, whole_option
 from megappo.config import ConfigError, load_config
 from megappo.config.base import LARGEST_WORLD
+from megappo.plan.choices import choices
 from megappo.plan.engines import other_engine
 from megappo.plan.planner import models_beside, planning
 from megappo.plan.search import best_layouts, remedy
@@ -45,12 +46,17 @@ def run(arguments: argparse.Namespace) -> bool:
         return True
     plan = found.plan
     other = other_engine(config, models, machine, gpus)
+    chosen = list(choices(config, gpus, on_cuda=machine.is_cuda))
     advice, proposal = (None, None) if plan.fits else remedy(config, models, machine, gpus)
     if as_json:
-        print(to_json(plan, [proposal] if proposal else [], [*found.notes, *([advice] if advice else [])], other))
+        notes = [*found.notes, *([advice] if advice else [])]
+        print(to_json(plan, [proposal] if proposal else [], notes, other, chosen))
     else:
         console.print(plan_view(plan))
         # Sentences go out unwrapped, so that overrides can be copied.
         answer = [plan.verdict, advice, plan.bottleneck, other.sentence, plan.stopping.sentence(config)]
         print("\n".join(line for line in (*answer, *found.notes, plan.assumptions) if line))
+        if chosen:
+            print("chosen where the configuration says nothing:")
+            print("\n".join(f"  {choice.sentence}" for choice in chosen))
     return plan.fits

@@ -352,7 +352,8 @@ def _role_rows(name: str, config: Config, numbers: RoleNumbers) -> list[tuple[st
     layout += f", CP {grid.cp}" if grid.cp > 1 else ""
     layout += f", EP {grid.ep}" if grid.ep > 1 else ""
     layout += f", VPP {numbers.vpp}" if numbers.vpp > 1 else ""
-    layout += ", sequence parallel" if settings.layout.sequence_parallel else ""
+    layout += ", sequence parallel" if settings.layout.shards_sequences else ""
+    layout += ", distributed optimizer" if settings.optimizer.shards_state(grid) else ""
     lora = settings.lora
     layout += f", adapters of rank {lora.rank}" if lora is not None else ""
     if isinstance(settings, CriticSettings) and settings.freeze:

@@ -29,10 +29,10 @@ def layout_rules(role: RoleSpec, model_name: str) -> Iterator[str]:
     weight = role.settings.router_aux_loss_coef
     if weight and not experts and model_name == role.name:
         yield f"{role.name}.router_aux_loss_coef {weight:g}, but the {model_name} model has no experts; set it to 0"
-    if experts and layout.tensor_parallel > 1 and not layout.sequence_parallel:
+    if experts and layout.tensor_parallel > 1 and not layout.shards_sequences:
         yield (
             f"{key}.tensor_parallel {layout.tensor_parallel} of the {model_name} model with experts needs "
-            "sequence_parallel, by which each rank routes tokens of its own; set sequence_parallel to true"
+            "sequence_parallel, by which each rank routes tokens of its own; it is false: remove it"
         )
 
 

@@ -76,14 +76,20 @@ class LayoutSettings(Settings):
     every stage, then the second of every stage."""
     expert_parallel: Ranks = 1
     """Ranks that share out the experts of each layer (EP), among those of a pipeline stage."""
-    sequence_parallel: bool = False
-    """Shard the activations between tensor parallel regions along the sequence (SP)."""
+    sequence_parallel: bool | None = None
+    """Shard the activations between tensor parallel regions along the sequence (SP). Default: where `tensor_parallel`
+    is above 1, as Megatron's guides and published runs have it."""
     first_rank: int = Field(default=0, ge=0, lt=LARGEST_WORLD)
     """First global rank of this role."""
     ranks: Ranks | None = None
     """How many ranks the role stands on; default: all from `first_rank`."""
     deallocate_pipeline_outputs: bool = True
     """Free what a pipeline stage computed once it is sent; backward needs only where it came from."""
+
+    @property
+    def shards_sequences(self) -> bool:
+        """Whether activations between tensor parallel regions are sharded along the sequence."""
+        return self.tensor_parallel > 1 if self.sequence_parallel is None else self.sequence_parallel
 
     def grid(self, world_size: int) -> Grid:
         """Where the role stands; may reach beyond the world, or hold no whole copies, where `placement_rules`
@@ -117,8 +123,9 @@ class OptimizerSettings(Settings):
     """AdamW's epsilon."""
     clip_grad_norm: NonNegativeFloat = 1.0
     """Gradients are scaled down to this global L2 norm; 0: no clipping."""
-    distributed: bool = False
-    """Shard optimizer state over data parallel ranks (Megatron's distributed optimizer)."""
+    distributed: bool | None = None
+    """Shard optimizer state over data parallel ranks, those of context parallelism among them (Megatron's distributed
+    optimizer). Default: where there are several, as Megatron's guides and published runs have it."""
     on_host: Fraction = 0.0
     """At least this fraction of the state (moments, and main weights of a bfloat16 model) lives in the host's memory
     for good and is updated there, the largest parameters first."""
@@ -132,17 +139,21 @@ class OptimizerSettings(Settings):
         """Whether gradients are summed over ranks while backward goes on."""
         return on_cuda if self.overlap_grad_reduce is None else self.overlap_grad_reduce
 
-    def gathers_in_forward(self, *, on_cuda: bool) -> bool:
+    def shards_state(self, grid: Grid) -> bool:
+        """Whether each of the ranks with equal weights keeps a part of the optimizer's state."""
+        return grid.copies > 1 if self.distributed is None else self.distributed
+
+    def gathers_in_forward(self, grid: Grid, *, on_cuda: bool) -> bool:
         """Whether updated weights arrive while the next forward pass begins."""
-        possible = self.distributed and self.reduces_in_backward(on_cuda=on_cuda)
-        return possible if self.overlap_param_gather is None else self.overlap_param_gather
+        possible = self.shards_state(grid) and self.reduces_in_backward(on_cuda=on_cuda)
+        return possible and self.overlap_param_gather is not False
 
     @model_validator(mode="after")
     def _gathers_what_is_sharded(self) -> OptimizerSettings:
-        if self.overlap_param_gather and not self.distributed:
+        if self.overlap_param_gather and self.distributed is False:
             raise ValueError(
-                "overlap_param_gather is true, but without distributed every rank updates all weights itself; "
-                "set distributed to true, or remove overlap_param_gather"
+                "overlap_param_gather is true, but with distributed false every rank updates all weights itself; "
+                "remove one of them"
             )
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             raise ValueError(

@@ -179,7 +179,7 @@ def parallel_rules(role: RoleSpec, model_name: str) -> Iterator[str]:
         sizes_words = f"{either(unfit)} of the {model_name} model"
         yield f"{key}.tensor_parallel {tp} does not divide {sizes_words}; the nearest is {nearest}"
     if layout.sequence_parallel and tp == 1:
-        remedy = "set sequence_parallel to false or tensor_parallel to 2"
+        remedy = "remove it, or set tensor_parallel to 2"
         yield f"{key}.sequence_parallel needs tensor_parallel above 1; {remedy}"
     if vpp > 1 and pp == 1:
         yield (

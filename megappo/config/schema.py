@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, field_validator, model_validator
 
 from megappo.config.algorithm import AlgorithmSettings
 from megappo.config.base import (
@@ -388,27 +388,32 @@ class Config(Settings):
     logging: LoggingSettings = LoggingSettings()
     """What is written and shown."""
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _fill_in(cls, given: Any) -> Any:
+    def _fill_in(cls, given: Any, validate: ModelWrapValidatorHandler[Config]) -> Config:
         """What follows from other settings where nothing is said of it: a critic for `gae`, and microbatches that have
-        room for the longest sample."""
+        room for the longest sample. It does not count as set (`model_fields_set`)."""
         if not isinstance(given, dict):
-            return given
+            return validate(given)
         filled = dict(given)
         if "critic" not in given and _said(given, "algorithm", "estimator", AlgorithmSettings) == "gae":
             filled["critic"] = {}
         prompt = _said(given, "data", "max_prompt_tokens", DataSettings)
         response = _said(given, "rollout", "max_response_tokens", RolloutSettings)
         if type(prompt) is not int or type(response) is not int:
-            return filled  # which is refused
-        budget = -(-(prompt + response) // _ROOM_TOKENS) * _ROOM_TOKENS
+            return validate(filled)  # which is refused
+        raised, budget = [], -(-(prompt + response) // _ROOM_TOKENS) * _ROOM_TOKENS
         for role in ("actor", "critic"):
             settings = filled.get(role, {} if role == "actor" else None)
             default = _said({role: settings}, role, _BUDGET, TrainedRoleSettings)
             if isinstance(settings, dict) and _BUDGET not in settings and budget > default:
                 filled[role] = {**settings, _BUDGET: budget}
-        return filled
+                raised.append(role)
+        config = validate(filled)
+        for role in raised:
+            config.trained[role].model_fields_set.discard(_BUDGET)
+        config.model_fields_set.intersection_update(given)
+        return config
 
     @property
     def saves_experience(self) -> SaveExperienceSettings | None:

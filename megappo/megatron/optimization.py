@@ -91,13 +91,14 @@ class RoleOptimizer:
 
     def __init__(self, model: RoleModel, settings: OptimizerSettings, total_updates: int) -> None:
         bf16, on_cuda = model.options.dtype == torch.bfloat16, model.options.device.type == "cuda"
-        self._gathers_late = settings.gathers_in_forward(on_cuda=on_cuda)
+        grid = model.layout.grid
+        self._gathers_late = settings.gathers_in_forward(grid, on_cuda=on_cuda)
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=settings.reduces_in_backward(on_cuda=on_cuda),
             overlap_param_gather=self._gathers_late,
             align_param_gather=self._gathers_late,  # all of them begin with `step`
-            use_distributed_optimizer=settings.distributed,
+            use_distributed_optimizer=settings.shards_state(grid),
         )
         self.chunks = [
             DistributedDataParallel(model.config, ddp, chunk, pg_collection=model.layout.groups)
@@ -118,7 +119,7 @@ class RoleOptimizer:
             clip_grad=settings.clip_grad_norm,
             bf16=bf16,
             params_dtype=model.options.dtype,
-            use_distributed_optimizer=settings.distributed,
+            use_distributed_optimizer=settings.shards_state(grid),
         )
         fix_gradient_norm()
         if not on_cuda:

@@ -135,6 +135,8 @@ def forward_cost(roles: Sequence[RoleSetup], work: Workload, machine: Machine) -
     """
     spent = _StageWork(machine, roles[0].dtype_bytes)
     for role in roles:
+        if not role.scored_steps:
+            continue
         spent.move(_resting_weights(role))
         untrained = role.in_forward_pass(work.batch_sequences)
         _pipeline(spent, untrained, work, train=False, times=role.scored_steps)
@@ -309,6 +311,8 @@ def rollout_cost(arch: ArchitectureConfig, work: Workload, machine: Machine) -> 
     A decoding step reads all weights once and each sequence's cache: to attend, to append by concatenation (a read and
     a write) and, with grouped queries, to repeat it for every query head (a read, a write and a read of that).
     """
+    if not work.has_engine:
+        return _StageWork(machine, work.engine_dtype_bytes).cost("rollout")
     if work.servers is not None:
         return _served_rollout(arch, work.servers, work, machine)
     e = work.engine_dtype_bytes
@@ -410,6 +414,8 @@ def sync_cost(setup: Setup, machine: Machine) -> StageCost:
     Servers that sleep take their memory back first. Verification is left out.
     """
     actor, servers = setup.actor, setup.work.servers
+    if not setup.work.has_engine:
+        return _StageWork(machine, actor.dtype_bytes).cost("sync")
     traffic = sync_traffic(setup, machine.devices_per_node)
     gather, load = _StageWork(machine, actor.dtype_bytes), _StageWork(machine, actor.dtype_bytes)
     gather.move(_resting_weights(actor))

@@ -40,6 +40,8 @@ def other_engine(config: Config, models: Models, machine: Machine, gpus: int) ->
     """Plan the rollout with the engine that the configuration does not use on this machine."""
     config = resolve(config, on_cuda=machine.is_cuda)
     name = "transformers" if config.rollout.has_servers else "sglang"
+    if config.rollout.load_from is not None:
+        return OtherEngine(name, (), None, f"no engine is needed: samples are those of {config.rollout.load_from}")
     why = models.actor.declaration.unserved(models.actor, Served(machine.is_cuda, config.max_sequence_tokens))
     if why and name == "sglang":
         return OtherEngine(name, (), None, f"{_NAMES[name]} would not do: {why}")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from megappo.config import Config, ConfigError, resolve
 from megappo.config.derive import role_numbers
@@ -15,11 +13,11 @@ from megappo.config.grid import Grid
 from megappo.config.pipeline import chunk_layers, even_layers
 from megappo.config.roles import ActorSettings, CriticSettings, OffloadSettings
 from megappo.config.rules import RoleSpec
-from megappo.families.adapters import LoraShape, adapter_parameters, expert_adapter_parameters
+from megappo.families.adapters import LoraShape, expert_adapter_parameters
 from megappo.families.architecture import ArchitectureConfig, expert_number_bytes
-from megappo.families.frozen import frozen_parameters
-from megappo.families.parameters import EMBEDDING, OUTPUT_LAYER, expert_parameters, model_parameters, shard_shape
+from megappo.families.parameters import expert_parameters
 from megappo.families.served import Served
+from megappo.plan.elements import FIRST, frozen_elements, largest_adapter, layer_adapters, stage_parameters
 from megappo.plan.rewards import reward_bytes
 from megappo.plan.servers import Servers, find_servers
 from megappo.plan.sizes import largest_of_layer
@@ -189,7 +187,7 @@ class RoleSetup:
             return 0, 0
         dense, of_expert = frozen_elements(self.arch, self.freeze, self.lora, self.grid.tp, self.padded_vocab)
         here = [n for n in range(self.arch.layers) if self._stage_count((n,))[stage]]
-        ends = dense[_FIRST] * (stage == 0) + dense[self.arch.layers] * (stage == self.grid.pp - 1)
+        ends = dense[FIRST] * (stage == 0) + dense[self.arch.layers] * (stage == self.grid.pp - 1)
         return ends + sum(dense[n] for n in here), self.experts_per_rank * sum(of_expert[n] for n in here)
 
     def _trained_head(self, stage: int) -> int:
@@ -253,6 +251,8 @@ class Workload:
     """The SGLang servers; None with the embedded engine."""
     engine_sleeps: bool = False
     """The embedded engine gives its weights' memory to the trainers between rollouts."""
+    has_engine: bool = True
+    """Whether samples are generated; saved ones are loaded otherwise, and no weights leave the trainer."""
     turns: int = 1
     """Of an episode, each of which the embedded engine begins anew; servers have the others in their caches."""
 
@@ -274,7 +274,7 @@ class Setup:
     @property
     def trained(self) -> tuple[RoleSetup, ...]:
         """The roles with gradients, in the order in which a step updates them."""
-        return (self.actor,) if self.critic is None else (self.critic, self.actor)
+        return tuple(role for role in (self.critic, self.actor) if role is not None and role.trained)
 
     @property
     def roles(self) -> tuple[RoleSetup, ...]:
@@ -293,6 +293,8 @@ def make_setup(config: Config, models: Models, world_size: int, *, on_cuda: bool
     actor = trained_role(config, "actor", models, world_size, on_cuda=on_cuda)
     critic = None if config.critic is None else trained_role(config, "critic", models, world_size, on_cuda=on_cuda)
     reference = None if config.reference is None else reference_role(config, actor, models)
+    if config.pretrains_critic:  # the actor has its weights and computes nothing
+        actor, reference = replace(actor, trained=False, updates_per_step=0, scored_steps=0.0), None
     return Setup(actor, critic, reference, workload(config, world_size, on_cuda=on_cuda, device_bytes=device_bytes))
 
 
@@ -318,6 +320,7 @@ def workload(config: Config, world_size: int, *, on_cuda: bool, device_bytes: fl
         reward_bytes=reward_bytes(config.reward, world_size, on_cuda=on_cuda),
         servers=find_servers(config, world_size, on_cuda=on_cuda, device_bytes=device_bytes),
         engine_sleeps=config.offloads,
+        has_engine=rollout.load_from is None,
         turns=rollout.episodes.max_turns if rollout.episodes is not None else 1,
     )
 
@@ -340,13 +343,13 @@ def trained_role(
         grid=numbers.grid,
         vpp=numbers.vpp,
         chunk_layers=chunk_layers(config, name, settings, arch),
-        sequence_parallel=settings.layout.sequence_parallel,
+        sequence_parallel=settings.layout.shards_sequences,
         recompute=settings.recompute,
         recompute_modules=settings.recompute_modules,
-        distributed_optimizer=settings.optimizer.distributed,
+        distributed_optimizer=settings.optimizer.shards_state(numbers.grid),
         frees_outputs=settings.layout.deallocate_pipeline_outputs,
         reduces_in_backward=settings.optimizer.reduces_in_backward(on_cuda=on_cuda),
-        gathers_in_forward=settings.optimizer.gathers_in_forward(on_cuda=on_cuda),
+        gathers_in_forward=settings.optimizer.gathers_in_forward(numbers.grid, on_cuda=on_cuda),
         microbatch_budget_tokens=settings.microbatch_budget_tokens,
         minibatch_sequences=settings.largest_minibatch(config.rollout.batch_sequences),
         updates_per_step=numbers.updates_per_step,
@@ -375,75 +378,3 @@ def reference_role(config: Config, actor: RoleSetup, models: Models, settings: R
     untrained = replace(untrained, routing_bytes=0, balances_experts=False, lora=None, shares_weights=shared)
     changes = config.reference is not None and config.reference.refresh_every_steps is not None
     return replace(untrained, name="reference", arch=models.reference, chunk_layers=layers, changes=changes)
-
-
-@lru_cache(maxsize=4096)
-def stage_parameters(
-    arch: ArchitectureConfig,
-    tp: int,
-    stage_layers: tuple[int, ...],
-    padded_vocab: int,
-    is_critic: bool,
-    special_layers: tuple[int, ...] = (),
-) -> tuple[int, ...]:
-    """Parameters on one tensor parallel rank of each pipeline stage without experts, from the map that loads them.
-
-    `stage_layers`: how many each stage has. `special_layers`: how many of them are unlike the others; nothing: all
-    layers are alike. Tied embeddings under a pipeline stand on the first and, once more, on the last
-    stage. A critic has a value head of hidden size + 1 in place of the output layer.
-    """
-    counts = {p: math.prod(shard_shape(arch, p, tp, padded_vocab)) for p in model_parameters(arch, experts=())}
-    of_layers = Counter[int | None]()
-    for parameter, count in counts.items():
-        of_layers[parameter.layer] += count
-    usual = next(n for n in range(arch.layers) if n not in arch.special_layers)
-    each, other = of_layers[usual], of_layers[next(iter(arch.special_layers), usual)]
-    special_of = special_layers or (0,) * len(stage_layers)
-    stages = [special * other + (n - special) * each for n, special in zip(stage_layers, special_of, strict=True)]
-    for parameter, count in counts.items():
-        if parameter.megatron == EMBEDDING:
-            stages[0] += count
-            if arch.tied_embeddings and len(stages) > 1 and not is_critic:
-                stages[-1] += count
-        elif parameter.layer is None and not (is_critic and parameter.megatron == OUTPUT_LAYER):
-            stages[-1] += count
-    if is_critic:
-        stages[-1] += arch.hidden_size + 1
-    return tuple(stages)
-
-
-@lru_cache(maxsize=256)
-def layer_adapters(arch: ArchitectureConfig, lora: LoraShape, tp: int, layer: int) -> int:
-    """Elements of a layer's adapters on one tensor parallel rank, those of experts left out."""
-    here = [p for p in adapter_parameters(arch, lora, experts=()) if p.layer == layer]
-    return sum(math.prod(shard_shape(arch, p, tp, arch.vocab_size)) for p in here)
-
-
-@lru_cache(maxsize=256)
-def largest_adapter(arch: ArchitectureConfig, lora: LoraShape, tp: int, experts_here: int) -> int:
-    """Elements of the largest A or B on one tensor parallel rank, which has those of its experts in one."""
-    every = adapter_parameters(arch, lora, experts=range(min(1, arch.experts)))
-    here = [p for p in every if p.layer in (0, arch.layers - 1)]
-    held = [1 if p.expert is None else experts_here for p in here]
-    return max(n * math.prod(shard_shape(arch, p, tp, arch.vocab_size)) for n, p in zip(held, here, strict=True))
-
-
-_FIRST = -1
-"""In the place of a layer's number, what stands before all layers; what comes after them has the next number."""
-
-
-@lru_cache(maxsize=64)
-def frozen_elements(
-    arch: ArchitectureConfig, freeze: tuple[str, ...], lora: LoraShape | None, tp: int, padded_vocab: int
-) -> tuple[Counter[int], Counter[int]]:
-    """Of each layer, elements on one tensor parallel rank that are frozen, or adapters of these; and of an expert."""
-    dense, of_expert = Counter[int](), Counter[int]()
-    for parameter in frozen_parameters(arch, freeze, lora):
-        count = math.prod(shard_shape(arch, parameter, tp, padded_vocab))
-        if parameter.layer is None:
-            dense[_FIRST if parameter.megatron == EMBEDDING else arch.layers] += count
-        elif parameter.expert is None:
-            dense[parameter.layer] += count
-        elif parameter.expert == 0:
-            of_expert[parameter.layer] += count
-    return dense, of_expert

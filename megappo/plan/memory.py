@@ -143,6 +143,7 @@ def role_memory(role: RoleSetup, stage: int, work: Workload) -> RoleMemory:
     untrained = role.in_forward_pass(work.batch_sequences)
     forward = head_bytes(untrained, stage, work, train=False) + transient_bytes(untrained, stage, work, train=False)
     forward += routing_bytes(untrained, stage, work)
+    forward *= role.scored_steps > 0
     weights = 0.0 if role.shares_weights else role.weight_bytes(stage)
     moved = role.offload.parts
     if not role.trained:
@@ -224,10 +225,10 @@ def server_memory(arch: ArchitectureConfig, servers: Servers, work: Workload) ->
 def _on_trainers(arch: ArchitectureConfig, work: Workload) -> EngineMemory:
     """The engine's bytes on one of the trainer's ranks. Without CUDA they share the machine with all servers."""
     servers = work.servers
+    if not work.has_engine or (servers is not None and servers.beside):
+        return NO_ENGINE
     if servers is None:
         return engine_memory(arch, work)
-    if servers.beside:
-        return NO_ENGINE
     found = server_memory(arch, servers, work)
     if not servers.shares_machine:
         return found
@@ -255,6 +256,8 @@ def sync_bytes(setup: Setup) -> float:
     With adapters a rank's part of a bucket is merged first: weight, product and sum are there in float32 for one
     parameter at a time.
     """
+    if not setup.work.has_engine:
+        return 0.0
     servers, grid, size = setup.work.servers, setup.actor.grid, bucket_bytes(setup)
     merging = size + 12.0 * largest_of_layer(setup.actor.arch, grid.tp, 1) if setup.actor.lora is not None else 0.0
     c = copy_ranks(grid)

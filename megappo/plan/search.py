@@ -245,19 +245,24 @@ def _settings(task: _Search, name: str) -> Iterator[RoleSettings]:
         if pp != given.layout.pipeline_parallel and isinstance(given.layout.pipeline_layers, tuple):
             sizes["pipeline_layers"] = "auto"
         sizes |= {"expert_parallel": ep} if arch.experts else {}
-        for sequence_parallel in sorted({given.layout.sequence_parallel and tp > 1, tp > 1}):
+        said = given.layout.sequence_parallel
+        for sequence_parallel in _switch(said) if tp > 1 else [None if said else said]:
             layout = given.layout.model_copy(update={**sizes, "sequence_parallel": sequence_parallel})
             placed = given.model_copy(update={"layout": layout, "microbatch_budget_tokens": max(budgets)})
             if not _is_valid(task, RoleSpec(name, placed, arch)):
                 continue
-            shards = sorted({given.optimizer.distributed, True})
-            switches = itertools.product(_RECOMPUTE, budgets, shards, offloads)
+            switches = itertools.product(_RECOMPUTE, budgets, _switch(given.optimizer.distributed), offloads)
             for recompute, budget, distributed, offload in switches:
                 optimizer = given.optimizer.model_copy(update={"distributed": distributed})
                 changes = {"recompute": recompute, "microbatch_budget_tokens": budget, "optimizer": optimizer}
                 changes["offload"] = offload
                 if budget >= placed.layout.grid(task.gpus).padded(longest):
                     yield placed.model_copy(update=changes)
+
+
+def _switch(given: bool | None) -> list[bool | None]:
+    """What is given and, where that is off, the default, which shards."""
+    return [False, None] if given is False else [given]
 
 
 def _contexts(task: _Search, given: RoleSettings) -> list[int]:
@@ -387,8 +392,8 @@ def _words(task: _Search, settings: RoleSettings) -> str:
     words = [f"TP {layout.tensor_parallel} x PP {layout.pipeline_parallel} x DP {layout.grid(task.gpus).dp}"]
     words += [f"CP {layout.context_parallel}"] if layout.context_parallel > 1 else []
     words += [f"EP {layout.expert_parallel}"] if layout.expert_parallel > 1 else []
-    words += ["sequence parallel"] if layout.sequence_parallel else []
-    words += ["distributed optimizer"] if settings.optimizer.distributed else []
+    words += ["sequence parallel"] if layout.shards_sequences else []
+    words += ["distributed optimizer"] if settings.optimizer.shards_state(layout.grid(task.gpus)) else []
     words += ["off the device while it rests"] if settings.offload.parts else []
     words += [f"recompute {settings.recompute}", f"{settings.microbatch_budget_tokens} tokens"]
     return ", ".join(words)

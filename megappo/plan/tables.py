@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megappo.config.rules import rank_words
+from megappo.plan.choices import OpenSetting
 from megappo.plan.engines import OtherEngine
 from megappo.plan.memory import RankMemory
 from megappo.plan.planner import Plan
@@ -26,10 +27,14 @@ _GIGA = 1e9
 
 
 def to_json(
-    plan: Plan | None, proposals: Sequence[Proposal], notes: Sequence[str], other: OtherEngine | None = None
+    plan: Plan | None,
+    proposals: Sequence[Proposal],
+    notes: Sequence[str],
+    other: OtherEngine | None = None,
+    chosen: Sequence[OpenSetting] = (),
 ) -> str:
     """Everything in bytes, FLOPs and seconds: `plan` and `other_engine` (null in a search), `layouts` (what was
-    proposed), `notes`.
+    proposed), `choices` (what the configuration leaves open), `notes`.
 
     Each entry of `plan.ranks` has `peak_stage` and `peak_bytes` besides its parts.
     """
@@ -39,7 +44,8 @@ def to_json(
         for entry, ranks in zip(content["plan"]["ranks"], plan.ranks, strict=True):
             entry |= {"peak_stage": ranks.peak_stage, "peak_bytes": ranks.peak}
     content["other_engine"] = None if other is None else dataclasses.asdict(other)
-    content |= {"layouts": [dataclasses.asdict(p) for p in proposals], "notes": list(notes)}
+    content |= {"layouts": [dataclasses.asdict(p) for p in proposals]}
+    content |= {"choices": [dataclasses.asdict(c) for c in chosen], "notes": list(notes)}
     return json.dumps(content, indent=2)
 
 

@@ -54,7 +54,7 @@ def _cuts(config: Config, derived: Derived) -> dict[str, Cut]:
     """How actor and critic are cut; the reference stands where the actor does."""
     roles = {"actor": (config.actor, derived.actor), "critic": (config.critic, derived.critic)}
     return {
-        name: Cut(numbers.grid, numbers.vpp, settings.layout.sequence_parallel)
+        name: Cut(numbers.grid, numbers.vpp, settings.layout.shards_sequences)
         for name, (settings, numbers) in roles.items()
         if settings is not None and numbers is not None
     }

@@ -146,8 +146,8 @@ def tell_torchrun(environment: Mapping[str, str], sentences: Sequence[str], code
 
 
 def seconds_to_end(environment: Mapping[str, str]) -> float | None:
-    """Until SLURM ends the job (`SLURM_JOB_END_TIME`, from SLURM 22.05 on); None where it does not say. The time of day
-    is read here once, as SLURM knows no other."""
+    """Until SLURM ends the job (`SLURM_JOB_END_TIME`, which launch/slurm/job.sh asks for where SLURM does not set it);
+    None where it does not say. The time of day is read here once, as SLURM knows no other."""
     end = environment.get("SLURM_JOB_END_TIME", "")
     return max(0.0, float(end) - time.time()) if end.isascii() and end.isdecimal() and len(end) < 12 else None
 

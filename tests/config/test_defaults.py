@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from megappo.config import Config, ConfigError, derive_run, load_config
+from megappo.config.derive import describe
 from megappo.config.schema import RewardSettings
 from megappo.observe.metrics import read_metrics
+from megappo.plan.inputs import make_setup
 from megappo.plan.machines import MACHINES
 from megappo.plan.planner import make_plan, read_models
 from megappo.rewards.workers import worker_count
@@ -73,13 +75,42 @@ def test_what_is_said_stays(short: Path) -> None:
     derive_run(alone, 1)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "words", "shards_sequences", "shards_state"),
+    [
+        (1, [], False, False),
+        (2, [], False, True),
+        (2, ["layout.tensor_parallel=2"], True, False),
+        (4, ["layout.tensor_parallel=2"], True, True),
+        (2, ["layout.context_parallel=2"], False, True),
+        (2, ["layout.pipeline_parallel=2"], False, False),
+        (4, ["layout={tensor_parallel: 2, sequence_parallel: false}", "optimizer.distributed=false"], False, False),
+        (1, ["optimizer.distributed=true"], False, True),
+    ],
+)
+def test_ranks_that_hold_the_same_share_it(
+    short: Path, ranks: int, words: list[str], shards_sequences: bool, shards_state: bool
+) -> None:
+    """Ranks of tensor parallelism share what lies between their regions, replicas and context ranks the optimizer's
+    state; the plan and the table before a run say so."""
+    config = load_config(short, [f"{role}.{word}" for role in ("actor", "critic") for word in words])
+    derived = derive_run(config, ranks)
+    said = dict(describe(config, derived))
+    setup = make_setup(config, read_models(config, None).models, ranks, on_cuda=True)
+    for name, role in (("actor", setup.actor), ("critic", setup.critic)):
+        assert role is not None
+        assert (role.sequence_parallel, role.distributed_optimizer) == (shards_sequences, shards_state)
+        assert (role.gathers_in_forward, "sequence parallel" in said[name]) == (shards_state, shards_sequences)
+        assert ("distributed optimizer" in said[name]) == shards_state
+
+
 def test_a_microbatch_has_room_for_the_longest_sample(short: Path) -> None:
     """Which a budget of the user's is refused without."""
     long = "rollout.max_response_tokens=16000"
     config = load_config(short, [long])
     assert [role.microbatch_budget_tokens for role in config.trained.values()] == [17408, 17408]
     derive_run(config, 4)
-    for words in (["actor.layout={tensor_parallel: 2, context_parallel: 2, sequence_parallel: true}"], ["critic={}"]):
+    for words in (["actor.layout={tensor_parallel: 2, context_parallel: 2}"], ["critic={}"]):
         derive_run(load_config(short, [long, *words]), 4)
     assert load_config(short).actor.microbatch_budget_tokens == 8192
     with pytest.raises(ConfigError, match=r"critic.microbatch_budget_tokens 8192 is below the longest sample"):

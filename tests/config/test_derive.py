@@ -60,11 +60,12 @@ def model_folder(folder: Path, **changes: Any) -> str:
 
 EXPERTS = dataclasses.replace(SHAPE, family="qwen3_moe", experts=8)
 TP2 = "layout.tensor_parallel=2"
+UNSHARED = "layout.sequence_parallel=false"
 # The same of a model with experts.
 BROKEN_EXPERTS: list[tuple[int, tuple[str, ...], list[str]]] = [
     (3, ("actor.layout.expert_parallel=3",), ["expert_parallel 3 does not divide the 8 experts", "nearest is 2 or 4"]),
     (2, ("actor.layout.expert_parallel=4",), ["expert_parallel 4 does not divide the 2 ranks of", "nearest is 2"]),
-    (2, (f"actor.{TP2}",), ["tensor_parallel 2 of the actor model with experts needs sequence_parallel"]),
+    (2, (f"actor.{TP2}", f"actor.{UNSHARED}"), ["tensor_parallel 2 of the actor model with experts needs sequence_"]),
 ]
 NO_CRITIC = ("critic=null", "algorithm.estimator=grpo")
 
@@ -422,7 +423,7 @@ def test_numbers_of_ranks_that_share_out_samples() -> None:
     derived = derive(config, 8, SHAPE)
     assert derived.critic is not None and (derived.actor.grid.dp, derived.critic.grid.dp) == (2, 2)
     rows = dict(describe(config, derived))
-    assert rows["actor"].startswith("ranks 0-7: TP 2 x PP 1 x DP 2, CP 2, vocabulary")
+    assert rows["actor"].startswith("ranks 0-7: TP 2 x PP 1 x DP 2, CP 2, sequence parallel, distributed optimizer")
 
 
 def test_ranks_that_have_nothing_to_generate_are_named() -> None:
@@ -519,7 +520,7 @@ def test_table() -> None:
     config = config_with("critic.layout.pipeline_parallel=2", "run.name=my[bold]run", "algorithm.kl_in_loss.coef=0.1")
     derived = derive(config, 2, SHAPE)
     rows = dict(describe(config, derived))
-    assert rows["actor"] == "ranks 0-1: TP 1 x PP 1 x DP 2, vocabulary padded to 97"
+    assert rows["actor"] == "ranks 0-1: TP 1 x PP 1 x DP 2, distributed optimizer, vocabulary padded to 97"
     assert rows["critic"].startswith("ranks 0-1: TP 1 x PP 2 x DP 1")
     assert rows["step"] == "8 prompts x 2 samples = 16 sequences of at most 128 tokens"
     assert "2 minibatches of 8 = 2 per step, 20 in all; learning rate 1e-05 cosine" in rows["actor updates"]

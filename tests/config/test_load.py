@@ -141,11 +141,8 @@ MALFORMED: list[tuple[dict[str, Any], list[str]]] = [
         ["actor.optimizer: min_learning_rate 1.0 is above", "lower it"],
     ),
     (
-        {"actor.optimizer.overlap_param_gather": True, "actor.optimizer.overlap_grad_reduce": True},
-        [
-            "actor.optimizer: overlap_param_gather is true, but without distributed",
-            "set distributed to true, or remove",
-        ],
+        {"actor.optimizer.overlap_param_gather": True, "actor.optimizer.distributed": False},
+        ["actor.optimizer: overlap_param_gather is true, but with distributed false", "remove one of them"],
     ),
     (
         {"actor.optimizer.overlap_param_gather": True, "actor.optimizer.distributed": True},

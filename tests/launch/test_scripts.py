@@ -365,6 +365,23 @@ def test_torchrun_usage(words: tuple[str, ...], said: str) -> None:
     assert said in errors
 
 
+@pytest.mark.parametrize(
+    ("end", "given", "told"),
+    [("1764200000", {}, "1764200000"), ("Unknown", {}, ""), ("1", {"SLURM_JOB_END_TIME": "2"}, "2")],
+)
+def test_ranks_know_when_slurm_ends_the_job(site: Site, end: str, given: dict[str, str], told: str) -> None:
+    """SLURM is asked where it does not set the variable."""
+    shown = (
+        f'[ "$1 $2" != "--oneliner show" ] || [ "$SLURM_TIME_FORMAT" != %s ] || echo "JobId=7 EndTime={end} Requeue=1"'
+    )
+    site.program("scontrol", f"{shown}\n{SCONTROL}")
+    two_ranks = ALL_WELL.replace("15", "1")
+    site.program("srun", f'echo "end: $SLURM_JOB_END_TIME" >>"$WORDS"\n{two_ranks}')
+    done = site.sbatch("some.yaml", MEGAPPO_PYTHON=sys.executable, **given)
+    assert done.returncode == 0, done.stderr
+    assert site.words.read_text() == f"end: {told}\n"
+
+
 def test_the_record_of_a_job_holds_no_secret(site: Site) -> None:
     """Names that may stand for one are not written at all, credentials in addresses are masked, others cannot read."""
     site.program("scontrol", f'{SCONTROL}echo "Command=train data=https://me:c0mmand@host/x"')

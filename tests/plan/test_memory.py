@@ -10,7 +10,8 @@ import pytest
 from megappo.config.roles import OffloadSettings
 from megappo.families.architecture import ArchitectureConfig
 from megappo.plan.activations import head_bytes, kept_bytes, transient_bytes
-from megappo.plan.inputs import RoleSetup, Setup, stage_parameters
+from megappo.plan.elements import stage_parameters
+from megappo.plan.inputs import RoleSetup, Setup
 from megappo.plan.memory import RankMemory, engine_memory, rank_memory, role_memory, server_memory, sync_bytes
 from megappo.plan.servers import cache_tokens, running_sequences, server_weights, server_workspace, token_bytes
 from tests.support.plan import FFN as F

@@ -27,7 +27,8 @@ from megappo.config.pipeline import balanced_layers, even_layers
 from megappo.families import FAMILIES
 from megappo.observe.throughput import peak_flops, training_flops_per_token
 from megappo.plan.activations import layers_in_flight
-from megappo.plan.inputs import Models, RoleSetup, make_setup, stage_parameters, workload
+from megappo.plan.elements import stage_parameters
+from megappo.plan.inputs import Models, RoleSetup, make_setup, workload
 from megappo.plan.machine_file import find_machine
 from megappo.plan.machines import MACHINES
 from megappo.plan.memory import bucket_bytes, engine_memory, sync_bytes

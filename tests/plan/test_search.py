@@ -39,20 +39,22 @@ def role_words(role: str, layout: str) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-GIVEN = (*PLAIN, *STEP, *role_words("actor", "pipeline_parallel: 2, virtual_pipeline_chunks: 3"))
+WHOLE = "sequence_parallel: false"
+GIVEN = (*PLAIN, *STEP, *role_words("actor", f"{WHOLE}, pipeline_parallel: 2, virtual_pipeline_chunks: 3"))
 SEQUENCE = (*PLAIN, *STEP, *role_words("actor", "tensor_parallel: 3, sequence_parallel: true"))
-SHARED = (*PLAIN, *STEP, *role_words("actor", "context_parallel: 2"))
+SHARED = (*PLAIN, *STEP, *role_words("actor", f"{WHOLE}, context_parallel: 2"))
 BOTH = (*STEP, *role_words("actor", "pipeline_parallel: 2"), *role_words("critic", "tensor_parallel: 3"))
 CASES = {"dense": GIVEN, "sequence": SEQUENCE, "context": SHARED, "experts": GIVEN}
 
 
 def settings(given: RoleSettings, experts: int, *, for_speed: bool = True) -> Iterator[RoleSettings]:
     """Every setting of a role of six layers and three key and value heads that the search may try. A pipeline keeps its
-    chunks where they divide the layers, and sequence parallelism stays on. For speed none or as many ranks share out
-    samples, and nothing or everything leaves the device while the role rests."""
+    chunks where they divide the layers, and what shards may be turned on where it was turned off. For speed none or as
+    many ranks share out samples, and nothing or everything leaves the device while the role rests."""
     budgets = {given.microbatch_budget_tokens, *(LONGEST * 2**n for n in range(4))}
     shares = [n for n in range(1, experts + 1) if experts % n == 0] or [1]
-    switches = (False, True)
+    distributed_too = (False, None) if given.optimizer.distributed is False else (given.optimizer.distributed,)
+    said = given.layout.sequence_parallel
     everything = OffloadSettings(weights=True, gradients=True, optimizer=True)
     offloads = (given.offload, everything) if for_speed else (given.offload,)
     contexts = {given.layout.context_parallel, 1} if for_speed else {given.layout.context_parallel}
@@ -61,8 +63,9 @@ def settings(given: RoleSettings, experts: int, *, for_speed: bool = True) -> It
         layout: dict[str, Any] = {"tensor_parallel": tp, "pipeline_parallel": pp, "expert_parallel": ep}
         layout["context_parallel"] = cp
         layout["virtual_pipeline_chunks"] = chunks
-        for layout["sequence_parallel"] in switches[given.layout.sequence_parallel :] if tp > 1 else (False,):
-            for recompute, budget, distributed, offload in itertools.product(RECOMPUTE, budgets, switches, offloads):
+        for layout["sequence_parallel"] in (False, None) if said is False else (said if tp > 1 else None,):
+            switches = itertools.product(RECOMPUTE, budgets, distributed_too, offloads)
+            for recompute, budget, distributed, offload in switches:
                 changes = {"recompute": recompute, "microbatch_budget_tokens": budget, "offload": offload}
                 optimizer = given.optimizer.model_copy(update={"distributed": distributed})
                 placed = given.layout.model_copy(update=layout)
@@ -202,8 +205,8 @@ def words(config: Config) -> str:
     kinds = ("tensor", "pipeline", "expert", "context")
     tp, pp, ep, cp = (getattr(actor.layout, f"{kind}_parallel") for kind in kinds)
     said = [f"TP {tp} x PP {pp} x DP {GPUS // tp // pp // cp}"] + [f"CP {cp}"] * (cp > 1)
-    said += [f"EP {ep}"] * (ep > 1) + ["sequence parallel"] * actor.layout.sequence_parallel
-    said += ["distributed optimizer"] * actor.optimizer.distributed
+    said += [f"EP {ep}"] * (ep > 1) + ["sequence parallel"] * actor.layout.shards_sequences
+    said += ["distributed optimizer"] * actor.optimizer.shards_state(actor.layout.grid(GPUS))
     said += ["off the device while it rests"] * bool(actor.offload.parts)
     return ", ".join([*said, f"recompute {actor.recompute}", f"{actor.microbatch_budget_tokens} tokens"])
 

@@ -61,7 +61,7 @@ def test_roles() -> None:
     words += ["critic.microbatch_budget_tokens=5000", "model.pad_vocab_to_multiple_of=1"]
     found = make_setup(load_config(MIDDLE, words), MODELS, 12, on_cuda=True)
     actor = RoleSetup(
-        name="actor", arch=MODELS.actor, grid=Grid(range(12), tp=3, pp=2), vpp=3, sequence_parallel=False,
+        name="actor", arch=MODELS.actor, grid=Grid(range(12), tp=3, pp=2), vpp=3, sequence_parallel=True,
         recompute="none", distributed_optimizer=True, microbatch_budget_tokens=16384, minibatch_sequences=128,
         updates_per_step=4, padded_vocab=102, dtype_bytes=4, reduces_in_backward=True, gathers_in_forward=True,
     )  # fmt: skip

@@ -62,24 +62,20 @@ CP2 = ["actor.layout.context_parallel=2", "critic.layout.context_parallel=2"]
 OFFLOAD = [f"{role}.offload=true" for role in ("actor", "critic", "reference")]
 SHARDED = [f"{role}.optimizer.distributed=true" for role in ("actor", "critic")]
 # A part of the optimizer on the host, all of it, and what Megatron gathers late.
+TP2 = [f"{r}.layout.{x}" for r in ("actor", "critic") for x in ("tensor_parallel=2", "sequence_parallel=false")]
 OFFLOADED = {
-    "tp2-offload": [*(f"{role}.layout.tensor_parallel=2" for role in ("actor", "critic")), *OFFLOAD],
+    "tp2-offload": [*TP2, *OFFLOAD],
     "dp2-distributed": SHARDED,
     "dp2-distributed-offload": [*SHARDED, *OFFLOAD],
 }
 TWO_PROCESSES: dict[str, list[str]] = {
-    "tp2": ["actor.layout.tensor_parallel=2", "critic.layout.tensor_parallel=2"],
+    "tp2": TP2,
     "pp2": ["actor.layout.pipeline_parallel=2", "critic.layout.pipeline_parallel=2"],
-    "dp2": [],
+    "dp2": ["actor.optimizer.distributed=false", "critic.optimizer.distributed=false"],
     "mixed": ["actor.layout.tensor_parallel=2", "critic.layout.pipeline_parallel=2"],
     "apart": ["actor.layout.ranks=1", "critic.layout.first_rank=1"],
     "critic-on-one": ["critic.layout.ranks=1"],
-    "sp2": [
-        "actor.layout.tensor_parallel=2",
-        "actor.layout.sequence_parallel=true",
-        "critic.layout.tensor_parallel=2",
-        "critic.layout.sequence_parallel=true",
-    ],
+    "sp2": ["actor.layout.tensor_parallel=2", "critic.layout.tensor_parallel=2"],
     "vpp2": [
         "actor.layout.pipeline_parallel=2",
         "actor.layout.virtual_pipeline_chunks=2",
@@ -102,11 +98,11 @@ TWO_PROCESSES: dict[str, list[str]] = {
     **OFFLOADED,
     "dp2-overlap": [
         "actor.optimizer.overlap_grad_reduce=true",
-        "actor.optimizer.distributed=true",
         "critic.optimizer.overlap_grad_reduce=true",
+        "critic.optimizer.distributed=false",
     ],
 }
-SP2 = [f"{role}.layout.{x}" for role in ("actor", "critic") for x in ("tensor_parallel=2", "sequence_parallel=true")]
+SP2 = TWO_PROCESSES["sp2"]
 # Four layers on three stages, and five on four chunks.
 THREE_PROCESSES = {"pp3-uneven": [f"{role}.layout.pipeline_parallel=3" for role in ("actor", "critic")]}
 UNEVEN_CHUNKS = {"vpp2-five": [*TWO_PROCESSES["vpp2"], "critic.layout.pipeline_layers=[1, 1, 2, 1]"]}

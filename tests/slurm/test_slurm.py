@@ -26,10 +26,10 @@ def torchrun_metrics(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str,
     return numbers(directory)
 
 
-def submit(cluster: Cluster, folder: Path, *words: str, **settings: object) -> int:
+def submit(cluster: Cluster, folder: Path, *words: str, flags: tuple[str, ...] = (), **settings: object) -> int:
     """`sbatch launch/slurm/ppo.sbatch` on both nodes; returns the job's number."""
     environment = job_environment(cluster, MEGAPPO_LOGS=folder / "logs", **settings)
-    command = ["sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", f"--output={folder}/job.out"]
+    command = ["sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", f"--output={folder}/job.out", *flags]
     return int(cluster.run(*command, "launch/slurm/ppo.sbatch", *words, cwd=ROOT, env=environment).strip())
 
 
@@ -86,8 +86,10 @@ exit 3
 def test_a_preempted_job_goes_back_into_the_queue(cluster: Cluster, tmp_path: Path, launcher: str) -> None:
     """The signal of --signal reaches every rank; exit code 85 starts the same job again."""
     python = stand_in(tmp_path, PREEMPTED)
-    settings = {"MEGAPPO_PYTHON": python, "MEGAPPO_DOCTOR": "no", "MEGAPPO_LAUNCHER": launcher}
-    job = submit(cluster, tmp_path, "some.yaml", "run.steps=3", **settings)
+    job = submit(
+        cluster, tmp_path, "some.yaml", "run.steps=3",
+        MEGAPPO_PYTHON=python, MEGAPPO_DOCTOR="no", MEGAPPO_LAUNCHER=launcher,
+    )  # fmt: skip
     logs = tmp_path / "logs" / str(job)
     for rank in (0, 1):
         await_text(
@@ -124,6 +126,21 @@ def test_an_interrupted_job_is_the_run_that_was_not(cluster: Cluster, tmp_path: 
     assert numbers(metrics.parent) == numbers(tmp_path / "whole")
     logs = tmp_path / "logs" / str(job) / "attempt-1"
     assert [(logs / "train" / f"exit-{rank}").read_text() for rank in (0, 1)] == ["0\n", "0\n"]
+
+
+def test_a_job_whose_time_is_up_goes_on(
+    cluster: Cluster, torchrun_metrics: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """SLURM has set an end that leaves no time for a second step and a stop: without a signal the run ends with a
+    checkpoint, its job goes back into the queue, and the next attempt makes the last step."""
+    words = ("configs/quickstart.yaml", f"run.directory={tmp_path / 'run'}", *SHORT)
+    job = submit(cluster, tmp_path, *words, flags=("--time=1", "--signal=USR1@0"), MEGAPPO_DOCTOR="no")
+    state = end_of_second_attempt(cluster, job)
+    assert (state["JobState"], state["Restarts"], state["TimeLimit"]) == ("COMPLETED", "1", "00:01:00"), state
+    output = Path(state["StdOut"]).read_text()
+    told = "another step may not end in time before the end that SLURM has set for the job: stopping with a checkpoint"
+    assert output.count(told) == 1 and "continuing after step 1 from" in output
+    assert numbers(tmp_path / "run") == torchrun_metrics
 
 
 CANCELLED = """

@@ -66,8 +66,11 @@ FACTORS: dict[str, tuple[Level, ...]] = {
     ),
     "tensor": (
         _off("TP 1"),
-        Level("tp2", "TP 2, with a vocabulary that it does not divide", ("layout.tensor_parallel=2",), ranks=2),
-        Level("sp2", "TP 2 with SP", ("layout.tensor_parallel=2", "layout.sequence_parallel=true"), ranks=2),
+        Level(
+            "tp2", "TP 2, with a vocabulary that it does not divide",
+            ("layout.tensor_parallel=2", "layout.sequence_parallel=false"), ranks=2,
+        ),
+        Level("sp2", "TP 2 with SP", ("layout.tensor_parallel=2",), ranks=2),
     ),
     "pipeline": (
         _off("PP 1"),
@@ -83,7 +86,7 @@ FACTORS: dict[str, tuple[Level, ...]] = {
     "context": (_off("CP 1"), Level("cp2", "CP 2", ("layout.context_parallel=2",), ranks=2)),
     "data": (_off("DP 1"), Level("dp2", "DP 2", ranks=2)),
     "optimizer": (
-        _off("each replica's own optimizer"),
+        Level("", "each replica's own optimizer", ("optimizer.distributed=false",)),
         Level("distributed", "distributed optimizer", ("optimizer.distributed=true",)),
         Level(
             "overlap", "distributed optimizer, gradients reduced in backward",

@@ -42,7 +42,7 @@ def check(case: dict[str, Any], runtime: Runtime) -> dict[str, list[float]]:
     layout = make_layouts({"actor": Cut(Grid(tuple(range(runtime.world_size)), 1, 1), 1, False)}, "cpu", 120)["actor"]
     assert isinstance(layout, Layout)
     options = BuildOptions(torch.bfloat16, runtime.device, padded_vocab_size(arch.vocab_size, 1, 8))
-    settings = OptimizerSettings(learning_rate=1e-3, overlap_grad_reduce=case["overlap"])
+    settings = OptimizerSettings(learning_rate=1e-3, overlap_grad_reduce=case["overlap"], distributed=False)
     gradients: dict[str, list[Tensor]] = defaultdict(list)
     with runtime.megatron():
         optimizer = RoleOptimizer(build_model(arch, layout, options, SafetensorsSource(folder, arch)), settings, 10)

@@ -1,0 +1,83 @@
+"""How many elements of weights and adapters one tensor parallel rank has, of all of them or of the frozen ones."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from functools import lru_cache
+
+from megappo.families.adapters import LoraShape, adapter_parameters
+from megappo.families.architecture import ArchitectureConfig
+from megappo.families.frozen import frozen_parameters
+from megappo.families.parameters import EMBEDDING, OUTPUT_LAYER, model_parameters, shard_shape
+
+FIRST = -1
+"""In the place of a layer's number, what stands before all layers; what comes after them has the next number."""
+
+
+@lru_cache(maxsize=4096)
+def stage_parameters(
+    arch: ArchitectureConfig,
+    tp: int,
+    stage_layers: tuple[int, ...],
+    padded_vocab: int,
+    is_critic: bool,
+    special_layers: tuple[int, ...] = (),
+) -> tuple[int, ...]:
+    """Parameters on one tensor parallel rank of each pipeline stage without experts, from the map that loads them.
+
+    `stage_layers`: how many each stage has. `special_layers`: how many of them are unlike the others; nothing: all
+    layers are alike. Tied embeddings under a pipeline stand on the first and, once more, on the last
+    stage. A critic has a value head of hidden size + 1 in place of the output layer.
+    """
+    counts = {p: math.prod(shard_shape(arch, p, tp, padded_vocab)) for p in model_parameters(arch, experts=())}
+    of_layers = Counter[int | None]()
+    for parameter, count in counts.items():
+        of_layers[parameter.layer] += count
+    usual = next(n for n in range(arch.layers) if n not in arch.special_layers)
+    each, other = of_layers[usual], of_layers[next(iter(arch.special_layers), usual)]
+    special_of = special_layers or (0,) * len(stage_layers)
+    stages = [special * other + (n - special) * each for n, special in zip(stage_layers, special_of, strict=True)]
+    for parameter, count in counts.items():
+        if parameter.megatron == EMBEDDING:
+            stages[0] += count
+            if arch.tied_embeddings and len(stages) > 1 and not is_critic:
+                stages[-1] += count
+        elif parameter.layer is None and not (is_critic and parameter.megatron == OUTPUT_LAYER):
+            stages[-1] += count
+    if is_critic:
+        stages[-1] += arch.hidden_size + 1
+    return tuple(stages)
+
+
+@lru_cache(maxsize=256)
+def layer_adapters(arch: ArchitectureConfig, lora: LoraShape, tp: int, layer: int) -> int:
+    """Elements of a layer's adapters on one tensor parallel rank, those of experts left out."""
+    here = [p for p in adapter_parameters(arch, lora, experts=()) if p.layer == layer]
+    return sum(math.prod(shard_shape(arch, p, tp, arch.vocab_size)) for p in here)
+
+
+@lru_cache(maxsize=256)
+def largest_adapter(arch: ArchitectureConfig, lora: LoraShape, tp: int, experts_here: int) -> int:
+    """Elements of the largest A or B on one tensor parallel rank, which has those of its experts in one."""
+    every = adapter_parameters(arch, lora, experts=range(min(1, arch.experts)))
+    here = [p for p in every if p.layer in (0, arch.layers - 1)]
+    held = [1 if p.expert is None else experts_here for p in here]
+    return max(n * math.prod(shard_shape(arch, p, tp, arch.vocab_size)) for n, p in zip(held, here, strict=True))
+
+
+@lru_cache(maxsize=64)
+def frozen_elements(
+    arch: ArchitectureConfig, freeze: tuple[str, ...], lora: LoraShape | None, tp: int, padded_vocab: int
+) -> tuple[Counter[int], Counter[int]]:
+    """Of each layer, elements on one tensor parallel rank that are frozen, or adapters of these; and of an expert."""
+    dense, of_expert = Counter[int](), Counter[int]()
+    for parameter in frozen_parameters(arch, freeze, lora):
+        count = math.prod(shard_shape(arch, parameter, tp, padded_vocab))
+        if parameter.layer is None:
+            dense[FIRST if parameter.megatron == EMBEDDING else arch.layers] += count
+        elif parameter.expert is None:
+            dense[parameter.layer] += count
+        elif parameter.expert == 0:
+            of_expert[parameter.layer] += count
+    return dense, of_expert
