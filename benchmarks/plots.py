@@ -3,8 +3,9 @@
 
 Usage: python -m benchmarks.plots FILE [FILE ...] [--out benchmarks/results] [--name DATE-MACHINE]
 
-Reads what `--json` of trl.py, scaling.py, update.py, rollout.py, step.py, overhead.py and planned.py wrote; several
-files of one program become one picture. Needs matplotlib (`pip install matplotlib`), which nothing else here does.
+Reads what `--json` of trl.py, scaling.py, update.py, rollout.py, step.py, overhead.py and planned.py wrote, and the
+`learning.json` of learning.py; several files of one program become one picture. Needs matplotlib (`pip install
+matplotlib`), which nothing else here does.
 """
 
 from __future__ import annotations
@@ -232,6 +233,31 @@ def draw_planned(documents: Sequence[Document], figure: Any) -> bool:
     return True
 
 
+def draw_learning(documents: Sequence[Document], figure: Any) -> bool:
+    """Mean reward by step of each method: the mean of seeds, and the least and most of them; tasks and lags apart."""
+    runs = [run for document in documents for run in document["runs"]]
+    panels = sorted({(run["task"], run["lag"]) for run in runs})
+    for axes, (task, lag) in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels, strict=True):
+        here = [run for run in runs if (run["task"], run["lag"]) == (task, lag)]
+        for method, colour in zip(dict.fromkeys(run["method"] for run in runs), (OTHERS, OURS, THIRD), strict=False):
+            rewards = [run["rewards"] for run in here if run["method"] == method]
+            by_step = list(zip(*map(_smoothed, rewards), strict=False))
+            steps = range(1, len(by_step) + 1)
+            axes.plot(steps, [statistics.mean(x) for x in by_step], color=colour, linewidth=1.5, label=method)
+            axes.fill_between(steps, [min(x) for x in by_step], [max(x) for x in by_step], color=colour, alpha=0.2)
+        axes.set_title(f"{task}\nlag {lag}", fontsize=7)
+        axes.set_xlabel("step")
+    figure.axes[0].set_ylabel("mean reward")
+    handles = figure.axes[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=3, frameon=False)
+    return bool(panels)
+
+
+def _smoothed(values: Sequence[float]) -> list[float]:
+    """Means of five."""
+    return [statistics.mean(values[max(0, n - 4) : n + 1]) for n in range(len(values))]
+
+
 Draw = Callable[[Sequence[Document], Any], bool]
 PICTURES: dict[str, tuple[str, Draw]] = {
     "trl-speed": ("trl", draw_trl),
@@ -242,6 +268,7 @@ PICTURES: dict[str, tuple[str, Draw]] = {
     "step": ("step", draw_step),
     "overhead": ("overhead", draw_overhead),
     "planned": ("planned", draw_planned),
+    "learning": ("learning", draw_learning),
 }
 """By the end of a picture's name: the benchmark that it is of, and what draws it unless there is nothing to draw."""
 

@@ -22,6 +22,11 @@ UPDATES = [{"role": role, "ratios": [1.0, 1.2, 1.1], "median_ratio": 1.1} for ro
 GENERATION = {
     "sequences": 4, "response_tokens": 8, "generate_seconds": [1.0, 1.1], "engine_seconds": [0.9, 1.0]
 }  # fmt: skip
+LEARNED: list[dict[str, Any]] = [
+    {"task": task, "method": method, "lag": lag, "seed": seed, "rewards": [0.1, 0.3 * seed, 0.45 * seed],
+     "explained": [] if method == "grpo" else [0.0, 0.2, 0.1 * seed], "left_out": [0.0, 0.1 * seed], "seconds": 3.0}
+    for task in ("sums", "tool") for method in ("clip", "dis", "grpo") for lag in (0, 1) for seed in (1, 2)
+]  # fmt: skip
 DOCUMENTS: dict[str, dict[str, Any]] = {
     "trl": {"threads": 2, "rows": TRL_ROWS, "curves": CURVES},
     "scaling": {"cores": 2, "rows": SCALING},
@@ -33,4 +38,5 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
         {"samples": n, "cpu_seconds_per_sample": 1e-3, "cpu_seconds": [1e-3 * n, 2e-3 * n]} for n in (64, 4096)]},
     "planned": {"rows": [{"words": words, "planned": dict.fromkeys(STAGES, 1.0), "measured": dict.fromkeys(STAGES, 1.1)}
                          for words in ("small", "middle", "large")]},
+    "learning": {"runs": LEARNED},
 }  # fmt: skip

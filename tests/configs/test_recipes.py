@@ -17,11 +17,9 @@ from tests.support.configurations import head_command, head_commands
 from tests.support.harness import start
 from tests.support.places import ROOT, TINY
 
-TWO_CORES = ROOT / "configs" / "recipes" / "sao_two_cores.yaml"
-RECIPES = sorted({*(ROOT / "configs" / "recipes").glob("*.yaml")} - {TWO_CORES})
+SUMS, TOOL = TWO_CORES = [ROOT / "configs" / "recipes" / f"sao_{task}two_cores.yaml" for task in ("", "tool_")]
+RECIPES = sorted({*(ROOT / "configs" / "recipes").glob("*.yaml")} - {*TWO_CORES})
 SAO = [path for path in RECIPES if path.stem.startswith("sao_")]
-_STEPS = 100
-"""Of the recipe for two cores."""
 ORZ_PROMPT = """\
 {{bos_token}}A conversation between User and Assistant. The User asks a question, and the Assistant solves it. The \
 Assistant first thinks about the reasoning process in the mind and then provides the User with the answer. The \
@@ -80,14 +78,11 @@ def problems(folder: Path) -> dict[str, str]:
     return {name: str(folder / f"{name}.jsonl") for name in named}
 
 
-@pytest.mark.slow
-@pytest.mark.waits
-@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
-def test_a_recipe_runs_in_miniature(path: Path, tmp_path: Path) -> None:
+def miniature(path: Path, directory: Path) -> list[str]:
     """Two steps of 6 prompts with a small model; what is learned, and how, stays as it is."""
-    files, config = problems(tmp_path), load_config(path)
+    files, config = problems(directory), load_config(path)
     words = [
-        f"run.directory={tmp_path / 'run'}", "run.steps=2", f"model.path={TINY}", "model.init=random",
+        f"run.directory={directory / 'run'}", "run.steps=2", f"model.path={TINY}", "model.init=random",
         "model.dtype=float32", "data.apply_chat_template=false", "data.chat_template=null", "data.max_prompt_tokens=8",
         "rollout.engine=transformers", "rollout.sglang=null", "rollout.prompts_per_step=6",
         "rollout.max_response_tokens=3", "rollout.max_total_tokens=null", "reward.workers=1", "evaluation=null",
@@ -108,6 +103,23 @@ def test_a_recipe_runs_in_miniature(path: Path, tmp_path: Path) -> None:
         words += [f"data.train.source={files['math']}", "data.validation=null", "data.validation_sets=null"]
     warmup = config.critic.warmup_steps if config.critic is not None else 0
     words += ["critic.warmup_steps=1"] if warmup else []
+    return words
+
+
+def test_recipes_of_sao_are_the_same_in_miniature(tmp_path: Path) -> None:
+    """So that one is run for all."""
+    found = [load_config(path, [*miniature(path, tmp_path), "run.name=sao"]).model_dump() for path in SAO]
+    assert [config["run"].pop("files") for config in found] == [(str(path),) for path in SAO]
+    first, *others = found
+    assert others and all(other == first for other in others)
+
+
+@pytest.mark.slow
+@pytest.mark.waits
+@pytest.mark.parametrize("path", [path for path in RECIPES if path not in SAO[1:]], ids=lambda p: p.stem)
+def test_a_recipe_runs_in_miniature(path: Path, tmp_path: Path) -> None:
+    words, config = miniature(path, tmp_path), load_config(path)
+    warmup = config.critic.warmup_steps if config.critic is not None else 0
     done = start("megappo", "train", path, *words, processes=2)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     first, second = read_metrics(tmp_path / "run" / "metrics.jsonl")[-2:]
@@ -121,19 +133,19 @@ def test_a_recipe_runs_in_miniature(path: Path, tmp_path: Path) -> None:
             assert second["reward/mean"] == pytest.approx(2 * second["reward/given"] - 1, abs=1e-6)
         case "verl_qwen2_7b_megatron":
             assert {"reward/gsm8k", "reward/math"} <= second.keys() and second["critic/updates"] == 3
-        case "sao_qwen3_30b_a3b" | "sao_glm4.5_air":
+        case "sao_glm4.5_air":
             assert (second["actor/updates"], second["critic/updates"]) == (1, 2)
             assert {"actor/masked_below", "actor/masked_above"} <= second.keys()
         case other:
             raise AssertionError(f"{other} is not looked at")
 
 
-def test_two_cores_have_the_settings_of_the_recipe() -> None:
+@pytest.mark.parametrize("path", TWO_CORES, ids=lambda p: p.stem)
+def test_two_cores_have_the_settings_of_the_recipe(path: Path) -> None:
     """All that SAO says of a run; two epochs over small steps make several updates of the actor, and twice as many of
     the critic."""
-    small = load_config(TWO_CORES)
-    for path in SAO:
-        whole = load_config(path)
+    small = load_config(path)
+    for whole in map(load_config, SAO):
         assert whole.algorithm.model_copy(update={"entropy_coef": 0.1, "lam": small.algorithm.lam}) == small.algorithm
         assert (whole.algorithm.lam.critic, small.algorithm.lam.critic) == (1.0, 1.0)
         assert whole.critic is not None and small.critic is not None
@@ -143,22 +155,47 @@ def test_two_cores_have_the_settings_of_the_recipe() -> None:
             assert (config.critic.freeze, config.critic.warmup_steps) == (("attention",), 10)
 
 
-@pytest.mark.slow
-@pytest.mark.waits
-@pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize(("steps", "reward"), [(13, 0.0), pytest.param(_STEPS, 0.9, marks=pytest.mark.learning)])
-def test_sao_on_two_cores(tmp_path: Path, lag: int, steps: int, reward: float) -> None:
-    """The quickstart's sums, with the newest weights and with those of the step before: the actor waits for ten steps,
-    and tokens outside of the band are few."""
-    words = [f"run.directory={tmp_path / 'run'}", "logging.tensorboard=false", "evaluation=null"]
-    words += [f"run.steps={steps}", "actor.optimizer.schedule=constant"] if steps < _STEPS else []
+def train_on_two_cores(path: Path, run: Path, lag: int, *overrides: str, warmup: int = 10) -> list[dict[str, Any]]:
+    """Metrics of a run with the newest weights or with those of the step before: the actor waits for the critic's
+    warm-up, and tokens outside of the band are few."""
+    words = [f"run.directory={run}", "logging.tensorboard=false", "evaluation=null", *overrides]
     words += ["rollout.engine=tests.support.ticking:TickingEngine", "rollout.ahead=1"] if lag else []
-    done = start("megappo", "train", TWO_CORES, *words, processes=2, timeout_seconds=590)
+    done = start("megappo", "train", path, *words, processes=2, timeout_seconds=590)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    waits, learns = lines[:10], lines[10:]
+    lines = read_metrics(run / "metrics.jsonl")
+    waits, learns = lines[:warmup], lines[warmup:]
     assert not any("actor/updates" in line for line in waits) and all(line["actor/updates"] == 4 for line in learns)
     assert all(line["critic/updates"] == 8 for line in lines)
     assert max(line["rollout/lag"] for line in lines) == lag
-    assert all(line["actor/masked_below"] + line["actor/masked_above"] < 0.2 for line in learns)
-    assert sum(line["reward/mean"] for line in lines[-5:]) / 5 > reward
+    assert all(line["actor/masked_below"] + line["actor/masked_above"] < 0.25 for line in learns)
+    return lines
+
+
+@pytest.mark.slow
+@pytest.mark.waits
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("path", TWO_CORES, ids=lambda p: p.stem)
+def test_sao_on_two_cores(tmp_path: Path, path: Path, lag: int) -> None:
+    """Steps of a fifth of the samples in as many updates, after two in place of ten of the critic alone. What the tool
+    says is no token of the model's, and the model heard what it is trained on."""
+    samples = load_config(path).rollout.prompts_per_step // 5
+    small = [f"{role}.minibatch_sequences={samples // 2}" for role in ("actor", "critic")]
+    small += ["run.steps=5", f"rollout.prompts_per_step={samples}", "actor.optimizer.schedule=constant"]
+    small += ["rollout.environment.arguments={strict: false, entries: 4}"] if path == TOOL else []
+    lines = train_on_two_cores(path, tmp_path / "run", lag, "critic.warmup_steps=2", *small, warmup=2)
+    assert len(lines) == 5 and sum(line["reward/mean"] for line in lines) > 0
+    for line in lines if path == TOOL else []:
+        assert (line["episode/turns"], line["tool/lookup/calls"], line["episode/failures"]) == (2, 1, 0)
+        assert line["episode/observed_tokens"] == 2
+        assert line["response/length"] == pytest.approx(2 * line["turn/tokens"] + 2)
+        assert line["mismatch/max"] < 1e-4 or line["rollout/lag"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.waits
+@pytest.mark.learning
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("path", "lag"), [(SUMS, 0), (SUMS, 1), (TOOL, 0)], ids=["sums", "sums-lag", "tool"])
+def test_sao_on_two_cores_learns(tmp_path: Path, path: Path, lag: int) -> None:
+    lines = train_on_two_cores(path, tmp_path / "run", lag)
+    assert sum(line["reward/mean"] for line in lines[-5:]) / 5 > 0.9

@@ -26,14 +26,15 @@ def share(said: str, wanted: str) -> float:
 
 
 class Lookup:
-    """The model says the key, hears the two digits that it stands for, and says them.
+    """The model says the key, hears the digits that it stands for, and says them.
 
     What keys stand for is drawn anew for every episode: nobody can learn it by heart. `answers`: the tool works.
-    `strict`: a wrong call ends the episode, so that the model learns to call before it learns to answer.
+    `strict`: a wrong call ends the episode, so that the model learns to call before it learns to answer. `entries`: a
+    key stands for one of the numbers below it.
     """
 
-    def __init__(self, *, answers: bool = True, strict: bool = False) -> None:
-        self._answers, self._strict = answers, strict
+    def __init__(self, *, answers: bool = True, strict: bool = False, entries: int = 100) -> None:
+        self._answers, self._strict, self._entries = answers, strict, entries
 
     async def run(self, session: Session) -> float | None:
         key, draw = str(session.prompt.answer), random.Random(session.seed)
@@ -43,7 +44,8 @@ class Lookup:
         if self._strict and not is_right:
             return None
         async with session.using("lookup"):
-            entry = f"{draw.randrange(100):02}"
-        session.observe(f"{entry if self._answers else '++'}=")
+            digits = len(str(self._entries - 1))
+            entry = f"{draw.randrange(self._entries):0{digits}}"
+        session.observe(f"{entry if self._answers else '+' * digits}=")
         said = (await session.generate()).raw_text
         return (1 - CALL_SHARE) * is_right * share(said, entry)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
+from megappo.engines.protocol import Completion, GenerateRequest, Line, SamplingParams, Talk
+from megappo.environments.table import Table
 from megappo.reshard.stream import WeightStream
 from megappo.runtime.process import Runtime
 from tests.support.embedded import AroundEmbedded
@@ -26,6 +27,15 @@ class _Submitted:
     requests: Sequence[GenerateRequest]
     params: SamplingParams
     completions: dict[int, Completion] = field(default_factory=dict)
+
+
+class _Held(Line):
+    """Nothing is answered over it: the turns wait for a round."""
+
+    is_over = False
+
+    def send(self, number: int, request: GenerateRequest) -> None:
+        pass
 
 
 class TickingEngine(AroundEmbedded):
@@ -53,6 +63,18 @@ class TickingEngine(AroundEmbedded):
         answers = self.inner.generate(pending.requests, pending.params)
         pending.completions = dict(enumerate(answers))
         return answers
+
+    def converse(self, talk: Talk, params: SamplingParams) -> None:
+        self.finish_line(talk, self.open_line(talk, params), params)
+
+    def open_line(self, talk: Talk, params: SamplingParams) -> Line:
+        return _Held()
+
+    def finish_line(self, talk: Talk, line: Line, params: SamplingParams, *, weights_changed: bool = False) -> None:
+        assert isinstance(talk, Table)
+        while wanted := talk.round():
+            talk.answer(dict(zip(wanted, self.inner.generate(list(wanted.values()), params), strict=True)))
+        self.stop.check()
 
     def send(self, requests: Mapping[int, GenerateRequest], params: SamplingParams) -> None:
         assert not requests.keys() & self._under_way.keys()
